@@ -1,0 +1,53 @@
+"""A registry maps a name to a callable that is imported only when it is asked for.
+
+The summary and the source serve `--help`, the documentation and the tests, none of which may import torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from certcli.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name: where its callable lives ("package.module:attribute"), what it does, where it comes from."""
+
+    name: str
+    target: str
+    summary: str
+    source: str = ""
+
+    def load(self) -> Any:
+        module, _, attribute = self.target.partition(":")
+        return getattr(import_module(module), attribute)
+
+
+class Registry:
+    """An ordered, closed table of entries of one kind ("loss", "attack", ...)."""
+
+    def __init__(self, kind: str, *entries: Entry) -> None:
+        self.kind = kind
+        self._entries = {entry.name: entry for entry in entries}
+        if len(self._entries) != len(entries):
+            raise ValueError(f"two entries of the {kind} registry share a name")
+
+    def __getitem__(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise UsageError(f"unknown {self.kind} '{name}'", f"one of: {', '.join(self._entries)}")
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def load(self, name: str) -> Any:
+        """The callable behind `name`; UsageError with the known names when there is none."""
+        return self[name].load()

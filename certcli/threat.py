@@ -1,0 +1,75 @@
+"""The threat model: a ball of pixel-space radius around an image, intersected with the box [0, 1]."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from certcli.errors import UsageError
+
+Norm = Literal["l2", "linf"]
+
+
+def image_norms(delta: Tensor, norm: Norm) -> Tensor:
+    """|delta|_2 or |delta|_inf of each image, in float64: (b, c, h, w) -> (b,)."""
+    flat = delta.double().flatten(1)
+    return flat.norm(dim=1) if norm == "l2" else flat.abs().amax(dim=1)
+
+
+def _per_image(values: Tensor, like: Tensor) -> Tensor:
+    return values.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+
+
+@dataclass(frozen=True)
+class Threat:
+    """All images x' in [0, 1] with |x' - x| <= radius (pixel units)."""
+
+    norm: Norm
+    radius: float
+
+    def __post_init__(self) -> None:
+        if self.norm not in ("l2", "linf"):
+            raise UsageError(f"unknown norm '{self.norm}'", "one of: l2, linf")
+        if not 0 <= self.radius < float("inf"):
+            raise UsageError(f"radius {self.radius} is not a finite number >= 0")
+
+    def project(self, adversarial: Tensor, images: Tensor) -> Tensor:
+        """Nearest point of the ball, then of the box: (b, c, h, w) x 2 -> (b, c, h, w).
+
+        Clipping to the box after the ball keeps the point in the ball, because `images` lie in the box.
+        """
+        delta = adversarial - images
+        if self.norm == "linf":
+            delta = delta.clamp(-self.radius, self.radius)
+        else:
+            length = image_norms(delta, "l2").clamp_min(1e-30)
+            delta = delta * _per_image((self.radius / length).clamp_max(1.0), delta)
+        return (images + delta).clamp(0.0, 1.0)
+
+    def random_start(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """A point drawn uniformly from the ball, clipped to the box: (b, c, h, w) -> (b, c, h, w)."""
+        shape, device = images.shape, images.device
+        if self.norm == "linf":
+            delta = (2 * torch.rand(shape, generator=generator).to(device) - 1) * self.radius
+        else:
+            delta = torch.randn(shape, generator=generator).to(device)
+            pixels = delta[0].numel()
+            share = torch.rand(shape[0], generator=generator).to(device) ** (1 / pixels)
+            delta = delta * _per_image(share * self.radius / image_norms(delta, "l2").clamp_min(1e-30), delta)
+        return self.project(images + delta.to(images.dtype), images)
+
+    def steepest(self, gradient: Tensor) -> Tensor:
+        """Direction of norm 1 along which a linear function grows fastest: (b, c, h, w) -> (b, c, h, w)."""
+        if self.norm == "linf":
+            return gradient.sign()
+        return gradient / _per_image(image_norms(gradient, "l2").clamp_min(1e-30), gradient)
+
+    def contains(self, adversarial: Tensor, images: Tensor) -> Tensor:
+        """Which images lie in the closed ball and in the box, by exact comparison: -> (b,) bool.
+
+        The difference is taken in float64, where it is exact for float32 pixels.
+        """
+        inside = image_norms(adversarial.double() - images.double(), self.norm) <= self.radius
+        boxed = ((adversarial >= 0) & (adversarial <= 1)).flatten(1).all(dim=1)
+        return inside & boxed
