@@ -1,0 +1,165 @@
+"""A checkpoint: tensors and their record. Read whole and checked, written atomically and byte-reproducibly."""
+
+import contextlib
+import errno
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from certcli.errors import CheckpointError, OutputError, UsageError
+from certcli.provenance import KEY, Evidence, Record, Step, versions
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Immutable: a command reads one and derives another, with one more step in its lineage."""
+
+    tensors: Mapping[str, Tensor]
+    record: Record
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over name, dtype, shape and bytes of every tensor, in the order of names."""
+        return tensors_digest(self.tensors)
+
+    @staticmethod
+    def read(path: Path) -> "Checkpoint":
+        """A checkpoint that certvit wrote. CheckpointError when it is unreadable, foreign or holds NaN."""
+        tensors, metadata = read_tensors(path)
+        if KEY not in metadata:
+            raise CheckpointError(f"{path} is a safetensors file without a certvit record")
+        return Checkpoint(tensors, Record.from_json(metadata[KEY]))
+
+    def derive(
+        self,
+        tensors: Mapping[str, Tensor],
+        command: str,
+        parameters: Mapping[str, Any],
+        seed: int = 0,
+        **changes: Any,
+    ) -> "Checkpoint":
+        """The checkpoint after one more step; `changes` are new values of the record's fields."""
+        step = Step(command, dict(parameters), seed, versions(), self.digest)
+        record = replace(self.record, lineage=(*self.record.lineage, step), **changes)
+        return Checkpoint(dict(tensors), record)
+
+    def with_evidence(self, command: str, parameters: Mapping[str, Any], result: Mapping[str, Any]) -> "Checkpoint":
+        """The same tensors, with a result about them."""
+        entry = Evidence(command, dict(parameters), dict(result), self.digest)
+        return Checkpoint(self.tensors, self.record.with_evidence(entry))
+
+    def write(self, path: Path, force: bool = False) -> None:
+        """Write to a temporary file beside `path`, sync, rename: `path` holds the old bytes or all the new ones."""
+        require_finite(self.tensors, path.name)
+        write_safetensors(path, self.tensors, {KEY: self.record.to_json()}, force)
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    hasher = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors (memory-mapped) and metadata of a safetensors file; CheckpointError says what is wrong with it."""
+    if not path.exists():
+        raise CheckpointError(
+            f"no file {path}", "give a .safetensors file, a folder with model.safetensors, or a timm name"
+        )
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder without model.safetensors")
+    try:
+        with safe_open(path, framework="pt") as handle:
+            metadata = handle.metadata() or {}
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as failure:
+        raise CheckpointError(
+            f"{path} is not a complete safetensors file ({_first_line(failure)})",
+            "it may be truncated or of another format; fetch or write it again",
+        ) from failure
+    if not tensors:
+        raise CheckpointError(f"{path} holds no tensors")
+    require_finite(tensors, path.name)
+    return tensors, dict(metadata)
+
+
+def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """CheckpointError when a floating tensor holds NaN or infinity: no number computed from it would mean anything."""
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise CheckpointError(
+                f"tensor '{name}' of {where} holds NaN or infinite values",
+                "go back to the checkpoint before it; `certvit log` shows the lineage",
+            )
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], force: bool = False) -> None:
+    """Atomic write of tensors and metadata; UsageError when `path` exists and `force` is not set."""
+    require_absent(path, force)
+    separate = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    with atomic_file(path) as temporary:
+        save_file(separate, temporary, metadata)
+
+
+def require_absent(path: Path, force: bool) -> None:
+    """UsageError when the output exists already: asked before the work starts, not after it."""
+    if path.is_dir():
+        raise UsageError(f"the output {path} is a folder", "give a file name with -o")
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists already", "choose another -o, or pass --force to replace it")
+    folder = path.parent
+    if not folder.is_dir():
+        raise OutputError(f"cannot write {path}: there is no folder {folder}", f"mkdir -p {folder}")
+    if not os.access(folder, os.W_OK):
+        raise OutputError(f"cannot write {path}: the folder is read-only", "choose another folder with -o")
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A temporary path in the folder of `path`, renamed to it when the block ends well and removed when it does not."""
+    temporary: Path | None = None
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        yield temporary
+        with temporary.open("rb+") as written:
+            os.fsync(written.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's 0600 would hide the result from colleagues
+        os.replace(temporary, path)
+        temporary = None
+        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
+            folder = os.open(path.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+    except (OSError, SafetensorError) as failure:
+        full = getattr(failure, "errno", None) == errno.ENOSPC or "No space left" in str(failure)
+        reason = "the disk is full" if full else _first_line(failure)
+        raise OutputError(f"cannot write {path}: {reason}", "nothing was changed; choose another -o") from failure
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def _first_line(failure: BaseException) -> str:
+    return (str(failure).splitlines() or [type(failure).__name__])[0][:200]

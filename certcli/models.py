@@ -1,0 +1,189 @@
+"""Record -> network, strictly. Pixel normalisation is layer one; nothing is initialised that will be overwritten."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import certcli.compat  # noqa: F401 (before timm: torchvision must be importable)
+
+# isort: split
+import timm
+
+import certcli.nn.reference  # noqa: F401 (registers our reference nets with timm)
+from certcli.checkpoint import Checkpoint
+from certcli.errors import ArchitectureError, UsageError
+from certcli.nn.surgery import REPLACEMENTS
+from certcli.provenance import InputSpec, Record, Replacement
+
+
+class PixelNormalize(nn.Module):
+    """x -> (x - mean) / std per channel: (b, c, h, w) -> (b, c, h, w). A part of the network: bounds count it."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std, dtype=torch.float64).view(-1, 1, 1), persistent=False)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return (pixels - self.mean.to(pixels.dtype)) / self.std.to(pixels.dtype)
+
+
+class PixelModel(nn.Module):
+    """The network as users meet it: pixel images in [0, 1] -> logits, (b, c, h, w) -> (b, k)."""
+
+    def __init__(self, spec: InputSpec, net: nn.Module) -> None:
+        super().__init__()
+        self.normalize = PixelNormalize(spec.mean, spec.std)
+        self.net = net
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.net(self.normalize(pixels))
+
+
+class _SkipInitialisation(TorchDispatchMode):
+    """Random in-place fills become no-ops: every value they would write is about to be replaced."""
+
+    _FILLS = ("aten::normal_", "aten::uniform_", "aten::erfinv_", "aten::random_", "aten::trunc_normal_")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.name in self._FILLS:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def create(arch: str, arch_args: Mapping[str, Any], *, initialise: bool) -> nn.Module:
+    """A timm model by name in eval mode, without weights from anywhere else. ArchitectureError when timm has no such."""
+    if not timm.is_model(arch):
+        close = timm.list_models(f"*{arch.split('_')[0]}*")[:4]
+        raise ArchitectureError(
+            f"unknown architecture '{arch}'",
+            f"timm knows for example {', '.join(close)}" if close else "see timm.list_models()",
+        )
+    guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if initialise else _SkipInitialisation()
+    try:
+        with guard:
+            return timm.create_model(arch, pretrained=False, **arch_args).eval()
+    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError) as failure:
+        raise ArchitectureError(
+            f"timm cannot build '{arch}' with {dict(arch_args)}: {failure}", "check --arch and --arch-arg"
+        ) from failure
+
+
+def build(record: Record, *, initialise: bool = False) -> nn.Module:
+    """The record's network with its surgery replayed; its weights are unset unless `initialise`."""
+    net = create(record.arch, record.arch_args, initialise=initialise)
+    for replacement in record.surgery:
+        replace_module(net, replacement)
+    return net.eval()
+
+
+def replace_module(net: nn.Module, replacement: Replacement) -> nn.Module:
+    """Swap one module (path "" is the net itself) for its replacement, and return the new one."""
+    try:
+        old = net.get_submodule(replacement.path)
+    except AttributeError as failure:
+        raise ArchitectureError(f"surgery names '{replacement.path}', which the architecture lacks") from failure
+    builder: Callable[..., nn.Module] = REPLACEMENTS.load(replacement.kind)
+    new = builder(old, **replacement.args)
+    if replacement.path and new is not old:
+        parent, _, name = replacement.path.rpartition(".")
+        setattr(net.get_submodule(parent), name, new)
+    return new
+
+
+def load_weights(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put `tensors` into `net`, all of them and no others; ArchitectureError names what disagrees."""
+    expected = net.state_dict()
+    missing = sorted(expected.keys() - tensors.keys())
+    surplus = sorted(tensors.keys() - expected.keys())
+    shapes = [
+        f"'{name}' is {tuple(tensors[name].shape)}, the architecture wants {tuple(expected[name].shape)}"
+        for name in sorted(expected.keys() & tensors.keys())
+        if tensors[name].shape != expected[name].shape
+    ]
+    problems = []
+    if missing:
+        problems.append(f"missing {_some(missing)}")
+    if surplus:
+        problems.append(f"unexpected {_some(surplus)}")
+    problems += shapes[:3] + ([f"and {len(shapes) - 3} more shapes"] if len(shapes) > 3 else [])
+    if problems:
+        raise ArchitectureError(
+            f"architecture and tensors disagree: {'; '.join(problems)}",
+            "name the architecture with --arch (and --arch-arg key=value), or put timm's config.json beside the file",
+        )
+    # half precision is widened, which is exact: the bound and the forward pass speak of the same numbers
+    widened = {
+        name: value.float() if value.is_floating_point() and value.dtype != torch.float64 else value
+        for name, value in tensors.items()
+    }
+    net.load_state_dict(widened, strict=True, assign=True)
+
+
+def _some(names: list[str], count: int = 3) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:count])
+    return shown if len(names) <= count else f"{shown} and {len(names) - count} more"
+
+
+def load(checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> PixelModel:
+    """The checkpoint's network with its weights, in eval mode, pixels to logits."""
+    net = build(checkpoint.record)
+    load_weights(net, checkpoint.tensors)
+    for parameter in net.parameters():
+        parameter.requires_grad_(False)
+    model = PixelModel(checkpoint.record.input, net).eval().to(device)
+    return model.to(dtype) if dtype is not None else model
+
+
+def tensors_of(model: PixelModel) -> dict[str, Tensor]:
+    """The tensors a checkpoint stores: timm's names, without the normalisation, which the record holds."""
+    return {name: value.detach().cpu().clone() for name, value in model.net.state_dict().items()}
+
+
+def initialise(arch: str, arch_args: Mapping[str, Any], spec: InputSpec, classes: int, seed: int) -> Checkpoint:
+    """A freshly initialised checkpoint; the same seed gives the same bytes."""
+    with _seeded(seed):
+        net = create(arch, arch_args, initialise=True)
+    record = Record(arch=arch, arch_args=dict(arch_args), input=spec, classes=classes)
+    tensors = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    return Checkpoint(tensors, record)
+
+
+def spec_of(net: nn.Module, *, size: tuple[int, int, int] | None = None) -> InputSpec:
+    """The input that a timm model's own configuration names."""
+    config = getattr(net, "pretrained_cfg", None) or {}
+    input_size = size or tuple(config.get("input_size") or ())
+    mean, std = config.get("mean"), config.get("std")
+    if len(input_size) != 3 or not mean or not std:
+        raise UsageError("the architecture does not say its input size, mean or std", "give --mean and --std")
+    channels = int(input_size[0])
+    spread = (lambda values: tuple(float(v) for v in values) if len(values) == channels else None)
+    if spread(mean) is None or spread(std) is None:
+        raise UsageError(
+            f"the architecture has mean and std of {len(mean)} channels for {channels} input channels",
+            "give --mean and --std, one value a channel",
+        )
+    return InputSpec(
+        size=(channels, int(input_size[1]), int(input_size[2])),
+        mean=tuple(float(v) for v in mean),
+        std=tuple(float(v) for v in std),
+        interpolation=str(config.get("interpolation") or "bicubic"),
+        crop_pct=float(config.get("crop_pct") or 1.0),
+    )
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Run with the global generator at `seed`, and leave the caller's generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,20 @@
+"""Activations that lose no gradient norm."""
+
+import torch
+from torch import Tensor, nn
+
+
+class MaxMin(nn.Module):
+    """(a, b) -> (max(a, b), min(a, b)) on the two halves of the last dimension: (..., 2m) -> (..., 2m).
+
+    A permutation of coordinates at every point, hence an isometry piece by piece: Lipschitz constant 1 in l2, and no
+    gradient norm is lost. Source: Anil, Lucas, Grosse 2019 (GroupSort with groups of two).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([torch.maximum(first, second), torch.minimum(first, second)], dim=-1)
+
+
+def build_maxmin(old: nn.Module) -> MaxMin:
+    return MaxMin()

@@ -1,0 +1,211 @@
+"""Reference networks, registered with timm under `certvit_*`. What each is, and whether it has working attention:
+
+- `certvit_vit_*`: plain timm vision transformers (dot-product attention, LayerNorm); the last four with the sizes of
+  CertViT's Table 4. The table does not give the number of heads; ours are width / 32 (digits: / 16), width / 64 at 384.
+- `certvit_4c3f`, `6c2f`, `8c2f`: the small CNNs of the certified-training literature (Lee et al. 2020, BCP). No attention.
+- `certvit_lip_*`: Lipschitz by design: patches, MaxMin blocks on tokens, a MaxMin head over all tokens. No attention.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from timm.models import register_model
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from certcli.nn.activations import MaxMin
+from certcli.nn.heads import FlatHead
+
+_MNIST_STATISTICS = ((0.1307,), (0.3081,))
+_CIFAR_STATISTICS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+
+
+def _config(channels: int, side: int, classes: int, mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
+    return {
+        "input_size": (channels, side, side),
+        "num_classes": classes,
+        "mean": tuple(mean),
+        "std": tuple(std),
+        "interpolation": "bicubic",
+        "crop_pct": 1.0,
+    }
+
+
+def _vit(config: dict[str, Any], defaults: dict[str, Any], given: dict[str, Any]) -> nn.Module:
+    channels, side, _ = config["input_size"]
+    arguments = {"img_size": side, "in_chans": channels, "num_classes": config["num_classes"], **defaults}
+    arguments |= _network_arguments(given)
+    net = VisionTransformer(**arguments)
+    net.pretrained_cfg = config
+    return net
+
+
+def _network_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """timm.create_model's arguments without those that speak of pretrained weights."""
+    return {
+        key: value
+        for key, value in given.items()
+        if value is not None and key not in ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+    }
+
+
+@register_model
+def certvit_vit_digits(pretrained: bool = False, **given: Any) -> nn.Module:
+    """Plain ViT for 8 x 8 digits: patch 2, width 64, depth 2, 4 heads."""
+    shape = {"patch_size": 2, "embed_dim": 64, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0}
+    return _vit(_config(1, 8, 10, (0.5,), (0.5,)), shape, given)
+
+
+@register_model
+def certvit_vit_mnist(pretrained: bool = False, **given: Any) -> nn.Module:
+    """Plain ViT for MNIST, CertViT Table 4: patch 7, width 128, depth 6, MLP ratio 4."""
+    shape = {"patch_size": 7, "embed_dim": 128, "depth": 6, "num_heads": 4, "mlp_ratio": 4.0}
+    return _vit(_config(1, 28, 10, *_MNIST_STATISTICS), shape, given)
+
+
+@register_model
+def certvit_vit_cifar10(pretrained: bool = False, **given: Any) -> nn.Module:
+    """Plain ViT for CIFAR-10, CertViT Table 4: patch 4, width 192, depth 6, MLP ratio 3."""
+    shape = {"patch_size": 4, "embed_dim": 192, "depth": 6, "num_heads": 6, "mlp_ratio": 3.0}
+    return _vit(_config(3, 32, 10, *_CIFAR_STATISTICS), shape, given)
+
+
+@register_model
+def certvit_vit_cifar100(pretrained: bool = False, **given: Any) -> nn.Module:
+    """Plain ViT for CIFAR-100, CertViT Table 4: patch 4, width 192, depth 12, MLP ratio 3."""
+    shape = {"patch_size": 4, "embed_dim": 192, "depth": 12, "num_heads": 6, "mlp_ratio": 3.0}
+    return _vit(_config(3, 32, 100, *_CIFAR_STATISTICS), shape, given)
+
+
+@register_model
+def certvit_vit_tinyimagenet(pretrained: bool = False, **given: Any) -> nn.Module:
+    """Plain ViT for TinyImageNet, CertViT Table 4: patch 4, width 384, depth 12, MLP ratio 3."""
+    shape = {"patch_size": 4, "embed_dim": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 3.0}
+    return _vit(_config(3, 64, 200, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), shape, given)
+
+
+class SmallConvNet(nn.Module):
+    """Convolutions (out, kernel, stride; padding 1) and linear layers, ReLU between them: (b, c, h, w) -> (b, k)."""
+
+    def __init__(
+        self, channels: int, side: int, convolutions: Sequence[tuple[int, int, int]], widths: Sequence[int], classes: int
+    ) -> None:
+        super().__init__()
+        self.num_classes = classes
+        layers: list[nn.Module] = []
+        for out, kernel, stride in convolutions:
+            layers += [nn.Conv2d(channels, out, kernel, stride, padding=1), nn.ReLU()]
+            channels, side = out, (side + 2 - kernel) // stride + 1
+        self.features = nn.Sequential(*layers)
+        sizes = [channels * side * side, *widths]
+        hidden: list[nn.Module] = []
+        for i, o in zip(sizes[:-1], sizes[1:], strict=True):
+            hidden += [nn.Linear(i, o), nn.ReLU()]
+        self.hidden = nn.Sequential(*hidden)
+        self.head = nn.Linear(sizes[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hidden(self.features(x).flatten(1)))
+
+
+def _convnet(
+    config: dict[str, Any], convolutions: Sequence[tuple[int, int, int]], widths: Sequence[int], given: dict[str, Any]
+) -> nn.Module:
+    arguments = _network_arguments(given)
+    channels, side, _ = config["input_size"]
+    net = SmallConvNet(
+        arguments.pop("in_chans", channels),
+        arguments.pop("img_size", side),
+        convolutions,
+        widths,
+        arguments.pop("num_classes", config["num_classes"]),
+    )
+    if arguments:
+        raise TypeError(f"unknown arguments {sorted(arguments)}")
+    net.pretrained_cfg = config  # type: ignore[assignment]
+    return net
+
+
+@register_model
+def certvit_4c3f(pretrained: bool = False, **given: Any) -> nn.Module:
+    """CNN of four convolutions and three linear layers (1,973,536 weights on MNIST, as in CertViT's Table 1)."""
+    convolutions = [(32, 3, 1), (32, 4, 2), (64, 3, 1), (64, 4, 2)]
+    return _convnet(_config(1, 28, 10, (0.0,), (1.0,)), convolutions, [512, 512], given)
+
+
+@register_model
+def certvit_6c2f(pretrained: bool = False, **given: Any) -> nn.Module:
+    """CNN of six convolutions and two linear layers, for CIFAR-10."""
+    convolutions = [(32, 3, 1), (32, 3, 1), (32, 4, 2), (64, 3, 1), (64, 3, 1), (64, 4, 2)]
+    return _convnet(_config(3, 32, 10, (0.0,) * 3, (1.0,) * 3), convolutions, [512], given)
+
+
+@register_model
+def certvit_8c2f(pretrained: bool = False, **given: Any) -> nn.Module:
+    """CNN of eight convolutions and two linear layers, for TinyImageNet."""
+    convolutions = [(64, 3, 1), (64, 3, 1), (64, 4, 2), (128, 3, 1), (128, 3, 1), (128, 4, 2), (256, 3, 1), (256, 4, 2)]
+    return _convnet(_config(3, 64, 200, (0.0,) * 3, (1.0,) * 3), convolutions, [256], given)
+
+
+class LipschitzMixer(nn.Module):
+    """Patches to tokens, MaxMin MLP blocks without norms or residuals, a MaxMin head over all tokens. No attention.
+
+    Its constant is the product of its layers' spectral norms: 1 while they are kept orthogonal (`finetune`'s `stiefel`).
+    """
+
+    def __init__(
+        self, channels: int, side: int, patch: int, width: int, depth: int, head: Sequence[int], classes: int
+    ) -> None:
+        super().__init__()
+        self.num_classes = classes
+        self.embed = nn.Conv2d(channels, width, patch, stride=patch)
+        tokens = (side // patch) ** 2
+        self.position = nn.Parameter(0.1 * torch.randn(tokens, width))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2 * depth))
+        self.act = MaxMin()
+        self.head = FlatHead(tokens * width, head, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embed(x).flatten(2).transpose(1, 2) + self.position
+        for layer in self.layers:
+            tokens = self.act(layer(tokens))
+        return self.head(tokens)
+
+
+def _mixer(config: dict[str, Any], shape: dict[str, Any], given: dict[str, Any]) -> nn.Module:
+    arguments = _network_arguments(given)
+    channels, side, _ = config["input_size"]
+    net = LipschitzMixer(
+        **{
+            "channels": arguments.pop("in_chans", channels),
+            "side": arguments.pop("img_size", side),
+            "classes": arguments.pop("num_classes", config["num_classes"]),
+            **shape,
+            **arguments,
+        }
+    )
+    net.pretrained_cfg = config  # type: ignore[assignment]
+    return net
+
+
+@register_model
+def certvit_lip_digits(pretrained: bool = False, **given: Any) -> nn.Module:
+    """Lipschitz by design, for 8 x 8 digits; no attention."""
+    return _mixer(
+        _config(1, 8, 10, (0.0,), (1.0,)), {"patch": 2, "width": 32, "depth": 1, "head": [128, 128]}, given
+    )
+
+
+@register_model
+def certvit_lip_mnist(pretrained: bool = False, **given: Any) -> nn.Module:
+    """Lipschitz by design, for MNIST: patch 7, width 64, depth 2, head 512-512-256; no attention."""
+    shape = {"patch": 7, "width": 64, "depth": 2, "head": [512, 512, 256]}
+    return _mixer(_config(1, 28, 10, (0.0,), (1.0,)), shape, given)
+
+
+@register_model
+def certvit_lip_cifar10(pretrained: bool = False, **given: Any) -> nn.Module:
+    """Lipschitz by design, for CIFAR-10: patch 4, width 96, depth 2, head 512-512-256; no attention."""
+    shape = {"patch": 4, "width": 96, "depth": 2, "head": [512, 512, 256]}
+    return _mixer(_config(3, 32, 10, (0.0,) * 3, (1.0,) * 3), shape, given)

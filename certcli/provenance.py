@@ -1,0 +1,127 @@
+"""What a checkpoint says about itself, and its canonical JSON: the one metadata key "certvit"."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from certcli.errors import CheckpointError
+
+KEY = "certvit"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """Pixel images the network takes: (channels, height, width) in [0, 1], then (x - mean) / std as its first layer."""
+
+    size: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str = "bicubic"
+    crop_pct: float = 1.0
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One module that was swapped after construction: `kind` names a builder in `certcli.nn.surgery`."""
+
+    path: str
+    kind: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command that made these tensors from the parent's."""
+
+    command: str
+    parameters: Mapping[str, Any]
+    seed: int
+    versions: Mapping[str, str]
+    parent: str | None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A result about the tensors with this digest; about any other tensors it is stale."""
+
+    command: str
+    parameters: Mapping[str, Any]
+    result: Mapping[str, Any]
+    digest: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything needed to rebuild the network from its tensors, and how they came to be."""
+
+    arch: str
+    arch_args: Mapping[str, Any]
+    input: InputSpec
+    classes: int
+    class_names: tuple[str, ...] | None = None
+    dataset: str | None = None
+    surgery: tuple[Replacement, ...] = ()
+    lineage: tuple[Step, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+    foreign: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, no spaces, nothing that differs between two equal runs."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> "Record":
+        """Inverse of `to_json`; CheckpointError when the text is not such a record."""
+        try:
+            raw = json.loads(text)
+            schema = raw.pop("schema")
+            if schema != SCHEMA:
+                raise CheckpointError(
+                    f"the checkpoint's record has schema {schema}, this certvit reads schema {SCHEMA}",
+                    "upgrade certvit, or write the checkpoint again with this version",
+                )
+            spec = raw.pop("input")
+            names = raw.pop("class_names")
+            return Record(
+                input=InputSpec(
+                    size=_triple(spec["size"]),
+                    mean=tuple(spec["mean"]),
+                    std=tuple(spec["std"]),
+                    interpolation=spec["interpolation"],
+                    crop_pct=spec["crop_pct"],
+                ),
+                class_names=None if names is None else tuple(names),
+                surgery=tuple(Replacement(**item) for item in raw.pop("surgery")),
+                lineage=tuple(Step(**item) for item in raw.pop("lineage")),
+                evidence=tuple(Evidence(**item) for item in raw.pop("evidence")),
+                **raw,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as failure:
+            raise CheckpointError(
+                f"the checkpoint's certvit record cannot be read ({type(failure).__name__}: {failure})",
+                "the file was edited or written by another program; go back to the checkpoint it came from",
+            ) from failure
+
+    def with_evidence(self, entry: Evidence) -> "Record":
+        """The record with `entry` in place of older evidence of the same command and parameters."""
+        kept = [old for old in self.evidence if (old.command, old.parameters) != (entry.command, entry.parameters)]
+        return replace(self, evidence=(*kept, entry))
+
+
+def _triple(values: Any) -> tuple[int, int, int]:
+    channels, height, width = (int(value) for value in values)
+    return channels, height, width
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes: they belong to a step because results may differ between them."""
+    found = {}
+    for package in ("certvit", "torch", "timm", "torchattacks"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
