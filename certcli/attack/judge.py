@@ -1,0 +1,165 @@
+"""The verdict on an attack: clipped, re-evaluated and measured here, whatever the attack says about itself."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from certcli.errors import ArchitectureError, DataError
+from certcli.threat import Threat, image_norms
+
+# A float32 sum image + delta rounds by up to 6e-8 a pixel, so a point on the sphere may come to lie just outside it.
+# The first shrink is one part in a million; each further one is twice as strong; sixteen reach 6 %.
+_FIRST_SHRINK = 1e-6
+_SHRINKS = 16
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is true of a batch after an attack; every tensor has one row an image.
+
+    success: the image was classified correctly, and a point inside ball and box is not. robust: it was, and none was
+    shown. adversarial: that point, else the image itself. prediction, adversarial_prediction: classes of the image and
+    of `adversarial`. norm: |adversarial - image| in the threat's norm, float64; 0 for an image that is misclassified
+    as it stands, inf where nothing was found.
+    """
+
+    success: Tensor
+    robust: Tensor
+    adversarial: Tensor
+    prediction: Tensor
+    adversarial_prediction: Tensor
+    norm: Tensor
+
+
+@torch.no_grad()
+def predict(model: nn.Module, images: Tensor, samples: int = 1) -> Tensor:
+    """argmax_j of the logits, averaged over `samples` forward passes: (b, c, h, w) -> (b,).
+
+    Raises ArchitectureError when the model does not return (b, k >= 2) logits or returns NaN: no verdict exists then.
+    """
+    if not len(images):
+        return torch.zeros(0, dtype=torch.long, device=images.device)
+    logits = model(images)
+    for _ in range(samples - 1):
+        logits = logits + model(images)
+    if logits.dim() != 2 or logits.shape[0] != len(images) or logits.shape[1] < 2:
+        raise ArchitectureError(
+            f"the model returns {tuple(logits.shape)} for {len(images)} images, not (b, k) logits of 2 classes or more"
+        )
+    if logits.isnan().any():
+        raise ArchitectureError("the model returns NaN logits for an image in [0, 1]", "check weights and precision")
+    return logits.argmax(dim=1)
+
+
+def tuck_in(adversarial: Tensor, images: Tensor, threat: Threat) -> Tensor:
+    """Nearest point of ball and box that `Threat.contains` accepts: (b, c, h, w) x 2 -> (b, c, h, w).
+
+    Points with a NaN or infinite pixel become the image itself. Clipping rounds, and may leave a point 1e-8 outside the
+    ball; there the perturbation is shrunk by a factor slightly below 1 until it is inside.
+    """
+    finite = adversarial.isfinite().flatten(1).all(dim=1)
+    point = torch.where(_rows(finite, images), adversarial.to(images.dtype), images)
+    point = threat.project(point, images)
+    shrink = _FIRST_SHRINK
+    for _ in range(_SHRINKS):
+        inside = threat.contains(point, images)
+        if inside.all():
+            return point
+        shrunk = (images + (point - images) * (1 - shrink)).clamp(0.0, 1.0)
+        point = torch.where(_rows(inside, images), point, shrunk)
+        shrink *= 2
+    return torch.where(_rows(threat.contains(point, images), images), point, images)
+
+
+@torch.no_grad()
+def judge(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    adversarial: Tensor,
+    threat: Threat,
+    *,
+    prediction: Tensor | None = None,
+    samples: int = 1,
+) -> Verdict:
+    """Is argmax f(x') != y for the clipped x' with |x' - x| <= radius? images, adversarial (b, c, h, w), labels (b,).
+
+    `prediction` (b,) spares the forward pass on the clean images when their classes are known already; `samples`
+    forward passes are averaged for nets that are random. Raises DataError when images leave [0, 1] or shapes disagree.
+    """
+    if adversarial.shape != images.shape or labels.shape != images.shape[:1]:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (images, adversarial, labels))
+        raise DataError(f"the shapes of images, adversarial images and labels disagree: {shapes}")
+    if not ((images >= 0) & (images <= 1)).all():
+        raise DataError("an image has pixels outside [0, 1]", "attack pixel images; normalisation belongs to the model")
+    labels = labels.to(images.device)
+    if prediction is None:
+        prediction = predict(model, images, samples)
+    correct = prediction == labels
+    point = tuck_in(adversarial.detach().to(images.device), images, threat)
+    success = correct & threat.contains(point, images)
+    found = prediction.clone()
+    found[success] = predict(model, point[success], samples)
+    success = success & (found != labels)
+    point = torch.where(_rows(success, images), point, images)
+    norm = torch.where(success, image_norms(point.double() - images.double(), threat.norm), float("inf"))
+    return Verdict(
+        success=success,
+        robust=correct & ~success,
+        adversarial=point,
+        prediction=prediction,
+        adversarial_prediction=torch.where(success, found, prediction),
+        norm=torch.where(correct, norm, 0.0),
+    )
+
+
+@torch.no_grad()
+def refine(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    verdict: Verdict,
+    threat: Threat,
+    steps: int = 12,
+    samples: int = 1,
+) -> Verdict:
+    """Bisection of the segment from image to adversarial point: the smaller norm at which the label still flips.
+
+    Each of the `steps` halves the interval (12: a 4,096th of the segment). Every point kept was judged itself, so the
+    result is a success wherever `verdict` was, and no norm grows.
+    """
+    rows = verdict.success.nonzero().flatten()
+    if not len(rows):
+        return verdict
+    clean, wanted, best = images[rows], labels.to(images.device)[rows], verdict.adversarial[rows]
+    norm, found = verdict.norm[rows], verdict.adversarial_prediction[rows]
+    delta, low, high = best - clean, torch.zeros_like(norm), torch.ones_like(norm)
+    for _ in range(steps):
+        middle = (low + high) / 2
+        trial = judge(
+            model,
+            clean,
+            wanted,
+            clean + delta * _rows(middle, clean).to(clean.dtype),
+            threat,
+            prediction=verdict.prediction[rows],
+            samples=samples,
+        )
+        high, low = torch.where(trial.success, middle, high), torch.where(trial.success, low, middle)
+        better = trial.success & (trial.norm < norm)
+        best = torch.where(_rows(better, clean), trial.adversarial, best)
+        norm = torch.where(better, trial.norm, norm)
+        found = torch.where(better, trial.adversarial_prediction, found)
+    return Verdict(
+        verdict.success,
+        verdict.robust,
+        verdict.adversarial.index_copy(0, rows, best),
+        verdict.prediction,
+        verdict.adversarial_prediction.index_copy(0, rows, found),
+        verdict.norm.index_copy(0, rows, norm),
+    )
+
+
+def _rows(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (like.dim() - 1))

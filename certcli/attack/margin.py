@@ -1,0 +1,80 @@
+"""Projected gradient ascent of our own: any loss of the logits, both norms, step sizes that fall."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from certcli.attack.settings import AttackSettings
+from certcli.attack.watch import Watched, craft_with
+from certcli.threat import Threat
+
+MARGIN_STEPS = 40
+RowLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+def lost_margin(logits: Tensor, labels: Tensor) -> Tensor:
+    """max_{j != y} z_j - z_y of each row, positive once the label flips: (b, k), (b,) -> (b,)."""
+    true = logits.gather(1, labels[:, None]).squeeze(1)
+    others = logits.scatter(1, labels[:, None], float("-inf"))
+    return others.amax(dim=1) - true
+
+
+def margin_pgd(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+    """x <- P(x + alpha_t * steepest(grad (max_j z_j - z_y))), 40 steps: (b, c, h, w), (b,) -> (b, c, h, w).
+
+    The margin is what a Lipschitz certificate bounds, and unlike the cross entropy it does not saturate when the net is
+    confident. The run with seed 0 starts at the image, all others (restarts among them) at random.
+    Source: Carlini & Wagner 2017 (the loss), Madry et al. 2018 (the ascent).
+    """
+    steps, at_random = settings.steps or MARGIN_STEPS, settings.seed != 0
+    return ascend(model, images, labels, threat, settings, lost_margin, steps=steps, decay=True, random_start=at_random)
+
+
+def ascend(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    threat: Threat,
+    settings: AttackSettings,
+    loss: RowLoss,
+    *,
+    steps: int,
+    samples: int = 1,
+    decay: bool = False,
+    random_start: bool = True,
+) -> Tensor:
+    """x <- P(x + alpha_t * steepest(grad loss)): (b, c, h, w), (b,) -> (b, c, h, w).
+
+    alpha_t is `settings.step`, falling linearly to a tenth of it when `decay`. `samples` gradients are averaged a step.
+    Each row returns the point of its largest loss, or, with `stop_early` and one sample, the first judged success.
+    """
+    alpha = settings.step(threat, steps)
+    generator = torch.Generator().manual_seed(settings.seed)
+
+    def climb(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
+        point = threat.random_start(images, generator) if random_start else images
+        peak, height = images.clone(), torch.full_like(labels, float("-inf"), dtype=images.dtype)
+        for turn in range(steps + 1):  # the last turn only values the last point
+            point = point.detach().requires_grad_(True)
+            value, gradient = torch.zeros_like(height), torch.zeros_like(images)
+            for _ in range(samples):
+                values = loss(net(point), labels)
+                value = value + values.detach() / samples
+                if turn < steps:
+                    gradient = gradient + torch.autograd.grad(values.sum(), point)[0]
+            higher = value > height
+            peak[higher], height[higher] = point.detach()[higher], value[higher]
+            fall = 1 - 0.9 * turn / steps if decay else 1.0
+            point = threat.project(point.detach() + alpha * fall * threat.steepest(gradient), images)
+        return peak
+
+    return craft_with(
+        lambda _, net: lambda images, labels: climb(net, images, labels),
+        model,
+        images,
+        labels,
+        threat,
+        settings,
+        watch=samples == 1,
+    )

@@ -1,0 +1,206 @@
+"""From batches to records: attacks in order, each on the images that are still standing."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certcli.attack.catalogue import ATTACKS, DETERMINISTIC
+from certcli.attack.judge import Verdict, judge, predict, refine
+from certcli.attack.settings import AttackSettings, Craft, Planned, plan
+from certcli.errors import UsageError
+from certcli.threat import Norm, Threat, image_norms
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""indices (b,), images (b, c, h, w) in [0, 1], labels (b,)."""
+
+_RESTART_STRIDE = 1_000_003  # seeds of restarts stay apart from the seeds 0, 1, 2, ... that people choose
+
+
+@dataclass(frozen=True)
+class Record:
+    """One image at one radius. `kind` is the norm's name, `epsilon` the radius in pixel units.
+
+    robust: per attack, did the image withstand it? False for a misclassified image; None where the attack was not run,
+    because an earlier one had broken the image. norm: smallest |x' - x| found in the threat's norm, None if none; 0 for
+    a misclassified image. l2: the same perturbation in l2. image, adversarial: (c, h, w) on the CPU, when kept.
+    """
+
+    index: int
+    label: int
+    prediction: int
+    adversarial_prediction: int
+    robust: dict[str, bool | None]
+    norm: float | None
+    l2: float | None
+    epsilon: float
+    kind: Norm
+    broken_by: str | None
+    image: Tensor | None = field(default=None, repr=False, compare=False)
+    adversarial: Tensor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def correct(self) -> bool:
+        return self.prediction == self.label
+
+    @property
+    def withstood(self) -> bool:
+        """Correct, and broken by no attack."""
+        return all(outcome is True for outcome in self.robust.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields but the images, as plain values."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _TENSORS}
+
+
+_TENSORS = ("image", "adversarial")
+
+
+def attack_images(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    names: Sequence[str | Planned],
+    threat: Threat,
+    settings: AttackSettings,
+    *,
+    independent: bool = False,
+    refine_steps: int = 0,
+    source: nn.Module | None = None,
+    keep_images: bool = False,
+) -> Iterator[Record]:
+    """One record an image: is there an attack among `names` with argmax f(x') != y, |x' - x| <= radius?
+
+    Misclassified images are not attacked; an image that one attack breaks is not shown to the next, unless
+    `independent` asks for the share of each attack alone. `refine_steps` bisects each success towards its image.
+    `source` crafts the images that `model` is tested on (transfer). A name may carry steps: "pgd-20".
+    """
+    return attack_curve(
+        model,
+        batches,
+        names,
+        threat.norm,
+        (threat.radius,),
+        settings,
+        independent=independent,
+        refine_steps=refine_steps,
+        source=source,
+        keep_images=keep_images,
+    )
+
+
+def attack_curve(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    names: Sequence[str | Planned],
+    norm: Norm,
+    radii: Sequence[float],
+    settings: AttackSettings,
+    *,
+    independent: bool = False,
+    refine_steps: int = 0,
+    source: nn.Module | None = None,
+    keep_images: bool = False,
+) -> Iterator[Record]:
+    """One record an image and radius, radii ascending: what breaks an image at one radius breaks it at all larger ones.
+
+    So the curve falls by construction, and each image is attacked until its first failure only. UsageError when no
+    attack or no radius is named, or a model is in training mode.
+    """
+    planned = plan(names, settings)
+    if not radii:
+        raise UsageError("no radius was given")
+    threats = [Threat(norm, radius) for radius in sorted(set(radii))]
+    for kind in (model, source):
+        if kind is not None and kind.training:
+            raise UsageError("the model is in training mode", "call model.eval() before an attack")
+    for indices, images, labels in batches:
+        labels = labels.to(images.device)
+        batch = _Standing(model, images, labels, planned, settings, refine_steps)
+        for threat in threats:
+            batch.widen()
+            for entry in planned:
+                batch.attack(entry, threat, source, independent)
+            yield from batch.records(indices, threat, keep_images)
+
+
+class _Standing:
+    """The state of one batch: who has fallen to whom, and at which smallest norm."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        labels: Tensor,
+        planned: Sequence[Planned],
+        settings: AttackSettings,
+        refine_steps: int,
+    ) -> None:
+        self.model, self.images, self.labels = model, images, labels
+        self.samples, self.refine_steps = settings.samples, refine_steps
+        self.prediction = predict(model, images, self.samples)
+        self.correct = self.prediction == labels
+        self.adversarial, self.found = images.clone(), self.prediction.clone()
+        self.norm = torch.where(self.correct, float("inf"), 0.0).double()
+        self.broken_by: list[str | None] = [None] * len(images)
+        self.outcome = {entry.label: [None if right else False for right in self.correct.tolist()] for entry in planned}
+
+    def widen(self) -> None:
+        """A larger radius: what fell has fallen, what withstood the smaller one is open again."""
+        for outcome in self.outcome.values():
+            outcome[:] = [False if passed is False else None for passed in outcome]
+
+    def attack(self, entry: Planned, threat: Threat, source: nn.Module | None, independent: bool) -> None:
+        """Run one attack with its restarts on the rows that it may still break, and write down what it broke."""
+        craft: Craft = ATTACKS.load(entry.attack)
+        outcome = self.outcome[entry.label]
+        standing = [row for row in range(len(outcome)) if outcome[row] is not False]
+        if not independent:
+            standing = [row for row in standing if self.broken_by[row] is None]
+        for row in standing:
+            outcome[row] = True
+        settings = entry.settings if source is None else replace(entry.settings, stop_early=False)
+        for restart in range(1 if entry.attack in DETERMINISTIC else settings.restarts):
+            if not standing:
+                return
+            rows = torch.tensor(standing, device=self.images.device)
+            images, labels = self.images[rows], self.labels[rows]
+            seeded = replace(settings, seed=settings.seed + restart * _RESTART_STRIDE)
+            candidates = craft(source or self.model, images, labels, threat, seeded)
+            verdict = judge(
+                self.model, images, labels, candidates, threat, prediction=self.prediction[rows], samples=self.samples
+            )
+            if self.refine_steps:
+                verdict = refine(self.model, images, labels, verdict, threat, self.refine_steps, self.samples)
+            self._note(rows, verdict, entry.label)
+            standing = [row for row in standing if outcome[row]]
+
+    def _note(self, rows: Tensor, verdict: Verdict, label: str) -> None:
+        for row in rows[verdict.success].tolist():
+            self.outcome[label][row] = False
+            self.broken_by[row] = self.broken_by[row] or label
+        nearer = verdict.success & (verdict.norm < self.norm[rows])
+        self.norm[rows[nearer]] = verdict.norm[nearer]
+        self.adversarial[rows[nearer]] = verdict.adversarial[nearer]
+        self.found[rows[nearer]] = verdict.adversarial_prediction[nearer]
+
+    def records(self, indices: Tensor, threat: Threat, keep_images: bool) -> Iterator[Record]:
+        lengths = image_norms(self.adversarial.double() - self.images.double(), "l2").tolist()
+        norms = self.norm.tolist()
+        for row, index in enumerate(indices.tolist()):
+            fallen = norms[row] < float("inf")
+            yield Record(
+                index=index,
+                label=int(self.labels[row]),
+                prediction=int(self.prediction[row]),
+                adversarial_prediction=int(self.found[row]),
+                robust={label: outcome[row] for label, outcome in self.outcome.items()},
+                norm=norms[row] if fallen else None,
+                l2=lengths[row] if fallen else None,
+                epsilon=threat.radius,
+                kind=threat.norm,
+                broken_by=self.broken_by[row],
+                image=self.images[row].cpu().clone() if keep_images else None,
+                adversarial=self.adversarial[row].cpu().clone() if keep_images else None,
+            )

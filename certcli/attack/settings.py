@@ -1,0 +1,86 @@
+"""What an attack may spend, and a plan of attacks in the order in which they run."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from certcli.attack.catalogue import ATTACKS
+from certcli.errors import UsageError
+from certcli.threat import Threat
+
+
+@dataclass(frozen=True)
+class AttackSettings:
+    """Budget and choices of one attack; None means the attack's own default, named in its docstring.
+
+    steps: gradient steps of one run. restarts: independent runs, made by `run`, on the images that are still unsolved.
+    step_size: length of a step in pixel units; None is `relative_step * radius / steps`. seed: of every draw.
+    classes: number of classes k; None asks the model. targets: classes tried by targeted attacks, at most k - 1.
+    queries: forward passes of the Square attack. samples: draws averaged by EOT-PGD and by the verdict on random nets.
+    searches, confidence, initial_c, learning_rate: Carlini & Wagner's binary search, kappa, first c, and Adam's rate.
+    stop_early: rows that are solved cost nothing more; off for transfer, where the crafting model is not the judge.
+    """
+
+    steps: int | None = None
+    restarts: int = 1
+    step_size: float | None = None
+    relative_step: float = 2.5
+    seed: int = 0
+    classes: int | None = None
+    targets: int = 9
+    queries: int = 5000
+    samples: int = 1
+    searches: int = 9
+    confidence: float = 0.0
+    initial_c: float = 1.0
+    learning_rate: float = 0.01
+    stop_early: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "restarts", "targets", "queries", "samples", "searches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} of an attack must be at least 1, not {value}")
+        for name in ("step_size", "relative_step", "initial_c", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise UsageError(f"{name} of an attack must be a finite number above 0, not {value}")
+
+    def step(self, threat: Threat, steps: int) -> float:
+        """alpha: the given step size, else relative_step * radius / steps (2.5 is Madry et al.'s choice)."""
+        return self.step_size if self.step_size is not None else self.relative_step * threat.radius / steps
+
+
+Craft = Callable[[nn.Module, Tensor, Tensor, Threat, AttackSettings], Tensor]
+"""model, images (b, c, h, w), labels (b,), threat, settings -> adversarial candidates (b, c, h, w), to be judged."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One line of a result table: its label, the attack's registered name, and what it may spend."""
+
+    label: str
+    attack: str
+    settings: AttackSettings
+
+
+def plan(names: Sequence[str | Planned], settings: AttackSettings) -> tuple[Planned, ...]:
+    """("fgsm", "pgd-20") -> a plan; a trailing number is a step count. UsageError on an unknown or repeated name."""
+    planned = [name if isinstance(name, Planned) else _parse(name, settings) for name in names]
+    labels = [entry.label for entry in planned]
+    if not planned:
+        raise UsageError("no attack was named", f"one or more of: {', '.join(ATTACKS.names())}")
+    if len(set(labels)) != len(labels):
+        raise UsageError(f"an attack is named twice: {', '.join(labels)}")
+    for entry in planned:
+        ATTACKS[entry.attack]  # raises with the known names
+    return tuple(planned)
+
+
+def _parse(name: str, settings: AttackSettings) -> Planned:
+    counted = re.fullmatch(r"(.+)-(\d+)", name)
+    if name in ATTACKS or counted is None:
+        return Planned(name, name, settings)
+    return Planned(name, counted[1], replace(settings, steps=int(counted[2])))

@@ -1,0 +1,138 @@
+"""The model as torchattacks is allowed to see it: undisturbed, seeded, and watched for points that already succeed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certcli.attack.judge import judge
+from certcli.attack.settings import AttackSettings
+from certcli.errors import UsageError
+from certcli.threat import Threat
+
+
+class AllSolved(Exception):
+    """Every row of the batch is solved: there is nothing left to attack. Never leaves `craft_with`."""
+
+
+def library() -> ModuleType:
+    """torchattacks, behind the shim that lets its torchvision import."""
+    import_module("certcli.compat")
+    return import_module("torchattacks")
+
+
+class Watched(nn.Module):
+    """f, with a memory: a row that was seen to succeed is judged, kept, and costs nothing more.
+
+    torchattacks returns the last iterate of a run and computes all rows to the end. A forward pass of the whole batch
+    here evaluates the unsolved rows only; solved ones get the constant logits they had, hence no gradient. A forward
+    pass of another batch size comes from an attack that keeps its own books, and is passed through.
+
+    The model is held outside `nn.Module`'s registration, so that train(), eval() and zero_grad() calls of the library
+    end here, and the anchor tells the library the device even when the model has no parameter.
+    """
+
+    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, watching: bool) -> None:
+        super().__init__()
+        self.anchor = nn.Parameter(torch.zeros(0, device=images.device), requires_grad=False)
+        self._hidden = (model,)
+        self._images, self._labels, self._threat, self._watching = images, labels, threat, watching
+        self._solved = torch.zeros(len(images), dtype=torch.bool, device=images.device)
+        self._kept = images.clone()
+        self._last: Tensor | None = None
+        self.eval()
+
+    def _logits(self, images: Tensor) -> Tensor:
+        # the model keeps the dtype of the caller's images, the library keeps its own (FAB insists on float32)
+        return self._hidden[0](images.to(self._images.dtype)).to(images.dtype)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not self._watching or images.shape != self._images.shape:
+            return self._logits(images)
+        if self._last is None:
+            logits = self._logits(images)
+        else:
+            rows = (~self._solved).nonzero().flatten()
+            if not len(rows):
+                raise AllSolved
+            logits = self._last.to(images.dtype).index_copy(0, rows, self._logits(images[rows]))
+        self._last = logits.detach().clone()  # a clone: Square writes into the logits it was given
+        self._note(images.detach(), self._last)
+        return logits
+
+    def _note(self, images: Tensor, logits: Tensor) -> None:
+        flipped = (logits.argmax(dim=1) != self._labels) & logits.isfinite().all(dim=1) & ~self._solved
+        rows = flipped.nonzero().flatten()
+        if len(rows):
+            labels = self._labels[rows]
+            verdict = judge(self._hidden[0], self._images[rows], labels, images[rows], self._threat, prediction=labels)
+            won = rows[verdict.success]
+            self._solved[won] = True
+            self._kept[won] = verdict.adversarial[verdict.success]
+
+    def harvest(self, adversarial: Tensor) -> Tensor:
+        """The kept point of each solved row, the attack's own answer for the rest: (b, c, h, w) -> (b, c, h, w)."""
+        solved = self._solved.view(-1, *[1] * (adversarial.dim() - 1))
+        return torch.where(solved, self._kept, adversarial.to(self._kept.dtype))
+
+
+@contextmanager
+def undisturbed(model: nn.Module, images: Tensor, seed: int) -> Iterator[None]:
+    """Gradients on, parameters without gradients, random numbers from `seed`; all put back afterwards.
+
+    torchattacks draws from the global generators, some attacks reseed them, and those that call `backward` would leave
+    gradients in the model's parameters (and pay for them).
+    """
+    if model.training:
+        raise UsageError("the model is in training mode", "call model.eval() before an attack")
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    devices = [images.device] if images.device.type == "cuda" else []
+    try:
+        for parameter in wanted:
+            parameter.requires_grad_(False)
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            torch.manual_seed(seed)
+            yield
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+
+
+def craft_with(
+    build: Callable[[ModuleType, Watched], Any],
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    threat: Threat,
+    settings: AttackSettings,
+    *,
+    watch: bool = True,
+) -> Tensor:
+    """Run the attack that `build(torchattacks, watched model)` returns: (b, c, h, w) -> (b, c, h, w), to be judged.
+
+    `watch=False` is for attacks that look for the smallest perturbation, which must not stop at the first.
+    """
+    images, labels = images.detach(), labels.to(images.device)
+    if not len(images) or threat.radius == 0:
+        return images.clone()
+    # on a random net (samples > 1) one lucky draw is no success: the end of the run is judged, on the average
+    watching = watch and settings.stop_early and settings.samples == 1
+    watched = Watched(model, images, labels, threat, watching)
+    with undisturbed(model, images, settings.seed):
+        try:
+            adversarial = build(library(), watched)(images, labels)
+        except AllSolved:
+            adversarial = images
+    return watched.harvest(adversarial.detach())
+
+
+def count_classes(model: nn.Module, images: Tensor, settings: AttackSettings) -> int:
+    """k, the number of classes: as the settings say, else one forward pass of one image."""
+    if settings.classes is not None:
+        return settings.classes
+    with torch.no_grad():
+        return int(model(images[:1]).shape[1])
