@@ -31,7 +31,7 @@ ATTACKS = Registry(
     Entry(
         "cw",
         "certcli.attack.carlini:carlini_wagner",
-        "smallest l2 perturbation by Adam in tanh space, with the binary search over c, image by image",
+        "smallest l2 perturbation by Adam on distance and margin, with the binary search over c, image by image",
         "Carlini & Wagner 2017, Towards evaluating the robustness of neural networks",
     ),
     Entry(
@@ -80,3 +80,6 @@ ATTACKS = Registry(
 
 DETERMINISTIC = frozenset({"fgsm", "cw", "deepfool"})
 """Attacks that draw nothing at random: a restart would repeat the same work, so it is not made."""
+
+L2_ONLY = frozenset({"cw", "deepfool"})
+"""Attacks that minimise the l2 norm; their results mean nothing for linf, so they are refused there."""

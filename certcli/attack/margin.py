@@ -24,10 +24,10 @@ def margin_pgd(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat,
     """x <- P(x + alpha_t * steepest(grad (max_j z_j - z_y))), 40 steps: (b, c, h, w), (b,) -> (b, c, h, w).
 
     The margin is what a Lipschitz certificate bounds, and unlike the cross entropy it does not saturate when the net is
-    confident. The run with seed 0 starts at the image, all others (restarts among them) at random.
+    confident. The first run starts at the image, restarts at random.
     Source: Carlini & Wagner 2017 (the loss), Madry et al. 2018 (the ascent).
     """
-    steps, at_random = settings.steps or MARGIN_STEPS, settings.seed != 0
+    steps, at_random = settings.steps or MARGIN_STEPS, settings.restart > 0
     return ascend(model, images, labels, threat, settings, lost_margin, steps=steps, decay=True, random_start=at_random)
 
 
@@ -50,7 +50,7 @@ def ascend(
     Each row returns the point of its largest loss, or, with `stop_early` and one sample, the first judged success.
     """
     alpha = settings.step(threat, steps)
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator = torch.Generator().manual_seed(settings.draw)
 
     def climb(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
         point = threat.random_start(images, generator) if random_start else images

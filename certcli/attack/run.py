@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.catalogue import ATTACKS, DETERMINISTIC
+from certcli.attack.catalogue import ATTACKS, DETERMINISTIC, L2_ONLY
 from certcli.attack.judge import Verdict, judge, predict, refine
 from certcli.attack.settings import AttackSettings, Craft, Planned, plan
 from certcli.errors import UsageError
@@ -15,8 +15,6 @@ from certcli.threat import Norm, Threat, image_norms
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """indices (b,), images (b, c, h, w) in [0, 1], labels (b,)."""
-
-_RESTART_STRIDE = 1_000_003  # seeds of restarts stay apart from the seeds 0, 1, 2, ... that people choose
 
 
 @dataclass(frozen=True)
@@ -112,6 +110,9 @@ def attack_curve(
     if not radii:
         raise UsageError("no radius was given")
     threats = [Threat(norm, radius) for radius in sorted(set(radii))]
+    for entry in planned:
+        if norm != "l2" and entry.attack in L2_ONLY:
+            raise UsageError(f"{entry.attack} is an attack in l2, not in {norm}", "margin-pgd and fab know both norms")
     for kind in (model, source):
         if kind is not None and kind.training:
             raise UsageError("the model is in training mode", "call model.eval() before an attack")
@@ -166,8 +167,8 @@ class _Standing:
                 return
             rows = torch.tensor(standing, device=self.images.device)
             images, labels = self.images[rows], self.labels[rows]
-            seeded = replace(settings, seed=settings.seed + restart * _RESTART_STRIDE)
-            candidates = craft(source or self.model, images, labels, threat, seeded)
+            turn = replace(settings, restart=restart)
+            candidates = craft(source or self.model, images, labels, threat, turn)
             verdict = judge(
                 self.model, images, labels, candidates, threat, prediction=self.prediction[rows], samples=self.samples
             )

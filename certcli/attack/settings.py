@@ -20,7 +20,8 @@ class AttackSettings:
     classes: number of classes k; None asks the model. targets: classes tried by targeted attacks, at most k - 1.
     queries: forward passes of the Square attack. samples: draws averaged by EOT-PGD and by the verdict on random nets.
     searches, confidence, initial_c, learning_rate: Carlini & Wagner's binary search, kappa, first c, and Adam's rate.
-    stop_early: rows that are solved cost nothing more; off for transfer, where the crafting model is not the judge.
+    restart: which of the restarts a run is, counted from 0; set by `run`. stop_early: rows
+    that are solved cost nothing more; off for transfer, where the crafting model is not the judge.
     """
 
     steps: int | None = None
@@ -36,6 +37,7 @@ class AttackSettings:
     confidence: float = 0.0
     initial_c: float = 1.0
     learning_rate: float = 0.01
+    restart: int = 0
     stop_early: bool = True
 
     def __post_init__(self) -> None:
@@ -47,6 +49,11 @@ class AttackSettings:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UsageError(f"{name} of an attack must be a finite number above 0, not {value}")
+
+    @property
+    def draw(self) -> int:
+        """The seed of this restart, apart from the seeds 0, 1, 2, ... that people choose."""
+        return self.seed + 1_000_003 * self.restart
 
     def step(self, threat: Threat, steps: int) -> float:
         """alpha: the given step size, else relative_step * radius / steps (2.5 is Madry et al.'s choice)."""

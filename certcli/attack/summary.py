@@ -29,9 +29,11 @@ def wilson_interval(successes: int, trials: int) -> Interval:
 
 @dataclass(frozen=True)
 class Summary:
-    """Shares of images, as fractions. robust: withstood every attack. attacks: withstood this one (and, when solved
-    images left the batch, all that ran before it, those at smaller radii among them). intervals: Wilson 95 %, for "clean", "robust" and each attack's label.
-    median_norm: of the smallest perturbations found among correctly classified images; None when none was found.
+    """Shares of images, as fractions, with Wilson 95 % intervals for "clean", "robust" and each attack's label.
+
+    robust: withstood every attack. attacks: withstood this one (and, when solved images left the batch, all that ran
+    before it, those at smaller radii among them). median_norm: of the smallest perturbations found among correctly
+    classified images; None when none was found.
     """
 
     clean: float

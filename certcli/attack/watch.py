@@ -122,7 +122,7 @@ def craft_with(
     # on a random net (samples > 1) one lucky draw is no success: the end of the run is judged, on the average
     watching = watch and settings.stop_early and settings.samples == 1
     watched = Watched(model, images, labels, threat, watching)
-    with undisturbed(model, images, settings.seed):
+    with undisturbed(model, images, settings.draw):
         try:
             adversarial = build(library(), watched)(images, labels)
         except AllSolved:

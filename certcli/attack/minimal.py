@@ -1,0 +1,101 @@
+"""The attacks of torchattacks that look for the smallest perturbation: DeepFool and FAB."""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certcli.attack.settings import AttackSettings
+from certcli.attack.watch import Watched, count_classes, craft_with
+from certcli.threat import Norm, Threat, image_norms
+
+DEEPFOOL_STEPS = 50
+FAB_STEPS = 100  # Croce & Hein's; torchattacks' default is 10
+_OVERSHOOTS = (0.02, 0.5, 4.0)  # the paper's, then for runs that the box has stalled
+_LIBRARY_NORM: dict[Norm, str] = {"l2": "L2", "linf": "Linf"}
+
+
+class Shortlist(nn.Module):
+    """x -> (z_c)_{c in classes}: a k-class net seen through a few of its classes, the true one first."""
+
+    def __init__(self, net: Watched, classes: Tensor) -> None:
+        super().__init__()
+        self.anchor = nn.Parameter(torch.zeros(0, device=classes.device), requires_grad=False)
+        self._hidden, self._classes = (net,), classes
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self._hidden[0](images)[:, self._classes]
+
+
+def deepfool(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+    """x <- x + 1.02 |f_j| / |w_j|^2 w_j for the nearest linearised boundary j, 50 steps: (b, c, h, w), (b,) -> same.
+
+    The radius plays no part in the search. The likeliest `targets` wrong classes are tried, as in the paper: one
+    gradient a class and step, which torchattacks would take over all k. Pixels at 0 or 1 cut its steps short, which can
+    then creep towards the boundary for ever: a run that stalls goes on from there with a larger overshoot.
+    Source: Moosavi-Dezfooli et al. 2016, Alg. 2.
+    """
+    steps = settings.steps or DEEPFOOL_STEPS
+
+    def single(lib: ModuleType, net: Shortlist, image: Tensor) -> Tensor:
+        first, point = torch.zeros(1, dtype=torch.long, device=image.device), image
+        for overshoot in _OVERSHOOTS:
+            point = lib.DeepFool(net, steps=steps, overshoot=overshoot)(point, first).detach()
+            if net(point).argmax() != 0:
+                break
+        return point
+
+    def build(lib: ModuleType, net: Watched) -> Any:
+        def each(images: Tensor, labels: Tensor) -> Tensor:
+            with torch.no_grad():
+                logits = net(images)
+            ranked = logits.scatter(1, labels[:, None], float("inf")).argsort(dim=1, descending=True)
+            shortlists = ranked[:, : settings.targets + 1]
+            pairs = zip(images, shortlists, strict=True)
+            return torch.cat([single(lib, Shortlist(net, classes), image[None]) for image, classes in pairs])
+
+        return each
+
+    return craft_with(build, model, images, labels, threat, settings, watch=False)
+
+
+def fab(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+    """Projections of x and of the image onto the linearised boundary to each likely class: (b, c, h, w), (b,) -> same.
+
+    100 steps a target class, at most `targets` of them, the nearest success of all; the radius bounds random starts
+    only. torchattacks would stop at the first target that succeeds within the radius, whatever the others offer.
+    Source: Croce & Hein 2020, Algorithm 1 (FAB-T).
+    """
+    if not len(images) or threat.radius == 0:
+        return images.clone()
+    targets = min(settings.targets, count_classes(model, images, settings) - 1)
+
+    def build(lib: ModuleType, net: Watched) -> Any:
+        attack = lib.FAB(
+            net,
+            norm=_LIBRARY_NORM[threat.norm],
+            eps=threat.radius,
+            steps=settings.steps or FAB_STEPS,
+            seed=settings.draw,
+            multi_targeted=True,
+            n_classes=targets + 1,
+        )
+
+        @torch.no_grad()
+        def nearest(images: Tensor, labels: Tensor) -> Tensor:
+            best = images.clone()
+            least = torch.full((len(images),), float("inf"), dtype=torch.float64, device=images.device)
+            for rank in range(2, targets + 2):  # rank 1 is the predicted class
+                attack.target_class = rank
+                trial = attack.attack_single_run_targeted(images, labels, use_rand_start=settings.restart > 0)
+                trial = trial.to(images.dtype)
+                # NaN comes of a vanished gradient; its norm is NaN and never the least
+                norm = image_norms(trial.double() - images.double(), threat.norm)
+                nearer = (norm > 0) & (norm < least)
+                best[nearer], least[nearer] = trial[nearer], norm[nearer]
+            return best
+
+        return nearest
+
+    return craft_with(build, model, images, labels, threat, settings, watch=False)
