@@ -1,0 +1,57 @@
+"""Adversarial examples as tensors, to be saved and checked by others."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from certcli.attack.run import Record
+from certcli.errors import DataError
+
+
+def collect(records: Iterable[Record], *, only_successes: bool = True) -> dict[str, Tensor]:
+    """Records with kept images -> tensors by name, one row an image, in the order of the records.
+
+    images, adversarial, perturbations (n, c, h, w); labels, predictions, adversarial_predictions, indices (n,) int64;
+    norms, l2_norms, epsilons (n,) float64. norms are measured in float64 on exactly the saved tensors, so the
+    perturbation (a float32 difference, which rounds) is for the eye and `adversarial` for the proof.
+
+    `only_successes` drops images that withstood everything or were misclassified without any perturbation. Of several
+    records of one image (a curve) the first success is kept, that of the smallest radius. DataError when a record has
+    no images (`keep_images=True` keeps them) or nothing is left.
+    """
+    kept: dict[int, Record] = {}
+    for record in records:
+        if record.index in kept and (_success(kept[record.index]) or not _success(record)):
+            continue
+        if only_successes and not _success(record):
+            continue
+        if record.image is None or record.adversarial is None:
+            raise DataError("the records carry no images", "run the attack with keep_images=True")
+        kept[record.index] = record
+    rows = list(kept.values())
+    if not rows:
+        raise DataError("no adversarial example was found: there is nothing to save")
+    images = torch.stack([row.image for row in rows if row.image is not None])
+    adversarial = torch.stack([row.adversarial for row in rows if row.adversarial is not None])
+    return {
+        "images": images,
+        "adversarial": adversarial,
+        "perturbations": adversarial - images,
+        "labels": torch.tensor([row.label for row in rows]),
+        "predictions": torch.tensor([row.prediction for row in rows]),
+        "adversarial_predictions": torch.tensor([row.adversarial_prediction for row in rows]),
+        "indices": torch.tensor([row.index for row in rows]),
+        "norms": _float64(row.norm for row in rows),
+        "l2_norms": _float64(row.l2 for row in rows),
+        "epsilons": _float64(row.epsilon for row in rows),
+    }
+
+
+def _success(record: Record) -> bool:
+    return record.correct and record.norm is not None
+
+
+def _float64(values: Iterable[float | None]) -> Tensor:
+    """None, nothing was found, becomes inf."""
+    return torch.tensor([float("inf") if value is None else value for value in values], dtype=torch.float64)

@@ -1,0 +1,97 @@
+"""The evaluations of the papers by name: which attacks, at which radius, with which budget."""
+
+from dataclasses import dataclass, replace
+
+from certcli.attack.settings import AttackSettings, Planned, plan
+from certcli.errors import UsageError
+from certcli.threat import Norm, Threat
+
+
+@dataclass(frozen=True)
+class Part:
+    """Attacks that share one threat. `attack_images(..., part.plan, part.threat, ..., independent=True)` runs them."""
+
+    threat: Threat
+    plan: tuple[Planned, ...]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A paper's evaluation. The papers report each attack alone, so its parts are meant to run `independent`.
+
+    open_choices says what the paper leaves unsaid and what is done here.
+    """
+
+    name: str
+    summary: str
+    source: str
+    parts: tuple[Part, ...]
+    open_choices: str
+
+    def at(self, radius: float) -> "Preset":
+        """The same attacks at another radius, in pixel units."""
+        moved = tuple(replace(part, threat=replace(part.threat, radius=radius)) for part in self.parts)
+        return replace(self, parts=moved)
+
+
+def _part(norm: Norm, radius: float, *names: str | Planned, step_size: float | None = None) -> Part:
+    return Part(Threat(norm, radius), plan(names, AttackSettings(step_size=step_size)))
+
+
+_CAUCHY_CW = Planned(
+    "cw", "cw", AttackSettings(steps=100, searches=1, initial_c=1.0, confidence=0.0, learning_rate=0.01)
+)
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            "certvit",
+            "PGD in l2 at 36/255, the radius for CIFAR and TinyImageNet; MNIST takes 1.58 instead",
+            "CertViT: Certified Robustness of Pre-Trained Vision Transformers, experiments",
+            (_part("l2", 36 / 255, "pgd-50"),),
+            "The paper names neither steps nor step size: 50 steps of 2.5 radius / 50.",
+        ),
+        Preset(
+            "specformer-standard",
+            "FGSM and PGD-2 in linf at 2/255, for nets of standard training",
+            "SpecFormer: Guarding Vision Transformer Robustness via Maximum Singular Value Penalization, experiments",
+            (_part("linf", 2 / 255, "fgsm", "pgd-2"),),
+            "The paper names no step size: 2.5 radius / steps.",
+        ),
+        Preset(
+            "specformer-adversarial",
+            "CW-20, PGD-20 and PGD-100 in linf at 8/255, for nets of adversarial training",
+            "SpecFormer: Guarding Vision Transformer Robustness via Maximum Singular Value Penalization, experiments",
+            (
+                _part(
+                    "linf",
+                    8 / 255,
+                    Planned("cw-20", "margin-pgd", AttackSettings(steps=20)),
+                    *plan(("pgd-20", "pgd-100"), AttackSettings()),
+                ),
+            ),
+            "The paper gives no step size (here 2.5 radius / steps), and CW a radius in linf: that is read as 20 steps of "
+            "PGD on Carlini & Wagner's margin loss.",
+        ),
+        Preset(
+            "cauchy",
+            "FGSM and PGD-7 in linf at 2/255; PGD-7 and PGD-20 in l2 at 2, alpha 0.2; CW in l2",
+            "Understanding Adversarial Robustness of Vision Transformers via Cauchy Problem, section 5",
+            (
+                _part("linf", 2 / 255, "fgsm", "pgd-7", step_size=2 / 255),
+                _part("l2", 2.0, "pgd-7", "pgd-20", step_size=0.2),
+                _part("l2", 260.0, _CAUCHY_CW),
+            ),
+            "The paper prints 2/225 once for 2/255. CW: c = 1, kappa = 0, Adam at 0.01, 100 steps, no search over c; a "
+            "success counts up to norm 260, as printed. Ours holds the box by projection, not by tanh.",
+        ),
+    )
+}
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name; UsageError with the known names when there is none."""
+    if name not in PRESETS:
+        raise UsageError(f"unknown preset '{name}'", f"one of: {', '.join(PRESETS)}")
+    return PRESETS[name]
