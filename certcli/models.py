@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import certcli.compat  # noqa: F401 (before timm: torchvision must be importable)
+import certcli.compat
 
 # isort: split
 import timm
@@ -166,8 +166,7 @@ def spec_of(net: nn.Module, *, size: tuple[int, int, int] | None = None) -> Inpu
     if len(input_size) != 3 or not mean or not std:
         raise UsageError("the architecture does not say its input size, mean or std", "give --mean and --std")
     channels = int(input_size[0])
-    spread = (lambda values: tuple(float(v) for v in values) if len(values) == channels else None)
-    if spread(mean) is None or spread(std) is None:
+    if not len(mean) == len(std) == channels:
         raise UsageError(
             f"the architecture has mean and std of {len(mean)} channels for {channels} input channels",
             "give --mean and --std, one value a channel",

@@ -1,6 +1,7 @@
 """Classifier heads that see every token, in place of pooling, which loses a factor sqrt(n) of gradient norm."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ class FlatHead(nn.Module):
     def __init__(self, features: int, widths: Sequence[int], classes: int) -> None:
         super().__init__()
         sizes = [features, *widths]
-        self.hidden = nn.ModuleList(nn.Linear(i, o) for i, o in zip(sizes[:-1], sizes[1:], strict=True))
+        self.hidden = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(sizes))
         self.act = MaxMin()
         self.out = nn.Linear(sizes[-1], classes)
 

@@ -65,5 +65,3 @@ def build(old: nn.Module) -> L2Attention:
         out_width=attention.proj.out_features,
         proj_bias=attention.proj.bias is not None,
     )
-
-

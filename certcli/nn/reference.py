@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def _vit(config: dict[str, Any], defaults: dict[str, Any], given: dict[str, Any]
     arguments = {"img_size": side, "in_chans": channels, "num_classes": config["num_classes"], **defaults}
     arguments |= _network_arguments(given)
     net = VisionTransformer(**arguments)
-    net.pretrained_cfg = config
+    net.pretrained_cfg = config  # type: ignore[assignment]
     return net
 
 
@@ -89,7 +90,12 @@ class SmallConvNet(nn.Module):
     """Convolutions (out, kernel, stride; padding 1) and linear layers, ReLU between them: (b, c, h, w) -> (b, k)."""
 
     def __init__(
-        self, channels: int, side: int, convolutions: Sequence[tuple[int, int, int]], widths: Sequence[int], classes: int
+        self,
+        channels: int,
+        side: int,
+        convolutions: Sequence[tuple[int, int, int]],
+        widths: Sequence[int],
+        classes: int,
     ) -> None:
         super().__init__()
         self.num_classes = classes
@@ -100,7 +106,7 @@ class SmallConvNet(nn.Module):
         self.features = nn.Sequential(*layers)
         sizes = [channels * side * side, *widths]
         hidden: list[nn.Module] = []
-        for i, o in zip(sizes[:-1], sizes[1:], strict=True):
+        for i, o in pairwise(sizes):
             hidden += [nn.Linear(i, o), nn.ReLU()]
         self.hidden = nn.Sequential(*hidden)
         self.head = nn.Linear(sizes[-1], classes)
@@ -192,9 +198,7 @@ def _mixer(config: dict[str, Any], shape: dict[str, Any], given: dict[str, Any])
 @register_model
 def certvit_lip_digits(pretrained: bool = False, **given: Any) -> nn.Module:
     """Lipschitz by design, for 8 x 8 digits; no attention."""
-    return _mixer(
-        _config(1, 8, 10, (0.0,), (1.0,)), {"patch": 2, "width": 32, "depth": 1, "head": [128, 128]}, given
-    )
+    return _mixer(_config(1, 8, 10, (0.0,), (1.0,)), {"patch": 2, "width": 32, "depth": 1, "head": [128, 128]}, given)
 
 
 @register_model

@@ -19,5 +19,7 @@ REPLACEMENTS = Registry(
     Entry("convex-block", "certcli.nn.residual:build_convex", "residuals (1 - t) x + t f(x), 0 <= t <= 1"),
     Entry("weighted-block", "certcli.nn.residual:build_weighted", "residuals x + a f(x), a learned"),
     Entry("maxmin", "certcli.nn.activations:build_maxmin", "MaxMin in place of GELU or ReLU", "Anil et al. 2019"),
-    Entry("flat-head", "certcli.nn.heads:build_flat_head", "tokens side by side into a MaxMin MLP, in place of pooling"),
+    Entry(
+        "flat-head", "certcli.nn.heads:build_flat_head", "tokens side by side into a MaxMin MLP, in place of pooling"
+    ),
 )

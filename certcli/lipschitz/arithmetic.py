@@ -1,0 +1,275 @@
+"""Two arithmetics for one table of rules.
+
+Rigorous: matrices in float64 with a bound on their error, scalars that round up (`Real`). For every number that is shown.
+Trainable: torch tensors with gradients, spectral norms by warm-started power iteration. For losses, never shown.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from certcli.lipschitz.real import INF, ZERO, Real, as_real
+from certcli.lipschitz.spectral import frobenius_norm, gamma, spectral_norm, up
+
+Scalar = Any
+"""`Real` in the rigorous arithmetic, a 0-d float64 tensor in the trainable one; both add, multiply and compare."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The exact matrix lies within `error` (spectral norm) of `tensor`. A vector is a matrix with one column."""
+
+    tensor: Tensor
+    error: float = 0.0
+    key: int | None = None  # identity of the parameter it is, when it is one unchanged
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.tensor.shape
+        return rows, columns
+
+
+class Arithmetic(ABC):
+    """What rules compute with. Every scalar is an upper bound (rigorous) or its differentiable estimate (trainable)."""
+
+    rigorous: bool
+
+    @abstractmethod
+    def const(self, value: float) -> Scalar: ...
+
+    @abstractmethod
+    def matrix(self, tensor: Tensor) -> Matrix: ...
+
+    @abstractmethod
+    def sigma(self, matrix: Matrix, name: str) -> Scalar: ...
+
+    @abstractmethod
+    def length(self, vector: Matrix) -> Scalar: ...
+
+    @abstractmethod
+    def sqrt(self, value: Scalar) -> Scalar: ...
+
+    @abstractmethod
+    def minimum(self, a: Scalar, b: Scalar) -> Scalar: ...
+
+    @abstractmethod
+    def maximum(self, a: Scalar, b: Scalar) -> Scalar: ...
+
+    @abstractmethod
+    def absolute(self, parameter: Tensor) -> Scalar: ...
+
+    @abstractmethod
+    def _inexact(self, tensor: Tensor, error: float) -> Matrix: ...
+
+    @abstractmethod
+    def sigma_product(self, a: Matrix, b: Matrix, name: str) -> Scalar: ...
+
+    @abstractmethod
+    def _norm(self, tensor: Tensor) -> float: ...
+
+    def total(self, values: list[Scalar]) -> Scalar:
+        result = values[0]
+        for value in values[1:]:
+            result = result + value
+        return result
+
+    def root_sum_of_squares(self, values: list[Scalar]) -> Scalar:
+        return self.sqrt(self.total([value * value for value in values]))
+
+    def matmul(self, a: Matrix, b: Matrix) -> Matrix:
+        """a b. |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), and the errors of a and b are carried along."""
+        size_a, size_b = self._norm(a.tensor), self._norm(b.tensor)
+        error = gamma(a.tensor.shape[1] + 2) * size_a * size_b + a.error * size_b + b.error * size_a + a.error * b.error
+        return self._inexact(a.tensor @ b.tensor, error)
+
+    def add(self, a: Matrix, b: Matrix) -> Matrix:
+        tensor = a.tensor + b.tensor
+        return self._inexact(tensor, a.error + b.error + gamma(2) * self._norm(tensor))
+
+    def scale_columns(self, a: Matrix, gains: Tensor) -> Matrix:
+        """a diag(gains): one rounding an entry."""
+        tensor = a.tensor * gains.to(a.tensor).view(1, -1)
+        return self._inexact(tensor, gamma(2) * self._norm(tensor) + a.error * self._largest(gains))
+
+    def scale_rows(self, a: Matrix, gains: Tensor) -> Matrix:
+        """diag(gains) a."""
+        tensor = a.tensor * gains.to(a.tensor).view(-1, 1)
+        return self._inexact(tensor, gamma(2) * self._norm(tensor) + a.error * self._largest(gains))
+
+    def scale(self, a: Matrix, factor: float) -> Matrix:
+        """factor * a for a factor >= 0."""
+        tensor = a.tensor * factor
+        return self._inexact(tensor, gamma(2) * self._norm(tensor) + a.error * factor)
+
+    def center_columns(self, a: Matrix) -> Matrix:
+        """a P with P = I - 11^T/d: subtract every row's mean. Mean and difference round within gamma_{d+3} |a|_F."""
+        d = a.tensor.shape[1]
+        tensor = a.tensor - a.tensor.mean(dim=1, keepdim=True)
+        return self._inexact(tensor, 2 * gamma(d + 3) * self._norm(a.tensor) + a.error)
+
+    def center_rows(self, a: Matrix) -> Matrix:
+        """P a: subtract every column's mean."""
+        d = a.tensor.shape[0]
+        tensor = a.tensor - a.tensor.mean(dim=0, keepdim=True)
+        return self._inexact(tensor, 2 * gamma(d + 3) * self._norm(a.tensor) + a.error)
+
+    def rows(self, a: Matrix, start: int, stop: int) -> Matrix:
+        return Matrix(a.tensor[start:stop], a.error)
+
+    def columns(self, a: Matrix, start: int, stop: int) -> Matrix:
+        return Matrix(a.tensor[:, start:stop], a.error)
+
+    def transpose(self, a: Matrix) -> Matrix:
+        return Matrix(a.tensor.T, a.error)
+
+    def _largest(self, gains: Tensor) -> float:
+        return float(gains.detach().abs().max()) if self.rigorous else 0.0
+
+
+class RigorousArithmetic(Arithmetic):
+    """float64 with outward rounding; remembers nothing."""
+
+    rigorous = True
+
+    def const(self, value: float) -> Real:
+        return as_real(value)
+
+    def matrix(self, tensor: Tensor) -> Matrix:
+        return Matrix(tensor.detach().double(), 0.0)  # widening is exact
+
+    def sigma(self, matrix: Matrix, name: str = "") -> Real:
+        return as_real(spectral_norm(matrix.tensor, matrix.error))
+
+    def length(self, vector: Matrix) -> Real:
+        return as_real(self._norm(vector.tensor)) + vector.error
+
+    def sqrt(self, value: Real) -> Real:
+        return value.sqrt()
+
+    def minimum(self, a: Real, b: Real) -> Real:
+        return min(a, b)
+
+    def maximum(self, a: Real, b: Real) -> Real:
+        return max(a, b)
+
+    def absolute(self, parameter: Tensor) -> Real:
+        return as_real(abs(float(parameter.detach().double())))
+
+    def _inexact(self, tensor: Tensor, error: float) -> Matrix:
+        return Matrix(tensor, up(error, 32))  # thirty-two steps cover the roundings of the error's own sum
+
+    def _norm(self, tensor: Tensor) -> float:
+        return frobenius_norm(tensor)
+
+    def sigma_product(self, a: Matrix, b: Matrix, name: str = "") -> Real:
+        """|a^T b|_2 for a, b (m, d) with m small, without forming the (d, d) product.
+
+        With S = a a^T and L L^T >= S (as quadratic forms) |a^T b|^2 = |b^T S b| <= |L^T b|^2. L is the Cholesky factor of
+        S + jitter; what it lacks is measured: |S - L L^T| <= e gives |a^T b|^2 <= |L^T b|^2 + e |b|^2.
+        """
+        m, d = a.tensor.shape
+        if m >= d:
+            return self.sigma(self.matmul(self.transpose(a), b))
+        gram = self.matmul(a, self.transpose(a))
+        scale = float(gram.tensor.diagonal().abs().max())
+        if scale == 0 and a.error == 0:
+            return ZERO
+        jitter = torch.eye(m, dtype=torch.float64, device=gram.tensor.device) * (1e-14 * m * scale)
+        factor, info = torch.linalg.cholesky_ex((gram.tensor + gram.tensor.T) / 2 + jitter)
+        if int(info) != 0 or not torch.isfinite(factor).all():
+            return self.sigma(a) * self.sigma(b)
+        residual = self.add(gram, self._negative(self.matmul(Matrix(factor), Matrix(factor.T.contiguous()))))
+        lacking = as_real(self._norm(residual.tensor)) + residual.error
+        small = self.sigma(self.matmul(Matrix(factor.T.contiguous()), b))
+        size = self.sigma(b)
+        return (small * small + lacking * (size * size)).sqrt()
+
+    @staticmethod
+    def _negative(a: Matrix) -> Matrix:
+        return Matrix(-a.tensor, a.error)
+
+
+class TrainableArithmetic(Arithmetic):
+    """Differentiable estimates of the same numbers. Power iteration approaches spectral norms from below.
+
+    vectors: left singular vectors by name, kept between steps, so that one iteration a step is enough. orthogonal: the
+    parameters that the optimiser keeps orthogonal; their norm is 1 and has no useful gradient.
+    """
+
+    rigorous = False
+
+    def __init__(self, device: torch.device, iterations: int = 1, orthogonal: frozenset[int] = frozenset()) -> None:
+        self.device = device
+        self.iterations = iterations
+        self.orthogonal = orthogonal
+        self.vectors: dict[str, Tensor] = {}
+
+    def const(self, value: float) -> Tensor:
+        return torch.tensor(float(value), device=self.device)
+
+    def matrix(self, tensor: Tensor) -> Matrix:
+        return Matrix(tensor.float() if tensor.dtype != torch.float64 else tensor, 0.0, id(tensor))
+
+    def sigma(self, matrix: Matrix, name: str = "") -> Tensor:
+        if matrix.key in self.orthogonal:
+            return self.const(1.0)
+        w = matrix.tensor
+        with torch.no_grad():
+            u = self.vectors.get(name)
+            steps = self.iterations
+            if u is None or u.shape[0] != w.shape[0]:
+                generator = torch.Generator().manual_seed(0)
+                u = torch.randn(w.shape[0], generator=generator).to(w)
+                steps = 30  # a cold start
+            for _ in range(steps):
+                v = torch.nn.functional.normalize(w.T @ u.to(w), dim=0)
+                u = torch.nn.functional.normalize(w @ v, dim=0)
+            self.vectors[name] = u
+        return u.to(w) @ w @ v
+
+    def length(self, vector: Matrix) -> Tensor:
+        return vector.tensor.norm()
+
+    def sqrt(self, value: Tensor) -> Tensor:
+        return value.clamp_min(1e-30).sqrt()
+
+    def minimum(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.minimum(a, b)
+
+    def maximum(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.maximum(a, b)
+
+    def absolute(self, parameter: Tensor) -> Tensor:
+        return parameter.abs()
+
+    def _inexact(self, tensor: Tensor, error: float) -> Matrix:
+        return Matrix(tensor)
+
+    def _norm(self, tensor: Tensor) -> float:
+        return 0.0  # errors are not tracked: these numbers are never called bounds
+
+    def sigma_product(self, a: Matrix, b: Matrix, name: str = "") -> Tensor:
+        return self.sigma(self.matmul(self.transpose(a), b), name)
+
+
+def lambert_w_upper(z: float) -> float:
+    """w with w e^w >= z >= 0, hence an upper bound on Lambert's W(z); within a few ulps of it."""
+    if z <= 0:
+        return 0.0
+    w = math.log1p(z) if z < 10 else math.log(z) - math.log(math.log(z))
+    for _ in range(60):
+        step = (w * math.exp(w) - z) / (math.exp(w) * (1 + w))
+        w -= step
+        if abs(step) <= 1e-16 * w:
+            break
+    # libm's exp is within one ulp; 1e-14 covers it and the product's rounding
+    while w * math.exp(w) * (1 - 1e-14) < z:
+        w = up(w, 4)
+    return w
+
+
+__all__ = ["INF", "Arithmetic", "Matrix", "RigorousArithmetic", "Scalar", "TrainableArithmetic", "lambert_w_upper"]

@@ -1,0 +1,117 @@
+"""Bounds and estimates: two types on purpose. A bound is a proof, an estimate is an observation."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from certcli.lipschitz.real import INF, ONE, ZERO, Real, real_max, real_sum
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """|f(x) - f(y)|_2 <= value * |x - y|_2 for all x, y in the domain; value may be inf.
+
+    path: the module or operation; kind: its type; law: a composition law below, or "theorem" for a leaf that follows from
+    the weights; why: the reason in words; parts: the bounds the law was applied to.
+    """
+
+    path: str
+    kind: str
+    value: Real
+    law: str
+    why: str
+    parts: tuple["Bound", ...] = ()
+
+    def recheck(self) -> bool:
+        """Whether this node's value follows from its parts' values by its law."""
+        return self.law == "theorem" or self.value >= LAWS[self.law]([part.value for part in self.parts])
+
+    def nodes(self) -> list["Bound"]:
+        """Every node once, parts before wholes (a residual uses its input twice: the proof is a graph)."""
+        return list(_postorder(self))
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The proof as a list in which each node refers to earlier ones by position."""
+        position: dict[int, int] = {}
+        rows: list[dict[str, Any]] = []
+        for node in self.nodes():
+            position[id(node)] = len(rows)
+            rows.append(
+                {
+                    "path": node.path,
+                    "kind": node.kind,
+                    "value": node.value.to_json(),
+                    "log10_upper": node.value.log10() if node.value.finite and node.value > ZERO else None,
+                    "law": node.law,
+                    "why": node.why,
+                    "parts": [position[id(part)] for part in node.parts],
+                }
+            )
+        return rows
+
+
+def _postorder(root: Bound) -> Iterator[Bound]:
+    seen: set[int] = set()
+    stack: list[tuple[Bound, bool]] = [(root, False)]
+    while stack:
+        node, expanded = stack.pop()
+        if expanded:
+            yield node
+        elif id(node) not in seen:
+            seen.add(id(node))
+            stack.append((node, True))
+            stack.extend((part, False) for part in reversed(node.parts))
+
+
+def _product(parts: Sequence[Real]) -> Real:
+    total = ONE
+    for part in parts:
+        total = total * part
+    return total
+
+
+def _root_sum_of_squares(parts: Sequence[Real]) -> Real:
+    return real_sum([part * part for part in parts]).sqrt()
+
+
+LAWS: Mapping[str, Callable[[Sequence[Real]], Real]] = {
+    # f after g: Lip <= Lip(f) Lip(g)
+    "composition": _product,
+    # f + g: Lip <= Lip(f) + Lip(g)
+    "sum": lambda parts: real_sum(list(parts)),
+    # (f, g) side by side: |.|^2 adds, so Lip <= sqrt(Lip(f)^2 + Lip(g)^2)
+    "concatenation": _root_sum_of_squares,
+    # a part of the same tensor, or the same tensor rearranged
+    "same": lambda parts: real_max(ZERO, *parts),
+    # the input itself
+    "identity": lambda parts: ONE,
+    # no proof
+    "unbounded": lambda parts: INF,
+}
+
+
+def check_proof(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is wrong with a proof read from JSON, one line a failing node; empty when every law holds. No torch needed."""
+    values: list[Real] = []
+    problems: list[str] = []
+    for number, row in enumerate(rows):
+        value = Real.from_json(row["value"])
+        parts = list(row["parts"])
+        if any(not 0 <= part < number for part in parts):
+            problems.append(f"node {number} ({row['path']}): refers to a node that does not come before it")
+        elif row["law"] != "theorem":
+            if row["law"] not in LAWS:
+                problems.append(f"node {number} ({row['path']}): unknown law '{row['law']}'")
+            elif value < LAWS[row["law"]]([values[part] for part in parts]):
+                problems.append(f"node {number} ({row['path']}): value {value} is below its law '{row['law']}'")
+        values.append(value)
+    return problems
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A LOWER bound, found by search: some pair of images has at least this slope."""
+
+    value: float
+    method: str
+    details: Mapping[str, Any] = field(default_factory=dict)

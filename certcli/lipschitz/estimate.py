@@ -1,0 +1,41 @@
+"""Measured lower bounds: slopes that some image really has. Never a bound, always an `Estimate`."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from certcli.lipschitz.bound import Estimate
+
+
+def jacobian_norms(model: nn.Module, images: Tensor, iterations: int = 20, seed: int = 0) -> Tensor:
+    """|J(x)|_2 from below, by power iteration on J^T J: (b, c, h, w) -> (b,).
+
+    J is the Jacobian of the logits in pixel units; no Jacobian is formed. Each value is |J v| for a unit v, hence at most
+    the largest singular value at that image, up to the rounding of the network's own precision.
+    """
+    images = images.detach().clone().requires_grad_(True)
+    generator = torch.Generator().manual_seed(seed)
+    direction = torch.randn(images.shape, generator=generator).to(images)
+    shape = (-1, *[1] * (images.dim() - 1))
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+        logits = model(images)
+        probe = torch.zeros_like(logits, requires_grad=True)
+        (pulled,) = torch.autograd.grad(logits, images, probe, create_graph=True)  # J^T probe, linear in probe
+        norms = torch.zeros(len(images), dtype=torch.float64, device=images.device)
+        for _ in range(iterations):
+            direction = direction / direction.flatten(1).norm(dim=1).clamp_min(1e-30).view(shape)
+            (pushed,) = torch.autograd.grad(pulled, probe, direction, retain_graph=True)  # J direction
+            norms = torch.maximum(norms, pushed.detach().double().norm(dim=1))
+            (direction,) = torch.autograd.grad(logits, images, pushed.detach(), retain_graph=True)
+    return norms
+
+
+def measure(model: nn.Module, batches: Iterator[Tensor], iterations: int = 20, seed: int = 0) -> Iterator[Estimate]:
+    """The largest Jacobian norm met so far, after each batch: the network's constant is at least this."""
+    largest, seen = 0.0, 0
+    for images in batches:
+        largest = max(largest, float(jacobian_norms(model, images, iterations, seed).max()))
+        seen += len(images)
+        yield Estimate(largest, "Jacobian power iteration", {"images": seen, "iterations": iterations})

@@ -1,0 +1,174 @@
+"""Walk the traced graph once: every node gets its Lipschitz constant from the pixels, by its rule or not at all."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from certcli.lipschitz.arithmetic import Arithmetic, RigorousArithmetic, Scalar
+from certcli.lipschitz.bound import Bound
+from certcli.lipschitz.context import Context, Step
+from certcli.lipschitz.real import INF, ONE, Real
+from certcli.lipschitz.rules.table import FUNCTION_RULES, METHOD_RULES, NoRule, find_module_rule
+from certcli.lipschitz.spectral import gamma, up
+from certcli.lipschitz.trace import Scope, Trace, Untraceable, trace
+from certcli.lipschitz.value import Constant, Lazy, Value
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a walk found. logits: the last value, its final linear map still pending; steps: one a charged constant."""
+
+    logits: Value
+    steps: tuple[Step, ...]
+    scopes: tuple[tuple[Scope, Scalar, Scalar], ...]
+    context: Context
+
+
+@dataclass(frozen=True)
+class NetworkBound:
+    """The proven global bound of a network, in pixel units, and what a certificate needs of it."""
+
+    bound: Bound
+    pairs: Tensor | None
+    steps: tuple[Step, ...]
+    blocks: tuple[tuple[str, str, Real, Real], ...]
+
+    @property
+    def upper(self) -> Real:
+        return self.bound.value
+
+
+def trace_network(model: nn.Module, size: tuple[int, ...]) -> Trace:
+    """The graph of `model` on one image of this size (c, h, w). Untraceable names what cannot be followed."""
+    parameter = next(model.parameters(), None)
+    device = parameter.device if parameter is not None else torch.device("cpu")
+    dtype = parameter.dtype if parameter is not None else torch.float32
+    example = torch.full((1, *size), 0.5, dtype=dtype, device=device)
+    return trace(model, example, lambda module: find_module_rule(module) is not None)
+
+
+def propagate(traced: Trace, arith: Arithmetic) -> Outcome:
+    """Apply the rule table node by node. NoRule (with the path) where there is no theorem."""
+    values: dict[fx.Node, Any] = {}
+    steps: list[Step] = []
+    context: Context | None = None
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            proof = Bound("pixels", "input", ONE, "identity", "the image itself") if arith.rigorous else None
+            values[node] = Value(arith.const(1.0), Lazy(lambda: arith.const(float("inf"))), None, proof)
+            continue
+        if node.op == "get_attr":
+            values[node] = Constant(traced.constants[node.target])
+            continue
+        if node.op == "output":
+            if context is None:
+                raise NoRule("the network does nothing")
+            logits = values[node.args[0]]
+            scopes = _scopes(traced, values, context)
+            return Outcome(logits, tuple(steps), scopes, context)
+        context = _context(traced, node, arith, steps)
+        values[node] = _apply(traced, node, values, context)
+    raise AssertionError("a graph ends in its output")
+
+
+def _context(traced: Trace, node: fx.Node, arith: Arithmetic, steps: list[Step]) -> Context:
+    inputs = [argument.meta.get("shape") for argument in _node_arguments(node)]
+    path = str(node.target) if node.op == "call_module" else str(node.meta.get("scope", ""))
+    kind = type(traced.root.get_submodule(path)).__name__ if node.op == "call_module" else _function_name(node)
+    return Context(arith, path, kind, node.meta.get("shape"), inputs, steps, traced.constants)
+
+
+def _node_arguments(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)  # type: ignore[func-returns-value]
+    return found
+
+
+def _function_name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _apply(traced: Trace, node: fx.Node, values: Mapping[fx.Node, Any], ctx: Context) -> Any:
+    rule: Callable[..., Any] | None
+    where = ctx.path or "the network"
+    args: Any = fx.node.map_arg(node.args, lambda n: values[n])
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: values[n])
+    if node.op == "call_module":
+        module = traced.root.get_submodule(str(node.target))
+        found = find_module_rule(module)
+        if found is None:
+            raise NoRule(f"{where}: no theorem for {type(module).__name__}")
+        rule, args = found.apply, (module, *args)
+    elif node.op == "call_method":
+        rule = METHOD_RULES.get(str(node.target))
+    else:
+        rule = FUNCTION_RULES.get(node.target)
+    if rule is None:
+        raise NoRule(f"{where}: no theorem for the operation '{ctx.kind}'")
+    try:
+        return rule(ctx, *args, **kwargs)
+    except NoRule as reason:
+        raise NoRule(str(reason) if str(reason).startswith(where) else f"{where} ({ctx.kind}): {reason}") from None
+    except TypeError as failure:
+        raise NoRule(f"{where} ({ctx.kind}): called with arguments its theorem does not know ({failure})") from failure
+
+
+def _scopes(traced: Trace, values: Mapping[fx.Node, Any], ctx: Context) -> tuple[tuple[Scope, Scalar, Scalar], ...]:
+    found = []
+    for scope in traced.scopes:
+        entry, leave = values.get(scope.entry), values.get(scope.exit)  # type: ignore[arg-type]
+        if isinstance(entry, Value) and isinstance(leave, Value):
+            found.append((scope, entry.base, leave.base))
+    return tuple(found)
+
+
+def pair_constants(outcome: Outcome, classes: int) -> Any:
+    """K with |(z_i - z_j)(x) - (z_i - z_j)(y)| <= K_ij |x - y| : (k, k), zero diagonal.
+
+    With a final linear map pending, K_ij = base |w_i - w_j|; else sqrt(2) times the constant of all logits.
+    """
+    arith, logits = outcome.context.arith, outcome.logits
+    pending = logits.pending
+    effective = None if pending is None or pending.axis != -1 else pending.effective(arith)
+    if effective is None or effective.shape[0] != classes:
+        total = outcome.context.settle(logits).base
+        root = arith.sqrt(arith.const(2.0))
+        ones = torch.ones(classes, classes, dtype=torch.float64) - torch.eye(classes, dtype=torch.float64)
+        return ones * float(total * root) if arith.rigorous else ones.to(total) * (total * root)
+    rows = effective.tensor
+    if not arith.rigorous:
+        square = (rows.unsqueeze(0) - rows.unsqueeze(1)).square().sum(-1)
+        distance = square.clamp_min(1e-20).sqrt()  # the square root's slope at 0 is infinite
+        return logits.base * (distance - torch.diag(distance.diagonal()))
+    # |fl(w_i - w_j)| within one rounding an entry, its norm within gamma_{d+2}, and 2 |dE| for the rows' own error
+    distance = torch.stack([(rows - row).norm(dim=1) for row in rows])
+    inflate = up(1 + 4 * gamma(rows.shape[1] + 8), 4)
+    largest = Real(inflate) * logits.base
+    pairs = torch.tensor(
+        [[float((Real(float(d)) + 2 * effective.error) * largest) if i != j else 0.0 for j, d in enumerate(line)]
+         for i, line in enumerate(distance)],
+        dtype=torch.float64,
+    )  # fmt: skip
+    return pairs
+
+
+def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> NetworkBound:
+    """The proven bound of pixels -> logits on [0, 1]^pixels, or inf with the reason. Never raises for want of a theorem."""
+    with torch.no_grad():
+        return _bound_network(model, size, classes)
+
+
+def _bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> NetworkBound:
+    try:
+        outcome = propagate(trace_network(model, size), RigorousArithmetic())
+    except (NoRule, Untraceable) as reason:
+        return NetworkBound(Bound("", type(model).__name__, INF, "unbounded", str(reason)), None, (), ())
+    pairs = pair_constants(outcome, classes) if outcome.logits.base.finite else None
+    blocks = tuple((scope.path, scope.kind, before, after) for scope, before, after in outcome.scopes)
+    settled = outcome.context.settle(outcome.logits)
+    if settled.proof is None:
+        raise AssertionError("the rigorous arithmetic always builds a proof")
+    return NetworkBound(settled.proof, pairs, tuple(outcome.context.steps), blocks)

@@ -1,0 +1,157 @@
+"""Non-negative numbers that only ever round up, with an exponent that does not overflow.
+
+A bound of a deep pre-norm network exceeds 1e308, so a number is mantissa * 2**exponent with a Python integer exponent.
+Every operation returns a value >= the exact result on its operands: IEEE 754 rounds +, *, / and sqrt correctly, so the next
+float above the rounded result is an upper bound, and scaling by a power of two is exact. No torch here: a proof written as
+JSON is re-checked with this file alone.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import total_ordering
+from typing import Any
+
+
+def _up(x: float) -> float:
+    return math.nextafter(x, math.inf)
+
+
+@total_ordering
+@dataclass(frozen=True, eq=False)
+class Real:
+    """mantissa * 2**exponent, mantissa in [0.5, 1), or 0 with exponent 0, or inf with exponent 0."""
+
+    mantissa: float
+    exponent: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.mantissa >= 0):
+            raise ValueError(f"{self.mantissa} is not a number >= 0")
+        if self.mantissa in (0.0, math.inf):
+            object.__setattr__(self, "exponent", 0)
+        elif not 0.5 <= self.mantissa < 1:
+            mantissa, shift = math.frexp(self.mantissa)
+            object.__setattr__(self, "mantissa", mantissa)
+            object.__setattr__(self, "exponent", self.exponent + shift)
+
+    def __add__(self, other: "Real | float") -> "Real":
+        a, b = self, as_real(other)
+        if a.exponent < b.exponent or a.mantissa == 0:
+            a, b = b, a
+        if b.mantissa == 0 or math.isinf(a.mantissa):
+            return a
+        if math.isinf(b.mantissa):
+            return b
+        # ldexp may lose bits of the smaller one below 2**-1074, which the step up more than covers
+        return Real(_up(a.mantissa + math.ldexp(b.mantissa, b.exponent - a.exponent)), a.exponent)
+
+    __radd__ = __add__
+
+    def __mul__(self, other: "Real | float") -> "Real":
+        b = as_real(other)
+        if math.isinf(self.mantissa) or math.isinf(b.mantissa):
+            return INF  # also for 0 * inf: what cannot be bounded stays unbounded
+        if self.mantissa == 0 or b.mantissa == 0:
+            return ZERO
+        product = self.mantissa * b.mantissa
+        exact = self.mantissa == 0.5 or b.mantissa == 0.5  # a power of two scales exactly
+        return Real(product if exact else _up(product), self.exponent + b.exponent)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: "Real | float") -> "Real":
+        """Division by a number that is exact (not itself an upper bound)."""
+        b = as_real(other)
+        if b.mantissa == 0:
+            raise ZeroDivisionError("division of an upper bound by zero")
+        if math.isinf(self.mantissa):
+            return INF
+        if self.mantissa == 0 or math.isinf(b.mantissa):
+            return ZERO
+        quotient = self.mantissa / b.mantissa
+        return Real(quotient if b.mantissa == 0.5 else _up(quotient), self.exponent - b.exponent)
+
+    def sqrt(self) -> "Real":
+        if self.mantissa in (0.0, math.inf):
+            return self
+        mantissa, exponent = (
+            (self.mantissa, self.exponent) if self.exponent % 2 == 0 else (2 * self.mantissa, self.exponent - 1)
+        )
+        return Real(_up(math.sqrt(mantissa)), exponent // 2)
+
+    def _key(self) -> tuple[bool, int, float]:
+        if self.mantissa == 0:
+            return (False, -(10**18), 0.0)
+        return (math.isinf(self.mantissa), self.exponent, self.mantissa)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (Real, float, int)) and self._key() == as_real(other)._key()
+
+    def __lt__(self, other: "Real | float") -> bool:
+        return self._key() < as_real(other)._key()
+
+    def __hash__(self) -> int:
+        return hash((self.mantissa, self.exponent))
+
+    def __float__(self) -> float:
+        """The value, rounded up; inf when it is beyond float64."""
+        try:
+            value = math.ldexp(self.mantissa, self.exponent)
+        except OverflowError:
+            return math.inf
+        return value if self.exponent > -1021 or self.mantissa == 0 else _up(value)  # subnormals may round down
+
+    @property
+    def finite(self) -> bool:
+        return not math.isinf(self.mantissa)
+
+    def log10(self) -> float:
+        """log10 of the value, to double precision (for display): -inf for 0, inf for inf, finite beyond float64."""
+        if self.mantissa == 0:
+            return -math.inf
+        if not self.finite:
+            return math.inf
+        return math.log10(self.mantissa) + self.exponent * math.log10(2)
+
+    def __str__(self) -> str:
+        if not self.finite:
+            return "inf"
+        if self.mantissa == 0 or 1e-3 <= float(self) < 1e5:
+            return f"{float(self):.4g}"
+        log = self.log10()
+        whole = math.floor(log)
+        return f"{10 ** (log - whole):.2f}e{whole:+d}"
+
+    def to_json(self) -> list[Any]:
+        """[mantissa, exponent], exact (a JSON number round-trips a float64), or "inf"."""
+        return [self.mantissa, self.exponent] if self.finite else ["inf", 0]
+
+    @staticmethod
+    def from_json(pair: list[Any]) -> "Real":
+        mantissa, exponent = pair
+        return INF if mantissa == "inf" else Real(float(mantissa), int(exponent))
+
+
+def as_real(value: "Real | float | int") -> Real:
+    """Exact conversion of a float or a small integer."""
+    return value if isinstance(value, Real) else Real(float(value))
+
+
+def real_max(*values: Real) -> Real:
+    return max(values)
+
+
+def real_min(*values: Real) -> Real:
+    return min(values)
+
+
+def real_sum(values: "list[Real]") -> Real:
+    total = ZERO
+    for value in values:
+        total = total + value
+    return total
+
+
+ZERO = Real(0.0)
+ONE = Real(0.5, 1)
+INF = Real(math.inf)

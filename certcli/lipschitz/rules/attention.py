@@ -1,0 +1,143 @@
+"""Attention layers, each by its own theorem. Proofs: docs/bounds.md, sections 5 and 6."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from timm.layers.attention import Attention
+from torch import nn
+
+from certcli.lipschitz.arithmetic import Matrix, Scalar, lambert_w_upper
+from certcli.lipschitz.context import Context
+from certcli.lipschitz.rules.table import NoRule, module_rule
+from certcli.lipschitz.spectral import up
+from certcli.lipschitz.value import Affine, Value
+from certcli.nn.l2_attention import L2Attention
+
+W_OF_1_OVER_E = 0.27846454277
+"""Lambert's W(1/e) = 0.278464542761..., rounded up: the largest r / (1 + e^r)."""
+
+
+def l2_mixing_constant(tokens: int) -> float:
+    """c_n >= Lip(z -> P(z) z), P_ij ~ exp(-|z_i - z_j|^2), for n tokens of any width; any temperature.
+
+    c_n = sqrt((n+1)/2) + 2 S + 2 sqrt(s1 S (n-1)), S = W((n-1)/e), s1 = W(1/e). Proof: docs/bounds.md, section 6.
+    """
+    s = lambert_w_upper((tokens - 1) / math.e * (1 + 1e-15))
+    total = math.sqrt((tokens + 1) / 2) + 2 * s + 2 * math.sqrt(W_OF_1_OVER_E * s * (tokens - 1))
+    return up(total, 16)
+
+
+@module_rule(L2Attention)
+def l2_attention(ctx: Context, module: L2Attention, x: Value) -> Value:
+    """W_O [P_h q_h]_h: c_n min(|W_O| |W_Q|, sum_h |W_O,h| |W_Q,h|), heads acting on disjoint parts of q."""
+    x = ctx.on_last_axis(x)
+    tokens, heads, width = int(ctx.input_shapes[0][-2]), module.num_heads, module.head_dim
+    arith = ctx.arith
+    pending = ctx.fold(x, module.query.weight, module.query.bias)
+    query = pending.effective(arith)
+    if query is None:
+        raise AssertionError("a linear layer has a matrix")
+    # after the mixing, `proj` is an ordinary pending linear map: the layers that follow may be folded into it
+    whole = arith.sigma(query, f"{ctx.path}.query")
+    plain = replace(x, pending=None)
+    mixing = arith.const(l2_mixing_constant(tokens))
+    bias = pending.bias
+
+    def rows() -> Scalar:
+        # P_h averages rows of q_h: |[P_h q_h]_h|^2 <= sum_h max_i |q_h,i|^2
+        parts = []
+        for h in range(heads):
+            part = arith.sigma(arith.rows(query, h * width, (h + 1) * width), f"{ctx.path}.query.{h}") * x.rows.value
+            if bias is not None:
+                part = part + arith.length(arith.rows(bias, h * width, (h + 1) * width))
+            parts.append(part)
+        return arith.root_sum_of_squares(parts)
+
+    together = whole
+    mixed = ctx.chain(
+        plain,
+        mixing * together,
+        f"L2 attention of {tokens} tokens: c_n = {l2_mixing_constant(tokens):.3f} times |W_Q|",
+        rows,
+    )
+    output = Affine(axis=-1, width=heads * width)
+    return replace(
+        mixed, pending=output.after(arith, arith.matrix(module.proj.weight), module.proj.bias, f"{ctx.path}.proj")
+    )
+
+
+@module_rule(Attention)
+def dot_product_attention(
+    ctx: Context, module: Attention, x: Value, attn_mask: Any = None, is_causal: bool = False
+) -> Value:
+    """Theorem 5: on tokens with |u_i| <= R (after a LayerNorm, R = sqrt d) dot-product attention is Lipschitz.
+
+    sqrt(n) |W_O| |W_V| + R^2 (...) + sqrt(n/2) R (...), with A_h = W_K,h^T W_Q,h / sqrt(dh) and the norm's scale folded in.
+    """
+    for option in ("q_norm", "k_norm", "norm"):
+        ctx.require(isinstance(getattr(module, option, nn.Identity()), nn.Identity), f"attention with {option}")
+    ctx.require(getattr(module, "gate", None) is None, "gated attention")
+    ctx.require(attn_mask is None and not is_causal, "attention with a mask")
+    x = ctx.on_last_axis(x)
+    arith, heads = ctx.arith, module.num_heads
+    tokens = int(ctx.input_shapes[0][-2])
+    radius = x.rows.value
+    if arith.rigorous and not radius.finite:
+        raise NoRule("dot-product attention is not Lipschitz on tokens of unbounded norm (no norm layer before it)")
+    qkv = ctx.fold(x, module.qkv.weight, module.qkv.bias)
+    weights, bias = qkv.effective(arith), qkv.bias
+    if weights is None:
+        raise AssertionError("a linear layer has a matrix")
+    inner = weights.shape[0] // 3
+    width = inner // heads
+    ctx.require(math.isclose(module.scale, width**-0.5), "attention with another scale than 1/sqrt(head width)")
+    scale = arith.const(up(1 / math.sqrt(width), 2))
+
+    def head(kind: int, h: int) -> Matrix:
+        start = kind * inner + h * width
+        return arith.rows(weights, start, start + width)
+
+    out = arith.matrix(module.proj.weight)
+    sigma_out = arith.sigma(out, f"{ctx.path}.proj")
+    sigma_value = arith.sigma(arith.rows(weights, 2 * inner, 3 * inner), f"{ctx.path}.value")
+    score, torn, value = [], [], []
+    for h in range(heads):
+        a = arith.sigma_product(head(1, h), head(0, h), f"{ctx.path}.score.{h}") * scale
+        alpha = radius * a
+        if bias is not None:
+            offset = arith.rows(bias, h * width, (h + 1) * width)
+            alpha = alpha + arith.length(arith.matmul(arith.transpose(head(1, h)), offset)) * scale
+        score.append(a)
+        torn.append(alpha)
+        value.append(arith.sigma(head(2, h), f"{ctx.path}.value.{h}"))
+    n = arith.const(float(tokens))
+    averaging = arith.sqrt(n) * sigma_value
+    moving = radius * radius * arith.root_sum_of_squares([v * a for v, a in zip(value, score, strict=True)])
+    pulled = (
+        arith.sqrt(n * arith.const(0.5))
+        * radius
+        * arith.root_sum_of_squares([v * a for v, a in zip(value, torn, strict=True)])
+    )
+    constant = sigma_out * (averaging + moving + pulled)
+
+    def rows() -> Scalar:
+        parts = []
+        for h in range(heads):
+            part = value[h] * radius
+            if bias is not None:
+                start = 2 * inner + h * width
+                part = part + arith.length(arith.rows(bias, start, start + width))
+            parts.append(part)
+        longest = sigma_out * arith.root_sum_of_squares(parts)
+        if module.proj.bias is not None:
+            longest = longest + arith.length(arith.matrix(module.proj.bias.reshape(-1, 1)))
+        return longest
+
+    shown = f"{float(radius):.4g}" if arith.rigorous else "R"
+    return ctx.chain(
+        replace(x, pending=None),
+        constant,
+        f"dot-product attention of {tokens} tokens of norm at most {shown} (Theorem 5)",
+        rows,
+    )

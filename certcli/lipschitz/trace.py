@@ -1,0 +1,251 @@
+"""The network as it is executed: torch.fx's graph of one real forward pass, with every shape known.
+
+Proxies carry the concrete tensor of an example forward pass (batch of one), so that timm's control flow on shapes runs as
+it does in use. A value that is read back into Python (`.item()`, `bool(tensor)`) would bake the example into the graph:
+such a network is refused. Tensors that are overwritten in place are tracked by torch's version counters: a later use of
+the old value is refused, because the graph would not show the change.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+_STATIC_ATTRIBUTES = frozenset(
+    ("shape", "ndim", "dtype", "device", "is_cuda", "is_mps", "is_xla", "is_cpu", "layout", "requires_grad", "is_quantized",
+     "is_sparse", "is_nested", "is_meta", "names", "itemsize", "nbytes", "is_mkldnn")
+)  # fmt: skip
+_STATIC_METHODS = frozenset(
+    ("size", "dim", "numel", "nelement", "ndimension", "stride", "is_floating_point", "is_complex", "is_contiguous",
+     "element_size", "get_device", "type", "storage_offset", "__len__")
+)  # fmt: skip
+
+
+class Untraceable(Exception):
+    """The network cannot be followed as a graph; the message names the place and the reason."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A call of a module that is not a leaf: the nodes that enter and leave it, for the per-block report."""
+
+    path: str
+    kind: str
+    entry: fx.Node | None
+    exit: fx.Node | None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The graph, the concrete value of every constant in it, and the module calls it came from."""
+
+    root: nn.Module
+    graph: fx.Graph
+    constants: Mapping[str, Any]
+    scopes: tuple[Scope, ...]
+
+
+class _Proxy(fx.Proxy):
+    """A proxy with its concrete value: a tensor, or a tuple or list of tensors."""
+
+    value: Any
+    versions: tuple[int, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _STATIC_ATTRIBUTES:
+            return getattr(self.value, name)
+        return super().__getattr__(name)
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([operator.getitem(self, index) for index in range(len(self.value))])
+
+    def __bool__(self) -> bool:
+        if isinstance(self.value, (tuple, list)):
+            return bool(self.value)
+        raise Untraceable("the network branches on the value of a tensor")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    return []
+
+
+def _holds_proxy(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_proxy(item) for item in value.values())
+    if isinstance(value, (tuple, list)):
+        return any(_holds_proxy(item) for item in value)
+    return isinstance(value, fx.Proxy)
+
+
+@dataclass
+class _State:
+    constants: dict[str, Any] = field(default_factory=dict)
+    scopes: list[Scope] = field(default_factory=list)
+    stack: list[str] = field(default_factory=list)
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, example: Tensor, is_leaf: Callable[[nn.Module], bool]) -> None:
+        super().__init__()
+        self.example = example
+        self.decide_leaf = is_leaf
+        self.state = _State()
+        self.parameter_names: dict[int, str] = {}
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return self.decide_leaf(m)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return attr_val  # parameters stay tensors: what depends on no input is computed, not traced
+
+    def proxy(self, node: fx.Node) -> _Proxy:
+        return _Proxy(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Tensor):
+            name = self.parameter_names.get(id(a)) or f"constant_{len(self.state.constants)}"
+            self.state.constants.setdefault(name, a)
+            return self.create_node("get_attr", name, (), {})
+        return super().create_arg(a)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not _holds_proxy((args, kwargs)):
+            return forward(*args, **kwargs)  # inside a leaf, or a function of constants: computed, not traced
+        path = self.path_of_module(m)
+        if self.is_leaf_module(m, path):
+            return self.create_proxy("call_module", path, args, kwargs)
+        self.state.stack.append(path)
+        entry = next((a.node for a in args if isinstance(a, _Proxy)), None)
+        try:
+            result = forward(*args, **kwargs)
+        except Untraceable:
+            raise
+        except Exception as failure:
+            raise Untraceable(f"{path or 'the network'} ({type(m).__name__}): {_reason(failure)}") from failure
+        self.state.stack.pop()
+        leave = result.node if isinstance(result, _Proxy) else None
+        self.state.scopes.append(Scope(path, type(m).__name__, entry, leave))
+        return result
+
+    def create_proxy(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+        proxy_factory_fn: Any = None,
+    ) -> Any:
+        if kind == "placeholder":
+            value: Any = self.example
+        elif kind == "output":
+            return super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
+        else:
+            value = self._execute(kind, target, args, kwargs)
+            if not _tensors(value):
+                if kind == "call_method" and target in _STATIC_METHODS:
+                    return value
+                if kind == "call_function" and target in (getattr, torch._assert, len):
+                    return value
+                if value is None:
+                    return None
+                raise Untraceable(f"{self._where()}: {_name(target)} reads a tensor's value back into Python")
+        proxy = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
+        assert isinstance(proxy, _Proxy)
+        proxy.value = value
+        proxy.versions = tuple(tensor._version for tensor in _tensors(value))
+        proxy.node.meta["shape"] = _shape(value)
+        proxy.node.meta["scope"] = self.state.stack[-1] if self.state.stack else ""
+        return proxy
+
+    def _execute(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = self._concrete(args), self._concrete(kwargs)
+        if kind == "call_module":
+            return self.root.get_submodule(target).forward(*args, **kwargs)  # hooks were refused before
+        if kind == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        return target(*args, **kwargs)
+
+    def _concrete(self, value: Any) -> Any:
+        if isinstance(value, _Proxy):
+            if value.versions != tuple(tensor._version for tensor in _tensors(value.value)):
+                raise Untraceable(f"{self._where()}: uses a tensor after it was overwritten in place")
+            return value.value
+        if isinstance(value, tuple):
+            items = [self._concrete(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if isinstance(value, list):
+            return [self._concrete(item) for item in value]
+        if isinstance(value, dict):
+            return {key: self._concrete(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(self._concrete(value.start), self._concrete(value.stop), self._concrete(value.step))
+        return value
+
+    def _where(self) -> str:
+        return self.state.stack[-1] if self.state.stack and self.state.stack[-1] else "the network"
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    if isinstance(value, (tuple, list)):
+        return [_shape(item) for item in value]
+    return None
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def _reason(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:160]}"
+
+
+def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]) -> Trace:
+    """The executed graph of `root` on one image (1, c, h, w). Untraceable names the module that cannot be followed.
+
+    `is_leaf` says which modules have a rule of their own; all others are traced through.
+    """
+    refuse_hooks(root)
+    tracer = _Tracer(example, is_leaf)
+    tracer.parameter_names = {id(p): name for name, p in [*root.named_parameters(), *root.named_buffers()]}
+    random_state = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            graph = tracer.trace(root)
+    except Untraceable:
+        raise
+    except Exception as failure:
+        raise Untraceable(f"the network cannot be traced ({_reason(failure)})") from failure
+    if not torch.equal(random_state, torch.get_rng_state()):
+        torch.set_rng_state(random_state)
+        raise Untraceable("the network draws random numbers")
+    output = next(node for node in graph.nodes if node.op == "output").args[0]
+    if not isinstance(output, fx.Node) or not isinstance(output.meta.get("shape"), tuple):
+        raise Untraceable("the network returns something other than one tensor of logits")
+    return Trace(root, graph, tracer.state.constants, tuple(tracer.state.scopes))
+
+
+def refuse_hooks(root: nn.Module) -> None:
+    """Untraceable when a module has a hook or is in training mode: it would not run its known forward."""
+    for path, module in root.named_modules():
+        if module.training:
+            raise Untraceable(f"{path or 'the network'} is in training mode")
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise Untraceable(f"{path or 'the network'} has a forward hook")
