@@ -50,8 +50,9 @@ UNIT = 2.0**-53
 
 _LANCZOS_STEPS = 96
 _GUESS_SLACK = 2e-7  # relative, on sigma^2: the looseness promised on ordinary matrices is half of this
-_EXACT_SIDE = 32  # up to this side a full eigenvalue solver is cheaper than Lanczos
-_PANEL = 256
+_FULL_SOLVER_SIDE = {"cpu": 256, "cuda": 32}  # up to here a full eigenvalue solver is as cheap as Lanczos (measured)
+_PANEL = 192  # columns of a Gram matrix formed at a time, and
+_COLUMNS = 512  # columns of the long side cast to double at a time: fastest of 96..1024 on one AVX-512 core
 _BATCH_BYTES = {"cpu": 2**22, "cuda": 2**30}
 
 
@@ -125,10 +126,9 @@ def spectral_norms(matrices: Sequence[Tensor], errors: Sequence[float] | None = 
     return [norm if allowance == 0.0 else up(norm + allowance) for norm, allowance in zip(norms, allowances)]
 
 
-def scale_to_unit(tensor: Tensor) -> tuple[Tensor | None, int]:
-    """tensor = 2^e * scaled with max |scaled| in [1/2, 1), float64; (None, 0) for a zero or empty tensor.
+def unit_exponent(tensor: Tensor) -> int | None:
+    """e with max |2^-e * tensor| in [1/2, 1); None for a zero or empty tensor.
 
-    Exact, but for entries 2^1000 times smaller than the largest. MPS has no float64: computed on the CPU there.
     Errors: CheckpointError on NaN or infinite entries, UsageError on a dtype that is not real floating point.
     """
     import torch
@@ -136,20 +136,24 @@ def scale_to_unit(tensor: Tensor) -> tuple[Tensor | None, int]:
     if not tensor.is_floating_point():
         raise UsageError(f"a norm needs a real floating point tensor, not {tensor.dtype}")
     if tensor.numel() == 0:
-        return None, 0
-    tensor = tensor.detach()
-    if tensor.device.type == "mps":
-        tensor = tensor.cpu()
-    double = tensor.to(torch.float64)
-    low, high = (float(extreme) for extreme in torch.aminmax(double))
+        return None
+    low, high = (float(extreme) for extreme in torch.aminmax(tensor.detach()))
     if not (math.isfinite(low) and math.isfinite(high)):
         raise CheckpointError("the weights hold NaN or infinite values", "train again, or read another checkpoint")
     largest = max(-low, high)
-    if largest == 0.0:
+    return math.frexp(largest)[1] if largest > 0.0 else None
+
+
+def scale_to_unit(tensor: Tensor) -> tuple[Tensor | None, int]:
+    """tensor = 2^e * scaled with max |scaled| in [1/2, 1), a fresh float64 tensor; (None, 0) for a zero or empty one.
+
+    Exact, but for entries 2^1000 times smaller than the largest. MPS has no float64: computed on the CPU there.
+    Errors: those of `unit_exponent`.
+    """
+    exponent = unit_exponent(tensor)
+    if exponent is None:
         return None, 0
-    exponent = math.frexp(largest)[1]
-    half = exponent // 2  # in two steps, because 2^-e itself may overflow
-    return double * 2.0**-half * 2.0 ** (half - exponent), exponent
+    return _scaled(tensor.detach().unsqueeze(0), [exponent]).squeeze(0), exponent
 
 
 def unscale(value: float, exponent: int) -> float:
@@ -163,41 +167,45 @@ def unscale(value: float, exponent: int) -> float:
 def lanczos_guess(grams: Tensor) -> tuple[Tensor, Tensor]:
     """Largest eigenvalue of each Hermitian matrix, about: (b, m, m) -> (b,) and (b,) whether it looks converged.
 
-    A guess, never an answer: Lanczos with full reorthogonalisation and a fixed start. The distance to the nearest
-    eigenvalue is at most r and, with a gap g to the others, about r^2 / g (r the residual of the Ritz pair).
+    A guess, never an answer: Lanczos in single precision (half the memory traffic; the error of the Ritz vector enters
+    squared) with full reorthogonalisation and a fixed start, then one Rayleigh quotient in double precision.
+    The distance to the nearest eigenvalue is at most r and, with a gap g to the others, r^2 / g (r the residual).
     """
     import torch
 
     batch, side, _ = grams.shape
     steps = min(side, _LANCZOS_STEPS)
-    start = torch.randn(side, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    vector = (start / start.norm()).to(device=grams.device, dtype=grams.dtype).expand(batch, side)
-    basis = grams.new_zeros(batch, steps, side)
-    tridiagonal = torch.zeros(batch, steps, steps, dtype=torch.float64, device=grams.device)
-    value = torch.zeros(batch, dtype=torch.float64, device=grams.device)
-    converged = torch.zeros(batch, dtype=torch.bool, device=grams.device)
+    single = grams.to(torch.complex64 if grams.is_complex() else torch.float32)
+    start = torch.randn(side, generator=torch.Generator().manual_seed(0))
+    vector = (start / start.norm()).to(device=single.device, dtype=single.dtype).expand(batch, side)
+    basis = single.new_zeros(batch, steps, side)
+    tridiagonal = torch.zeros(batch, steps, steps, dtype=torch.float32, device=single.device)
     for step in range(steps):
         basis[:, step] = vector
-        image = torch.matmul(grams, vector.unsqueeze(-1))
+        image = torch.matmul(single, vector.unsqueeze(-1))
         known = basis[:, : step + 1]
-        coefficients = torch.matmul(known.conj(), image)
-        image = (image - torch.matmul(known.mT, coefficients)).squeeze(-1)
-        tridiagonal[:, step, step] = coefficients[:, -1, 0].real
-        length = torch.linalg.vector_norm(image, dim=-1)
-        if step + 1 == steps or (step >= 15 and step % 8 == 7):
+        for again in (False, True):  # once is not enough: the orthogonality decays and ghosts above the spectrum appear
+            coefficients = torch.matmul(known.conj(), image)
+            image = image - torch.matmul(known.mT, coefficients)
+            if not again:
+                tridiagonal[:, step, step] = coefficients[:, -1, 0].real
+        length = torch.linalg.vector_norm(image, dim=-2)
+        if step + 1 == steps or (step >= 23 and step % 8 == 7):
             ritz, vectors = torch.linalg.eigh(tridiagonal[:, : step + 1, : step + 1])
             value = ritz[:, -1]
-            residual = length * vectors[:, -1, -1].abs()
-            gap = value - ritz[:, -2] if step else residual
-            converged = residual * torch.minimum(residual / gap.clamp_min(1e-300), torch.ones_like(gap)) <= 1e-8 * value
-            if bool(converged.all()):
+            residual = length[:, 0] * vectors[:, -1, -1].abs()
+            gap = (value - ritz[:, -2]).clamp_min(1e-30) if step else residual
+            converged = torch.minimum(residual, residual * residual / gap) <= 2e-8 * value
+            if step + 1 == steps or bool(converged.all()):
                 break
-        if step + 1 < steps:
-            # An invariant subspace is exhausted when the image vanishes: go on with zeros instead of noise.
-            inverse = torch.where(length > 1e-12 * tridiagonal[:, 0, 0].abs(), 1.0 / length, 0.0)
-            vector = image * inverse.unsqueeze(-1)
-            tridiagonal[:, step, step + 1] = tridiagonal[:, step + 1, step] = length * (inverse > 0)
-    return value, converged
+        # An invariant subspace is exhausted when the image vanishes: go on with zeros instead of noise.
+        length = torch.where(length > 1e-5 * tridiagonal[:, 0, :1].abs(), length, 0.0)
+        vector = (image / length.clamp_min(1e-30).unsqueeze(-1) * (length > 0).unsqueeze(-1)).squeeze(-1)
+        tridiagonal[:, step, step + 1] = tridiagonal[:, step + 1, step] = length[:, 0]
+    top = torch.matmul(vectors[:, None, :, -1].to(known.dtype), known).to(grams.dtype)  # (b, 1, m): a row
+    image = torch.matmul(grams, top.mT)
+    energy = torch.matmul(top.conj(), image)[:, 0, 0].real
+    return energy / torch.linalg.vector_norm(top, dim=-1)[:, 0].square().clamp_min(1e-300), converged
 
 
 def certify_below(grams: Tensor, shifts: Sequence[float]) -> list[float]:
@@ -268,42 +276,82 @@ def gram_iteration(gram: Tensor, steps: int = 12) -> float:
 
 
 def _batches(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
-    groups: dict[tuple[int, int, torch.device], list[int]] = {}
+    groups: dict[tuple[int, int, torch.dtype, torch.device], list[int]] = {}
     for index, matrix in enumerate(matrices):
         if matrix.ndim != 2:
             raise UsageError(f"a spectral norm needs a matrix, not a tensor of shape {tuple(matrix.shape)}")
-        groups.setdefault((*matrix.shape, matrix.device), []).append(index)
-    for (rows, columns, device), indices in groups.items():
+        groups.setdefault((*matrix.shape, matrix.dtype, matrix.device), []).append(index)
+    for (rows, columns, _, device), indices in groups.items():
         budget = _BATCH_BYTES.get(device.type, _BATCH_BYTES["cpu"])
-        chunk = max(1, budget // max(1, 8 * (rows * columns + 4 * min(rows, columns) ** 2)))
-        for first in range(0, len(indices), chunk):
-            yield indices[first : first + chunk]
+        size = max(1, budget // max(1, 8 * (rows * columns + 5 * min(rows, columns) ** 2)))
+        for first in range(0, len(indices), size):
+            yield indices[first : first + size]
 
 
 def _norms_of_equal_shapes(matrices: Sequence[Tensor]) -> list[float]:
     import torch
 
-    if 1 in matrices[0].shape:
+    if 1 in matrices[0].shape or len(matrices[0]) == 0:
         return [frobenius_norm(matrix) for matrix in matrices]
-    scaled, exponents, nonzero = [], [], []
-    for index, matrix in enumerate(matrices):
-        unit, exponent = scale_to_unit(matrix)
-        if unit is not None:
-            scaled.append(unit.mT if unit.shape[0] > unit.shape[1] else unit)
-            exponents.append(exponent)
-            nonzero.append(index)
+    exponents = [unit_exponent(matrix) for matrix in matrices]
+    nonzero = [index for index, exponent in enumerate(exponents) if exponent is not None]
     norms = [0.0] * len(matrices)
     if not nonzero:
         return norms
-    stacked = torch.stack(scaled) if len(scaled) > 1 else scaled[0].unsqueeze(0)
-    scaled.clear()
+    chosen = [matrices[index].detach() for index in nonzero]
+    stacked = torch.stack(chosen) if len(chosen) > 1 else chosen[0].unsqueeze(0)
+    if stacked.shape[1] > stacked.shape[2]:
+        stacked = stacked.mT
     _, side, length = stacked.shape
-    grams = _gram_matrices(stacked)
+    grams = _gram_matrices(stacked, [exponents[index] or 0 for index in nonzero])
     traces = grams.diagonal(dim1=-2, dim2=-1).sum(dim=-1).tolist()
-    for index, exponent, trace, top in zip(nonzero, exponents, traces, top_eigenvalues(grams)):
+    for index, trace, top in zip(nonzero, traces, top_eigenvalues(grams)):
         square_sum = up(up(trace / (1.0 - gamma(length)), 2) / (1.0 - gamma(side)), 2)
-        norms[index] = unscale(root_up(up(top + up(gamma(length) * square_sum))), exponent)
+        norms[index] = unscale(root_up(up(top + up(gamma(length) * square_sum))), exponents[index] or 0)
     return norms
+
+
+def _gram_matrices(stacked: Tensor, exponents: list[int]) -> Tensor:
+    """fl(W W^T) of every W = 2^-e stacked, (b, m, n) -> (b, m, m), the upper blocks mirrored from the lower ones.
+
+    On a CPU large matrices are cast to double by column blocks that stay in the cache: a double copy of the whole
+    would cost more page faults than arithmetic. The lemma covers blocked sums.
+    """
+    import torch
+
+    batch, side, length = stacked.shape
+    device = _float64_device(stacked.device)
+    width = _COLUMNS if batch == 1 and device.type == "cpu" else length
+    grams = torch.zeros(batch, side, side, dtype=torch.float64, device=device)
+    for left in range(0, length, width):
+        block = _scaled(stacked[:, :, left : left + width], exponents)
+        for first, last in _panels(side, batch):
+            grams[:, first:, first:last].baddbmm_(block[:, first:], block[:, first:last].mT)
+    for first, last in _panels(side, batch):
+        grams[:, first:last, last:] = grams[:, last:, first:last].mT
+    return grams
+
+
+def _scaled(stacked: Tensor, exponents: list[int]) -> Tensor:
+    """2^-e_i * stacked_i as a fresh float64 tensor, (b, ...); in two exact steps, because 2^-e itself may overflow."""
+    import torch
+
+    source = stacked.to(_float64_device(stacked.device))
+    scaled = source.to(torch.float64, copy=True)
+    if max(abs(exponent) for exponent in exponents) <= 1000:
+        steps = [[-exponent for exponent in exponents]]
+    else:
+        steps = [[-exponent // 2 for exponent in exponents], [-(exponent // 2) for exponent in exponents]]
+    for powers in steps:
+        factors = torch.tensor([2.0**power for power in powers], dtype=torch.float64, device=scaled.device)
+        scaled.mul_(factors.view((-1,) + (1,) * (scaled.ndim - 1)))
+    return scaled
+
+
+def _float64_device(device: torch.device) -> torch.device:
+    import torch
+
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 def top_eigenvalues(grams: Tensor) -> list[float]:
@@ -315,7 +363,7 @@ def top_eigenvalues(grams: Tensor) -> list[float]:
 
     side = grams.shape[-1]
     bounds = [math.inf] * len(grams)
-    if side > _EXACT_SIDE:
+    if side > _FULL_SOLVER_SIDE.get(grams.device.type, 32):
         guess, converged = lanczos_guess(grams)
         hopeful = [i for i, good in enumerate(converged.tolist()) if good]
         _try_shifts(grams, hopeful, [value * (1.0 + _GUESS_SLACK) for value in guess[hopeful].tolist()], bounds)
@@ -339,18 +387,6 @@ def _try_shifts(grams: Tensor, indices: list[int], shifts: list[float], bounds: 
 
 def _select(grams: Tensor, indices: list[int]) -> Tensor:
     return grams if len(indices) == len(grams) else grams[indices]
-
-
-def _gram_matrices(stacked: Tensor) -> Tensor:
-    import torch
-
-    batch, side, _ = stacked.shape
-    grams = stacked.new_empty(batch, side, side)
-    for first, last in _panels(side, batch):
-        panel = torch.matmul(stacked[:, first:], stacked[:, first:last].mT)
-        grams[:, first:, first:last] = panel
-        grams[:, first:last, last:] = panel[:, last - first :].mT
-    return grams
 
 
 def _panels(side: int, batch: int) -> Iterator[tuple[int, int]]:
