@@ -55,6 +55,8 @@ def conv2d(ctx: Context, module: nn.Conv2d, x: Value) -> Value:
         if weight is not module.weight and ctx.arith.rigorous:
             # one rounding an entry when the gain was multiplied in
             flat = ctx.arith.scale_columns(flat, torch.ones(flat.shape[1]))
+        elif weight is module.weight:
+            flat = replace(flat, key=id(module.weight))
         sigma = ctx.arith.sigma(flat, ctx.path)
         why = "patches are disjoint: spectral norm of the reshaped kernel"
     elif ctx.arith.rigorous:
