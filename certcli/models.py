@@ -42,6 +42,7 @@ class PixelModel(nn.Module):
         super().__init__()
         self.normalize = PixelNormalize(spec.mean, spec.std)
         self.net = net
+        self.input_size = spec.size
 
     def forward(self, pixels: Tensor) -> Tensor:
         return self.net(self.normalize(pixels))

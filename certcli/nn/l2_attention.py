@@ -34,7 +34,9 @@ class L2Attention(nn.Module):
         logits = (2 * q @ q.transpose(-2, -1) - q.square().sum(-1).unsqueeze(-2)) / math.sqrt(self.head_dim)
         return (logits.softmax(dim=-1) @ q).transpose(1, 2).reshape(b, n, -1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if attn_mask is not None or is_causal:
+            raise ArchitectureError("L2 attention takes no mask")
         return self.proj(self.mix(x))
 
     def extra_repr(self) -> str:

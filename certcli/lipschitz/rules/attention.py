@@ -29,8 +29,11 @@ def l2_mixing_constant(tokens: int) -> float:
 
 
 @module_rule(L2Attention)
-def l2_attention(ctx: Context, module: L2Attention, x: Value) -> Value:
+def l2_attention(
+    ctx: Context, module: L2Attention, x: Value, attn_mask: Any = None, is_causal: bool = False
+) -> Value:
     """W_O [P_h q_h]_h: c_n min(|W_O| |W_Q|, sum_h |W_O,h| |W_Q,h|), heads acting on disjoint parts of q."""
+    ctx.require(attn_mask is None and not is_causal, "L2 attention with a mask")
     x = ctx.on_last_axis(x)
     tokens, heads, width = int(ctx.input_shapes[0][-2]), module.num_heads, module.head_dim
     arith = ctx.arith

@@ -1,0 +1,48 @@
+"""Certificates from the global bound: a margin divided by how fast it can shrink."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from certcli.certify.certificate import LOGIT_SLACK, Certificate
+from certcli.data import Images
+from certcli.errors import DataError
+
+METHOD = "lipschitz"
+
+
+def certified_radii(logits: Tensor, pairs: Tensor) -> Tensor:
+    """r = min_{j != i} (z_i - z_j - tau) / K_ij for the top class i: (b, k) float64, (k, k) -> (b,), pixel l2.
+
+    K_ij bounds the slope of z_i - z_j, so no image within r changes the sign of any margin. Every step rounds down: tau =
+    1e-10 (1 + max |z|), and the quotient is multiplied by 1 - 2^-40. Where w_i = w_j exactly, K_ij = 0 and a positive
+    margin never changes. Source: Tsuzuku et al. 2018, Prop. 1, per pair.
+    """
+    if logits.dtype != torch.float64 or pairs.dtype != torch.float64:
+        raise TypeError("certificates are computed in float64")
+    top = logits.argmax(dim=1, keepdim=True)
+    slack = LOGIT_SLACK * (1 + logits.abs().amax(dim=1, keepdim=True))
+    margins = logits.gather(1, top) - logits - slack
+    slopes = pairs[top.squeeze(1)]
+    radii = torch.where(
+        margins <= 0,
+        torch.zeros_like(margins),
+        torch.where(slopes > 0, margins / slopes, torch.full_like(margins, torch.inf)),
+    )
+    radii = radii.scatter(1, top, torch.inf) * (1 - 2.0**-40)
+    return radii.amin(dim=1).nan_to_num(nan=0.0, posinf=torch.inf)
+
+
+def certify(model: nn.Module, pairs: Tensor, images: Images, batch_size: int) -> Iterator[list[Certificate]]:
+    """Certificates, batch by batch. model: pixels to logits, float64, eval mode; pairs: proven pair constants."""
+    device = next(model.parameters()).device
+    pairs = pairs.double().to(device)
+    with torch.no_grad():
+        for indices, pixels, labels in images.batches(batch_size):
+            logits = model(pixels.double().to(device))
+            if not torch.isfinite(logits).all():
+                raise DataError("the network gives NaN or infinite logits on these images")
+            radii = certified_radii(logits, pairs)
+            rows = zip(indices.tolist(), labels.tolist(), logits.argmax(1).tolist(), radii.tolist(), strict=True)
+            yield [Certificate(index, label, top, radius, METHOD, 0.0) for index, label, top, radius in rows]

@@ -1,0 +1,85 @@
+"""The state of a training run on disk: enough to go on bit for bit. safetensors, written atomically, no pickle."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from certcli.checkpoint import read_tensors, write_safetensors
+from certcli.errors import CheckpointError
+
+KEY = "certvit-state"
+
+
+@dataclass
+class TrainingState:
+    """identity: digest of the parent checkpoint and the settings; a state of another run is refused."""
+
+    identity: str
+    epoch: int
+    step: int
+    best: float
+    best_epoch: int
+    net: dict[str, Tensor]
+    best_net: dict[str, Tensor]
+    optimisers: list[dict[str, Any]]
+    vectors: dict[str, Tensor]
+    generator: Tensor
+
+
+def save_state(path: Path, state: TrainingState) -> None:
+    tensors: dict[str, Tensor] = {"generator": state.generator}
+    tensors |= {f"net.{name}": value for name, value in state.net.items()}
+    tensors |= {f"best.{name}": value for name, value in state.best_net.items()}
+    tensors |= {f"vector.{name}": value for name, value in state.vectors.items()}
+    structure = []
+    for number, optimiser in enumerate(state.optimisers):
+        entries: dict[str, dict[str, Any]] = {}
+        for index, values in optimiser["state"].items():
+            entries[str(index)] = {}
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimiser.{number}.{index}.{name}"] = value
+                else:
+                    entries[str(index)][name] = value
+        structure.append({"state": entries, "param_groups": optimiser["param_groups"]})
+    about = {name: getattr(state, name) for name in ("identity", "epoch", "step", "best", "best_epoch")}
+    text = json.dumps({**about, "optimisers": structure}, sort_keys=True, separators=(",", ":"))
+    write_safetensors(path, tensors, {KEY: text}, force=True)
+
+
+def load_state(path: Path, identity: str) -> TrainingState:
+    """The state at `path`; CheckpointError when it is unreadable or belongs to another run."""
+    tensors, metadata = read_tensors(path)
+    try:
+        about = json.loads(metadata[KEY])
+        if about["identity"] != identity:
+            raise CheckpointError(
+                f"{path} belongs to a run with other settings or another starting checkpoint",
+                "repeat the command with the options of that run, or drop --resume",
+            )
+        optimisers = about.pop("optimisers")
+    except (KeyError, ValueError) as failure:
+        raise CheckpointError(f"{path} is not the state of a training run") from failure
+    for number, optimiser in enumerate(optimisers):
+        optimiser["state"] = {int(index): values for index, values in optimiser["state"].items()}
+        prefix = f"optimiser.{number}."
+        for name, value in tensors.items():
+            if name.startswith(prefix):
+                index, _, field = name[len(prefix) :].partition(".")
+                optimiser["state"].setdefault(int(index), {})[field] = value
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {name[len(prefix) :]: value.clone() for name, value in tensors.items() if name.startswith(prefix)}
+
+    return TrainingState(
+        **about,
+        net=part("net."),
+        best_net=part("best."),
+        optimisers=optimisers,
+        vectors=part("vector."),
+        generator=tensors["generator"].to(torch.uint8),
+    )
