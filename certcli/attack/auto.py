@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.judge import judge
-from certcli.attack.margin import lost_margin
+from certcli.attack.margin import lost_margin, targeted_margin
 from certcli.attack.minimal import fab
 from certcli.attack.settings import AttackSettings, Craft
-from certcli.attack.watch import Watched, count_classes, craft_with
+from certcli.attack.watch import Watched, count_classes, craft_with, seeded
 from certcli.errors import UsageError
 from certcli.threat import Norm, Threat
 
@@ -58,7 +58,7 @@ def apgd_targeted(model: nn.Module, images: Tensor, labels: Tensor, threat: Thre
             n_classes=targets + 1,
         )
 
-    overridden = _overriding(build, "dlr_loss_targeted", _targeted_margin) if classes < 4 else build
+    overridden = _overriding(build, "dlr_loss_targeted", targeted_margin) if classes < 4 else build
     return craft_with(overridden, model, images, labels, threat, settings)
 
 
@@ -100,7 +100,8 @@ def autoattack(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat,
         candidates = part(model, left, wanted, threat, settings)
         best[standing] = candidates
         if settings.stop_early:  # else (transfer) the crafting model cannot say what is solved
-            verdict = judge(model, left, wanted, candidates, threat, prediction=wanted, samples=settings.samples)
+            with seeded(left, settings.draw):
+                verdict = judge(model, left, wanted, candidates, threat, prediction=wanted, samples=settings.samples)
             standing = standing[~verdict.success]
     return best
 
@@ -129,8 +130,3 @@ def _overriding(
         return attack
 
     return changed
-
-
-def _targeted_margin(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
-    """z_t - z_y of each row: (b, k), (b,), (b,) -> (b,)."""
-    return (logits.gather(1, targets[:, None]) - logits.gather(1, labels[:, None])).squeeze(1)

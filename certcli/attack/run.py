@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from certcli.attack.catalogue import ATTACKS, DETERMINISTIC, L2_ONLY
 from certcli.attack.judge import Verdict, judge, predict, refine
 from certcli.attack.settings import AttackSettings, Craft, Planned, plan
+from certcli.attack.watch import seeded
+from certcli.data import Batch
 from certcli.errors import UsageError
 from certcli.threat import Norm, Threat, image_norms
-
-Batch = tuple[Tensor, Tensor, Tensor]
-"""indices (b,), images (b, c, h, w) in [0, 1], labels (b,)."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +138,9 @@ class _Standing:
         refine_steps: int,
     ) -> None:
         self.model, self.images, self.labels = model, images, labels
-        self.samples, self.refine_steps = settings.samples, refine_steps
-        self.prediction = predict(model, images, self.samples)
+        self.samples, self.refine_steps, self.seed = settings.samples, refine_steps, settings.seed
+        with seeded(images, self.seed):
+            self.prediction = predict(model, images, self.samples)
         self.correct = self.prediction == labels
         self.adversarial, self.found = images.clone(), self.prediction.clone()
         self.norm = torch.where(self.correct, float("inf"), 0.0).double()
@@ -169,11 +169,18 @@ class _Standing:
             images, labels = self.images[rows], self.labels[rows]
             turn = replace(settings, restart=restart)
             candidates = craft(source or self.model, images, labels, threat, turn)
-            verdict = judge(
-                self.model, images, labels, candidates, threat, prediction=self.prediction[rows], samples=self.samples
-            )
-            if self.refine_steps:
-                verdict = refine(self.model, images, labels, verdict, threat, self.refine_steps, self.samples)
+            with seeded(images, self.seed):  # a random net draws in the verdict too
+                verdict = judge(
+                    self.model,
+                    images,
+                    labels,
+                    candidates,
+                    threat,
+                    prediction=self.prediction[rows],
+                    samples=self.samples,
+                )
+                if self.refine_steps:
+                    verdict = refine(self.model, images, labels, verdict, threat, self.refine_steps, self.samples)
             self._note(rows, verdict, entry.label)
             standing = [row for row in standing if outcome[row]]
 

@@ -81,6 +81,15 @@ class Watched(nn.Module):
 
 
 @contextmanager
+def seeded(images: Tensor, seed: int) -> Iterator[None]:
+    """Global random numbers from `seed`, on the images' device and the CPU; the caller's are put back afterwards."""
+    devices = [images.device] if images.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
 def undisturbed(model: nn.Module, images: Tensor, seed: int) -> Iterator[None]:
     """Gradients on, parameters without gradients, random numbers from `seed`; all put back afterwards.
 
@@ -90,12 +99,10 @@ def undisturbed(model: nn.Module, images: Tensor, seed: int) -> Iterator[None]:
     if model.training:
         raise UsageError("the model is in training mode", "call model.eval() before an attack")
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    devices = [images.device] if images.device.type == "cuda" else []
     try:
         for parameter in wanted:
             parameter.requires_grad_(False)
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            torch.manual_seed(seed)
+        with seeded(images, seed), torch.enable_grad():
             yield
     finally:
         for parameter in wanted:
@@ -134,5 +141,5 @@ def count_classes(model: nn.Module, images: Tensor, settings: AttackSettings) ->
     """k, the number of classes: as the settings say, else one forward pass of one image."""
     if settings.classes is not None:
         return settings.classes
-    with torch.no_grad():
+    with seeded(images, settings.draw), torch.no_grad():
         return int(model(images[:1]).shape[1])

@@ -1,0 +1,128 @@
+"""Time of an evaluation with certvit against torchattacks called plainly on every image, both in one run.
+
+    python benchmarks/attack.py [--images 397] [--threads 1] [--device cpu]
+
+The net is the reference ViT for the embedded digits, its training stopped early so that it has about 75 % of the test
+images right. Each workload runs twice in turn, the shorter time counts. certvit's time includes its verdicts; the plain
+side only counts predictions. Robust accuracy: no attack of the workload changed the prediction of an image that was
+classified correctly. The two sides draw other random starts, so single images may differ.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certcli import data, models
+from certcli.attack.run import attack_images
+from certcli.attack.settings import AttackSettings
+from certcli.attack.summary import Summary, summarise
+from certcli.attack.watch import library
+from certcli.threat import Threat
+
+RADIUS = 0.2
+ENOUGH = 0.82  # on the 140 validation images; 75 % of the test images
+BATCH = 128
+Plain = Callable[[nn.Module, Threat], list[Callable[[Tensor, Tensor], Tensor]]]
+
+
+def train(seed: int) -> models.PixelModel:
+    """The digits ViT, stopped once `ENOUGH` of the validation images are right."""
+    torch.manual_seed(seed)
+    checkpoint = models.initialise("certvit_vit_digits", {}, SPEC, 10, seed)
+    net = models.load(checkpoint).train().requires_grad_(True)
+    images, labels = data.load("digits", SPEC, "train").tensors()
+    held, truth = data.load("digits", SPEC, "val").tensors()
+    optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for step in range(2000):
+        rows = torch.randint(len(images), (64,))
+        loss = nn.functional.cross_entropy(net(images[rows]), labels[rows])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        if step % 5 == 0:
+            with torch.no_grad():
+                if (net(held).argmax(dim=1) == truth).float().mean() >= ENOUGH:
+                    break
+    return net.eval()
+
+
+def pgd(net: nn.Module, threat: Threat) -> Callable[[Tensor, Tensor], Tensor]:
+    return library().PGDL2(net, eps=threat.radius, alpha=2.5 * threat.radius / 20, steps=20)
+
+
+def apgd(net: nn.Module, threat: Threat) -> Callable[[Tensor, Tensor], Tensor]:
+    return library().APGD(net, norm="L2", eps=threat.radius, steps=20)
+
+
+WORKLOADS: dict[str, tuple[list[str], int, Plain]] = {
+    "PGD-20, one run": (["pgd-20"], 1, lambda net, threat: [pgd(net, threat)]),
+    "PGD-20, 5 restarts": (["pgd-20"], 5, lambda net, threat: [pgd(net, threat)] * 5),
+    "PGD-20, then APGD-CE-20": (["pgd-20", "apgd-ce-20"], 1, lambda net, threat: [pgd(net, threat), apgd(net, threat)]),
+}
+
+
+def plainly(attacks: list[Callable[[Tensor, Tensor], Tensor]], net: nn.Module, batches: list[data.Batch]) -> float:
+    robust = total = 0
+    torch.manual_seed(0)
+    for _, images, labels in batches:
+        with torch.no_grad():
+            standing = net(images).argmax(dim=1) == labels
+        for attack in attacks:
+            adversarial = attack(images, labels)
+            with torch.no_grad():
+                standing &= net(adversarial).argmax(dim=1) == labels
+        robust, total = robust + int(standing.sum()), total + len(labels)
+    return robust / total
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=397)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    net = train(0).to(options.device)
+    images = data.load("digits", SPEC, "test").limit(options.images)
+    batches = [(index, x.to(options.device), y.to(options.device)) for index, x, y in images.batches(BATCH)]
+    threat = Threat("l2", RADIUS)
+    print(f"{len(images)} test images, l2 radius {RADIUS}, batches of {BATCH}, {options.threads} thread(s)")
+    print(
+        f"{'workload':28} {'clean':>6} {'robust plain':>13} {'certvit':>8} {'plain s':>8} {'certvit s':>9} {'ratio':>6}"
+    )
+    for name, (names, restarts, plain) in WORKLOADS.items():
+        settings = AttackSettings(restarts=restarts)
+
+        def ours(names: list[str] = names, settings: AttackSettings = settings) -> Summary:
+            return summarise(attack_images(net, batches, names, threat, settings))
+
+        def theirs(plain: Plain = plain) -> float:
+            return plainly(plain(net, threat), net, batches)
+
+        slow, fast = [], []
+        for _ in range(2):
+            seconds, robust = timed(theirs)
+            slow.append(seconds)
+            seconds, summary = timed(ours)
+            fast.append(seconds)
+        ratio = min(slow) / min(fast)
+        print(
+            f"{name:28} {summary.clean:6.1%} {robust:13.1%} {summary.robust:8.1%} {min(slow):8.2f} {min(fast):9.2f} "
+            f"{ratio:6.2f}"
+        )
+
+
+SPEC = models.spec_of(models.create("certvit_vit_digits", {}, initialise=False))
+
+if __name__ == "__main__":
+    main()
