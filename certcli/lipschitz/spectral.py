@@ -164,7 +164,7 @@ def unscale(value: float, exponent: int) -> float:
         return math.inf
 
 
-def lanczos_guess(grams: Tensor) -> tuple[Tensor, Tensor]:
+def lanczos_guess(grams: Tensor, most_steps: int = _LANCZOS_STEPS) -> tuple[Tensor, Tensor]:
     """Largest eigenvalue of each Hermitian matrix, about: (b, m, m) -> (b,) and (b,) whether it looks converged.
 
     A guess, never an answer: Lanczos in single precision (half the memory traffic; the error of the Ritz vector enters
@@ -174,7 +174,7 @@ def lanczos_guess(grams: Tensor) -> tuple[Tensor, Tensor]:
     import torch
 
     batch, side, _ = grams.shape
-    steps = min(side, _LANCZOS_STEPS)
+    steps = min(side, most_steps)
     single = grams.to(torch.complex64 if grams.is_complex() else torch.float32)
     start = torch.randn(side, generator=torch.Generator().manual_seed(0))
     vector = (start / start.norm()).to(device=single.device, dtype=single.dtype).expand(batch, side)
@@ -212,7 +212,7 @@ def certify_below(grams: Tensor, shifts: Sequence[float]) -> list[float]:
     """lambda_max(A_i) <= value_i (about shifts_i), or inf where shifts_i I - A_i has no Cholesky factor.
 
     grams: (b, m, m), real symmetric or complex Hermitian, read from the lower block triangle. The theorem of the module
-    without its last term. A complex L L^* is formed from real products of twice the length, so the lemma stays enough.
+    without its last term. Each part of an entry of a complex L L^* is a sum of 2 m real products.
     """
     import torch
 
@@ -224,22 +224,11 @@ def certify_below(grams: Tensor, shifts: Sequence[float]) -> list[float]:
     factor_square = _square_sum(factor)
     shifted_square = _square_sum(shifted)
     residual_square = torch.zeros_like(factor_square)
-    for first, last in _panels(side, len(grams)):
+    for first, last in _panels(side, grams.device):
         below, beside = factor[:, first:, :last], factor[:, first:last, :last]
-        panel = shifted[:, first:, first:last]
-        if grams.is_complex():
-            rows = torch.cat([below.real, below.imag], dim=-1)
-            real = torch.cat([beside.real, beside.imag], dim=-1)
-            imaginary = torch.cat([-beside.imag, beside.real], dim=-1)
-            parts = [
-                torch.baddbmm(panel.real, rows, real.mT, alpha=-1),
-                torch.baddbmm(panel.imag, rows, imaginary.mT, alpha=-1),
-            ]
-        else:
-            parts = [torch.baddbmm(panel, below, beside.mT, alpha=-1)]
-        for part in parts:
-            residual_square += _square_sum(part[:, : last - first]) + 2.0 * _square_sum(part[:, last - first :])
-    # Each part of a complex entry is a sum of 2 m products and one float; both parts together: a factor of sqrt(2).
+        part = torch.baddbmm(shifted[:, first:, first:last], below, beside.mH, alpha=-1)
+        residual_square += _square_sum(part[:, : last - first]) + 2.0 * _square_sum(part[:, last - first :])
+    # Complex: both parts of an entry together cost a factor of sqrt(2).
     rounding = up(2.0 * gamma(2 * side + 1)) if grams.is_complex() else gamma(side + 1)
     slack = 1.0 + 2.0 * gamma(2 * side * side + 8)  # the computed sums of squares themselves
     values = []
@@ -325,9 +314,9 @@ def _gram_matrices(stacked: Tensor, exponents: list[int]) -> Tensor:
     grams = torch.zeros(batch, side, side, dtype=torch.float64, device=device)
     for left in range(0, length, width):
         block = _scaled(stacked[:, :, left : left + width], exponents)
-        for first, last in _panels(side, batch):
+        for first, last in _panels(side, device):
             grams[:, first:, first:last].baddbmm_(block[:, first:], block[:, first:last].mT)
-    for first, last in _panels(side, batch):
+    for first, last in _panels(side, device):
         grams[:, first:last, last:] = grams[:, last:, first:last].mT
     return grams
 
@@ -389,8 +378,8 @@ def _select(grams: Tensor, indices: list[int]) -> Tensor:
     return grams if len(indices) == len(grams) else grams[indices]
 
 
-def _panels(side: int, batch: int) -> Iterator[tuple[int, int]]:
-    width = _PANEL if batch == 1 else side
+def _panels(side: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    width = _PANEL if device.type == "cpu" else side  # a GPU is slower with narrow panels
     for first in range(0, side, width):
         yield first, min(side, first + width)
 
@@ -398,5 +387,6 @@ def _panels(side: int, batch: int) -> Iterator[tuple[int, int]]:
 def _square_sum(matrices: Tensor) -> Tensor:
     import torch
 
-    norms: Tensor = torch.linalg.vector_norm(matrices, dim=(-2, -1))
+    flat = torch.view_as_real(matrices).flatten(-2) if matrices.is_complex() else matrices
+    norms: Tensor = torch.linalg.vector_norm(flat, dim=(-2, -1))
     return norms * norms
