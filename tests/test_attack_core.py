@@ -44,7 +44,6 @@ def convolution(classes: int, seed: int = 0) -> nn.Module:
 
 
 MODELS = {
-    "linear-5": linear(5),
     "perceptron-2": perceptron(2),
     "perceptron-3": perceptron(3),
     "perceptron-12": perceptron(12),
@@ -79,23 +78,23 @@ def exact_distances(model: nn.Module, images: Tensor, labels: Tensor, norm: Norm
     weight, bias = model[1].weight.detach().double(), model[1].bias.detach().double()
     flat = images.double().flatten(1)
     logits = flat @ weight.T + bias
-    best = torch.full((len(images),), float("inf"), dtype=torch.float64)
-    for row, label in enumerate(labels.tolist()):
-        for target in range(len(weight)):
-            if target == label:
-                continue
-            slope = weight[target] - weight[label]
-            needed = logits[row, label] - logits[row, target]
-            direction = slope if norm == "l2" else slope.sign()
-            low, high = 0.0, 1e3
-            for _ in range(80):
-                middle = (low + high) / 2
-                delta = (flat[row] + middle * direction).clamp(0, 1) - flat[row]
-                low, high = (low, middle) if delta @ slope >= needed else (middle, high)
-            delta = (flat[row] + high * direction).clamp(0, 1) - flat[row]
-            if delta @ slope >= needed * (1 - 1e-9):
-                best[row] = min(best[row], delta.norm() if norm == "l2" else delta.abs().max())
-    return best
+    slope = weight[None] - weight[labels][:, None]  # (b, k, n), and 0 for the true class
+    needed = logits.gather(1, labels[:, None]) - logits  # (b, k)
+    direction = slope if norm == "l2" else slope.sign()
+
+    def moved(length: Tensor) -> Tensor:
+        return (flat[:, None] + length[:, :, None] * direction).clamp(0, 1) - flat[:, None]
+
+    low, high = torch.zeros_like(needed), torch.full_like(needed, 1e3)
+    for _ in range(80):
+        middle = (low + high) / 2
+        enough = (moved(middle) * slope).sum(dim=2) >= needed
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    delta = moved(high)
+    length = delta.norm(dim=2) if norm == "l2" else delta.abs().amax(dim=2)
+    reached = (delta * slope).sum(dim=2) >= needed * (1 - 1e-9)
+    other = torch.arange(len(weight)) != labels[:, None]
+    return torch.where(reached & other, length, float("inf")).amin(dim=1)
 
 
 @pytest.mark.parametrize("saturated", [False, True], ids=["inner pixels", "pixels at 0 and 1"])
@@ -131,10 +130,10 @@ SHARP_CASES = [
 @pytest.mark.parametrize(("name", "norm", "classes", "saturated"), SHARP_CASES)
 def test_strong_attacks_reach_the_exact_distance(name: str, norm: Norm, classes: int, saturated: bool) -> None:
     model = linear(classes)
-    images = pictures(4).round() if saturated else pictures(4)
+    images = pictures(3).round() if saturated else pictures(3)
     labels = labelled(model, images)
     distance = exact_distances(model, images, labels, norm)
-    settings = AttackSettings(steps=None if name in ("cw", "deepfool") else 50)
+    settings = AttackSettings(steps={"cw": None, "deepfool": None, "fab": 20}.get(name, 40), queries=40)
     for row in range(len(images)):
         batch = [(torch.tensor([row]), images[row : row + 1], labels[row : row + 1])]
         (record,) = attack_images(model, batch, [name], Threat(norm, 1.05 * float(distance[row])), settings)
@@ -145,15 +144,15 @@ def test_strong_attacks_reach_the_exact_distance(name: str, norm: Norm, classes:
 @pytest.mark.parametrize(("name", "norm"), CASES)
 def test_every_attack_on_every_net(name: str, norm: Norm, model: nn.Module) -> None:
     """Successes flip the label inside ball and box, misclassified images stay themselves, a seed fixes all of it."""
-    images = torch.cat([pictures(4), pictures(4, seed=2).round()])
+    images = torch.cat([pictures(3), pictures(3, seed=2).round()])
     labels = labelled(model, images, wrong=2)
     threat = Threat(norm, 0.3 if norm == "l2" else 0.05)
     settings = replace(SHORT, seed=7)
     runs = [
-        list(attack_images(model, batches(images, labels), [name], threat, settings, keep_images=True))
+        list(attack_images(model, batches(images, labels, 6), [name], threat, settings, keep_images=True))
         for _ in range(2)
     ]
-    assert [record.index for record in runs[0]] == list(range(8))
+    assert [record.index for record in runs[0]] == list(range(6))
     for record, again in zip(*runs, strict=True):
         assert record == again
         assert torch.equal(record.adversarial, again.adversarial)
