@@ -54,5 +54,7 @@ class OutputError(CertvitError):
     code = 8
 
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
+class Interrupted(CertvitError):
+    """Ctrl-C. 128 + SIGINT, as shells have it."""
+
+    code = 130

@@ -159,6 +159,22 @@ def initialise(arch: str, arch_args: Mapping[str, Any], spec: InputSpec, classes
     return Checkpoint(tensors, record)
 
 
+def input_size_of(net: nn.Module) -> tuple[int, int, int] | None:
+    """The input size that the built network has, where it differs from its configuration (--arch-arg img_size=...)."""
+    config = getattr(net, "pretrained_cfg", None) or {}
+    size = getattr(getattr(net, "patch_embed", None), "img_size", None)
+    stated = tuple(config.get("input_size") or ())
+    if size is None or len(stated) != 3:
+        return None
+    channels = net.patch_embed.proj.in_channels  # type: ignore[union-attr]
+    return int(channels), int(size[0]), int(size[1])  # type: ignore[arg-type]
+
+
+def classes_of(net: nn.Module) -> int:
+    """The number of logits."""
+    return int(getattr(net, "num_classes", 0))
+
+
 def spec_of(net: nn.Module, *, size: tuple[int, int, int] | None = None) -> InputSpec:
     """The input that a timm model's own configuration names."""
     config = getattr(net, "pretrained_cfg", None) or {}

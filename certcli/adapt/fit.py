@@ -5,6 +5,7 @@ The convex residual (1 - t) y + t f(y) keeps the old function exactly on a strea
 s_{k+1} = s_k / (1 - t), the old x + g(x) is (1 - t) y + t f(y) for f(y) = g(s_k y) (1 - t) / (t s_k).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from certcli.adapt.plan import AdaptSettings, folded, plan
 from certcli.adapt.start import LeastSquares, center_norm_start, fold_center_norm, relative_error, tie_queries
 from certcli.checkpoint import Checkpoint
 from certcli.errors import DataError
+from certcli.lipschitz.rules.attention import l2_mixing_constant
 from certcli.nn.heads import FlatHead
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.norms import CenterNorm
@@ -151,6 +153,10 @@ def _fit_branch(
     residual = getattr(block, f"residual{number}", None)
     keep, share, next_scale = 1.0, 1.0, scale
     if isinstance(residual, ConvexResidual):
+        if isinstance(branch, L2Attention):
+            # any share keeps the function; this one gives trunk and attention equal parts of the bound at unit norms
+            share = 1 / (1 + l2_mixing_constant(y.shape[1]))
+            residual.theta.data.fill_(math.log(share / (1 - share)))
         share = float(torch.sigmoid(residual.theta.double()))
         keep = 1 - share
         next_scale = scale / keep

@@ -46,3 +46,13 @@ def certify(model: nn.Module, pairs: Tensor, images: Images, batch_size: int) ->
             radii = certified_radii(logits, pairs)
             rows = zip(indices.tolist(), labels.tolist(), logits.argmax(1).tolist(), radii.tolist(), strict=True)
             yield [Certificate(index, label, top, radius, METHOD, 0.0) for index, label, top, radius in rows]
+
+
+def plain_accuracy(model: nn.Module, images: Images, batch_size: int = 256) -> float:
+    """Share of images whose top logit is the label."""
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    right = 0
+    with torch.no_grad():
+        for _, pixels, labels in images.batches(batch_size):
+            right += int((model(pixels.to(device, dtype)).argmax(1).cpu() == labels).sum())
+    return right / len(images)

@@ -26,6 +26,9 @@ from certcli.lipschitz.rules.table import NoRule
 from certcli.lipschitz.trace import Trace, Untraceable
 from certcli.models import PixelModel
 
+SCALAR_RATE = 10.0
+"""Learning rate of residual weights, relative to --lr."""
+
 
 class Diverged(CertvitError):
     """The loss became NaN or infinite; the last good weights are kept."""
@@ -98,7 +101,13 @@ class Trainer:
         if settings.optimiser == "adamw":
             return [torch.optim.AdamW(free, lr=settings.lr, weight_decay=settings.weight_decay)]
         # the free part (biases, residual weights, head) carries the network's scale: decay would fight the margin
-        return [torch.optim.Adam(free, lr=settings.lr), StiefelMuon(orthogonal, lr=settings.stiefel_lr)]
+        # residual weights enter the bound as products over all blocks: they must move as fast as the margin does
+        groups = [
+            {"params": [p for p in free if p.dim() > 0], "lr": settings.lr},
+            {"params": [p for p in free if p.dim() == 0], "lr": SCALAR_RATE * settings.lr},
+        ]
+        adam = torch.optim.Adam([group for group in groups if group["params"]])
+        return [adam, StiefelMuon(orthogonal, lr=settings.stiefel_lr)]
 
     def pairs(self) -> Tensor | None:
         """Estimated pair constants (k, k), with gradient; None for losses that need none."""

@@ -1,0 +1,155 @@
+"""From command-line words to objects: device, checkpoint, images, output path. Everything heavy is imported inside."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from certcli.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from certcli.checkpoint import Checkpoint
+    from certcli.cli.output import Sink
+    from certcli.data import Images
+    from certcli.foreign import Hints
+    from certcli.provenance import Record
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` takes CUDA, then Apple's GPU, then the CPU; UsageError for a device that is not there."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, ValueError) as failure:
+        raise UsageError(f"no device '{name}' here", "--device auto, cpu, cuda, cuda:1, mps") from failure
+    return device
+
+
+def hints(arch: str | None, arch_args: list[str], mean: str | None, std: str | None) -> Hints:
+    from certcli.foreign import Hints
+
+    return Hints(arch, parse_arguments(arch_args), _floats("--mean", mean), _floats("--std", std))
+
+
+def parse_arguments(pairs: list[str]) -> dict[str, Any]:
+    """key=value strings, the value as JSON where it is JSON."""
+    import json
+
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            raise UsageError(f"'{pair}' is not KEY=VALUE")
+        try:
+            found[key] = json.loads(text)
+        except ValueError:
+            found[key] = text
+    return found
+
+
+def _floats(option: str, text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.replace(",", " ").split())
+    except ValueError as failure:
+        raise UsageError(
+            f"{option} '{text}' is not a list of numbers", f"{option} 0.5 or {option} 0.48,0.45,0.41"
+        ) from failure
+
+
+def output_path(given: Path | None, source: str, command: str, force: bool) -> Path:
+    """Where the result goes: -o, or <stem>.<command>.safetensors beside the input. Checked before any work is done."""
+    from certcli.checkpoint import require_absent
+
+    path = Path(source)
+    if given is None:
+        if path.is_dir():
+            given = path / f"model.{command}.safetensors"
+        else:
+            parent = path.parent if path.exists() else Path()
+            given = (
+                parent
+                / f"{path.name.removesuffix('.safetensors').replace(':', '_').replace('/', '_')}.{command}.safetensors"
+            )
+    inputs = [path, path / "model.safetensors"]
+    if any(candidate.exists() and given.exists() and candidate.samefile(given) for candidate in inputs):
+        raise UsageError(f"the output {given} is the input", "an input file is never modified; choose another -o")
+    require_absent(given, force)
+    return given
+
+
+def check_evidence_path(given: Path | None, source: str, force: bool) -> None:
+    """The same checks for commands that write a checkpoint only with -o."""
+    if given is not None:
+        output_path(given, source, "", force)
+
+
+def evaluation_images(
+    record: Record,
+    dataset: str | None,
+    data_dir: Path | None,
+    split: str | None,
+    limit: int | None,
+    seed: int,
+    sink: Sink,
+) -> Images:
+    """The images to judge a network by: --dataset, else the one it was trained on; with labels that fit its classes."""
+    from certcli import data
+
+    name = dataset or record.dataset
+    if name is None:
+        raise DataError(
+            "no --dataset given, and the checkpoint does not say what it was trained on", "--dataset digits"
+        )
+    images = data.require_classes(data.load(name, record.input, split, data_dir), record.classes, record.class_names)
+    if images.note:
+        sink.note(images.note)
+    if dataset is None:
+        sink.note(f"images: {images.name} ({images.split}), which the checkpoint was trained on")
+    return images.limit(limit, seed)
+
+
+def calibration_images(
+    record: Record, dataset: str | None, data_dir: Path | None, limit: int, seed: int, sink: Sink
+) -> Images:
+    """Images to calibrate on, labels unused: --dataset, else the one it was trained on, else the embedded digits."""
+    from certcli import data
+
+    name = dataset or record.dataset or "digits"
+    try:
+        images = data.load(name, record.input, "train", data_dir)
+    except DataError:
+        if dataset is not None:
+            raise
+        images = data.load("digits", record.input, "train")
+    images = images.limit(limit, seed)
+    origin = "" if dataset else ", by default" if record.dataset is None else ", which the checkpoint was trained on"
+    sink.note(f"calibration images: {len(images)} of {images.name} ({images.split}){origin}")
+    if images.note:
+        sink.note(images.note)
+    if dataset is None and images.name == "digits" and record.dataset != "digits":
+        sink.warn("the default calibration images are digits: give --dataset with images like those it was trained on")
+    return images
+
+
+def load_double(checkpoint: Checkpoint, device: torch.device) -> Any:
+    """The network in float64, in which certificates are computed (on the CPU where the device has no float64)."""
+    import torch
+
+    from certcli import models
+
+    return models.load(checkpoint, "cpu" if device.type == "mps" else device, torch.float64)
+
+
+def remember_dataset(record: Record, images: Images) -> Record:
+    """The record with the name of the dataset (never a path) and its class names."""
+    names = None if images.classes[0].isdigit() else images.classes
+    return replace(record, dataset=images.name, class_names=names)

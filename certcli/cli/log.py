@@ -1,0 +1,93 @@
+"""certvit log: where a checkpoint comes from and what was found about it; several side by side."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from certcli.cli import options
+from certcli.cli.output import Sink, percent
+
+
+def log(
+    checkpoints: Annotated[list[Path], typer.Argument(metavar="CKPT...", help="Checkpoints that certvit wrote.")],
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Lineage and evidence of a checkpoint; with several, one row each: accuracy, attacks, certificates, bound."""
+    from dataclasses import asdict
+
+    from certcli.checkpoint import Checkpoint
+
+    sink = Sink(as_json, quiet)
+    read = [(path, Checkpoint.read(path)) for path in checkpoints]
+    documents = [
+        {
+            "file": path.name,
+            "digest": ckpt.digest,
+            "lineage": [asdict(step) for step in ckpt.record.lineage],
+            "evidence": [{**asdict(entry), "stale": entry.digest != ckpt.digest} for entry in ckpt.record.evidence],
+        }
+        for path, ckpt in read
+    ]
+    sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
+    if len(read) > 1:
+        _compare(read, sink)
+        return
+    path, ckpt = read[0]
+    record = ckpt.record
+    sink.text(f"{path.name}: {record.arch}, {record.classes} classes, digest {ckpt.digest[:16]}")
+    sink.table(
+        "Lineage",
+        ["step", "parameters", "seed", "parent"],
+        [(s.command, _short(s.parameters), str(s.seed), (s.parent or "-")[:12]) for s in record.lineage],
+    )
+    if record.evidence:
+        sink.table(
+            "Evidence",
+            ["command", "about", "result"],
+            [
+                (e.command, "these tensors" if e.digest == ckpt.digest else "STALE: other tensors", _short(e.result))
+                for e in record.evidence
+            ],
+        )
+
+
+def _short(values: Any) -> str:
+    return ", ".join(
+        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()
+    )
+
+
+def _compare(read: list[tuple[Path, Any]], sink: Sink) -> None:
+    """Fresh evidence only: what was found about other tensors says nothing about these."""
+    rows, radii = [], None
+    for path, ckpt in read:
+        found = {e.command: e.result for e in ckpt.record.evidence if e.digest == ckpt.digest}
+        certified, attacked, audit = found.get("certify"), found.get("attack"), found.get("lipschitz")
+        radius = next(iter(sorted(certified["certified"], key=float)), None) if certified else None
+        radii = radii or radius or (f"{attacked['epsilon']:g}" if attacked else None)
+        weight = audit.get("attention_weight") if audit else None
+        rows.append(
+            (
+                path.name.partition(".")[0],
+                percent((certified or attacked or {}).get("clean")),
+                percent(attacked["robust"]) if attacked else "-",
+                percent(certified["certified"][radius]) if certified and radius else "-",
+                _power(audit.get("log10_upper")) if audit else "-",
+                f"{audit['lower']:.3g}" if audit and audit.get("lower") is not None else "-",
+                "-" if weight is None else f"{weight:.2g}",
+            )
+        )
+    at = f" at {radii}" if radii else ""
+    sink.table(
+        "Stages (proven unless it says measured; radii pixel l2)",
+        ["stage", "clean", f"attacked{at}", f"certified{at}", "Lipschitz bound", "slope measured", "attention weight"],
+        rows,
+    )
+
+
+def _power(log10: float | None) -> str:
+    if log10 is None:
+        return "none"
+    return f"{10**log10:.3g}" if log10 < 5 else f"10^{log10:.1f}"

@@ -1,0 +1,33 @@
+"""Options that mean the same in every command. No torch here: `certvit COMMAND --help` must be instant."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="CKPT", help="A .safetensors file, a folder with model.safetensors, or a timm name.")
+]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="Checkpoint to write.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing output file.")]
+Dataset = Annotated[
+    str | None,
+    typer.Option("--dataset", help="digits, torch/mnist, torch/cifar10, ..., or a folder of class folders."),
+]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Where torch/... datasets lie.")]
+Split = Annotated[str | None, typer.Option("--split", help="train, val, test; by default the one to evaluate on.")]
+Limit = Annotated[int | None, typer.Option("--limit", help="Use a seeded, class-balanced sample of N images.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of every random choice.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images at a time.")]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the result.")]
+Records = Annotated[
+    Path | None, typer.Option("--records", metavar="FILE.jsonl", help="One JSON line an image, written as it is found.")
+]
+Epsilons = Annotated[list[float], typer.Option("--epsilon", "-e", help="Radius in pixel units; may be repeated.")]
+Arch = Annotated[str | None, typer.Option("--arch", help="timm architecture of a foreign file.")]
+ArchArg = Annotated[list[str], typer.Option("--arch-arg", metavar="KEY=VALUE", help="Argument of --arch.")]
+Mean = Annotated[str | None, typer.Option("--mean", help="Pixel mean of a foreign file, e.g. 0.5 or 0.48,0.45,0.41.")]
+Std = Annotated[str | None, typer.Option("--std", help="Pixel standard deviation of a foreign file.")]
