@@ -1,0 +1,150 @@
+"""Projections onto the layers of bounded output error, {W : tr((W - W0) G_j (W - W0)^T) <= r_j for each group j}.
+
+Everything is written in the displacement D = W - W0, so that a constraint is evaluated without cancellation: the
+textbook form tr(W G W^T) - 2 <W, H> + S loses all digits once the error is 1e-8 of the energy.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from certcli.constrain.statistics import energy
+from certcli.errors import CertvitError
+
+ROUNDING = 1e-13
+"""Relative shrinking that lets a projected point satisfy its constraint in spite of the rounding of the projection."""
+
+
+@dataclass(frozen=True, eq=False)
+class Eigenbasis:
+    """G = U diag(values) U^T, values descending, zero beyond `rank`."""
+
+    values: Tensor
+    vectors: Tensor
+    rank: int
+
+
+def eigenbasis(gram: Tensor, ridge: float = 0.0) -> Eigenbasis:
+    """Eigendecomposition of G + ridge * mean eigenvalue * I: (in, in) -> Eigenbasis; `rank` is that of G itself.
+
+    Eigenvalues below in * 2^-52 of the largest are rounding errors of the decomposition and count as zero: the
+    constraint says nothing about these directions. A ridge makes the constraint stricter, never looser.
+    """
+    values, vectors = torch.linalg.eigh(gram)
+    values, vectors = values.flip(-1), vectors.flip(-1)
+    floor = values[0].clamp_min(0) * len(values) * torch.finfo(values.dtype).eps
+    values = torch.where(values > floor, values, torch.zeros_like(values))
+    rank = int((values > 0).sum())
+    return Eigenbasis(values + ridge * values.mean(), vectors, rank)
+
+
+def multiplier(energies: np.ndarray, values: np.ndarray, radius: float, start: float = 0.0) -> float:
+    """The t >= 0 with sum_k energies_k / (1 + t values_k)^2 = radius, from the left; 0 when t = 0 is within.
+
+    Newton's method on t -> (sum)^(-1/2), which is concave and increasing: from any start the iterates reach the left
+    of the root in one step and then increase to it. Source: More & Sorensen 1983.
+    """
+    if energies.sum() <= radius:
+        return 0.0
+    t = start
+    for _ in range(100):
+        shrink = 1.0 / (1.0 + t * values)
+        terms = energies * shrink * shrink
+        total = terms.sum()
+        if abs(total - radius) <= 1e-12 * radius:
+            break
+        slope = (terms * values * shrink).sum()
+        step = (np.sqrt(total / radius) - 1.0) * total / slope if total > 0 else -t
+        if t + step == t:
+            break
+        t = max(0.0, t + step)
+    return float(t)
+
+
+def shrinkage(displacement: Tensor, basis: Eigenbasis, radius: float, start: float = 0.0) -> tuple[Tensor, float]:
+    """Column factors f_k = 1 / (1 + t lambda_k) of the exact projection D U -> (D U) diag(f), and t.
+
+    `displacement` is D U, already in the eigenbasis: (out, in) -> (in,). Null directions keep their factor 1: the
+    constraint leaves W free there. radius = 0 sends every other column to zero.
+    """
+    values = basis.values.cpu().numpy()
+    squares = (displacement * displacement).sum(0).cpu().numpy()
+    energies = values * squares
+    t = multiplier(energies, values, radius, start) if radius > 0 else np.inf
+    if t == 0:
+        return torch.ones_like(basis.values), 0.0
+    factors = np.where(values > 0, 1.0 / (1.0 + t * values), 1.0) if t < np.inf else np.where(values > 0, 0.0, 1.0)
+    total = float((energies * factors * factors).sum())
+    if total > radius * (1.0 - ROUNDING):
+        factors = np.where(values > 0, factors * np.sqrt(radius / total) * (1.0 - ROUNDING), factors)
+    return torch.from_numpy(factors).to(displacement), t
+
+
+def project_one(matrix: Tensor, centre: Tensor, basis: Eigenbasis, radius: float) -> Tensor:
+    """argmin |W - V|_F subject to tr((W - W0) G (W - W0)^T) <= radius, exact: W = W0 + (V - W0) (I + t G)^-1.
+
+    `matrix` V and `centre` W0 are (out, in); `basis` is that of G; one scalar root and two products.
+    """
+    rotated = (matrix - centre) @ basis.vectors
+    factors, t = shrinkage(rotated, basis, radius)
+    return centre + (rotated * factors) @ basis.vectors.mT if t > 0 else matrix
+
+
+def project(
+    matrix: Tensor,
+    centre: Tensor,
+    grams: Tensor,
+    radii: Tensor,
+    *,
+    max_steps: int = 2000,
+    tolerance: float = 1e-9,
+) -> tuple[Tensor, int]:
+    """Projection of V onto the intersection over groups, by outer approximation (Algorithm 2): (W, steps).
+
+    `grams` (groups, in, in), `radii` (groups,) positive. Each step cuts with the half-space of one violated group, in
+    turn, and projects the starting point onto the intersection of that half-space and the one that the current point
+    defines. It ends when each group holds to `tolerance` (relative) or after `max_steps`; W may violate a group by
+    what is left, see `pull_inside`. Source: CertViT, Algorithm 2, with the signs of Combettes 2003, Theorem 3.
+    """
+    start = matrix - centre
+    current = start
+    steps = 0
+    untouched = 0
+    group = 0
+    while untouched < len(grams) and steps < max_steps:
+        product = current @ grams[group]
+        excess = float((product * current).sum() - radii[group])
+        if excess <= tolerance * float(radii[group]):
+            untouched += 1
+        else:
+            untouched = 0
+            steps += 1
+            # half the gradient is D G; c / |gradient|^2 * gradient = c / (2 |D G|^2) * D G
+            cut = product * (excess / (2.0 * float((product * product).sum())))
+            current = _outer_step(start, current, cut)
+        group = (group + 1) % len(grams)
+    return centre + current, steps
+
+
+def _outer_step(start: Tensor, current: Tensor, cut: Tensor) -> Tensor:
+    """Project `start` onto {<W - current, start - current> <= 0} and {<W - current + cut, cut> <= 0}."""
+    away = start - current
+    pi, mu, nu = float((away * cut).sum()), float((away * away).sum()), float((cut * cut).sum())
+    rho = mu * nu - pi * pi
+    if rho <= 1e-14 * mu * nu:
+        if pi < 0:
+            raise CertvitError("the output error constraints of the groups exclude each other", "use a larger eta")
+        return current - cut
+    if pi * nu >= rho:
+        return start - (1.0 + pi / nu) * cut
+    return current + (nu / rho) * (pi * away - mu * cut)
+
+
+def pull_inside(matrix: Tensor, centre: Tensor, grams: Tensor, radii: Tensor) -> Tensor:
+    """W0 + s (W - W0) with the largest s <= 1 that meets every constraint: the set is convex and holds W0."""
+    excess = float((energy(matrix - centre, grams) / radii).max())
+    if excess <= 1.0:
+        return matrix
+    return centre + (matrix - centre) * (excess**-0.5 * (1.0 - ROUNDING))

@@ -1,0 +1,119 @@
+"""Proximal maps of matrix norms, batched over leading dimensions: (..., n, m) -> (..., n, m), float64 advised.
+
+prox_g(V) = argmin_W g L(W) + |W - V|_F^2 / 2 for a norm L and a strength g >= 0. All singular value work goes through
+the Gram matrix of the short side: the eigenvalue routine of a 192 x 192 matrix is 5 times faster than the singular
+value routine of 192 x 768, and the singular values above the level, the only ones used, keep full accuracy.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def l1(matrix: Tensor, strength: float) -> Tensor:
+    """sign(v) max(|v| - strength, 0): prox of strength * sum |w|. Source: CertViT, Algorithm 1."""
+    return matrix.sign() * (matrix.abs() - strength).clamp_min(0)
+
+
+def spectral(matrix: Tensor, strength: float) -> Tensor:
+    """s_i -> min(s_i, tau) with sum_i (s_i - tau)_+ = strength: prox of strength * |W|_2 (zero if sum s_i <= strength).
+
+    Source: Moreau, W - projection of W onto the nuclear-norm ball of radius `strength`.
+    """
+    vectors, values = _left_singular(matrix)
+    sums = values.cumsum(-1) - strength
+    levels = sums / torch.arange(1, values.shape[-1] + 1, dtype=values.dtype, device=values.device)
+    levelled = (values > levels).sum(-1, keepdim=True).clamp_min(1)
+    level = levels.gather(-1, levelled - 1).clamp_min(0)
+    return _rescale(matrix, vectors, values, (values - level).clamp_min(0))
+
+
+def nuclear(matrix: Tensor, strength: float) -> Tensor:
+    """s_i -> max(s_i - strength, 0): prox of strength * sum s_i. Source: Cai, Candes & Shen 2010, Theorem 2.1."""
+    vectors, values = _left_singular(matrix)
+    return _rescale(matrix, vectors, values, values.clamp_max(strength))
+
+
+def clip(matrix: Tensor, radius: float) -> Tensor:
+    """s_i -> min(s_i, radius): projection onto the spectral ball {|W|_2 <= radius}."""
+    vectors, values = _left_singular(matrix)
+    return _rescale(matrix, vectors, values, (values - radius).clamp_min(0))
+
+
+def singular_values(matrix: Tensor) -> Tensor:
+    """Singular values, descending: (..., n, m) -> (..., min(n, m)). A floating-point estimate, not a bound."""
+    short = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
+    return torch.linalg.eigvalsh(short @ short.mT).flip(-1).clamp_min(0).sqrt()
+
+
+def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Singular vectors of the short side, and the singular values, both in descending order."""
+    short = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
+    squares, vectors = torch.linalg.eigh(short @ short.mT)
+    return vectors.flip(-1), squares.flip(-1).clamp_min(0).sqrt()
+
+
+def _rescale(matrix: Tensor, vectors: Tensor, values: Tensor, removed: Tensor) -> Tensor:
+    """W - sum_i (removed_i / s_i) u_i u_i^T W: each singular value loses its share, only those that lose are touched."""
+    count = int((removed > 0).sum(-1).max())
+    if count == 0:
+        return matrix.clone()
+    share = removed / values.clamp_min(torch.finfo(values.dtype).tiny)
+    if bool((share >= 1).all()):
+        return torch.zeros_like(matrix)
+    if count < values.shape[-1] and bool((removed[..., count:] == 0).all()):
+        vectors, share = vectors[..., :count], share[..., :count]
+    wide = matrix.shape[-2] <= matrix.shape[-1]
+    short = matrix if wide else matrix.mT
+    short = short - vectors @ (share[..., None] * (vectors.mT @ short))
+    return short if wide else short.mT
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """A norm L on matrices with its prox, its value and its dual norm |Y|* = sup {<Y, W> : L(W) <= 1}.
+
+    `right_invariant`: L(W U) = L(W) for orthogonal U, which lets Douglas-Rachford run in the eigenbasis of the Gram
+    matrix, where the projection is a scaling of columns. `pace`: the strength at beta = 1 is pace * |W0|*; chosen on
+    the layers of a ViT-Tiny so that beta = 0.01 converges about as fast as any other value, whatever the penalty.
+    """
+
+    name: str
+    prox: Callable[[Tensor, float], Tensor]
+    value: Callable[[Tensor], Tensor]
+    dual: Callable[[Tensor], Tensor]
+    right_invariant: bool
+    pace: float
+
+
+SPECTRAL = Penalty(
+    "spectral",
+    spectral,
+    value=lambda matrix: singular_values(matrix)[..., 0].sum(),
+    dual=lambda matrix: singular_values(matrix).sum(-1).max(),
+    right_invariant=True,
+    pace=2.0,
+)
+NUCLEAR = Penalty(
+    "nuclear",
+    nuclear,
+    value=lambda matrix: singular_values(matrix).sum(),
+    dual=lambda matrix: singular_values(matrix).max(),
+    right_invariant=True,
+    pace=5.0,
+)
+L1 = Penalty(
+    "l1",
+    l1,
+    value=lambda matrix: matrix.abs().sum(),
+    dual=lambda matrix: matrix.abs().max(),
+    right_invariant=False,
+    pace=8.0,
+)
+
+
+def per_head(matrix: Tensor, blocks: int) -> Tensor:
+    """(blocks * r, m) -> (blocks, r, m): the rows of a q/k/v matrix grouped in heads, as the maps above take them."""
+    return matrix.unflatten(-2, (blocks, matrix.shape[-2] // blocks)) if blocks > 1 else matrix

@@ -1,0 +1,316 @@
+"""Gram matrices of what enters each layer, from streamed forward passes; no activation is kept.
+
+A layer with weight W0 (out x in) and calibration inputs X_j (in x T_j, a column a token) needs only G_j = X_j X_j^T:
+|W X_j - W0 X_j|_F^2 = tr(D G_j D^T) with D = W - W0. The cross moments H_j = W0 G_j and energies S_j = tr(W0 G_j W0^T)
+follow from G_j, because the layer's outputs are its own. A convolution is the matrix over its unfolded patches.
+
+The Gram matrices are accumulated in float64 from inputs cast to float64 (exact). A float32 product would be twice as
+fast and is wrong where it matters: the solution moves W in the directions of small eigenvalues, where a relative error
+of 1e-6 of the largest eigenvalue is as large as the eigenvalue itself (benchmarks/constrain.py measures it).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from certcli.errors import DataError, UsageError
+
+CHUNK_BYTES = 64 * 2**20
+"""Inputs are cast and unfolded in pieces of at most this many bytes."""
+
+Batches = Iterable[Any] | Callable[[], Iterable[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStatistics:
+    """Sufficient statistics of one layer for `groups` mini-batches j of T_j tokens.
+
+    weight (out, in) float64, a convolution's as out x (in * kh * kw); grams (groups, in, in) float64, G_j = X_j X_j^T;
+    tokens (groups,) float64, T_j; kind "linear" | "conv"; held_out (in, in) or None, the Gram matrix of images that
+    take no part in the constraint; shape and dtype are the parameter's own.
+    """
+
+    path: str
+    weight: Tensor
+    grams: Tensor
+    tokens: Tensor
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    held_out: Tensor | None = None
+
+    @cached_property
+    def energies(self) -> Tensor:
+        """S_j = |W0 X_j|_F^2, the energy of the outputs without bias: (groups,)."""
+        return energy(self.weight, self.grams)
+
+    def relative_errors(self, weight: Tensor) -> Tensor:
+        """|W X_j - W0 X_j|_F / |W0 X_j|_F of each group: (out, in) -> (groups,). 0 / 0 counts as 0."""
+        return _ratio(energy(weight - self.weight, self.grams), self.energies)
+
+    def held_out_error(self, weight: Tensor) -> float | None:
+        """The same ratio on the held-out images, None without them."""
+        if self.held_out is None:
+            return None
+        return float(_ratio(energy(weight - self.weight, self.held_out), energy(self.weight, self.held_out)))
+
+    def to(self, device: torch.device | str) -> "LayerStatistics":
+        held_out = None if self.held_out is None else self.held_out.to(device)
+        return replace(
+            self,
+            weight=self.weight.to(device),
+            grams=self.grams.to(device),
+            tokens=self.tokens.to(device),
+            held_out=held_out,
+        )
+
+
+def energy(matrix: Tensor, grams: Tensor) -> Tensor:
+    """tr(M G M^T) >= 0: (out, in), (..., in, in) -> (...)."""
+    return ((matrix @ grams) * matrix).sum((-2, -1)).clamp_min(0)
+
+
+def _ratio(error: Tensor, reference: Tensor) -> Tensor:
+    return torch.where(error > 0, (error / reference).sqrt(), torch.zeros_like(error))
+
+
+def constrainable(model: nn.Module) -> list[str]:
+    """Paths of the modules whose output is exactly W x + b with a W of their own.
+
+    nn.Linear and nn.Conv2d by their own forward (a subclass with another forward is another map), not grouped, with a
+    plain `weight` parameter (a parametrised one is not the number that would be written).
+    """
+    return [path for path, module in model.named_modules() if refusal(module) is None]
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why a module cannot be constrained, or None when it can."""
+    if isinstance(module, nn.Linear):
+        same = type(module).forward is nn.Linear.forward
+    elif isinstance(module, nn.Conv2d):
+        same = type(module).forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward
+        if module.groups != 1:
+            return "grouped convolutions are not supported"
+    else:
+        return f"{type(module).__name__} is neither Linear nor Conv2d"
+    if not same:
+        return f"{type(module).__name__} overrides forward"
+    if module._parameters.get("weight") is None:
+        return "its weight is not a plain parameter (parametrised?)"
+    return None
+
+
+def plan(
+    model: nn.Module, paths: Sequence[str], *, copies: int = 1, memory_limit_bytes: int | None = None
+) -> list[list[str]]:
+    """Split `paths`, in order, into passes whose Gram matrices (copies * in^2 float64 each) fit the limit.
+
+    `copies` counts groups, plus one for held-out images. UsageError names a layer that does not fit alone.
+    """
+    passes: list[list[str]] = [[]]
+    used = 0
+    for path in paths:
+        needed = 8 * copies * math.prod(_module(model, path).weight.shape[1:]) ** 2
+        if memory_limit_bytes is not None and needed > memory_limit_bytes:
+            raise UsageError(
+                f"layer '{path}' alone needs {needed / 2**20:.0f} MiB of statistics, the limit is "
+                f"{memory_limit_bytes / 2**20:.0f} MiB",
+                "raise --memory or use fewer groups",
+            )
+        if passes[-1] and memory_limit_bytes is not None and used + needed > memory_limit_bytes:
+            passes.append([])
+            used = 0
+        passes[-1].append(path)
+        used += needed
+    return [each for each in passes if each]
+
+
+def collect_in_passes(
+    model: nn.Module,
+    batches: Batches,
+    paths: Sequence[str],
+    *,
+    groups: int = 1,
+    memory_limit_bytes: int | None = None,
+    held_out_batches: Batches | None = None,
+) -> Iterator[dict[str, LayerStatistics]]:
+    """Yield the statistics of as many layers as fit the limit, one forward pass over `batches` each time.
+
+    The model must stay as it is until the last pass. Arguments and errors as in `collect`; several passes need
+    `batches` that can be iterated again (a list, a loader, or a function that returns an iterator).
+    """
+    copies = groups + (held_out_batches is not None)
+    passes = plan(model, paths, copies=copies, memory_limit_bytes=memory_limit_bytes)
+    if len(passes) > 1:
+        for source in (batches, held_out_batches):
+            if source is not None and not callable(source) and iter(source) is source:
+                raise UsageError("several passes are needed, and the batches can be iterated once only")
+    for part in passes:
+        yield collect(model, batches, part, groups=groups, held_out_batches=held_out_batches)
+
+
+def collect(
+    model: nn.Module,
+    batches: Batches,
+    paths: Sequence[str],
+    *,
+    groups: int = 1,
+    memory_limit_bytes: int | None = None,
+    held_out_batches: Batches | None = None,
+) -> dict[str, LayerStatistics]:
+    """G_j = sum over tokens of x x^T for each layer and mini-batch group j, from one streamed pass.
+
+    A batch is a tensor of images, or a tuple whose first floating-point tensor is one; batch number b belongs to
+    group b mod `groups`. Memory: 8 * (groups + held out) * in^2 bytes a layer, plus 64 MiB; with `memory_limit_bytes` the
+    layers are gathered in several passes that fit it, but all of them are returned: use `collect_in_passes` to
+    constrain and free one pass before the next. A path that the forward pass never called as a module (weights used
+    functionally) is absent from the result: the caller must say so. Raises UsageError (training mode, a module that
+    cannot be constrained, shared weights) and DataError (NaN or infinite input of a layer, too few batches).
+    """
+    if memory_limit_bytes is not None:
+        parts = collect_in_passes(
+            model,
+            batches,
+            paths,
+            groups=groups,
+            memory_limit_bytes=memory_limit_bytes,
+            held_out_batches=held_out_batches,
+        )
+        return {path: found for part in parts for path, found in part.items()}
+    _check(model, paths, groups)
+    grams, tokens, count = _accumulate(model, batches, paths, groups)
+    if count < groups:
+        raise DataError(f"{groups} groups need at least {groups} batches, there are {count}", "use fewer groups")
+    held_out: dict[str, Tensor] = {}
+    if held_out_batches is not None:
+        held_out = {path: gram[0] for path, gram in _accumulate(model, held_out_batches, paths, 1)[0].items()}
+    statistics = {}
+    for path in paths:
+        if path in grams:
+            module = _module(model, path)
+            weight = module.weight.detach()
+            statistics[path] = LayerStatistics(
+                path=path,
+                weight=weight.double().flatten(1),
+                grams=grams[path],
+                tokens=tokens[path],
+                kind="linear" if isinstance(module, nn.Linear) else "conv",
+                shape=tuple(weight.shape),
+                dtype=weight.dtype,
+                held_out=held_out.get(path),
+            )
+    return statistics
+
+
+def _check(model: nn.Module, paths: Sequence[str], groups: int) -> None:
+    if groups < 1:
+        raise UsageError(f"groups must be at least 1, not {groups}")
+    if model.training:
+        raise UsageError("statistics need a model in evaluation mode", "call model.eval() first")
+    seen: dict[int, str] = {}
+    for path in paths:
+        module = _module(model, path)
+        reason = refusal(module)
+        if reason is not None:
+            raise UsageError(f"layer '{path}' cannot be constrained: {reason}", "leave it out with --exclude")
+        if id(module.weight) in seen:
+            raise UsageError(f"layers '{seen[id(module.weight)]}' and '{path}' share one weight", "exclude one of them")
+        seen[id(module.weight)] = path
+
+
+def _module(model: nn.Module, path: str) -> Any:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        raise UsageError(f"the model has no layer '{path}'", "certvit lipschitz --layers lists them") from None
+
+
+def _accumulate(
+    model: nn.Module, batches: Batches, paths: Sequence[str], groups: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    grams: dict[str, Tensor] = {}
+    tokens: dict[str, Tensor] = {}
+    group = 0
+
+    def hook_for(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            value = args[0] if args else kwargs["input"]
+            for columns in _rows(module, value.detach()):
+                if path not in grams:
+                    width = columns.shape[1]
+                    grams[path] = torch.zeros(groups, width, width, dtype=torch.float64, device=columns.device)
+                    tokens[path] = torch.zeros(groups, dtype=torch.float64, device=columns.device)
+                grams[path][group].addmm_(columns.mT, columns)
+                tokens[path][group] += columns.shape[0]
+            # Any NaN or infinity in X shows on the diagonal of X X^T; asked now, the first layer to have one is named.
+            if not bool(grams[path][group].diagonal().isfinite().all()):
+                raise DataError(
+                    f"the input of layer '{path}' holds NaN or infinite numbers",
+                    "check the calibration images, and that the weights before this layer are finite",
+                )
+
+        return hook
+
+    handles = [_module(model, path).register_forward_pre_hook(hook_for(path), with_kwargs=True) for path in paths]
+    count = 0
+    try:
+        with torch.inference_mode():
+            for batch in batches() if callable(batches) else batches:
+                group = count % groups
+                model(_images(batch))
+                count += 1
+    finally:
+        for handle in handles:
+            handle.remove()
+    if count == 0:
+        raise DataError("there are no calibration images", "give --dataset or a larger --limit")
+    # Tensors born under inference mode cannot be used in autograd later; a clone is an ordinary tensor.
+    return {path: gram.clone() for path, gram in grams.items()}, tokens, count
+
+
+def _images(batch: Any) -> Tensor:
+    for part in batch if isinstance(batch, tuple | list) else (batch,):
+        if isinstance(part, Tensor) and part.is_floating_point():
+            return part
+    raise DataError("a calibration batch holds no tensor of images")
+
+
+def _rows(module: nn.Module, value: Tensor) -> Iterator[Tensor]:
+    """The layer's input as float64 rows (tokens, in), in pieces of at most CHUNK_BYTES."""
+    if isinstance(module, nn.Linear):
+        rows = value.reshape(-1, value.shape[-1])
+        for piece in rows.split(max(1, CHUNK_BYTES // (8 * rows.shape[1]))):
+            yield piece.double()
+        return
+    assert isinstance(module, nn.Conv2d)
+    images = value if value.dim() == 4 else value[None]
+    width = module.weight[0].numel()
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    padding = module._reversed_padding_repeated_twice
+    positions = math.prod(
+        (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
+        for size, before, after, dilation, kernel, stride in zip(
+            images.shape[2:], padding[-2::-2], padding[-1::-2], module.dilation, module.kernel_size, module.stride
+        )
+    )
+    for piece in images.split(max(1, CHUNK_BYTES // (8 * width * positions))):
+        padded = F.pad(piece, padding, mode=mode) if any(padding) else piece
+        if module.kernel_size == module.stride and module.dilation == (1, 1):
+            yield _disjoint_patches(padded, *module.kernel_size).double()
+        else:
+            patches = F.unfold(padded, module.kernel_size, module.dilation, 0, module.stride)
+            yield patches.mT.reshape(-1, width).double()
+
+
+def _disjoint_patches(images: Tensor, height: int, width: int) -> Tensor:
+    """(b, c, H, W) -> (b * patches, c * height * width) when kernel = stride: a reshape, five times faster than unfold."""
+    down, across = images.shape[2] // height, images.shape[3] // width
+    images = images[:, :, : down * height, : across * width]
+    patches = images.unflatten(3, (across, width)).unflatten(2, (down, height))
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(-1, images.shape[1] * height * width)
