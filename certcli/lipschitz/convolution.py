@@ -136,7 +136,7 @@ def conv_norm(
         if disjoint and all(axis.holds_a_window for axis in axes):
             return unscale(bounds[0], exponent)
         if _is_small(kernels, axes):
-            bounds.append(max(spectral_norms([_dense(kernel, axes) for kernel in kernels])))
+            bounds.append(max(spectral_norms(list(_dense(kernels, axes)))))
         elif not disjoint:
             bounds.append(_torus_norm(kernels, axes))
         return unscale(min(bounds), exponent)
@@ -206,22 +206,24 @@ def _is_small(kernels: Tensor, axes: list[_Axis]) -> bool:
     return len(kernels) * rows * columns <= _DENSE_ENTRIES and min(rows, columns) <= _DENSE_SIDE
 
 
-def _dense(kernel: Tensor, axes: list[_Axis]) -> Tensor:
-    """The convolution as a matrix (out n n', in H H'), exactly: entries are assigned, never added."""
+def _dense(kernels: Tensor, axes: list[_Axis]) -> Tensor:
+    """Each group's convolution as a matrix, (g, out n n', in H H'), exactly: entries are assigned, never added."""
     import torch
 
     outputs, sizes = [axis.outputs for axis in axes], [axis.size for axis in axes]
-    matrix = kernel.new_zeros(kernel.shape[0], *outputs, kernel.shape[1], *sizes)
+    groups, rows, channels = kernels.shape[:3]
+    matrix = kernels.new_zeros(groups, rows, *outputs, channels, *sizes)
     for tap in itertools.product(*(range(axis.kernel) for axis in axes)):
         places = []
         for axis, j in zip(axes, tap):
-            output = torch.arange(axis.outputs, device=kernel.device)
+            output = torch.arange(axis.outputs, device=kernels.device)
             pixel = axis.stride * output + axis.dilation * j - axis.before
             inside = (pixel >= 0) & (pixel < axis.size)
             places.append((output[inside], pixel[inside]))
         (row, y), (column, x) = places
-        matrix[:, row[:, None], column[None, :], :, y[:, None], x[None, :]] = kernel[:, :, tap[0], tap[1]]
-    return matrix.view(kernel.shape[0] * math.prod(outputs), kernel.shape[1] * math.prod(sizes))
+        # the indexed axes come first in the assignment, then (g, out, in)
+        matrix[:, :, row[:, None], column[None, :], :, y[:, None], x[None, :]] = kernels[..., tap[0], tap[1]]
+    return matrix.view(groups, rows * math.prod(outputs), channels * math.prod(sizes))
 
 
 def _torus_norm(kernels: Tensor, axes: list[_Axis]) -> float:
@@ -291,13 +293,13 @@ def _fourier_grams(taps: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis
     lags = _half_lags(shifts)
     block = max(1, _CHUNK_ENTRIES.get(taps.device.type, _CHUNK_ENTRIES["cpu"]) // (side * side * (len(lags) + 1)))
     for chosen in taps.split(block, dim=1):
-        products = []
-        for lag in [(0, 0), *lags]:
+        products = chosen.new_empty(len(lags) + 1, chosen.shape[1], side, side)
+        for index, lag in enumerate([(0, 0), *lags]):
             pairs = [(i, place.get(tuple(a + b for a, b in zip(shift, lag)))) for shift, i in place.items()]
             left = torch.cat([chosen[i] for i, j in pairs if j is not None], dim=-1)
             right = torch.cat([chosen[j] for _, j in pairs if j is not None], dim=-1)
-            products.append(torch.matmul(left, right.mT))
-        center, others = products[0], torch.stack(products[1:]).flatten(1)
+            products[index] = torch.matmul(left, right.mT)
+        center, others = products[0], products[1:].flatten(1)
         for frequencies in _frequency_chunks(axes, center.numel(), taps.device):
             cosines, sines = _waves(frequencies, lags, axes)
             even = (cosines @ others).view(-1, *center.shape)
