@@ -30,8 +30,8 @@ below 32 u: the angle is reduced in integers to [-pi, pi], so its rounding and t
 below 16 u), then 3 additions: each of the real and the imaginary part is wrong by at most gamma_{K + L + 40} B B^T entry
 by entry, B = sum_q |V_q| (Higham, Lemma 3.3), so G is wrong by at most 2 gamma_{K + L + 40} |B|_F^2 in spectral norm.
 
-Sources: Sedghi, Gupta, Long 2019 (Fourier blocks of circular convolutions); the embedding and the lag form are proven
-above; BOUNDS of this project, section on convolution.
+Source: Sedghi, Gupta, Long 2019 for the Fourier blocks of circular convolutions; the embedding of the zero-padded one
+and the lag form are proven above.
 """
 
 from __future__ import annotations
