@@ -1,5 +1,6 @@
 """Laws over all attacks: none lies below the exact distance, the judge believes nobody, the model is left as it was."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -8,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack import checks, examples
+from certcli.attack.carlini import carlini_wagner
 from certcli.attack.catalogue import ATTACKS, DETERMINISTIC, L2_ONLY
 from certcli.attack.judge import judge, refine, tuck_in
-from certcli.attack.margin import lost_margin
+from certcli.attack.margin import lost_margin, margin_pgd
 from certcli.attack.presets import PRESETS, preset
 from certcli.attack.run import Record, attack_curve, attack_images
 from certcli.attack.settings import AttackSettings, Planned, plan
@@ -264,6 +266,18 @@ def test_judge_refuses_what_it_cannot_judge() -> None:
             judge(broken, images, labels, images, threat)
 
 
+def test_a_misclassified_image_is_not_robust_and_its_norm_is_zero() -> None:
+    model = linear(2)
+    images = pictures(3)
+    labels = 1 - labelled(model, images)
+    verdict = judge(model, images, labels, images.round(), Threat("l2", 9.0))
+    assert not verdict.success.any()
+    assert not verdict.robust.any()
+    assert torch.equal(verdict.adversarial, images)
+    assert verdict.norm.tolist() == [0.0, 0.0, 0.0]
+    assert torch.equal(verdict.adversarial_prediction, verdict.prediction)
+
+
 def test_refining_keeps_successes_and_finds_the_boundary() -> None:
     model = linear(2)
     images = pictures(8)
@@ -279,6 +293,57 @@ def test_refining_keeps_successes_and_finds_the_boundary() -> None:
     inner = fine.success & (images + 1.1 * (fine.adversarial - images) > 0).flatten(1).all(dim=1)
     # 2^-16 of a segment of length at most 3, where the box does not bend it
     assert (fine.norm[inner] >= distance[inner] * (1 - ROUNDING)).all()
+
+
+def test_margin_ascent_spends_no_step_on_blocked_pixels() -> None:
+    """At corners of the box half of the gradient leads out of it; what remains must still make whole steps."""
+    model = linear(2)
+    images = pictures(12).round()
+    labels = labelled(model, images)
+    distance = exact_distances(model, images, labels, "l2")
+    for row, radius in enumerate(distance.tolist()):
+        batch = [(torch.tensor([row]), images[row : row + 1], labels[row : row + 1])]
+        (record,) = attack_images(model, batch, ["margin-pgd"], Threat("l2", 1.02 * radius), AttackSettings(steps=20))
+        assert not record.withstood
+
+
+def test_ascent_returns_the_highest_point_of_its_way() -> None:
+    """Steps far too long throw the point about; the largest loss seen is what counts."""
+    model = perceptron(5)
+    images = pictures(10)
+    labels = labelled(model, images)
+    settings = AttackSettings(steps=7, step_size=100.0, stop_early=False)
+    first = replace(settings, steps=1)
+    with torch.no_grad():
+        start, one, seven = (
+            lost_margin(model(point), labels)
+            for point in (images, *(margin_pgd(model, images, labels, Threat("l2", 1.0), s) for s in (first, settings)))
+        )
+    assert (one >= start).all()
+    assert (seven >= start).all()
+    assert (seven > one).any()
+
+
+def test_more_searches_of_carlini_and_wagner_find_no_farther_points() -> None:
+    model = perceptron(3)
+    images = pictures(6)
+    labels = labelled(model, images)
+    norms = []
+    for searches in range(1, 6):
+        settings = AttackSettings(steps=30, searches=searches, initial_c=10.0)
+        points = carlini_wagner(model, images, labels, Threat("l2", 9.0), settings)
+        norms.append(judge(model, images, labels, points, Threat("l2", 9.0)).norm)
+    assert all((more <= fewer).all() for fewer, more in itertools.pairwise(norms))
+    assert (norms[-1] < norms[0]).any()
+
+
+def test_deepfool_crosses_the_boundary_it_walks_to() -> None:
+    """torchattacks' steps can end on it: on these images 6 of 24 did."""
+    model = perceptron(12, size=8)
+    images = pictures(24, size=8)
+    labels = labelled(model, images)
+    points = ATTACKS.load("deepfool")(model, images, labels, Threat("l2", 5.0), AttackSettings())
+    assert judge(model, images, labels, points, Threat("l2", 5.0)).success.all()
 
 
 def test_solved_rows_cost_nothing_more() -> None:
@@ -306,7 +371,7 @@ def test_watched_model_keeps_the_first_success_of_a_row() -> None:
     watched(images)
     flip = images.clone()
     flip[:2] = (images + 5 * direction).clamp(0, 1)[:2]
-    watched(flip)
+    watched(flip).detach().zero_()  # some attacks write into the logits they get
     logits = watched(images)  # the solved rows rest on their last logits although their pixels went back
     verdict = judge(model, images, labels, watched.harvest(images), threat)
     assert verdict.success.tolist() == [True, True, False, False]
@@ -350,8 +415,12 @@ def test_a_curve_falls_and_carries_what_fell() -> None:
     robust = [summary.robust for summary in summaries]
     assert robust == sorted(robust, reverse=True)
     assert robust[0] > robust[-1]
+    assert all(summary.attacks["pgd"] <= summary.attacks["fgsm"] for summary in summaries)
+    assert any(record.robust["fgsm"] is False for record in records)
     first: dict[int, Record] = {}
     for record in records:
+        if record.broken_by == "fgsm":
+            assert record.robust == {"fgsm": False, "pgd": None}
         if record.index in first:
             assert (record.norm, record.broken_by) == (first[record.index].norm, first[record.index].broken_by)
         elif record.norm is not None:

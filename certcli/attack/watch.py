@@ -60,7 +60,7 @@ class Watched(nn.Module):
             if not len(rows):
                 raise AllSolved
             logits = self._last.to(images.dtype).index_copy(0, rows, self._logits(images[rows]))
-        self._last = logits.detach().clone()  # a clone: Square writes into the logits it was given
+        self._last = logits.detach().clone()  # a clone: the caller may write into the logits it gets
         self._note(images.detach(), self._last)
         return logits
 
