@@ -1,0 +1,69 @@
+"""The edges of ARCHITECTURE.md, read from the code: rooms do not know each other, and help needs no torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from certcli.cli.main import COMMANDS
+
+PACKAGE = Path(__file__).parent.parent / "certcli"
+ROOMS = {"adapt", "constrain", "finetune", "certify", "attack", "report"}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Every certcli module named in an import, at any depth of the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return {name for name in found if name.startswith("certcli")}
+
+
+def room(dotted: str) -> str:
+    parts = dotted.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_one_way(path: Path) -> None:
+    here = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    allowed_everywhere = here == "cli"
+    for name in imported(path):
+        there = room(name)
+        if allowed_everywhere or there == here:
+            continue
+        assert there != "cli", f"{path} imports the command line"
+        assert there not in ROOMS or (here == "report" and there == "report"), f"{path} imports the room {there}"
+        if here in ("errors", "registry", "provenance"):
+            assert there in ("errors", "registry", "provenance"), f"{path} imports {name}"
+        if here == "nn":
+            assert there in ("errors", "registry", "nn"), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize(
+    "words", [[], *[[command] for command in COMMANDS]], ids=lambda words: " ".join(words) or "certvit"
+)
+def test_help_imports_no_torch(words: list[str]) -> None:
+    code = (
+        "import sys\nfrom certcli.cli.main import app\n"
+        f"try:\n    app({[*words, '--help']!r})\nexcept SystemExit as stop:\n    assert stop.code == 0, stop.code\n"
+        "heavy = {'torch', 'timm', 'torchattacks', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_pickle() -> None:
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords), path
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "pickle":
+                assert node.attr == "UnpicklingError", path
