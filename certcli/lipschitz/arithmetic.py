@@ -101,9 +101,9 @@ class Arithmetic(ABC):
         return self._inexact(tensor, gamma(2) * self._norm(tensor) + a.error * self._largest(gains))
 
     def scale(self, a: Matrix, factor: float) -> Matrix:
-        """factor * a for a factor >= 0."""
+        """factor * a."""
         tensor = a.tensor * factor
-        return self._inexact(tensor, gamma(2) * self._norm(tensor) + a.error * factor)
+        return self._inexact(tensor, gamma(2) * self._norm(tensor) + a.error * abs(factor))
 
     def center_columns(self, a: Matrix) -> Matrix:
         """a P with P = I - 11^T/d: subtract every row's mean. Mean and difference round within gamma_{d+3} |a|_F."""

@@ -1,15 +1,19 @@
 """What a rule works with: the arithmetic, the shapes of this call, and the ways to build the next value and its proof."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from certcli.lipschitz.arithmetic import Arithmetic, Matrix, Scalar
 from certcli.lipschitz.bound import Bound
+from certcli.lipschitz.convolution import conv_norm
 from certcli.lipschitz.rules.table import NoRule
-from certcli.lipschitz.value import Affine, Lazy, Value
+from certcli.lipschitz.spectral import frobenius_norm, up
+from certcli.lipschitz.value import Affine, Constant, Convolution, Size, Thunk, Value
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,11 @@ class Context:
         input_shapes: Sequence[Any],
         steps: list[Step],
         constants: Mapping[str, Any],
+        dtype: Any = None,
+        memo: dict[int, tuple[Value, Value]] | None = None,
     ) -> None:
+        self.dtype = dtype
+        self.memo = {} if memo is None else memo
         self.arith = arith
         self.path = path
         self.kind = kind
@@ -45,14 +53,41 @@ class Context:
         self.steps = steps
         self.constants = constants
 
-    def chain(self, x: Value, constant: Scalar, why: str, rows: Callable[[], Scalar] | None = None) -> Value:
-        """The value after a map with this Lipschitz constant; `x` must have nothing pending."""
-        return self._record(x, constant, why, rows, self.path, self.kind)
+    def at(self, shape: tuple[int, ...]) -> "Context":
+        """The same call, for an intermediate result of another shape."""
+        return Context(
+            self.arith,
+            self.path,
+            self.kind,
+            shape,
+            self.input_shapes,
+            self.steps,
+            self.constants,
+            self.dtype,
+            self.memo,
+        )
 
-    def _record(
-        self, x: Value, constant: Scalar, why: str, rows: Callable[[], Scalar] | None, path: str, kind: str
+    def chain(
+        self,
+        x: Value,
+        constant: Scalar,
+        why: str,
+        rows: Thunk = None,
+        *,
+        axis: int = -1,
+        total: Thunk = None,
+        peak: Thunk = None,
+        shape: tuple[int, ...] | None = None,
     ) -> Value:
-        if x.pending is not None:
+        """The value after a map with this Lipschitz constant; `x` must have nothing pending.
+
+        rows, total, peak: what is known about the result's fibres along `axis`, its norm and its entries.
+        """
+        shape = self.shape if shape is None else shape
+        return self._record(x, constant, why, Size(self.arith, shape, rows, axis, total, peak), self.path, self.kind)
+
+    def _record(self, x: Value, constant: Scalar, why: str, rows: Size, path: str, kind: str) -> Value:
+        if x.pending is not None or x.deferred is not None:
             raise AssertionError("a rule must settle its input before charging a constant")
         base = x.base * constant
         self.steps.append(Step(path, kind, constant, "composition", why, base))
@@ -60,45 +95,202 @@ class Context:
         if self.arith.rigorous and x.proof is not None:
             leaf = Bound(path, kind, constant, "theorem", why)
             proof = Bound(path, kind, base, "composition", "Lip(f o g) <= Lip(f) Lip(g)", (leaf, x.proof))
-        return Value(base, Lazy(rows or self.unbounded), None, proof)
+        return Value(base, rows, None, proof, rows.shape)
+
+    def combine(self, parts: Sequence[tuple[Value, Scalar]], why: str, rows: Size) -> Value:
+        """The value of a map with Lipschitz constant c_i in its i-th argument x_i, all settled: base sum_i c_i base_i."""
+        merged: list[tuple[Value, Scalar]] = []
+        for value, constant in parts:
+            if value.pending is not None or value.deferred is not None:
+                raise AssertionError("a rule must settle its inputs before charging a constant")
+            same = next((i for i, (other, _) in enumerate(merged) if other.base is value.base), None)
+            if same is None:
+                merged.append((value, constant))
+            else:
+                merged[same] = (merged[same][0], merged[same][1] + constant)
+        charged = [self._record(value, constant, why, rows, self.path, self.kind) for value, constant in merged]
+        if len(charged) == 1:
+            return charged[0]
+        base = self.arith.total([value.base for value in charged])
+        proof = None
+        if self.arith.rigorous:
+            proofs = tuple(value.proof for value in charged if value.proof is not None)
+            proof = Bound(self.path, self.kind, base, "sum", "the differential is a sum over the arguments", proofs)
+        return Value(base, rows, None, proof, rows.shape)
 
     def unbounded(self) -> Scalar:
         return self.arith.const(float("inf"))
 
     def settle(self, x: Value) -> Value:
-        """Charge a pending linear map to the bound: its spectral norm, its rows from |E x + b| <= |E| |x| + |b|."""
-        pending = x.pending
-        if pending is None:
+        """Charge what is pending or deferred to the bound: afterwards `base` speaks of the tensor itself."""
+        if x.pending is None and x.deferred is None:
             return x
-        effective = pending.effective(self.arith)
+        if id(x) not in self.memo:  # a tensor that is used twice (a residual) is charged once
+            self.memo[id(x)] = (x, self._settle(x))
+        return self.memo[id(x)][1]
+
+    def _settle(self, x: Value) -> Value:
+        if isinstance(x.deferred, Convolution):
+            return self._settle_convolution(x, x.deferred)
+        if x.deferred is not None:
+            from certcli.lipschitz.rules.products import settle_attention
+
+            return settle_attention(self, x)
+        assert x.pending is not None
+        return self._settle_affine(x, x.pending)
+
+    def _settle_affine(self, x: Value, pending: Affine) -> Value:
+        """Its spectral norm; its fibres from |E x + b| <= |E| |x| + |b|."""
+        simple = pending.matrix is None and pending.factor == 1.0 and (not pending.centered or pending.width > 1024)
+        effective = None if simple else pending.effective(self.arith)
         path, kind = (pending.source[-1] if pending.source else self.path), "Linear"
         plain = replace(x, pending=None)
-        if effective is None:
-            sigma = self.arith.const(1.0)
-        else:
-            sigma = self.arith.sigma(effective, f"{path}:{pending.axis}")
         bias = pending.bias
+        if effective is None:  # |diag(g) P| <= max |g|, exact without P; beyond 1024 features not worth a spectral norm
+            sigma = self.arith.const(1.0) if pending.gain is None else self.largest_entry(pending.gain)
+        elif pending.index is None:
+            sigma = self.arith.sigma(effective, f"{path}:{pending.axis}")
+        else:
+            chosen = pending.index.flatten()
+            whole = chosen.numel() == effective.shape[0]
+            effective = effective if whole else Matrix(effective.tensor[chosen], effective.error)
+            bias = bias if bias is None or whole else Matrix(bias.tensor[chosen], bias.error)
+            sigma = self.arith.sigma(effective, f"{path}:{pending.axis}:{int(chosen[0])}:{chosen.numel()}")
+        size = self._affine_size(x, pending, lambda: sigma, bias)
+        if effective is None:
+            if pending.gain is None:
+                return replace(plain, rows=size)
+            return self._record(plain, sigma, "largest |gain|", size, path, kind)
+        folded = f", with {', '.join(pending.source[:-1])} folded in" if len(pending.source) > 1 else ""
+        return self._record(plain, sigma, f"spectral norm of the matrix{folded}", size, path, kind)
+
+    def size_after(self, x: Value) -> Size:
+        """The size of a tensor with a gain pending: |diag(g) P v + b| <= max |g| |v| + |b|."""
+        pending = x.pending
+        if pending is None or pending.matrix is not None:
+            raise AssertionError("only for a pending gain")
+        gain = self.arith.const(1.0) if pending.gain is None else self.largest_entry(pending.gain)
+        return self._affine_size(x, pending, lambda: gain, pending.bias)
+
+    def _affine_size(self, x: Value, pending: Affine, sigma: Callable[[], Scalar], bias: Matrix | None) -> Size:
+        known = pending.result
+        if known is not None and math.prod(known.shape) == math.prod(x.shape):
+            return known.arranged(x.shape, known.axis if known.shape == x.shape else None)
+        tokens = math.prod(x.shape) // max(1, pending.features)
 
         def rows() -> Scalar:
-            if pending.axis != -1:
-                return self.unbounded()
-            longest = sigma * x.rows.value
+            longest = sigma() * x.rows.value
             return longest if bias is None else longest + self.arith.length(bias)
 
-        if effective is None:
-            return replace(plain, rows=Lazy(rows))
-        folded = f", with {', '.join(pending.source[:-1])} folded in" if len(pending.source) > 1 else ""
-        return self._record(plain, sigma, f"spectral norm of the matrix{folded}", rows, path, kind)
+        def total() -> Scalar:
+            largest = sigma() * x.rows.total
+            if bias is None:
+                return largest
+            return largest + self.arith.length(bias) * self.arith.sqrt(self.arith.const(float(tokens)))
 
-    def fold(self, x: Value, weight: Tensor | Matrix, bias: Tensor | None) -> Affine:
-        """The pending map of a linear layer on the last axis, after whatever is pending there already."""
+        axis = pending.axis
+        if pending.index is not None:
+            # a fibre along one of the axes that hold features is a part of the token's feature vector
+            axis = max(a for a in range(-len(x.shape), 0) if pending.index.shape[a] > 1 or a == -len(x.shape))
+        return Size(self.arith, x.shape, rows, axis, total)
+
+    def _settle_convolution(self, x: Value, conv: Convolution) -> Value:
+        """Norm of the zero-padded convolution; an output fibre is W times a window plus the bias."""
+        inner = x.inner
+        if inner is None:
+            raise AssertionError("a deferred convolution has an input")
+        arith, weight = self.arith, conv.weight
+        spatial = len(conv.stride)
+        kernel = tuple(weight.shape[2:])
+        flat = arith.matrix(weight.reshape(weight.shape[0], -1))
+        patches = kernel == conv.stride and not any(map(any, conv.padding)) and set(conv.dilation) == {1}
+        # the operator is a sum over taps, each off by at most the weight's error
+        perturbation = up(conv.error * math.prod(kernel)) if conv.error else 0.0
+        if patches and conv.groups == 1:
+            sigma = arith.sigma(Matrix(flat.tensor, perturbation, conv.key), conv.path)
+            why = "patches are disjoint: spectral norm of the reshaped kernel"
+        elif arith.rigorous:
+            size = inner.shape[-spatial:]
+            bound = conv_norm(
+                weight.detach(),
+                stride=conv.stride,
+                padding=conv.padding,
+                dilation=conv.dilation,
+                groups=conv.groups,
+                input_size=size,
+            )
+            sigma = arith.const(bound) + arith.const(perturbation)
+            why = "zero-padded convolution"
+        else:
+            raise NoRule("overlapping convolutions have no trainable bound yet")
+        axis = -spatial - 1
+        bias = None if conv.bias is None else arith.length(arith.matrix(conv.bias.reshape(-1, 1)))
+        taps = math.prod(kernel)
+
+        def flat_norm() -> Scalar:
+            if patches and conv.plain is weight:
+                return sigma
+            if conv.groups > 1:
+                return arith.const(up(frobenius_norm(conv.plain.detach()), 8))
+            return arith.sigma(arith.matrix(conv.plain.reshape(len(conv.plain), -1)), f"{conv.path}:plain")
+
+        def rows() -> Scalar:
+            window = conv.entry.row(axis) * arith.sqrt(arith.const(float(taps)))
+            longest = flat_norm() * arith.minimum(window, conv.entry.total)
+            return longest if bias is None else longest + bias
+
+        def total() -> Scalar:
+            # a pixel lies in at most as many windows as the kernel has taps
+            repeats = arith.const(1.0 if patches else float(taps))
+            whole = sigma if conv.plain is weight else flat_norm() * arith.sqrt(repeats)
+            largest = whole * conv.entry.total
+            if bias is None:
+                return largest
+            return largest + bias * arith.sqrt(arith.const(float(math.prod(x.shape) // x.shape[axis])))
+
+        folded = f"; with {', '.join(conv.source)} folded in" if conv.source else ""
+        return self._record(inner, sigma, why + folded, Size(arith, x.shape, rows, axis, total), conv.path, conv.kind)
+
+    def fold(self, x: Value, weight: Tensor | Matrix, bias: Tensor | None) -> Value:
+        """A linear layer on the last axis, pending after whatever is pending there already."""
+        x = self.on_last_axis(x)
         matrix = weight if isinstance(weight, Matrix) else self.arith.matrix(weight)
-        pending = x.pending or Affine(axis=-1, width=matrix.shape[1])
-        return pending.after(self.arith, matrix, bias, self.path)
+        pending = x.pending
+        if pending is None:
+            x = replace(x, rows=x.rows.along(-1))
+            pending = Affine(axis=-1, width=matrix.shape[1])
+        shape = (*x.shape[:-1], matrix.shape[0])
+        return replace(x, pending=pending.after(self.arith, matrix, bias, self.path), shape=shape)
 
     def on_last_axis(self, x: Value) -> Value:
-        """`x` with nothing pending on any axis but the last."""
-        return x if x.pending is None or x.pending.axis == -1 else self.settle(x)
+        """`x` with nothing pending or deferred but a map on the last axis."""
+        if x.deferred is None and (x.pending is None or x.pending.axis == -1):
+            return x
+        return self.settle(x)
+
+    def spread(self, x: Value, shape: tuple[int, ...]) -> Value:
+        """A settled `x` repeated (broadcast) to this shape: sqrt(repetitions)."""
+        if tuple(x.shape) == tuple(shape):
+            return x
+        times = math.prod(shape) // max(1, math.prod(x.shape))
+        factor = self.arith.const(up(math.sqrt(times), 1))
+        old = x.rows
+        axis = old.axis if len(x.shape) >= -old.axis and x.shape[old.axis] == shape[old.axis] else None
+        size = Size(
+            self.arith,
+            shape,
+            None if axis is None else (lambda: old.value),
+            axis or -1,
+            lambda: old.total * factor,
+            lambda: old.peak,
+        )
+        if times == 1:
+            return replace(x, shape=shape, rows=size)
+        return self._record(x, factor, f"repeated {times} times: sqrt({times})", size, self.path, self.kind)
+
+    def box(self, x: Value) -> bool:
+        """Whether `x` is the image itself, every entry of which lies in [0, 1]."""
+        return x.pending is None and x.deferred is None and x.rows.pixels
 
     def require(self, condition: bool, reason: str) -> None:
         """NoRule unless the option that the theorem assumes holds."""
@@ -107,10 +299,16 @@ class Context:
 
     def constant_tensor(self, argument: Any) -> Tensor:
         """The tensor behind an argument that does not depend on the pixels; NoRule when it does."""
-        from certcli.lipschitz.value import Constant
-
         if isinstance(argument, Constant):
             return argument.tensor
         if isinstance(argument, Tensor):
             return argument
         raise NoRule("an operand that should be constant depends on the image")
+
+    def largest_entry(self, tensor: Tensor) -> Scalar:
+        """max |entry| of a constant."""
+        if not torch.isfinite(tensor).all():
+            raise NoRule("a constant with infinite or NaN entries")
+        if not self.arith.rigorous:
+            return tensor.abs().max()
+        return self.arith.const(float(tensor.detach().double().abs().max()))

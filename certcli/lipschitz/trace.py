@@ -8,11 +8,14 @@ the old value is refused, because the graph would not show the change.
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx import _symbolic_trace
+from torch.nn.modules import module as _module
 
 _STATIC_ATTRIBUTES = frozenset(
     ("shape", "ndim", "dtype", "device", "is_cuda", "is_mps", "is_xla", "is_cpu", "layout", "requires_grad", "is_quantized",
@@ -22,6 +25,8 @@ _STATIC_METHODS = frozenset(
     ("size", "dim", "numel", "nelement", "ndimension", "stride", "is_floating_point", "is_complex", "is_contiguous",
      "element_size", "get_device", "type", "storage_offset", "__len__")
 )  # fmt: skip
+# made from a tensor's shape alone, whatever its values
+_SHAPE_ONLY = frozenset(("new_zeros", "new_ones", "new_full", torch.zeros_like, torch.ones_like, torch.full_like))
 
 
 class Untraceable(Exception):
@@ -65,6 +70,31 @@ class _Proxy(fx.Proxy):
     def __iter__(self) -> Iterator[Any]:
         return iter([operator.getitem(self, index) for index in range(len(self.value))])
 
+    # Python's `x += y` would silently fall back to `x = x + y`, which hides that other names of x change too
+    def __iadd__(self, other: Any) -> Any:
+        return self._in_place(operator.iadd, other)
+
+    def __isub__(self, other: Any) -> Any:
+        return self._in_place(operator.isub, other)
+
+    def __imul__(self, other: Any) -> Any:
+        return self._in_place(operator.imul, other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self._in_place(operator.itruediv, other)
+
+    def __ifloordiv__(self, other: Any) -> Any:
+        return self._in_place(operator.ifloordiv, other)
+
+    def __ipow__(self, other: Any) -> Any:
+        return self._in_place(operator.ipow, other)
+
+    def __imatmul__(self, other: Any) -> Any:
+        return self._in_place(operator.imatmul, other)
+
+    def _in_place(self, operation: Any, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+
     def __bool__(self) -> bool:
         if isinstance(self.value, (tuple, list)):
             return bool(self.value)
@@ -92,6 +122,7 @@ def _holds_proxy(value: Any) -> bool:
 @dataclass
 class _State:
     constants: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
     scopes: list[Scope] = field(default_factory=list)
     stack: list[str] = field(default_factory=list)
 
@@ -116,7 +147,9 @@ class _Tracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor):
             name = self.parameter_names.get(id(a)) or f"constant_{len(self.state.constants)}"
-            self.state.constants.setdefault(name, a)
+            if name not in self.state.constants:
+                self.state.constants[name] = a
+                self.state.versions[name] = a._version
             return self.create_node("get_attr", name, (), {})
         return super().create_arg(a)
 
@@ -162,14 +195,17 @@ class _Tracer(fx.Tracer):
                     return value
                 if kind == "call_function" and target in (getattr, torch._assert, len):
                     return value
-                if value is None:
-                    return None
+                if value is None:  # an assignment into a part of a tensor: the graph would not show it
+                    raise Untraceable(f"{self._where()}: {_name(target)} writes into a tensor")
                 raise Untraceable(f"{self._where()}: {_name(target)} reads a tensor's value back into Python")
+            if kind != "call_module" and target in _SHAPE_ONLY and not _holds_proxy((args[1:], kwargs)):
+                return value
         proxy = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
         assert isinstance(proxy, _Proxy)
         proxy.value = value
         proxy.versions = tuple(tensor._version for tensor in _tensors(value))
         proxy.node.meta["shape"] = _shape(value)
+        proxy.node.meta["dtype"] = value.dtype if isinstance(value, Tensor) else None
         proxy.node.meta["scope"] = self.state.stack[-1] if self.state.stack else ""
         return proxy
 
@@ -227,7 +263,7 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     tracer.parameter_names = {id(p): name for name, p in [*root.named_parameters(), *root.named_buffers()]}
     random_state = torch.get_rng_state()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _nothing_wrapped():
             graph = tracer.trace(root)
     except Untraceable:
         raise
@@ -236,14 +272,31 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     if not torch.equal(random_state, torch.get_rng_state()):
         torch.set_rng_state(random_state)
         raise Untraceable("the network draws random numbers")
+    for name, constant in tracer.state.constants.items():
+        if constant._version != tracer.state.versions[name]:
+            raise Untraceable(f"the network overwrites '{name}', a tensor that does not depend on the image")
     output = next(node for node in graph.nodes if node.op == "output").args[0]
     if not isinstance(output, fx.Node) or not isinstance(output.meta.get("shape"), tuple):
         raise Untraceable("the network returns something other than one tensor of logits")
     return Trace(root, graph, tracer.state.constants, tuple(tracer.state.scopes))
 
 
+@contextmanager
+def _nothing_wrapped() -> Iterator[None]:
+    """Functions marked with `torch.fx.wrap` are traced through too: fx would make them opaque."""
+    wrapped = _symbolic_trace._wrapped_fns_to_patch
+    kept = dict(wrapped)
+    wrapped.clear()
+    try:
+        yield
+    finally:
+        wrapped.update(kept)
+
+
 def refuse_hooks(root: nn.Module) -> None:
     """Untraceable when a module has a hook or is in training mode: it would not run its known forward."""
+    if _module._global_forward_hooks or _module._global_forward_pre_hooks:
+        raise Untraceable("a hook is set for all modules")
     for path, module in root.named_modules():
         if module.training:
             raise Untraceable(f"{path or 'the network'} is in training mode")

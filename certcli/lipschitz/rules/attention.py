@@ -9,7 +9,7 @@ from torch import nn
 
 from certcli.lipschitz.arithmetic import Matrix, Scalar, lambert_w_upper
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.table import NoRule, module_rule
+from certcli.lipschitz.rules.table import NoRule, module_rule, runs_known_code
 from certcli.lipschitz.spectral import up
 from certcli.lipschitz.value import Affine, Value
 from certcli.nn.l2_attention import L2Attention
@@ -29,15 +29,17 @@ def l2_mixing_constant(tokens: int) -> float:
 
 
 @module_rule(L2Attention)
-def l2_attention(
-    ctx: Context, module: L2Attention, x: Value, attn_mask: Any = None, is_causal: bool = False
-) -> Value:
+def l2_attention(ctx: Context, module: L2Attention, x: Value, attn_mask: Any = None, is_causal: bool = False) -> Value:
     """W_O [P_h q_h]_h: c_n min(|W_O| |W_Q|, sum_h |W_O,h| |W_Q,h|), heads acting on disjoint parts of q."""
     ctx.require(attn_mask is None and not is_causal, "L2 attention with a mask")
-    x = ctx.on_last_axis(x)
-    tokens, heads, width = int(ctx.input_shapes[0][-2]), module.num_heads, module.head_dim
+    ctx.require(
+        all(runs_known_code(part, nn.Linear) for part in (module.query, module.proj)), "a replaced linear layer"
+    )
+    folded = ctx.fold(x, module.query.weight, module.query.bias)
+    tokens, heads, width = int(x.shape[-2]), module.num_heads, module.head_dim
     arith = ctx.arith
-    pending = ctx.fold(x, module.query.weight, module.query.bias)
+    pending, x = folded.pending, folded
+    assert pending is not None
     query = pending.effective(arith)
     if query is None:
         raise AssertionError("a linear layer has a matrix")
@@ -63,38 +65,52 @@ def l2_attention(
         mixing * together,
         f"L2 attention of {tokens} tokens: c_n = {l2_mixing_constant(tokens):.3f} times |W_Q|",
         rows,
+        shape=(*x.shape[:-1], heads * width),
     )
     output = Affine(axis=-1, width=heads * width)
     return replace(
-        mixed, pending=output.after(arith, arith.matrix(module.proj.weight), module.proj.bias, f"{ctx.path}.proj")
+        mixed,
+        pending=output.after(arith, arith.matrix(module.proj.weight), module.proj.bias, f"{ctx.path}.proj"),
+        shape=tuple(ctx.shape),
     )
 
 
-@module_rule(Attention)
+def _plain(module: Attention) -> bool:
+    """No option but those of Theorem 5.1, no replaced part; else the attention is traced through to Theorem 5.2."""
+    identities = [getattr(module, name, None) for name in ("q_norm", "k_norm", "norm")]
+    return (
+        all(part is None or type(part) is nn.Identity for part in identities)
+        and getattr(module, "gate", None) is None
+        and all(runs_known_code(part, nn.Linear) for part in (module.qkv, module.proj))
+        and all(type(part) in (nn.Dropout, nn.Identity) for part in (module.attn_drop, module.proj_drop))
+        and module.qkv.out_features == 3 * module.num_heads * module.head_dim
+        and math.isclose(module.scale, module.head_dim**-0.5)
+    )
+
+
+@module_rule(Attention, when=_plain)
 def dot_product_attention(
     ctx: Context, module: Attention, x: Value, attn_mask: Any = None, is_causal: bool = False
 ) -> Value:
-    """Theorem 5: on tokens with |u_i| <= R (after a LayerNorm, R = sqrt d) dot-product attention is Lipschitz.
+    """Theorem 5.1: on tokens with |u_i| <= R (after a LayerNorm, R = sqrt d) dot-product attention is Lipschitz.
 
     sqrt(n) |W_O| |W_V| + R^2 (...) + sqrt(n/2) R (...), with A_h = W_K,h^T W_Q,h / sqrt(dh) and the norm's scale folded in.
+    A mask is a constant in the scores, under which the theorem holds as well.
     """
-    for option in ("q_norm", "k_norm", "norm"):
-        ctx.require(isinstance(getattr(module, option, nn.Identity()), nn.Identity), f"attention with {option}")
-    ctx.require(getattr(module, "gate", None) is None, "gated attention")
-    ctx.require(attn_mask is None and not is_causal, "attention with a mask")
-    x = ctx.on_last_axis(x)
+    ctx.require(not isinstance(attn_mask, Value), "an attention mask that depends on the image")
     arith, heads = ctx.arith, module.num_heads
-    tokens = int(ctx.input_shapes[0][-2])
+    tokens = int(x.shape[-2])
+    folded = ctx.fold(x, module.qkv.weight, module.qkv.bias)
+    x, qkv = folded, folded.pending
+    assert qkv is not None
     radius = x.rows.value
     if arith.rigorous and not radius.finite:
         raise NoRule("dot-product attention is not Lipschitz on tokens of unbounded norm (no norm layer before it)")
-    qkv = ctx.fold(x, module.qkv.weight, module.qkv.bias)
     weights, bias = qkv.effective(arith), qkv.bias
     if weights is None:
         raise AssertionError("a linear layer has a matrix")
     inner = weights.shape[0] // 3
     width = inner // heads
-    ctx.require(math.isclose(module.scale, width**-0.5), "attention with another scale than 1/sqrt(head width)")
     scale = arith.const(up(1 / math.sqrt(width), 2))
 
     def head(kind: int, h: int) -> Matrix:
@@ -102,6 +118,7 @@ def dot_product_attention(
         return arith.rows(weights, start, start + width)
 
     out = arith.matrix(module.proj.weight)
+    ctx.require(out.shape[1] == inner, "attention with another inner width")
     sigma_out = arith.sigma(out, f"{ctx.path}.proj")
     sigma_value = arith.sigma(arith.rows(weights, 2 * inner, 3 * inner), f"{ctx.path}.value")
     score, torn, value = [], [], []

@@ -1,4 +1,7 @@
-"""Operations that move numbers without changing them, select some, or average them. Proofs: docs/bounds.md, section 8."""
+"""Operations that move numbers without changing them, or select some. Proofs: docs/bounds.md, section 8.
+
+A pending linear map moves along: its features live on another axis afterwards, or are spread over several (heads).
+"""
 
 import math
 import operator
@@ -8,127 +11,377 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.table import NoRule, function_rule, method_rule, module_rule
-from certcli.lipschitz.spectral import up
-from certcli.lipschitz.value import Constant, Lazy, Value
+from certcli.lipschitz.value import Affine, Constant, Size, Value
+
+Shape = tuple[int, ...]
 
 
-def same_numbers(ctx: Context, x: Value, rows_kept: bool) -> Value:
-    """The same entries in another shape: constant 1. Row bounds survive when rows stay whole."""
-    x = ctx.settle(x)
-    return x if rows_kept else replace(x, rows=Lazy(ctx.unbounded))
+def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
+    """A reshape as independent splits and merges: runs of axes with equal products, in row-major order."""
+    found: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        left, right = [], []
+        product_left = product_right = 1
+        if i < len(before):
+            product_left, left, i = before[i], [i], i + 1
+        if j < len(after):
+            product_right, right, j = after[j], [j], j + 1
+        while product_left != product_right:
+            if product_left < product_right:
+                product_left, left, i = product_left * before[i], [*left, i], i + 1
+            else:
+                product_right, right, j = product_right * after[j], [*right, j], j + 1
+        found.append((left, right))
+    return found
 
 
-def _flat(shape: Sequence[Any]) -> list[int]:
-    return [int(n) for item in shape for n in (item if isinstance(item, (tuple, list, torch.Size)) else (item,))]
+def with_index(x: Value, pending: Affine) -> Affine:
+    """The same pending map with its features' places written out (`Affine.index`). It must have a matrix."""
+    if pending.index is not None:
+        return pending
+    rank = len(x.shape)
+    shape = [1] * rank
+    shape[pending.axis] = pending.features
+    return replace(pending, index=torch.arange(pending.features).view(shape), axis=0)
 
 
-@method_rule("reshape", "view", "flatten", "squeeze", "unsqueeze", "contiguous", "unflatten")
-@function_rule(torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze)
-def reshape(ctx: Context, x: Value, *shape: Any, **_: Any) -> Value:
-    """Any view with the same number of entries; asked of the shapes, not of the arguments."""
-    before, after = ctx.input_shapes[0], ctx.shape
-    if any(isinstance(argument, torch.dtype) for argument in shape):
-        raise NoRule("a view as another dtype")
+def tidy(pending: Affine) -> Affine:
+    """Features that are all on one axis again: a plain pending map, its rows in the new order."""
+    index = pending.index
+    if index is None:
+        return pending
+    axes = [axis for axis in range(-index.dim(), 0) if index.shape[axis] > 1]
+    if len(axes) != 1 or pending.matrix is None:
+        return pending
+    order = index.flatten()
+    if torch.equal(order, torch.arange(pending.matrix.shape[0])):
+        return replace(pending, index=None, axis=axes[0])
+    return replace(pending.picked(order), axis=axes[0])
+
+
+def moved(ctx: Context, x: Value, order: Sequence[int]) -> Value:
+    """x.permute(order)."""
+    if x.deferred is not None:
+        x = ctx.settle(x)
+    rank = len(order)
+    shape = tuple(x.shape[axis] for axis in order)
+
+    def place(axis: int) -> int:
+        return list(order).index(axis % rank) - rank
+
+    if x.pending is None:
+        return replace(x, shape=shape, rows=x.rows.arranged(shape, place(x.rows.axis)))
+    if x.pending.index is None:
+        return replace(x, shape=shape, pending=replace(x.pending, axis=place(x.pending.axis)))
+    return replace(x, shape=shape, pending=tidy(replace(x.pending, index=x.pending.index.permute(*order))))
+
+
+def reshaped(ctx: Context, x: Value, after: Shape) -> Value:
+    """x.reshape(after)."""
+    if x.deferred is not None:
+        x = ctx.settle(x)
+    before = tuple(x.shape)
     if math.prod(before) != math.prod(after):
         raise NoRule("a view that repeats or drops entries")
-    if x.pending is not None and x.pending.axis == -1 and before[-1] == after[-1] and len(after) >= 1:
+    after = tuple(after)
+    if before == after:
         return x
-    return same_numbers(ctx, x, rows_kept=before[-1] == after[-1])
+    if math.prod(before) == 0:
+        raise NoRule("a tensor without entries")
+    runs = groups(before, after)
+    if x.pending is not None:
+        pending = _reshape_pending(x, x.pending, after, runs)
+        if pending is not None:
+            return replace(x, shape=after, pending=pending)
+        x = ctx.settle(x)
+    axis: int | None = None
+    factor = 1.0
+    for left, right in runs:
+        if x.rows.axis % len(before) in left and right:
+            axis = max((a for a in right if after[a] > 1), default=right[-1])
+            factor = math.prod(before[a] for a in left if a != x.rows.axis % len(before))
+            # splitting alone cuts fibres into parts; merging lays `factor` of them end to end
+            axis -= len(after)
+    return replace(x, shape=after, rows=x.rows.arranged(after, axis, float(factor)))
 
 
-@method_rule("transpose", "permute", "movedim", "swapaxes")
-@function_rule(torch.transpose, torch.permute)
+def _reshape_pending(x: Value, pending: Affine, after: Shape, runs: list[tuple[list[int], list[int]]]) -> Affine | None:
+    before = tuple(x.shape)
+    if pending.index is None:
+        place = pending.axis % len(before)
+        for left, right in runs:
+            others = math.prod(before[a] for a in left if a != place)
+            if place in left and others == 1:
+                axes = [a for a in right if after[a] > 1]
+                if len(axes) == 1:
+                    return replace(pending, axis=axes[0] - len(after))
+        if pending.matrix is None:
+            return None
+    pending = with_index(x, pending)
+    assert pending.index is not None
+    shape = [1] * len(after)
+    for left, right in runs:
+        sizes = [pending.index.shape[a] for a in left]
+        if all(size == 1 for size in sizes):
+            continue
+        if any(size != before[a] for size, a in zip(sizes, left, strict=True)):
+            return None  # features and tokens are merged into one axis
+        for a in right:
+            shape[a] = after[a]
+    return tidy(replace(pending, index=pending.index.reshape(shape)))
+
+
+@method_rule("reshape", "view", "flatten", "squeeze", "unsqueeze", "contiguous", "unflatten", "view_as", "reshape_as")
+@function_rule(torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze)
+def reshape(ctx: Context, x: Any, *shape: Any, **options: Any) -> Value:
+    """Any view with the same number of entries; asked of the shapes, not of the arguments."""
+    if not isinstance(x, Value):
+        raise NoRule("a view of something else than a tensor")
+    if any(isinstance(argument, torch.dtype) for argument in (*shape, *options.values())):
+        raise NoRule("a view as another dtype")
+    return reshaped(ctx, x, ctx.shape)
+
+
+@module_rule(nn.Flatten, nn.Unflatten)
+def reshape_module(ctx: Context, module: nn.Module, x: Value) -> Value:
+    return reshaped(ctx, x, ctx.shape)
+
+
+def _flat(items: Sequence[Any]) -> list[int]:
+    return [int(n) for item in items for n in (item if isinstance(item, (tuple, list, torch.Size)) else (item,))]
+
+
+@method_rule("permute")
+@function_rule(torch.permute)
 def permute(ctx: Context, x: Value, *dims: Any) -> Value:
-    rank = len(ctx.input_shapes[0])
+    rank = len(x.shape)
     order = [d % rank for d in _flat(dims)]
-    last_stays = (order[-1] == rank - 1) if len(order) == rank else (rank - 1 not in order)
-    if last_stays and (x.pending is None or x.pending.axis == -1):
-        return x
-    return same_numbers(ctx, x, rows_kept=last_stays)
+    ctx.require(sorted(order) == list(range(rank)), "permute with unusual arguments")
+    return moved(ctx, x, order)
+
+
+@method_rule("transpose", "swapaxes", "swapdims")
+@function_rule(torch.transpose, torch.swapaxes)
+def transpose(ctx: Context, x: Value, dim0: int, dim1: int) -> Value:
+    order = list(range(len(x.shape)))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return moved(ctx, x, order)
+
+
+@function_rule(getattr)
+def attribute(ctx: Context, x: Value, name: str) -> Value:
+    """x.T and x.mT."""
+    rank = len(x.shape)
+    if name == "mT" or (name == "T" and rank == 2):
+        return transpose(ctx, x, -2, -1)
+    raise NoRule(f"no theorem for the attribute '{name}'")
+
+
+@method_rule("t")
+def matrix_transpose(ctx: Context, x: Value) -> Value:
+    return transpose(ctx, x, 0, 1) if len(x.shape) == 2 else x
 
 
 @function_rule(operator.getitem)
 def select(ctx: Context, x: Any, index: Any) -> Any:
-    """A part of a tensor, or one of several values. Repeating entries through an index tensor is refused."""
+    """A part of a tensor, or one of several values. Indices that may repeat entries are refused."""
     if isinstance(x, (list, tuple)):
         return x[index]
     items = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(item, (Constant, Value, list, torch.Tensor)) for item in items):
+    if not all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items):
         raise NoRule("indexing by a tensor, which may repeat entries")
-    rank = len(ctx.input_shapes[0])
+    if x.deferred is not None:
+        x = ctx.settle(x)
+    rank = len(x.shape)
     used = sum(1 for item in items if item is not None and item is not Ellipsis)
-    whole_last = used < rank or items[-1] in (slice(None), Ellipsis)
-    if Ellipsis in items and items[-1] is not Ellipsis:
-        whole_last = items[-1] == slice(None)
-    if items and items[-1] is None:
-        whole_last = False
-    if whole_last and (x.pending is None or x.pending.axis == -1):
-        return x
-    # a part of a row is no longer than the row
-    last_sliced = isinstance(items[-1], slice)
-    return same_numbers(ctx, x, rows_kept=whole_last or last_sliced)
-
-
-@method_rule("unbind", "chunk", "split")
-@function_rule(torch.unbind, torch.chunk, torch.split)
-def pieces(ctx: Context, x: Value, *_: Any, **__: Any) -> list[Value]:
-    """Disjoint parts of a tensor, each with constant 1."""
-    x = ctx.settle(x)
-    part = replace(x, rows=Lazy(ctx.unbounded))
-    return [part for _ in ctx.shape]
-
-
-@method_rule("mean")
-@function_rule(torch.mean)
-def mean(ctx: Context, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
-    """Mean of m rows: constant 1/sqrt(m); a mean of rows is no longer than the longest."""
-    shape = ctx.input_shapes[0]
-    dims = list(range(len(shape))) if dim is None else [d % len(shape) for d in _flat([dim])]
-    count = math.prod(shape[d] for d in dims)
-    touches_rows = len(shape) - 1 in dims
+    if Ellipsis in items:
+        place = items.index(Ellipsis)
+        items = (*items[:place], *[slice(None)] * (rank - used), *items[place + 1 :])
+    else:
+        items = (*items, *[slice(None)] * (rank - used))
+    # where each old axis goes: None when a number was taken from it
+    places: dict[int, int] = {}
+    old = new = 0
+    for item in items:
+        if isinstance(item, int):
+            old += 1
+            continue
+        if item is not None:
+            places[old] = new
+            old += 1
+        new += 1
+    ends = {axis: place - new for axis, place in places.items()}
+    shape = tuple(ctx.shape)
+    if x.pending is None:
+        return replace(x, shape=shape, rows=x.rows.arranged(shape, ends.get(x.rows.axis % rank)))
     pending = x.pending
-    if touches_rows or (pending is not None and pending.axis != -1):
-        x, pending = ctx.settle(x), None
-    plain = replace(x, pending=None)
-    rows = ctx.unbounded if touches_rows else (lambda: plain.rows.value)
-    averaged = ctx.chain(plain, ctx.arith.const(up(1 / math.sqrt(count), 4)), f"mean of {count}: 1/sqrt({count})", rows)
-    return replace(averaged, pending=pending)
+    if pending.index is None:
+        axis = pending.axis % rank
+        position = [i for i, item in enumerate(items) if item is not None][axis]
+        if items[position] == slice(None):
+            return replace(x, shape=shape, pending=replace(pending, axis=ends[axis]))
+        if pending.matrix is None:
+            x = ctx.settle(x)
+            return replace(x, shape=shape, rows=x.rows.arranged(shape, ends.get(x.rows.axis % rank)))
+        pending = with_index(x, pending)
+    assert pending.index is not None
+    sizes = iter(pending.index.shape)
+    picks: list[Any] = []
+    for item in items:
+        token_axis = item is not None and next(sizes) == 1
+        picks.append((0 if isinstance(item, int) else slice(None)) if token_axis else item)
+    chosen = pending.index[tuple(picks)]
+    return replace(x, shape=shape, pending=tidy(replace(pending, index=chosen)))
 
 
-@function_rule(torch.cat, torch.concat)
+@method_rule("unbind")
+@function_rule(torch.unbind)
+def unbind(ctx: Context, x: Value, dim: int = 0) -> list[Value]:
+    axis = dim % len(x.shape)
+    if x.deferred is not None:
+        x = ctx.settle(x)
+    whole = tuple(slice(None) for _ in range(axis))
+    return [_part(ctx, x, (*whole, number), shape) for number, shape in enumerate(ctx.shape)]
+
+
+@method_rule("chunk", "split", "split_with_sizes", "tensor_split")
+@function_rule(torch.chunk, torch.split, torch.tensor_split, torch.split_with_sizes)
+def pieces(ctx: Context, x: Value, *how: Any, dim: int | None = None, **_: Any) -> list[Value]:
+    """Disjoint parts of a tensor along one axis: the shapes say which."""
+    axis = (how[1] if dim is None and len(how) > 1 else dim or 0) % len(x.shape)
+    if x.deferred is not None:
+        x = ctx.settle(x)
+    whole = tuple(slice(None) for _ in range(axis))
+    parts, start = [], 0
+    for shape in ctx.shape:
+        stop = start + shape[axis]
+        parts.append(_part(ctx, x, (*whole, slice(start, stop)), shape))
+        start = stop
+    return parts
+
+
+def _part(ctx: Context, x: Value, index: tuple[Any, ...], shape: Shape) -> Value:
+    part: Value = select(ctx.at(tuple(shape)), x, index)
+    return part
+
+
+@method_rule("select", "narrow")
+def narrow(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
+    x = ctx.settle(x)
+    return replace(x, shape=ctx.shape, rows=x.rows.arranged(ctx.shape, None))
+
+
+@method_rule("roll")
+@function_rule(torch.roll)
+def roll(ctx: Context, x: Value, shifts: Any, dims: Any = None) -> Value:
+    """A permutation of entries. Along given axes it leaves the norms of fibres as they are."""
+    if dims is None:  # rolls the flattened tensor
+        x = ctx.settle(x)
+        return replace(x, rows=x.rows.arranged(x.shape, None))
+    return _along_tokens(ctx, x, _flat([dims]))
+
+
+@method_rule("flip")
+@function_rule(torch.flip)
+def flip(ctx: Context, x: Value, *dims: Any) -> Value:
+    return _along_tokens(ctx, x, _flat(dims))
+
+
+def _along_tokens(ctx: Context, x: Value, dims: list[int]) -> Value:
+    """Fibres are permuted as a whole, or within themselves; a pending map moves along where its axis is left alone."""
+    rank = len(x.shape)
+    plain = x.deferred is None and x.pending is not None and x.pending.index is None
+    if plain and x.pending is not None and x.pending.axis % rank not in [d % rank for d in dims]:
+        return x
+    return ctx.settle(x)
+
+
+@method_rule("expand", "expand_as", "repeat", "tile", "repeat_interleave", "broadcast_to")
+@function_rule(torch.tile, torch.repeat_interleave, torch.broadcast_to)
+def repeat(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
+    """Every entry t times: sqrt(t)."""
+    if tuple(x.shape) == tuple(ctx.shape) and x.deferred is None:
+        return x
+    x = ctx.settle(x)
+    ctx.require(math.prod(ctx.shape) % max(1, math.prod(x.shape)) == 0, "an uneven repetition")
+    ctx.require(not any(isinstance(a, (Constant, Value)) for a in (*_, *__.values())), "repetition by a tensor")
+    return ctx.spread(replace(x, rows=x.rows.arranged(x.shape, None)), tuple(ctx.shape))
+
+
+@function_rule(functional.pad)
+def pad(ctx: Context, x: Value, padding: Any, mode: str = "constant", value: float | None = None) -> Value:
+    """Constants around a tensor (or a crop, for negative numbers) move nothing."""
+    ctx.require(mode == "constant", f"padding mode {mode}, which repeats entries")
+    if x.pending is not None and x.pending.index is None and x.pending.axis != -1 and x.pending.bias is None:
+        rank, touched = len(x.shape), len(list(padding)) // 2
+        if x.pending.axis % rank < rank - touched and not value and all(p >= 0 for p in padding):
+            return replace(x, shape=tuple(ctx.shape), rows=x.rows)  # a map without bias keeps the zeros
+    x = ctx.settle(x)
+    if value:
+        return replace(x, shape=tuple(ctx.shape), rows=Size(ctx.arith, tuple(ctx.shape)))
+    return replace(x, shape=tuple(ctx.shape), rows=x.rows.arranged(tuple(ctx.shape), x.rows.axis))
+
+
+@module_rule(nn.ZeroPad2d)
+def zero_pad(ctx: Context, module: nn.Module, x: Value) -> Value:
+    return pad(ctx, x, module.padding)
+
+
+@module_rule(nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
+def shuffle(ctx: Context, module: nn.Module, x: Value) -> Value:
+    x = ctx.settle(x)
+    return replace(x, shape=tuple(ctx.shape), rows=x.rows.arranged(tuple(ctx.shape), None))
+
+
+@function_rule(functional.pixel_shuffle, functional.pixel_unshuffle, functional.channel_shuffle)
+def shuffle_function(ctx: Context, x: Value, *_: Any) -> Value:
+    x = ctx.settle(x)
+    return replace(x, shape=tuple(ctx.shape), rows=x.rows.arranged(tuple(ctx.shape), None))
+
+
+@function_rule(torch.cat, torch.concat, torch.stack)
 def concatenate(ctx: Context, tensors: Sequence[Any], dim: int = 0) -> Value:
     """Tensors side by side: squares of the constants add; constants such as class tokens add nothing."""
     values = [ctx.settle(tensor) for tensor in tensors if isinstance(tensor, Value)]
     fixed = [tensor.tensor for tensor in tensors if isinstance(tensor, Constant)]
-    across_rows = dim % len(ctx.shape) != len(ctx.shape) - 1
+    ctx.require(len(values) + len(fixed) == len(tensors), "a list with something else than tensors")
+    arith, shape = ctx.arith, tuple(ctx.shape)
+    stacked = ctx.kind == "stack"
+    place = dim % len(shape) - len(shape)
 
-    def rows() -> Any:
-        lengths = [value.rows.value for value in values]
+    def entries(rows: bool) -> Any:
+        lengths = [value.rows.row(-1) if rows else value.rows.peak for value in values]
         for tensor in fixed:
-            flat = tensor.detach().double().reshape(-1, tensor.shape[-1])
+            flat = tensor.detach().double().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
             longest = flat[flat.norm(dim=-1).argmax()].reshape(-1, 1)
-            lengths.append(ctx.arith.length(ctx.arith.matrix(longest)) * ctx.arith.const(1 + 2.0**-30))
-        if not across_rows:
-            return ctx.arith.root_sum_of_squares(lengths)
-        longest_row = lengths[0]
+            # argmax may err by rounding: 2^-30 covers it
+            known = arith.length(arith.matrix(longest)) if rows else ctx.largest_entry(tensor)
+            lengths.append(known * arith.const(1 + 2.0**-30))
+        if rows and place == -1:
+            return arith.root_sum_of_squares(lengths)
+        largest = lengths[0]
         for length in lengths[1:]:
-            longest_row = ctx.arith.maximum(longest_row, length)
-        return longest_row
+            largest = arith.maximum(largest, length)
+        return largest
 
+    def total() -> Any:
+        sizes = [value.rows.total for value in values]
+        sizes += [arith.length(arith.matrix(tensor.reshape(-1, 1))) for tensor in fixed]
+        return arith.root_sum_of_squares(sizes)
+
+    rows = None if stacked and place == -1 else (lambda: entries(rows=True))
+    size = Size(arith, shape, rows, -1, total, lambda: entries(rows=False))
     if len(values) == 1:
-        return Value(values[0].base, Lazy(rows), None, values[0].proof)
-    base = ctx.arith.root_sum_of_squares([value.base for value in values])
+        return Value(values[0].base, size, None, values[0].proof, shape)
+    base = arith.root_sum_of_squares([value.base for value in values])
     proof = None
-    if ctx.arith.rigorous:
+    if arith.rigorous:
         proofs = tuple(value.proof for value in values if value.proof is not None)
         proof = Bound(ctx.path, ctx.kind, base, "concatenation", "squares of side-by-side parts add", proofs)
-    return Value(base, Lazy(rows), None, proof)
-
-
-@module_rule(nn.Flatten)
-def flatten_module(ctx: Context, module: nn.Flatten, x: Value) -> Any:
-    return reshape(ctx, x)
+    return Value(base, size, None, proof, shape)

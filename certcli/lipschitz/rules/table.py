@@ -1,8 +1,9 @@
 """The rule table: which module types, functions and tensor methods have a theorem, and under which options.
 
-A module rule applies to a module that runs exactly the known forward: its type is the registered one (a subclass with the
-inherited forward counts, one with its own does not), and nothing was patched onto the instance. Everything else is traced
-through to functions and methods, and what has no rule there makes the bound infinite and names itself.
+A module rule applies to a module that runs exactly the known forward: its type is the registered one (or a subclass that
+changes nothing but its construction), nothing was patched onto the instance, and the options it has are those of the
+theorem. Everything else is traced through to functions and methods, and what has no rule there makes the bound infinite
+and names itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,11 +13,15 @@ from typing import Any
 
 from torch import nn
 
-from certcli.lipschitz.value import Value
+Rule = Callable[..., Any]
 
-Rule = Callable[..., Value | list[Value]]
-
-_FAMILIES = ("linear", "pointwise", "norms", "attention", "shapes", "residual")
+_FAMILIES = ("linear", "pointwise", "norms", "pooling", "attention", "products", "shapes", "residual", "special")
+_HARMLESS = frozenset(
+    ("__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate__", "__constants__",
+     "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "extra_repr", "__repr__",
+     "reset_parameters", "_init_weights", "__annotations_cache__", "__annotate_func__")
+)  # fmt: skip
+"""What a subclass may define and still run its parent's forward on its parent's parts."""
 
 
 class NoRule(Exception):
@@ -27,6 +32,7 @@ class NoRule(Exception):
 class ModuleRule:
     kind: type[nn.Module]
     apply: Rule
+    when: Callable[[Any], bool]
 
 
 MODULE_RULES: dict[type[nn.Module], ModuleRule] = {}
@@ -34,10 +40,12 @@ FUNCTION_RULES: dict[Any, Rule] = {}
 METHOD_RULES: dict[str, Rule] = {}
 
 
-def module_rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
+def module_rule(*kinds: type[nn.Module], when: Callable[[Any], bool] = lambda module: True) -> Callable[[Rule], Rule]:
+    """Register a rule for modules of these types for which `when` holds; others are traced through."""
+
     def register(rule: Rule) -> Rule:
         for kind in kinds:
-            MODULE_RULES[kind] = ModuleRule(kind, rule)
+            MODULE_RULES[kind] = ModuleRule(kind, rule, when)
         return rule
 
     return register
@@ -61,16 +69,23 @@ def method_rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+def runs_known_code(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether `module` is a `kind` whose methods are all `kind`'s own: no override in a subclass, no patch on it."""
+    for cls in type(module).__mro__:
+        if cls is kind:
+            return not any(callable(getattr(type(module), name, None)) for name in vars(module))
+        if any(name not in _HARMLESS for name in vars(cls)):
+            return False
+    return False
+
+
 def find_module_rule(module: nn.Module) -> ModuleRule | None:
     """The rule of the class whose forward this module runs, or None."""
     load_rules()
-    if "forward" in vars(module):
-        return None
     for kind in type(module).__mro__:
         if kind in MODULE_RULES:
-            return MODULE_RULES[kind] if type(module).forward is kind.forward else None
-        if "forward" in vars(kind):
-            return None
+            rule = MODULE_RULES[kind]
+            return rule if runs_known_code(module, kind) and rule.when(module) else None
     return None
 
 
