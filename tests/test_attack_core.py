@@ -12,7 +12,7 @@ from certcli.attack import checks, examples
 from certcli.attack.carlini import carlini_wagner
 from certcli.attack.catalogue import ATTACKS, DETERMINISTIC, L2_ONLY
 from certcli.attack.judge import judge, refine, tuck_in
-from certcli.attack.margin import lost_margin, margin_pgd
+from certcli.attack.margin import ascend, lost_margin
 from certcli.attack.presets import PRESETS, preset
 from certcli.attack.run import Record, attack_curve, attack_images
 from certcli.attack.settings import AttackSettings, Planned, plan
@@ -312,16 +312,24 @@ def test_ascent_returns_the_highest_point_of_its_way() -> None:
     model = perceptron(5)
     images = pictures(10)
     labels = labelled(model, images)
-    settings = AttackSettings(steps=7, step_size=100.0, stop_early=False)
-    first = replace(settings, steps=1)
-    with torch.no_grad():
-        start, one, seven = (
-            lost_margin(model(point), labels)
-            for point in (images, *(margin_pgd(model, images, labels, Threat("l2", 1.0), s) for s in (first, settings)))
-        )
-    assert (one >= start).all()
-    assert (seven >= start).all()
-    assert (seven > one).any()
+    settings, threat = AttackSettings(step_size=100.0, stop_early=False), Threat("l2", 1.0)
+    heights = []
+    for steps in range(1, 8):
+        peak = ascend(model, images, labels, threat, settings, lost_margin, steps=steps, random_start=False)
+        with torch.no_grad():
+            heights.append(lost_margin(model(peak), labels))
+    # in batches of one size the same point gives the same logits, so this comparison is exact
+    assert all((later >= earlier).all() for earlier, later in itertools.pairwise(heights))
+    assert (heights[-1] > heights[0]).any()
+
+
+def test_tiny_gradients_still_give_whole_steps() -> None:
+    """torchattacks adds 1e-10 to the norm of an l2 gradient, which drowns one of 1e-13."""
+    images = pictures(10)
+    plain, tiny = Scaled(1.0).eval(), Scaled(1e-12).eval()
+    data = batches(images, labelled(plain, images))
+    runs = [summarise(attack_images(net, data, ["pgd"], Threat("l2", 2.0), AttackSettings())) for net in (plain, tiny)]
+    assert runs[0].robust == runs[1].robust == 0.0
 
 
 def test_more_searches_of_carlini_and_wagner_find_no_farther_points() -> None:
@@ -371,7 +379,7 @@ def test_watched_model_keeps_the_first_success_of_a_row() -> None:
     watched(images)
     flip = images.clone()
     flip[:2] = (images + 5 * direction).clamp(0, 1)[:2]
-    watched(flip).detach().zero_()  # some attacks write into the logits they get
+    watched(flip).detach().scatter_(1, labels[:, None], 1e9)  # some attacks write into the logits they get
     logits = watched(images)  # the solved rows rest on their last logits although their pixels went back
     verdict = judge(model, images, labels, watched.harvest(images), threat)
     assert verdict.success.tolist() == [True, True, False, False]
@@ -395,6 +403,11 @@ def test_cascade_asks_each_image_once_and_independence_asks_all() -> None:
             assert outcomes == [True] * fallen + [False] + [None] * (len(names) - fallen - 1)
             assert record.broken_by == names[fallen]
     assert all(None not in record.robust.values() for record in alone)
+    nearest = [
+        *attack_images(model, data, ["fab", "fgsm"], Threat("l2", 1.0), AttackSettings(steps=20), independent=True)
+    ]
+    least = [*attack_images(model, data, ["fab"], Threat("l2", 1.0), AttackSettings(steps=20))]
+    assert [record.norm for record in nearest] == [record.norm for record in least]
     in_turn, separate = summarise(cascade), summarise(alone)
     assert in_turn.clean == separate.clean == 17 / 20
     assert in_turn.robust == in_turn.attacks["pgd-5"] <= in_turn.attacks["margin-pgd"] <= in_turn.attacks["fgsm"]
@@ -438,6 +451,10 @@ def test_transfer_crafts_on_one_net_and_tests_on_another() -> None:
     for name in ("pgd", "autoattack"):
         records = list(attack_images(model, batches(images, labels), [name], Threat("l2", 0.5), SHORT, source=source))
         assert len(records) == 10
+    seen: list[int] = []
+    source.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
+    list(attack_images(model, batches(images, labels, 10), ["pgd-9"], Threat("l2", 2.0), SHORT, source=source))
+    assert seen == [10] * 9  # no row rests when the source is fooled: that says nothing about the tested net
     assert not any(calls)  # the tested net is only ever asked, never differentiated
 
 
@@ -573,7 +590,7 @@ def test_margin_and_intervals_agree_with_known_values() -> None:
         wilson_interval(1, 0)
 
 
-class Saturated(nn.Module):
+class Scaled(nn.Module):
     """logits * factor: at 1e4 the softmax is exactly 1 in float32, and the gradient of the cross entropy exactly 0."""
 
     def __init__(self, factor: float) -> None:
@@ -603,7 +620,7 @@ def test_checks_of_the_model() -> None:
         "plain": (plain, set()),
         "softmax": (soft, {"probabilities"}),
         "log softmax": (logarithmic, {"probabilities"}),
-        "saturated": (Saturated(1e4), {"zero gradients"}),
+        "saturated": (Scaled(1e4), {"zero gradients"}),
         "rounded": (Stairs(), {"zero gradients"}),
     }
     for name, (model, expected) in cases.items():
@@ -614,7 +631,7 @@ def test_checks_of_the_model() -> None:
 
 def test_margin_sees_through_a_saturated_softmax() -> None:
     """Where the cross entropy has no gradient, PGD stands still and the margin does not."""
-    model = Saturated(1e4).eval()
+    model = Scaled(1e4).eval()
     images = pictures(20)
     data = batches(images, labelled(model, images))
     robust = {
@@ -651,6 +668,7 @@ def test_certified_above_attacked_is_fatal(norm: Norm) -> None:
     threat = Threat(norm, 2.0 if norm == "l2" else 0.5)
     records = list(attack_images(model, batches(images, labels), ["margin-pgd"], threat, SHORT, refine_steps=12))
     honest = {index: float(exact[index]) * (1 - ROUNDING) for index in range(10)}
+    honest |= dict.fromkeys(range(2), 1.0)  # a certified radius speaks of the prediction, right or wrong
     flag = checks.certified_above_attacked(records, honest)
     assert not flag.raised
     broken = next(record for record in records if record.correct and record.l2 is not None)
