@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import Tensor
+
+import certcli.compat  # noqa: F401 (before timm: torchvision must be importable)
+
+# isort: split
+import timm
 
 from certcli import models
 from certcli.checkpoint import Checkpoint, read_tensors, require_finite

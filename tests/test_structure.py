@@ -43,7 +43,7 @@ def test_imports_run_one_way(path: Path) -> None:
         if here in ("errors", "registry", "provenance"):
             assert there in ("errors", "registry", "provenance"), f"{path} imports {name}"
         if here == "nn":
-            assert there in ("errors", "registry", "nn"), f"{path} imports {name}"
+            assert there in ("errors", "registry", "nn", "compat"), f"{path} imports {name}"
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,19 @@ def test_help_imports_no_torch(words: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if "cli" not in p.relative_to(PACKAGE).parts[:1]], ids=str)
+def test_every_module_can_be_imported_first(path: Path) -> None:
+    """torchvision beside a CPU torch must be mended before timm is imported, whichever module a user imports first."""
+    tree = ast.parse(path.read_text())
+    needs = [
+        node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)) and "timm" in ast.unparse(node)
+    ]
+    if not needs or "certcli.compat" in ast.unparse(tree):
+        return
+    packages = [folder / "__init__.py" for folder in path.parents if PACKAGE in [folder, *folder.parents]]
+    assert any("certcli.compat" in package.read_text() for package in packages), path
 
 
 def test_no_pickle() -> None:

@@ -1,0 +1,3 @@
+"""The Lipschitz building blocks, and reference networks registered with timm."""
+
+import certcli.compat  # noqa: F401 (before anything here imports timm)
