@@ -47,7 +47,8 @@ class NetworkBound:
 def trace_network(model: nn.Module, size: tuple[int, ...]) -> Trace:
     """The graph of `model` on one image of this size (c, h, w). Untraceable names what cannot be followed."""
     load_rules()
-    parameter = next(model.parameters(), None)
+    tensors = [*model.parameters(), *model.buffers()]
+    parameter = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     device = parameter.device if parameter is not None else torch.device("cpu")
     dtype = parameter.dtype if parameter is not None else torch.float32
     example = torch.full((1, *size), 0.5, dtype=dtype, device=device)

@@ -36,12 +36,12 @@ class Real:
 
     def __add__(self, other: "Real | float") -> "Real":
         a, b = self, as_real(other)
-        if a.exponent < b.exponent or a.mantissa == 0:
-            a, b = b, a
         if b.mantissa == 0 or math.isinf(a.mantissa):
             return a
-        if math.isinf(b.mantissa):
+        if a.mantissa == 0 or math.isinf(b.mantissa):
             return b
+        if a.exponent < b.exponent:
+            a, b = b, a
         # ldexp may lose bits of the smaller one below 2**-1074, which the step up more than covers
         return Real(_up(a.mantissa + math.ldexp(b.mantissa, b.exponent - a.exponent)), a.exponent)
 

@@ -125,6 +125,8 @@ class _State:
     versions: dict[str, int] = field(default_factory=dict)
     scopes: list[Scope] = field(default_factory=list)
     stack: list[str] = field(default_factory=list)
+    entered: bool = False
+    recording: bool = False
 
 
 class _Tracer(fx.Tracer):
@@ -151,6 +153,8 @@ class _Tracer(fx.Tracer):
                 self.state.constants[name] = a
                 self.state.versions[name] = a._version
             return self.create_node("get_attr", name, (), {})
+        if isinstance(a, _Proxy) and not self.state.recording:
+            self._concrete(a)  # the network's result: refused as well if it was overwritten after the graph saw it
         return super().create_arg(a)
 
     def call_module(
@@ -185,6 +189,11 @@ class _Tracer(fx.Tracer):
         proxy_factory_fn: Any = None,
     ) -> Any:
         if kind == "placeholder":
+            if self.state.entered:
+                if not args:
+                    raise Untraceable("the network takes more than one input")
+                return args[0]  # an option, at its default
+            self.state.entered = True
             value: Any = self.example
         elif kind == "output":
             return super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
@@ -200,7 +209,9 @@ class _Tracer(fx.Tracer):
                 raise Untraceable(f"{self._where()}: {_name(target)} reads a tensor's value back into Python")
             if kind != "call_module" and target in _SHAPE_ONLY and not _holds_proxy((args[1:], kwargs)):
                 return value
+        self.state.recording = True
         proxy = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
+        self.state.recording = False
         assert isinstance(proxy, _Proxy)
         proxy.value = value
         proxy.versions = tuple(tensor._version for tensor in _tensors(value))

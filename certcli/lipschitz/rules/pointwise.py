@@ -14,7 +14,7 @@ from torch.nn import functional
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.table import NoRule, function_rule, method_rule, module_rule
 from certcli.lipschitz.spectral import up
-from certcli.lipschitz.value import Probabilities, Scores, Value
+from certcli.lipschitz.value import Constant, Probabilities, Scores, Value
 from certcli.nn.activations import MaxMin
 
 # sup |f'|, rounded up. GELU: Phi(sqrt 2) + sqrt(2) phi(sqrt 2) = 1.12890414518..., 1.12 (as published) is below it.
@@ -122,7 +122,11 @@ def hard_tanh(ctx: Context, module: nn.Hardtanh, x: Value) -> Value:
 @function_rule(torch.clamp, torch.clip)
 def clamp(ctx: Context, x: Value, min: Any = None, max: Any = None) -> Value:
     limits = [limit for limit in (min, max) if limit is not None]
-    ctx.require(all(isinstance(limit, (int, float)) for limit in limits), "clamping to a tensor")
+    ctx.require(not any(isinstance(limit, Value) for limit in limits), "clamping to a tensor that depends on the image")
+    if any(isinstance(limit, Constant) for limit in limits):
+        x = ctx.settle(x)
+        ctx.require(tuple(x.shape) == tuple(ctx.shape), "clamping that repeats the tensor")
+        return ctx.chain(x, ctx.arith.const(1.0), "clamping has slope at most 1", shape=x.shape)
     if (min is None or min <= 0) and (max is None or max >= 0):
         return _pointwise(ctx, x, 1.0, "clamping has slope at most 1")
     x = ctx.settle(x)

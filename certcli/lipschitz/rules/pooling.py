@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.table import NoRule, function_rule, method_rule, module_rule
+from certcli.lipschitz.rules.table import function_rule, method_rule, module_rule
 from certcli.lipschitz.spectral import gamma, up
 from certcli.lipschitz.value import Value
 
@@ -194,25 +194,25 @@ def adaptive_average(ctx: Context, x: Value, output_size: Any) -> Value:
     return _separable(ctx, x, matrices, "average over adaptive windows")
 
 
-def _separable(ctx: Context, x: Value, matrices: list[Tensor], why: str) -> Value:
-    """Kronecker product of two averaging matrices with non-negative rows of sum at most 1."""
+def _separable(ctx: Context, x: Value, matrices: list[Tensor], why: str, averages: bool = True) -> Value:
+    """Kronecker product of two matrices. averages: their rows are non-negative with sums of at most 1."""
     x, arith = ctx.settle(x), ctx.arith
     factor = arith.const(1.0)
     for matrix in matrices:
-        # entries are 1/count, one rounding each; |E|_2 <= u |A|_F
+        # entries are 1/count or interpolation weights, a few roundings each; |E|_2 <= |E|_F
         size = float(matrix.norm())
         exact = arith.sigma(arith.matrix(matrix), f"{ctx.path}:average")
-        factor = factor * (exact + arith.const(up(size * gamma(4), 4)))
+        factor = factor * (exact + arith.const(up(size * gamma(64), 4)))
     old = x.rows
     spatial = old.axis in (-1, -2)
     return ctx.chain(
         x,
         factor,
         why,
-        None if spatial else (lambda: old.value),
+        None if spatial or not averages else (lambda: old.value),
         axis=-1 if spatial else old.axis,
         total=lambda: old.total * factor,
-        peak=lambda: old.peak,
+        peak=(lambda: old.peak) if averages else None,
     )
 
 
@@ -227,16 +227,89 @@ def adaptive_max_function(ctx: Context, x: Value, output_size: Any, return_indic
     return extreme(ctx, x)
 
 
-@module_rule(nn.Upsample)
+@module_rule(nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)
 def upsample(ctx: Context, module: nn.Upsample, x: Value) -> Value:
-    return interpolate(ctx, x, mode=module.mode)
+    return interpolate(
+        ctx,
+        x,
+        module.size,
+        module.scale_factor,
+        module.mode,
+        module.align_corners,
+        module.recompute_scale_factor,
+    )
 
 
 @function_rule(functional.interpolate)
-def interpolate(ctx: Context, x: Value, *_: Any, mode: str = "nearest", **__: Any) -> Value:
-    """Nearest neighbours by a whole factor repeat every pixel: sqrt(repetitions)."""
+def interpolate(
+    ctx: Context,
+    x: Value,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Value:
+    """Interpolation is linear and separates by axis: the norms of the two resizing matrices, read off the identity."""
+    ctx.require(len(x.shape) == 4 and mode in ("nearest", "bilinear", "bicubic"), f"interpolation mode {mode}")
+    dtype = ctx.dtype if mode == "nearest" else torch.float64  # which pixel is the nearest is decided in its precision
+    scales = [None, None] if scale_factor is None else list(_factors(scale_factor))
+    matrices = []
+    for old, new, scale in zip(x.shape[-2:], ctx.shape[-2:], scales, strict=True):
+        picture = torch.eye(old, dtype=dtype).view(1, 1, old, old)
+        options: dict[str, Any] = {"size": (new, old)} if scale is None else {"scale_factor": (scale, 1.0)}
+        options |= {} if mode == "nearest" else {"align_corners": align_corners, "antialias": antialias}
+        resized = functional.interpolate(picture, mode=mode, recompute_scale_factor=recompute_scale_factor, **options)[
+            0, 0
+        ].double()
+        ctx.require(tuple(resized.shape) == (new, old), "interpolation to another size than expected")
+        matrices.append(resized)
     x = ctx.settle(x)
-    whole = all(new % old == 0 for new, old in zip(ctx.shape[-2:], x.shape[-2:], strict=True))
-    if mode != "nearest" or not whole or len(x.shape) != 4:
-        raise NoRule("interpolation other than by repeating pixels")
-    return ctx.spread(replace(x, rows=x.rows.arranged(x.shape, None)), tuple(ctx.shape))
+    return _separable(ctx, x, matrices, f"{mode} interpolation", averages=False)
+
+
+def _factors(scale_factor: Any) -> tuple[float, float]:
+    if isinstance(scale_factor, (int, float)):
+        return float(scale_factor), float(scale_factor)
+    return float(scale_factor[0]), float(scale_factor[1])
+
+
+@method_rule("unfold")
+def sliding_windows(ctx: Context, x: Value, dimension: int, size: int, step: int) -> Value:
+    """Overlapping slices: an entry lies in at most ceil(size / step) of them."""
+    return _copies(ctx, ctx.settle(x), _windows(size, step, 1), "windows")
+
+
+@function_rule(functional.unfold)
+def unfold(ctx: Context, x: Value, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Value:
+    taps = zip(_pair(kernel_size), _pair(stride), _pair(dilation), strict=True)
+    return _copies(ctx, ctx.settle(x), math.prod(_windows(k, s, d) for k, s, d in taps), "windows")
+
+
+def _copies(ctx: Context, x: Value, times: int, what: str) -> Value:
+    """Every entry at most `times` times: sqrt(times)."""
+    factor = ctx.arith.const(up(math.sqrt(times), 1))
+    return ctx.chain(
+        x,
+        factor,
+        f"an entry appears in at most {times} {what}: sqrt({times})",
+        total=lambda: factor * x.rows.total,
+        peak=lambda: x.rows.peak,
+    )
+
+
+def gathered(ctx: Context, x: Value, items: tuple[Any, ...]) -> Value:
+    """x[items] with constant index tensors: sqrt of how often an entry is taken, counted."""
+    x = ctx.settle(x)
+    numbers = torch.arange(math.prod(x.shape)).reshape(x.shape)
+    taken = numbers[items]
+    times = int(taken.flatten().bincount().max()) if taken.numel() else 1
+    return _copies(ctx, x, times, "places")
+
+
+@method_rule("index_select")
+@function_rule(torch.index_select)
+def index_select(ctx: Context, x: Value, dim: int, index: Any) -> Value:
+    whole = tuple(slice(None) for _ in range(dim % len(x.shape)))
+    return gathered(ctx, x, (*whole, ctx.constant_tensor(index).cpu()))

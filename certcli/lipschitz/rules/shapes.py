@@ -195,7 +195,11 @@ def select(ctx: Context, x: Any, index: Any) -> Any:
         return x[index]
     items = index if isinstance(index, tuple) else (index,)
     if not all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items):
-        raise NoRule("indexing by a tensor, which may repeat entries")
+        from certcli.lipschitz.rules.pooling import gathered
+
+        if any(isinstance(item, Value) for item in items):
+            raise NoRule("indexing by a tensor that depends on the image")
+        return gathered(ctx, x, tuple(i.tensor.cpu() if isinstance(i, Constant) else i for i in items))
     if x.deferred is not None:
         x = ctx.settle(x)
     rank = len(x.shape)
