@@ -54,6 +54,8 @@ def adapt(
         student = models.PixelModel(record.input, student_net).eval().to(device)
         if settings.epochs >= 0:
             yield from _fit(teacher, student, settings, images.to(device))
+        if settings.epochs >= 0 and settings.distill > 0:
+            yield _distil_network(teacher, student, settings, images.to(device))
     if settings.norm == "fold":
         paths = _fold_norms(student_net)
         record = replace(record, surgery=folded(surgery, paths))
@@ -107,7 +109,7 @@ def _fit(
         half = _in_chunks(partial(_first_half, new), y, size)
         out = _in_chunks(old, x, size)
         scale = _fit_branch(new, 2, old.norm2, old.mlp, middle, half, out, scale, size)
-        _descend(new, y, out / scale, settings)
+        _descend(new, y, out / scale, settings, settings.epochs)
         y = _in_chunks(new, y, size)
         x = out
         yield Replaced(path, type(old).__name__, _describe(new), relative_error(y, x / scale))
@@ -182,17 +184,32 @@ def _hidden(mlp: Any, u: Tensor) -> Tensor:
     return mlp.norm(mlp.act(mlp.fc1(u)))
 
 
-def _descend(block: Any, inputs: Tensor, targets: Tensor, settings: AdaptSettings) -> None:
-    """AdamW on one block's mean squared error; the best epoch's weights are kept, so it never ends worse than it began."""
-    if settings.epochs <= 0:
+def _distil_network(teacher: Any, student: Any, settings: AdaptSettings, images: Tensor) -> Replaced:
+    """All parts together, on the old network's logits: errors that the blocks have handed on are mended at the end."""
+    logits = _in_chunks(teacher, images, settings.batch_size)
+    _descend(student, images, logits, settings, settings.distill)
+    found = _in_chunks(student, images, settings.batch_size)
+    return Replaced("(network)", "logits", "logits after distillation", relative_error(found, logits))
+
+
+def _descend(block: Any, inputs: Tensor, targets: Tensor, settings: AdaptSettings, epochs: int) -> None:
+    """AdamW on the mean squared error; the best epoch's weights are kept, so it never ends worse than it began."""
+    if epochs <= 0:
         return
     parameters = [p.requires_grad_(True) for p in block.parameters()]
-    optimiser = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=0.0)
-    steps = settings.epochs * -(-len(inputs) // settings.batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    # steps relative to each tensor's own size: least squares leaves output maps a thousand times larger than query maps
+    groups = [
+        {"params": [p], "lr": settings.lr * max(float(p.detach().square().mean().sqrt()), 1e-2)} for p in parameters
+    ]
+    optimiser = torch.optim.AdamW(groups, weight_decay=0.0)
+    steps = epochs * -(-len(inputs) // settings.batch_size)
+    warm = max(1, steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimiser, lambda step: min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    )
     size = targets.square().mean()
     best, best_state = _block_error(block, inputs, targets, settings.batch_size), _state(block)
-    for _ in range(settings.epochs):
+    for _ in range(epochs):
         for positions in torch.randperm(len(inputs)).split(settings.batch_size):
             loss = functional.mse_loss(block(inputs[positions]), targets[positions]) / size
             optimiser.zero_grad()
@@ -276,7 +293,7 @@ def _distil_head(head: Any, features: Tensor, logits: Tensor, settings: AdaptSet
                 hidden = head.act(layer(hidden))
             solver.add(hidden, goal)
     solver.solve_into(head.out, ridge=1e-3)
-    _descend(head, features, logits, settings)
+    _descend(head, features, logits, settings, settings.epochs)
 
 
 def _fold_norms(net: Any) -> list[str]:

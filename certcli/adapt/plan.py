@@ -23,6 +23,7 @@ class AdaptSettings:
 
     head: None keeps it; a tuple of widths puts the tokens side by side into a MaxMin MLP of these widths (() is one
     linear layer). epochs: AdamW epochs a block after the closed-form start; 0 is the closed form alone, -1 surgery alone.
+    lr: relative to the size of each tensor. distill: epochs of end-to-end training on the old logits, after the blocks.
     """
 
     attention: str = "l2"
@@ -31,7 +32,8 @@ class AdaptSettings:
     activation: str = "keep"
     head: tuple[int, ...] | None = None
     epochs: int = 3
-    lr: float = 1e-3
+    distill: int = 5
+    lr: float = 5e-3
     batch_size: int = 64
     seed: int = 0
 
@@ -44,7 +46,7 @@ class AdaptSettings:
         ):
             if value not in known:
                 raise UsageError(f"unknown {name} '{value}'", f"one of: {', '.join(known)}")
-        if self.epochs < -1 or self.lr <= 0 or self.batch_size < 1:
+        if self.epochs < -1 or self.distill < 0 or self.lr <= 0 or self.batch_size < 1:
             raise UsageError("--epochs must be at least 0, --lr and --batch-size positive")
 
 

@@ -58,8 +58,12 @@ class LeastSquares:
         self.gram += rows.T @ rows
         self.cross += rows.T @ y.double()
 
-    def solve_into(self, layer: nn.Linear, ridge: float = 1e-6) -> None:
-        """Write the solution into `layer`. The ridge, relative to the mean eigenvalue, keeps unseen directions quiet."""
+    def solve_into(self, layer: nn.Linear, ridge: float = 1e-4) -> None:
+        """Write the solution into `layer`. The ridge is relative to the mean eigenvalue.
+
+        It keeps directions quiet that the images hardly excite: on a digits ViT 1e-4 costs one point of relative error a
+        block against 1e-6, and the network's bound is 400 to 4,000 times smaller.
+        """
         size = len(self.gram)
         strength = ridge * self.gram.diagonal().mean().clamp_min(1e-30)
         solution = torch.linalg.solve(self.gram + strength * torch.eye(size).to(self.gram), self.cross)

@@ -21,7 +21,10 @@ def adapt(
         str | None, typer.Option(help="'flat', or widths such as 128,128: tokens side by side into a MaxMin MLP.")
     ] = None,
     epochs: Annotated[int, typer.Option(min=-1, help="AdamW epochs a block; 0 closed form only, -1 surgery only.")] = 3,
-    lr: Annotated[float, typer.Option(help="Learning rate of the re-fit.")] = 1e-3,
+    distill: Annotated[
+        int, typer.Option(min=0, help="Epochs of training on the old network's logits, at the end.")
+    ] = 5,
+    lr: Annotated[float, typer.Option(help="Learning rate, relative to the size of each tensor.")] = 5e-3,
     dataset: options.Dataset = None,
     data_dir: options.DataDir = None,
     limit: Annotated[int, typer.Option("--limit", help="Calibration images.")] = 2000,
@@ -45,7 +48,9 @@ def adapt(
     from certcli.foreign import open_checkpoint
 
     sink = Sink(as_json, quiet)
-    settings = AdaptSettings(attention, norm, residual, activation, _widths(head), epochs, lr, batch_size, seed)
+    settings = AdaptSettings(
+        attention, norm, residual, activation, _widths(head), epochs, distill, lr, batch_size, seed
+    )
     path = None if dry_run else output_path(output, ckpt, "adapt", force)
     checkpoint = open_checkpoint(ckpt, hints(arch, arch_arg, mean, std))
     planned = plan(checkpoint.record, settings)

@@ -25,7 +25,10 @@ def draw_curves(
         if robust:
             clean = 100 * sum(radius >= 0 for radius in radii) / count
             points = [(0.0, clean)] + [(at, 100 * sum(rows) / len(rows)) for at, rows in sorted(robust.items())]
-            axes.plot(*zip(*points), color="#cc6677", marker="o", markersize=4, label="attacked (measured)")
+            points.append((end, points[-1][1]))
+            # what withstands a radius withstands smaller ones: between two radii the left value is an upper bound
+            axes.step(*zip(*points), where="post", color="#cc6677", label="attacked (measured)")
+            axes.plot(*zip(*points[:-1]), linestyle="none", marker="o", markersize=4, color="#cc6677")
         axes.set_xlim(0, end)
         axes.set_ylim(0, 102)
         axes.set_xlabel("radius (l2, pixels in [0, 1])")
