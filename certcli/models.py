@@ -135,10 +135,21 @@ def _some(names: list[str], count: int = 3) -> str:
     return shown if len(names) <= count else f"{shown} and {len(names) - count} more"
 
 
-def load(checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> PixelModel:
-    """The checkpoint's network with its weights, in eval mode, pixels to logits."""
+def load(
+    checkpoint: Checkpoint,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    writable: bool = False,
+) -> PixelModel:
+    """The checkpoint's network with its weights, in eval mode, pixels to logits.
+
+    On the same device and dtype the weights share the checkpoint's (memory-mapped) tensors and must not be changed;
+    `writable` copies them, for training and constraining.
+    """
     net = build(checkpoint.record)
-    load_weights(net, checkpoint.tensors)
+    tensors = checkpoint.tensors
+    load_weights(net, {name: value.clone() for name, value in tensors.items()} if writable else tensors)
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     model = PixelModel(checkpoint.record.input, net).eval().to(device)

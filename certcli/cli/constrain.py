@@ -52,7 +52,7 @@ def constrain(
     checkpoint = open_checkpoint(ckpt, hints(arch, arch_arg, mean, std))
     record = checkpoint.record
     images = calibration_images(record, dataset, data_dir, limit, seed, sink)
-    model = models.load(checkpoint, pick_device(device))
+    model = models.load(checkpoint, pick_device(device), writable=True)
     paths = [p for p in constrainable(model.net) if (layers is None or fnmatch(p, layers))]
     paths = [p for p in paths if exclude is None or not fnmatch(p, exclude)]
     if not paths:

@@ -85,7 +85,7 @@ def finetune(
     train = train.limit(limit, seed)
     sink.note(f"{len(train)} training and {len(validation)} validation images of {train.name}")
 
-    model = models.load(checkpoint, pick_device(device))
+    model = models.load(checkpoint, pick_device(device), writable=True)
     run = identity(checkpoint.digest, settings, f"{train.name}:{len(train)}")
     trainer = Trainer(model, settings, record.classes, run)
     state_path = path.with_name(f"{path.name.removesuffix('.safetensors')}.state.safetensors")

@@ -1,0 +1,140 @@
+"""Training: orthogonal stays orthogonal, losses say what they mean, estimates approach the proof, divergence is caught."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from certcli import data, models
+from certcli.checkpoint import Checkpoint
+from certcli.errors import CheckpointError, NoBoundError, UsageError
+from certcli.finetune.loop import Diverged, Trainer
+from certcli.finetune.losses import LOSSES, NEEDS_BOUND
+from certcli.finetune.settings import FinetuneSettings
+from certcli.finetune.state import load_state, save_state
+from certcli.finetune.stiefel import StiefelMuon, orthogonal_parameters, orthogonalise, polar_factor, retract
+from certcli.lipschitz.propagate import bound_network
+
+
+def small_sets(checkpoint: Checkpoint) -> tuple[data.Images, data.Images]:
+    train = data.load("digits", checkpoint.record.input, "train").limit(256)
+    return train, data.load("digits", checkpoint.record.input, "val").limit(60)
+
+
+def trainer(checkpoint: Checkpoint, **changes: object) -> Trainer:
+    settings = FinetuneSettings(**{"epochs": 2, "optimiser": "stiefel", "lr": 0.01, **changes})  # type: ignore[arg-type]
+    return Trainer(models.load(checkpoint), settings, 10, "test")
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (12, 5), (5, 12), (6, 1, 2, 2)])
+def test_polar_factors_and_updates_stay_on_the_manifold(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(polar_factor(torch.randn(shape)))
+    optimiser = StiefelMuon([weight], lr=0.05)
+    target = torch.randn(shape)
+    before = float((weight * target).sum().detach())
+    for _ in range(30):
+        optimiser.zero_grad()
+        (-(weight * target).sum()).backward()
+        optimiser.step()
+    with torch.no_grad():
+        assert float((weight * target).sum()) > before
+        retract(weight, 6)
+        flat = weight.reshape(shape[0], -1)
+        small = flat @ flat.T if flat.shape[0] <= flat.shape[1] else flat.T @ flat
+        # cubic Newton-Schulz converges to float32 rounding
+        assert torch.allclose(small, torch.eye(len(small)), atol=1e-5)
+
+
+def test_orthogonalise_gives_norm_one_and_spares_the_last_layer(workshop: Path) -> None:
+    net = models.load(Checkpoint.read(workshop / "adapted.safetensors")).net
+    last = net.head.out.weight.clone()
+    orthogonalise(net)
+    assert torch.equal(net.head.out.weight, last)
+    for weight in orthogonal_parameters(net):
+        assert abs(float(torch.linalg.matrix_norm(weight.detach().flatten(1).double(), 2)) - 1) < 1e-6
+
+
+@pytest.mark.parametrize("name", LOSSES.names())
+def test_every_loss_falls_with_the_right_answer_and_has_gradients(name: str) -> None:
+    loss = LOSSES.load(name)
+    pairs = torch.ones(3, 3) - torch.eye(3)
+    labels = torch.tensor([0, 2])
+    wrong = torch.tensor([[0.0, 3.0, 0.0], [3.0, 0.0, 0.0]], requires_grad=True)
+    right = torch.tensor([[9.0, 0.0, 0.0], [0.0, 0.0, 9.0]])
+    assert float(loss(right, labels, pairs, 0.1, 0.0)) < float(loss(wrong, labels, pairs, 0.1, 0.0))
+    loss(wrong, labels, pairs, 0.1, 0.0).backward()
+    assert wrong.grad is not None
+    assert float(wrong.grad.abs().sum()) > 0
+    if name in NEEDS_BOUND:
+        assert float(loss(right, labels, pairs, 2.0, 0.0)) > float(loss(right, labels, pairs, 0.1, 0.0))
+        with pytest.raises(UsageError):
+            loss(right, labels, None, 0.1, 0.0)
+
+
+def test_the_trainable_estimate_approaches_the_proven_bound_from_below(certified: Checkpoint) -> None:
+    run = trainer(certified, optimiser="adamw")
+    for _ in range(100):  # power iteration converges step by step, as it does in training
+        estimated = run.pairs()
+    assert estimated is not None
+    proven = bound_network(models.load(certified), certified.record.input.size, 10).pairs
+    assert proven is not None
+    ratio = estimated.detach().double() / proven.clamp_min(1e-12)
+    off_diagonal = ratio[~torch.eye(10, dtype=torch.bool)]
+    assert float(off_diagonal.max()) <= 1 + 1e-4  # float32 against float64
+    assert float(off_diagonal.min()) >= 0.9
+
+
+def test_resuming_continues_bit_for_bit(workshop: Path, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.read(workshop / "adapted.safetensors")
+    sets = small_sets(checkpoint)
+    whole = trainer(checkpoint, epochs=3)
+    records = list(whole.run(*sets))
+    first = trainer(checkpoint, epochs=3)
+    stream = first.run(*sets)
+    next(stream)
+    save_state(tmp_path / "s.safetensors", first.state())
+    second = trainer(checkpoint, epochs=3)
+    second.restore(load_state(tmp_path / "s.safetensors", "test"))
+    rest = list(second.run(*sets))
+    assert [record.loss for record in rest] == [record.loss for record in records[1:]]
+    for name, value in whole.best_net.items():
+        assert torch.equal(value, second.best_net[name]), name
+
+
+def test_a_state_of_another_run_is_refused(workshop: Path, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.read(workshop / "adapted.safetensors")
+    save_state(tmp_path / "s.safetensors", trainer(checkpoint).state())
+    with pytest.raises(CheckpointError, match="another starting checkpoint"):
+        load_state(tmp_path / "s.safetensors", "other")
+    (tmp_path / "s.safetensors").write_bytes(b"broken")
+    with pytest.raises(CheckpointError):
+        load_state(tmp_path / "s.safetensors", "test")
+
+
+def test_a_loss_that_diverges_stops_and_keeps_the_last_good_weights(plain: Checkpoint) -> None:
+    run = Trainer(
+        models.load(plain), FinetuneSettings(loss="ce", optimiser="sgd", lr=100.0, warmup=0.0, epochs=3), 10, "x"
+    )
+    with pytest.raises(Diverged, match="at step"):
+        list(run.run(*small_sets(plain)))
+    assert all(bool(torch.isfinite(value).all()) for value in run.best_net.values())
+
+
+def test_losses_that_need_a_bound_refuse_a_network_without_one() -> None:
+    net = models.create("certvit_4c3f", {}, initialise=False)
+    checkpoint = models.initialise("certvit_4c3f", {}, models.spec_of(net), 10, 0)
+    model = models.load(checkpoint)
+    model.net.hidden = torch.nn.Sequential(torch.nn.Softsign(), *model.net.hidden)
+    with pytest.raises(NoBoundError, match="needs a bound"):
+        Trainer(model, FinetuneSettings(), 10, "x")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"loss": "magic"}, {"optimiser": "magic"}, {"epochs": 0}, {"lr": 0.0}, {"epsilon": -1.0}, {"lr": math.nan}],
+)
+def test_settings_out_of_range(wrong: dict) -> None:
+    with pytest.raises(UsageError):
+        FinetuneSettings(**wrong)
