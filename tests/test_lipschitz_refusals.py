@@ -75,13 +75,6 @@ def attention_with_replaced_part() -> nn.Module:
     return Net(lambda m, x: m.attention(x.reshape(1, 4, 8)), attention=attention)
 
 
-def overwritten_alias(net: nn.Module, x: Tensor) -> Tensor:
-    y = x * 2
-    z = y
-    y += x
-    return y + z
-
-
 def overwritten_view(net: nn.Module, x: Tensor) -> Tensor:
     y = x * 2
     z = y.flatten(1)
@@ -117,7 +110,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "random numbers": (lambda: Net(lambda m, x: x + torch.rand(1)), "random"),
     "branch on a value": (lambda: Net(lambda m, x: x if x.sum() > 0 else 2 * x), "branches"),
     "value as number": (lambda: Net(lambda m, x: x * x.mean().item()), "reads a tensor's value"),
-    "alias": (lambda: Net(overwritten_alias), "overwritten in place"),
     "view of an overwritten tensor": (lambda: Net(overwritten_view), "overwritten in place"),
     "assignment into a constant": (lambda: Net(written_into_constant), "writes into a tensor"),
     "buffer that changes": (lambda: Net(written_into_buffer), "store"),

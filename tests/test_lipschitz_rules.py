@@ -14,6 +14,7 @@ import certcli.compat  # noqa: F401
 import timm.layers as timm_layers
 from timm.layers.activations import HardMish, HardSigmoid, HardSwish, Mish, QuickGELU, Swish
 from timm.layers.grn import GlobalResponseNorm
+from timm.layers.norm_act import RmsNormAct2d
 from timm.models.convit import GPSA
 from timm.models.swin_transformer import WindowAttention
 from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
@@ -146,6 +147,8 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "rms-norm": lambda: on_tokens(timm_layers.RmsNorm(8, eps=1e-2), nn.Linear(8, 3)),
     "rms-norm-torch": lambda: on_tokens(nn.RMSNorm(8, eps=1e-2)),
     "rms-norm-2d": lambda: image_norm(timm_layers.RmsNorm2d(4, eps=1e-2)),
+    "rms-norm-act-2d": lambda: image_norm(RmsNormAct2d(4, eps=1e-2, act_layer=nn.GELU)),
+    "avg-pool-1d": lambda: on_tokens(nn.AvgPool1d(3, 2, 1)),
     "group-norm": lambda: image_norm(nn.GroupNorm(2, 4, eps=1e-2)),
     "group-norm-1": lambda: image_norm(timm_layers.GroupNorm1(4, eps=1e-2)),
     "l2-normalize": lambda: on_tokens(f(lambda m, x: functional.normalize(x, dim=-1, eps=0.3))),
@@ -184,6 +187,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "residual": lambda: on_tokens(f(lambda m, x: x + m.parts[0](x), nn.Linear(8, 8))),
     "in-place-residual": lambda: on_tokens(f(lambda m, x: m.parts[0](x).add_(x).mul_(2.0), nn.Linear(8, 8))),
     "augmented": lambda: f(_augmented, nn.Conv2d(2, 2, 1)),
+    "two-names": lambda: f(_two_names),
     "broadcast": lambda: on_tokens(f(lambda m, x: x + x[:, :1] - 2 * x.mean(1, keepdim=True))),
     "expand": lambda: on_tokens(f(lambda m, x: x[:, :1].expand(-1, 5, -1) / 2)),
     "cat-twice": lambda: on_tokens(f(lambda m, x: torch.cat([x, m.t.expand(1, 2, -1), -x], dim=1), t=torch.randn(1, 1, 8))),
@@ -249,6 +253,14 @@ def _augmented(net: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
+def _two_names(net: nn.Module, x: Tensor) -> Tensor:
+    y = x * 2
+    z = y  # the same tensor: it grows as well
+    y += x
+    y.mul_(1.5)
+    return y + z
+
+
 LOOSE_START = 1.5
 """Weights are scaled up so that softmaxes and gates saturate somewhere in the box."""
 
@@ -307,7 +319,7 @@ EXACT = {
     "linear": 1e-6, "linear-twice": 1e-6, "conv-3": 1e-6, "normalize": 1e-6, "batch-norm-folded-twice": 1e-6,
     "conv-groups": 1e-6, "gain-after-linear": 1e-6, "center-norm-folded": 1e-6, "gain-before-linear": 1e-6,
     "negative-scale": 1e-6, "split-heads": 20.0, "mixed-tokens": 1e-6, "adaptive": 1e-6, "constant-matrices": 1e-6,
-    "layer-scale-2d": 1e-6, "shuffle": 1e-6, "conv-3-stride": 1e-6, "avg-pool": 1e-6,
+    "layer-scale-2d": 1e-6, "two-names": 1e-6, "shuffle": 1e-6, "conv-3-stride": 1e-6, "avg-pool": 1e-6,
 }  # fmt: skip
 
 

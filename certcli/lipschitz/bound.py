@@ -95,15 +95,20 @@ def check_proof(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     values: list[Real] = []
     problems: list[str] = []
     for number, row in enumerate(rows):
-        value = Real.from_json(row["value"])
-        parts = list(row["parts"])
+        where = f"node {number} ({row.get('path')})"
+        try:
+            value, parts, law = Real.from_json(row["value"]), [int(part) for part in row["parts"]], row["law"]
+        except (KeyError, TypeError, ValueError) as failure:
+            problems.append(f"{where}: cannot be read ({failure})")
+            values.append(INF)
+            continue
         if any(not 0 <= part < number for part in parts):
-            problems.append(f"node {number} ({row['path']}): refers to a node that does not come before it")
-        elif row["law"] != "theorem":
-            if row["law"] not in LAWS:
-                problems.append(f"node {number} ({row['path']}): unknown law '{row['law']}'")
-            elif value < LAWS[row["law"]]([values[part] for part in parts]):
-                problems.append(f"node {number} ({row['path']}): value {value} is below its law '{row['law']}'")
+            problems.append(f"{where}: refers to a node that does not come before it")
+        elif law != "theorem":
+            if law not in LAWS:
+                problems.append(f"{where}: unknown law '{law}'")
+            elif value < LAWS[law]([values[part] for part in parts]):
+                problems.append(f"{where}: value {value} is below its law '{law}'")
         values.append(value)
     return problems
 

@@ -272,6 +272,9 @@ class Context:
         """A settled `x` repeated (broadcast) to this shape: sqrt(repetitions)."""
         if tuple(x.shape) == tuple(shape):
             return x
+        old_shape = (1,) * (len(shape) - len(x.shape)) + tuple(x.shape)
+        if len(old_shape) > len(shape) or any(o not in (1, n) for o, n in zip(old_shape, shape, strict=True)):
+            raise NoRule(f"a tensor of shape {tuple(x.shape)} repeated to {tuple(shape)}")
         times = math.prod(shape) // max(1, math.prod(x.shape))
         factor = self.arith.const(up(math.sqrt(times), 1))
         old = x.rows

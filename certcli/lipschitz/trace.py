@@ -70,7 +70,7 @@ class _Proxy(fx.Proxy):
     def __iter__(self) -> Iterator[Any]:
         return iter([operator.getitem(self, index) for index in range(len(self.value))])
 
-    # Python's `x += y` would silently fall back to `x = x + y`, which hides that other names of x change too
+    # Python's `x += y` would silently fall back to `x = x + y`, which hides that views of x change too
     def __iadd__(self, other: Any) -> Any:
         return self._in_place(operator.iadd, other)
 
@@ -218,6 +218,10 @@ class _Tracer(fx.Tracer):
         proxy.node.meta["shape"] = _shape(value)
         proxy.node.meta["dtype"] = value.dtype if isinstance(value, Tensor) else None
         proxy.node.meta["scope"] = self.state.stack[-1] if self.state.stack else ""
+        if args and isinstance(args[0], _Proxy) and args[0].value is value and args[0].versions != proxy.versions:
+            # written in place: all names of the operand mean the new value from here on; its views stay refused
+            args[0].node, args[0].versions = proxy.node, proxy.versions
+            return args[0]
         return proxy
 
     def _execute(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,12 +9,13 @@ from timm.layers import LayerScale, RmsNorm2d
 from timm.layers.grn import GlobalResponseNorm
 from timm.layers.norm import LayerNorm as TimmLayerNorm
 from timm.layers.norm import LayerNormFp32, RmsNorm2dFp32
+from timm.layers.norm_act import RmsNormAct2d, RmsNormAct2dFp32
 from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.shapes import moved
-from certcli.lipschitz.rules.table import NoRule, function_rule, method_rule, module_rule
+from certcli.lipschitz.rules.table import NoRule, find_module_rule, function_rule, method_rule, module_rule
 from certcli.lipschitz.spectral import up
 from certcli.lipschitz.value import Affine, Convolution, Value
 from certcli.nn.norms import CenterNorm
@@ -102,6 +103,21 @@ def rms_norm_2d(ctx: Context, module: RmsNorm2d, x: Value) -> Value:
     x = moved(ctx, ctx.settle(x), (0, 2, 3, 1))
     normal = normalise(ctx, x, module.normalized_shape, module.weight, None, module.eps, centered=False)
     return moved(ctx, normal, (0, 3, 1, 2))
+
+
+def _parts_have_rules(module: RmsNormAct2d) -> bool:
+    return find_module_rule(module.drop) is not None and find_module_rule(module.act) is not None
+
+
+@module_rule(RmsNormAct2d, RmsNormAct2dFp32, when=_parts_have_rules)
+def rms_norm_act_2d(ctx: Context, module: RmsNormAct2d, x: Value) -> Value:
+    """RMSNorm over the channels, dropout, activation."""
+    x = rms_norm_2d(ctx, module, x)
+    for part in (module.drop, module.act):
+        rule = find_module_rule(part)
+        assert rule is not None
+        x = rule.apply(ctx, part, x)
+    return x
 
 
 @module_rule(nn.GroupNorm)

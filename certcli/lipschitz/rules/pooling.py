@@ -178,6 +178,30 @@ def average_pool(
     return _separable(ctx, x, matrices, "average over windows")
 
 
+@module_rule(nn.AvgPool1d)
+def average_pool_1d_module(ctx: Context, module: nn.AvgPool1d, x: Value) -> Value:
+    return average_pool_1d(
+        ctx, x, module.kernel_size, module.stride, module.padding, module.ceil_mode, module.count_include_pad
+    )
+
+
+@function_rule(functional.avg_pool1d, torch.avg_pool1d)
+def average_pool_1d(
+    ctx: Context,
+    x: Value,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> Value:
+    kernel, pad = _pair(kernel_size)[0], _pair(padding)[0]
+    step = _pair(stride if stride not in (None, [], ()) else kernel_size)[0]
+    line = torch.eye(x.shape[-1], dtype=torch.float64).unsqueeze(0)
+    matrix = functional.avg_pool1d(line, kernel, step, pad, ceil_mode, count_include_pad)[0].T
+    return _separable(ctx, x, [matrix], "average over windows")
+
+
 @module_rule(nn.AdaptiveAvgPool2d)
 def adaptive_module(ctx: Context, module: nn.AdaptiveAvgPool2d, x: Value) -> Value:
     return adaptive_average(ctx, x, module.output_size)

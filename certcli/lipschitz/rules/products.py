@@ -185,6 +185,9 @@ def attend(
     arith = ctx.arith
     asked = tuple(query.tensor.shape if isinstance(query, Constant) else query.shape)
     leading = asked[:-2]
+    if tuple(key.shape[:-2]) != leading or tuple(value.shape[:-2]) != leading:  # one head of keys for all queries
+        key = ctx.spread(ctx.settle(key), (*leading, *key.shape[-2:]))
+        value = ctx.spread(ctx.settle(value), (*leading, *value.shape[-2:]))
     ctx.require(
         tuple(key.shape[:-2]) == leading and tuple(value.shape[:-2]) == leading,
         "attention whose queries, keys and values have different heads",

@@ -16,6 +16,7 @@ from torch.nn import functional
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.table import NoRule, function_rule, method_rule, module_rule
+from certcli.lipschitz.spectral import up
 from certcli.lipschitz.value import Affine, Constant, Size, Value
 
 Shape = tuple[int, ...]
@@ -315,7 +316,15 @@ def repeat(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
     x = ctx.settle(x)
     ctx.require(math.prod(ctx.shape) % max(1, math.prod(x.shape)) == 0, "an uneven repetition")
     ctx.require(not any(isinstance(a, (Constant, Value)) for a in (*_, *__.values())), "repetition by a tensor")
-    return ctx.spread(replace(x, rows=x.rows.arranged(x.shape, None)), tuple(ctx.shape))
+    times = math.prod(ctx.shape) // max(1, math.prod(x.shape))
+    factor = ctx.arith.const(up(math.sqrt(times), 1))
+    return ctx.chain(
+        x,
+        factor,
+        f"repeated {times} times: sqrt({times})",
+        total=lambda: factor * x.rows.total,
+        peak=lambda: x.rows.peak,
+    )
 
 
 @function_rule(functional.pad)
