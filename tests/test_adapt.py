@@ -85,7 +85,7 @@ def test_centre_norm_start_beats_every_other_gain() -> None:
 
 def test_tied_queries_reproduce_a_symmetric_positive_form(tiny: Checkpoint) -> None:
     """Where W_Q,h^T W_K,h is already symmetric, positive and of rank dh, the tied map reproduces it."""
-    old = models.load(tiny).net.blocks[0].attn
+    old = models.load(tiny, writable=True).net.blocks[0].attn
     heads, width = old.num_heads, old.head_dim
     inner = heads * width
     old.qkv.weight.data[inner : 2 * inner] = old.qkv.weight.data[:inner]

@@ -1,6 +1,7 @@
 """The six commands chained by file, as a shell would, on real digits; and what each promises about its output."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,13 @@ def test_the_chain_certifies_a_real_share(workshop: Path) -> None:
     assert final["clean"] >= final["certified"]["0.1"]
 
 
-def test_lineage_names_every_step(certified: Checkpoint) -> None:
+def test_lineage_names_every_step(workshop: Path, certified: Checkpoint) -> None:
     commands = [step.command for step in certified.record.lineage]
     assert commands == ["init", "finetune", "adapt", "constrain", "finetune"]
     assert certified.record.dataset == "digits"
+    for stage, child in pairwise(["init", *STAGES]):
+        parent = Checkpoint.read(workshop / f"{stage}.safetensors")
+        assert Checkpoint.read(workshop / f"{child}.safetensors").record.lineage[-1].parent == parent.digest
     assert "/" not in certified.record.to_json().replace("\\/", "")  # no path of any machine
 
 

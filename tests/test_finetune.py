@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from certcli import data, models
-from certcli.checkpoint import Checkpoint
+from certcli.checkpoint import Checkpoint, tensors_digest
 from certcli.errors import CheckpointError, NoBoundError, UsageError
 from certcli.finetune.loop import Diverged, Trainer
 from certcli.finetune.losses import LOSSES, NEEDS_BOUND
@@ -24,7 +24,7 @@ def small_sets(checkpoint: Checkpoint) -> tuple[data.Images, data.Images]:
 
 def trainer(checkpoint: Checkpoint, **changes: object) -> Trainer:
     settings = FinetuneSettings(**{"epochs": 2, "optimiser": "stiefel", "lr": 0.01, **changes})  # type: ignore[arg-type]
-    return Trainer(models.load(checkpoint), settings, 10, "test")
+    return Trainer(models.load(checkpoint, writable=True), settings, 10, "test")
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (12, 5), (5, 12), (6, 1, 2, 2)])
@@ -48,7 +48,7 @@ def test_polar_factors_and_updates_stay_on_the_manifold(shape: tuple[int, ...]) 
 
 
 def test_orthogonalise_gives_norm_one_and_spares_the_last_layer(workshop: Path) -> None:
-    net = models.load(Checkpoint.read(workshop / "adapted.safetensors")).net
+    net = models.load(Checkpoint.read(workshop / "adapted.safetensors"), writable=True).net
     last = net.head.out.weight.clone()
     orthogonalise(net)
     assert torch.equal(net.head.out.weight, last)
@@ -91,6 +91,7 @@ def test_resuming_continues_bit_for_bit(workshop: Path, tmp_path: Path) -> None:
     sets = small_sets(checkpoint)
     whole = trainer(checkpoint, epochs=3)
     records = list(whole.run(*sets))
+    assert tensors_digest(checkpoint.tensors) == Checkpoint.read(workshop / "adapted.safetensors").digest
     first = trainer(checkpoint, epochs=3)
     stream = first.run(*sets)
     next(stream)
@@ -115,7 +116,10 @@ def test_a_state_of_another_run_is_refused(workshop: Path, tmp_path: Path) -> No
 
 def test_a_loss_that_diverges_stops_and_keeps_the_last_good_weights(plain: Checkpoint) -> None:
     run = Trainer(
-        models.load(plain), FinetuneSettings(loss="ce", optimiser="sgd", lr=100.0, warmup=0.0, epochs=3), 10, "x"
+        models.load(plain, writable=True),
+        FinetuneSettings(loss="ce", optimiser="sgd", lr=100.0, warmup=0.0, epochs=3),
+        10,
+        "x",
     )
     with pytest.raises(Diverged, match="at step"):
         list(run.run(*small_sets(plain)))
