@@ -2,100 +2,135 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from certcli.constrain.douglas_rachford import Result, check_options
 from certcli.constrain.projection import Eigenbasis, eigenbasis
 from certcli.constrain.prox import clip, singular_values
-from certcli.constrain.statistics import LayerStatistics
+from certcli.constrain.statistics import LayerStatistics, energy
+
+CHECK_EVERY = 10
+"""Iterations between two evaluations of the lower limit, each of which costs one set of singular values."""
+
+
+@dataclass(frozen=True, eq=False)
+class BallFit:
+    """A point of the ball, its squared error, and a lower limit of the squared error over the whole ball."""
+
+    matrix: Tensor
+    error: float
+    lower: float
+    iterations: int
 
 
 def least_squares_on_ball(
-    centre: Tensor, values: Tensor, radius: float, start: Tensor, max_iterations: int = 1000, tolerance: float = 1e-7
-) -> tuple[Tensor, int]:
+    centre: Tensor,
+    values: Tensor,
+    radius: float,
+    start: Tensor,
+    *,
+    max_iterations: int = 1000,
+    tolerance: float = 1e-6,
+    target: float | None = None,
+) -> BallFit:
     """argmin sum_k values_k |W_k - centre_k|^2 subject to |W|_2 <= radius, columns k in the eigenbasis of G.
 
-    Accelerated projected gradient with restarts where the error grows; ends when it falls by less than `tolerance`
-    (relative) an iteration. Source: Beck & Teboulle 2009; O'Donoghue & Candes 2015.
+    Accelerated projected gradient, restarted where the error grows. The lower limit is the linearised error at W,
+    least over the ball: f(W) - <grad, W> - radius |grad|_nuclear (Frank & Wolfe). Ends when both meet to `tolerance`,
+    or, with a `target`, as soon as it is decided whether the ball holds a point of at most that squared error.
+    Source: Beck & Teboulle 2009; O'Donoghue & Candes 2015.
     """
     step = 1.0 / float(values[0])
     current = ahead = clip(start, radius)
-    momentum, previous = 1.0, float("inf")
-    iterations = 0
+    momentum, previous, lower, iterations = 1.0, float("inf"), 0.0, 0
+    best, best_error = current, float("inf")
     while iterations < max_iterations:
         iterations += 1
         following = clip(ahead - (ahead - centre) * (values * step), radius)
-        error = float((((following - centre) ** 2).sum(0) * values).sum())
+        displacement = following - centre
+        half_gradient = displacement * values
+        error = float((half_gradient * displacement).sum())
+        if error < best_error:
+            best, best_error = following, error
+        if target is not None and error <= target:
+            break
+        if iterations % CHECK_EVERY == 0:
+            slope = float((half_gradient * following).sum()) + radius * float(singular_values(half_gradient).sum())
+            lower = max(lower, error - 2.0 * slope)
+            if best_error - lower <= tolerance * best_error or (target is not None and lower > target):
+                break
         if error > previous:
             momentum, ahead, previous = 1.0, current, float("inf")
             continue
-        grown = (1 + (1 + 4 * momentum * momentum) ** 0.5) / 2
-        ahead = following + (momentum - 1) / grown * (following - current)
-        current, momentum = following, grown
-        if previous - error < tolerance * error:
-            break
-        previous = error
-    return current, iterations
+        grown = (1.0 + (1.0 + 4.0 * momentum * momentum) ** 0.5) / 2.0
+        ahead = following + (momentum - 1.0) / grown * (following - current)
+        current, momentum, previous = following, grown, error
+    return BallFit(best, best_error, lower, iterations)
 
 
-def constrain_ball(statistics: LayerStatistics, eta: float = 0.1, *, ridge: float = 0.0) -> Result:
-    """The Pareto front from the other side: the least radius whose best fit has relative error eta."""
-    return _search(
-        statistics,
-        eta,
-        ridge,
-        lambda centre, basis, radius, start: least_squares_on_ball(centre, basis.values, radius, start),
-    )
+def constrain_ball(statistics: LayerStatistics, eta: float = 0.1, *, ridge: float | None = None) -> Result:
+    """The Pareto front from the other side: the least radius whose best fit has relative error eta.
 
-
-def constrain_clip(statistics: LayerStatistics, eta: float = 0.1, *, ridge: float = 0.0) -> Result:
-    """W = W0 with its singular values cut at the lowest level of relative error at most eta."""
-
-    def fit(centre: Tensor, basis: Eigenbasis, radius: float, start: Tensor) -> tuple[Tensor, int]:
-        return clip(centre, radius), 1
-
-    return _search(statistics, eta, ridge, fit)
-
-
-Fit = Callable[[Tensor, Eigenbasis, float, Tensor], tuple[Tensor, int]]
-
-
-def _search(statistics: LayerStatistics, eta: float, ridge: float, fit: Fit) -> Result:
-    """Bisection on the radius (to 1e-4 of it): the error falls as the radius grows. The upper end is feasible."""
-    check_options(0.5, eta, 1.0)
-    begun = time.perf_counter()
+    Several groups are fitted together and each must hold; `lower` is then unknown (0).
+    """
     basis = eigenbasis(statistics.grams.sum(0), ridge)
     centre = statistics.weight @ basis.vectors
+    single = len(statistics.grams) == 1
+    target = eta * eta * float(statistics.energies[0]) if single else None
+    position = centre
+
+    def fit(radius: float) -> tuple[Tensor, int, bool]:
+        nonlocal position
+        found = least_squares_on_ball(centre, basis.values, radius, position, target=target)
+        position = found.matrix
+        return found.matrix @ basis.vectors.mT, found.iterations, single and found.lower > (target or 0.0)
+
+    return _search(statistics, eta, basis, fit)
+
+
+def constrain_clip(statistics: LayerStatistics, eta: float = 0.1, *, ridge: float | None = None) -> Result:
+    """W = W0 with its singular values cut at the lowest level of relative error at most eta; nothing is re-fitted.
+
+    A ridge changes nothing here, there is no fit to regularise.
+    """
+    basis = eigenbasis(statistics.grams.sum(0), ridge)
+    return _search(statistics, eta, basis, lambda radius: (clip(statistics.weight, radius), 1, False))
+
+
+def _search(
+    statistics: LayerStatistics,
+    eta: float,
+    basis: Eigenbasis,
+    fit: Callable[[float], tuple[Tensor, int, bool]],
+) -> Result:
+    """Bisection on the radius, to 1e-3 of it; the upper end is feasible. `fit` -> (W, iterations, proven infeasible)."""
+    check_options(1.0, eta, 1.0)
+    begun = time.perf_counter()
     radii = eta * eta * statistics.energies
-
-    def inside(rotated: Tensor) -> bool:
-        displacement = (rotated - centre) @ basis.vectors.mT
-        return bool((((displacement @ statistics.grams) * displacement).sum((-2, -1)) <= radii).all())
-
-    top = float(singular_values(centre)[0])
-    low, high, best, iterations = 0.0, top, centre, 0
-    start = centre
-    while top > 0 and high - low > 1e-4 * high:
+    top = float(singular_values(statistics.weight)[0])
+    low, high, lower, iterations, best = 0.0, top, 0.0, 0, statistics.weight.clone()
+    while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        start, count = fit(centre, basis, middle, start)
+        weight, count, refuted = fit(middle)
         iterations += count
-        if inside(start):
-            high, best = middle, start
+        if bool((energy(weight - statistics.weight, statistics.grams) <= radii).all()):
+            high, best = middle, weight
         else:
             low = middle
-    weight = best @ basis.vectors.mT if best is not centre else statistics.weight.clone()
-    error = float(statistics.relative_errors(weight).max())
+            lower = middle if refuted else lower
+    error = float(statistics.relative_errors(best).max())
     return Result(
-        weight=weight,
+        weight=best,
         iterations=iterations,
         primal_residual=(high - low) / top if top > 0 else 0.0,
         feasible=error <= eta * (1 + 1e-9),
         relative_error=error,
-        held_out_error=statistics.held_out_error(weight),
-        objective=float(singular_values(weight)[0]),
-        lower=0.0,
+        held_out_error=statistics.held_out_error(best),
+        objective=float(singular_values(best)[0]),
+        lower=lower,
         rank=basis.rank,
-        ridge=ridge,
+        ridge=basis.ridge,
         seconds=time.perf_counter() - begun,
     )

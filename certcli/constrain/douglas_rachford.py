@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +9,14 @@ from torch import Tensor
 
 from certcli.constrain.projection import Eigenbasis, eigenbasis, project, pull_inside, shrinkage
 from certcli.constrain.prox import Penalty, per_head
-from certcli.constrain.statistics import LayerStatistics
+from certcli.constrain.statistics import LayerStatistics, energy
 from certcli.errors import UsageError
 
 CHECK_EVERY = 10
 """Iterations between two evaluations of the optimality gap, each of which costs two sets of singular values."""
+
+ROUNDS = 15
+"""Most updates of the weights of several groups."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,139 +65,153 @@ def constrain_matrix(
     max_iterations: int = 200,
     tolerance: float = 1e-3,
     *,
-    ridge: float = 0.0,
+    ridge: float | None = None,
     blocks: int = 1,
 ) -> Result:
     """Douglas-Rachford: P = prox(Z), Q = proj_C(2P - Z), Z <- Z + relaxation (Q - P); the result is Q, feasible.
 
     eta: allowed relative output error of each group, |W X_j - W0 X_j|_F <= eta |W0 X_j|_F (outputs without bias); the
-    paper's absolute eta_j is eta^2 S_j / T_j. beta: the strength of the prox is beta * pace * |W0|*, where |W0|* is the dual
-    norm of W0, the strength that sends W0 to zero (sum of singular values for the spectral norm, largest |w| for l1).
-    A converged result does not depend on beta, which sets how fast it is reached. `blocks`: L is the sum over that many equal row blocks (the
-    heads of q, k and v). Ends when the optimality gap is at most `tolerance`, or after `max_iterations`.
+    paper's absolute eta_j is eta^2 S_j / T_j (`paper_eta`). beta: the strength of the prox is beta * pace * |W0|*, with
+    the dual norm of W0, the strength that sends W0 to zero (sum of singular values for the spectral norm, largest |w|
+    for l1), so that one value suits all layers. A converged result does not depend on beta, which sets how fast it is
+    reached. relaxation: the paper's lambda. `blocks`: L is the sum over that many equal row blocks (the heads of q, k
+    and v). Directions that no calibration token excites are free: W has the least norm there, see `rank`; `ridge` adds
+    that share of the mean eigenvalue to G, which is stricter and so stays feasible (None: see `eigenbasis`).
+    Several groups are one group with weights, found by ascent on the dual (`_many_groups`). Ends when the optimality
+    gap is at most `tolerance` (three times that with several groups), or after `max_iterations`.
     Source: CertViT, Algorithm 1; Combettes & Pesquet 2007.
     """
     check_options(beta, eta, relaxation)
     begun = time.perf_counter()
-    if len(statistics.grams) == 1:
-        run = _single_group(statistics, penalty, beta, eta, relaxation, max_iterations, tolerance, ridge, blocks)
+    basis = eigenbasis(statistics.grams.sum(0), ridge)
+    radii = eta * eta * statistics.energies
+    settings = _Settings(penalty, blocks, beta, relaxation, max_iterations, tolerance)
+    if float(radii.max()) == 0.0 or not bool(statistics.weight.any()):
+        norm = settings.value(statistics.weight)
+        run = _Run(statistics.weight.clone(), statistics.weight, 0, 0.0, norm, norm)
+    elif len(radii) == 1:
+        run = _one_group(statistics.weight, basis, float(radii[0]), settings, statistics.weight)
     else:
-        run = _many_groups(statistics, penalty, beta, eta, relaxation, max_iterations, ridge, blocks)
-    weight, iterations, residual, lower, rank = run
-    error = float(statistics.relative_errors(weight).max())
+        run = _many_groups(statistics, radii, basis.ridge, settings)
+    error = float(statistics.relative_errors(run.weight).max())
     return Result(
-        weight=weight,
-        iterations=iterations,
-        primal_residual=residual,
+        weight=run.weight,
+        iterations=run.iterations,
+        primal_residual=run.residual,
         feasible=error <= eta * (1 + 1e-9),
         relative_error=error,
-        held_out_error=statistics.held_out_error(weight),
-        objective=float(penalty.value(per_head(weight, blocks))),
-        lower=lower,
-        rank=rank,
-        ridge=ridge,
+        held_out_error=statistics.held_out_error(run.weight),
+        objective=run.objective,
+        lower=run.lower,
+        rank=basis.rank,
+        ridge=basis.ridge,
         seconds=time.perf_counter() - begun,
     )
 
 
-def _single_group(
-    statistics: LayerStatistics,
-    penalty: Penalty,
-    beta: float,
-    eta: float,
-    relaxation: float,
-    max_iterations: int,
-    tolerance: float,
-    ridge: float,
-    blocks: int,
-) -> tuple[Tensor, int, float, float, int]:
-    """One group: the projection is exact. A right-invariant penalty runs in the eigenbasis, without any product."""
-    basis = eigenbasis(statistics.grams[0], ridge)
-    radius = eta * eta * float(statistics.energies[0])
-    centre = statistics.weight @ basis.vectors
-    rotate = not penalty.right_invariant
+@dataclass(frozen=True)
+class _Settings:
+    penalty: Penalty
+    blocks: int
+    beta: float
+    relaxation: float
+    max_iterations: int
+    tolerance: float
 
-    def prox(matrix: Tensor, strength: float) -> Tensor:
-        matrix = matrix @ basis.vectors.mT if rotate else matrix
-        matrix = penalty.prox(per_head(matrix, blocks), strength).reshape(matrix.shape)
-        return matrix @ basis.vectors if rotate else matrix
+    def prox(self, matrix: Tensor, strength: float) -> Tensor:
+        return self.penalty.prox(per_head(matrix, self.blocks), strength).reshape(matrix.shape)
 
-    def value(matrix: Tensor) -> float:
-        matrix = matrix @ basis.vectors.mT if rotate else matrix
-        return float(penalty.value(per_head(matrix, blocks)))
+    def value(self, matrix: Tensor) -> float:
+        return float(self.penalty.value(per_head(matrix, self.blocks)))
 
-    def dual(matrix: Tensor) -> float:
-        matrix = matrix @ basis.vectors.mT if rotate else matrix
-        return float(penalty.dual(per_head(matrix, blocks)))
+    def dual(self, matrix: Tensor) -> float:
+        return float(self.penalty.dual(per_head(matrix, self.blocks)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    weight: Tensor
+    state: Tensor
+    iterations: int
+    residual: float
+    objective: float
+    lower: float
+
+
+def _one_group(centre: Tensor, basis: Eigenbasis, radius: float, settings: _Settings, state: Tensor) -> _Run:
+    """Exact projection onto one ellipsoid tr(D G D^T) <= radius, from `state`.
+
+    A right-invariant penalty runs in the eigenbasis of G, where the projection scales columns and no product is left.
+    """
+    rotation = basis.vectors
+    turned = not settings.penalty.right_invariant
+    centre, state = centre @ rotation, state @ rotation
+
+    def back(matrix: Tensor) -> Tensor:
+        return matrix @ rotation.mT if turned else matrix
 
     size = float(centre.norm())
-    if size == 0 or radius == 0:
-        return statistics.weight.clone(), 0, 0.0, value(centre), basis.rank
-    strength = beta * penalty.pace * dual(centre)
-    state, t, residual, lower, iteration = centre, 0.0, math.inf, 0.0, 0
-    feasible = centre
-    for iteration in range(1, max_iterations + 1):
-        near = prox(state, strength)
+    strength = settings.beta * settings.penalty.pace * settings.dual(back(centre))
+    t, residual, objective, lower, iteration, feasible = 0.0, math.inf, math.inf, 0.0, 0, centre
+    while iteration < settings.max_iterations:
+        iteration += 1
+        near = settings.prox(back(state), strength)
+        near = near @ rotation if turned else near
         displacement = 2 * near - state - centre
         factors, t = shrinkage(displacement, basis, radius, t)
         displacement = displacement * factors
         feasible = centre + displacement
         change = feasible - near
-        state = state + relaxation * change
-        residual = float(change.norm()) / size
-        if iteration % CHECK_EVERY == 0 or iteration == max_iterations:
-            lower = max(lower, _dual_value(displacement, centre, basis, radius, dual))
-            if value(feasible) <= (1 + tolerance) * lower:
+        state = state + settings.relaxation * change
+        if iteration % CHECK_EVERY == 0 or iteration == settings.max_iterations:
+            normal = -displacement * basis.values
+            lower = max(lower, _dual_value(normal, displacement, centre, radius, settings.dual(back(normal))))
+            objective = settings.value(back(feasible))
+            residual = float(change.norm()) / size
+            if objective <= (1 + settings.tolerance) * lower:
                 break
-    return feasible @ basis.vectors.mT, iteration, residual, lower, basis.rank
+    return _Run(feasible @ rotation.mT, state @ rotation.mT, iteration, residual, objective, lower)
 
 
-def _dual_value(
-    displacement: Tensor, centre: Tensor, basis: Eigenbasis, radius: float, dual: Callable[[Tensor], float]
-) -> float:
-    """min over C of <Y, W> / |Y|* <= min over C of L, for Y = -D G: sharp at the solution.
+def _dual_value(normal: Tensor, displacement: Tensor, centre: Tensor, radius: float, size: float) -> float:
+    """min over C of <Y, W> / |Y|* <= min over C of L, for Y = -D G and |Y|* = size: sharp at the solution.
 
     On the ellipsoid tr(E G E^T) <= r the linear form <-D G, E> is at least -sqrt(r tr(D G D^T)) (Cauchy-Schwarz).
     """
-    normal = -displacement * basis.values
-    size = dual(normal)
     if size == 0:
         return 0.0
     depth = math.sqrt(radius * max(0.0, -float((normal * displacement).sum())))
     return (float((normal * centre).sum()) - depth) / size
 
 
-def _many_groups(
-    statistics: LayerStatistics,
-    penalty: Penalty,
-    beta: float,
-    eta: float,
-    relaxation: float,
-    max_iterations: int,
-    ridge: float,
-    blocks: int,
-) -> tuple[Tensor, int, float, float, int]:
-    """Several groups: the projection is Algorithm 2; the last point is pulled inside every constraint."""
-    centre, radii = statistics.weight, eta * eta * statistics.energies
-    width = centre.shape[1]
-    identity = torch.eye(width, dtype=centre.dtype, device=centre.device)
-    means = statistics.grams.diagonal(dim1=-2, dim2=-1).mean(-1)
-    grams = statistics.grams + ridge * means[:, None, None] * identity
-    rank = eigenbasis(statistics.grams.sum(0)).rank
-    size = float(centre.norm())
-    active = radii > 0
-    if size == 0 or not bool(active.any()):
-        return centre.clone(), 0, 0.0, 0.0, rank
-    grams, radii = grams[active], radii[active]
-    strength = beta * penalty.pace * float(penalty.dual(per_head(centre, blocks)))
-    state, residual, iteration, feasible = centre, math.inf, 0, centre
-    while iteration < max_iterations:
-        iteration += 1
-        near = penalty.prox(per_head(state, blocks), strength).reshape(centre.shape)
-        feasible, _ = project(2 * near - state, centre, grams, radii, max_steps=20 * len(grams), tolerance=1e-6)
-        change = feasible - near
-        state = state + relaxation * change
-        residual = float(change.norm()) / size
-        if residual <= 1e-5:
+def _many_groups(statistics: LayerStatistics, radii: Tensor, ridge: float, settings: _Settings) -> _Run:
+    """max over weights w of min L(W) subject to sum_j w_j c_j(W) / r_j <= 1 with sum w = 1: strong duality.
+
+    Each inner problem has one group, with Gram matrix sum_j w_j G_j / r_j, whose ellipsoid holds the intersection, so
+    its lower limit holds too. A group over its limit gains weight. The point is then projected onto the intersection
+    by Algorithm 2. This needs a few exact solutions where Algorithm 2 inside every Douglas-Rachford step needs
+    hundreds of cuts, and stalls when it is stopped early.
+    """
+    centre, active = statistics.weight, radii > 0
+    grams, radii = statistics.grams[active], radii[active]
+    weights = torch.full_like(radii, 1.0 / len(radii))
+    best: _Run | None = None
+    state, lower, iterations, power, worst = centre, 0.0, 0, 3.0, math.inf
+    for _ in range(ROUNDS):
+        basis = eigenbasis((grams * (weights / radii)[:, None, None]).sum(0), ridge)
+        run = _one_group(centre, basis, 1.0, settings, state)
+        state, lower, iterations = run.state, max(lower, run.lower), iterations + run.iterations
+        ratios = energy(run.weight - centre, grams) / radii
+        inside, _ = project(run.weight, centre, grams, radii, max_steps=5 * len(radii), tolerance=settings.tolerance)
+        inside = pull_inside(inside, centre, grams, radii)
+        objective = settings.value(inside)
+        if best is None or objective < best.objective:
+            best = _Run(inside, state, 0, float((inside - run.weight).norm() / centre.norm()), objective, 0.0)
+        if best.objective <= (1 + 3 * settings.tolerance) * lower:
             break
-    return pull_inside(feasible, centre, grams, radii), iteration, residual, 0.0, rank
+        power = power / 2 if float(ratios.max()) > worst else min(6.0, 1.2 * power)
+        worst = float(ratios.max())
+        weights = weights * ratios.clamp_min(1e-12) ** power
+        weights = weights / weights.sum()
+    assert best is not None
+    return _Run(best.weight, best.state, iterations, best.residual, best.objective, lower)

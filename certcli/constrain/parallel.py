@@ -5,16 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from certcli.constrain.douglas_rachford import Result, check_options, constrain_matrix
 from certcli.constrain.methods import METHODS, PENALTIES
 from certcli.constrain.statistics import LayerStatistics
 from certcli.lipschitz.spectral import spectral_norm
-
-RANK_DEFICIENT_RIDGE = 1e-2
-"""Share of the mean eigenvalue added to a rank-deficient Gram matrix, so that unseen directions are not free."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +61,7 @@ def constrain_layers(
     """Constrain each layer by itself and yield its LayerResult, in the order given; the model is not touched.
 
     `prox` is a name of `METHODS`; `blocks` maps a path to its number of equal row blocks (heads) for the penalties.
-    `ridge` None adds RANK_DEFICIENT_RIDGE to rank-deficient statistics only. `workers` threads take a layer each; the
+    `ridge` None regularises rank-deficient statistics only (`eigenbasis`). `workers` threads take a layer each; the
     result does not depend on it. Options and errors as in `constrain_matrix`.
     """
     METHODS[prox]
@@ -107,8 +103,6 @@ def constrain_layer(
 ) -> LayerResult:
     """One layer of `constrain_layers`: minimise, cast to the parameter's dtype, measure again what was cast."""
     begun = time.perf_counter()
-    if ridge is None:
-        ridge = RANK_DEFICIENT_RIDGE if rank_of(layer) < layer.weight.shape[1] else 0.0
     if prox in PENALTIES:
         result: Result = constrain_matrix(
             layer,
@@ -145,7 +139,7 @@ def constrain_layer(
         rank=result.rank,
         inputs=layer.weight.shape[1],
         tokens=int(layer.tokens.sum()),
-        ridge=ridge,
+        ridge=result.ridge,
         seconds=time.perf_counter() - begun,
     )
 
@@ -163,12 +157,6 @@ def cast_inside(layer: LayerStatistics, weight: Tensor, eta: float) -> tuple[Ten
         if error <= eta or shrink >= 1.0:
             return cast.reshape(layer.shape), error
         shrink, share = min(1.0, shrink + share), 2 * share
-
-
-def rank_of(layer: LayerStatistics) -> int:
-    """Rank of the summed Gram matrix: the number of input directions that the calibration images excite."""
-    values = torch.linalg.eigvalsh(layer.grams.sum(0))
-    return int((values > values[-1].clamp_min(0) * len(values) * torch.finfo(values.dtype).eps).sum())
 
 
 def attention_blocks(model: nn.Module) -> dict[str, int]:

@@ -17,27 +17,38 @@ ROUNDING = 1e-13
 """Relative shrinking that lets a projected point satisfy its constraint in spite of the rounding of the projection."""
 
 
+RANK_DEFICIENT_RIDGE = 0.1
+"""Share of the mean eigenvalue added to a rank-deficient Gram matrix unless told otherwise.
+
+On ViT-Tiny with 4 calibration images it halves the held-out output error of the affected layers for a tenth more norm.
+"""
+
+
 @dataclass(frozen=True, eq=False)
 class Eigenbasis:
-    """G = U diag(values) U^T, values descending, zero beyond `rank`."""
+    """G + ridge * mean eigenvalue * I = U diag(values) U^T, values descending; `rank` is that of G itself."""
 
     values: Tensor
     vectors: Tensor
     rank: int
+    ridge: float
 
 
-def eigenbasis(gram: Tensor, ridge: float = 0.0) -> Eigenbasis:
-    """Eigendecomposition of G + ridge * mean eigenvalue * I: (in, in) -> Eigenbasis; `rank` is that of G itself.
+def eigenbasis(gram: Tensor, ridge: float | None = None) -> Eigenbasis:
+    """Eigendecomposition of G, regularised: (in, in) -> Eigenbasis. `ridge` None: only where G is rank-deficient.
 
     Eigenvalues below in * 2^-52 of the largest are rounding errors of the decomposition and count as zero: the
-    constraint says nothing about these directions. A ridge makes the constraint stricter, never looser.
+    constraint says nothing about these directions, W is free there. A ridge makes the constraint stricter, never
+    looser, because G + c I >= G.
     """
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(-1), vectors.flip(-1)
     floor = values[0].clamp_min(0) * len(values) * torch.finfo(values.dtype).eps
     values = torch.where(values > floor, values, torch.zeros_like(values))
     rank = int((values > 0).sum())
-    return Eigenbasis(values + ridge * values.mean(), vectors, rank)
+    if ridge is None:
+        ridge = RANK_DEFICIENT_RIDGE if rank < len(values) else 0.0
+    return Eigenbasis(values + ridge * values.mean(), vectors, rank, ridge)
 
 
 def multiplier(energies: np.ndarray, values: np.ndarray, radius: float, start: float = 0.0) -> float:
