@@ -29,15 +29,14 @@ class Sink:
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         if self.as_json:
             return
-        table = Table(
-            title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False
-        )
+        table = Table(header_style="bold", box=None, pad_edge=False)
         for number, column in enumerate(columns):
             table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
         for row in rows:
             table.add_row(*row)
         width = None if sys.stdout.isatty() else 160
         console = Console(file=sys.stdout, highlight=False, width=width)
+        console.print(title, style="bold", markup=False)  # as Table's own title it would wrap at the table's width
         console.print(table)
 
     def text(self, line: str) -> None:
