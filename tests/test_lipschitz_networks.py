@@ -41,7 +41,7 @@ def named(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 
 SWIN = {"img_size": 16, "patch_size": 2, "window_size": 2, "embed_dim": 8, "depths": (2, 1), "num_heads": (1, 2)}
-CONVNEXT = {"depths": (1, 1, 1), "dims": (4, 8, 8), "patch_size": 2}
+CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (4, 8, 8, 8), "patch_size": 1}
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "vit": vit,

@@ -253,6 +253,10 @@ class Context:
 
     def fold(self, x: Value, weight: Tensor | Matrix, bias: Tensor | None) -> Value:
         """A linear layer on the last axis, pending after whatever is pending there already."""
+        return self.fold_at(x, weight, bias, self.path)
+
+    def fold_at(self, x: Value, weight: Tensor | Matrix, bias: Tensor | None, path: str) -> Value:
+        """`fold` for a layer that is a part of the module at hand."""
         x = self.on_last_axis(x)
         matrix = weight if isinstance(weight, Matrix) else self.arith.matrix(weight)
         pending = x.pending
@@ -260,7 +264,7 @@ class Context:
             x = replace(x, rows=x.rows.along(-1))
             pending = Affine(axis=-1, width=matrix.shape[1])
         shape = (*x.shape[:-1], matrix.shape[0])
-        return replace(x, pending=pending.after(self.arith, matrix, bias, self.path), shape=shape)
+        return replace(x, pending=pending.after(self.arith, matrix, bias, path), shape=shape)
 
     def on_last_axis(self, x: Value) -> Value:
         """`x` with nothing pending or deferred but a map on the last axis."""

@@ -11,7 +11,7 @@ from certcli.lipschitz.arithmetic import Matrix, Scalar, lambert_w_upper
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.table import NoRule, module_rule, runs_known_code
 from certcli.lipschitz.spectral import up
-from certcli.lipschitz.value import Affine, Value
+from certcli.lipschitz.value import Value
 from certcli.nn.l2_attention import L2Attention
 
 W_OF_1_OVER_E = 0.27846454277
@@ -59,20 +59,14 @@ def l2_attention(ctx: Context, module: L2Attention, x: Value, attn_mask: Any = N
             parts.append(part)
         return arith.root_sum_of_squares(parts)
 
-    together = whole
     mixed = ctx.chain(
         plain,
-        mixing * together,
+        mixing * whole,
         f"L2 attention of {tokens} tokens: c_n = {l2_mixing_constant(tokens):.3f} times |W_Q|",
         rows,
         shape=(*x.shape[:-1], heads * width),
     )
-    output = Affine(axis=-1, width=heads * width)
-    return replace(
-        mixed,
-        pending=output.after(arith, arith.matrix(module.proj.weight), module.proj.bias, f"{ctx.path}.proj"),
-        shape=tuple(ctx.shape),
-    )
+    return ctx.fold_at(mixed, module.proj.weight, module.proj.bias, f"{ctx.path}.proj")
 
 
 def _plain(module: Attention) -> bool:
@@ -84,7 +78,7 @@ def _plain(module: Attention) -> bool:
         and all(runs_known_code(part, nn.Linear) for part in (module.qkv, module.proj))
         and all(type(part) in (nn.Dropout, nn.Identity) for part in (module.attn_drop, module.proj_drop))
         and module.qkv.out_features == 3 * module.num_heads * module.head_dim
-        and math.isclose(module.scale, module.head_dim**-0.5)
+        and module.scale == module.head_dim**-0.5
     )
 
 
@@ -117,9 +111,7 @@ def dot_product_attention(
         start = kind * inner + h * width
         return arith.rows(weights, start, start + width)
 
-    out = arith.matrix(module.proj.weight)
-    ctx.require(out.shape[1] == inner, "attention with another inner width")
-    sigma_out = arith.sigma(out, f"{ctx.path}.proj")
+    ctx.require(module.proj.in_features == inner, "attention with another inner width")
     sigma_value = arith.sigma(arith.rows(weights, 2 * inner, 3 * inner), f"{ctx.path}.value")
     score, torn, value = [], [], []
     for h in range(heads):
@@ -139,7 +131,7 @@ def dot_product_attention(
         * radius
         * arith.root_sum_of_squares([v * a for v, a in zip(value, torn, strict=True)])
     )
-    constant = sigma_out * (averaging + moving + pulled)
+    constant = averaging + moving + pulled
 
     def rows() -> Scalar:
         parts = []
@@ -149,15 +141,14 @@ def dot_product_attention(
                 start = 2 * inner + h * width
                 part = part + arith.length(arith.rows(bias, start, start + width))
             parts.append(part)
-        longest = sigma_out * arith.root_sum_of_squares(parts)
-        if module.proj.bias is not None:
-            longest = longest + arith.length(arith.matrix(module.proj.bias.reshape(-1, 1)))
-        return longest
+        return arith.root_sum_of_squares(parts)
 
     shown = f"{float(radius):.4g}" if arith.rigorous else "R"
-    return ctx.chain(
+    mixed = ctx.chain(
         replace(x, pending=None),
         constant,
-        f"dot-product attention of {tokens} tokens of norm at most {shown} (Theorem 5)",
+        f"dot-product attention of {tokens} tokens of norm at most {shown}, before W_O (Theorem 5.1)",
         rows,
+        shape=(*x.shape[:-1], inner),
     )
+    return ctx.fold_at(mixed, module.proj.weight, module.proj.bias, f"{ctx.path}.proj")
