@@ -116,8 +116,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "buffer that is copied into": (lambda: Net(copied_into_buffer), "copy_"),
     "division by the image": (lambda: Net(lambda m, x: x / x.sum((2, 3), keepdim=True)), "division"),
     "unnormalised power": (lambda: Net(lambda m, x: x**3), "power"),
-    "reflection": (lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), "padding"),
-    "repeated border": (lambda: Net(lambda m, x: functional.pad(x, (1, 1, 1, 1), mode="circular")), "padding"),
     "index by the image": (lambda: Net(lambda m, x: x.flatten()[x.flatten().argsort()]), "argsort"),
     "other norm": (lambda: Net(lambda m, x: functional.normalize(x, p=1.0)), "norm"),
     "norm without eps": (lambda: nn.LayerNorm(4, eps=0.0), "eps"),

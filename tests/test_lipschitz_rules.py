@@ -196,6 +196,9 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "gain-after-linear": lambda: on_tokens(nn.Linear(8, 8), f(lambda m, x: x * m.t, t=torch.randn(8))),
     "gain-before-linear": lambda: on_tokens(f(lambda m, x: x * m.t, t=torch.randn(8)), nn.Linear(8, 3)),
     "negative-scale": lambda: on_tokens(nn.Linear(8, 8), f(lambda m, x: -3 * x), nn.Linear(8, 2)),
+    "mirror": lambda: f(lambda m, x: functional.pad(x, (3, 2, 1, 0), mode="reflect")),
+    "conv-reflect": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect")),
+    "conv-circular": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")),
     "roll-pad-flip": lambda: f(lambda m, x: functional.pad(torch.roll(x, (1, 2), (2, 3)).flip(2), (1, 0, 2, 1))),
     "roll-flat": lambda: on_tokens(nn.LayerNorm(8, eps=1e-2), f(lambda m, x: torch.roll(x, 3)), nn.Linear(8, 3)),
     "masked": lambda: on_tokens(f(lambda m, x: x.masked_fill(m.mask, 5.0), mask=torch.rand(1, 4, 8) > 0.5)),
@@ -228,6 +231,10 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     ),
     "attention-fused": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(fused, *linears())),
     "attention-causal": lambda: on_tokens(f(lambda m, x: fused(m, x, is_causal=True, scale=1.3), *linears())),
+    "attention-moving-mask": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), f(lambda m, x: fused(m, x, attn_mask=m.parts[2](x)[:, None]), *linears(), nn.Linear(8, 4))
+    ),
+    "attention-moving-scores": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(_moving, *linears(), nn.Linear(8, 4))),
     "attention-talking": lambda: on_tokens(
         nn.LayerNorm(8, eps=0.1), f(talking, *linears(), nn.Linear(2, 2), nn.Linear(2, 2))
     ),
@@ -251,6 +258,11 @@ def _augmented(net: nn.Module, x: Tensor) -> Tensor:
     y -= 0.5
     y /= 2
     return y
+
+
+def _moving(net: nn.Module, x: Tensor) -> Tensor:
+    scores = (x @ net.parts[0](x)[..., :8].transpose(1, 2)) * 0.5 + net.parts[2](x)
+    return scores.softmax(dim=-1) @ net.parts[1](x)
 
 
 def _two_names(net: nn.Module, x: Tensor) -> Tensor:

@@ -211,13 +211,14 @@ class Convolution:
 class Scores:
     """scale * q k^T + a constant, for q (..., n, d) and k (..., m, d): waits for its softmax.
 
-    shifted: the constant is not 0.
+    shifted: the constant is not 0. moving: a tensor of the scores' shape added to them that depends on the image.
     """
 
     query: "Value"
     key: "Value"
     scale: Scalar
     shifted: bool = False
+    moving: "Value | None" = None
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,13 @@ def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
     return replace(x, rows=x.rows.along(-3), pending=pending)
 
 
-@module_rule(nn.Conv2d, nn.Conv1d)
+def _pads_with_zeros(module: nn.Conv2d) -> bool:
+    return module.padding_mode == "zeros" or not any(_numbers(module.padding, 1))
+
+
+@module_rule(nn.Conv2d, nn.Conv1d, when=_pads_with_zeros)
 def conv(ctx: Context, module: nn.Conv2d, x: Value) -> Value:
     """Zero-padded convolution, deferred: a gain on its input or output channels is multiplied into the weight."""
-    ctx.require(
-        module.padding_mode == "zeros" or not any(_numbers(module.padding, 1)), f"padding mode {module.padding_mode}"
-    )
     return convolve(ctx, x, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
 
 

@@ -70,7 +70,7 @@ def product_of_matrices(ctx: Context, a: Value, b: Value) -> Value:
         raise NoRule("a product with a vector that depends on the image")
     if isinstance(a.deferred, Probabilities):
         scores = a.deferred.scores
-        return attend(ctx, scores.query, scores.key, b, scores.scale)
+        return attend(ctx, scores.query, scores.key, b, scores.scale, moving=scores.moving)
     a = ctx.settle(a) if a.deferred is not None else a
     b = ctx.settle(b) if b.deferred is not None else b
     if tuple(a.shape[:-2]) != tuple(b.shape[:-2]):
@@ -103,7 +103,8 @@ def settle_attention(ctx: Context, x: Value) -> Value:
         )
 
     why = "product of two matrices: sup |b| Lip(a) + sup |a| Lip(b) over the pixel box"
-    return ctx.combine([(q, of_q), (k, of_k)], why, Size(arith, x.shape, total=None if scores.shifted else known))
+    parts = [(q, of_q), (k, of_k)] + ([] if scores.moving is None else [(scores.moving, arith.const(1.0))])
+    return ctx.combine(parts, why, Size(arith, x.shape, total=None if scores.shifted else known))
 
 
 def _operator_norm(ctx: Context, x: Value) -> Scalar:
@@ -175,7 +176,13 @@ class Mix:
 
 
 def attend(
-    ctx: Context, query: Value | Constant, key: Value, value: Value, scale: Scalar, mixes: list[Mix] | None = None
+    ctx: Context,
+    query: Value | Constant,
+    key: Value,
+    value: Value,
+    scale: Scalar,
+    mixes: list[Mix] | None = None,
+    moving: Value | None = None,
 ) -> Value:
     """softmax(scale q k^T + constant) v for q (.., n, d), k (.., m, d), v (.., m, e): Theorem 5.2.
 
@@ -232,6 +239,11 @@ def attend(
         size = Size(arith, tuple(ctx.shape), total=lambda: averaging * largest * _rows_root(ctx, value))
     why = f"attention of {asked[-2]} queries to {key.shape[-2]} keys (Theorem 5.2)"
     charged = [(part.source, c) for part, c in ((v, of_v), (q, of_q), (k, of_k)) if part.source is not None]
+    if moving is not None:  # a term of the scores that depends on the image: R_v / sqrt(2)
+        furthest = radius_v[0]
+        for radius in radius_v[1:]:
+            furthest = arith.maximum(furthest, radius)
+        charged.append((moving, furthest * arith.sqrt(arith.const(0.5))))
     return ctx.combine(charged, why, size)
 
 
@@ -268,10 +280,12 @@ def scaled_dot_product_attention(
     ctx.require(isinstance(query, (Value, Constant)), "attention with unusual queries")
     ctx.require(isinstance(key, Value) and isinstance(value, Value), "attention with constant keys or values")
     ctx.require(dropout_p == 0 and not enable_gqa, "attention with dropout or grouped queries")
-    ctx.require(not isinstance(attn_mask, Value), "an attention mask that depends on the image")
+    moving = None
+    if isinstance(attn_mask, Value):
+        moving = ctx.spread(ctx.settle(attn_mask), (*query.shape[:-1], key.shape[-2]))
     width = key.shape[-1]
     factor = ctx.arith.const(up(1 / math.sqrt(width), 2) if scale is None else abs(float(scale)))
-    return attend(ctx, query, key, value, factor)
+    return attend(ctx, query, key, value, factor, moving=moving)
 
 
 @method_rule("matmul", "bmm")

@@ -62,6 +62,10 @@ def add(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
         b = multiply(ctx, b, alpha) if isinstance(b, Value) else b
         ctx.require(isinstance(b, Value), "a constant added with alpha")
     if isinstance(a, Value) and isinstance(b, Value):
+        scores = a.deferred
+        if isinstance(scores, Scores) and scores.moving is None and tuple(a.shape) == tuple(ctx.shape):
+            moving = ctx.spread(ctx.settle(b), tuple(ctx.shape))
+            return replace(a, deferred=replace(scores, moving=moving, shifted=True))
         return add_values(ctx, a, b)
     x, shift = (a, b) if isinstance(a, Value) else (b, a)
     ctx.require(isinstance(x, Value), "a sum without a tensor")
@@ -134,7 +138,7 @@ def multiply(ctx: Context, a: Any, b: Any) -> Value:
 
 def by_number(ctx: Context, x: Value, factor: float) -> Value:
     """factor * x; taken into the linear map or the scores that wait there."""
-    if isinstance(x.deferred, Scores):
+    if isinstance(x.deferred, Scores) and x.deferred.moving is None:
         return replace(x, deferred=replace(x.deferred, scale=x.deferred.scale * ctx.arith.const(abs(factor))))
     pending = x.pending
     if x.deferred is None and pending is not None and pending.matrix is not None:
@@ -147,7 +151,8 @@ def by_number(ctx: Context, x: Value, factor: float) -> Value:
 def _by_tensor(ctx: Context, x: Value, factor: torch.Tensor) -> Value:
     """A constant tensor times x, entry by entry: its largest entry; along one axis it is folded into what waits there."""
     shape = tuple(ctx.shape)
-    if isinstance(x.deferred, Scores) and tuple(x.shape) == shape and factor.numel() and shape[-1] > 1:
+    alone = isinstance(x.deferred, Scores) and x.deferred.moving is None
+    if alone and isinstance(x.deferred, Scores) and tuple(x.shape) == shape and factor.numel() and shape[-1] > 1:
         along_rows = factor.dim() >= 1 and factor.shape[-1] != 1
         if not along_rows and (factor.dim() < 2 or factor.shape[-2] == 1):  # one number a head
             largest = ctx.largest_entry(factor)

@@ -330,7 +330,8 @@ def repeat(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
 @function_rule(functional.pad)
 def pad(ctx: Context, x: Value, padding: Any, mode: str = "constant", value: float | None = None) -> Value:
     """Constants around a tensor (or a crop, for negative numbers) move nothing."""
-    ctx.require(mode == "constant", f"padding mode {mode}, which repeats entries")
+    if mode != "constant":
+        return _mirrored(ctx, ctx.settle(x), padding, mode)
     if x.pending is not None and x.pending.index is None and x.pending.axis != -1 and x.pending.bias is None:
         rank, touched = len(x.shape), len(list(padding)) // 2
         if x.pending.axis % rank < rank - touched and not value and all(p >= 0 for p in padding):
@@ -339,6 +340,28 @@ def pad(ctx: Context, x: Value, padding: Any, mode: str = "constant", value: flo
     if value:
         return replace(x, shape=tuple(ctx.shape), rows=Size(ctx.arith, tuple(ctx.shape)))
     return replace(x, shape=tuple(ctx.shape), rows=x.rows.arranged(tuple(ctx.shape), x.rows.axis))
+
+
+def _mirrored(ctx: Context, x: Value, padding: Any, mode: str) -> Value:
+    """Padding with entries of the tensor: sqrt of how often an entry is taken, counted on one channel."""
+    ctx.require(mode in ("reflect", "replicate", "circular") and len(x.shape) == 4, f"padding mode {mode}")
+    numbers = torch.arange(math.prod(x.shape[-2:]), dtype=torch.float64).view(1, 1, *x.shape[-2:])
+    times = int(functional.pad(numbers, tuple(padding), mode=mode).long().flatten().bincount().max())
+    factor = ctx.arith.const(up(math.sqrt(times), 1))
+    return ctx.chain(
+        x,
+        factor,
+        f"{mode} padding takes an entry at most {times} times: sqrt({times})",
+        total=lambda: factor * x.rows.total,
+        peak=lambda: x.rows.peak,
+    )
+
+
+@module_rule(nn.ReflectionPad2d, nn.ReplicationPad2d)
+def mirror_pad(ctx: Context, module: nn.Module, x: Value) -> Value:
+    return _mirrored(
+        ctx, ctx.settle(x), module.padding, "reflect" if isinstance(module, nn.ReflectionPad2d) else "replicate"
+    )
 
 
 @module_rule(nn.ZeroPad2d)
