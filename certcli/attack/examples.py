@@ -22,9 +22,9 @@ def collect(records: Iterable[Record], *, only_successes: bool = True) -> dict[s
     """
     kept: dict[int, Record] = {}
     for record in records:
-        if record.index in kept and (_success(kept[record.index]) or not _success(record)):
+        if record.index in kept and (kept[record.index].fell or not record.fell):
             continue
-        if only_successes and not _success(record):
+        if only_successes and not record.fell:
             continue
         if record.image is None or record.adversarial is None:
             raise DataError("the records carry no images", "run the attack with keep_images=True")
@@ -46,10 +46,6 @@ def collect(records: Iterable[Record], *, only_successes: bool = True) -> dict[s
         "l2_norms": _float64(row.l2 for row in rows),
         "epsilons": _float64(row.epsilon for row in rows),
     }
-
-
-def _success(record: Record) -> bool:
-    return record.correct and record.norm is not None
 
 
 def _float64(values: Iterable[float | None]) -> Tensor:

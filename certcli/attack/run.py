@@ -43,6 +43,11 @@ class Record:
         return self.prediction == self.label
 
     @property
+    def fell(self) -> bool:
+        """Correct as it stands, and broken within the radius."""
+        return self.correct and self.norm is not None
+
+    @property
     def withstood(self) -> bool:
         """Correct, and broken by no attack."""
         return all(outcome is True for outcome in self.robust.values())

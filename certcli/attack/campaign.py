@@ -1,0 +1,214 @@
+"""An evaluation as stages: which attacks run together, in which norm, at which radii, on which images."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from certcli.attack.certified import Certified, select
+from certcli.attack.presets import preset
+from certcli.attack.records import RecordFile, run_name
+from certcli.attack.run import Record, attack_curve
+from certcli.attack.settings import AttackSettings, Planned, plan
+from certcli.data import Images
+from certcli.errors import DataError, UsageError
+from certcli.threat import Norm, Threat
+
+DEFAULT_ATTACK, DEFAULT_NORM, DEFAULT_RADIUS = "pgd", "l2", 0.5
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Attacks that share a norm, in order, at radii that ascend. No radius: each image at its certified one."""
+
+    norm: Norm
+    radii: tuple[float, ...]
+    plan: tuple[Planned, ...]
+    independent: bool
+
+    def with_draws(self, seed: int, classes: int) -> "Stage":
+        """The same stage with the seed of its draws, and k, which attacks would else ask the model for."""
+        known = [
+            replace(entry, settings=replace(entry.settings, seed=seed, classes=classes, restart=0))
+            for entry in self.plan
+        ]
+        return replace(self, plan=tuple(known))
+
+    def as_json(self) -> dict[str, Any]:
+        """What decides its results, as plain values: the fields, each attack with its settings."""
+        return asdict(self)
+
+
+def stages_of(
+    names: Sequence[str],
+    preset_name: str | None,
+    norm: str | None,
+    radii: Sequence[float],
+    settings: AttackSettings,
+    *,
+    independent: bool = False,
+    certified: bool = False,
+) -> tuple[Stage, ...]:
+    """Attacks by name, or a preset, -> the stages. What was left out (None, empty) takes its default.
+
+    A preset runs its attacks independently and fixes what they may spend; one of a single part may move to other radii.
+    With `certified`, no radius means each image's own. UsageError on an unknown name or on wishes that contradict.
+    """
+    chosen = tuple(sorted(set(radii)))
+    for radius in chosen:
+        Threat("l2", radius)  # refuses what is no radius
+    if preset_name is not None:
+        return _preset_stages(preset_name, names, norm, chosen, settings, certified)
+    if norm is not None and norm not in ("l2", "linf"):
+        raise UsageError(f"unknown norm '{norm}'", "one of: l2, linf")
+    if certified and norm == "linf":
+        raise UsageError("certified radii are l2 radii, they bound no linf attack", "leave out --norm")
+    planned = plan(list(names) or [DEFAULT_ATTACK], settings)
+    if not chosen and not certified:
+        chosen = (DEFAULT_RADIUS,)
+    return (Stage("linf" if norm == "linf" else "l2", chosen, planned, independent),)
+
+
+def _preset_stages(
+    name: str,
+    names: Sequence[str],
+    norm: str | None,
+    radii: tuple[float, ...],
+    settings: AttackSettings,
+    certified: bool,
+) -> tuple[Stage, ...]:
+    wanted = preset(name)
+    if names or norm is not None or certified:
+        raise UsageError(f"the preset {name} fixes attacks, norm and images", "leave out either it or the other option")
+    if settings != AttackSettings(seed=settings.seed):
+        raise UsageError(f"the preset {name} fixes what its attacks may spend", "or name the attacks with --attack")
+    if radii and len(wanted.parts) > 1:
+        raise UsageError(
+            f"the preset {name} has {len(wanted.parts)} parts with radii of their own", "leave out --epsilon"
+        )
+    return tuple(Stage(part.threat.norm, radii or (part.threat.radius,), part.plan, True) for part in wanted.parts)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A stage and the images it runs on; `own`: image index -> the radius at which it alone is attacked."""
+
+    stage: Stage
+    images: Images
+    own: Mapping[int, float] | None = None
+
+    def __len__(self) -> int:
+        """The number of records."""
+        return len(self.images) * (1 if self.own is not None else len(self.stage.radii))
+
+    def portions(self, batch_size: int) -> Iterator[tuple[list[int], tuple[float, ...]]]:
+        """Positions and radii of what is attacked together. An own radius makes an image a batch of its own."""
+        if self.own is not None:
+            for position, index in enumerate(self.images.indices.tolist()):
+                yield [position], (self.own[index],)
+            return
+        for start in range(0, len(self.images), batch_size):
+            yield list(range(start, min(start + batch_size, len(self.images)))), self.stage.radii
+
+
+def tasks_of(
+    stages: Sequence[Stage], images: Images, certificates: Mapping[int, Certified] | None = None
+) -> tuple[Task, ...]:
+    """Stages on images. With certificates: only images certified beyond each radius, or all at their own radius.
+
+    DataError when none is certified there, or when the certificates speak of other images.
+    """
+    if certificates is None:
+        return tuple(Task(stage, images) for stage in stages)
+    found: list[Task] = []
+    for stage in stages:
+        if not stage.radii:
+            chosen = select(images, certificates, 0.0)
+            # the whole box lies within its diagonal, so an unbounded radius asks for no more than that
+            diagonal = float(chosen.fetch([0])[0].numel()) ** 0.5 if len(chosen) else 0.0
+            indices = chosen.indices.tolist()
+            found.append(Task(stage, chosen, {i: min(certificates[i].radius, diagonal) for i in indices}))
+        for radius in stage.radii:
+            found.append(Task(replace(stage, radii=(radius,)), select(images, certificates, radius)))
+    empty = next((task for task in found if not len(task.images)), None)
+    if empty is not None:
+        at = f" beyond {empty.stage.radii[0]:g}" if empty.stage.radii else ""
+        raise DataError(f"none of the {len(images)} images is certified{at}", "certify more of them, or another radius")
+    return tuple(found)
+
+
+def parameters_of(tasks: Sequence[Task], settings: AttackSettings, **more: Any) -> dict[str, Any]:
+    """What decides the numbers, as plain values, for evidence: images, attacks and their order, radii, budget; `more`."""
+    images = tasks[0].images
+    return {
+        "dataset": images.name,
+        "split": images.split,
+        "images": len(images),
+        "attacks": [[entry.label for entry in task.stage.plan] for task in tasks],
+        "radii": [list(task.stage.radii) for task in tasks],
+        "norm": [task.stage.norm for task in tasks],
+        "independent": [task.stage.independent for task in tasks],
+        "settings": asdict(settings),
+        **more,
+    }
+
+
+def run_of(tasks: Sequence[Task], settings: AttackSettings, batch_size: int, **more: Any) -> str:
+    """The name of a run: two runs of one name write the same records, so one may continue the other's file."""
+    work = [[task.stage.as_json(), task.images.indices.tolist(), sorted((task.own or {}).items())] for task in tasks]
+    return run_name({**parameters_of(tasks, settings, **more), "work": work, "batch_size": batch_size})
+
+
+def evaluate(
+    model: nn.Module,
+    tasks: Sequence[Task],
+    settings: AttackSettings,
+    batch_size: int,
+    *,
+    source: nn.Module | None = None,
+    refine_steps: int = 0,
+    keep_images: bool = False,
+    file: RecordFile | None = None,
+) -> Iterator[tuple[int, list[Record]]]:
+    """(number of the task, records of one batch), in order; what `file` holds already is read, not attacked again.
+
+    Each batch draws from its own seed, so a resumed run gives the records of an uninterrupted one. Images go to the
+    model's device and dtype. `keep_images` keeps those of each image's first success only.
+    """
+    like = next(model.parameters())
+    for number, task in enumerate(tasks):
+        for positions, radii in task.portions(batch_size):
+            indices = task.images.indices[positions]
+            earlier = file.take(number, indices.tolist(), radii) if file is not None else None
+            if earlier is not None:
+                yield number, earlier
+                continue
+            pixels, labels = task.images.fetch(positions), task.images.labels[positions]
+            batch = (indices, pixels.to(like.device, like.dtype), labels)
+            stage = task.stage
+            rows: list[Record] = []
+            for row in attack_curve(
+                model,
+                [batch],
+                stage.plan,
+                stage.norm,
+                radii,
+                settings,
+                independent=stage.independent,
+                refine_steps=refine_steps,
+                source=source,
+                keep_images=keep_images,
+            ):
+                shown = row.fell and not any(other.index == row.index and other.fell for other in rows)
+                rows.append(row if shown else replace(row, image=None, adversarial=None))
+            if file is not None:
+                file.write(number, rows)
+            yield number, rows
+
+
+def checked_batch(task: Task, count: int, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """A class-balanced sample for the checks of the evaluation: (b, c, h, w) pixels, (b,) labels, b <= count."""
+    sample = task.images.limit(count, seed)
+    pixels, labels = sample.tensors()
+    return pixels.to(like.device, like.dtype), labels

@@ -1,0 +1,144 @@
+"""What an evaluation found: shares of every task, flags about the evaluation, and one document for programs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
+from typing import Any
+
+from torch import nn
+
+from certcli.attack import checks
+from certcli.attack.campaign import Stage, Task, checked_batch
+from certcli.attack.certified import Certified, require_same_network
+from certcli.attack.run import Record
+from certcli.attack.settings import AttackSettings
+from certcli.attack.summary import Summary, curve, summarise
+from certcli.threat import Threat
+
+MODEL_CHECKED, ATTACK_CHECKED = 32, (8, 32)
+"""Images that the checks of the model, and at least and at most those of the attacks (a tenth of all, between)."""
+
+
+def inspect(
+    model: nn.Module, source: nn.Module | None, task: Task, settings: AttackSettings
+) -> tuple[checks.Flag, ...]:
+    """Flags about the net whose gradients are used, on a class-balanced sample; attacks at the smallest radius above 0.
+
+    The checks of attacks are left out where images have radii of their own, and with a `source`: a transfer may be weak.
+    """
+    like = next(model.parameters())
+    pixels, labels = checked_batch(task, MODEL_CHECKED, settings.seed, like)
+    flags = checks.inspect_model(source or model, pixels, labels, seed=settings.seed)
+    radii = [radius for radius in task.stage.radii if radius > 0]
+    if task.own is not None or source is not None or not radii:
+        return flags
+    least, most = ATTACK_CHECKED
+    count = min(most, max(least, len(task.images) // 10))
+    pixels, labels = checked_batch(task, count, settings.seed, like)
+    return flags + checks.inspect_attacks(model, pixels, labels, Threat(task.stage.norm, radii[0]), settings)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The summaries of one stage, one a radius, ascending. `own`: smallest, middle and largest radius of the images
+    where each was attacked at its own; the summary then bears the smallest, which all of them were attacked at or beyond.
+    """
+
+    stage: Stage
+    summaries: tuple[Summary, ...]
+    own: tuple[float, float, float] | None = None
+
+    def as_json(self) -> list[dict[str, Any]]:
+        own = (
+            {}
+            if self.own is None
+            else {"own_radii": dict(zip(("smallest", "median", "largest"), self.own, strict=True))}
+        )
+        return [
+            {
+                "norm": self.stage.norm,
+                "epsilon": summary.epsilon,
+                "images": summary.images,
+                "clean": summary.clean,
+                "robust": summary.robust,
+                "attacks": summary.attacks,
+                "intervals": {name: list(pair) for name, pair in summary.intervals.items()},
+                "median_norm": summary.median_norm,
+                "independent": self.stage.independent,
+                **own,
+            }
+            for summary in self.summaries
+        ]
+
+
+def part_of(task: Task, records: Sequence[Record]) -> Part:
+    """Records of one task -> its shares. DataError when there is none."""
+    if task.own is None:
+        return Part(task.stage, curve(records))
+    radii = sorted(task.own.values())
+    summary = summarise([replace(record, epsilon=radii[0]) for record in records])
+    return Part(task.stage, (summary,), (radii[0], median_low(radii), radii[-1]))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The whole evaluation; `first` is what a gate and the short keys of the document speak of."""
+
+    parts: tuple[Part, ...]
+    flags: tuple[checks.Flag, ...]
+
+    @property
+    def first(self) -> Summary:
+        """The first part at its smallest radius."""
+        return self.parts[0].summaries[0]
+
+    @property
+    def contradiction(self) -> checks.Flag | None:
+        """The flag that proves a bug, if there is one."""
+        return next((flag for flag in self.flags if flag.raised and flag.check.fatal), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """clean, robust, epsilon, norm, images, attacks and more of `first`; `curve` of the first norm; `parts` of all.
+
+        `flags` are those that are raised, `checks` the names of all that were made.
+        """
+        rows = [row for part in self.parts for row in part.as_json()]
+        names = [flag.check.name for flag in self.flags]
+        first = rows[0]
+        return {
+            **first,
+            "curve": {f"{row['epsilon']:g}": row["robust"] for row in self._curve()},
+            "parts": rows if len(rows) > 1 else [],
+            "flags": [
+                {
+                    "name": flag.check.name,
+                    "measured": flag.measured,
+                    "raised_if": flag.check.raised_if,
+                    "explanation": flag.check.explanation,
+                    "fatal": flag.check.fatal,
+                }
+                for flag in checks.raised(self.flags)
+            ],
+            "checks": names,
+        }
+
+    def _curve(self) -> list[dict[str, Any]]:
+        """Rows of the first stage's attacks; with certificates each radius has a part and images of its own."""
+        stage = self.parts[0].stage
+        same = [part for part in self.parts if part.stage.plan == stage.plan and part.stage.norm == stage.norm]
+        return [row for part in same for row in part.as_json()]
+
+
+def outcome_of(
+    tasks: Sequence[Task],
+    records: Mapping[int, Sequence[Record]],
+    flags: Sequence[checks.Flag],
+    certificates: Mapping[int, Certified] | None = None,
+) -> Outcome:
+    """Records by number of the task -> the outcome; with certificates, their records may hold no success at all."""
+    if certificates is not None:
+        every = [record for rows in records.values() for record in rows]
+        require_same_network(every)
+        radii = {index: certificate.radius for index, certificate in certificates.items()}
+        flags = [*flags, checks.certified_above_attacked(every, radii)]
+    return Outcome(tuple(part_of(task, records[number]) for number, task in enumerate(tasks)), tuple(flags))

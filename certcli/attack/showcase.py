@@ -1,0 +1,118 @@
+"""A few adversarial images to look at, alone or beside a second network."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from certcli.attack.campaign import Stage
+from certcli.attack.run import Record, attack_images
+from certcli.attack.settings import AttackSettings
+from certcli.data import Images
+from certcli.threat import Norm, Threat, image_norms
+
+ROWS = 4
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """One image before one network. image, adversarial (c, h, w). `fooled`: is the adversarial class another one?
+
+    `crafted_here`: the perturbation was found on this network; else it is that of the first network, which this one
+    withstands. norm: of the perturbation, in the norm and within the radius that `kind` and `epsilon` name.
+    """
+
+    index: int
+    network: str
+    image: Tensor
+    adversarial: Tensor
+    label: int
+    prediction: int
+    adversarial_prediction: int
+    norm: float
+    kind: Norm
+    epsilon: float
+    crafted_here: bool = True
+
+    @property
+    def fooled(self) -> bool:
+        return self.adversarial_prediction != self.prediction
+
+
+def choose(records: Sequence[Record], network: str, count: int = ROWS) -> list[Exhibit]:
+    """The first `count` images that fell, in the order of the records, each at the radius where it fell first."""
+    chosen: dict[int, Exhibit] = {}
+    for record in records:
+        if len(chosen) == count:
+            break
+        if record.fell and record.index not in chosen and record.image is not None:
+            assert record.adversarial is not None
+            assert record.norm is not None
+            chosen[record.index] = Exhibit(
+                index=record.index,
+                network=network,
+                image=record.image,
+                adversarial=record.adversarial,
+                label=record.label,
+                prediction=record.prediction,
+                adversarial_prediction=record.adversarial_prediction,
+                norm=record.norm,
+                kind=record.kind,
+                epsilon=record.epsilon,
+            )
+    return list(chosen.values())
+
+
+def beside(exhibits: Sequence[Exhibit], other: nn.Module, network: str, stage: Stage, seed: int) -> list[Exhibit]:
+    """The same images before `other`, attacked anew at the same radius: one exhibit for each.
+
+    Where `other` withstands, the first network's adversarial image is shown to it instead.
+    """
+    like = next(other.parameters())
+    found: list[Exhibit] = []
+    for shown in exhibits:
+        pixels, point = (part[None].to(like.device, like.dtype) for part in (shown.image, shown.adversarial))
+        batch = [(torch.tensor([shown.index]), pixels, torch.tensor([shown.label]))]
+        threat = Threat(shown.kind, shown.epsilon)
+        settings = AttackSettings(seed=seed)
+        (record,) = attack_images(other, batch, stage.plan, threat, settings, keep_images=True)
+        own = choose([record], network)
+        if own:
+            found += own
+            continue
+        with torch.no_grad():
+            before, after = int(other(pixels).argmax()), int(other(point).argmax())
+        found.append(
+            Exhibit(
+                index=shown.index,
+                network=network,
+                image=shown.image,
+                adversarial=shown.adversarial,
+                label=shown.label,
+                prediction=before,
+                adversarial_prediction=after,
+                norm=float(image_norms(point.double() - pixels.double(), shown.kind)),
+                kind=shown.kind,
+                epsilon=shown.epsilon,
+                crafted_here=False,
+            )
+        )
+    return found
+
+
+def class_names(images: Images, classes: int, known: Sequence[str] | None = None) -> list[str]:
+    """A name for each of the k classes: as the checkpoint says, else ImageNet's, else the dataset's, else numbers."""
+    if known is not None and len(known) == classes:
+        return list(known)
+    if classes == 1000:
+        import certcli.compat  # noqa: F401
+
+        # isort: split
+        from timm.data import ImageNetInfo
+
+        info = ImageNetInfo("imagenet-1k")
+        return [info.index_to_description(number).split(",")[0] for number in range(classes)]
+    if len(images.classes) == classes:
+        return list(images.classes)
+    return [str(number) for number in range(classes)]

@@ -1,0 +1,61 @@
+"""Clean image, magnified perturbation, adversarial image, and what the network calls the two."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from certcli.report.canvas import figure
+
+_RIGHT, _WRONG = "#228833", "#cc3311"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One row: images (c, h, w) in [0, 1], c = 1 or 3, and the words below them."""
+
+    image: Tensor
+    adversarial: Tensor
+    heading: str
+    clean_class: str
+    clean_right: bool
+    found_class: str
+    found_right: bool
+    norm: str
+
+
+def draw_gallery(rows: Sequence[Picture], path: Path, title: str) -> None:
+    """One row a picture, three columns; each perturbation is scaled so that its largest pixel change fills the range."""
+    with figure(path, (6.6, 0.5 + 2.5 * len(rows))) as whole:
+        canvas = whole.figure
+        whole.remove()
+        canvas.suptitle(title, fontsize=9)
+        for picture, (left, middle, right) in zip(rows, canvas.subplots(len(rows), 3, squeeze=False), strict=True):
+            delta = (picture.adversarial - picture.image).double()
+            peak = float(delta.abs().max())
+            factor = 0.5 / peak if peak > 0 else 1.0
+            _show(left, picture.image)
+            _show(middle, 0.5 + factor * delta)
+            _show(right, picture.adversarial)
+            left.set_title(picture.heading, fontsize=8, loc="left")
+            _caption(left, picture.clean_class, _RIGHT if picture.clean_right else _WRONG)
+            _caption(middle, f"{picture.norm}, shown {factor:.3g} times", "#333333")
+            _caption(right, picture.found_class, _RIGHT if picture.found_right else _WRONG)
+
+
+def _show(axes: Any, image: Tensor) -> None:
+    pixels = image.double().clamp(0, 1).cpu().permute(1, 2, 0).numpy()
+    if pixels.shape[2] not in (1, 3):
+        pixels = pixels[:, :, :1]
+    if pixels.shape[2] == 1:
+        axes.imshow(pixels[:, :, 0], cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    else:
+        axes.imshow(pixels, interpolation="nearest")
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def _caption(axes: Any, text: str, colour: str) -> None:
+    axes.set_xlabel(text if len(text) <= 34 else text[:33] + "…", fontsize=8, color=colour)
