@@ -21,6 +21,7 @@ from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 
 from certcli.lipschitz.bound import check_proof
 from certcli.lipschitz.propagate import bound_network
+from certcli.lipschitz.rules import pointwise
 from certcli.models import PixelNormalize
 from certcli.nn.activations import MaxMin
 from certcli.nn.l2_attention import L2Attention
@@ -340,3 +341,26 @@ def test_linear_maps_are_folded_to_their_exact_norm(name: str) -> None:
     """Linear networks: the bound is the norm of the composed map (small convolutions are dense), up to 1e-6."""
     net = build(name)
     assert float(bound_network(net, IMAGE, 3).upper) <= steepest(net, steps=1) * (1 + EXACT[name])
+
+
+SLOPES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "gelu": (functional.gelu, pointwise.GELU_SLOPE),
+    "gelu-tanh": (lambda x: functional.gelu(x, approximate="tanh"), pointwise.GELU_TANH_SLOPE),
+    "silu": (functional.silu, pointwise.SILU_SLOPE),
+    "quick-gelu": (lambda x: x * torch.sigmoid(1.702 * x), pointwise.SILU_SLOPE),
+    "mish": (functional.mish, pointwise.MISH_SLOPE),
+    "selu": (functional.selu, pointwise.SELU_SLOPE),
+    "hard-swish": (functional.hardswish, pointwise.HARD_SWISH_SLOPE),
+}
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_slope_constants_are_above_the_largest_slope_and_close_to_it(name: str) -> None:
+    function, constant = SLOPES[name]
+    # 0 left out: the corner of SELU; beyond 12 all slopes lie within 1e-4 of 0 or 1
+    x = torch.linspace(-12, 12, 480_001, dtype=torch.float64)[1::2].requires_grad_(True)
+    (slopes,) = torch.autograd.grad(function(x).sum(), x)
+    largest = float(slopes.abs().max())
+    # between grid points of distance h = 1e-4 a slope is at most h/2 sup|f''| higher, and sup|f''| < 1 where f is smooth;
+    # at a maximum that is smooth the excess is h^2, below 1e-8
+    assert largest - 1e-8 <= constant <= largest * 1.0002

@@ -42,7 +42,7 @@ def product_of_entries(ctx: Context, a: Value, b: Value) -> Value:
         if tuple(other.shape) == shape:
             return one.rows.peak
         block = math.prod(shape) // max(1, math.prod(other.shape))
-        whole = one.rows.total if tuple(one.shape) == shape else ctx.spread(one, shape).rows.total
+        whole = _spread_total(arith, one, shape)
         return arith.minimum(whole, one.rows.peak * arith.sqrt(arith.const(float(block))))
 
     of_a = _finite(ctx, reach(b, a), "the second factor")
@@ -125,6 +125,7 @@ class _Heads:
     radii: list[Scalar]
     norms: list[Scalar]
     whole: Scalar
+    layout: tuple[int, ...] = ()  # the axes that the heads lie on, as sizes
 
 
 def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
@@ -161,7 +162,7 @@ def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
             chosen = groups.flatten()
             everything = replace(effective, tensor=effective.tensor[chosen], key=None)
             whole = slopes[0] if len(slopes) == 1 else arith.sigma(everything, f"{ctx.path}.{name}")
-            return _Heads(source, slopes, radii, norms, whole)
+            return _Heads(source, slopes, radii, norms, whole, tuple(index.shape[:-2]))
     x = ctx.settle(x)
     one, row = arith.const(1.0), x.rows.row(-1)
     return _Heads(x, [one], [row], [row], one)
@@ -205,7 +206,9 @@ def attend(
         for norm in part.norms:
             if arith.rigorous and not norm.finite:
                 raise NoRule("dot-product attention is not Lipschitz on tokens of unbounded norm")
-    count = max(len(part.slopes) for part in (q, k, v))
+    split = [part for part in (q, k, v) if len(part.slopes) > 1]
+    alike = len({part.layout for part in split}) <= 1  # else heads of one are not those of another: the largest counts
+    count = max(len(part.slopes) for part in (q, k, v)) if alike else 1
 
     def each(items: list[Scalar], count: int = count) -> list[Scalar]:
         if len(items) == count:
