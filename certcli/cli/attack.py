@@ -148,12 +148,13 @@ def attack(
     if save_examples is not None and fallen:
         write_safetensors(save_examples, collect(fallen), {}, force)
         sink.note(f"wrote {save_examples}")
-    if gallery is not None and fallen:
-        shown = choose(fallen, Path(ckpt).stem)
+    shown = choose(found[0], Path(ckpt).stem) if gallery is not None else []
+    if gallery is not None and shown:
+        gathered = [[exhibit] for exhibit in shown]
         if compare:
             second = beside(shown, load(helpers["compare"], where), Path(compare).stem, tasks[0].stage, seed)
-            shown = [exhibit for pair in zip(shown, second, strict=True) for exhibit in pair]
-        _draw(shown, class_names(images, record.classes, record.class_names), gallery)
+            gathered = [list(pair) for pair in zip(shown, second, strict=True)]
+        _draw(gathered, class_names(images, record.classes, record.class_names), gallery)
         sink.note(f"wrote {gallery}")
     if output is not None:
         checkpoint.with_evidence("attack", parameters_of(tasks, settings, **told), document).write(output, force)
@@ -193,11 +194,14 @@ def _table(sink: Sink, outcome: Outcome, images: str, transfer: bool, certified:
             )
 
 
-def _draw(exhibits: list[Exhibit], names: list[str], path: Path) -> None:
+def _draw(rows: list[list[Exhibit]], names: list[str], path: Path) -> None:
     from certcli.report.gallery import Picture, draw_gallery
 
-    pictures = [
-        Picture(
+    def picture(shown: Exhibit) -> Picture:
+        told = f"{shown.kind} {shown.norm:.3g}"
+        if not shown.crafted_here:
+            told = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"
+        return Picture(
             image=shown.image,
             adversarial=shown.adversarial,
             heading=f"image {shown.index}, {shown.network}",
@@ -205,8 +209,8 @@ def _draw(exhibits: list[Exhibit], names: list[str], path: Path) -> None:
             clean_right=shown.prediction == shown.label,
             found_class=names[shown.adversarial_prediction],
             found_right=shown.adversarial_prediction == shown.label,
-            norm=f"{shown.kind} {shown.norm:.3g}" + ("" if shown.crafted_here else " of the row above"),
+            norm=told,
         )
-        for shown in exhibits
-    ]
-    draw_gallery(pictures, path, "image, perturbation, adversarial image; below: the predictions, green when right")
+
+    title = "image, perturbation, adversarial image; below them the predictions, green when right"
+    draw_gallery([[picture(shown) for shown in row] for row in rows], path, title)

@@ -14,7 +14,7 @@ _RIGHT, _WRONG = "#228833", "#cc3311"
 
 @dataclass(frozen=True)
 class Picture:
-    """One row: images (c, h, w) in [0, 1], c = 1 or 3, and the words below them."""
+    """One image before one network: images (c, h, w) in [0, 1], c = 1 or 3, and the words below them."""
 
     image: Tensor
     adversarial: Tensor
@@ -26,23 +26,34 @@ class Picture:
     norm: str
 
 
-def draw_gallery(rows: Sequence[Picture], path: Path, title: str) -> None:
-    """One row a picture, three columns; each perturbation is scaled so that its largest pixel change fills the range."""
-    with figure(path, (6.6, 0.5 + 2.5 * len(rows))) as whole:
+def draw_gallery(rows: Sequence[Sequence[Picture]], path: Path, title: str) -> None:
+    """One row an image, three columns a network: the image, what changes, the sum. Every row has as many networks.
+
+    Each perturbation is drawn around grey, magnified until its largest change of a pixel fills the range.
+    """
+    networks = len(rows[0])
+    with figure(path, (1.0 + 2.1 * 3 * networks, 0.6 + 2.5 * len(rows))) as whole:
         canvas = whole.figure
         whole.remove()
         canvas.suptitle(title, fontsize=9)
-        for picture, (left, middle, right) in zip(rows, canvas.subplots(len(rows), 3, squeeze=False), strict=True):
-            delta = (picture.adversarial - picture.image).double()
-            peak = float(delta.abs().max())
-            factor = 0.5 / peak if peak > 0 else 1.0
-            _show(left, picture.image)
-            _show(middle, 0.5 + factor * delta)
-            _show(right, picture.adversarial)
-            left.set_title(picture.heading, fontsize=8, loc="left")
-            _caption(left, picture.clean_class, _RIGHT if picture.clean_right else _WRONG)
-            _caption(middle, f"{picture.norm}, shown {factor:.3g} times", "#333333")
-            _caption(right, picture.found_class, _RIGHT if picture.found_right else _WRONG)
+        for pictures, axes in zip(rows, canvas.subplots(len(rows), 3 * networks, squeeze=False), strict=True):
+            for number, picture in enumerate(pictures):
+                _triple(picture, axes[3 * number : 3 * number + 3])
+
+
+def _triple(picture: Picture, axes: Sequence[Any]) -> None:
+    left, middle, right = axes
+    delta = (picture.adversarial - picture.image).double()
+    peak = float(delta.abs().max())
+    factor = 0.5 / peak if peak > 0 else 1.0
+    _show(left, picture.image)
+    _show(middle, 0.5 + factor * delta)
+    _show(right, picture.adversarial)
+    left.set_title(picture.heading, fontsize=8, loc="left")
+    middle.set_title(f"shown {factor:.3g} times", fontsize=8, loc="left")
+    _caption(left, picture.clean_class, _RIGHT if picture.clean_right else _WRONG)
+    _caption(middle, picture.norm, "#333333")
+    _caption(right, picture.found_class, _RIGHT if picture.found_right else _WRONG)
 
 
 def _show(axes: Any, image: Tensor) -> None:
