@@ -177,16 +177,18 @@ class Context:
         if known is not None and math.prod(known.shape) == math.prod(x.shape):
             return known.arranged(x.shape, known.axis if known.shape == x.shape else None)
         tokens = math.prod(x.shape) // max(1, pending.features)
+        # size bounds live as long as the proof is built: they must not hold on to matrices
+        arith, old = self.arith, x.rows
 
         def rows() -> Scalar:
-            longest = sigma() * x.rows.value
-            return longest if bias is None else longest + self.arith.length(bias)
+            longest = sigma() * old.value
+            return longest if bias is None else longest + arith.length(bias)
 
         def total() -> Scalar:
-            largest = sigma() * x.rows.total
+            largest = sigma() * old.total
             if bias is None:
                 return largest
-            return largest + self.arith.length(bias) * self.arith.sqrt(self.arith.const(float(tokens)))
+            return largest + arith.length(bias) * arith.sqrt(arith.const(float(tokens)))
 
         axis = pending.axis
         if pending.index is not None:
@@ -202,11 +204,11 @@ class Context:
         arith, weight = self.arith, conv.weight
         spatial = len(conv.stride)
         kernel = tuple(weight.shape[2:])
-        flat = arith.matrix(weight.reshape(weight.shape[0], -1))
         patches = kernel == conv.stride and not any(map(any, conv.padding)) and set(conv.dilation) == {1}
         # the operator is a sum over taps, each off by at most the weight's error
         perturbation = up(conv.error * math.prod(kernel)) if conv.error else 0.0
         if patches and conv.groups == 1:
+            flat = arith.matrix(weight.reshape(weight.shape[0], -1))
             sigma = arith.sigma(Matrix(flat.tensor, perturbation, conv.key), conv.path)
             why = "patches are disjoint: spectral norm of the reshaped kernel"
         elif arith.rigorous:
@@ -227,26 +229,26 @@ class Context:
         bias = None if conv.bias is None else arith.length(arith.matrix(conv.bias.reshape(-1, 1)))
         taps = math.prod(kernel)
 
-        def flat_norm() -> Scalar:
-            if patches and conv.plain is weight:
-                return sigma
-            if conv.groups > 1:
-                return arith.const(up(frobenius_norm(conv.plain.detach()), 8))
-            return arith.sigma(arith.matrix(conv.plain.reshape(len(conv.plain), -1)), f"{conv.path}:plain")
+        unchanged, entry = conv.plain is weight, conv.entry
+        positions = float(math.prod(x.shape) // x.shape[axis])
+        if patches and unchanged:
+            flat_norm = sigma
+        elif patches and conv.groups == 1:
+            flat_norm = arith.sigma(arith.matrix(conv.plain.reshape(len(conv.plain), -1)), f"{conv.path}:plain")
+        else:
+            flat_norm = arith.const(up(frobenius_norm(conv.plain.detach()), 8))
 
         def rows() -> Scalar:
-            window = conv.entry.row(axis) * arith.sqrt(arith.const(float(taps)))
-            longest = flat_norm() * arith.minimum(window, conv.entry.total)
+            window = entry.row(axis) * arith.sqrt(arith.const(float(taps)))
+            longest = flat_norm * arith.minimum(window, entry.total)
             return longest if bias is None else longest + bias
 
         def total() -> Scalar:
             # a pixel lies in at most as many windows as the kernel has taps
             repeats = arith.const(1.0 if patches else float(taps))
-            whole = sigma if conv.plain is weight else flat_norm() * arith.sqrt(repeats)
-            largest = whole * conv.entry.total
-            if bias is None:
-                return largest
-            return largest + bias * arith.sqrt(arith.const(float(math.prod(x.shape) // x.shape[axis])))
+            whole = sigma if unchanged else flat_norm * arith.sqrt(repeats)
+            largest = whole * entry.total
+            return largest if bias is None else largest + bias * arith.sqrt(arith.const(positions))
 
         folded = f"; with {', '.join(conv.source)} folded in" if conv.source else ""
         return self._record(inner, sigma, why + folded, Size(arith, x.shape, rows, axis, total), conv.path, conv.kind)
