@@ -12,7 +12,9 @@ def constrain(
     ckpt: options.CheckpointArgument,
     output: options.Output = None,
     beta: Annotated[float, typer.Option(help="Strength of the proximal map, the same scale for every layer.")] = 0.01,
-    eta: Annotated[float, typer.Option(help="Relative output error that each layer may make.")] = 0.1,
+    eta: Annotated[
+        float, typer.Option(help="Relative output error that each layer may make (the paper allows 0.1).")
+    ] = 0.03,
     relaxation: Annotated[float, typer.Option(help="lambda of Douglas-Rachford, in (0, 2).")] = 1.2,
     prox: Annotated[str, typer.Option(help="spectral, l1 (the paper's), nuclear, clip, ball.")] = "spectral",
     layers: Annotated[str | None, typer.Option(help="Only layers whose path matches this pattern (* and ?).")] = None,
