@@ -126,6 +126,13 @@ def clamp(ctx: Context, x: Value, min: Any = None, max: Any = None) -> Value:
     if any(isinstance(limit, Constant) for limit in limits):
         x = ctx.settle(x)
         ctx.require(tuple(x.shape) == tuple(ctx.shape), "clamping that repeats the tensor")
+        low, high = (limit.tensor if isinstance(limit, Constant) else limit for limit in (min, max))
+        around = (
+            low is None or bool(torch.as_tensor(low <= 0).all()),
+            high is None or bool(torch.as_tensor(high >= 0).all()),
+        )
+        if all(around):
+            return _pointwise(ctx, x, 1.0, "clamping has slope at most 1")
         return ctx.chain(x, ctx.arith.const(1.0), "clamping has slope at most 1", shape=x.shape)
     if (min is None or min <= 0) and (max is None or max >= 0):
         return _pointwise(ctx, x, 1.0, "clamping has slope at most 1")

@@ -15,7 +15,18 @@ from torch import nn
 
 Rule = Callable[..., Any]
 
-_FAMILIES = ("linear", "pointwise", "norms", "pooling", "attention", "products", "shapes", "residual", "special")
+_FAMILIES = (
+    "linear",
+    "pointwise",
+    "norms",
+    "pooling",
+    "attention",
+    "products",
+    "shapes",
+    "joining",
+    "residual",
+    "special",
+)
 _HARMLESS = frozenset(
     ("__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate__", "__constants__",
      "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "extra_repr", "__repr__",
