@@ -11,11 +11,13 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from certcli import data, models
+from certcli.attack import campaign
 from certcli.attack.campaign import stages_of, tasks_of
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.certified import Certified
 from certcli.attack.checks import CHECKS
 from certcli.attack.presets import PRESETS
+from certcli.attack.run import attack_curve
 from certcli.attack.settings import AttackSettings
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
@@ -149,13 +151,27 @@ RUN = ("-a", "fgsm", "-a", "pgd-5", "-e", 0.2, "-e", 0.4, *QUICK, "--batch-size"
 
 
 @pytest.mark.parametrize("kept", [0, 700, 0.5, 0.9, 1.0], ids=lambda kept: f"{kept} of the file")
-def test_an_interrupted_run_goes_on_to_the_same_file_and_document(net: Path, tmp_path: Path, kept: float) -> None:
+def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
+    net: Path, tmp_path: Path, kept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the file was cut down to, whole batches are read and not attacked again, the rest is written anew."""
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     expected = document(net, *RUN, "--records", whole)
     written = whole.read_bytes()
     parts.write_bytes(written[: int(kept * len(written)) if isinstance(kept, float) else kept])
+    complete = parts.read_bytes().count(b"\n")
+    attacked: list[int] = []
+
+    def counted(model: object, batches: list[data.Batch], *words: object, **more: object) -> object:
+        attacked.append(len(batches[0][0]))
+        return attack_curve(model, batches, *words, **more)
+
+    monkeypatch.setattr(campaign, "attack_curve", counted)
     assert document(net, *RUN, "--records", parts, "--resume") == expected
     assert parts.read_bytes() == written
+    # batches of 15, 15 and 10 images at two radii
+    ends = (30, 60, 80)
+    assert attacked == [size for size, end in zip((15, 15, 10), ends, strict=True) if end > complete]
 
 
 def test_records_of_another_run_are_not_continued(net: Path, proven: Path, tmp_path: Path) -> None:

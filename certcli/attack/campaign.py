@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from certcli.attack.certified import Certified, select
+from certcli.attack.certified import Certified, require_same_network, select
 from certcli.attack.presets import preset
 from certcli.attack.records import RecordFile, run_name
 from certcli.attack.run import Record, attack_curve
@@ -92,11 +92,15 @@ def _preset_stages(
 
 @dataclass(frozen=True)
 class Task:
-    """A stage and the images it runs on; `own`: image index -> the radius at which it alone is attacked."""
+    """A stage and the images it runs on; `own`: image index -> the radius at which it alone is attacked.
+
+    `certified`: all of the images are certified, so the network must at least classify them correctly.
+    """
 
     stage: Stage
     images: Images
     own: Mapping[int, float] | None = None
+    certified: bool = False
 
     def __len__(self) -> int:
         """The number of records."""
@@ -128,9 +132,9 @@ def tasks_of(
             # the whole box lies within its diagonal, so an unbounded radius asks for no more than that
             diagonal = float(chosen.fetch([0])[0].numel()) ** 0.5 if len(chosen) else 0.0
             indices = chosen.indices.tolist()
-            found.append(Task(stage, chosen, {i: min(certificates[i].radius, diagonal) for i in indices}))
+            found.append(Task(stage, chosen, {i: min(certificates[i].radius, diagonal) for i in indices}, True))
         for radius in stage.radii:
-            found.append(Task(replace(stage, radii=(radius,)), select(images, certificates, radius)))
+            found.append(Task(replace(stage, radii=(radius,)), select(images, certificates, radius), certified=True))
     empty = next((task for task in found if not len(task.images)), None)
     if empty is not None:
         at = f" beyond {empty.stage.radii[0]:g}" if empty.stage.radii else ""
@@ -174,7 +178,8 @@ def evaluate(
     """(number of the task, records of one batch), in order; what `file` holds already is read, not attacked again.
 
     Each batch draws from its own seed, so a resumed run gives the records of an uninterrupted one. Images go to the
-    model's device and dtype. `keep_images` keeps those of each image's first success only.
+    model's device and dtype. `keep_images` keeps those of each image's first success only. DataError when an image that is
+    certified is misclassified as it stands.
     """
     like = next(model.parameters())
     for number, task in enumerate(tasks):
@@ -202,6 +207,8 @@ def evaluate(
             ):
                 shown = row.fell and not any(other.index == row.index and other.fell for other in rows)
                 rows.append(row if shown else replace(row, image=None, adversarial=None))
+            if task.certified:
+                require_same_network(rows)
             if file is not None:
                 file.write(number, rows)
             yield number, rows

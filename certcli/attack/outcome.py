@@ -9,7 +9,7 @@ from torch import nn
 
 from certcli.attack import checks
 from certcli.attack.campaign import Stage, Task, checked_batch
-from certcli.attack.certified import Certified, require_same_network
+from certcli.attack.certified import Certified
 from certcli.attack.run import Record
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import Summary, curve, summarise
@@ -138,7 +138,6 @@ def outcome_of(
     """Records by number of the task -> the outcome; with certificates, their records may hold no success at all."""
     if certificates is not None:
         every = [record for rows in records.values() for record in rows]
-        require_same_network(every)
         radii = {index: certificate.radius for index, certificate in certificates.items()}
         flags = [*flags, checks.certified_above_attacked(every, radii)]
     return Outcome(tuple(part_of(task, records[number]) for number, task in enumerate(tasks)), tuple(flags))
