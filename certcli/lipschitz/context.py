@@ -193,7 +193,10 @@ class Context:
         axis = pending.axis
         if pending.index is not None:
             # a fibre along one of the axes that hold features is a part of the token's feature vector
-            axis = max(a for a in range(-len(x.shape), 0) if pending.index.shape[a] > 1 or a == -len(x.shape))
+            places = [a for a in range(-len(x.shape), 0) if pending.index.shape[a] > 1]
+            if not places:  # a single feature: the bound is one on entries
+                return Size(self.arith, x.shape, total=total, peak=rows)
+            axis = places[-1]
         return Size(self.arith, x.shape, rows, axis, total)
 
     def _settle_convolution(self, x: Value, conv: Convolution) -> Value:
