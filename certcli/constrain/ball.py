@@ -79,11 +79,12 @@ def constrain_ball(statistics: LayerStatistics, eta: float = 0.1, *, ridge: floa
     centre = statistics.weight @ basis.vectors
     single = len(statistics.grams) == 1
     target = eta * eta * float(statistics.energies[0]) if single else None
+    tolerance = 1e-6 if single else 1e-4  # no early decision is known for several groups
     position = centre
 
     def fit(radius: float) -> tuple[Tensor, int, bool]:
         nonlocal position
-        found = least_squares_on_ball(centre, basis.values, radius, position, target=target)
+        found = least_squares_on_ball(centre, basis.values, radius, position, tolerance=tolerance, target=target)
         position = found.matrix
         return found.matrix @ basis.vectors.mT, found.iterations, single and found.lower > (target or 0.0)
 
@@ -109,9 +110,9 @@ def _search(
     check_options(1.0, eta, 1.0)
     begun = time.perf_counter()
     radii = eta * eta * statistics.energies
-    top = float(singular_values(statistics.weight)[0])
+    top = float(singular_values(statistics.weight)[0]) if bool((radii > 0).any()) else 0.0
     low, high, lower, iterations, best = 0.0, top, 0.0, 0, statistics.weight.clone()
-    while high - low > 1e-3 * high:
+    while top > 0 and high - low > 1e-3 * high:
         middle = (low + high) / 2
         weight, count, refuted = fit(middle)
         iterations += count

@@ -50,7 +50,7 @@ def constrain_layers(
     *,
     prox: str = "spectral",
     beta: float = 0.01,
-    eta: float = 0.1,
+    eta: float | Mapping[str, float] = 0.1,
     relaxation: float = 1.2,
     max_iterations: int = 200,
     tolerance: float = 1e-3,
@@ -60,21 +60,25 @@ def constrain_layers(
 ) -> Iterator[LayerResult]:
     """Constrain each layer by itself and yield its LayerResult, in the order given; the model is not touched.
 
-    `prox` is a name of `METHODS`; `blocks` maps a path to its number of equal row blocks (heads) for the penalties.
+    `prox` is a name of `METHODS`; `eta` one number, or one for each path, where a path without one is left out;
+    `blocks` maps a path to its number of equal row blocks (heads) for the penalties.
     `ridge` None regularises rank-deficient statistics only (`eigenbasis`). `workers` threads take a layer each; the
     result does not depend on it. Options and errors as in `constrain_matrix`.
     """
     METHODS[prox]
-    check_options(beta, eta, relaxation)
     layers = list(statistics.values() if isinstance(statistics, Mapping) else statistics)
     blocks = blocks or {}
+    etas = eta if isinstance(eta, Mapping) else {layer.path: eta for layer in layers}
+    layers = [layer for layer in layers if layer.path in etas]
+    for allowed in etas.values():
+        check_options(beta, allowed, relaxation)
 
     def one(layer: LayerStatistics) -> LayerResult:
         return constrain_layer(
             layer,
             prox=prox,
             beta=beta,
-            eta=eta,
+            eta=etas[layer.path],
             relaxation=relaxation,
             max_iterations=max_iterations,
             tolerance=tolerance,

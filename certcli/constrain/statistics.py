@@ -119,8 +119,8 @@ def plan(
         needed = 8 * copies * math.prod(_module(model, path).weight.shape[1:]) ** 2
         if memory_limit_bytes is not None and needed > memory_limit_bytes:
             raise UsageError(
-                f"layer '{path}' alone needs {needed / 2**20:.0f} MiB of statistics, the limit is "
-                f"{memory_limit_bytes / 2**20:.0f} MiB",
+                f"layer '{path}' alone needs {needed / 2**20:.3g} MiB of statistics, the limit is "
+                f"{memory_limit_bytes / 2**20:.3g} MiB",
                 "raise --memory or use fewer groups",
             )
         if passes[-1] and memory_limit_bytes is not None and used + needed > memory_limit_bytes:
