@@ -1,14 +1,23 @@
 """certvit lipschitz: the proven upper bound, layer by layer, next to a measured lower bound."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from certcli.cli import options
+from certcli.cli.audit import (
+    attention_weight,
+    compare,
+    explain,
+    lower_bound,
+    show,
+    show_formula,
+    show_jacobians,
+    verify_report,
+)
 from certcli.cli.output import Sink
-from certcli.errors import CheckpointError, GateError, NoBoundError, UsageError
+from certcli.errors import GateError, NoBoundError, UsageError
 
 
 def lipschitz(
@@ -21,6 +30,18 @@ def lipschitz(
     estimate: Annotated[bool, typer.Option("--estimate/--no-estimate", help="Measure a lower bound on images.")] = True,
     iterations: Annotated[int, typer.Option(min=1, help="Power iterations an image.")] = 20,
     verify: Annotated[Path | None, typer.Option(help="Re-check the proof in a report written with --json.")] = None,
+    other: Annotated[
+        str | None, typer.Option("--compare", metavar="CKPT", help="A second checkpoint, side by side.")
+    ] = None,
+    formulas: Annotated[
+        list[str],
+        typer.Option(
+            "--formula", help="A published formula (not a certificate): autolip, certvit, specformer, l2former, ..."
+        ),
+    ] = [],
+    jacobian: Annotated[
+        bool, typer.Option("--jacobian", help="Largest singular value of each block at real images.")
+    ] = False,
     output: options.Output = None,
     plot: options.Plot = None,
     dataset: options.Dataset = None,
@@ -40,12 +61,12 @@ def lipschitz(
     """Audit a checkpoint: |f(x) - f(y)| <= upper * |x - y| for all images in [0, 1], proven; some pair has slope >= lower."""
     sink = Sink(as_json, quiet)
     if verify is not None:
-        _verify(verify, sink)
+        verify_report(verify, sink)
         return
     if ckpt is None:
         raise UsageError("no checkpoint given", "certvit lipschitz CKPT, or certvit lipschitz --verify REPORT.json")
     from certcli import models
-    from certcli.cli.inputs import check_evidence_path, hints, pick_device
+    from certcli.cli.inputs import calibration_images, check_evidence_path, hints, pick_device
     from certcli.foreign import open_checkpoint
     from certcli.lipschitz.propagate import bound_network
 
@@ -55,7 +76,9 @@ def lipschitz(
     model = models.load(checkpoint, pick_device(device))
     found = bound_network(model, record.input.size, record.classes)
     upper = found.upper
-    lower = _lower(record, model, dataset, data_dir, limit, batch_size, iterations, seed, sink) if estimate else None
+    lower = (
+        lower_bound(record, model, dataset, data_dir, limit, batch_size, iterations, seed, sink) if estimate else None
+    )
     share = attention_weight(model)
     report: dict[str, Any] = {
         "schema": 1,
@@ -78,10 +101,21 @@ def lipschitz(
             for step in found.steps
         ],
     }
+    show(found, layers, worst, sink)
+    if other is not None:
+        second = open_checkpoint(other, hints(arch, arch_arg, mean, std))
+        audited = bound_network(
+            models.load(second, pick_device(device)), second.record.input.size, second.record.classes
+        )
+        report["compare"] = compare(found, audited, (Path(ckpt).name, Path(other).name), sink)
+    report["formulas"] = [show_formula(name, model, record.input.size, worst, sink) for name in formulas]
+    if jacobian:
+        images = calibration_images(record, dataset, data_dir, limit, seed, sink)
+        batches = (pixels.to(pick_device(device)) for _, pixels, _ in images.batches(batch_size))
+        report["jacobian"] = show_jacobians(model, batches, iterations, seed, plot, sink)
+    explain(upper, lower, found.bound.why, share, sink)
     sink.document({**report, "proof": found.bound.to_json()})
-    _show(found, layers, worst, sink)
-    _explain(upper, lower, found.bound.why, share, sink)
-    if plot is not None:
+    if plot is not None and not jacobian:
         from certcli.report.layers import draw_layers
 
         draw_layers([(row["path"], row["log10_upper"]) for row in report["layers"]], plot)
@@ -95,109 +129,3 @@ def lipschitz(
             raise NoBoundError(f"no finite bound: {found.bound.why}", "certvit adapt makes a plain ViT Lipschitz")
         if upper > maximum:
             raise GateError(f"the bound {upper} exceeds --max {maximum:g}")
-
-
-def attention_weight(model: Any) -> float | None:
-    """Largest weight of an attention branch in its residual sum: t if convex, |a| if weighted, 1 if plain."""
-    from torch import sigmoid
-
-    from certcli.nn.residual import ConvexResidual, ResidualBlock
-
-    shares = []
-    for module in model.modules():
-        if isinstance(module, ResidualBlock):
-            residual = module.residual1
-            value = sigmoid(residual.theta) if isinstance(residual, ConvexResidual) else residual.scale.abs()
-            shares.append(float(value))
-        elif hasattr(module, "attn") and hasattr(module, "norm1"):
-            shares.append(1.0)
-    return max(shares) if shares else None
-
-
-def _lower(record, model, dataset, data_dir, limit, batch_size, iterations, seed, sink) -> float:  # type: ignore[no-untyped-def]
-    from certcli.cli.inputs import calibration_images
-    from certcli.lipschitz.estimate import measure
-
-    images = calibration_images(record, dataset, data_dir, limit, seed, sink)
-    device = next(model.parameters()).device
-    best = 0.0
-    with sink.progress("measured slope", total=-(-len(images) // batch_size)) as bar:
-        for found in measure(model, (p.to(device) for _, p, _ in images.batches(batch_size)), iterations, seed):
-            best = found.value
-            bar.advance(remark=f">= {best:.4g}")
-    return best
-
-
-def _show(found: Any, layers: bool, worst: bool, sink: Sink) -> None:
-    if not found.steps:
-        return
-    steps = list(found.steps)
-    if not layers:
-        rows = [
-            (path.removeprefix("net.") or "(network)", kind, str(_ratio(before, after)), str(after))
-            for path, kind, before, after in found.blocks
-            if path.removeprefix("net.").count(".") <= 1
-        ]
-        if rows:
-            sink.table(
-                "Blocks: constant and cumulative constant from the pixels",
-                ["block", "kind", "constant", "cumulative"],
-                rows,
-            )
-        return
-    total = sum(max(step.constant.log10(), 0.0) for step in steps if float(step.constant) > 0) or 1.0
-    if worst:
-        steps.sort(key=lambda step: step.constant, reverse=True)
-    sink.table(
-        "Layers: proven constant, share of the logarithm, cumulative constant from the pixels",
-        ["layer", "kind", "constant", "share", "cumulative", "why"],
-        [
-            (
-                step.path.removeprefix("net."),
-                step.kind,
-                str(step.constant),
-                f"{100 * max(step.constant.log10(), 0.0) / total:.0f} %" if float(step.constant) > 0 else "0 %",
-                str(step.cumulative),
-                step.why,
-            )
-            for step in steps
-        ],
-    )
-
-
-def _ratio(before: Any, after: Any) -> Any:
-    return after / before if before.finite and after.finite and float(before) > 0 else after
-
-
-def _explain(upper: Any, lower: float | None, why: str, share: float | None, sink: Sink) -> None:
-    if upper.finite:
-        sink.text(f"upper bound (proven, l2, pixels in [0, 1]):  {upper}")
-    else:
-        sink.text(f"upper bound: none. {why}")
-    if lower is not None:
-        sink.text(f"lower bound (measured):  {lower:.4g}")
-    if upper.finite and float(upper) > 0:
-        radius = float("inf") if float(upper) == 0 else 1 / (2**0.5 * float(upper))
-        sink.text(f"an image whose margin is 1 is certified within r = {radius:.3g} at least; pair by pair, further")
-    if share is not None and share < 0.01:
-        sink.text(f"attention has little weight here: at most {share:.2g} of a block's residual sum")
-
-
-def _verify(path: Path, sink: Sink) -> None:
-    """Every composition in a report's proof, checked again without torch."""
-    from certcli.lipschitz.bound import check_proof
-
-    try:
-        proof = json.loads(path.read_text())["proof"]
-        problems = check_proof(proof)
-    except (OSError, ValueError, KeyError, TypeError) as failure:
-        raise CheckpointError(
-            f"{path} is not a report of `certvit lipschitz --json`", "write one, then verify it"
-        ) from failure
-    sink.document({"verified": not problems, "nodes": len(proof), "problems": problems})
-    for problem in problems:
-        sink.text(problem)
-    if problems:
-        raise GateError(f"the proof in {path} does not hold: {len(problems)} of {len(proof)} steps fail")
-    theorems = sum(row["law"] == "theorem" for row in proof)
-    sink.text(f"{len(proof)} steps hold; {theorems} of them are theorems about weights, which a re-audit checks")

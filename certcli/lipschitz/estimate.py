@@ -1,6 +1,6 @@
 """Measured lower bounds: slopes that some image really has. Never a bound, always an `Estimate`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +9,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from certcli.lipschitz.bound import Estimate
 
 
-def jacobian_norms(model: nn.Module, images: Tensor, iterations: int = 20, seed: int = 0) -> Tensor:
+def jacobian_norms(model: Callable[[Tensor], Tensor], images: Tensor, iterations: int = 20, seed: int = 0) -> Tensor:
     """|J(x)|_2 from below, by power iteration on J^T J: (b, c, h, w) -> (b,).
 
-    J is the Jacobian of the logits in pixel units; no Jacobian is formed. Each value is |J v| for a unit v, hence at most
-    the largest singular value at that image, up to the rounding of the network's own precision.
+    J is the Jacobian of `model` (for a network: of the logits, in pixel units); none is formed. Each value is |J v| for a
+    unit v, hence at most the largest singular value at that image, up to the rounding of the network's own precision.
     """
     images = images.detach().clone().requires_grad_(True)
     generator = torch.Generator().manual_seed(seed)
@@ -27,7 +27,7 @@ def jacobian_norms(model: nn.Module, images: Tensor, iterations: int = 20, seed:
         for _ in range(iterations):
             direction = direction / direction.flatten(1).norm(dim=1).clamp_min(1e-30).view(shape)
             (pushed,) = torch.autograd.grad(pulled, probe, direction, retain_graph=True)  # J direction
-            norms = torch.maximum(norms, pushed.detach().double().norm(dim=1))
+            norms = torch.maximum(norms, pushed.detach().double().flatten(1).norm(dim=1))
             (direction,) = torch.autograd.grad(logits, images, pushed.detach(), retain_graph=True)
     return norms
 

@@ -1,0 +1,241 @@
+"""The views of an audit: layers, blocks, two checkpoints side by side, published formulas, Jacobians of blocks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from certcli.cli.output import Sink
+from certcli.errors import CheckpointError, GateError
+
+
+def attention_weight(model: Any) -> float | None:
+    """Largest weight of an attention branch in its residual sum: t if convex, |a| if weighted, 1 if plain."""
+    from torch import sigmoid
+
+    from certcli.nn.residual import ConvexResidual, ResidualBlock
+
+    shares = []
+    for module in model.modules():
+        if isinstance(module, ResidualBlock):
+            residual = module.residual1
+            value = sigmoid(residual.theta) if isinstance(residual, ConvexResidual) else residual.scale.abs()
+            shares.append(float(value))
+        elif hasattr(module, "attn") and hasattr(module, "norm1"):
+            shares.append(1.0)
+    return max(shares) if shares else None
+
+
+def lower_bound(record, model, dataset, data_dir, limit, batch_size, iterations, seed, sink) -> float:  # type: ignore[no-untyped-def]
+    from certcli.cli.inputs import calibration_images
+    from certcli.lipschitz.estimate import measure
+
+    images = calibration_images(record, dataset, data_dir, limit, seed, sink)
+    device = next(model.parameters()).device
+    best = 0.0
+    with sink.progress("measured slope", total=-(-len(images) // batch_size)) as bar:
+        for found in measure(model, (p.to(device) for _, p, _ in images.batches(batch_size)), iterations, seed):
+            best = found.value
+            bar.advance(remark=f">= {best:.4g}")
+    return best
+
+
+def show(found: Any, layers: bool, worst: bool, sink: Sink) -> None:
+    if not found.steps:
+        return
+    steps = list(found.steps)
+    if not layers:
+        _show_blocks(found, worst, sink)
+        return
+    total = sum(max(step.constant.log10(), 0.0) for step in steps if float(step.constant) > 0) or 1.0
+    if worst:
+        steps.sort(key=lambda step: step.constant, reverse=True)
+    sink.table(
+        "Layers: proven constant, share of the logarithm, cumulative constant from the pixels",
+        ["layer", "kind", "constant", "share", "cumulative", "why"],
+        [
+            (
+                step.path.removeprefix("net."),
+                step.kind,
+                str(step.constant),
+                f"{100 * max(step.constant.log10(), 0.0) / total:.0f} %" if float(step.constant) > 0 else "0 %",
+                str(step.cumulative),
+                step.why,
+            )
+            for step in steps
+        ],
+    )
+
+
+def _ratio(before: Any, after: Any) -> Any:
+    return after / before if before.finite and after.finite and float(before) > 0 else after
+
+
+def explain(upper: Any, lower: float | None, why: str, share: float | None, sink: Sink) -> None:
+    if upper.finite:
+        sink.text(f"upper bound (proven, l2, pixels in [0, 1]):  {upper}")
+    else:
+        sink.text(f"upper bound: none. {why}")
+    if lower is not None:
+        sink.text(f"lower bound (measured):  {lower:.4g}")
+    if upper.finite and float(upper) > 0:
+        radius = float("inf") if float(upper) == 0 else 1 / (2**0.5 * float(upper))
+        sink.text(f"an image whose margin is 1 is certified within r = {radius:.3g} at least; pair by pair, further")
+    if share is not None and share < 0.01:
+        sink.text(f"attention has little weight here: at most {share:.2g} of a block's residual sum")
+
+
+def verify_report(path: Path, sink: Sink) -> None:
+    """Every composition in a report's proof, checked again without torch."""
+    from certcli.lipschitz.bound import check_proof
+
+    try:
+        proof = json.loads(path.read_text())["proof"]
+        problems = check_proof(proof)
+    except (OSError, ValueError, KeyError, TypeError) as failure:
+        raise CheckpointError(
+            f"{path} is not a report of `certvit lipschitz --json`", "write one, then verify it"
+        ) from failure
+    sink.document({"verified": not problems, "nodes": len(proof), "problems": problems})
+    for problem in problems:
+        sink.text(problem)
+    if problems:
+        raise GateError(f"the proof in {path} does not hold: {len(problems)} of {len(proof)} steps fail")
+    theorems = sum(row["law"] == "theorem" for row in proof)
+    sink.text(f"{len(proof)} steps hold; {theorems} of them are theorems about weights, which a re-audit checks")
+
+
+def _show_blocks(found: Any, worst: bool, sink: Sink) -> None:
+    """One row a block, with its share of the network's logarithm."""
+    blocks = [
+        (path.removeprefix("net.") or "(network)", kind, _ratio(before, after), after)
+        for path, kind, before, after in found.blocks
+        if path.removeprefix("net.").count(".") <= 1 and path.removeprefix("net.") not in ("", "net")
+    ]
+    named = {path.removeprefix("net.") for path, *_ in found.blocks}
+    blocks += [  # single layers outside every block, such as the final norm
+        (step.path.removeprefix("net."), step.kind, step.constant, step.cumulative)
+        for step in found.steps
+        if step.path.removeprefix("net.").count(".") == 0 and step.path.removeprefix("net.") not in named
+    ]
+    if found.blocks and found.upper.finite:
+        before_last = found.blocks[-1][3]  # the last scope to close is the network itself, its final map still pending
+        if before_last.finite and before_last > 0.0:
+            blocks.append(("(last linear map)", "Linear", found.upper / before_last, found.upper))
+    whole = abs(found.upper.log10()) if found.upper.finite and float(found.upper.mantissa) > 0 else 0.0
+    names = [row[0] for row in blocks]
+    if worst:
+        blocks.sort(key=lambda row: row[2], reverse=True)
+    sink.table(
+        "Blocks: proven constant, share of the network's logarithm, cumulative constant from the pixels",
+        ["block", "kind", "constant", "share", "cumulative"],
+        [
+            (
+                name,
+                kind,
+                str(constant),
+                _share(name, constant, whole, names),
+                str(after),
+            )
+            for name, kind, constant, after in blocks
+        ],
+    )
+
+
+def _share(name: str, constant: Any, whole: float, names: list[str]) -> str:
+    """Of the logarithm; not for a container whose parts have rows of their own."""
+    contains = any(other.startswith(name + ".") for other in names)
+    if contains or whole < 1e-9 or not constant.finite or constant == 0.0:
+        return ""
+    return f"{100 * constant.log10() / whole:.0f} %"
+
+
+def block_constants(found: Any) -> dict[str, Any]:
+    return {
+        path.removeprefix("net."): _ratio(before, after)
+        for path, _, before, after in found.blocks
+        if path.removeprefix("net.").count(".") <= 1
+    }
+
+
+def compare(first: Any, second: Any, names: tuple[str, str], sink: Sink) -> dict[str, Any]:
+    """Two audits side by side, block by block."""
+    left, right = block_constants(first), block_constants(second)
+    paths = list(dict.fromkeys([*left, *right]))
+    rows = [(path or "(network)", str(left.get(path, "-")), str(right.get(path, "-"))) for path in paths]
+    rows.append(("upper bound", str(first.upper), str(second.upper)))
+    sink.table("Constants side by side (proven)", ["block", *names], rows)
+    return {"other_log10_upper": second.upper.log10() if second.upper.finite else None, "other_why": second.bound.why}
+
+
+def show_formula(name: str, model: Any, size: Any, worst: bool, sink: Sink) -> dict[str, Any]:
+    """A published formula, labelled for what it is."""
+    from certcli.lipschitz.formulas import evaluate
+
+    result = evaluate(name, model, size)
+    layers = sorted(result.layers, key=lambda row: -row[1]) if worst else result.layers
+    sink.table(
+        f"{result.name} (NOT a certificate): {result.source}",
+        ["layer", "value"],
+        [*((path, f"{value:.4g}") for path, value in layers), ("product", f"10^{result.log10_total:.2f}")],
+    )
+    sink.text(f"not a certificate: {result.flaw}")
+    return {
+        "name": result.name,
+        "certificate": False,
+        "source": result.source,
+        "flaw": result.flaw,
+        "log10_total": result.log10_total,
+        "layers": [{"path": path, "value": value} for path, value in result.layers],
+    }
+
+
+def show_jacobians(model: Any, batches: Any, iterations: int, seed: int, plot: Path | None, sink: Sink) -> list[Any]:
+    """Largest singular value of every block at real images; the Hoelder bound beside it on small nets."""
+    import torch
+
+    from certcli.lipschitz.jacobian import block_norms, hoelder_bounds
+
+    measured: dict[str, list[torch.Tensor]] = {}
+    hoelder: dict[str, list[torch.Tensor]] = {}
+    for images in batches:
+        for path, values in block_norms(model, images, iterations, seed).items():
+            measured.setdefault(path, []).append(values.cpu())
+        if not hoelder:  # dense Jacobians of one batch are comparison enough
+            for path, values in hoelder_bounds(model, images[:2]).items():
+                hoelder.setdefault(path, []).append(values.cpu())
+    rows = []
+    for path, parts in measured.items():
+        values = torch.cat(parts)
+        above = float(hoelder[path][0].mean()) if path in hoelder else None
+        rows.append(
+            {
+                "path": path.removeprefix("net."),
+                "mean": float(values.mean()),
+                "deviation": float(values.std(correction=0)),
+                "largest": float(values.max()),
+                "hoelder_bound_mean": above,
+                "images": len(values),
+            }
+        )
+    sink.table(
+        "Largest singular value of each block's Jacobian at real images (measured, not a bound)",
+        ["block", "mean", "deviation", "largest", "sqrt(norm1 norminf)"],
+        [
+            (
+                str(row["path"]),
+                f"{row['mean']:.4g}",
+                f"{row['deviation']:.3g}",
+                f"{row['largest']:.4g}",
+                "-" if row["hoelder_bound_mean"] is None else f"{row['hoelder_bound_mean']:.4g}",
+            )
+            for row in rows
+        ],
+    )
+    if not rows:
+        sink.text("no repeated blocks found in this network")
+    if plot is not None and rows:
+        from certcli.report.violin import draw_violins
+
+        draw_violins({path.removeprefix("net."): torch.cat(parts).tolist() for path, parts in measured.items()}, plot)
+        sink.note(f"wrote {plot}")
+    return rows
