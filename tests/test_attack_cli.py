@@ -140,6 +140,32 @@ def test_wishes_that_contradict_are_refused(net: Path, words: list[object], name
     assert named in failure.message + failure.hint
 
 
+# The same attack with less and with more to spend. A step of 1e-6 leaves of PGD its random starts.
+BUDGETS = [
+    (["-e", 0.15], ["--steps", 1], ["--steps", 30]),
+    (["-e", 0.15, "--steps", 3], ["--step-size", 1e-4], []),
+    (["-e", 1.5, "--steps", 1, "--step-size", 1e-6], ["--restarts", 1], ["--restarts", 9]),
+]
+
+
+@pytest.mark.parametrize(("words", "less", "more"), BUDGETS, ids=["steps", "step size", "restarts"])
+def test_what_an_attack_may_spend_reaches_it(
+    net: Path, words: list[object], less: list[object], more: list[object]
+) -> None:
+    strong, weak = (document(net, *words, *spent, "--no-checks", "--limit", 100) for spent in (more, less))
+    assert strong["robust"] < weak["robust"]
+
+
+def test_a_seed_is_a_run(net: Path, tmp_path: Path) -> None:
+    found = []
+    for number, seed in enumerate((0, 0, 1)):
+        path = tmp_path / f"{number}.jsonl"
+        # --per-class draws images by the seed; the whole split is the same for all seeds
+        document(net, "-a", "pgd-3", "-e", 0.3, "--no-checks", "--seed", seed, "--records", path)
+        found.append([row["norm"] for row in lines(path)])
+    assert found[0] == found[1] != found[2]
+
+
 def test_selection_takes_k_images_of_every_class(net: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     document(net, "-a", "fgsm", "--per-class", 2, "--no-checks", "--records", path)
@@ -229,6 +255,7 @@ def test_a_broken_certificate_is_a_bug_and_names_the_image(proven: Path, certifi
     assert [flag["name"] for flag in json.loads(outcome.stdout)["flags"]] == ["certified above attacked"]
     saved = load_file(tmp_path / "x.safetensors")  # the proof of the bug is kept
     assert saved["indices"].tolist() == [victim["index"]]
+    assert saved["adversarial"].dtype == torch.float64  # the arithmetic that the certificate speaks of
 
 
 def test_certificates_that_speak_of_something_else_are_refused(
