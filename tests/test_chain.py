@@ -15,7 +15,7 @@ from certcli.attack.settings import AttackSettings
 from certcli.certify.lipschitz import certified_radii, certify
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
-from certcli.errors import CertvitError
+from certcli.errors import CertvitError, GateError
 from certcli.lipschitz.estimate import jacobian_norms
 from certcli.lipschitz.propagate import bound_network
 from certcli.threat import Threat
@@ -126,6 +126,14 @@ def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(workshop: Path, 
     by_command = {entry["command"]: entry["stale"] for entry in certvit("log", audited, "--json")["evidence"]}
     assert by_command == {"finetune": False, "lipschitz": False}
     assert Checkpoint.read(audited).digest == Checkpoint.read(source).digest
+    certvit("log", audited, "--verify")
+    forged = Checkpoint.read(audited)
+    wrong = {**forged.record.evidence[-1].result, "log10_upper": -3.0}
+    forged.with_evidence("lipschitz", forged.record.evidence[-1].parameters, wrong).write(
+        tmp_path / "forged.safetensors"
+    )
+    outcome = CliRunner().invoke(app, ["log", str(tmp_path / "forged.safetensors"), "--verify"])
+    assert isinstance(outcome.exception, GateError)
     changed = tmp_path / "changed.safetensors"
     certvit("constrain", audited, "--eta", 0.2, "--limit", 100, "-o", changed)
     assert all(entry["stale"] for entry in certvit("log", changed, "--json")["evidence"])

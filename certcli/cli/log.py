@@ -11,6 +11,9 @@ from certcli.cli.output import Sink, percent
 
 def log(
     checkpoints: Annotated[list[Path], typer.Argument(metavar="CKPT...", help="Checkpoints that certvit wrote.")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Prove the bounds again and compare; exit 7 where evidence does not hold.")
+    ] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -30,6 +33,9 @@ def log(
         }
         for path, ckpt in read
     ]
+    if verify:
+        for path, ckpt in read:
+            _verify(path, ckpt, sink)
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
     if len(read) > 1:
         _compare(read, sink)
@@ -91,3 +97,25 @@ def _power(log10: float | None) -> str:
     if log10 is None:
         return "none"
     return f"{10**log10:.3g}" if log10 < 5 else f"10^{log10:.1f}"
+
+
+def _verify(path: Path, ckpt: Any, sink: Sink) -> None:
+    """Every fresh audit's bound, proven again from the tensors: a smaller recorded number does not follow from them."""
+    from certcli import models
+    from certcli.errors import GateError
+    from certcli.lipschitz.propagate import bound_network
+
+    audits = [e for e in ckpt.record.evidence if e.command == "lipschitz" and e.digest == ckpt.digest]
+    if not audits:
+        sink.note(f"{path.name}: no fresh audit to verify; certvit lipschitz {path} -o FILE adds one")
+        return
+    bound = bound_network(models.load(ckpt), ckpt.record.input.size, ckpt.record.classes)
+    proven = bound.upper.log10() if bound.upper.finite else float("inf")
+    for entry in audits:
+        recorded = entry.result.get("log10_upper")
+        recorded = float("inf") if recorded is None else float(recorded)
+        if recorded < proven - 1e-6:  # libraries differ in the last digits; 1e-6 in the logarithm is 2e-6 of the bound
+            raise GateError(
+                f"{path.name}: the recorded bound 10^{recorded:.6f} does not follow; proven is 10^{proven:.6f}"
+            )
+    sink.note(f"{path.name}: the bound was proven again")
