@@ -15,6 +15,7 @@ import certcli.compat  # noqa: F401
 import timm.layers as timm_layers
 from timm.layers.activations import HardMish, HardSigmoid, HardSwish, Mish, QuickGELU, Swish
 from timm.layers.grn import GlobalResponseNorm
+from timm.layers.norm import SimpleNorm, SimpleNorm2d
 from timm.layers.norm_act import RmsNormAct2d
 from timm.models.convit import GPSA
 from timm.models.swin_transformer import WindowAttention
@@ -152,6 +153,8 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "rms-norm-2d": lambda: image_norm(timm_layers.RmsNorm2d(4, eps=1e-2)),
     "rms-norm-act-2d": lambda: image_norm(RmsNormAct2d(4, eps=1e-2, act_layer=nn.GELU)),
     "avg-pool-1d": lambda: on_tokens(nn.AvgPool1d(3, 2, 1)),
+    "simple-norm": lambda: on_tokens(SimpleNorm(8, eps=0.1)),
+    "simple-norm-2d": lambda: image_norm(SimpleNorm2d(4, eps=0.1)),
     "group-norm": lambda: image_norm(nn.GroupNorm(2, 4, eps=1e-2)),
     "group-norm-1": lambda: image_norm(timm_layers.GroupNorm1(4, eps=1e-2)),
     "l2-normalize": lambda: on_tokens(f(lambda m, x: functional.normalize(x, dim=-1, eps=0.3))),

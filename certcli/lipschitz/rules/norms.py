@@ -8,7 +8,7 @@ import torch
 from timm.layers import LayerScale, RmsNorm2d
 from timm.layers.grn import GlobalResponseNorm
 from timm.layers.norm import LayerNorm as TimmLayerNorm
-from timm.layers.norm import LayerNormFp32, RmsNorm2dFp32
+from timm.layers.norm import LayerNormFp32, RmsNorm2dFp32, SimpleNorm, SimpleNorm2d, SimpleNorm2dFp32, SimpleNormFp32
 from timm.layers.norm_act import RmsNormAct2d, RmsNormAct2dFp32
 from torch import Tensor, nn
 from torch.nn import functional
@@ -118,6 +118,39 @@ def rms_norm_act_2d(ctx: Context, module: RmsNormAct2d, x: Value) -> Value:
         assert rule is not None
         x = rule.apply(ctx, part, x)
     return x
+
+
+@module_rule(SimpleNorm, SimpleNormFp32)
+def simple_norm(ctx: Context, module: SimpleNorm, x: Value) -> Value:
+    return _variance_norm(ctx, x, module, -1)
+
+
+@module_rule(SimpleNorm2d, SimpleNorm2dFp32)
+def simple_norm_2d(ctx: Context, module: SimpleNorm2d, x: Value) -> Value:
+    return _variance_norm(ctx, x, module, -3)
+
+
+def _variance_norm(ctx: Context, x: Value, module: Any, axis: int) -> Value:
+    """gamma x / sqrt(var x + eps), not centred: max |gamma| (1/sqrt(eps) + |x| / (sqrt(d-1) eps)), Theorem 4.7."""
+    x, arith = ctx.settle(x), ctx.arith
+    d, eps = int(module.normalized_shape[0]), float(module.eps)
+    ctx.require(d > 1 and eps > 0, "a variance of one feature, or eps = 0")
+    longest = x.rows.row(axis)
+    if arith.rigorous and not longest.finite:
+        raise NoRule("division by the deviation without centring, of a tensor without a bound on its size")
+    gain = arith.const(1.0) if module.weight is None else ctx.largest_entry(module.weight)
+    steepest = arith.const(up(1 / math.sqrt(eps), 4))
+    slope = gain * (steepest + longest * arith.const(up(1 / (math.sqrt(d - 1) * eps), 8)))
+    old = x.rows
+    return ctx.chain(
+        x,
+        slope,
+        f"x over its deviation, by the largest fibre on the pixel box, eps = {eps:g}",
+        lambda: gain * steepest * longest,
+        axis=axis,
+        total=lambda: gain * steepest * old.total,
+        shape=x.shape,
+    )
 
 
 @module_rule(nn.GroupNorm)
