@@ -80,8 +80,10 @@ class Images:
 def _balanced(labels: Tensor, count: int, seed: int) -> list[int]:
     """Positions of `count` images, the classes in turn, each class in a seeded random order."""
     generator = torch.Generator().manual_seed(seed)
+    classes = labels.unique()
     queues = []
-    for label in labels.unique().tolist():
+    # the classes in a random order too: of a set with one image a class, the first N would all be neighbours
+    for label in classes[torch.randperm(len(classes), generator=generator)].tolist():
         members = (labels == label).nonzero().flatten()
         queues.append(members[torch.randperm(len(members), generator=generator)].tolist())
     chosen: list[int] = []

@@ -166,3 +166,22 @@ def test_report_proof_can_be_rechecked_and_a_tampered_one_fails(workshop: Path, 
         outcome = CliRunner().invoke(app, ["lipschitz", "--verify", str(path)])
         assert outcome.exit_code == 1
         assert isinstance(outcome.exception, CertvitError)
+
+
+def test_a_target_is_met_by_the_proven_bound(workshop: Path, tmp_path: Path) -> None:
+    source, path = workshop / "adapted.safetensors", tmp_path / "t.safetensors"
+    before = certvit("lipschitz", source, "--no-estimate", "--json")["upper"]
+    plot = tmp_path / "pareto.png"
+    report = certvit(
+        "constrain", source, "--target", before / 50, "--limit", 100, "--groups", 2, "--memory", "1G", "--plot", plot,
+        "--json", "-o", path,
+    )  # fmt: skip
+    assert report["upper_after"] <= before / 50
+    assert certvit("lipschitz", path, "--no-estimate", "--max", before / 50, "--json")["upper"] == report["upper_after"]
+    assert 0 <= report["clean_after"] <= 1
+    assert plot.stat().st_size > 1000
+    outcome = CliRunner().invoke(
+        app, ["constrain", str(source), "--target", "1e-60", "--limit", "100", "-o", str(path), "--force"]
+    )
+    assert isinstance(outcome.exception, CertvitError)
+    assert "the least is 10^" in outcome.exception.message

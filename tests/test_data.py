@@ -45,6 +45,9 @@ def test_limit_is_seeded_balanced_and_keeps_indices() -> None:
     whole, labels = images.tensors()
     assert torch.equal(pixels[0], whole[int(index)])
     assert int(label) == int(labels[int(index)])
+    few = images.limit(5, seed=3).labels.tolist()
+    assert len(set(few)) == 5
+    assert {tuple(sorted(images.limit(5, seed=s).labels.tolist())) for s in range(5)} != {(0, 1, 2, 3, 4)}
     assert images.per_class(2).labels.bincount().tolist() == [2] * 10
 
 

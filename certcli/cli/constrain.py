@@ -20,6 +20,14 @@ def constrain(
     layers: Annotated[str | None, typer.Option(help="Only layers whose path matches this pattern (* and ?).")] = None,
     exclude: Annotated[str | None, typer.Option(help="Leave out layers whose path matches this pattern.")] = None,
     iterations: Annotated[int, typer.Option(min=1, help="At most so many iterations a layer.")] = 200,
+    target: Annotated[
+        float | None, typer.Option(help="Bring the network's proven bound to this, at the least output error.")
+    ] = None,
+    groups: Annotated[int, typer.Option(min=1, help="Mini-batch groups, each with a constraint of its own.")] = 1,
+    memory: Annotated[
+        str | None, typer.Option(help="Most memory for statistics, e.g. 2G: layers in several passes.")
+    ] = None,
+    plot: options.Plot = None,
     dataset: options.Dataset = None,
     data_dir: options.DataDir = None,
     limit: Annotated[int, typer.Option("--limit", help="Calibration images.")] = 500,
@@ -41,57 +49,62 @@ def constrain(
     from certcli.cli.inputs import calibration_images, hints, output_path, pick_device
     from certcli.constrain.douglas_rachford import check_options
     from certcli.constrain.methods import METHODS
-    from certcli.constrain.parallel import attention_blocks, constrain_layers
+    from certcli.constrain.network import Options, constrain_to, curves, meet_target, network_upper
     from certcli.constrain.statistics import collect, constrainable
     from certcli.errors import UsageError
     from certcli.foreign import open_checkpoint
-    from certcli.lipschitz.propagate import bound_network
 
     sink = Sink(as_json, quiet)
     METHODS[prox]
     check_options(beta, eta, relaxation)
+    chosen = Options(prox, beta, eta, relaxation, iterations)
+    limit_bytes = _bytes(memory)
     path = output_path(output, ckpt, "constrain", force)
     checkpoint = open_checkpoint(ckpt, hints(arch, arch_arg, mean, std))
     record = checkpoint.record
+    size, classes = record.input.size, record.classes
     images = calibration_images(record, dataset, data_dir, limit, seed, sink)
     model = models.load(checkpoint, pick_device(device), writable=True)
     paths = [p for p in constrainable(model.net) if (layers is None or fnmatch(p, layers))]
     paths = [p for p in paths if exclude is None or not fnmatch(p, exclude)]
     if not paths:
         raise UsageError("no layer is left to constrain", "see --layers and --exclude; `certvit lipschitz --layers`")
-    held_out = max(1, len(images) // 5) if len(images) >= 10 else 0
-    rows = list(range(len(images)))
-    training, rest = images.select(rows[: len(rows) - held_out]), images.select(rows[len(rows) - held_out :])
-    before = bound_network(model, record.input.size, record.classes).upper
+    # every fifth image is held out: the order is by class in many datasets
+    rows = range(len(images))
+    held_out = list(rows[::5]) if len(images) >= 10 else []
+    training, rest = images.select([row for row in rows if row not in set(held_out)]), images.select(held_out)
+    before, clean_before = network_upper(model, size, classes), _accuracy(model, rest, record)
     full = [f"net.{p}" for p in paths]
-    with sink.progress("statistics", total=len(training)) as bar:
+    with sink.progress("statistics", total=None):
         statistics = collect(
             model,
-            _watched(training.batches(batch_size), bar),
+            [pixels for _, pixels, _ in training.batches(batch_size)],
             full,
+            groups=groups,
+            memory_limit_bytes=limit_bytes,
             held_out_batches=[pixels for _, pixels, _ in rest.batches(batch_size)] if held_out else None,
         )
-    results = []
-    with sink.progress("constrain", total=len(statistics)) as bar:
-        for result in constrain_layers(
-            statistics,
-            prox=prox,
-            beta=beta,
-            eta=eta,
-            relaxation=relaxation,
-            max_iterations=iterations,
-            blocks=attention_blocks(model),
-        ):
-            model.get_submodule(result.path).weight.data.copy_(result.weight)  # type: ignore[operator]
-            results.append(result)
-            bar.advance(remark=result.path)
-    unseen = sorted(set(full) - {result.path for result in results})
+    found = {}
+    if target is not None or plot is not None:
+        with sink.progress("Pareto curves", total=len(statistics)) as bar:
+            for name, curve in curves(statistics, chosen):
+                found[name] = curve
+                bar.advance(remark=name)
+    if target is not None:
+        results = meet_target(model, size, classes, statistics, found, target, chosen)
+    else:
+        results = []
+        with sink.progress("constrain", total=len(statistics)) as bar:
+            for result in constrain_to(model, statistics, dict.fromkeys(statistics, eta), chosen):
+                results.append(result)
+                bar.advance(remark=result.path)
+    unseen = sorted(set(full) - set(statistics))
     if unseen:
         sink.warn(f"never called as a module, hence unchanged: {', '.join(p.removeprefix('net.') for p in unseen)}")
     thin = [result.path.removeprefix("net.") for result in results if result.ridge > 0]
     if thin:
         sink.note(f"fewer independent inputs than width in {len(thin)} layers ({thin[0]}, ...): regularised")
-    after = bound_network(model, record.input.size, record.classes).upper
+    after, clean_after = network_upper(model, size, classes), _accuracy(model, rest, record)
     parameters = {
         "prox": prox,
         "beta": beta,
@@ -100,6 +113,8 @@ def constrain(
         "iterations": iterations,
         "layers": layers,
         "exclude": exclude,
+        "target": target,
+        "groups": groups,
         "calibration": images.name,
         "images": len(images),
     }
@@ -112,6 +127,8 @@ def constrain(
             "upper_after": _number(after),
             "log10_upper_before": _log(before),
             "log10_upper_after": _log(after),
+            "clean_before": clean_before,
+            "clean_after": clean_after,
             "layers": [
                 {
                     "path": r.path.removeprefix("net."),
@@ -146,13 +163,54 @@ def constrain(
         ],
     )
     sink.text(f"network's bound: {before} -> {after}")
+    if clean_before is not None:
+        sink.text(f"accuracy on {len(rest)} held-out images: {percent(clean_before)} -> {percent(clean_after)}")
+    if plot is not None:
+        from certcli.report.pareto import draw_curves
+
+        draw_curves(
+            {
+                name.removeprefix("net."): [(point.error, point.norm) for point in curve]
+                for name, curve in found.items()
+            },
+            {r.path.removeprefix("net."): (r.error, r.after) for r in results},
+            plot,
+        )
+        sink.note(f"wrote {plot}")
     sink.text(f"wrote {path}")
 
 
-def _watched(batches, bar):  # type: ignore[no-untyped-def]
-    for indices, pixels, _ in batches:
-        yield pixels
-        bar.advance(len(indices))
+def _bytes(text: str | None) -> int | None:
+    """\"500M\" or \"2G\" -> bytes."""
+    from certcli.errors import UsageError
+
+    if text is None:
+        return None
+    scale = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:].upper(), 1)
+    try:
+        return int(float(text.rstrip("kKmMgG")) * scale)
+    except ValueError as failure:
+        raise UsageError(f"--memory '{text}' is not a size", "--memory 500M, or --memory 2G") from failure
+
+
+def _accuracy(model, images, record) -> float | None:  # type: ignore[no-untyped-def]
+    """Clean accuracy where the calibration images have the network's labels."""
+    import torch
+
+    from certcli import data
+    from certcli.errors import DataError
+
+    try:
+        labelled = data.require_classes(images, record.classes, record.class_names)
+    except DataError:
+        return None
+    if record.dataset is None and labelled.name == "digits":
+        return None  # the default images: their ten labels are not those of a foreign network
+    right, device = 0, next(model.parameters()).device
+    with torch.no_grad():
+        for _, pixels, labels in labelled.batches(64):
+            right += int((model(pixels.to(device)).argmax(1).cpu() == labels).sum())
+    return right / len(labelled) if len(labelled) else None
 
 
 def _number(value) -> float | str:  # type: ignore[no-untyped-def]

@@ -30,7 +30,7 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except KeyboardInterrupt as stop:
-            raise Interrupted("interrupted", "nothing half-written was left; finetune goes on with --resume") from stop
+            raise Interrupted("interrupted", "nothing half-written was left; finetune and attack go on with --resume") from stop
 
     return wrapped
 

@@ -15,15 +15,24 @@ from certcli.checkpoint import atomic_file
 
 
 @contextmanager
-def figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Axes to draw on; the PNG appears at `path` when the block ends well."""
-    canvas, axes = pyplot.subplots(figsize=size, layout="constrained")
-    axes.grid(True, color="#dddddd", linewidth=0.6)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+def grid(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[list[Any]]:
+    """Axes to draw on, row by row; the PNG appears at `path` when the block ends well."""
+    canvas, cells = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    found = list(cells.flat)
+    for axes in found:
+        axes.grid(True, color="#dddddd", linewidth=0.6)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
     try:
-        yield axes
+        yield found
         with atomic_file(path) as temporary:
             canvas.savefig(temporary, format="png", dpi=150)
     finally:
         pyplot.close(canvas)
+
+
+@contextmanager
+def figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
+    """One pair of axes: see `grid`."""
+    with grid(path, 1, 1, size) as cells:
+        yield cells[0]
