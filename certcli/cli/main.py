@@ -30,7 +30,8 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except KeyboardInterrupt as stop:
-            raise Interrupted("interrupted", "nothing half-written was left; finetune and attack go on with --resume") from stop
+            hint = "nothing half-written was left; finetune and attack go on with --resume"
+            raise Interrupted("interrupted", hint) from stop
 
     return wrapped
 
