@@ -19,6 +19,8 @@ from certcli.lipschitz.spectral import gamma, up
 from certcli.lipschitz.trace import Scope, Trace, Untraceable, trace
 from certcli.lipschitz.value import Constant, Size, Value
 
+_MANY_CLASSES = 4096  # a matrix of all pairs of 21,841 classes would take 4 GB
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -180,14 +182,17 @@ def _scopes(traced: Trace, bases: Mapping[fx.Node, Scalar]) -> tuple[tuple[Scope
 def pair_constants(outcome: Outcome, classes: int) -> Any:
     """K with |(z_i - z_j)(x) - (z_i - z_j)(y)| <= K_ij |x - y| : (k, k), zero diagonal.
 
-    With a final linear map pending, K_ij = base |w_i - w_j|; else sqrt(2) times the constant of all logits.
+    With a final linear map pending, K_ij = base |w_i - w_j|; else sqrt(2) times the constant of all logits. Beyond
+    4096 classes the latter, as one number seen as a matrix (its diagonal, which no margin uses, is not 0).
     """
     arith, logits = outcome.context.arith, outcome.logits
     pending = logits.pending
     effective = None if pending is None or pending.axis != -1 else pending.effective(arith)
-    if effective is None or effective.shape[0] != classes:
+    if effective is None or effective.shape[0] != classes or (arith.rigorous and classes > _MANY_CLASSES):
         total = outcome.context.settle(logits).base
         root = arith.sqrt(arith.const(2.0))
+        if arith.rigorous and classes > _MANY_CLASSES:
+            return torch.tensor(float(total * root), dtype=torch.float64).expand(classes, classes)
         ones = torch.ones(classes, classes, dtype=torch.float64) - torch.eye(classes, dtype=torch.float64)
         return ones * float(total * root) if arith.rigorous else ones.to(total) * (total * root)
     rows = effective.tensor
