@@ -49,14 +49,27 @@ class PixelModel(nn.Module):
 
 
 class _SkipInitialisation(TorchDispatchMode):
-    """Random in-place fills become no-ops: every value they would write is about to be replaced."""
+    """Random in-place fills become no-ops, and so does what scales or clips them: every value is about to be replaced.
 
-    _FILLS = ("aten::normal_", "aten::uniform_", "aten::erfinv_", "aten::random_", "aten::trunc_normal_")
+    Memory that is never written is never paged in, so building costs none. Tensors with a skipped fill are kept alive
+    until the mode ends, so that no other tensor can take over their memory, and be mistaken for them.
+    """
+
+    _FILLS = frozenset(f"aten::{name}_" for name in ("normal", "uniform", "random", "trunc_normal"))
+    _AFTERWARDS = frozenset(f"aten::{name}_" for name in ("erfinv", "mul", "add", "clamp", "div", "sub"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unset: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func._schema.name in self._FILLS:
+        name = func._schema.name
+        if name in self._FILLS:
+            self.unset[args[0].data_ptr()] = args[0]
+            return args[0]
+        if name in self._AFTERWARDS and args[0].data_ptr() in self.unset:
             return args[0]
         return func(*args, **(kwargs or {}))
 

