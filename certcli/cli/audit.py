@@ -39,7 +39,7 @@ def lower_bound(record, model, dataset, data_dir, limit, batch_size, iterations,
     return best
 
 
-def show(found: Any, layers: bool, worst: bool, sink: Sink) -> None:
+def show(found: Any, model: Any, layers: bool, worst: bool, sink: Sink) -> None:
     if not found.steps:
         return
     steps = list(found.steps)
@@ -51,11 +51,12 @@ def show(found: Any, layers: bool, worst: bool, sink: Sink) -> None:
         steps.sort(key=lambda step: step.constant, reverse=True)
     sink.table(
         "Layers: proven constant, share of the logarithm, cumulative constant from the pixels",
-        ["layer", "kind", "constant", "share", "cumulative", "why"],
+        ["layer", "kind", "shape", "constant", "share", "cumulative", "why"],
         [
             (
                 step.path.removeprefix("net."),
                 step.kind,
+                "x".join(str(n) for n in weight_shape(model, step.path) or ()),
                 str(step.constant),
                 f"{100 * max(step.constant.log10(), 0.0) / total:.0f} %" if float(step.constant) > 0 else "0 %",
                 str(step.cumulative),
@@ -64,6 +65,38 @@ def show(found: Any, layers: bool, worst: bool, sink: Sink) -> None:
             for step in steps
         ],
     )
+
+
+def weight_shape(model: Any, path: str) -> list[int] | None:
+    """Shape of the layer's own weight, where it has one."""
+    try:
+        weight = getattr(model.get_submodule(path), "weight", None)
+    except AttributeError:
+        return None
+    return None if weight is None else list(weight.shape)
+
+
+def number(value: Any) -> float | str:
+    """A bound for JSON: "inf" when there is none, or when it is beyond float64."""
+    shown = float(value)
+    return shown if shown < float("inf") else "inf"
+
+
+def log10_or_none(value: Any) -> float | None:
+    return value.log10() if value.finite and value > 0.0 else None
+
+
+def show_heads(model: Any, sink: Sink) -> list[dict[str, Any]]:
+    """Proven norms head by head."""
+    from certcli.lipschitz.heads import head_norms
+
+    rows = head_norms(model)
+    sink.table(
+        "Spectral norms head by head (proven)",
+        ["layer", "map", "heads"],
+        [(row.path.removeprefix("net."), row.map, "  ".join(f"{norm:.3g}" for norm in row.upper)) for row in rows],
+    )
+    return [{"path": row.path.removeprefix("net."), "map": row.map, "upper": list(row.upper)} for row in rows]
 
 
 def _ratio(before: Any, after: Any) -> Any:

@@ -10,11 +10,15 @@ from certcli.cli.audit import (
     attention_weight,
     compare,
     explain,
+    log10_or_none,
     lower_bound,
+    number,
     show,
     show_formula,
+    show_heads,
     show_jacobians,
     verify_report,
+    weight_shape,
 )
 from certcli.cli.output import Sink
 from certcli.errors import GateError, NoBoundError, UsageError
@@ -23,6 +27,7 @@ from certcli.errors import GateError, NoBoundError, UsageError
 def lipschitz(
     ckpt: Annotated[str | None, typer.Argument(metavar="CKPT", help="A checkpoint; not needed with --verify.")] = None,
     layers: Annotated[bool, typer.Option("--layers", help="One row a layer instead of one a block.")] = False,
+    heads: Annotated[bool, typer.Option("--heads", help="Proven spectral norms of q, k, v head by head.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Largest constants first.")] = False,
     maximum: Annotated[
         float | None, typer.Option("--max", help="Exit 7 when the bound exceeds this; 5 if there is none.")
@@ -85,8 +90,8 @@ def lipschitz(
         "schema": 1,
         "checkpoint": checkpoint.digest,
         "arch": record.arch,
-        "upper": float(upper) if float(upper) < float("inf") else "inf",
-        "log10_upper": upper.log10() if upper.finite else None,
+        "upper": number(upper),
+        "log10_upper": log10_or_none(upper),
         "lower": lower,
         "why": found.bound.why,
         "attention_weight": share,
@@ -94,15 +99,19 @@ def lipschitz(
             {
                 "path": step.path.removeprefix("net."),
                 "kind": step.kind,
-                "upper": float(step.constant) if step.constant.finite else "inf",
-                "log10_upper": step.constant.log10() if step.constant.finite and float(step.constant) > 0 else None,
+                "shape": weight_shape(model, step.path),
+                "upper": number(step.constant),
+                "log10_upper": log10_or_none(step.constant),
+                "log10_cumulative": log10_or_none(step.cumulative),
                 "law": step.law,
                 "why": step.why,
             }
             for step in found.steps
         ],
     }
-    show(found, layers, worst, sink)
+    show(found, model, layers, worst, sink)
+    if heads:
+        report["heads"] = show_heads(model, sink)
     if other is not None:
         second = open_checkpoint(other, hints(arch, arch_arg, mean, std))
         audited = bound_network(

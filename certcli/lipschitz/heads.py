@@ -1,0 +1,35 @@
+"""Proven spectral norms head by head: which head of which attention layer is large."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from certcli.lipschitz.spectral import spectral_norms
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """|W_h|_2 of each head's rows of one map (q, k, v or the tied query), rounded up."""
+
+    path: str
+    map: str
+    upper: tuple[float, ...]
+
+
+def head_norms(model: nn.Module) -> list[HeadNorms]:
+    """Every linear map `qkv`, `q`, `k`, `v` or `query` of a module with `num_heads`, its rows split into heads."""
+    found = []
+    for path, module in model.named_modules():
+        heads = getattr(module, "num_heads", None)
+        if not isinstance(heads, int):
+            continue
+        for name, child in module.named_children():
+            if not isinstance(child, nn.Linear) or name not in ("qkv", "q", "k", "v", "query"):
+                continue
+            parts = ("q", "k", "v") if name == "qkv" else (name,)
+            if child.out_features % (heads * len(parts)):
+                continue
+            for part, weight in zip(parts, child.weight.detach().chunk(len(parts)), strict=True):
+                norms = spectral_norms(list(weight.chunk(heads)))
+                found.append(HeadNorms(f"{path}.{name}", part, tuple(norms)))
+    return found
