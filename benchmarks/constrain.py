@@ -92,6 +92,8 @@ def capture(model: torch.nn.Module, path: str, images: Tensor) -> Tensor:
 
 
 def steps(model: torch.nn.Module, images: Tensor, path: str, eta: float, code_scaling: bool, limit: int) -> None:
+    model.requires_grad_(True)
+
     def forward_backward() -> None:
         model.zero_grad(set_to_none=True)
         logits = model(images)
