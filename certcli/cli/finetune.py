@@ -17,11 +17,17 @@ def finetune(
     data_dir: options.DataDir = None,
     loss: Annotated[str, typer.Option(help="ce, or margin (certified training; needs a bound).")] = "margin",
     epsilon: Annotated[float, typer.Option("--epsilon", "-e", help="Radius of the margin loss, pixel l2.")] = 0.5,
-    epochs: Annotated[int, typer.Option(help="Passes over the training images; the cosine ends with them.")] = 20,
+    epochs: Annotated[int, typer.Option(help="Passes over the training images; the cosine ends with them.")] = 40,
     optimiser: Annotated[
-        str, typer.Option("--optimiser", "--optimizer", help="adamw, sgd, or stiefel (every matrix kept orthogonal).")
-    ] = "adamw",
-    lr: Annotated[float, typer.Option(help="Learning rate (with stiefel: of biases, residual weights, head).")] = 1e-3,
+        str | None,
+        typer.Option(
+            "--optimiser", "--optimizer", help="adamw, sgd, or stiefel (matrices kept orthogonal; margin's default)."
+        ),
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Learning rate; 0.01 with stiefel (of biases, residual weights, head), else 0.001."),
+    ] = None,
     stiefel_lr: Annotated[float, typer.Option(help="Learning rate of the orthogonal matrices.")] = 0.05,
     weight_decay: Annotated[float, typer.Option(help="Of adamw and sgd.")] = 0.05,
     warmup: Annotated[float, typer.Option(help="Share of the steps with a rising learning rate.")] = 0.02,
@@ -49,11 +55,14 @@ def finetune(
     from certcli.cli.inputs import hints, output_path, pick_device, remember_dataset
     from certcli.errors import DataError
     from certcli.finetune.loop import Diverged, Trainer, identity
+    from certcli.finetune.losses import NEEDS_BOUND
     from certcli.finetune.settings import FinetuneSettings
     from certcli.finetune.state import load_state, save_state
     from certcli.foreign import open_checkpoint
 
     sink = Sink(as_json, quiet)
+    optimiser = optimiser or ("stiefel" if loss in NEEDS_BOUND else "adamw")
+    lr = (0.01 if optimiser == "stiefel" else 0.001) if lr is None else lr
     settings = FinetuneSettings(
         loss=loss,
         epsilon=epsilon,
