@@ -23,6 +23,7 @@ def constrain(
     target: Annotated[
         float | None, typer.Option(help="Bring the network's proven bound to this, at the least output error.")
     ] = None,
+    per_head: Annotated[bool, typer.Option("--per-head", help="Penalise q, k and v head by head.")] = False,
     groups: Annotated[int, typer.Option(min=1, help="Mini-batch groups, each with a constraint of its own.")] = 1,
     memory: Annotated[
         str | None, typer.Option(help="Most memory for statistics, e.g. 2G: layers in several passes.")
@@ -57,7 +58,7 @@ def constrain(
     sink = Sink(as_json, quiet)
     METHODS[prox]
     check_options(beta, eta, relaxation)
-    chosen = Options(prox, beta, eta, relaxation, iterations)
+    chosen = Options(prox, beta, eta, relaxation, iterations, per_head)
     limit_bytes = _bytes(memory)
     path = output_path(output, ckpt, "constrain", force)
     checkpoint = open_checkpoint(ckpt, hints(arch, arch_arg, mean, std))
@@ -115,6 +116,7 @@ def constrain(
         "exclude": exclude,
         "target": target,
         "groups": groups,
+        "per_head": per_head,
         "calibration": images.name,
         "images": len(images),
     }
