@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from certcli.cli import options
+from certcli.cli.audit import log10_or_none, number
 from certcli.cli.output import Sink, percent
 
 
@@ -125,10 +126,10 @@ def constrain(
     sink.document(
         {
             "output": str(path),
-            "upper_before": _number(before),
-            "upper_after": _number(after),
-            "log10_upper_before": _log(before),
-            "log10_upper_after": _log(after),
+            "upper_before": number(before),
+            "upper_after": number(after),
+            "log10_upper_before": log10_or_none(before),
+            "log10_upper_after": log10_or_none(after),
             "clean_before": clean_before,
             "clean_after": clean_after,
             "layers": [
@@ -213,12 +214,3 @@ def _accuracy(model, images, record) -> float | None:  # type: ignore[no-untyped
         for _, pixels, labels in labelled.batches(64):
             right += int((model(pixels.to(device)).argmax(1).cpu() == labels).sum())
     return right / len(labelled) if len(labelled) else None
-
-
-def _number(value) -> float | str:  # type: ignore[no-untyped-def]
-    shown = float(value)
-    return shown if shown < float("inf") else "inf"
-
-
-def _log(value) -> float | None:  # type: ignore[no-untyped-def]
-    return value.log10() if value.finite else None
