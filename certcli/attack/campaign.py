@@ -27,10 +27,12 @@ class Stage:
     plan: tuple[Planned, ...]
     independent: bool
 
-    def with_draws(self, seed: int, classes: int) -> "Stage":
-        """The same stage with the seed of its draws, and k, which attacks would else ask the model for."""
+    def with_draws(self, seed: int, classes: int, precision: str = "float32") -> "Stage":
+        """The same stage with the seed of its draws, the crafting precision, and k, else asked of the model."""
         known = [
-            replace(entry, settings=replace(entry.settings, seed=seed, classes=classes, restart=0))
+            replace(
+                entry, settings=replace(entry.settings, seed=seed, classes=classes, precision=precision, restart=0)
+            )
             for entry in self.plan
         ]
         return replace(self, plan=tuple(known))
@@ -81,7 +83,7 @@ def _preset_stages(
     wanted = preset(name)
     if names or norm is not None or certified:
         raise UsageError(f"the preset {name} fixes attacks, norm and images", "leave out either it or the other option")
-    if settings != AttackSettings(seed=settings.seed):
+    if settings != AttackSettings(seed=settings.seed, precision=settings.precision):
         raise UsageError(f"the preset {name} fixes what its attacks may spend", "or name the attacks with --attack")
     if radii and len(wanted.parts) > 1:
         raise UsageError(

@@ -11,6 +11,9 @@ from certcli.errors import UsageError
 from certcli.threat import Threat
 
 
+PRECISIONS = ("float32", "bf16")
+
+
 @dataclass(frozen=True)
 class AttackSettings:
     """Budget and choices of one attack; None means the attack's own default, named in its docstring.
@@ -21,7 +24,8 @@ class AttackSettings:
     queries: forward passes of the Square attack. samples: draws averaged by EOT-PGD and by the verdict on random nets.
     searches, confidence, initial_c, learning_rate: Carlini & Wagner's binary search, kappa, first c, and Adam's rate.
     restart: which of the restarts a run is, counted from 0; set by `run`. stop_early: rows
-    that are solved cost nothing more; off for transfer, where the crafting model is not the judge.
+    that are solved cost nothing more; off for transfer, where the crafting model is not the judge. precision: of the
+    forward and backward passes that craft; the verdict is always taken on the network as it is.
     """
 
     steps: int | None = None
@@ -39,12 +43,15 @@ class AttackSettings:
     learning_rate: float = 0.01
     restart: int = 0
     stop_early: bool = True
+    precision: str = PRECISIONS[0]
 
     def __post_init__(self) -> None:
         for name in ("steps", "restarts", "targets", "queries", "samples", "searches"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} of an attack must be at least 1, not {value}")
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"unknown precision '{self.precision}'", f"one of: {', '.join(PRECISIONS)}")
         for name in ("step_size", "relative_step", "initial_c", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):

@@ -38,6 +38,9 @@ def attack(
     restarts: Annotated[int, typer.Option(min=1, help="Runs of random attacks on what still stands.")] = 1,
     step_size: Annotated[float | None, typer.Option(help="Step in pixel units; else 2.5 radius / steps.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Draws averaged by verdict and eot-pgd: for random nets.")] = 1,
+    precision: Annotated[
+        str, typer.Option(help="float32, or bf16: the attack's own passes run faster; verdicts never do.")
+    ] = "float32",
     independent: Annotated[
         bool, typer.Option("--independent", help="Show every image to every attack, not only what still stands.")
     ] = False,
@@ -95,7 +98,11 @@ def attack(
         raise UsageError("--compare is drawn in the gallery", "--gallery FILE.png")
     if limit is not None and per_class is not None:
         raise UsageError("--limit and --per-class are two ways to choose images", "use one of them")
-    settings = AttackSettings(steps=steps, restarts=restarts, step_size=step_size, samples=samples, seed=seed)
+    settings = AttackSettings(
+        steps=steps, restarts=restarts, step_size=step_size, samples=samples, seed=seed, precision=precision
+    )
+    if only_certified is not None and precision != "float32":
+        raise UsageError("certificates are attacked in float64", "leave out --precision")
     certificates = None if only_certified is None else read_certified(only_certified)
     stages = stages_of(
         attacks, preset, norm, epsilon, settings, independent=independent, certified=certificates is not None
@@ -113,7 +120,7 @@ def attack(
     images = evaluation_images(record, dataset, data_dir, split, limit, seed, sink)
     if per_class is not None:
         images = images.per_class(per_class, seed)
-    tasks = tasks_of([stage.with_draws(seed, record.classes) for stage in stages], images, certificates)
+    tasks = tasks_of([stage.with_draws(seed, record.classes, precision) for stage in stages], images, certificates)
 
     where = pick_device(device)
     # a certificate speaks of the network in float64, so that is what must not be broken
