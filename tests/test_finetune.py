@@ -68,7 +68,7 @@ def test_every_loss_falls_with_the_right_answer_and_has_gradients(name: str) -> 
     assert wrong.grad is not None
     assert float(wrong.grad.abs().sum()) > 0
     if name in NEEDS_BOUND:
-        assert float(loss(right, labels, pairs, 2.0, 0.0)) > float(loss(right, labels, pairs, 0.1, 0.0))
+        assert float(loss(right, labels, pairs, 20.0, 0.0)) > float(loss(right, labels, pairs, 0.1, 0.0))
         with pytest.raises(UsageError):
             loss(right, labels, None, 0.1, 0.0)
 

@@ -1,6 +1,8 @@
-"""Losses by name. Each maps (logits (b, k), labels (b,), pair constants (k, k), epsilon, settings) to a scalar."""
+"""Losses by name. Each maps (logits (b, k), labels (b,), pair constants (k, k), epsilon, smoothing) to a scalar."""
 
 from certcli.registry import Entry, Registry
+
+_PUBLISHED = "certcli.finetune.losses.published"
 
 LOSSES = Registry(
     "loss",
@@ -11,7 +13,32 @@ LOSSES = Registry(
         "generalised cross entropy on margin-shifted logits, plus a little plain cross entropy",
         "Zhang & Sabuncu 2018 for the generalised cross entropy; per-pair shifts as in Tsuzuku et al. 2018",
     ),
+    Entry(
+        "gloro",
+        f"{_PUBLISHED}:gloro",
+        "cross entropy with one more class, which wins where the prediction is not certified",
+        "Leino, Wang, Fredrikson 2021",
+    ),
+    Entry("lmt", f"{_PUBLISHED}:lmt", "cross entropy on margin-shifted logits", "Tsuzuku, Sato, Sugiyama 2018"),
+    Entry(
+        "emma",
+        f"{_PUBLISHED}:emma",
+        "lmt with the radius of every pair capped by what the sample has reached",
+        "Hu, Zou, Wang, Leino, Fredrikson 2023",
+    ),
+    Entry(
+        "trades",
+        f"{_PUBLISHED}:trades",
+        "cross entropy, plus the divergence of the worst case within the radius",
+        "Leino et al. 2021 after Zhang et al. 2019",
+    ),
+    Entry(
+        "hinge-kr",
+        f"{_PUBLISHED}:hinge_kr",
+        "hinge at the radius of every pair, plus the Kantorovich-Rubinstein term",
+        "Serrurier et al. 2021",
+    ),
 )
 
-NEEDS_BOUND = frozenset(("margin",))
+NEEDS_BOUND = frozenset(LOSSES.names()) - {"ce"}
 """Losses that read the pair constants."""

@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn import functional
 
-from certcli.errors import UsageError
+from certcli.finetune.losses.worst_case import gains, shifted
 
 QUOTIENT = 0.7
 """q of the generalised cross entropy (1 - p^q) / q: between cross entropy (q -> 0) and the plain error (q = 1)."""
@@ -17,9 +17,7 @@ def margin(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float,
     The shift is the most that logit j can gain on logit y within `epsilon` (pixel l2) when K bounds the slopes of their
     differences, so p_y is the confidence in the worst case. Errors: UsageError without pair constants.
     """
-    if pairs is None:
-        raise UsageError("the margin loss needs a network whose bound can be trained", "run `certvit adapt` first")
-    worst = logits + epsilon * pairs[labels].to(logits.dtype)
+    worst = shifted(logits, gains(labels, pairs, epsilon))
     confidence = worst.softmax(dim=1).gather(1, labels.unsqueeze(1)).clamp_min(1e-8)
     robust = ((1 - confidence**QUOTIENT) / QUOTIENT).mean()
-    return robust + CLEAN_SHARE * functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+    return robust + CLEAN_SHARE * functional.cross_entropy(logits.to(worst), labels, label_smoothing=smoothing)

@@ -1,0 +1,36 @@
+"""What every certified loss starts from: how much the other logits can gain on the label's within the radius."""
+
+import torch
+from torch import Tensor
+
+from certcli.errors import NoBoundError, UsageError
+
+LINEAR_UP_TO = 1e4
+"""Gains beyond this grow with their logarithm: no gap between logits is as large, and gradients stay within float32."""
+
+
+def require_pairs(pairs: Tensor | None) -> Tensor:
+    """Pair constants (k, k) in float64. UsageError without them, NoBoundError when they are beyond float64."""
+    if pairs is None:
+        raise UsageError("this loss needs a network whose bound can be trained", "run `certvit adapt` first")
+    if not torch.isfinite(pairs.detach()).all():
+        raise NoBoundError(
+            "the network's bound is beyond float64: no certified loss has a value",
+            "shrink the weights first (`certvit constrain`), or train with orthogonal matrices (--optimiser stiefel)",
+        )
+    return pairs.double()
+
+
+def gains(labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
+    """epsilon K_jy, the most that z_j - z_y can grow within `epsilon` (pixel l2): (b,), (k, k) -> (b, k) float64."""
+    return epsilon * require_pairs(pairs)[labels]
+
+
+def shifted(logits: Tensor, gain: Tensor) -> Tensor:
+    """z_j + gain_j: (b, k), in at least float32. A gain g > 10,000 counts as 10,000 (1 + log(g / 10,000)).
+
+    The gain of a network that was never trained for its bound can be 1e40; its logarithm still has a slope to descend.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    beyond = LINEAR_UP_TO * (1 + (gain.clamp_min(LINEAR_UP_TO) / LINEAR_UP_TO).log())
+    return wide + torch.where(gain <= LINEAR_UP_TO, gain, beyond).to(wide.dtype)
