@@ -1,4 +1,4 @@
-"""Attention layers, each by its own theorem. Proofs: docs/bounds.md, sections 5 and 6."""
+"""Dot-product attention on tokens of bounded norm. Proof: docs/bounds.md, section 5."""
 
 import math
 from dataclasses import replace
@@ -7,66 +7,12 @@ from typing import Any
 from timm.layers.attention import Attention
 from torch import nn
 
-from certcli.lipschitz.arithmetic import Matrix, Scalar, lambert_w_upper
+from certcli.lipschitz.arithmetic import Matrix, Scalar
 from certcli.lipschitz.context import Context
+from certcli.lipschitz.rules.l2 import l2_mixing_constant
 from certcli.lipschitz.rules.table import NoRule, module_rule, runs_known_code
 from certcli.lipschitz.spectral import up
 from certcli.lipschitz.value import Value
-from certcli.nn.l2_attention import L2Attention
-
-W_OF_1_OVER_E = 0.27846454277
-"""Lambert's W(1/e) = 0.278464542761..., rounded up: the largest r / (1 + e^r)."""
-
-
-def l2_mixing_constant(tokens: int) -> float:
-    """c_n >= Lip(z -> P(z) z), P_ij ~ exp(-|z_i - z_j|^2), for n tokens of any width; any temperature.
-
-    c_n = sqrt((n+1)/2) + 2 S + 2 sqrt(s1 S (n-1)), S = W((n-1)/e), s1 = W(1/e). Proof: docs/bounds.md, section 6.
-    """
-    s = lambert_w_upper((tokens - 1) / math.e * (1 + 1e-15))
-    total = math.sqrt((tokens + 1) / 2) + 2 * s + 2 * math.sqrt(W_OF_1_OVER_E * s * (tokens - 1))
-    return up(total, 16)
-
-
-@module_rule(L2Attention)
-def l2_attention(ctx: Context, module: L2Attention, x: Value, attn_mask: Any = None, is_causal: bool = False) -> Value:
-    """W_O [P_h q_h]_h: c_n min(|W_O| |W_Q|, sum_h |W_O,h| |W_Q,h|), heads acting on disjoint parts of q."""
-    ctx.require(attn_mask is None and not is_causal, "L2 attention with a mask")
-    ctx.require(
-        all(runs_known_code(part, nn.Linear) for part in (module.query, module.proj)), "a replaced linear layer"
-    )
-    folded = ctx.fold(x, module.query.weight, module.query.bias)
-    tokens, heads, width = int(x.shape[-2]), module.num_heads, module.head_dim
-    arith = ctx.arith
-    pending, x = folded.pending, folded
-    assert pending is not None
-    query = pending.effective(arith)
-    if query is None:
-        raise AssertionError("a linear layer has a matrix")
-    # after the mixing, `proj` is an ordinary pending linear map: the layers that follow may be folded into it
-    whole = arith.sigma(query, f"{ctx.path}.query")
-    plain = replace(x, pending=None)
-    mixing = arith.const(l2_mixing_constant(tokens))
-    bias = pending.bias
-
-    def rows() -> Scalar:
-        # P_h averages rows of q_h: |[P_h q_h]_h|^2 <= sum_h max_i |q_h,i|^2
-        parts = []
-        for h in range(heads):
-            part = arith.sigma(arith.rows(query, h * width, (h + 1) * width), f"{ctx.path}.query.{h}") * x.rows.value
-            if bias is not None:
-                part = part + arith.length(arith.rows(bias, h * width, (h + 1) * width))
-            parts.append(part)
-        return arith.root_sum_of_squares(parts)
-
-    mixed = ctx.chain(
-        plain,
-        mixing * whole,
-        f"L2 attention of {tokens} tokens: c_n = {l2_mixing_constant(tokens):.3f} times |W_Q|",
-        rows,
-        shape=(*x.shape[:-1], heads * width),
-    )
-    return ctx.fold_at(mixed, module.proj.weight, module.proj.bias, f"{ctx.path}.proj")
 
 
 def _plain(module: Attention) -> bool:
@@ -152,3 +98,6 @@ def dot_product_attention(
         shape=(*x.shape[:-1], inner),
     )
     return ctx.fold_at(mixed, module.proj.weight, module.proj.bias, f"{ctx.path}.proj")
+
+
+__all__ = ["dot_product_attention", "l2_mixing_constant"]

@@ -36,13 +36,14 @@ def gated_positional_attention(ctx: Context, module: GPSA, x: Value) -> Value:
     value = moved(ctx, value, (0, 2, 1, 3))
     scale: Any = arith.const(up(float(module.scale), 2))
     with torch.no_grad():
-        mixes = _mixes(ctx, module, n)
+        mixes = positional_mixes(ctx, module, n)
     out = attend(ctx.at(by_head), query, key, value, scale, mixes)
     merged = reshaped(ctx, moved(ctx, out, (0, 2, 1, 3)), (b, n, width))
     return ctx.fold(merged, module.proj.weight, module.proj.bias)
 
 
-def _mixes(ctx: Context, module: GPSA, n: int) -> list[Mix]:
+def positional_mixes(ctx: Context, module: Any, n: int) -> list[Mix]:
+    """1 - g_h and g_h |B_h| of a layer with ConViT's `pos_proj`, `gating_param` and `get_rel_indices`."""
     weight, bias = module.pos_proj.weight.double(), module.pos_proj.bias.double()
     scores: Tensor = module.get_rel_indices(n).double() @ weight.T + bias
     positions = scores.permute(0, 3, 1, 2).softmax(dim=-1)[0]

@@ -21,6 +21,7 @@ _FAMILIES = (
     "norms",
     "pooling",
     "attention",
+    "l2",
     "products",
     "shapes",
     "joining",

@@ -1,0 +1,145 @@
+"""What the rules of multi-head attention share: the maps head by head, gates, and how bounds of heads combine.
+
+A bound of attention is a sum of terms c_h |dy_h|, one for each of the maps y = q, k, v that move: the output of head h
+moves by at most sum_t c_t,h |dy_t,h|, and heads have outputs of their own. Proof of both sums: docs/bounds.md, 5.4.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from certcli.lipschitz.arithmetic import Arithmetic, Matrix, Scalar
+from certcli.lipschitz.context import Context
+from certcli.lipschitz.rules.special import positional_mixes
+from certcli.lipschitz.rules.table import NoRule, runs_known_code
+from certcli.lipschitz.value import Value
+from certcli.nn.attention import LipschitzAttention
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """u -> W u + b on tokens |u| <= radius, what is pending before it folded in; `heads` groups of rows of W."""
+
+    arith: Arithmetic
+    matrix: Matrix
+    bias: Matrix | None
+    heads: int
+    radius: Scalar
+    name: str
+
+    @cached_property
+    def whole(self) -> Scalar:
+        """|W|."""
+        return self.arith.sigma(self.matrix, self.name)
+
+    @cached_property
+    def slopes(self) -> list[Scalar]:
+        """|W_h|."""
+        parts = (self._part(self.matrix, h) for h in range(self.heads))
+        return [self.arith.sigma(part, f"{self.name}.{h}") for h, part in enumerate(parts)]
+
+    @cached_property
+    def reach(self) -> list[Scalar]:
+        """Radius of the rows W_h u + b_h about b_h."""
+        return [slope * self.radius for slope in self.slopes]
+
+    @property
+    def norms(self) -> list[Scalar]:
+        """Largest norm of a row W_h u + b_h."""
+        if self.bias is None:
+            return self.reach
+        lengths = [self.arith.length(self._part(self.bias, h)) for h in range(self.heads)]
+        return [reach + length for reach, length in zip(self.reach, lengths, strict=True)]
+
+    def _part(self, matrix: Matrix, h: int) -> Matrix:
+        width = matrix.shape[0] // self.heads
+        return self.arith.rows(matrix, h * width, (h + 1) * width)
+
+
+def head_map(ctx: Context, x: Value, layer: nn.Linear, heads: int, name: str) -> tuple[Value, HeadMap]:
+    """The tokens that the maps of an attention act on, and one of these maps."""
+    ctx.require(runs_known_code(layer, nn.Linear), "a replaced linear layer")
+    folded = ctx.fold(x, layer.weight, layer.bias)
+    pending = folded.pending
+    assert pending is not None
+    matrix = pending.effective(ctx.arith)
+    if matrix is None:
+        raise AssertionError("a linear layer has a matrix")
+    radius = folded.rows.value
+    return replace(folded, pending=None), HeadMap(ctx.arith, matrix, pending.bias, heads, radius, f"{ctx.path}.{name}")
+
+
+def require_bounded(ctx: Context, x: Value, what: str) -> None:
+    """NoRule where nothing bounds the length of a token."""
+    if ctx.arith.rigorous and not x.rows.value.finite:
+        raise NoRule(f"{what} is not Lipschitz on tokens of unbounded norm (no norm layer before it)")
+
+
+Term = tuple[Sequence[Scalar], HeadMap]
+
+
+def combined(arith: Arithmetic, terms: Sequence[Term]) -> Scalar:
+    """sup |(o_h)_h| for |o_h| <= sum_t c_t,h |dy_t,h|: term by term or head by head, whichever is smaller."""
+    by_term = arith.total([_term(arith, weights, moving) for weights, moving in terms])
+    by_head = arith.root_sum_of_squares(
+        [
+            arith.total([weights[h] * moving.slopes[h] for weights, moving in terms])
+            for h in range(len(terms[0][0]))
+        ]
+    )  # fmt: skip
+    return arith.minimum(by_term, by_head)
+
+
+def _term(arith: Arithmetic, weights: Sequence[Scalar], moving: HeadMap) -> Scalar:
+    """min(max_h c_h |W|, sqrt(sum_h (c_h |W_h|)^2))."""
+    products = [weight * slope for weight, slope in zip(weights, moving.slopes, strict=True)]
+    return arith.minimum(largest(arith, weights) * moving.whole, arith.root_sum_of_squares(products))
+
+
+def largest(arith: Arithmetic, values: Sequence[Scalar]) -> Scalar:
+    result = values[0]
+    for value in values[1:]:
+        result = arith.maximum(result, value)
+    return result
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Per head: the share of the attention in the output, and share times norm of the constant positional map."""
+
+    keep: list[Scalar]
+    fixed: list[Scalar]
+
+    def scale(self, weights: Sequence[Scalar]) -> list[Scalar]:
+        return [keep * weight for keep, weight in zip(self.keep, weights, strict=True)]
+
+    def averaging(self, weights: Sequence[Scalar]) -> list[Scalar]:
+        """The factor of |dv_h|: keep_h |P_h| + |g_h B_h|."""
+        return [kept + fixed for kept, fixed in zip(self.scale(weights), self.fixed, strict=True)]
+
+
+def gates(ctx: Context, module: LipschitzAttention, tokens: int) -> Gates:
+    """Theorem 7.1 for a layer with ConViT's gated positions; otherwise all of the output is attention."""
+    if not module.gated:
+        one, zero = ctx.arith.const(1.0), ctx.arith.const(0.0)
+        return Gates([one] * module.num_heads, [zero] * module.num_heads)
+    ctx.require(runs_known_code(module.pos_proj, nn.Linear), "a replaced linear layer")
+    with torch.no_grad():
+        mixes = positional_mixes(ctx, module, tokens)
+    return Gates([mix.keep for mix in mixes], [mix.fixed for mix in mixes])
+
+
+def mixed(
+    ctx: Context, module: LipschitzAttention, x: Value, constant: Scalar, why: str, norms: Callable[[], list[Scalar]]
+) -> Value:
+    """The value after [P_h v_h]_h, of this constant, and then `proj`, which later linear maps may be folded into.
+
+    norms: largest norm of a row of v_h, of which P_h (gated or not) takes averages.
+    """
+    ctx.require(runs_known_code(module.proj, nn.Linear), "a replaced linear layer")
+    shape = (*x.shape[:-1], module.num_heads * module.head_dim)
+    features = ctx.chain(x, constant, why, lambda: ctx.arith.root_sum_of_squares(norms()), shape=shape)
+    return ctx.fold_at(features, module.proj.weight, module.proj.bias, f"{ctx.path}.proj")

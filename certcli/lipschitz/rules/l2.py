@@ -1,0 +1,182 @@
+"""L2 attention with tied queries and keys, with and without positions. Proofs: docs/bounds.md, section 6."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from certcli.lipschitz.arithmetic import Scalar, lambert_w_upper
+from certcli.lipschitz.context import Context
+from certcli.lipschitz.rules.attention_heads import combined, gates, head_map, largest, mixed, require_bounded
+from certcli.lipschitz.rules.table import NoRule, module_rule
+from certcli.lipschitz.spectral import up
+from certcli.lipschitz.value import Value
+from certcli.nn.attention import LipschitzAttention
+from certcli.nn.l2_attention import L2Attention
+from certcli.nn.l2_untied_value_attention import L2UntiedValueAttention
+
+W_OF_1_OVER_E = 0.27846454277
+"""Lambert's W(1/e) = 0.278464542761..., rounded up: the largest r / (1 + e^r)."""
+
+_SLACK = 1e-9
+"""Relative: sums of up to 1e6 positive terms and Newton's last step in float64 are off by less than 1e-10."""
+
+
+def l2_mixing_constant(tokens: int) -> float:
+    """c_n >= Lip(z -> P(z) z), P_ij ~ exp(-|z_i - z_j|^2), for n tokens of any width; any temperature.
+
+    c_n = sqrt((n+1)/2) + 2 S + 2 sqrt(s1 S (n-1)), S = W((n-1)/e), s1 = W(1/e). Proof: docs/bounds.md, section 6.
+    """
+    s = lambert_w_upper((tokens - 1) / math.e * (1 + 1e-15))
+    total = math.sqrt((tokens + 1) / 2) + 2 * s + 2 * math.sqrt(W_OF_1_OVER_E * s * (tokens - 1))
+    return up(total, 16)
+
+
+@dataclass(frozen=True)
+class Tied:
+    """Per head, of P_ij ~ exp(-|z_i - z_j|^2 + B_ij) with b_ij = B_ij - B_ii: what Theorem 6.2 is made of.
+
+    averaging: |P|; spread: S, the largest mean square distance of a row; torn: the root of max_j sum_i S_i s_ij; reach: the
+    root of max_j sum_i s_ij.
+    """
+
+    averaging: list[Scalar]
+    spread: list[Scalar]
+    torn: list[Scalar]
+    reach: list[Scalar]
+
+
+def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Tied:
+    """Theorem 6.2 for the positions of this layer and the mask of this call."""
+    arith, heads = ctx.arith, module.num_heads
+    biases = position_logits(ctx, module, mask, tokens)
+    if biases is None:
+        s = lambert_w_upper((tokens - 1) / math.e * (1 + 1e-15))
+        root = math.sqrt(W_OF_1_OVER_E * (tokens - 1))
+        known = (math.sqrt((tokens + 1) / 2), s, math.sqrt(s) * root, root)
+        return Tied(*([arith.const(up(value, 8))] * heads for value in known))
+    averaging, spread, torn, reach = _with_bias(biases)
+    if arith.rigorous:
+        return Tied(
+            *(
+                [arith.const(up(value * (1 + _SLACK))) for value in part.tolist()]
+                for part in (averaging, spread, torn, reach)
+            )
+        )
+    return Tied(*(list(part.unbind()) for part in (averaging, spread, torn, reach)))
+
+
+def position_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Tensor | None:
+    """B, what is added to the logits whatever the image: (m, h, n, n) for m different masks, float64; None for nothing."""
+    bias: Tensor | None = None
+    if module.window_size is not None:
+        bias = module.position_bias().double().unsqueeze(0)
+        ctx.require(bias.shape[-1] == tokens, "windows of another size than the table of positions")
+        ctx.require(bool(torch.isfinite(bias).all()), "infinite or NaN position biases")
+    if mask is not None:
+        fixed = ctx.constant_tensor(mask)
+        ctx.require(fixed.dim() == 3 and fixed.is_floating_point(), "a mask that is not added to the scores of windows")
+        # most windows of an image share a mask (none)
+        fixed = fixed.detach().double().unique(dim=0).unsqueeze(1)
+        ctx.require(not bool(torch.isnan(fixed).any() | (fixed == math.inf).any()), "a mask with NaN or +inf")
+        bias = fixed.expand(-1, module.num_heads, -1, -1) if bias is None else bias + fixed
+    return bias
+
+
+def _with_bias(biases: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Per head, the largest over masks: (m, h, n, n) -> 4 x (h,), differentiable."""
+    own = biases.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    if not bool(torch.isfinite(own).all()):
+        raise NoRule("a mask under which a token does not see itself")
+    # the difference is rounded once, and so is a sum of table and mask: 1e-14 of their size
+    b = biases - own + 1e-13 * (1 + own.detach().abs() + biases.detach().abs().clamp_max(1e6))
+    diagonal = torch.eye(b.shape[-1], dtype=torch.bool, device=b.device)
+    others = b.masked_fill(diagonal, -math.inf)
+    spread = lambert_w_of_exp(others.logsumexp(dim=-1) - 1)
+    reach = lambert_w_of_exp(b - 1).masked_fill(diagonal, 0.0)
+    averaging = 1 + torch.sigmoid(others).sum(dim=-2).amax(dim=-1)
+    torn = (spread.unsqueeze(-1) * reach).sum(dim=-2).amax(dim=-1)
+    return (
+        averaging.amax(0).sqrt(),
+        spread.amax(dim=-1).amax(0),
+        torn.amax(0).clamp_min(1e-300).sqrt(),
+        reach.sum(dim=-2).amax(dim=-1).amax(0).clamp_min(1e-300).sqrt(),
+    )
+
+
+def lambert_w_of_exp(t: Tensor) -> Tensor:
+    """W(e^t), entry by entry, to a relative 1e-13 (tested); differentiable. At most e^-600 too large for t below -600."""
+    t = t.clamp_min(-600.0)
+    with (
+        torch.no_grad()
+    ):  # y + e^y = t for y = log W; from the right Newton's steps fall towards the root of a convex function
+        y = torch.where(t > 1, t.clamp_min(1.0).log(), t)
+        for _ in range(40):
+            step = (y.exp() + y - t) / (y.exp() + 1)
+            y = y - step
+            if float(step.abs().max()) < 1e-13:
+                break
+    w = y.exp()
+    return (y - (w + y - t) / (w + 1)).exp()  # the last step carries the derivative
+
+
+def _tokens(ctx: Context, x: Value, attn_mask: Any, is_causal: bool, what: str) -> int:
+    ctx.require(attn_mask is None and not is_causal, f"{what} with a mask that is not one of windows")
+    ctx.require(len(x.shape) == 3, f"{what} of another shape than (b, n, d)")
+    return int(x.shape[-2])
+
+
+@module_rule(L2Attention)
+def l2_attention(
+    ctx: Context, module: L2Attention, x: Value, attn_mask: Any = None, is_causal: bool = False, mask: Any = None
+) -> Value:
+    """Theorems 6.1 and 6.2: [P_h q_h]_h has constant c |W_Q|, heads acting on disjoint parts of q; then `proj`."""
+    tokens = _tokens(ctx, x, attn_mask, is_causal, "L2 attention")
+    inputs, query = head_map(ctx, x, module.query, module.num_heads, "query")
+    if mask is None and module.window_size is None and not module.gated:
+        c = l2_mixing_constant(tokens)
+        constant: Scalar = ctx.arith.const(c) * query.whole
+        shown = f"c_n = {c:.3f}"
+    else:
+        parts = tied_logits(ctx, module, mask, tokens)
+        two = ctx.arith.const(2.0)
+        each = [a + two * s + two * t for a, s, t in zip(parts.averaging, parts.spread, parts.torn, strict=True)]
+        weights = gates(ctx, module, tokens).averaging(each)
+        constant = combined(ctx.arith, [(weights, query)])
+        shown = f"c <= {float(largest(ctx.arith, weights)):.3f} with positions" if ctx.arith.rigorous else "c"
+    why = f"L2 attention of {tokens} tokens: {shown} times |W_Q|"
+    return mixed(ctx, module, inputs, constant, why, lambda: query.norms)
+
+
+@module_rule(L2UntiedValueAttention)
+def l2_untied_value_attention(
+    ctx: Context,
+    module: L2UntiedValueAttention,
+    x: Value,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    mask: Any = None,
+) -> Value:
+    """Theorem 6.3: on tokens in a ball, |P| |dv| + 2 R_v (min(sqrt S, R_z) + min(sqrt(s1 (n-1)), sqrt(2n) R_z)) |dz|."""
+    tokens = _tokens(ctx, x, attn_mask, is_causal, "L2 attention with untied values")
+    inputs, query = head_map(ctx, x, module.query, module.num_heads, "query")
+    _, value = head_map(ctx, x, module.value, module.num_heads, "value")
+    require_bounded(ctx, inputs, "L2 attention with untied values")
+    arith = ctx.arith
+    parts, gate = tied_logits(ctx, module, mask, tokens), gates(ctx, module, tokens)
+    temperature = arith.const(up(module.head_dim**-0.25, 4))  # z = q / dh^(1/4)
+    two, all_tokens = arith.const(2.0), arith.const(up(math.sqrt(2 * tokens), 1))
+    torn = []
+    for spread, reach, row, radius in zip(parts.spread, parts.reach, query.reach, value.reach, strict=True):
+        z = temperature * row
+        step = arith.minimum(arith.sqrt(spread), z) + arith.minimum(reach, all_tokens * z)
+        torn.append(two * radius * temperature * step)
+    constant = combined(arith, [(gate.averaging(parts.averaging), value), (gate.scale(torn), query)])
+    why = f"L2 attention with untied values of {tokens} tokens{_norm_shown(ctx, inputs)} (Theorem 6.3)"
+    return mixed(ctx, module, inputs, constant, why, lambda: value.norms)
+
+
+def _norm_shown(ctx: Context, x: Value) -> str:
+    return f" of norm at most {float(x.rows.value):.4g}" if ctx.arith.rigorous else ""

@@ -1,0 +1,137 @@
+"""What a replacement needs to know of the attention it replaces: its shape (to be built) and its weights (to be started).
+
+Anything else than the attentions named here, and any option that a replacement would silently drop, is refused by name.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.layers.attention import Attention
+from timm.models.convit import GPSA, MHSA
+from timm.models.swin_transformer import WindowAttention
+from torch import Tensor, nn
+
+from certcli.errors import ArchitectureError
+
+_NORM_OPTIONS = {"q_norm": "qk_norm", "k_norm": "qk_norm", "norm": "scale_norm"}
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Widths, heads, biases and positions of an attention, read without its weights.
+
+    window: (height, width) of Swin's windows, whose relative position bias is kept, or None. gated: whether it holds
+    ConViT's gated positional map.
+    """
+
+    width: int
+    heads: int
+    head_width: int
+    bias: bool
+    out_width: int
+    proj_bias: bool
+    window: tuple[int, int] | None = None
+    gated: bool = False
+
+    @staticmethod
+    def of(old: nn.Module) -> "AttentionShape":
+        """ArchitectureError for a module that is none of the known attentions, or has an option that would be lost."""
+        known = _require_known(old)
+        inputs, inner = _input_maps(known)
+        window = tuple(known.window_size) if type(known) is WindowAttention else None
+        return AttentionShape(
+            width=inputs[0].in_features,
+            heads=known.num_heads,
+            head_width=inner // known.num_heads,
+            bias=inputs[0].bias is not None,
+            out_width=known.proj.out_features,
+            proj_bias=known.proj.bias is not None,
+            window=window,
+            gated=type(known) is GPSA,
+        )
+
+
+@dataclass
+class AttentionWeights:
+    """The maps of a dot-product attention: softmax(scale q k^T + position_bias) v, then `proj`.
+
+    query, key, value: (heads * head_dim, width), with biases (heads * head_dim,) or None; proj_weight (out, heads *
+    head_dim). position_bias: (heads, n, n) for windows of n tokens, else None. gate (heads,), gate_weight (heads, 3) and
+    gate_bias (heads,): ConViT's positional map, else None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    proj_weight: Tensor
+    proj_bias: Tensor | None
+    scale: float
+    num_heads: int
+    head_dim: int
+    position_bias: Tensor | None = None
+    gate: Tensor | None = None
+    gate_weight: Tensor | None = None
+    gate_bias: Tensor | None = None
+
+    @staticmethod
+    def of(old: nn.Module) -> "AttentionWeights":
+        """The weights of timm's Attention, Swin's WindowAttention or ConViT's GPSA and MHSA; ArchitectureError else."""
+        known = _require_known(old)
+        layers, inner = _input_maps(known)
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+        query, key, value = weight.split(inner)
+        query_bias, key_bias, value_bias = (None, None, None) if bias is None else bias.split(inner)
+        found = AttentionWeights(
+            query,
+            key,
+            value,
+            query_bias,
+            key_bias,
+            value_bias,
+            proj_weight=known.proj.weight.detach(),
+            proj_bias=None if known.proj.bias is None else known.proj.bias.detach(),
+            scale=float(known.scale),
+            num_heads=known.num_heads,
+            head_dim=inner // known.num_heads,
+        )
+        if type(known) is WindowAttention:
+            found.position_bias = known._get_rel_pos_bias()[0].detach()
+        if type(known) is GPSA:
+            found.gate = known.gating_param.detach()
+            found.gate_weight, found.gate_bias = known.pos_proj.weight.detach(), known.pos_proj.bias.detach()
+        return found
+
+    def head(self, tensor: Tensor, number: int) -> Tensor:
+        """The rows of one head, in float64."""
+        return tensor[number * self.head_dim : (number + 1) * self.head_dim].double()
+
+
+def _input_maps(known: Any) -> tuple[list[nn.Linear], int]:
+    """The linear layers whose outputs, side by side, are queries, keys and values; the width of each of the three."""
+    layers = [known.qk, known.v] if type(known) is GPSA else [known.qkv]
+    return layers, sum(layer.out_features for layer in layers) // 3
+
+
+def _require_known(old: nn.Module) -> Any:
+    kind = type(old)
+    where = f"{kind.__name__} of {kind.__module__}"
+    if kind not in (Attention, WindowAttention, GPSA, MHSA):
+        raise ArchitectureError(
+            f"no replacement for {where}",
+            "attentions that can be replaced: timm's Attention, Swin's WindowAttention, ConViT's GPSA and MHSA",
+        )
+    for name, option in _NORM_OPTIONS.items():
+        if not isinstance(getattr(old, name, nn.Identity()), nn.Identity):
+            raise ArchitectureError(f"the option '{option}' ('{name}') of {where} would be lost in a replacement")
+    if getattr(old, "gate", None) is not None:
+        raise ArchitectureError(f"the option 'gated' of {where} would be lost in a replacement")
+    for name in ("qkv", "qk", "v", "proj", "pos_proj"):
+        part = getattr(old, name, None)
+        if part is not None and type(part) is not nn.Linear:
+            raise ArchitectureError(f"'{name}' of {where} is a {type(part).__name__}, not a plain linear layer")
+    return old
