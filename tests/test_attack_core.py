@@ -8,6 +8,7 @@ import pytest
 import torch
 from attack_nets import (
     CASES,
+    GENERAL,
     MODELS,
     NORMS,
     ROUNDING,
@@ -112,7 +113,7 @@ def test_every_attack_on_every_net(name: str, norm: Norm, model: nn.Module) -> N
         json.dumps(record.as_json())
 
 
-@pytest.mark.parametrize("name", ATTACKS.names())
+@pytest.mark.parametrize("name", GENERAL)
 def test_an_attack_leaves_no_trace(name: str) -> None:
     """Modes, buffers, gradients, requires_grad, the caller's tensors and the global random numbers are as before."""
     model = convolution(4)
@@ -144,7 +145,7 @@ def test_an_attack_leaves_no_trace(name: str) -> None:
     assert torch.equal(labels, kept[1])
 
 
-@pytest.mark.parametrize("name", sorted(set(ATTACKS.names()) - DETERMINISTIC - {"margin-pgd", "fab"}))
+@pytest.mark.parametrize("name", sorted(set(GENERAL) - DETERMINISTIC - {"margin-pgd", "fab"}))
 def test_another_seed_is_another_run(name: str) -> None:
     """margin-pgd and FAB draw in restarts only."""
     model = perceptron(5)
@@ -262,7 +263,7 @@ def test_nets_without_parameters_and_in_float64() -> None:
     images = pictures(6)
     for model, pixels in ((Sums().eval(), images), (perceptron(3).double(), images.double())):
         labels = labelled(model, pixels)
-        for name in ATTACKS.names():
+        for name in GENERAL:
             records = attack_images(model, batches(pixels, labels), [name], Threat("l2", 0.5), SHORT, keep_images=True)
             assert all(record.adversarial.dtype == pixels.dtype for record in records)
 
@@ -283,7 +284,7 @@ def test_radius_zero_and_empty_batches() -> None:
     model = perceptron(3)
     images = pictures(4)
     labels = labelled(model, images)
-    for name in ATTACKS.names():
+    for name in GENERAL:
         (summary,) = curve(attack_images(model, batches(images, labels), [name], Threat("l2", 0.0), SHORT))
         assert summary.robust == summary.clean == 1.0
         assert ATTACKS.load(name)(model, images[:0], labels[:0], Threat("l2", 0.1), SHORT).shape == (0, 1, 6, 6)

@@ -30,9 +30,7 @@ class Stage:
     def with_draws(self, seed: int, classes: int, precision: str = "float32") -> "Stage":
         """The same stage with the seed of its draws, the crafting precision, and k, else asked of the model."""
         known = [
-            replace(
-                entry, settings=replace(entry.settings, seed=seed, classes=classes, precision=precision, restart=0)
-            )
+            replace(entry, settings=replace(entry.settings, seed=seed, classes=classes, precision=precision, restart=0))
             for entry in self.plan
         ]
         return replace(self, plan=tuple(known))

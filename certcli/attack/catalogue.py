@@ -29,6 +29,12 @@ ATTACKS = Registry(
         "Carlini & Wagner 2017 (the loss), Madry et al. 2018 (the ascent)",
     ),
     Entry(
+        "saga",
+        "certcli.attack.saga:saga",
+        "PGD whose gradient is weighted by the attention rollout of the image; vision transformers only",
+        "Mahmood et al. 2021, On the robustness of vision transformers to adversarial examples",
+    ),
+    Entry(
         "cw",
         "certcli.attack.carlini:carlini_wagner",
         "smallest l2 perturbation by Adam on distance and margin, with the binary search over c, image by image",
@@ -83,3 +89,6 @@ DETERMINISTIC = frozenset({"fgsm", "cw", "deepfool"})
 
 L2_ONLY = frozenset({"cw", "deepfool"})
 """Attacks that minimise the l2 norm; their results mean nothing for linf, so they are refused there."""
+
+NEEDS_ATTENTION = frozenset({"saga"})
+"""Attacks that look at the attention maps of a vision transformer, and refuse other networks."""

@@ -62,10 +62,12 @@ def ascend(
     decay: bool = False,
     random_start: bool = True,
     target_rank: int = 0,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """x <- P(x + alpha_t * steepest(grad loss)): (b, c, h, w), (b,) -> (b, c, h, w).
 
     alpha_t is `settings.step`, falling linearly to a tenth of it when `decay`. `samples` gradients are averaged a step.
+    `weights` (b, 1, h, w) multiply the gradient before its steepest step is taken.
     `target_rank` r > 0 puts z_t - z_y in place of the loss, t the r-th likeliest wrong class at the image.
     Each row returns the point of its largest loss, or, with `stop_early` and one sample, the first judged success.
     """
@@ -89,6 +91,8 @@ def ascend(
                 value = value + values.detach() / samples
                 if turn < steps:
                     gradient = gradient + torch.autograd.grad(values.sum(), point)[0]
+            if weights is not None:
+                gradient = gradient * weights
             higher = value > height
             peak[higher], height[higher] = point.detach()[higher], value[higher]
             # a pixel at the edge of the box cannot follow: without it the step keeps its length in l2

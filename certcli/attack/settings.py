@@ -10,7 +10,6 @@ from certcli.attack.catalogue import ATTACKS
 from certcli.errors import UsageError
 from certcli.threat import Threat
 
-
 PRECISIONS = ("float32", "bf16")
 
 
