@@ -9,10 +9,11 @@ import torch
 from certcli import data, models
 from certcli.checkpoint import Checkpoint, tensors_digest
 from certcli.errors import CheckpointError, NoBoundError, UsageError
-from certcli.finetune.loop import Diverged, Trainer
+from certcli.finetune.loop import Trainer
 from certcli.finetune.losses import LOSSES, NEEDS_BOUND
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import load_state, save_state
+from certcli.finetune.step import Diverged
 from certcli.finetune.stiefel import StiefelMuon, orthogonal_parameters, orthogonalise, polar_factor, retract
 from certcli.lipschitz.propagate import bound_network
 

@@ -1,13 +1,20 @@
 """certvit finetune: train for accuracy, or for certified accuracy; from a checkpoint, or from scratch after init."""
 
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from certcli.cli import options
-from certcli.cli.output import Sink, percent
+from certcli.cli.output import Sink
+
+
+def _fraction(text: str) -> float:
+    """A number, or a quotient as in 8/255."""
+    try:
+        above, _, below = str(text).partition("/")
+        return float(above) / float(below or 1)
+    except (ValueError, ZeroDivisionError) as failure:
+        raise typer.BadParameter(f"'{text}' is neither a number nor a quotient such as 8/255") from failure
 
 
 def finetune(
@@ -15,13 +22,27 @@ def finetune(
     output: options.Output = None,
     dataset: options.Dataset = None,
     data_dir: options.DataDir = None,
-    loss: Annotated[str, typer.Option(help="ce, or margin (certified training; needs a bound).")] = "margin",
-    epsilon: Annotated[float, typer.Option("--epsilon", "-e", help="Radius of the margin loss, pixel l2.")] = 0.5,
-    epochs: Annotated[int, typer.Option(help="Passes over the training images; the cosine ends with them.")] = 40,
+    loss: Annotated[
+        str, typer.Option(help="ce, or of certified training: margin, gloro, lmt, emma, trades, hinge-kr.")
+    ] = "margin",
+    epsilon: Annotated[
+        float,
+        typer.Option(
+            "--epsilon", "-e", parser=_fraction, metavar="R", help="Radius to be certified, pixel l2: 0.5 or 36/255."
+        ),
+    ] = 0.5,
+    epochs: Annotated[int, typer.Option(help="Passes over the training images; the schedule ends with them.")] = 40,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps in all, in place of --epochs.")] = None,
+    time_budget: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="As many steps as fit, the final proof included: 90s, 10m, 1h."),
+    ] = None,
     optimiser: Annotated[
         str | None,
         typer.Option(
-            "--optimiser", "--optimizer", help="adamw, sgd, or stiefel (matrices kept orthogonal; margin's default)."
+            "--optimiser",
+            "--optimizer",
+            help="adamw, sgd, or stiefel (matrices kept orthogonal; the default of losses that need a bound).",
         ),
     ] = None,
     lr: Annotated[
@@ -30,12 +51,69 @@ def finetune(
     ] = None,
     stiefel_lr: Annotated[float, typer.Option(help="Learning rate of the orthogonal matrices.")] = 0.05,
     weight_decay: Annotated[float, typer.Option(help="Of adamw and sgd.")] = 0.05,
+    schedule: Annotated[
+        str, typer.Option(help="cosine, or steps (a tenth after 7/8 of the run, a hundredth after 19/20).")
+    ] = "cosine",
     warmup: Annotated[float, typer.Option(help="Share of the steps with a rising learning rate.")] = 0.02,
     ramp: Annotated[float, typer.Option(help="Share of the steps in which epsilon rises to its value.")] = 0.3,
+    clip_grad: Annotated[float | None, typer.Option(help="Longest gradient, all parameters together.")] = None,
     label_smoothing: Annotated[float, typer.Option(help="Of the cross entropy.")] = 0.0,
     noise: Annotated[float, typer.Option(help="Deviation of Gaussian pixel noise on training images.")] = 0.0,
+    augment: Annotated[str, typer.Option(metavar="LIST", help="Any of crop,flip,shift.")] = "",
+    mixup: Annotated[float, typer.Option(help="Mixup with lambda ~ Beta(A, A); 0 is none.")] = 0.0,
+    cutmix: Annotated[float, typer.Option(help="CutMix with lambda ~ Beta(A, A); 0 is none.")] = 0.0,
+    mix_probability: Annotated[float, typer.Option(help="Share of the batches that are mixed.")] = 1.0,
+    msvp: Annotated[
+        str | None,
+        typer.Option(metavar="L|Lq,Lk,Lv", help="Penalty on the spectral norms of query, key and value, per head."),
+    ] = None,
+    project: Annotated[
+        str | None, typer.Option(help="After each step: ball (clip singular values), or spectral (divide by the norm).")
+    ] = None,
+    project_radius: Annotated[float, typer.Option(help="Largest spectral norm that --project leaves.")] = 1.0,
+    sam: Annotated[float, typer.Option(metavar="RHO", help="Sharpness-aware minimisation; 0 is none.")] = 0.0,
+    adaptive_sam: Annotated[
+        bool, typer.Option("--adaptive-sam", help="Measure RHO relative to each weight's size.")
+    ] = False,
+    ema: Annotated[float, typer.Option(metavar="DECAY", help="Keep a moving average of the weights; 0 is none.")] = 0.0,
+    teacher: Annotated[
+        str | None, typer.Option(metavar="CKPT", help="Learn from this network's answers too (distillation).")
+    ] = None,
+    distill_weight: Annotated[float, typer.Option(help="Share of the teacher in the loss.")] = 0.5,
+    distill_temperature: Annotated[float, typer.Option(help="Temperature of both answers.")] = 2.0,
+    adversarial: Annotated[
+        str, typer.Option(help="none, fgsm, pgd, or trades: train on attacked images, made on the fly.")
+    ] = "none",
+    attack_norm: Annotated[str, typer.Option(help="linf or l2: norm of the training attack.")] = "linf",
+    attack_epsilon: Annotated[
+        float | None,
+        typer.Option(parser=_fraction, metavar="R", help="Radius of the attack; 8/255 in linf, --epsilon in l2."),
+    ] = None,
+    attack_steps: Annotated[int, typer.Option(help="Steps of pgd and trades.")] = 10,
+    attack_step_size: Annotated[
+        float | None,
+        typer.Option(parser=_fraction, metavar="A", help="Of each step; 2.5 radii over all steps, fgsm 1.25."),
+    ] = None,
+    trades_beta: Annotated[float, typer.Option(help="Weight of the divergence in --adversarial trades.")] = 6.0,
+    ard: Annotated[
+        float, typer.Option(metavar="P", help="Attention whose gradient the attack misses, at first.")
+    ] = 0.0,
+    prm: Annotated[float, typer.Option(metavar="P", help="Patches whose perturbation is dropped, at first.")] = 0.0,
+    mask_decay: Annotated[
+        float, typer.Option(help="Share of the steps after which --ard and --prm have fallen to 0; 0 keeps them.")
+    ] = 0.25,
+    accumulate: Annotated[int, typer.Option(metavar="N", help="Batches whose gradients make one step.")] = 1,
+    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16, of the network; the bound stays float32.")] = (
+        "float32"
+    ),
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Recompute activations in place of keeping them.")
+    ] = False,
     patience: Annotated[int | None, typer.Option(help="Stop after so many epochs without improvement.")] = None,
     limit: options.Limit = None,
+    validation_limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Validate on a seeded, class-balanced sample.")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with an interrupted run of the same command.")
     ] = False,
@@ -51,110 +129,39 @@ def finetune(
     quiet: options.Quiet = False,
 ) -> None:
     """Train on --dataset; choices are made on its validation split, and the bound at the end is proven."""
-    from certcli import data, models
-    from certcli.cli.inputs import hints, output_path, pick_device, remember_dataset
-    from certcli.errors import DataError
-    from certcli.finetune.loop import Diverged, Trainer, identity
+    given: dict[str, Any] = dict(locals())
+    from certcli.cli.training import Training
     from certcli.finetune.losses import NEEDS_BOUND
     from certcli.finetune.settings import FinetuneSettings
-    from certcli.finetune.state import load_state, save_state
-    from certcli.foreign import open_checkpoint
 
-    sink = Sink(as_json, quiet)
-    optimiser = optimiser or ("stiefel" if loss in NEEDS_BOUND else "adamw")
-    lr = (0.01 if optimiser == "stiefel" else 0.001) if lr is None else lr
-    settings = FinetuneSettings(
-        loss=loss,
-        epsilon=epsilon,
-        epochs=epochs,
-        batch_size=batch_size,
-        optimiser=optimiser,
-        lr=lr,
-        stiefel_lr=stiefel_lr,
-        weight_decay=weight_decay,
-        warmup=warmup,
-        ramp=ramp,
-        label_smoothing=label_smoothing,
-        noise=noise,
-        patience=patience,
-        seed=seed,
+    orthogonal = loss in NEEDS_BOUND and project is None
+    given["optimiser"] = optimiser or ("stiefel" if orthogonal else "adamw")
+    given["lr"] = (0.01 if given["optimiser"] == "stiefel" else 0.001) if lr is None else lr
+    given["augment"] = tuple(name for name in augment.split(",") if name)
+    given["msvp"] = None if msvp is None else _three_weights(msvp)
+    given["attack_epsilon"] = (
+        (8 / 255 if attack_norm == "linf" else epsilon) if attack_epsilon is None else attack_epsilon
     )
-    path = output_path(output, ckpt, "finetune", force)
-    checkpoint = open_checkpoint(ckpt, hints(arch, arch_arg, mean, std))
-    record = checkpoint.record
-    name = dataset or record.dataset
-    if name is None:
-        raise DataError(
-            "no --dataset given, and the checkpoint does not say what it was trained on", "--dataset digits"
-        )
-    train, validation = (
-        data.require_classes(data.load(name, record.input, split, data_dir), record.classes, record.class_names)
-        for split in ("train", "val")
-    )
-    train = train.limit(limit, seed)
-    sink.note(f"{len(train)} training and {len(validation)} validation images of {train.name}")
-
-    model = models.load(checkpoint, pick_device(device), writable=True)
-    run = identity(checkpoint.digest, settings, f"{train.name}:{len(train)}")
-    trainer = Trainer(model, settings, record.classes, run)
-    state_path = path.with_name(f"{path.name.removesuffix('.safetensors')}.state.safetensors")
-    if resume and state_path.exists():
-        trainer.restore(load_state(state_path, run))
-        sink.note(f"going on after epoch {trainer.epoch} of {epochs}")
-    diverged: Diverged | None = None
-    with sink.progress("finetune", total=epochs) as bar:
-        bar.advance(trainer.epoch)
-        try:
-            for epoch in trainer.run(train, validation):
-                save_state(state_path, trainer.state())
-                sink.document(asdict(epoch))
-                certified = (
-                    "" if epoch.certified_estimate is None else f", about {percent(epoch.certified_estimate)} certified"
-                )
-                bar.advance(remark=f"loss {epoch.loss:.3f}, clean {percent(epoch.clean)}{certified}")
-        except Diverged as failure:
-            if trainer.best_epoch < 0:
-                raise
-            diverged = failure
-    derived = checkpoint.derive(
-        trainer.best_net, "finetune", {**settings.parameters(), "dataset": train.name, "images": len(train)}, seed
-    )
-    derived = replace(derived, record=remember_dataset(derived.record, train))
-    final = _prove(derived, validation, epsilon, sink)
-    derived = derived.with_evidence("finetune", {"split": "val", "epsilon": epsilon}, final)
-    derived.write(path, force)
-    if diverged is not None:
-        sink.note(f"wrote {path}: the best weights before it, of epoch {trainer.best_epoch}")
-        raise diverged
-    Path(state_path).unlink(missing_ok=True)
-    sink.document({"done": True, "output": str(path), "epoch": trainer.best_epoch, **final})
-    sink.text(
-        f"wrote {path}: epoch {trainer.best_epoch}, validation clean {percent(final['clean'])}, "
-        f"certified at {epsilon:g} {percent(final['certified'])}, bound {final['upper_text']} (proven)"
-    )
+    given["teacher_file"], given["teacher"] = (
+        teacher,
+        None,
+    )  # the settings hold its digest, which is known once it is read
+    names = FinetuneSettings.__dataclass_fields__
+    settings = FinetuneSettings(**{name: given[name] for name in names})
+    Training(settings, given, Sink(as_json, quiet)).run()
 
 
-def _prove(checkpoint, validation, epsilon: float, sink: Sink) -> dict:  # type: ignore[no-untyped-def]
-    """The proven bound, and the validation images certified by it: float64, rounded outward."""
-    import torch
+def _three_weights(text: str) -> tuple[float, float, float]:
+    """Weights of query, key and value from one number or three."""
+    from certcli.errors import UsageError
 
-    from certcli.certify.certificate import summarise
-    from certcli.certify.lipschitz import METHOD, certify, plain_accuracy
-    from certcli.cli.inputs import load_double
-    from certcli.lipschitz.propagate import bound_network
-
-    model = load_double(checkpoint, torch.device("cpu"))
-    bound = bound_network(model, checkpoint.record.input.size, checkpoint.record.classes)
-    text = {"upper_text": str(bound.upper)}
-    if bound.pairs is None:
-        sink.note(f"no finite bound: {bound.bound.why}")
-        return {"clean": plain_accuracy(model, validation), "certified": 0.0, "upper": "inf", **text}
-    rows = [row for batch in certify(model, bound.pairs, validation, 256) for row in batch]
-    summary = summarise(rows, [epsilon], METHOD, 0.0)
-    upper = float(bound.upper)
-    return {
-        "clean": summary.clean,
-        "certified": summary.certified[f"{epsilon:g}"],
-        "upper": upper if upper < float("inf") else "inf",
-        **text,
-    }
+    try:
+        weights = [float(part) for part in text.split(",")]
+        if len(weights) not in (1, 3):
+            raise ValueError
+    except ValueError as failure:
+        raise UsageError(
+            f"--msvp '{text}' is neither one number nor three", "--msvp 1e-4 or --msvp 1e-4,1e-4,2e-4"
+        ) from failure
+    query, key, value = weights * 3 if len(weights) == 1 else weights
+    return query, key, value

@@ -4,36 +4,36 @@ What the records call an estimate is one: pair constants by power iteration, whi
 numbers are computed once, at the end, by the caller.
 """
 
+import copy
 import hashlib
 import json
-import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from certcli.data import Images
-from certcli.errors import CertvitError, DataError, NoBoundError
-from certcli.finetune.losses import LOSSES, NEEDS_BOUND
+from certcli.errors import DataError, NoBoundError
+from certcli.finetune.budget import measure_steps, plan
+from certcli.finetune.ema import Average
+from certcli.finetune.evaluate import Quality, evaluate
+from certcli.finetune.losses import NEEDS_BOUND
+from certcli.finetune.objective import Objective, checkpoint_activations
+from certcli.finetune.optimisers import Rates, make_optimisers
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import TrainingState
-from certcli.finetune.stiefel import StiefelMuon, orthogonal_parameters, orthogonalise, retract
+from certcli.finetune.step import Descent, Diverged
+from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
 from certcli.lipschitz.arithmetic import TrainableArithmetic
 from certcli.lipschitz.propagate import pair_constants, propagate, trace_network
 from certcli.lipschitz.rules.table import NoRule
 from certcli.lipschitz.trace import Trace, Untraceable
 from certcli.models import PixelModel
 
-SCALAR_RATE = 10.0
-"""Learning rate of residual weights, relative to --lr."""
-
-
-class Diverged(CertvitError):
-    """The loss became NaN or infinite; the last good weights are kept."""
-
-    code = 1
+AVERAGE_ITERATIONS = 10
+"""Power iterations from the vectors of the weights in training to those of their average, once an epoch."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,14 @@ def identity(parent_digest: str, settings: FinetuneSettings, dataset: str) -> st
 class Trainer:
     """Owns the model while it learns. `run` yields an `Epoch` after each, `state` is what `--resume` needs."""
 
-    def __init__(self, model: PixelModel, settings: FinetuneSettings, classes: int, run_identity: str) -> None:
+    def __init__(
+        self,
+        model: PixelModel,
+        settings: FinetuneSettings,
+        classes: int,
+        run_identity: str,
+        teacher: PixelModel | None = None,
+    ) -> None:
         self.model, self.settings, self.classes = model, settings, classes
         self.device = next(model.parameters()).device
         self.identity = run_identity
@@ -70,16 +77,24 @@ class Trainer:
         model.eval()
         for parameter in model.parameters():
             parameter.requires_grad_(True)
-        orthogonal: list[torch.nn.Parameter] = []
+        self.orthogonal: list[nn.Parameter] = []
         if settings.optimiser == "stiefel":
             orthogonalise(model.net)
-            orthogonal = orthogonal_parameters(model.net)
-        self.orthogonal = orthogonal
-        self.arithmetic = TrainableArithmetic(self.device, orthogonal=frozenset(map(id, orthogonal)))
+            self.orthogonal = orthogonal_parameters(model.net)
+        self.arithmetic = self._arithmetic()
         self.trace = self._trace() if settings.loss in NEEDS_BOUND else None
-        self.optimisers = self._make_optimisers(orthogonal)
-        self.base_rates = [[group["lr"] for group in optimiser.param_groups] for optimiser in self.optimisers]
+        if settings.checkpointing:
+            checkpoint_activations(model.net)
+        self.optimisers = make_optimisers(model, self.orthogonal, settings)
+        self.rates = Rates(self.optimisers, settings)
+        self.objective = Objective(model, settings, self.generator, teacher, classes)
+        self.descent = Descent(model, settings, self.objective, self.optimisers, self.pairs)
+        self.average = Average(model.net, settings.ema) if settings.ema > 0 else None
         self.best_net = self._net_state()
+
+    def _arithmetic(self, iterations: int = 1) -> TrainableArithmetic:
+        orthogonal = frozenset(map(id, self.orthogonal))
+        return TrainableArithmetic(self.device, iterations=iterations, orthogonal=orthogonal)
 
     def _trace(self) -> Trace:
         try:
@@ -92,141 +107,172 @@ class Trainer:
             ) from reason
         return traced
 
-    def _make_optimisers(self, orthogonal: list[torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
-        held = set(map(id, orthogonal))
-        free = [p for p in self.model.parameters() if p.requires_grad and id(p) not in held]
-        settings = self.settings
-        if settings.optimiser == "sgd":
-            return [torch.optim.SGD(free, lr=settings.lr, momentum=0.9, weight_decay=settings.weight_decay)]
-        if settings.optimiser == "adamw":
-            return [torch.optim.AdamW(free, lr=settings.lr, weight_decay=settings.weight_decay)]
-        # the free part (biases, residual weights, head) carries the network's scale: decay would fight the margin
-        # residual weights enter the bound as products over all blocks: they must move as fast as the margin does
-        groups = [
-            {"params": [p for p in free if p.dim() > 0], "lr": settings.lr},
-            {"params": [p for p in free if p.dim() == 0], "lr": SCALAR_RATE * settings.lr},
-        ]
-        adam = torch.optim.Adam([group for group in groups if group["params"]])
-        return [adam, StiefelMuon(orthogonal, lr=settings.stiefel_lr)]
-
     def pairs(self) -> Tensor | None:
         """Estimated pair constants (k, k), with gradient; None for losses that need none."""
         if self.trace is None:
             return None
         return pair_constants(propagate(self.trace, self.arithmetic), self.classes)
 
-    def run(self, train: Images, validation: Images) -> Iterator[Epoch]:
-        """Train to the end of the schedule. Diverged stops it with the last good weights still in `best_net`."""
+    def total_steps(self, train: Images) -> int:
+        """Optimiser steps of the whole run."""
+        return self.settings.steps or self.settings.epochs * self.batches(train)
+
+    def batches(self, train: Images) -> int:
+        """Optimiser steps of one epoch."""
+        return -(-len(train) // (self.settings.batch_size * self.settings.accumulate))
+
+    def run(
+        self, train: Images, validation: Images, watch: Callable[[int, float], None] = lambda step, loss: None
+    ) -> Iterator[Epoch]:
+        """Train to the end of the schedule. Diverged stops it with the last good weights still in `best_net`.
+
+        watch is called after every optimiser step with the number of steps made and the step's loss.
+        """
         settings = self.settings
-        batches = -(-len(train) // settings.batch_size)
-        total = settings.epochs * batches
-        loss_function: Callable[..., Tensor] = LOSSES.load(settings.loss)
-        since_best = self.epoch - self.best_epoch
-        while self.epoch < settings.epochs:
-            started, losses = time.perf_counter(), 0.0
+        for images in (train, validation):
+            self._require_labels(images)
+        validation = validation.limit(settings.validation_limit, settings.seed)
+        total = self.total_steps(train)
+        while self.step < total and not self._out_of_patience():
+            started, losses, seen, before = time.perf_counter(), 0.0, 0, self.step
             self.model.train()
-            for positions in torch.randperm(len(train), generator=self.generator).split(settings.batch_size):
-                losses += self._learn(train, positions, loss_function, total)
+            order = torch.randperm(len(train), generator=self.generator)
+            for positions in order.split(settings.batch_size * settings.accumulate)[: total - self.step]:
+                losses += self._learn(train, positions, total)
+                seen += len(positions)
+                watch(self.step, losses / (self.step - before))
             self.model.eval()
             self.epoch += 1
-            if self.epoch == settings.epochs:
+            if self.step == total:
                 with torch.no_grad():
                     for weight in self.orthogonal:
                         retract(weight, 6)  # to float precision: the proven norm is then 1 up to 1e-6
+            self._require_finite_weights()
             elapsed = time.perf_counter() - started
-            clean, certified, norm = self.evaluate(validation)
-            score = clean if certified is None else certified
-            improved = score >= self.best  # of equals the later one, which saw more of the schedule
-            since_best = 0 if improved else since_best + 1
+            quality, net = self.evaluate(validation)
+            improved = quality.score >= self.best  # of equals the later one, which saw more of the schedule
             if improved:
-                self.best, self.best_epoch, self.best_net = score, self.epoch, self._net_state()
+                self.best, self.best_epoch, self.best_net = quality.score, self.epoch, net
             yield Epoch(
                 epoch=self.epoch,
                 step=self.step,
-                loss=losses / batches,
-                clean=clean,
-                certified_estimate=certified,
+                loss=losses / (self.step - before),
+                clean=quality.clean,
+                certified_estimate=quality.certified,
                 lr=self.optimisers[0].param_groups[0]["lr"],
-                images_per_second=len(train) / elapsed,
-                norm_estimate=norm,
+                images_per_second=seen / elapsed,
+                norm_estimate=quality.norm,
                 best=improved,
             )
-            if settings.patience is not None and since_best >= settings.patience:
-                return
 
-    def _learn(self, train: Images, positions: Tensor, loss_function: Callable[..., Tensor], total: int) -> float:
-        settings = self.settings
-        share = self.step / total
-        self._set_rates(share)
-        images = train.fetch(positions.tolist()).to(self.device)
-        labels = train.labels[positions].to(self.device)
-        if int(labels.max()) >= self.classes:
-            raise DataError(f"label {int(labels.max())} is outside the network's {self.classes} classes")
-        if settings.noise > 0:
-            images = images + settings.noise * torch.randn(images.shape, generator=self.generator).to(images)
-        ramp = 1.0 if settings.ramp == 0 else min(1.0, 0.2 + 0.8 * share / settings.ramp)
-        loss = loss_function(
-            self.model(images), labels, self.pairs(), settings.epsilon * ramp, settings.label_smoothing
-        )
-        if not torch.isfinite(loss):
-            raise Diverged(
-                f"the loss became {float(loss)} at step {self.step} (epoch {self.epoch + 1})",
-                "the best weights so far are kept; try a smaller --lr, or a longer --warmup",
+    def _out_of_patience(self) -> bool:
+        patience = self.settings.patience
+        return patience is not None and self.epoch - max(self.best_epoch, 0) >= patience
+
+    def _require_labels(self, images: Images) -> None:
+        low, high = int(images.labels.min()), int(images.labels.max())
+        if low < 0 or high >= self.classes:
+            raise DataError(
+                f"label {low if low < 0 else high} of {images.name} ({images.split}) is outside the network's "
+                f"{self.classes} classes",
+                "use the dataset that the network was made for",
             )
-        for optimiser in self.optimisers:
-            optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        for optimiser in self.optimisers:
-            optimiser.step()
+
+    def _require_finite_weights(self) -> None:
+        for name, value in self.model.net.state_dict().items():
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise Diverged(f"the weights '{name}' became NaN or infinite by step {self.step}")
+
+    def _learn(self, train: Images, positions: Tensor, total: int) -> float:
+        share = self.step / total
+        self.rates.set(share)
+        loss = self.descent.step(train, positions, share, f"step {self.step} (epoch {self.epoch + 1})", self.step)
+        if self.average is not None:
+            self.average.update(self.model.net)
         self.step += 1
-        return float(loss.detach())
+        return loss
 
-    def _set_rates(self, share: float) -> None:
-        """Linear warm-up, then a cosine to a thousandth; it must finish, certified accuracy comes in its last third."""
-        warm = 1.0 if self.settings.warmup == 0 else min(1.0, share / self.settings.warmup + 1e-3)
-        factor = max(1e-3, warm * 0.5 * (1 + math.cos(math.pi * share)))
-        for optimiser, rates in zip(self.optimisers, self.base_rates, strict=True):
-            for group, rate in zip(optimiser.param_groups, rates, strict=True):
-                group["lr"] = rate * factor
+    def evaluate(self, images: Images) -> tuple[Quality, dict[str, Tensor]]:
+        """The quality of the weights as they would be kept (the average, where there is one), and those weights."""
+        batch = max(self.settings.batch_size, 256)
+        with torch.no_grad():
+            if self.average is None:
+                pairs = self.pairs()
+                quality = evaluate(self.model, pairs, images, self.settings.epsilon, batch, self.device)
+                return quality, self._net_state()
+            with self.average.applied(self.model.net, self.orthogonal):
+                live, self.arithmetic = self.arithmetic, self._arithmetic(AVERAGE_ITERATIONS)
+                self.arithmetic.vectors = dict(live.vectors)
+                pairs = self.pairs()
+                self.arithmetic = live
+                quality = evaluate(self.model, pairs, images, self.settings.epsilon, batch, self.device)
+                return quality, self._net_state()
 
-    @torch.no_grad()
-    def evaluate(self, images: Images) -> tuple[float, float | None, float | None]:
-        """Clean accuracy, share certified at epsilon by the estimate, and the estimated constant of the logits."""
-        pairs = self.pairs()
-        right = robust = 0
-        for _, pixels, labels in images.batches(max(self.settings.batch_size, 256)):
-            logits = self.model(pixels.to(self.device)).double().cpu()
-            own = logits.gather(1, labels.unsqueeze(1))
-            right += int((logits.argmax(1) == labels).sum())
-            if pairs is not None:
-                needed = self.settings.epsilon * pairs.double().cpu()[labels]
-                slack = (own - logits - needed).scatter(1, labels.unsqueeze(1), math.inf)
-                robust += int((slack.amin(1) > 0).sum())
-        count = len(images)
-        if pairs is None:
-            return right / count, None, None
-        return right / count, robust / count, float(pairs.max())
+    def last_net(self) -> dict[str, Tensor]:
+        """The weights as they stand now: the average, where one is kept."""
+        if self.average is None:
+            return self._net_state()
+        with self.average.applied(self.model.net, self.orthogonal):
+            return self._net_state()
+
+    def plan(
+        self, train: Images, validation: Images, seconds: float, proof_seconds: tuple[float, float]
+    ) -> FinetuneSettings:
+        """Resolve a time budget: measure a few steps and one batch of validation, and forget what they learned.
+
+        seconds: left of the budget; proof_seconds: of the bound at the end, and of certifying one image with it. The
+        settings returned, which the trainer now has, hold the number of steps.
+        """
+        started = time.perf_counter()
+        before = copy.deepcopy(self.state())
+        order = torch.randperm(len(train), generator=self.generator)
+        parts = order.split(self.settings.batch_size * self.settings.accumulate)
+        self.model.train()
+
+        def step() -> None:
+            self._learn(train, parts[self.step % len(parts)], 1_000_000)
+
+        step_seconds = measure_steps(step, seconds)
+        self.model.eval()
+        sample = validation.limit(256)
+        self.evaluate(sample)
+        clock = time.perf_counter()
+        self.evaluate(sample)
+        image_seconds = (time.perf_counter() - clock) / len(sample)
+        self.arithmetic.vectors = {}
+        self.restore(before)
+        left = seconds - (time.perf_counter() - started)
+        made = plan(left, step_seconds, image_seconds, proof_seconds, self.batches(train), len(validation))
+        self.settings = replace(self.settings, steps=made.steps, validation_limit=made.validation_limit)
+        return self.settings
 
     def _net_state(self) -> dict[str, Tensor]:
         return {name: value.detach().cpu().clone() for name, value in self.model.net.state_dict().items()}
 
     def state(self) -> TrainingState:
         """Everything the next epoch depends on."""
+        parts = self.descent.state()
+        if self.average is not None:
+            parts["average"] = self.average.state()
         return TrainingState(
             identity=self.identity,
             epoch=self.epoch,
             step=self.step,
             best=self.best,
             best_epoch=self.best_epoch,
+            steps=self.settings.steps,
+            validation_limit=self.settings.validation_limit,
             net=self._net_state(),
             best_net=self.best_net,
             optimisers=[optimiser.state_dict() for optimiser in self.optimisers],
             vectors={name: value.detach().cpu() for name, value in self.arithmetic.vectors.items()},
             generator=self.generator.get_state(),
+            parts=parts,
         )
 
     def restore(self, state: TrainingState) -> None:
         """Go on after `state`, bit for bit on a CPU."""
+        self.settings = replace(self.settings, steps=state.steps, validation_limit=state.validation_limit)
         self.epoch, self.step = state.epoch, state.step
         self.best, self.best_epoch, self.best_net = state.best, state.best_epoch, state.best_net
         with torch.no_grad():
@@ -236,3 +282,6 @@ class Trainer:
             optimiser.load_state_dict(stored)
         self.arithmetic.vectors = {name: value.to(self.device) for name, value in state.vectors.items()}
         self.generator.set_state(state.generator)
+        self.descent.load(state.parts)
+        if self.average is not None:
+            self.average.load(state.parts["average"])

@@ -1,18 +1,87 @@
 """What a training run is: every number that decides its result, and nothing else."""
 
+import math
 from dataclasses import dataclass
 
 from certcli.errors import UsageError
 from certcli.finetune.losses import LOSSES
 
 OPTIMISERS = ("adamw", "sgd", "stiefel")
+SCHEDULES = ("cosine", "steps")
+PRECISIONS = ("float32", "bf16", "fp16")
+ADVERSARIES = ("none", "fgsm", "pgd", "trades")
+NORMS = ("l2", "linf")
+PROJECTIONS = ("ball", "spectral")
+AUGMENTATIONS = ("crop", "flip", "shift")
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "optimiser": OPTIMISERS,
+    "schedule": SCHEDULES,
+    "precision": PRECISIONS,
+    "adversarial": ADVERSARIES,
+    "attack_norm": NORMS,
+    "project": PROJECTIONS,
+}
+RANGES: dict[str, tuple[float, float]] = {
+    "epsilon": (0.0, 1e6),
+    "lr": (1e-12, 100.0),
+    "stiefel_lr": (1e-12, 10.0),
+    "weight_decay": (0.0, 100.0),
+    "warmup": (0.0, 1.0),
+    "ramp": (0.0, 1.0),
+    "label_smoothing": (0.0, 0.999),
+    "noise": (0.0, 10.0),
+    "clip_grad": (1e-12, 1e12),
+    "mixup": (0.0, 1e3),
+    "cutmix": (0.0, 1e3),
+    "mix_probability": (0.0, 1.0),
+    "project_radius": (1e-6, 1e6),
+    "sam": (0.0, 100.0),
+    "ema": (0.0, 0.999999),
+    "distill_weight": (0.0, 1.0),
+    "distill_temperature": (1e-3, 1e3),
+    "attack_epsilon": (0.0, 1e6),
+    "attack_step_size": (0.0, 1e6),
+    "trades_beta": (0.0, 1e6),
+    "ard": (0.0, 1.0),
+    "prm": (0.0, 1.0),
+    "mask_decay": (0.0, 1.0),
+}
+COUNTS = ("epochs", "steps", "batch_size", "accumulate", "patience", "attack_steps", "validation_limit")
+
+SWITCHES: dict[str, tuple[str, ...]] = {
+    "steps": (),
+    "accumulate": (),
+    "schedule": (),
+    "clip_grad": (),
+    "augment": (),
+    "mixup": ("mix_probability",),
+    "cutmix": ("mix_probability",),
+    "msvp": (),
+    "project": ("project_radius",),
+    "sam": ("adaptive_sam",),
+    "ema": (),
+    "teacher": ("distill_weight", "distill_temperature"),
+    "precision": (),
+    "checkpointing": (),
+    "adversarial": (
+        *("attack_norm", "attack_epsilon", "attack_steps", "attack_step_size", "trades_beta"),
+        *("ard", "prm", "mask_decay"),
+    ),
+    "validation_limit": (),
+    "time_budget": (),
+}
+"""Options that the lineage names only when they are on, each with the options that mean something only beside it."""
 
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """epsilon: pixel l2 radius of the margin loss; it ramps from 20 % to its value over the first `ramp` of the steps.
+    """epsilon: pixel l2 radius of the losses that read the bound; it ramps from 20 % over the first `ramp` of the steps.
 
     lr: of AdamW / SGD (with `stiefel`: of biases, residual weights and head); stiefel_lr: of the orthogonal matrices.
+    steps: optimiser steps in all, in place of `epochs`. One step reads accumulate x batch_size images. teacher: digest
+    of the teacher's tensors. ard, prm: shares at the start; they fall to 0 over the first `mask_decay` of the steps
+    (0: they stay). time_budget: as typed; what it resolved to stands in `steps` and `validation_limit`.
     """
 
     loss: str = "margin"
@@ -28,28 +97,79 @@ class FinetuneSettings:
     label_smoothing: float = 0.0
     noise: float = 0.0
     patience: int | None = None
+    steps: int | None = None
+    accumulate: int = 1
+    schedule: str = "cosine"
+    clip_grad: float | None = None
+    augment: tuple[str, ...] = ()
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mix_probability: float = 1.0
+    msvp: tuple[float, float, float] | None = None
+    project: str | None = None
+    project_radius: float = 1.0
+    sam: float = 0.0
+    adaptive_sam: bool = False
+    ema: float = 0.0
+    teacher: str | None = None
+    distill_weight: float = 0.5
+    distill_temperature: float = 2.0
+    precision: str = "float32"
+    checkpointing: bool = False
+    adversarial: str = "none"
+    attack_norm: str = "linf"
+    attack_epsilon: float = 8 / 255
+    attack_steps: int = 10
+    attack_step_size: float | None = None
+    trades_beta: float = 6.0
+    ard: float = 0.0
+    prm: float = 0.0
+    mask_decay: float = 0.25
+    validation_limit: int | None = None
+    time_budget: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         LOSSES[self.loss]
-        if self.optimiser not in OPTIMISERS:
-            raise UsageError(f"unknown optimiser '{self.optimiser}'", f"one of: {', '.join(OPTIMISERS)}")
-        for name, low, high in (
-            ("epsilon", 0.0, 1e6),
-            ("lr", 1e-12, 100.0),
-            ("stiefel_lr", 1e-12, 10.0),
-            ("weight_decay", 0.0, 100.0),
-            ("warmup", 0.0, 1.0),
-            ("ramp", 0.0, 1.0),
-            ("label_smoothing", 0.0, 0.999),
-            ("noise", 0.0, 10.0),
-        ):
+        for name, known in CHOICES.items():
             value = getattr(self, name)
-            if not low <= value <= high:
+            if value is not None and value not in known:
+                raise UsageError(f"unknown {name.replace('_', ' ')} '{value}'", f"one of: {', '.join(known)}")
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is outside [{low:g}, {high:g}]")
-        if self.epochs < 1 or self.batch_size < 1 or (self.patience is not None and self.patience < 1):
-            raise UsageError("--epochs, --batch-size and --patience must be at least 1")
+        for name in COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        for name in self.augment:
+            if name not in AUGMENTATIONS:
+                raise UsageError(f"unknown augmentation '{name}'", f"any of: {','.join(AUGMENTATIONS)}")
+        if self.msvp is not None and not all(0 <= weight < math.inf for weight in self.msvp):
+            raise UsageError(f"--msvp {self.msvp} holds a number that is not finite and >= 0")
+        self._require_sense()
+
+    def _require_sense(self) -> None:
+        """Options that contradict each other."""
+        if self.project is not None and self.optimiser == "stiefel":
+            raise UsageError("--project would undo what stiefel keeps orthogonal", "--optimiser adamw, or no --project")
+        if self.precision == "fp16" and self.sam > 0:
+            raise UsageError("--sam needs gradients that do not overflow: not with fp16", "--precision bf16")
+        if self.adversarial == "none" and (self.ard > 0 or self.prm > 0):
+            raise UsageError("--ard and --prm weaken an attack, and there is none", "--adversarial pgd")
+        if self.adversarial != "none" and self.noise > 0:
+            raise UsageError("--noise leaves the box of images that an attack starts from", "one of the two")
+        if self.adaptive_sam and self.sam == 0:
+            raise UsageError("--adaptive-sam needs a radius", "--sam 0.5")
 
     def parameters(self) -> dict[str, object]:
-        """For the lineage: everything but the seed, which has its own place there."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "seed"}
+        """For the lineage: what is on, without the seed, which has its own place there."""
+        hidden = {"seed"} | ({"epochs"} if self.steps is not None else set())
+        for switch, dependants in SWITCHES.items():
+            if getattr(self, switch) == type(self).__dataclass_fields__[switch].default:
+                hidden |= {switch, *dependants}
+        for switch, dependants in SWITCHES.items():  # an option may serve two switches
+            if switch not in hidden:
+                hidden -= set(dependants)
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}

@@ -1,7 +1,7 @@
 """The state of a training run on disk: enough to go on bit for bit. safetensors, written atomically, no pickle."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,30 @@ from certcli.checkpoint import read_tensors, write_safetensors
 from certcli.errors import CheckpointError
 
 KEY = "certvit-state"
+PLAIN = ("identity", "epoch", "step", "best", "best_epoch", "steps", "validation_limit")
 
 
 @dataclass
 class TrainingState:
-    """identity: digest of the parent checkpoint and the settings; a state of another run is refused."""
+    """identity: digest of the parent checkpoint and the settings; a state of another run is refused.
+
+    steps, validation_limit: what a time budget was resolved to. parts: tensors of what the options added, by part:
+    the averaged weights, the vectors of penalties and projections, the scale of half-precision gradients.
+    """
 
     identity: str
     epoch: int
     step: int
     best: float
     best_epoch: int
+    steps: int | None
+    validation_limit: int | None
     net: dict[str, Tensor]
     best_net: dict[str, Tensor]
     optimisers: list[dict[str, Any]]
     vectors: dict[str, Tensor]
     generator: Tensor
+    parts: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
 def save_state(path: Path, state: TrainingState) -> None:
@@ -35,6 +43,8 @@ def save_state(path: Path, state: TrainingState) -> None:
     tensors |= {f"net.{name}": value for name, value in state.net.items()}
     tensors |= {f"best.{name}": value for name, value in state.best_net.items()}
     tensors |= {f"vector.{name}": value for name, value in state.vectors.items()}
+    for part, values in state.parts.items():
+        tensors |= {f"part.{part}.{name}": value for name, value in values.items()}
     structure = []
     for number, optimiser in enumerate(state.optimisers):
         entries: dict[str, dict[str, Any]] = {}
@@ -46,8 +56,10 @@ def save_state(path: Path, state: TrainingState) -> None:
                 else:
                     entries[str(index)][name] = value
         structure.append({"state": entries, "param_groups": optimiser["param_groups"]})
-    about = {name: getattr(state, name) for name in ("identity", "epoch", "step", "best", "best_epoch")}
-    text = json.dumps({**about, "optimisers": structure}, sort_keys=True, separators=(",", ":"))
+    about = {name: getattr(state, name) for name in PLAIN}
+    text = json.dumps(
+        {**about, "optimisers": structure, "parts": sorted(state.parts)}, sort_keys=True, separators=(",", ":")
+    )
     write_safetensors(path, tensors, {KEY: text}, force=True)
 
 
@@ -61,7 +73,8 @@ def load_state(path: Path, identity: str) -> TrainingState:
                 f"{path} belongs to a run with other settings or another starting checkpoint",
                 "repeat the command with the options of that run, or drop --resume",
             )
-        optimisers = about.pop("optimisers")
+        optimisers, parts = about["optimisers"], about["parts"]
+        plain = {name: about[name] for name in PLAIN}
     except (KeyError, ValueError) as failure:
         raise CheckpointError(f"{path} is not the state of a training run") from failure
     for number, optimiser in enumerate(optimisers):
@@ -69,17 +82,18 @@ def load_state(path: Path, identity: str) -> TrainingState:
         prefix = f"optimiser.{number}."
         for name, value in tensors.items():
             if name.startswith(prefix):
-                index, _, field = name[len(prefix) :].partition(".")
-                optimiser["state"].setdefault(int(index), {})[field] = value
+                index, _, field_name = name[len(prefix) :].partition(".")
+                optimiser["state"].setdefault(int(index), {})[field_name] = value
 
     def part(prefix: str) -> dict[str, Tensor]:
         return {name[len(prefix) :]: value.clone() for name, value in tensors.items() if name.startswith(prefix)}
 
     return TrainingState(
-        **about,
+        **plain,
         net=part("net."),
         best_net=part("best."),
         optimisers=optimisers,
         vectors=part("vector."),
         generator=tensors["generator"].to(torch.uint8),
+        parts={name: part(f"part.{name}.") for name in parts},
     )

@@ -1,0 +1,249 @@
+"""One run of `certvit finetune` from files to files: images, trainer, progress, what is written and when."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from certcli.cli.output import Sink, percent
+
+if TYPE_CHECKING:
+    from certcli.checkpoint import Checkpoint
+    from certcli.data import Images
+    from certcli.finetune.loop import Epoch, Trainer
+    from certcli.finetune.settings import FinetuneSettings
+    from certcli.models import PixelModel
+
+REMARK_SECONDS = 10.0
+"""Least time between two remarks where there is no progress bar."""
+START_SECONDS = 3.0
+"""Of the time budget, for what came before this file's clock: the interpreter and its imports."""
+
+
+class Training:
+    """given: the command's options by name."""
+
+    def __init__(self, settings: FinetuneSettings, given: dict[str, Any], sink: Sink) -> None:
+        from certcli.checkpoint import require_absent
+        from certcli.cli.inputs import hints, output_path
+        from certcli.foreign import open_checkpoint
+
+        self.started = time.perf_counter() - START_SECONDS
+        self.settings, self.given, self.sink = settings, given, sink
+        self.path = output_path(given["output"], given["ckpt"], "finetune", given["force"])
+        stem = self.path.name.removesuffix(".safetensors")
+        self.state_path = self.path.with_name(f"{stem}.state.safetensors")
+        self.last_path = self.path.with_name(f"{stem}.last.safetensors")
+        require_absent(self.last_path, given["force"])
+        self.checkpoint = open_checkpoint(
+            given["ckpt"], hints(given["arch"], given["arch_arg"], given["mean"], given["std"])
+        )
+        self.savable = True
+        self.remarked = 0.0
+
+    def run(self) -> None:
+        from certcli import models
+        from certcli.cli.inputs import pick_device
+        from certcli.errors import OutputError
+        from certcli.finetune.loop import Trainer, identity
+        from certcli.finetune.step import Diverged
+
+        train, validation = self._images()
+        self.sink.note(f"{len(train)} training and {len(validation)} validation images of {train.name}")
+        device = pick_device(self.given["device"])
+        teacher = self._teacher(device)
+        model = models.load(self.checkpoint, device, writable=True)
+        run = identity(self.checkpoint.digest, self.settings, f"{train.name}:{len(train)}")
+        trainer = Trainer(model, self.settings, self.checkpoint.record.classes, run, teacher)
+        if not self._resumed(trainer, run) and self.settings.time_budget is not None:
+            self._plan(trainer, train, validation)
+        diverged: Diverged | None = None
+        try:
+            self._learn(trainer, train, validation)
+        except Diverged as failure:
+            if trainer.best_epoch < 0:
+                raise
+            diverged = failure
+        try:
+            self._write(trainer, train, validation, diverged is None)
+        except OutputError as failure:
+            if self.state_path.exists():
+                raise OutputError(failure.message, "make room, then repeat the command with --resume") from failure
+            raise
+        if diverged is not None:
+            self.sink.note(f"wrote {self.path}: the best weights before it, of epoch {trainer.best_epoch}")
+            raise diverged
+        self.state_path.unlink(missing_ok=True)
+
+    def _images(self) -> tuple[Images, Images]:
+        from certcli import data
+        from certcli.errors import DataError
+
+        record = self.checkpoint.record
+        name = self.given["dataset"] or record.dataset
+        if name is None:
+            raise DataError(
+                "no --dataset given, and the checkpoint does not say what it was trained on", "--dataset digits"
+            )
+        train, validation = (
+            data.require_classes(
+                data.load(name, record.input, split, self.given["data_dir"]), record.classes, record.class_names
+            )
+            for split in ("train", "val")
+        )
+        return train.limit(self.given["limit"], self.settings.seed), validation
+
+    def _teacher(self, device: Any) -> PixelModel | None:
+        from certcli import models
+        from certcli.foreign import Hints, open_checkpoint
+
+        if self.given["teacher_file"] is None:
+            return None
+        checkpoint = open_checkpoint(self.given["teacher_file"], Hints())
+        self.settings = replace(self.settings, teacher=checkpoint.digest)
+        return models.load(checkpoint, device)
+
+    def _resumed(self, trainer: Trainer, run: str) -> bool:
+        from certcli.finetune.state import load_state
+
+        if not self.given["resume"]:
+            return False
+        if not self.state_path.exists():
+            self.sink.note(f"no {self.state_path.name} to go on from: starting at the beginning")
+            return False
+        trainer.restore(load_state(self.state_path, run))
+        self.sink.note(f"going on after epoch {trainer.epoch}, step {trainer.step}")
+        return True
+
+    def _plan(self, trainer: Trainer, train: Images, validation: Images) -> None:
+        from certcli.finetune.budget import parse_duration
+
+        budget = parse_duration(str(self.settings.time_budget))
+        proof = _proof_seconds(self.checkpoint, validation.limit(128))
+        seconds = budget - (time.perf_counter() - self.started)
+        settings = trainer.plan(train, validation, seconds, proof)
+        epochs = trainer.total_steps(train) / trainer.batches(train)
+        self.sink.note(f"{self.settings.time_budget} allow {settings.steps} steps: {epochs:.2f} epochs")
+        if epochs < 1:
+            self.sink.warn(f"only {epochs:.2f} of one epoch fits into {self.settings.time_budget}")
+        if settings.validation_limit is not None:
+            self.sink.note(f"validating on {settings.validation_limit} of {len(validation)} images, to save time")
+
+    def _learn(self, trainer: Trainer, train: Images, validation: Images) -> None:
+        total = trainer.total_steps(train)
+        with self.sink.progress("finetune", total=total) as bar:
+            bar.advance(trainer.step)
+            done = trainer.step
+            remark = ""
+
+            def watch(step: int, loss: float) -> None:
+                nonlocal done
+                bar.advance(step - done, remark or f"loss {loss:.3f}")
+                done = step
+
+            for epoch in trainer.run(train, validation, watch):
+                self._save_state(trainer)
+                self.sink.document(asdict(epoch))
+                remark = _remark(epoch)
+                bar.advance(0, remark)
+                self._say(f"epoch {epoch.epoch}, step {epoch.step} of {total}: {remark}")
+
+    def _say(self, line: str) -> None:
+        """A line now and then where no bar is drawn (a log file)."""
+        if not sys.stderr.isatty() and time.perf_counter() - self.remarked >= REMARK_SECONDS:
+            self.remarked = time.perf_counter()
+            self.sink.note(line)
+
+    def _save_state(self, trainer: Trainer) -> None:
+        """A run goes on when its state cannot be saved (full disk): hours of training are worth more than --resume."""
+        from certcli.errors import OutputError
+        from certcli.finetune.state import save_state
+
+        try:
+            save_state(self.state_path, trainer.state())
+        except OutputError as failure:
+            if self.savable:
+                self.sink.warn(f"{failure.message}; training goes on, but --resume will lack these epochs")
+            self.savable = False
+
+    def _write(self, trainer: Trainer, train: Images, validation: Images, finished: bool) -> None:
+        best, last = trainer.best_epoch, trainer.epoch
+        settings, epsilon = trainer.settings, trainer.settings.epsilon
+        images = validation.limit(settings.validation_limit, settings.seed)
+        derived = self._derived(trainer, trainer.best_net, train)
+        final = _prove(derived, images, epsilon, self.sink)
+        about: dict[str, Any] = {"split": "val", "epsilon": epsilon}
+        if settings.validation_limit is not None:
+            about["images"] = len(images)
+        derived.with_evidence("finetune", about, final).write(self.path, self.given["force"])
+        report = {"done": True, "output": str(self.path), "epoch": best, "steps": trainer.step, **final}
+        line = ""
+        if finished and last != best:
+            self._derived(trainer, trainer.last_net(), train).write(self.last_path, self.given["force"])
+            report["last"] = str(self.last_path)
+            line = f"; {self.last_path}: the last epoch, {last}"
+        elif self.given["force"]:
+            self.last_path.unlink(missing_ok=True)  # of the run that this one replaces
+        if finished:
+            self.sink.document(report)
+            self.sink.text(
+                f"wrote {self.path}: epoch {best}, validation clean {percent(final['clean'])}, "
+                f"certified at {epsilon:g} {percent(final['certified'])}, bound {final['upper_text']} (proven){line}"
+            )
+
+    def _derived(self, trainer: Trainer, tensors: Any, train: Images) -> Checkpoint:
+        from certcli.cli.inputs import remember_dataset
+
+        parameters = {**trainer.settings.parameters(), "dataset": train.name, "images": len(train)}
+        derived = self.checkpoint.derive(tensors, "finetune", parameters, self.settings.seed)
+        return replace(derived, record=remember_dataset(derived.record, train))
+
+
+def _remark(epoch: Epoch) -> str:
+    certified = "" if epoch.certified_estimate is None else f", about {percent(epoch.certified_estimate)} certified"
+    return f"loss {epoch.loss:.3f}, clean {percent(epoch.clean)}{certified}"
+
+
+def _proof_seconds(checkpoint: Checkpoint, sample: Images) -> tuple[float, float]:
+    """What the proof at the end will take: the bound, and certifying one image; measured on the starting weights."""
+    import torch
+
+    from certcli.cli.inputs import load_double
+    from certcli.lipschitz.propagate import bound_network
+
+    started = time.perf_counter()
+    model = load_double(checkpoint, torch.device("cpu"))
+    bound_network(model, checkpoint.record.input.size, checkpoint.record.classes)
+    proven = time.perf_counter()
+    with torch.no_grad():
+        for _, pixels, _ in sample.batches(256):
+            model(pixels.double())
+    return proven - started, (time.perf_counter() - proven) / len(sample)
+
+
+def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sink) -> dict[str, Any]:
+    """The proven bound, and the validation images certified by it: float64, rounded outward."""
+    import torch
+
+    from certcli.certify.certificate import summarise
+    from certcli.certify.lipschitz import METHOD, certify, plain_accuracy
+    from certcli.cli.inputs import load_double
+    from certcli.lipschitz.propagate import bound_network
+
+    model = load_double(checkpoint, torch.device("cpu"))
+    bound = bound_network(model, checkpoint.record.input.size, checkpoint.record.classes)
+    text = {"upper_text": str(bound.upper)}
+    if bound.pairs is None:
+        sink.note(f"no finite bound: {bound.bound.why}")
+        return {"clean": plain_accuracy(model, validation), "certified": 0.0, "upper": "inf", **text}
+    rows = [row for batch in certify(model, bound.pairs, validation, 256) for row in batch]
+    summary = summarise(rows, [epsilon], METHOD, 0.0)
+    upper = float(bound.upper)
+    return {
+        "clean": summary.clean,
+        "certified": summary.certified[f"{epsilon:g}"],
+        "upper": upper if upper < float("inf") else "inf",
+        **text,
+    }

@@ -1,0 +1,108 @@
+"""Training images moved to where the network errs, on the fly: FGSM, PGD, and the inner maximisation of TRADES.
+
+Images stay in [0, 1]. The network is attacked in eval mode, and left in the mode it was in. ARD and PRM (Mo et al. 2022)
+make the attacks of the first epochs weaker and more varied.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Generator, Tensor, nn
+
+from certcli.errors import UsageError
+from certcli.finetune.settings import FinetuneSettings
+from certcli.models import PixelModel
+from certcli.threat import Threat
+
+PGD_REACH = 2.5
+"""Sum of all steps over the radius when no step size is given (Madry et al. 2018)."""
+FGSM_STEP = 1.25
+"""Step of FGSM over the radius: from a random start, larger than the radius (Wong et al. 2020)."""
+TRADES_START = 1e-3
+"""Deviation of the start of TRADES, whose divergence has no slope at the image itself (Zhang et al. 2019)."""
+
+
+class Adversary:
+    """Finds x' in the ball of `settings` around x that makes a loss large. Errors: UsageError for ARD / PRM without parts."""
+
+    def __init__(self, model: PixelModel, settings: FinetuneSettings, generator: Generator) -> None:
+        self.model, self.settings, self.generator = model, settings, generator
+        self.threat = Threat(settings.attack_norm, settings.attack_epsilon)  # type: ignore[arg-type]
+        self.steps = 1 if settings.adversarial == "fgsm" else settings.attack_steps
+        reach = FGSM_STEP if settings.adversarial == "fgsm" else PGD_REACH
+        given = settings.attack_step_size
+        self.step_size = reach * self.threat.radius / self.steps if given is None else given
+        self.attentions = [module for path, module in model.net.named_modules() if path.split(".")[-1] == "attn"]
+        if settings.ard > 0 and not self.attentions:
+            raise UsageError("--ard drops the gradients of attention, and the network has none named 'attn'")
+        self.patch = _patch_size(model.net) if settings.prm > 0 else (1, 1)
+
+    def share_left(self, share: float) -> float:
+        """Factor of ARD's and PRM's probabilities at this share of the training: from 1 to 0 over `mask_decay`."""
+        decay = self.settings.mask_decay
+        return 1.0 if decay == 0 else max(0.0, 1 - share / decay)
+
+    def attack(
+        self, forward: Callable[[Tensor], Tensor], images: Tensor, loss: Callable[[Tensor], Tensor], share: float
+    ) -> Tensor:
+        """Steepest ascent of loss(forward(x')), projected after every step: (b, c, h, w) -> (b, c, h, w).
+
+        forward: pixels -> logits in float32; loss: logits -> (), a sum over images. share: of the training done so far.
+        """
+        left, was_training = self.share_left(share), self.model.training
+        if self.settings.adversarial == "trades":
+            start = TRADES_START * torch.randn(images.shape, generator=self.generator).to(images)
+            moved = self.threat.project(images + start, images)
+        else:
+            moved = self.threat.random_start(images, self.generator)
+        self.model.eval()
+        try:
+            for _ in range(self.steps):
+                moved = self._masked(moved, images, left).detach().requires_grad_(True)
+                with self._attention_dropped(left), torch.enable_grad():
+                    (gradient,) = torch.autograd.grad(loss(forward(moved)), moved)
+                moved = self.threat.project(moved.detach() + self.step_size * self.threat.steepest(gradient), images)
+        finally:
+            self.model.train(was_training)
+        return moved
+
+    def _masked(self, moved: Tensor, images: Tensor, left: float) -> Tensor:
+        """PRM: each patch of each image loses its perturbation with probability prm * left."""
+        probability = self.settings.prm * left
+        if probability == 0:
+            return moved
+        b, _, h, w = images.shape
+        rows, columns = -(-h // self.patch[0]), -(-w // self.patch[1])
+        kept = torch.rand(b, 1, rows, columns, generator=self.generator).to(images.device) >= probability
+        kept = kept.repeat_interleave(self.patch[0], 2).repeat_interleave(self.patch[1], 3)[:, :, :h, :w]
+        return torch.where(kept, moved, images)
+
+    @contextmanager
+    def _attention_dropped(self, left: float) -> Iterator[None]:
+        """ARD: with probability ard * left each attention passes its value on, and no gradient back.
+
+        The skip connection around it carries the gradient past. Hooks are gone when the block ends, whatever happens.
+        """
+        probability = self.settings.ard * left
+        handles = []
+        if probability > 0:
+            drawn = torch.rand(len(self.attentions), generator=self.generator) < probability
+            handles = [
+                attention.register_forward_hook(lambda module, args, out: out.detach())
+                for attention, dropped in zip(self.attentions, drawn.tolist(), strict=True)
+                if dropped
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _patch_size(net: nn.Module) -> tuple[int, int]:
+    size = getattr(getattr(net, "patch_embed", None), "patch_size", None)
+    if size is None:
+        raise UsageError("--prm masks patches, and the network has no patch embedding")
+    height, width = (size, size) if isinstance(size, int) else size
+    return int(height), int(width)

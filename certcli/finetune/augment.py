@@ -1,0 +1,85 @@
+"""Training images moved, mirrored and mixed, in pixel space, with every draw from the run's own generator.
+
+timm's and torchvision's transforms draw from global generators, which a resumed run could not put back; the rules below
+are theirs (random crop with padding, horizontal flip, Mixup and CutMix of a batch with itself in reverse order).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+from torch.nn.functional import pad
+
+from certcli.finetune.settings import FinetuneSettings
+
+CROP_SHARE = 1 / 8
+"""Padding of `crop`, as a share of the side: 4 pixels at 32."""
+SHIFT_SHARE = 1 / 14
+"""Reach of `shift`: 2 pixels at 28 and 32."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How a batch was mixed with its reverse: weight of the image's own label, the rest for its partner's (b,)."""
+
+    weight: float
+    partners: Tensor
+
+
+def translate(images: Tensor, reach: int, mode: str, generator: Generator) -> Tensor:
+    """Every image moved by its own random (dy, dx), |dy|, |dx| <= reach: (b, c, h, w) -> (b, c, h, w).
+
+    mode: what comes in over the edge, "constant" (black) or "replicate".
+    """
+    b, _, h, w = images.shape
+    wide = pad(images, (reach,) * 4, mode=mode)
+    corners = torch.randint(0, 2 * reach + 1, (2, b), generator=generator).to(images.device)
+    rows = (corners[0].view(b, 1) + torch.arange(h, device=images.device)).view(b, 1, h, 1)
+    columns = (corners[1].view(b, 1) + torch.arange(w, device=images.device)).view(b, 1, 1, w)
+    each = torch.arange(b, device=images.device).view(b, 1, 1, 1)
+    channels = torch.arange(images.shape[1], device=images.device).view(1, -1, 1, 1)
+    return wide[each, channels, rows, columns]
+
+
+def flip(images: Tensor, generator: Generator) -> Tensor:
+    """Every image mirrored left to right with probability 1/2."""
+    mirrored = torch.rand(len(images), generator=generator).to(images.device) < 0.5
+    return torch.where(mirrored.view(-1, 1, 1, 1), images.flip(3), images)
+
+
+def augment(images: Tensor, names: tuple[str, ...], generator: Generator) -> Tensor:
+    """The named augmentations in a fixed order: crop, shift, flip."""
+    side = min(images.shape[2:])
+    if "crop" in names:
+        images = translate(images, max(1, round(CROP_SHARE * side)), "constant", generator)
+    if "shift" in names:
+        images = translate(images, max(1, round(SHIFT_SHARE * side)), "replicate", generator)
+    return flip(images, generator) if "flip" in names else images
+
+
+def mix(images: Tensor, labels: Tensor, settings: FinetuneSettings, generator: Generator) -> tuple[Tensor, Mix | None]:
+    """The batch mixed with itself in reverse order, by Mixup or CutMix (either with probability 1/2 when both are on).
+
+    Mixup: x <- lam x + (1 - lam) x', lam ~ Beta(a, a) (Zhang et al. 2018). CutMix: a box of x' with area 1 - lam replaces
+    that of x, and lam is then taken from the box as it was clipped by the edges (Yun et al. 2019).
+    """
+    if settings.mixup == 0 and settings.cutmix == 0:
+        return images, None
+    random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
+    active, cut = random.random() < settings.mix_probability, random.random() < 0.5
+    cut = settings.mixup == 0 or (cut and settings.cutmix > 0)
+    strength = settings.cutmix if cut else settings.mixup
+    share, centre = float(random.beta(strength, strength)), random.random(2)
+    if not active:
+        return images, None
+    other = images.flip(0)
+    if not cut:
+        return share * images + (1 - share) * other, Mix(share, labels.flip(0))
+    h, w = images.shape[2:]
+    side = (1 - share) ** 0.5
+    top, bottom = (int(np.clip(centre[0] * h + sign * side * h / 2, 0, h)) for sign in (-1, 1))
+    left, right = (int(np.clip(centre[1] * w + sign * side * w / 2, 0, w)) for sign in (-1, 1))
+    mixed = images.clone()
+    mixed[:, :, top:bottom, left:right] = other[:, :, top:bottom, left:right]
+    return mixed, Mix(1 - (bottom - top) * (right - left) / (h * w), labels.flip(0))

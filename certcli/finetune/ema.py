@@ -1,0 +1,62 @@
+"""An exponential moving average of the weights, to validate and keep in place of the last iterate."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from certcli.finetune.stiefel import retract
+
+_RETRACTIONS = 12
+"""Cubic steps from an average of orthogonal matrices (singular values in (0, 1]) back: from 0.05 they reach 1 - 1e-12."""
+
+
+class Average:
+    """a <- d_n a + (1 - d_n) w after step n, with d_n = min(decay, (1 + n) / (10 + n)) so that early steps are forgotten.
+
+    Buffers that are not floating point are taken as they are. The average of orthogonal matrices is none: it is
+    retracted whenever it is put to use, never where it is stored.
+    """
+
+    def __init__(self, net: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.updates = 0
+        self.weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+    @torch.no_grad()
+    def update(self, net: nn.Module) -> None:
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        for name, value in net.state_dict().items():
+            if value.is_floating_point():
+                self.weights[name].lerp_(value, 1 - decay)
+            else:
+                self.weights[name].copy_(value)
+
+    @contextmanager
+    def applied(self, net: nn.Module, orthogonal: Sequence[Tensor]) -> Iterator[None]:
+        """`net` holds the average inside the block, its own weights after it. orthogonal: its parameters to retract."""
+        own = {name: value.detach().clone() for name, value in net.state_dict().items()}
+        _assign(net, self.weights)
+        with torch.no_grad():
+            for weight in orthogonal:
+                retract(weight, _RETRACTIONS)
+        try:
+            yield
+        finally:
+            _assign(net, own)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"updates": torch.tensor(self.updates), **{f"w.{name}": value for name, value in self.weights.items()}}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self.updates = int(state["updates"])
+        for name, value in self.weights.items():
+            value.copy_(state[f"w.{name}"])
+
+
+@torch.no_grad()
+def _assign(net: nn.Module, weights: dict[str, Tensor]) -> None:
+    for name, value in net.state_dict().items():
+        value.copy_(weights[name])

@@ -1,0 +1,157 @@
+"""From training images to the number that is minimised: augmentation, attack, forward pass, loss, distillation."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div, log_softmax, softmax
+
+from certcli.data import Images
+from certcli.errors import ArchitectureError, UsageError
+from certcli.finetune.adversarial import Adversary
+from certcli.finetune.augment import Mix, augment, mix
+from certcli.finetune.losses import LOSSES
+from certcli.finetune.settings import FinetuneSettings
+from certcli.models import PixelModel
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one gradient is taken of. adversarial: None, or images that replace the clean ones (TRADES: stand beside)."""
+
+    images: Tensor
+    labels: Tensor
+    mix: Mix | None
+    adversarial: Tensor | None
+    taught: Tensor | None
+
+
+class Objective:
+    """The loss of a batch, from the pair constants. Draws only from `generator`, so that a run can be gone on with."""
+
+    def __init__(
+        self,
+        model: PixelModel,
+        settings: FinetuneSettings,
+        generator: Generator,
+        teacher: PixelModel | None,
+        classes: int,
+    ) -> None:
+        self.model, self.settings, self.generator, self.teacher = model, settings, generator, teacher
+        self.device = next(model.parameters()).device
+        self.loss: Callable[..., Tensor] = LOSSES.load(settings.loss)
+        self.adversary = None if settings.adversarial == "none" else Adversary(model, settings, generator)
+        if settings.precision == "fp16" and self.device.type != "cuda":
+            raise UsageError(f"--precision fp16 needs a CUDA device, not {self.device.type}", "--precision bf16")
+        if teacher is not None:
+            _require_same_task(model, teacher, classes)
+
+    def prepare(self, train: Images, positions: Tensor, share: float) -> Batch:
+        """Fetch, move, mix, attack. share: of the training done so far."""
+        settings = self.settings
+        images = train.fetch(positions.tolist()).to(self.device)
+        labels = train.labels[positions].to(self.device)
+        mixed: Mix | None = None
+        if settings.augment:
+            images = augment(images, settings.augment, self.generator)
+        images, mixed = mix(images, labels, settings, self.generator)
+        if settings.noise > 0:
+            images = images + settings.noise * torch.randn(images.shape, generator=self.generator).to(images)
+        taught = None
+        if self.teacher is not None:
+            with torch.no_grad():
+                taught = self.teacher(images).float()
+        batch = Batch(images, labels, mixed, None, taught)
+        if self.adversary is None:
+            return batch
+        return Batch(images, labels, mixed, self._attacked(self.adversary, batch, share), taught)
+
+    def _attacked(self, adversary: Adversary, batch: Batch, share: float) -> Tensor:
+        if self.settings.adversarial == "trades":
+            with torch.no_grad(), _in_eval_mode(self.model):
+                clean = self.forward(batch.images)
+            return adversary.attack(self.forward, batch.images, lambda logits: _divergence(logits, clean), share)
+
+        def error(logits: Tensor) -> Tensor:
+            return self._mixed(batch, lambda labels: cross_entropy(logits, labels, reduction="sum"))
+
+        return adversary.attack(self.forward, batch.images, error, share)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits in float32 (or wider), the network itself in the precision asked for."""
+        if self.settings.precision == "float32":
+            return self.model(images)
+        dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float16
+        with torch.autocast(self.device.type, dtype):
+            logits = self.model(images)
+        return logits.float()
+
+    def value(self, batch: Batch, pairs: Callable[[], Tensor | None], epsilon: float) -> Tensor:
+        """The mean loss of the batch: (). pairs() gives the pair constants (k, k), and is called once.
+
+        TRADES: loss(clean) + beta KL(p(clean) || p(adversarial)) (Zhang et al. 2019). A mixed batch: the two labels'
+        losses, weighted. With a teacher: (1 - a) loss + a T^2 KL(p_teacher || p), both at temperature T (Hinton et al.
+        2015).
+        """
+        settings = self.settings
+        beside = settings.adversarial == "trades"
+        moved = batch.adversarial
+        logits = self.forward(batch.images if moved is None or beside else moved)
+        constants = pairs()
+        loss = self._mixed(
+            batch, lambda labels: self.loss(logits, labels, constants, epsilon, settings.label_smoothing)
+        )
+        if beside and moved is not None:
+            loss = loss + settings.trades_beta / len(logits) * _divergence(self.forward(moved), logits)
+        if batch.taught is not None:
+            heat, weight = settings.distill_temperature, settings.distill_weight
+            apart = _divergence(logits / heat, batch.taught / heat) / len(logits)
+            loss = (1 - weight) * loss + weight * heat**2 * apart
+        return loss
+
+    @staticmethod
+    def _mixed(batch: Batch, loss: Callable[[Tensor], Tensor]) -> Tensor:
+        if batch.mix is None:
+            return loss(batch.labels)
+        return batch.mix.weight * loss(batch.labels) + (1 - batch.mix.weight) * loss(batch.mix.partners)
+
+
+def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
+    """KL(softmax(reference) || softmax(logits)), summed over images: (b, k) x 2 -> ()."""
+    return kl_div(log_softmax(logits, dim=1), softmax(reference, dim=1), reduction="sum")
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _require_same_task(model: PixelModel, teacher: PixelModel, classes: int) -> None:
+    if tuple(teacher.input_size) != tuple(model.input_size):
+        raise ArchitectureError(
+            f"the teacher takes images of size {'x'.join(map(str, teacher.input_size))}, "
+            f"the network {'x'.join(map(str, model.input_size))}",
+            "choose a teacher for the same images",
+        )
+    example = torch.zeros(1, *teacher.input_size, device=next(teacher.parameters()).device)
+    with torch.no_grad():
+        taught = teacher(example).shape[-1]
+    if taught != classes:
+        raise ArchitectureError(
+            f"the teacher knows {taught} classes, the network {classes}", "choose a teacher for the same classes"
+        )
+
+
+def checkpoint_activations(net: nn.Module) -> None:
+    """Recompute activations in the backward pass instead of keeping them, by timm's own switch."""
+    switch = getattr(net, "set_grad_checkpointing", None)
+    if switch is None:
+        raise UsageError(f"--checkpointing: {type(net).__name__} has no set_grad_checkpointing", "leave it out")
+    switch(True)
