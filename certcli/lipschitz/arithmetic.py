@@ -6,12 +6,15 @@ Trainable: torch tensors with gradients, spectral norms by warm-started power it
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from certcli.lipschitz.convolution import conv_norm
+from certcli.lipschitz.convolution_estimate import Geometry, block_norms, convolution_estimate, leading, warm
 from certcli.lipschitz.real import INF, ZERO, Real, as_real
 from certcli.lipschitz.spectral import frobenius_norm, gamma, spectral_norm, up
 
@@ -39,6 +42,10 @@ class Arithmetic(ABC):
     rigorous: bool
 
     @abstractmethod
+    def begin(self) -> None:
+        """A walk over the graph starts."""
+
+    @abstractmethod
     def const(self, value: float) -> Scalar: ...
 
     @abstractmethod
@@ -46,6 +53,14 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def sigma(self, matrix: Matrix, name: str) -> Scalar: ...
+
+    def sigmas(self, matrices: list[Matrix], name: str) -> list[Scalar]:
+        """The spectral norm of each of several matrices of one shape (heads)."""
+        return [self.sigma(matrix, f"{name}.{number}") for number, matrix in enumerate(matrices)]
+
+    @abstractmethod
+    def convolution(self, weight: Tensor, error: float, geometry: Geometry, name: str) -> Scalar:
+        """The norm of a zero-padded convolution whose weight is wrong by at most `error` (as an operator)."""
 
     @abstractmethod
     def length(self, vector: Matrix) -> Scalar: ...
@@ -135,6 +150,9 @@ class RigorousArithmetic(Arithmetic):
 
     rigorous = True
 
+    def begin(self) -> None:
+        return
+
     def const(self, value: float) -> Real:
         return as_real(value)
 
@@ -143,6 +161,17 @@ class RigorousArithmetic(Arithmetic):
 
     def sigma(self, matrix: Matrix, name: str = "") -> Real:
         return as_real(spectral_norm(matrix.tensor, matrix.error))
+
+    def convolution(self, weight: Tensor, error: float, geometry: Geometry, name: str = "") -> Real:
+        bound = conv_norm(
+            weight.detach(),
+            stride=geometry.stride,
+            padding=geometry.padding,
+            dilation=geometry.dilation,
+            groups=geometry.groups,
+            input_size=geometry.input_size,
+        )
+        return as_real(bound) + as_real(error)
 
     def length(self, vector: Matrix) -> Real:
         return as_real(self._norm(vector.tensor)) + vector.error
@@ -196,8 +225,9 @@ class RigorousArithmetic(Arithmetic):
 class TrainableArithmetic(Arithmetic):
     """Differentiable estimates of the same numbers. Power iteration approaches spectral norms from below.
 
-    vectors: left singular vectors by name, kept between steps, so that one iteration a step is enough. orthogonal: the
-    parameters that the optimiser keeps orthogonal; their norm is 1 and has no useful gradient.
+    Matrices stay in the network's precision, scalars are float64: the bound of an untrained network is a product of many
+    factors, beyond float32. vectors: singular vectors by name, kept between steps, so that one iteration a step is enough.
+    orthogonal: the parameters that the optimiser keeps orthogonal; their norm is 1 and has no useful gradient.
     """
 
     rigorous = False
@@ -207,35 +237,71 @@ class TrainableArithmetic(Arithmetic):
         self.iterations = iterations
         self.orthogonal = orthogonal
         self.vectors: dict[str, Tensor] = {}
+        self._constants: dict[float, Tensor] = {}
+        self._asked: Counter[str] = Counter()
+
+    def begin(self) -> None:
+        self._asked.clear()
+
+    def _own(self, name: str) -> str:
+        """A name for this matrix alone: a function may be called several times in one module."""
+        self._asked[name] += 1
+        return name if self._asked[name] == 1 else f"{name}#{self._asked[name]}"
 
     def const(self, value: float) -> Tensor:
-        return torch.tensor(float(value), device=self.device)
+        value = float(value)
+        if value not in self._constants:
+            self._constants[value] = torch.tensor(value, dtype=torch.float64, device=self.device)
+        return self._constants[value]
 
     def matrix(self, tensor: Tensor) -> Matrix:
         return Matrix(tensor.float() if tensor.dtype != torch.float64 else tensor, 0.0, id(tensor))
 
+    def matmul(self, a: Matrix, b: Matrix) -> Matrix:
+        left, right = _alike(a.tensor, b.tensor)
+        return Matrix(left @ right)
+
+    def add(self, a: Matrix, b: Matrix) -> Matrix:
+        left, right = _alike(a.tensor, b.tensor)
+        return Matrix(left + right)
+
     def sigma(self, matrix: Matrix, name: str = "") -> Tensor:
         if matrix.key in self.orthogonal:
             return self.const(1.0)
-        w = matrix.tensor
+        w, name = matrix.tensor, self._own(name)
         with torch.no_grad():
-            u = self.vectors.get(name)
-            steps = self.iterations
-            if u is None or u.shape[0] != w.shape[0]:
-                generator = torch.Generator().manual_seed(0)
-                u = torch.randn(w.shape[0], generator=generator).to(w)
-                steps = 30  # a cold start
-            for _ in range(steps):
-                v = torch.nn.functional.normalize(w.T @ u.to(w), dim=0)
-                u = torch.nn.functional.normalize(w @ v, dim=0)
+            fixed = w.detach()
+            u = warm(self.vectors.get(name), w.shape[:1], w)
+            u = leading(fixed.unsqueeze(0)).flatten() if u is None else u
+            for _ in range(max(1, self.iterations)):
+                v = torch.nn.functional.normalize(fixed.T @ u, dim=0)
+                u = torch.nn.functional.normalize(fixed @ v, dim=0)
             self.vectors[name] = u
-        return u.to(w) @ w @ v
+        return torch.dot(u, w @ v).double()
+
+    def sigmas(self, matrices: list[Matrix], name: str) -> list[Tensor]:
+        tensors = [matrix.tensor for matrix in matrices]
+        if len({tensor.shape for tensor in tensors}) > 1:
+            return super().sigmas(matrices, name)
+        norms = block_norms(torch.stack(tensors), self.vectors, self._own(name), self.iterations)
+        return list(norms.double().unbind())
+
+    def convolution(self, weight: Tensor, error: float, geometry: Geometry, name: str = "") -> Tensor:
+        return convolution_estimate(weight, geometry, self.vectors, self._own(name), self.iterations)
 
     def length(self, vector: Matrix) -> Tensor:
-        return vector.tensor.norm()
+        return vector.tensor.norm().double()
 
     def sqrt(self, value: Tensor) -> Tensor:
         return value.clamp_min(1e-30).sqrt()
+
+    def total(self, values: list[Tensor]) -> Tensor:
+        return torch.stack(values).sum()
+
+    def root_sum_of_squares(self, values: list[Tensor]) -> Tensor:
+        stacked = torch.stack(values)
+        largest = stacked.detach().abs().max().clamp(1e-300, 1e300)  # squares of 1e200 would overflow
+        return (stacked / largest).norm() * largest
 
     def minimum(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.minimum(a, b)
@@ -244,7 +310,7 @@ class TrainableArithmetic(Arithmetic):
         return torch.maximum(a, b)
 
     def absolute(self, parameter: Tensor) -> Tensor:
-        return parameter.abs()
+        return parameter.double().abs()
 
     def _inexact(self, tensor: Tensor, error: float) -> Matrix:
         return Matrix(tensor)
@@ -254,6 +320,11 @@ class TrainableArithmetic(Arithmetic):
 
     def sigma_product(self, a: Matrix, b: Matrix, name: str = "") -> Tensor:
         return self.sigma(self.matmul(self.transpose(a), b), name)
+
+
+def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors in one precision: a constant in float64 meets the network's float32."""
+    return (a, b) if a.dtype == b.dtype else (a.float(), b.float())
 
 
 def lambert_w_upper(z: float) -> float:

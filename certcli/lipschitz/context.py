@@ -10,10 +10,10 @@ from torch import Tensor
 
 from certcli.lipschitz.arithmetic import Arithmetic, Matrix, Scalar
 from certcli.lipschitz.bound import Bound
-from certcli.lipschitz.convolution import conv_norm
+from certcli.lipschitz.convolution_estimate import Geometry
 from certcli.lipschitz.rules.table import NoRule
-from certcli.lipschitz.spectral import frobenius_norm, up
-from certcli.lipschitz.value import Affine, Constant, Convolution, Size, Thunk, Value
+from certcli.lipschitz.spectral import up
+from certcli.lipschitz.value import Affine, Constant, Convolution, Lazy, Size, Thunk, Value
 
 
 @dataclass(frozen=True)
@@ -211,45 +211,41 @@ class Context:
         # the operator is a sum over taps, each off by at most the weight's error
         perturbation = up(conv.error * math.prod(kernel)) if conv.error else 0.0
         if patches and conv.groups == 1:
-            flat = arith.matrix(weight.reshape(weight.shape[0], -1))
-            sigma = arith.sigma(Matrix(flat.tensor, perturbation, conv.key), conv.path)
+            matrix = arith.matrix(weight.reshape(weight.shape[0], -1))
+            sigma = arith.sigma(Matrix(matrix.tensor, perturbation, conv.key), conv.path)
             why = "patches are disjoint: spectral norm of the reshaped kernel"
-        elif arith.rigorous:
-            size = inner.shape[-spatial:]
-            bound = conv_norm(
-                weight.detach(),
-                stride=conv.stride,
-                padding=conv.padding,
-                dilation=conv.dilation,
-                groups=conv.groups,
-                input_size=size,
-            )
-            sigma = arith.const(bound) + arith.const(perturbation)
-            why = "zero-padded convolution"
         else:
-            raise NoRule("overlapping convolutions have no trainable bound yet")
+            geometry = Geometry(conv.stride, conv.padding, conv.dilation, conv.groups, tuple(inner.shape[-spatial:]))
+            sigma = arith.convolution(weight, perturbation, geometry, conv.path)
+            why = "zero-padded convolution"
         axis = -spatial - 1
         bias = None if conv.bias is None else arith.length(arith.matrix(conv.bias.reshape(-1, 1)))
         taps = math.prod(kernel)
 
         unchanged, entry = conv.plain is weight, conv.entry
         positions = float(math.prod(x.shape) // x.shape[axis])
-        if patches and unchanged:
-            flat_norm = sigma
-        elif patches and conv.groups == 1:
-            flat_norm = arith.sigma(arith.matrix(conv.plain.reshape(len(conv.plain), -1)), f"{conv.path}:plain")
-        else:
-            flat_norm = arith.const(up(frobenius_norm(conv.plain.detach()), 8))
+
+        def flat_norm() -> Scalar:
+            """The norm of the kernel as a matrix, as it acts on a window of the tensor before."""
+            if patches and unchanged:
+                return sigma
+            if patches and conv.groups == 1:
+                return arith.sigma(arith.matrix(conv.plain.reshape(len(conv.plain), -1)), f"{conv.path}:plain")
+            return arith.length(arith.matrix(conv.plain.reshape(-1, 1)))
+
+        # in training it is rarely asked for; a proof must not hold on to weights in float64
+        known = flat_norm() if arith.rigorous else None
+        flat = Lazy(flat_norm if known is None else lambda: known)
 
         def rows() -> Scalar:
             window = entry.row(axis) * arith.sqrt(arith.const(float(taps)))
-            longest = flat_norm * arith.minimum(window, entry.total)
+            longest = flat.value * arith.minimum(window, entry.total)
             return longest if bias is None else longest + bias
 
         def total() -> Scalar:
             # a pixel lies in at most as many windows as the kernel has taps
             repeats = arith.const(1.0 if patches else float(taps))
-            whole = sigma if unchanged else flat_norm * arith.sqrt(repeats)
+            whole = sigma if unchanged else flat.value * arith.sqrt(repeats)
             largest = whole * entry.total
             return largest if bias is None else largest + bias * arith.sqrt(arith.const(positions))
 
@@ -319,8 +315,8 @@ class Context:
 
     def largest_entry(self, tensor: Tensor) -> Scalar:
         """max |entry| of a constant."""
+        if not self.arith.rigorous:
+            return tensor.abs().max().double()
         if not torch.isfinite(tensor).all():
             raise NoRule("a constant with infinite or NaN entries")
-        if not self.arith.rigorous:
-            return tensor.abs().max()
         return self.arith.const(float(tensor.detach().double().abs().max()))

@@ -75,6 +75,7 @@ def propagate(traced: Trace, arith: Arithmetic) -> Outcome:
 
 
 def _propagate(traced: Trace, arith: Arithmetic) -> Outcome:
+    arith.begin()
     values: dict[fx.Node, Any] = {}
     bases: dict[fx.Node, Scalar] = {}
     steps: list[Step] = []
@@ -198,7 +199,7 @@ def pair_constants(outcome: Outcome, classes: int) -> Any:
     rows = effective.tensor
     if not arith.rigorous:
         square = (rows.unsqueeze(0) - rows.unsqueeze(1)).square().sum(-1)
-        distance = square.clamp_min(1e-20).sqrt()  # the square root's slope at 0 is infinite
+        distance = square.clamp_min(1e-20).sqrt().double()  # the square root's slope at 0 is infinite
         return logits.base * (distance - torch.diag(distance.diagonal()))
     largest = float(logits.base)
     if math.isinf(largest):  # beyond float64

@@ -1,0 +1,188 @@
+"""Differentiable estimates of what `convolution.conv_norm` proves, from below, warm-started between steps. Never a bound.
+
+The estimate follows the bound that counts for the geometry, so that training sees the number that is proven at the end:
+windows that are disjoint: the reshaped kernel; a small operator: itself, by convolutions with the real padding; else the
+torus, where V(nu) = sum_q V_q exp(i nu q) is small and all frequencies iterate at once: the largest is found whatever
+singular values lie close together, and a new one takes over as soon as it is the largest.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from certcli.lipschitz.convolution import _Axis, _dense, _frequency_chunks, _geometry, _is_small, _polyphase, _waves
+
+_FOURIER_ENTRIES = 2**24  # of all V(nu), complex64: 128 MiB. Beyond it the operator itself iterates
+_COLD = 30
+_EXACT_WORK = 2**31  # of the eigenproblems of a cold start, (number) x (side)^3: about two seconds
+_LEAST = 1e-30
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A zero-padded convolution without its weight: numbers per axis, (before, after) of the padding, input pixels."""
+
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+    input_size: tuple[int, ...]
+
+
+def convolution_estimate(
+    weight: Tensor, geometry: Geometry, vectors: dict[str, Tensor], name: str, iterations: int
+) -> Tensor:
+    """About sigma(conv), at most it: weight (out, in / groups, k[, k']) -> () in float64, with gradient.
+
+    vectors: what `name` iterates on, renewed in place. iterations: of this call.
+    """
+    axes = _geometry(weight, geometry.stride, geometry.padding, geometry.dilation, geometry.input_size, False)
+    groups = geometry.groups
+    kernels = weight.reshape(groups, len(weight) // groups, weight.shape[1], axes[0].kernel, axes[1].kernel)
+    if all(axis.windows_per_pixel == 1 and axis.holds_a_window for axis in axes):
+        return _blocks(kernels.flatten(2), vectors, name, iterations)
+    frequencies = math.prod(axis.torus for axis in axes) // 2 + 1
+    small = _is_small(kernels, axes)
+    if small or frequencies * kernels.numel() > _FOURIER_ENTRIES:
+        return _operator(kernels, axes, vectors, name, iterations, small)
+    return _torus(kernels, axes, vectors, name, iterations)
+
+
+def block_norms(blocks: Tensor, vectors: dict[str, Tensor], name: str, iterations: int) -> Tensor:
+    """sigma(W_g) of every W_g at once: (g, m, n) -> (g,), with gradient."""
+    fixed = blocks.detach()
+    with torch.no_grad():
+        u = warm(vectors.get(name), blocks.shape[:2], fixed)
+        u = leading(fixed) if u is None else u.unsqueeze(-1)
+        for _ in range(max(1, iterations)):
+            v = _unit(fixed.mT @ u)
+            u = _unit(fixed @ v)
+        vectors[name] = u.squeeze(-1)
+    return (u * (blocks @ v)).sum(dim=(-2, -1))
+
+
+def _blocks(blocks: Tensor, vectors: dict[str, Tensor], name: str, iterations: int) -> Tensor:
+    return block_norms(blocks, vectors, name, iterations).max().double()
+
+
+def _operator(
+    kernels: Tensor, axes: list[_Axis], vectors: dict[str, Tensor], name: str, iterations: int, small: bool
+) -> Tensor:
+    """Power iteration on the convolution itself: images (1, g in, H, H')."""
+    weight = kernels.flatten(0, 1)
+    groups = len(kernels)
+    stride, dilation = [a.stride for a in axes], [a.dilation for a in axes]
+    (top, bottom), (left, right) = ((a.before, a.after) for a in axes)
+    height, width = (a.size for a in axes)
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return functional.conv2d(functional.pad(x, (left, right, top, bottom)), w, None, stride, 0, dilation, groups)
+
+    def adjoint(y: Tensor, w: Tensor) -> Tensor:
+        x = functional.conv_transpose2d(y, w, None, stride, 0, 0, groups, dilation)
+        # rows of pixels that no window reaches are missing at the end
+        missing = (height + top + bottom - x.shape[-2], width + left + right - x.shape[-1])
+        return functional.pad(x, (-left, missing[1] - right, -top, missing[0] - bottom))
+
+    fixed = weight.detach()
+    shape = (1, groups * kernels.shape[2], height, width)
+    with torch.no_grad():
+        x = warm(vectors.get(name), shape, fixed)
+        if x is None and small:
+            dense = _dense(kernels.detach(), axes)
+            images = leading(dense.mT)
+            largest = int((dense @ images).norm(dim=1).argmax())  # of the groups
+            x = torch.zeros_like(images)
+            x[largest] = images[largest]
+            x = x.view(shape)
+        elif x is None:
+            x = _random(shape, fixed)
+            for _ in range(_COLD):
+                x = adjoint(forward(x, fixed), fixed)
+                x = x / x.norm().clamp_min(_LEAST)
+        for _ in range(max(1, iterations)):
+            x = adjoint(forward(x, fixed), fixed)
+            x = x / x.norm().clamp_min(_LEAST)
+        vectors[name] = x
+        y = forward(x, fixed)
+        y = y / y.norm().clamp_min(_LEAST)
+    return (y * forward(x, weight)).sum().double()
+
+
+def _torus(kernels: Tensor, axes: list[_Axis], vectors: dict[str, Tensor], name: str, iterations: int) -> Tensor:
+    """max over frequencies and groups of sigma(V(nu))."""
+    with torch.no_grad():
+        shifts, taps = _polyphase(kernels.detach(), axes)
+        flip = taps.shape[2] > taps.shape[3]
+        taps = taps.mT if flip else taps
+        groups, n, c = taps.shape[1:]
+        grid = torch.cat(list(_frequency_chunks(axes, 1, taps.device)))
+        cosines, sines = (wave.to(taps.dtype) for wave in _waves(grid, shifts, axes))
+        flat = taps.reshape(len(shifts), -1)
+        spectrum = torch.complex(cosines @ flat, sines @ flat).view(-1, n, c)
+        known = warm(vectors.get(name), (len(spectrum), n, 2), taps)
+        u = leading(spectrum) if known is None else torch.view_as_complex(known).unsqueeze(-1)
+        for _ in range(max(1, iterations)):
+            v = _unit(spectrum.mH @ u)
+            u = spectrum @ v
+            sizes = torch.linalg.vector_norm(u, dim=-2, keepdim=True)
+            u = u / sizes.clamp_min(_LEAST)
+        vectors[name] = torch.view_as_real(u.squeeze(-1)).contiguous()
+        best = int(sizes.argmax())
+        frequency, group = divmod(best, groups)
+        # u^* V(nu) v is linear in the taps, and each tap of the kernel is an entry of one of them
+        outer = u[best].conj() * v[best].mT
+        slopes = torch.stack(
+            [(torch.complex(*wave) * outer).real for wave in zip(cosines[frequency], sines[frequency])]
+        )
+        slopes = (slopes.mT if flip else slopes).unflatten(2, (kernels.shape[2], -1))
+        coefficients = _of_taps(slopes, axes)
+    return (kernels[group] * coefficients).sum().double()
+
+
+def _of_taps(slopes: Tensor, axes: list[_Axis]) -> Tensor:
+    """The inverse of the polyphase arrangement: (shifts, out, in, residues) -> (out, in, k, k')."""
+    places = [[divmod(axis.dilation * j, axis.stride) for j in range(axis.kernel)] for axis in axes]
+    pairs = list(itertools.product(*places))
+    shifts = sorted({tuple(q for q, _ in pair) for pair in pairs})
+    residues = sorted({tuple(r for _, r in pair) for pair in pairs})
+    rows = [shifts.index(tuple(q for q, _ in pair)) for pair in pairs]
+    columns = [residues.index(tuple(r for _, r in pair)) for pair in pairs]
+    return slopes[rows, :, :, columns].permute(1, 2, 0).unflatten(2, tuple(axis.kernel for axis in axes))
+
+
+def leading(blocks: Tensor) -> Tensor:
+    """Left singular vectors to start from, (g, m, n) -> (g, m, 1): exact where that is cheap."""
+    count, rows, columns = blocks.shape
+    side = min(rows, columns)
+    if count * side**3 <= _EXACT_WORK:
+        wide = blocks.to(torch.complex128 if blocks.is_complex() else torch.float64)
+        gram = wide @ wide.mH if rows == side else wide.mH @ wide
+        top = torch.linalg.eigh(gram)[1][..., -1:]
+        return (top if rows == side else _unit(wide @ top)).to(blocks)
+    u = _random((count, rows, 1), blocks)
+    for _ in range(_COLD):
+        u = _unit(blocks @ (blocks.mH @ u))
+    return u
+
+
+def warm(known: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor | None:
+    """The vectors of the last call, if they fit."""
+    return known.to(like) if known is not None and known.shape == torch.Size(shape) else None
+
+
+def _random(shape: Sequence[int], like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(tuple(shape), generator=generator, dtype=like.dtype).to(like.device)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / torch.linalg.vector_norm(x, dim=-2, keepdim=True).clamp_min(_LEAST)
+
+
+__all__ = ["Geometry", "block_norms", "convolution_estimate", "leading", "warm"]
