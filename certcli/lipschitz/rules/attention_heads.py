@@ -81,16 +81,25 @@ def require_bounded(ctx: Context, x: Value, what: str) -> None:
 Term = tuple[Sequence[Scalar], HeadMap]
 
 
-def combined(arith: Arithmetic, terms: Sequence[Term]) -> Scalar:
-    """sup |(o_h)_h| for |o_h| <= sum_t c_t,h |dy_t,h|: term by term or head by head, whichever is smaller."""
-    by_term = arith.total([_term(arith, weights, moving) for weights, moving in terms])
-    by_head = arith.root_sum_of_squares(
-        [
-            arith.total([weights[h] * moving.slopes[h] for weights, moving in terms])
-            for h in range(len(terms[0][0]))
-        ]
-    )  # fmt: skip
-    return arith.minimum(by_term, by_head)
+def combined(
+    arith: Arithmetic,
+    terms: Sequence[Term],
+    pairs: tuple[Sequence[Scalar], tuple[HeadMap, HeadMap, HeadMap]] | None = None,
+) -> Scalar:
+    """sup |(o_h)_h| for |o_h| <= sum_t c_t,h |dy_t,h|: term by term or head by head, whichever is smaller.
+
+    pairs (c, maps): one more term, at most c_h times the two largest of the three |dy_h|.
+    """
+    heads = range(len(terms[0][0]))
+    by_term = [_term(arith, weights, moving) for weights, moving in terms]
+    by_head = [arith.total([weights[h] * moving.slopes[h] for weights, moving in terms]) for h in heads]
+    if pairs is not None:
+        weights, maps = pairs
+        by_term += [_term(arith, weights, moving) for moving in maps]
+        for h in heads:
+            a, b, c = (moving.slopes[h] for moving in maps)
+            by_head[h] = by_head[h] + weights[h] * largest(arith, [a + b, a + c, b + c])
+    return arith.minimum(arith.total(by_term), arith.root_sum_of_squares(by_head))
 
 
 def _term(arith: Arithmetic, weights: Sequence[Scalar], moving: HeadMap) -> Scalar:

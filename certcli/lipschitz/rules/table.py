@@ -22,6 +22,8 @@ _FAMILIES = (
     "pooling",
     "attention",
     "l2",
+    "lipschitz_attentions",
+    "token_convolution",
     "products",
     "shapes",
     "joining",
