@@ -37,7 +37,7 @@ def retract(weight: Tensor, steps: int = 1) -> None:
 
 def orthogonal_parameters(net: nn.Module) -> list[nn.Parameter]:
     """Weights of the linear layers and patch embeddings, all but the last layer, which stays free."""
-    last = _last_layer(net)
+    last = last_layer(net)
     found = []
     for module in net.modules():
         linear = isinstance(module, nn.Linear)
@@ -52,7 +52,8 @@ def orthogonal_parameters(net: nn.Module) -> list[nn.Parameter]:
     return found  # type: ignore[return-value]
 
 
-def _last_layer(net: nn.Module) -> nn.Module | None:
+def last_layer(net: nn.Module) -> nn.Module | None:
+    """The classifier, whose rows set the margins."""
     head: Any = getattr(net, "head", None)
     return head.out if isinstance(head, FlatHead) else head
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from certcli.lipschitz.convolution import conv_norm
-from certcli.lipschitz.convolution_estimate import Geometry, block_norms, convolution_estimate, leading, warm
+from certcli.lipschitz.convolution_estimate import Geometry, convolution_estimate
+from certcli.lipschitz.power import block_norms, leading, warm
 from certcli.lipschitz.real import INF, ZERO, Real, as_real
 from certcli.lipschitz.spectral import frobenius_norm, gamma, spectral_norm, up
 

@@ -8,7 +8,6 @@ singular values lie close together, and a new one takes over as soon as it is th
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from certcli.lipschitz.convolution import _Axis, _dense, _frequency_chunks, _geometry, _is_small, _polyphase, _waves
+from certcli.lipschitz.power import COLD, block_norms, leading, random_like, unit, warm
 
 _FOURIER_ENTRIES = 2**24  # of all V(nu), complex64: 128 MiB. Beyond it the operator itself iterates
-_COLD = 30
-_EXACT_WORK = 2**31  # of the eigenproblems of a cold start, (number) x (side)^3: about two seconds
-_LEAST = 1e-30
 
 
 @dataclass(frozen=True)
@@ -45,29 +42,12 @@ def convolution_estimate(
     groups = geometry.groups
     kernels = weight.reshape(groups, len(weight) // groups, weight.shape[1], axes[0].kernel, axes[1].kernel)
     if all(axis.windows_per_pixel == 1 and axis.holds_a_window for axis in axes):
-        return _blocks(kernels.flatten(2), vectors, name, iterations)
+        return block_norms(kernels.flatten(2), vectors, name, iterations).max().double()
     frequencies = math.prod(axis.torus for axis in axes) // 2 + 1
     small = _is_small(kernels, axes)
     if small or frequencies * kernels.numel() > _FOURIER_ENTRIES:
         return _operator(kernels, axes, vectors, name, iterations, small)
     return _torus(kernels, axes, vectors, name, iterations)
-
-
-def block_norms(blocks: Tensor, vectors: dict[str, Tensor], name: str, iterations: int) -> Tensor:
-    """sigma(W_g) of every W_g at once: (g, m, n) -> (g,), with gradient."""
-    fixed = blocks.detach()
-    with torch.no_grad():
-        u = warm(vectors.get(name), blocks.shape[:2], fixed)
-        u = leading(fixed) if u is None else u.unsqueeze(-1)
-        for _ in range(max(1, iterations)):
-            v = _unit(fixed.mT @ u)
-            u = _unit(fixed @ v)
-        vectors[name] = u.squeeze(-1)
-    return (u * (blocks @ v)).sum(dim=(-2, -1))
-
-
-def _blocks(blocks: Tensor, vectors: dict[str, Tensor], name: str, iterations: int) -> Tensor:
-    return block_norms(blocks, vectors, name, iterations).max().double()
 
 
 def _operator(
@@ -89,29 +69,27 @@ def _operator(
         missing = (height + top + bottom - x.shape[-2], width + left + right - x.shape[-1])
         return functional.pad(x, (-left, missing[1] - right, -top, missing[0] - bottom))
 
+    def unit_images(x: Tensor) -> Tensor:
+        return unit(x.reshape(groups, -1, 1)).view(x.shape)  # each group its own: any of them may become the largest
+
     fixed = weight.detach()
     shape = (1, groups * kernels.shape[2], height, width)
     with torch.no_grad():
         x = warm(vectors.get(name), shape, fixed)
+        steps = max(1, iterations)
         if x is None and small:
-            dense = _dense(kernels.detach(), axes)
-            images = leading(dense.mT)
-            largest = int((dense @ images).norm(dim=1).argmax())  # of the groups
-            x = torch.zeros_like(images)
-            x[largest] = images[largest]
-            x = x.view(shape)
+            x = leading(_dense(kernels.detach(), axes).mT).view(shape)
         elif x is None:
-            x = _random(shape, fixed)
-            for _ in range(_COLD):
-                x = adjoint(forward(x, fixed), fixed)
-                x = x / x.norm().clamp_min(_LEAST)
-        for _ in range(max(1, iterations)):
-            x = adjoint(forward(x, fixed), fixed)
-            x = x / x.norm().clamp_min(_LEAST)
+            x, steps = random_like(shape, fixed), max(COLD, iterations)
+        for _ in range(steps):
+            x = unit_images(adjoint(forward(x, fixed), fixed))
         vectors[name] = x
-        y = forward(x, fixed)
-        y = y / y.norm().clamp_min(_LEAST)
-    return (y * forward(x, weight)).sum().double()
+        y = forward(x, fixed).reshape(groups, -1)
+        sizes = y.norm(dim=1)
+        best = int(sizes.argmax())
+        direction = torch.zeros_like(y)
+        direction[best] = unit(y[best].unsqueeze(-1)).squeeze(-1)
+    return (direction * forward(x, weight).view(groups, -1)).sum().double()
 
 
 def _torus(kernels: Tensor, axes: list[_Axis], vectors: dict[str, Tensor], name: str, iterations: int) -> Tensor:
@@ -128,10 +106,10 @@ def _torus(kernels: Tensor, axes: list[_Axis], vectors: dict[str, Tensor], name:
         known = warm(vectors.get(name), (len(spectrum), n, 2), taps)
         u = leading(spectrum) if known is None else torch.view_as_complex(known).unsqueeze(-1)
         for _ in range(max(1, iterations)):
-            v = _unit(spectrum.mH @ u)
+            v = unit(spectrum.mH @ u)
             u = spectrum @ v
-            sizes = torch.linalg.vector_norm(u, dim=-2, keepdim=True)
-            u = u / sizes.clamp_min(_LEAST)
+            sizes = torch.linalg.vector_norm(u, dim=-2)
+            u = unit(u)
         vectors[name] = torch.view_as_real(u.squeeze(-1)).contiguous()
         best = int(sizes.argmax())
         frequency, group = divmod(best, groups)
@@ -154,35 +132,3 @@ def _of_taps(slopes: Tensor, axes: list[_Axis]) -> Tensor:
     rows = [shifts.index(tuple(q for q, _ in pair)) for pair in pairs]
     columns = [residues.index(tuple(r for _, r in pair)) for pair in pairs]
     return slopes[rows, :, :, columns].permute(1, 2, 0).unflatten(2, tuple(axis.kernel for axis in axes))
-
-
-def leading(blocks: Tensor) -> Tensor:
-    """Left singular vectors to start from, (g, m, n) -> (g, m, 1): exact where that is cheap."""
-    count, rows, columns = blocks.shape
-    side = min(rows, columns)
-    if count * side**3 <= _EXACT_WORK:
-        wide = blocks.to(torch.complex128 if blocks.is_complex() else torch.float64)
-        gram = wide @ wide.mH if rows == side else wide.mH @ wide
-        top = torch.linalg.eigh(gram)[1][..., -1:]
-        return (top if rows == side else _unit(wide @ top)).to(blocks)
-    u = _random((count, rows, 1), blocks)
-    for _ in range(_COLD):
-        u = _unit(blocks @ (blocks.mH @ u))
-    return u
-
-
-def warm(known: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor | None:
-    """The vectors of the last call, if they fit."""
-    return known.to(like) if known is not None and known.shape == torch.Size(shape) else None
-
-
-def _random(shape: Sequence[int], like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(tuple(shape), generator=generator, dtype=like.dtype).to(like.device)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x / torch.linalg.vector_norm(x, dim=-2, keepdim=True).clamp_min(_LEAST)
-
-
-__all__ = ["Geometry", "block_norms", "convolution_estimate", "leading", "warm"]

@@ -1,0 +1,89 @@
+"""Weights pulled back to a spectral norm after every step of the optimiser."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certcli.errors import ArchitectureError, UsageError
+from certcli.finetune.stiefel import last_layer
+from certcli.lipschitz.convolution_estimate import Geometry, convolution_estimate
+from certcli.lipschitz.power import block_norms
+
+PROJECTIONS = ("ball", "spectral")
+
+
+class WeightProjection:
+    """W <- W / max(1, sigma(W) / radius) for "ball", W <- W radius / sigma(W) for "spectral", after each step.
+
+    For linear layers and convolutions but the last layer (exclude_last), biases as they are. sigma is that of the
+    operator: of a convolution with its padding and stride, on the images that it saw in the forward pass before. It is an
+    estimate from below by one power iteration a step, so norms may exceed the radius slightly: what a network certifies
+    is proven afterwards. state() is what `load` needs to go on bit for bit.
+    Source: Gouk et al. 2021, algorithm 2 ("ball"); Miyato et al. 2018, with the operator's own norm ("spectral").
+    """
+
+    def __init__(self, net: nn.Module, kind: str, radius: float, exclude_last: bool = True) -> None:
+        if kind not in PROJECTIONS:
+            raise UsageError(f"unknown projection '{kind}'", f"one of: {', '.join(PROJECTIONS)}")
+        if not 0 < radius < float("inf"):
+            raise UsageError(f"the projection needs a finite radius above 0, not {radius}")
+        self.kind, self.radius = kind, radius
+        self._vectors: dict[str, Tensor] = {}
+        self._matrices: dict[tuple[int, int], list[tuple[str, Tensor]]] = defaultdict(list)
+        self._convolutions: dict[str, Any] = {}
+        self._sizes: dict[str, tuple[int, ...]] = {}
+        last = last_layer(net) if exclude_last else None
+        for path, module in net.named_modules():
+            if module is last:
+                continue
+            if isinstance(module, nn.Linear):
+                self._matrices[module.out_features, module.in_features].append((path, module.weight))
+            elif isinstance(module, (nn.Conv1d, nn.Conv2d)):
+                self._add_convolution(path, module)
+        self.names = [path for group in self._matrices.values() for path, _ in group] + list(self._convolutions)
+        if not self.names:
+            raise ArchitectureError("there is no linear layer or convolution to project", "drop --project")
+
+    def _add_convolution(self, path: str, module: Any) -> None:
+        if module.padding_mode != "zeros" or isinstance(module.padding, str):
+            raise ArchitectureError(f"{path}: a convolution with this padding has no norm to project by")
+        if tuple(module.kernel_size) == tuple(module.stride) and not any(module.padding) and module.groups == 1:
+            weight = module.weight
+            self._matrices[(weight.shape[0], weight[0].numel())].append((path, weight))
+            return
+        self._convolutions[path] = module
+
+        def note(_: nn.Module, inputs: Any) -> None:
+            self._sizes[path] = tuple(inputs[0].shape[2:])
+            handle.remove()
+
+        handle = module.register_forward_pre_hook(note)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Rescale every weight in place."""
+        for shape, members in self._matrices.items():
+            blocks = torch.stack([weight.flatten(1) for _, weight in members])
+            factors = self._factors(block_norms(blocks, self._vectors, f"{shape[0]}x{shape[1]}"))
+            for (_, weight), factor in zip(members, factors.unbind(), strict=True):
+                weight.mul_(factor)
+        for path, size in self._sizes.items():
+            module = self._convolutions[path]
+            padding = tuple((p, p) for p in module.padding)
+            geometry = Geometry(tuple(module.stride), padding, tuple(module.dilation), module.groups, size)
+            norm = convolution_estimate(module.weight, geometry, self._vectors, path, iterations=1)
+            module.weight.mul_(self._factors(norm).to(module.weight))
+
+    def _factors(self, norms: Tensor) -> Tensor:
+        scaled = norms / self.radius
+        return 1 / (scaled.clamp_min(1.0) if self.kind == "ball" else scaled.clamp_min(1e-12))
+
+    def state(self) -> dict[str, Tensor]:
+        """The singular vectors that the next step starts from."""
+        return dict(self._vectors)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self._vectors = {name: value.clone() for name, value in state.items()}
