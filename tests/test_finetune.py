@@ -131,7 +131,7 @@ def test_losses_that_need_a_bound_refuse_a_network_without_one() -> None:
     net = models.create("certvit_4c3f", {}, initialise=False)
     checkpoint = models.initialise("certvit_4c3f", {}, models.spec_of(net), 10, 0)
     model = models.load(checkpoint)
-    model.net.hidden = torch.nn.Sequential(torch.nn.Softsign(), *model.net.hidden)
+    model.net.hidden = torch.nn.Sequential(torch.nn.Hardshrink(), *model.net.hidden)
     with pytest.raises(NoBoundError, match="needs a bound"):
         Trainer(model, FinetuneSettings(), 10, "x")
 
