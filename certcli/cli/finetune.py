@@ -68,7 +68,8 @@ def finetune(
         typer.Option(metavar="L|Lq,Lk,Lv", help="Penalty on the spectral norms of query, key and value, per head."),
     ] = None,
     project: Annotated[
-        str | None, typer.Option(help="After each step: ball (clip singular values), or spectral (divide by the norm).")
+        str | None,
+        typer.Option(help="After each step bring norms to the radius: ball (those beyond it), or spectral (all)."),
     ] = None,
     project_radius: Annotated[float, typer.Option(help="Largest spectral norm that --project leaves.")] = 1.0,
     sam: Annotated[float, typer.Option(metavar="RHO", help="Sharpness-aware minimisation; 0 is none.")] = 0.0,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 REMARK_SECONDS = 10.0
 """Least time between two remarks where there is no progress bar."""
-START_SECONDS = 3.0
-"""Of the time budget, for what came before this file's clock: the interpreter and its imports."""
+LONGEST_START = 10.0
+"""Seconds of start-up (the interpreter, its imports) that a time budget pays for at most."""
 
 
 class Training:
@@ -30,7 +30,7 @@ class Training:
         from certcli.cli.inputs import hints, output_path
         from certcli.foreign import open_checkpoint
 
-        self.started = time.perf_counter() - START_SECONDS
+        self.started = time.perf_counter() - min(time.process_time(), LONGEST_START)
         self.settings, self.given, self.sink = settings, given, sink
         self.path = output_path(given["output"], given["ckpt"], "finetune", given["force"])
         stem = self.path.name.removesuffix(".safetensors")
@@ -118,18 +118,21 @@ class Training:
         return True
 
     def _plan(self, trainer: Trainer, train: Images, validation: Images) -> None:
-        from certcli.finetune.budget import parse_duration
+        from certcli.finetune.budget import Costs, parse_duration
 
-        budget = parse_duration(str(self.settings.time_budget))
-        proof = _proof_seconds(self.checkpoint, validation.limit(128))
-        seconds = budget - (time.perf_counter() - self.started)
-        settings = trainer.plan(train, validation, seconds, proof)
-        epochs = trainer.total_steps(train) / trainer.batches(train)
-        self.sink.note(f"{self.settings.time_budget} allow {settings.steps} steps: {epochs:.2f} epochs")
+        budget = str(self.settings.time_budget)
+        clock = time.perf_counter()
+        self._save_state(trainer)
+        saving = time.perf_counter() - clock
+        bound, certificate = _proof_seconds(self.checkpoint, validation.limit(128))
+        left = parse_duration(budget) - (time.perf_counter() - self.started)
+        trainer.plan(train, validation, left, Costs(0.0, 0.0, saving, bound, certificate))
+        epochs, limit = trainer.total_steps(train) / trainer.batches(train), trainer.settings.validation_limit
+        self.sink.note(f"planned for {budget}: {trainer.settings.steps} steps, {epochs:.2f} epochs")
         if epochs < 1:
-            self.sink.warn(f"only {epochs:.2f} of one epoch fits into {self.settings.time_budget}")
-        if settings.validation_limit is not None:
-            self.sink.note(f"validating on {settings.validation_limit} of {len(validation)} images, to save time")
+            self.sink.warn(f"only {epochs:.2f} of one epoch fits into {budget}")
+        if limit is not None:
+            self.sink.note(f"validating on {limit} of {len(validation)} images, to save time")
 
     def _learn(self, trainer: Trainer, train: Images, validation: Images) -> None:
         total = trainer.total_steps(train)

@@ -22,12 +22,22 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
+class Costs:
+    """Measured seconds: of a step, of validating one image, of saving the state, of the final bound, of a certificate."""
+
+    step: float
+    image: float
+    saving: float
+    bound: float
+    certificate: float
+
+
+@dataclass(frozen=True)
 class Plan:
-    """steps: optimiser steps in all; validation_limit: None for all validation images; step_seconds: as measured."""
+    """steps: optimiser steps in all; validation_limit: None for all validation images."""
 
     steps: int
     validation_limit: int | None
-    step_seconds: float
 
 
 def parse_duration(text: str) -> float:
@@ -39,8 +49,8 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
-def measure_steps(step: Callable[[], None], budget: float) -> float:
-    """Median seconds of one training step, after a warm-up."""
+def measure_steps(step: Callable[[], object], budget: float) -> float:
+    """Mean seconds of a training step after a warm-up: the mean, not the median, is what many steps add up to."""
     for _ in range(WARM_UP_STEPS):
         step()
     fewest, most = MEASURED_STEPS
@@ -49,32 +59,23 @@ def measure_steps(step: Callable[[], None], budget: float) -> float:
         started = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return statistics.fmean(seconds)
 
 
-def plan(
-    available: float,
-    step_seconds: float,
-    image_seconds: float,
-    proof_seconds: tuple[float, float],
-    batches: int,
-    validation: int,
-) -> Plan:
-    """The most steps with  steps * step + epochs * evaluation + proof <= available * MARGIN, and at least one.
+def plan(available: float, costs: Costs, batches: int, validation: int) -> Plan:
+    """The most steps with  steps * step + epochs * (evaluation + saving) + proof <= MARGIN * available, at least one.
 
-    available: seconds left of the budget; image_seconds: of evaluating one validation image; proof_seconds: of the final
-    bound, and of certifying one image with it; batches: steps an epoch; validation: images. Each epoch, also a begun
-    one, is evaluated once. When that would take more than a tenth of the time, so few images are used that it does not,
-    but not fewer than 500 where there are so many.
+    available: seconds left of the budget; batches: steps an epoch; validation: images. Each epoch, also a begun one, is
+    evaluated and saved once. When validation would take more than a tenth of the time, so few images are used that it
+    does not, but not fewer than 500 where there are so many.
     """
-    left = max(0.0, available * MARGIN - proof_seconds[0])
-    epoch_seconds = batches * step_seconds
-    epochs = max(1.0, left / epoch_seconds)
-    affordable = int(EVALUATION_SHARE * left / max(epochs * image_seconds + proof_seconds[1], 1e-12))
+    left = max(0.0, available * MARGIN - costs.bound)
+    epochs = max(1.0, left / (batches * costs.step))
+    affordable = int(EVALUATION_SHARE * left / max(epochs * costs.image + costs.certificate, 1e-12))
     images = min(validation, max(affordable, FEWEST_VALIDATION_IMAGES))
-    left -= images * proof_seconds[1]
-    evaluation = images * image_seconds
-    whole = int(max(0.0, left) // (epoch_seconds + evaluation))
-    rest = left - whole * (epoch_seconds + evaluation) - evaluation
-    begun = min(batches - 1, int(max(0.0, rest) / step_seconds))
-    return Plan(max(1, whole * batches + begun), None if images == validation else images, step_seconds)
+    left -= images * costs.certificate
+    around = images * costs.image + costs.saving
+    whole = int(max(0.0, left) // (batches * costs.step + around))
+    rest = left - whole * (batches * costs.step + around) - around
+    begun = min(batches - 1, int(max(0.0, rest) / costs.step))
+    return Plan(max(1, whole * batches + begun), None if images == validation else images)

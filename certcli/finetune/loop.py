@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from certcli.data import Images
 from certcli.errors import DataError, NoBoundError
-from certcli.finetune.budget import measure_steps, plan
+from certcli.finetune.budget import Costs, measure_steps, plan
 from certcli.finetune.ema import Average
 from certcli.finetune.evaluate import Quality, evaluate
 from certcli.finetune.losses import NEEDS_BOUND
@@ -215,36 +215,27 @@ class Trainer:
         with self.average.applied(self.model.net, self.orthogonal):
             return self._net_state()
 
-    def plan(
-        self, train: Images, validation: Images, seconds: float, proof_seconds: tuple[float, float]
-    ) -> FinetuneSettings:
-        """Resolve a time budget: measure a few steps and one batch of validation, and forget what they learned.
+    def plan(self, train: Images, validation: Images, budget: float, around: Costs) -> None:
+        """Resolve a time budget (seconds left of it) into `settings.steps`, and `validation_limit` where it must be.
 
-        seconds: left of the budget; proof_seconds: of the bound at the end, and of certifying one image with it. The
-        settings returned, which the trainer now has, hold the number of steps.
+        A few steps and a little validation are measured, and what they changed is put back. around: saving, bound and
+        certificate, as the caller measured them.
         """
-        started = time.perf_counter()
-        before = copy.deepcopy(self.state())
-        order = torch.randperm(len(train), generator=self.generator)
-        parts = order.split(self.settings.batch_size * self.settings.accumulate)
+        started, before = time.perf_counter(), copy.deepcopy(self.state())
+        size = self.settings.batch_size * self.settings.accumulate
+        parts = torch.randperm(len(train), generator=self.generator).split(size)
         self.model.train()
-
-        def step() -> None:
-            self._learn(train, parts[self.step % len(parts)], 1_000_000)
-
-        step_seconds = measure_steps(step, seconds)
+        step_seconds = measure_steps(lambda: self._learn(train, parts[self.step % len(parts)], 1_000_000), budget)
         self.model.eval()
         sample = validation.limit(256)
         self.evaluate(sample)
         clock = time.perf_counter()
         self.evaluate(sample)
         image_seconds = (time.perf_counter() - clock) / len(sample)
-        self.arithmetic.vectors = {}
         self.restore(before)
-        left = seconds - (time.perf_counter() - started)
-        made = plan(left, step_seconds, image_seconds, proof_seconds, self.batches(train), len(validation))
+        costs = replace(around, step=step_seconds, image=image_seconds)
+        made = plan(budget - (time.perf_counter() - started), costs, self.batches(train), len(validation))
         self.settings = replace(self.settings, steps=made.steps, validation_limit=made.validation_limit)
-        return self.settings
 
     def _net_state(self) -> dict[str, Tensor]:
         return {name: value.detach().cpu().clone() for name, value in self.model.net.state_dict().items()}

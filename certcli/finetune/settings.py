@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from certcli.errors import UsageError
 from certcli.finetune.losses import LOSSES
+from certcli.finetune.projections import PROJECTIONS
 
 OPTIMISERS = ("adamw", "sgd", "stiefel")
 SCHEDULES = ("cosine", "steps")
 PRECISIONS = ("float32", "bf16", "fp16")
 ADVERSARIES = ("none", "fgsm", "pgd", "trades")
 NORMS = ("l2", "linf")
-PROJECTIONS = ("ball", "spectral")
 AUGMENTATIONS = ("crop", "flip", "shift")
 
 CHOICES: dict[str, tuple[str, ...]] = {

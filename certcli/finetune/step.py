@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +9,8 @@ from torch import Tensor
 from certcli.data import Images
 from certcli.errors import CertvitError
 from certcli.finetune.objective import Batch, Objective
+from certcli.finetune.penalties import SpectralPenalty
+from certcli.finetune.projections import WeightProjection
 from certcli.finetune.sam import climbed
 from certcli.finetune.settings import FinetuneSettings
 from certcli.models import PixelModel
@@ -44,16 +45,9 @@ class Descent:
         self.optimisers, self.pairs = optimisers, pairs
         self.parameters = [p for group in optimisers for part in group.param_groups for p in part["params"]]
         self.scaler = torch.amp.GradScaler("cuda", enabled=settings.precision == "fp16")
-        self.penalty: Any = None
-        self.projection: Any = None
-        if settings.msvp is not None:
-            from certcli.finetune.penalties import SpectralPenalty
-
-            self.penalty = SpectralPenalty(model.net, settings.msvp, per_head=True)
-        if settings.project is not None:
-            from certcli.finetune.projections import WeightProjection
-
-            self.projection = WeightProjection(model.net, settings.project, settings.project_radius)
+        weights, kind = settings.msvp, settings.project
+        self.penalty = None if weights is None else SpectralPenalty(model.net, weights, per_head=True)
+        self.projection = None if kind is None else WeightProjection(model.net, kind, settings.project_radius)
 
     def step(self, train: Images, positions: Tensor, share: float, where: str, number: int) -> float:
         """The mean loss at these images, whose gradient has then been followed. Diverged when it is not finite."""
