@@ -59,6 +59,10 @@ class Arithmetic(ABC):
         """The spectral norm of each of several matrices of one shape (heads)."""
         return [self.sigma(matrix, f"{name}.{number}") for number, matrix in enumerate(matrices)]
 
+    def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Scalar]:
+        """|a^T b| of each of several pairs of one shape (keys and queries of heads)."""
+        return [self.sigma_product(a, b, f"{name}.{number}") for number, (a, b) in enumerate(pairs)]
+
     @abstractmethod
     def convolution(self, weight: Tensor, error: float, geometry: Geometry, name: str) -> Scalar:
         """The norm of a zero-padded convolution whose weight is wrong by at most `error` (as an operator)."""
@@ -286,6 +290,13 @@ class TrainableArithmetic(Arithmetic):
             return super().sigmas(matrices, name)
         norms = block_norms(torch.stack(tensors), self.vectors, self._own(name), self.iterations)
         return list(norms.double().unbind())
+
+    def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Tensor]:
+        left, right = ([pair[place].tensor for pair in pairs] for place in (0, 1))
+        if len({tensor.shape for tensor in left}) > 1 or len({tensor.shape for tensor in right}) > 1:
+            return super().sigma_products(pairs, name)
+        products = torch.stack(left).mT @ torch.stack(right)
+        return list(block_norms(products, self.vectors, self._own(name), self.iterations).double().unbind())
 
     def convolution(self, weight: Tensor, error: float, geometry: Geometry, name: str = "") -> Tensor:
         return convolution_estimate(weight, geometry, self.vectors, self._own(name), self.iterations)

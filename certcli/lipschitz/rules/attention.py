@@ -59,16 +59,17 @@ def dot_product_attention(
 
     ctx.require(module.proj.in_features == inner, "attention with another inner width")
     sigma_value = arith.sigma(arith.rows(weights, 2 * inner, 3 * inner), f"{ctx.path}.value")
-    score, torn, value = [], [], []
-    for h in range(heads):
-        a = arith.sigma_product(head(1, h), head(0, h), f"{ctx.path}.score.{h}") * scale
+    score, torn = [], []
+    value = arith.sigmas([head(2, h) for h in range(heads)], f"{ctx.path}.value.head")
+    pairs = [(head(1, h), head(0, h)) for h in range(heads)]
+    for h, product in enumerate(arith.sigma_products(pairs, f"{ctx.path}.score")):
+        a = product * scale
         alpha = radius * a
         if bias is not None:
             offset = arith.rows(bias, h * width, (h + 1) * width)
             alpha = alpha + arith.length(arith.matmul(arith.transpose(head(1, h)), offset)) * scale
         score.append(a)
         torn.append(alpha)
-        value.append(arith.sigma(head(2, h), f"{ctx.path}.value.{h}"))
     n = arith.const(float(tokens))
     averaging = arith.sqrt(n) * sigma_value
     moving = radius * radius * arith.root_sum_of_squares([v * a for v, a in zip(value, score, strict=True)])

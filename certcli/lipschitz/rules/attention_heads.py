@@ -38,8 +38,7 @@ class HeadMap:
     @cached_property
     def slopes(self) -> list[Scalar]:
         """|W_h|."""
-        parts = (self._part(self.matrix, h) for h in range(self.heads))
-        return [self.arith.sigma(part, f"{self.name}.{h}") for h, part in enumerate(parts)]
+        return self.arith.sigmas([self._part(self.matrix, h) for h in range(self.heads)], f"{self.name}.head")
 
     @cached_property
     def reach(self) -> list[Scalar]:

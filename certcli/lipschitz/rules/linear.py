@@ -204,9 +204,9 @@ def _blocks(ctx: Context, x: Value, weight: Tensor, left: bool) -> Value:
     x = ctx.spread(x, (*leading, *x.shape[-2:]))
     blocks = weight.reshape(-1, *weight.shape[-2:])
     arith = ctx.arith
-    sigma = arith.sigma(arith.matrix(blocks[0]), f"{ctx.path}:0")
-    for number, block in enumerate(blocks[1:], 1):
-        sigma = arith.maximum(sigma, arith.sigma(arith.matrix(block), f"{ctx.path}:{number}"))
+    sigma, *others = arith.sigmas([arith.matrix(block) for block in blocks], ctx.path)
+    for other in others:
+        sigma = arith.maximum(sigma, other)
     axis = -2 if left else -1
     return ctx.chain(
         x,

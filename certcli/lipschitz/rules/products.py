@@ -145,14 +145,12 @@ def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
             effective = pending.effective(arith)
             assert effective is not None
             source, radius = replace(x, pending=None, shape=x.rows.shape), x.rows.value
-            slopes, radii, norms = [], [], []
+            radii, norms = [], []
             groups = index.reshape(-1, index.shape[-1])
-            for number, features in enumerate(groups):
-                slope = arith.sigma(
-                    replace(effective, tensor=effective.tensor[features], key=None), f"{ctx.path}.{name}.{number}"
-                )
+            parts = [replace(effective, tensor=effective.tensor[features], key=None) for features in groups]
+            slopes = arith.sigmas(parts, f"{ctx.path}.{name}.head")
+            for slope, features in zip(slopes, groups, strict=True):
                 reach = slope * radius
-                slopes.append(slope)
                 radii.append(reach)
                 norms.append(
                     reach if pending.bias is None else reach + arith.length(

@@ -8,6 +8,7 @@ and names itself.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -103,6 +104,7 @@ def find_module_rule(module: nn.Module) -> ModuleRule | None:
     return None
 
 
+@cache
 def load_rules() -> None:
     """Import every family once; each registers its rules."""
     for family in _FAMILIES:
