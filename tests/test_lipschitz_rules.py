@@ -28,8 +28,9 @@ from certcli.lipschitz.rules import pointwise
 from certcli.models import PixelNormalize
 from certcli.nn.activations import MaxMin
 from certcli.nn.l2_attention import L2Attention
-from certcli.nn.norms import CenterNorm
+from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.residual import ConvexResidual, WeightedResidual
+from certcli.nn.surgery import REPLACEMENTS
 
 IMAGE = (2, 4, 4)
 D = 8
@@ -117,6 +118,10 @@ def cross_covariance(attention: nn.Module, x: Tensor) -> Tensor:
     return (weights @ v).permute(0, 3, 1, 2).reshape(b, n, d)
 
 
+def replaced(name: str, old: nn.Module) -> nn.Module:
+    return REPLACEMENTS.load(name)(old)
+
+
 def linears(width: int = D) -> tuple[nn.Module, nn.Module]:
     return nn.Linear(width, 3 * width), nn.Linear(width, width)
 
@@ -162,6 +167,8 @@ RULES: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: m.parts[0](x.permute(0, 2, 3, 1)), GlobalResponseNorm(2)
     ),
     "center-norm": lambda: on_tokens(CenterNorm(8)),
+    "floor-norm": lambda: on_tokens(FloorNorm(8, 0.5)),
+    "floor-norm-linear": lambda: on_tokens(FloorNorm(8, 2.0), nn.Linear(8, 3)),
     "center-norm-folded": lambda: on_tokens(nn.Linear(8, 8), CenterNorm(8), nn.Linear(8, 4)),
     "layer-scale": lambda: on_tokens(nn.Linear(8, 8), timm_layers.LayerScale(8, 0.3)),
     "layer-scale-2d": lambda: nn.Sequential(nn.Conv2d(2, 4, 2, 2), timm_layers.LayerScale2d(4, 2.0)),
@@ -251,6 +258,34 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "attention-windows-cosine": lambda: on_tokens(WindowAttentionV2(8, (2, 2), 2)),
     "attention-positional": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), GPSA(8, num_heads=2)),
     "attention-l2": lambda: on_tokens(L2Attention(8, 2, 4, bias=True, out_width=8, proj_bias=True)),
+    "attention-l2-windows": lambda: on_tokens(replaced("l2-attention", WindowAttention(8, 2, window_size=(2, 2)))),
+    "attention-l2-gated": lambda: on_tokens(replaced("l2-attention", GPSA(8, num_heads=2))),
+    "attention-l2-after-norm": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("l2-attention", timm_layers.Attention(8, 2, qkv_bias=True)), nn.Linear(8, 3)
+    ),
+    "attention-l2-untied": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("l2-untied-value-attention", timm_layers.Attention(8, 2, qkv_bias=True))
+    ),
+    "attention-l2-untied-bare": lambda: on_tokens(
+        replaced("l2-untied-value-attention", WindowAttention(8, 2, window_size=(2, 2)))
+    ),
+    "attention-cosine": lambda: on_tokens(replaced("scsa-attention", timm_layers.Attention(8, 2, qkv_bias=True))),
+    "attention-cosine-after-norm": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("scsa-attention", GPSA(8, num_heads=2, qkv_bias=True)), nn.Linear(8, 3)
+    ),
+    "attention-lipschitz-norm": lambda: on_tokens(
+        replaced("lnorm-attention", timm_layers.Attention(8, 2, qkv_bias=True))
+    ),
+    "attention-lipschitz-norm-after-norm": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("lnorm-attention", WindowAttention(8, 2, window_size=(2, 2))), nn.Linear(8, 3)
+    ),
+    "token-convolution": lambda: on_tokens(replaced("conv-attention", timm_layers.Attention(8, 2, qkv_bias=True))),
+    "token-convolution-after-norm": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("conv-attention", timm_layers.Attention(8, 2, qkv_bias=True))
+    ),
+    "token-convolution-after-linear": lambda: on_tokens(
+        nn.Linear(8, 6), replaced("conv-attention", timm_layers.Attention(6, 2, qkv_bias=True))
+    ),
     "attention-pool": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.AttentionPoolLatent(8, num_heads=2)),
     "convex": lambda: on_tokens(f(lambda m, x: m.parts[0](x, m.parts[1](x)), ConvexResidual(), nn.Linear(8, 8))),
     "weighted": lambda: on_tokens(f(lambda m, x: m.parts[0](x, m.parts[1](x)), WeightedResidual(), nn.Linear(8, 8))),
@@ -337,6 +372,7 @@ EXACT = {
     "linear": 1e-6, "linear-twice": 1e-6, "conv-3": 1e-6, "normalize": 1e-6, "batch-norm-folded-twice": 1e-6,
     "conv-groups": 1e-6, "gain-after-linear": 1e-6, "center-norm-folded": 1e-6, "gain-before-linear": 1e-6,
     "negative-scale": 1e-6, "split-heads": 20.0, "mixed-tokens": 1e-6, "adaptive": 1e-6, "constant-matrices": 1e-6,
+    "token-convolution": 1e-6, "token-convolution-after-linear": 1e-6,
     "layer-scale-2d": 1e-6, "two-names": 1e-6, "shuffle": 1e-6, "conv-3-stride": 1e-6, "avg-pool": 1e-6,
 }  # fmt: skip
 
