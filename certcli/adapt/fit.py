@@ -1,30 +1,31 @@
-"""Surgery, then re-fitting block by block from first to last: each new block learns the old one's output, fed by the blocks
-already adapted, all else frozen. Closed form where a part is linear in its parameters, AdamW for the rest.
+"""Re-fitting from first to last: each new part learns the old one's output, fed by the parts already adapted.
 
-The convex residual (1 - t) y + t f(y) keeps the old function exactly on a stream that is scaled: with y_k = x_k / s_k and
-s_{k+1} = s_k / (1 - t), the old x + g(x) is (1 - t) y + t f(y) for f(y) = g(s_k y) (1 - t) / (t s_k).
+Closed form where a part is linear in its parameters, AdamW for the rest. Every block first, then what lies between and
+after blocks; the streams of all calibration images, old and new, are kept in memory, their halves are not.
 """
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from certcli import models
-from certcli.adapt.plan import AdaptSettings, folded, plan
-from certcli.adapt.start import LeastSquares, center_norm_start, fold_center_norm, relative_error, tie_queries
-from certcli.checkpoint import Checkpoint
-from certcli.errors import DataError
-from certcli.lipschitz.rules.attention import l2_mixing_constant
+from certcli.adapt.carry import HalfScale, Scales, heads, input_maps, output_map
+from certcli.adapt.descend import descend
+from certcli.adapt.families import Family, Half, Step, attended, run_half
+from certcli.adapt.pixels import as_pixels
+from certcli.adapt.settings import AdaptSettings
+from certcli.adapt.start import LeastSquares, center_norm_start, compose_inputs, floor_start, relative_error
 from certcli.nn.heads import FlatHead
-from certcli.nn.l2_attention import L2Attention
-from certcli.nn.norms import CenterNorm
-from certcli.nn.residual import ConvexResidual, ResidualBlock
+from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.nn.residual import ResidualBlock
+
+HALVES: tuple[Half, Half] = (1, 2)
+RIDGE = 1e-4
+_ROWS, _FEWEST = 64, 128  # rows for each unknown of a least-squares problem, and the fewest images it is given
+_HEAD_RIDGE = 1e-2  # as few rows as images
 
 
 @dataclass(frozen=True)
@@ -37,273 +38,274 @@ class Replaced:
     error: float
 
 
-def adapt(
-    checkpoint: Checkpoint, settings: AdaptSettings, images: Tensor, device: torch.device
-) -> Iterator[Replaced | Checkpoint]:
-    """Yield a record for each adapted part, then the adapted checkpoint. images: calibration pixels (n, c, h, w)."""
-    if not len(images):
-        raise DataError("adapt needs at least one calibration image")
-    surgery = plan(checkpoint.record, settings)
-    teacher = models.load(checkpoint, device)
-    record = replace(checkpoint.record, surgery=surgery)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        student_net = models.build(record, initialise=True).to(device)
-        student_net.requires_grad_(False)
-        _carry_over(student_net, checkpoint)
-        student = models.PixelModel(record.input, student_net).eval().to(device)
-        if settings.epochs >= 0:
-            yield from _fit(teacher, student, settings, images.to(device))
-        if settings.epochs >= 0 and settings.distill > 0:
-            yield _distil_network(teacher, student, settings, images.to(device))
-    if settings.norm == "fold":
-        paths = _fold_norms(student_net)
-        record = replace(record, surgery=folded(surgery, paths))
-    yield checkpoint.derive(
-        models.tensors_of(student), "adapt", _parameters(settings, len(images)), settings.seed, surgery=record.surgery
-    )
+Pairs = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
 
-def _parameters(settings: AdaptSettings, images: int) -> dict[str, object]:
-    values = {name: getattr(settings, name) for name in settings.__dataclass_fields__ if name != "seed"}
-    values["head"] = None if settings.head is None else list(settings.head)
-    return {**values, "calibration_images": images}
+class Fitter:
+    """Walks both networks side by side. `position` counts the steps of the body that are done."""
 
+    def __init__(
+        self, teacher: Any, student: Any, family: Family, scales: Scales, settings: AdaptSettings, images: Tensor
+    ) -> None:
+        self.teacher, self.student, self.family = teacher, student, family
+        self.scales, self.settings, self.images = scales, settings, images
+        self.position = 0
+        self.old = self.new = torch.empty(0)
 
-def _carry_over(net: nn.Module, checkpoint: Checkpoint) -> None:
-    """Every tensor that exists under the same name and shape keeps its value."""
-    state = net.state_dict()
-    for name, tensor in checkpoint.tensors.items():
-        if name in state and state[name].shape == tensor.shape:
-            state[name].copy_(tensor)
+    def chunks(self, *streams: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        size = self.settings.batch_size
+        yield from zip(*(stream.split(size) for stream in streams), strict=True)
 
+    @torch.no_grad()
+    def advance(self, done: int) -> None:
+        """Embed the images and carry both streams past the first `done` steps, which were adapted before."""
+        self._embed(start_norms=done == 0)
+        steps = zip(self.family.body(self.teacher.net), self.family.body(self.student.net), strict=True)
+        for old, new in list(steps)[:done]:
+            self._move(old.run, new.run)
+        self.position = done
 
-def _in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, size: int) -> Tensor:
-    with torch.no_grad():
-        return torch.cat([function(part) for part in x.split(size)])
+    def forget(self) -> None:
+        """Let go of the streams."""
+        self.old = self.new = torch.empty(0)
 
+    def run(self) -> Iterator[list[Replaced]]:
+        """Adapt the steps that are left, then the end of the network; the records of each step."""
+        steps = list(zip(self.family.body(self.teacher.net), self.family.body(self.student.net), strict=True))
+        for index, (old, new) in enumerate(steps):
+            if index < self.position:
+                continue
+            record = self._adapt(index, old, new)
+            self.position = index + 1
+            if record is not None:
+                yield [record]
+        if self.position == len(steps):
+            with torch.no_grad():
+                records = list(self._end())
+            self.position += 1
+            yield records
 
-def _embed(model: models.PixelModel, images: Tensor, size: int) -> Tensor:
-    """The token stream before the first block."""
-    net: Any = model.net
+    @torch.no_grad()
+    def _adapt(self, index: int, old: Step, new: Step) -> Replaced | None:
+        if new.kind == "tokens":
+            self._move(old.run, new.run)
+            return None
+        count = self._enough(new)
+        few = (self.old[:count].clone(), self.new[:count].clone())
+        if new.kind == "merge":
+            self._merge(old, new, *few)
+            self._move(old.run, new.run)
+            return Replaced(new.path, _name(old.module), _name(new.module.norm), self._error(1.0))
+        for half in HALVES:
+            self._half(old.module, new.module, half, self.scales[(new.path, half)], *few)
+        self._move(old.run, None)
+        last = self.scales[(new.path, 2)].after
+        if self.settings.epochs > 0:
+            generator = torch.Generator().manual_seed(self.settings.seed * 10_007 + index)
+            with torch.enable_grad():
+                descend(
+                    new.module, new.module, self.new, self.old, last, self.settings.epochs, self.settings.lr,
+                    self.settings.batch_size, generator,
+                )  # fmt: skip
+        self._move(None, new.run)
+        return Replaced(new.path, _name(old.module), describe(new.module), self._error(last))
 
-    def tokens(pixels: Tensor) -> Tensor:
-        x = net.patch_embed(model.normalize(pixels))
-        return net.norm_pre(net.patch_drop(net._pos_embed(x)))
+    def _enough(self, step: Step) -> int:
+        """Images whose tokens determine the widest least-squares problem of this step."""
+        widest = step.module.mlp.fc2.in_features if step.kind == "block" else step.module.reduction.in_features
+        tokens = self.old[0].numel() // self.old.shape[-1]
+        return max(_FEWEST, -(-_ROWS * widest // tokens))
 
-    return _in_chunks(tokens, images, size)
+    def _move(self, old: Callable[[Tensor], Tensor] | None, new: Callable[[Tensor], Tensor] | None) -> None:
+        """Both streams through one step; in place where it keeps the shape."""
+        self.old = self._through(old, self.old)
+        self.new = self._through(new, self.new)
 
+    def _through(self, run: Callable[[Tensor], Tensor] | None, stream: Tensor) -> Tensor:
+        if run is None:
+            return stream
+        first = run(stream[: self.settings.batch_size])
+        if first.shape[1:] != stream.shape[1:]:
+            return torch.cat([run(part) for part in stream.split(self.settings.batch_size)])
+        for part in stream.split(self.settings.batch_size):
+            part.copy_(run(part))
+        return stream
 
-def _fit(
-    teacher: models.PixelModel, student: models.PixelModel, settings: AdaptSettings, images: Tensor
-) -> Iterator[Replaced]:
-    size = settings.batch_size
-    x = _embed(teacher, images, size)
-    y, scale = _embed(student, images, size), 1.0
-    old_net: Any = teacher.net
-    new_net: Any = student.net
-    for index, (old, new) in enumerate(zip(old_net.blocks, new_net.blocks, strict=True)):
-        path = f"blocks.{index}"
-        middle = _in_chunks(partial(_first_half, old), x, size)
-        scale = _fit_branch(new, 1, old.norm1, old.attn, x, y, middle, scale, size)
-        half = _in_chunks(partial(_first_half, new), y, size)
-        out = _in_chunks(old, x, size)
-        scale = _fit_branch(new, 2, old.norm2, old.mlp, middle, half, out, scale, size)
-        _descend(new, y, out / scale, settings, settings.epochs)
-        y = _in_chunks(new, y, size)
-        x = out
-        yield Replaced(path, type(old).__name__, _describe(new), relative_error(y, x / scale))
-    yield from _fit_end(old_net, new_net, x, y, settings)
+    def _error(self, scale: float) -> float:
+        difference = size = 0.0
+        for old, new in self.chunks(self.old, self.new):
+            difference += float((new * scale - old).double().square().sum())
+            size += float(old.double().square().sum())
+        return (difference / max(size, 1e-30)) ** 0.5
 
+    def _embed(self, start_norms: bool) -> None:
+        """The streams before the first step; a new norm inside the embedding is started on the way."""
+        size = self.settings.batch_size
 
-def _describe(block: Any) -> str:
-    parts = [type(block.attn).__name__, type(block.norm1).__name__, type(block.mlp.act).__name__]
-    if isinstance(block, ResidualBlock):
-        parts.append(type(block.residual1).__name__)
-    return ", ".join(parts)
+        def embed(model: Any, part: Tensor) -> Tensor:
+            return self.family.embed(model.net, model.normalize(as_pixels(part)))
 
+        for path in self.family.embed_norms if start_norms else ():
+            self._start_norm_at(path, lambda model, part: embed(model, part), self.images, self.images)
+        self.old = torch.cat([embed(self.teacher, part) for part in self.images.split(size)])
+        self.new = torch.cat([embed(self.student, part) for part in self.images.split(size)])
 
-def _first_half(block: Any, y: Tensor) -> Tensor:
-    branch = block.ls1(block.attn(block.norm1(y)))
-    return block.residual1(y, branch) if isinstance(block, ResidualBlock) else y + branch
+    def _start_norm_at(
+        self, path: str, run: Callable[[Any, Tensor], Tensor], old_inputs: Tensor, new_inputs: Tensor
+    ) -> Any:
+        """Start the student's norm at `path` on what reaches it while `run` runs; None where there is no new norm."""
+        try:
+            new, old = self.student.net.get_submodule(path), self.teacher.net.get_submodule(path)
+        except AttributeError:
+            return None
+        if not isinstance(new, (CenterNorm, FloorNorm)):
+            return None
 
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for before, after in self.chunks(old_inputs, new_inputs):
+                inputs = captured(new, partial(run, self.student, after))
+                reached = captured(old, partial(run, self.teacher, before))
+                yield inputs.flatten(0, -2), old(reached).flatten(0, -2)
 
-def _fit_branch(
-    block: Any,
-    number: int,
-    old_norm: Any,
-    old_branch: Any,
-    x: Tensor,
-    y: Tensor,
-    wanted: Tensor,
-    scale: float,
-    size: int,
-) -> float:
-    """Start one residual branch of `block` so that it maps the stream y (of scale 1/scale) to `wanted`; the new scale."""
-    norm = getattr(block, f"norm{number}")
-    if isinstance(norm, CenterNorm):
-        targets = _in_chunks(old_norm, x, size)
-        center_norm_start(norm, y.flatten(0, 1), targets.flatten(0, 1))
-    branch = block.attn if number == 1 else block.mlp
-    features: Callable[[Tensor], Tensor] | None = None
-    output: nn.Linear | None = None
-    if isinstance(branch, L2Attention):
-        tie_queries(branch, old_branch)
-        features, output = branch.mix, branch.proj
-    elif number == 2:
-        features, output = partial(_hidden, branch), branch.fc2
-    residual = getattr(block, f"residual{number}", None)
-    keep, share, next_scale = 1.0, 1.0, scale
-    if isinstance(residual, ConvexResidual):
-        if isinstance(branch, L2Attention):
-            # any share keeps the function; this one gives trunk and attention equal parts of the bound at unit norms
-            share = 1 / (1 + l2_mixing_constant(y.shape[1]))
-            residual.theta.data.fill_(math.log(share / (1 - share)))
-        share = float(torch.sigmoid(residual.theta.double()))
-        keep = 1 - share
-        next_scale = scale / keep
-    if output is None or features is None:  # attention kept as it is: only its scale changes
-        if share != 1.0 or scale != 1.0:
-            factor = keep / (share * scale)
-            kept = branch.proj
-            kept.weight.data.mul_(factor)
-            if kept.bias is not None:
-                kept.bias.data.mul_(factor)
-        return next_scale
-    solver = LeastSquares(output.in_features, output.out_features, y.device)
-    with torch.no_grad():
-        for part, goal in zip(y.split(size), wanted.split(size), strict=True):
-            target = (goal / next_scale - keep * part) / share
-            solver.add(features(norm(part)).flatten(0, 1), target.flatten(0, 1))
-    solver.solve_into(output)
-    return next_scale
+        self._start_norm(new, pairs)
+        return new
 
+    def _start_norm(self, norm: nn.Module, pairs: Pairs) -> None:
+        """pairs: (inputs of the new norm, outputs of the old one)."""
+        if isinstance(norm, CenterNorm):
+            center_norm_start(norm, pairs())
+        elif isinstance(norm, FloorNorm) and self.settings.norm_floor is None:
+            floor_start(norm, (inputs for inputs, _ in pairs()), None)
 
-def _hidden(mlp: Any, u: Tensor) -> Tensor:
-    """The input of an MLP's last linear map."""
-    return mlp.norm(mlp.act(mlp.fc1(u)))
+    def _half(self, old: Any, new: Any, half: Half, scale: HalfScale, x: Tensor, y: Tensor) -> None:
+        """Norm, input maps, output map of one residual branch; then both streams move past it."""
+        old_norm, new_norm = getattr(old, f"norm{half}"), getattr(new, f"norm{half}")
 
+        def norm_pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for before, after in self.chunks(x, y):
+                yield after.flatten(0, -2), old_norm(before).flatten(0, -2)
 
-def _distil_network(teacher: Any, student: Any, settings: AdaptSettings, images: Tensor) -> Replaced:
-    """All parts together, on the old network's logits: errors that the blocks have handed on are mended at the end."""
-    logits = _in_chunks(teacher, images, settings.batch_size)
-    _descend(student, images, logits, settings, settings.distill)
-    found = _in_chunks(student, images, settings.batch_size)
-    return Replaced("(network)", "logits", "logits after distillation", relative_error(found, logits))
+        self._start_norm(new_norm, norm_pairs)
+        readers = input_maps(new, half)
+        if readers:
+            compose_inputs(readers, ((new_norm(after), wanted) for after, wanted in norm_pairs()), RIDGE)
+        output = output_map(new, half)
+        solver = LeastSquares(output.in_features, output.out_features, output.weight.device, output.bias is not None)
+        for before, after in self.chunks(x, y):
+            goal = run_half(old, half, before)
+            # what the stream lacks: (goal / s - keep y) / share
+            target = (goal / scale.after - scale.keep * after) / scale.share
+            features = captured(output, partial(run_half, new, half, after)).flatten(0, -2)
+            if half == 1:
+                inside = attended(new, torch.ones_like(target[..., :1])).flatten() > 0
+                target = attended(new, target).flatten(0, -2)[inside]
+                features = features[inside]
+            solver.add(features, target.flatten(0, -2))
+            before.copy_(goal)
+        kept = type(new.attn) is type(old.attn) if half == 1 else type(new.mlp.act) is type(old.mlp.act)
+        solver.solve_into(output, RIDGE, keep=kept)
+        for (after,) in self.chunks(y):
+            after.copy_(run_half(new, half, after))
 
+    def _merge(self, old: Step, new: Step, x: Tensor, y: Tensor) -> None:
+        """Patch merging: its norm, then its map by least squares."""
+        reduction: nn.Linear = new.module.reduction
 
-def _descend(block: Any, inputs: Tensor, targets: Tensor, settings: AdaptSettings, epochs: int) -> None:
-    """AdamW on the mean squared error; the best epoch's weights are kept, so it never ends worse than it began."""
-    if epochs <= 0:
-        return
-    parameters = [p.requires_grad_(True) for p in block.parameters()]
-    # steps relative to each tensor's own size: least squares leaves output maps a thousand times larger than query maps
-    groups = [
-        {"params": [p], "lr": settings.lr * max(float(p.detach().square().mean().sqrt()), 1e-2)} for p in parameters
-    ]
-    optimiser = torch.optim.AdamW(groups, weight_decay=0.0)
-    steps = epochs * -(-len(inputs) // settings.batch_size)
-    warm = max(1, steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda step: min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps))
-    )
-    size = targets.square().mean()
-    best, best_state = _block_error(block, inputs, targets, settings.batch_size), _state(block)
-    for _ in range(epochs):
-        for positions in torch.randperm(len(inputs)).split(settings.batch_size):
-            loss = functional.mse_loss(block(inputs[positions]), targets[positions]) / size
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-            schedule.step()
-        error = _block_error(block, inputs, targets, settings.batch_size)
-        if error < best:
-            best, best_state = error, _state(block)
-    block.load_state_dict(best_state)
-    for parameter in parameters:
-        parameter.requires_grad_(False)
+        def norm_pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for before, after in self.chunks(x, y):
+                inputs = captured(new.module.norm, partial(new.run, after))
+                reached = captured(old.module.norm, partial(old.run, before))
+                yield inputs.flatten(0, -2), old.module.norm(reached).flatten(0, -2)
 
+        self._start_norm(new.module.norm, norm_pairs)
+        solver = LeastSquares(reduction.in_features, reduction.out_features, reduction.weight.device, False)
+        for before, after in self.chunks(x, y):
+            features = captured(reduction, partial(new.run, after))
+            solver.add(features.flatten(0, -2), old.run(before).flatten(0, -2))
+        solver.solve_into(reduction, RIDGE, keep=True)
 
-def _state(block: Any) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in block.state_dict().items()}
-
-
-def _block_error(block: Any, inputs: Tensor, targets: Tensor, size: int) -> float:
-    return relative_error(_in_chunks(block, inputs, size), targets)
-
-
-def _fit_end(old: Any, new: Any, x: Tensor, y: Tensor, settings: AdaptSettings) -> Iterator[Replaced]:
-    """Final norm, pooling and head. With a flat linear head pooling is copied exactly; hidden widths are distilled."""
-    size = settings.batch_size
-    if isinstance(new.norm, CenterNorm):
-        targets = _in_chunks(old.norm, x, size)
-        center_norm_start(new.norm, y.flatten(0, 1), targets.flatten(0, 1))
-        found = _in_chunks(new.norm, y, size)
-        yield Replaced("norm", "LayerNorm", "CenterNorm", relative_error(found, targets))
-    logits = _in_chunks(lambda part: old.forward_head(old.norm(part)), x, size)
-    if isinstance(new.fc_norm, CenterNorm):
-        found = _in_chunks(lambda part: new.pool(new.norm(part)), y, size)
-        targets = _in_chunks(lambda part: old.fc_norm(old.pool(old.norm(part))), x, size)
-        if found.dim() == 2:
-            center_norm_start(new.fc_norm, found, targets)
-    head = new.head
-    if isinstance(head, FlatHead):
-        if head.hidden:
-            features = _in_chunks(lambda part: new.fc_norm(new.norm(part)), y, size)
-            _distil_head(head, features, logits, settings)
+    def _end(self) -> Iterator[Replaced]:
+        """Final norms, then the head: flat ones are distilled from features, others composed with a linear correction."""
+        for path in self.family.end_norms:
+            norm = self._start_norm_at(path, lambda model, part: self.family.end(model.net, part), self.old, self.new)
+            if norm is not None:
+                yield Replaced(path, "LayerNorm", type(norm).__name__, self._end_error(path))
+        head: Any = getattr(self.student.net, "head", None)
+        if isinstance(head, FlatHead):
+            if head.hidden:
+                self._distil_head(head)
+            after = f"FlatHead{[layer.out_features for layer in head.hidden]}"
         else:
-            _copy_pooling(old, head)
-        found = _in_chunks(lambda part: new.forward_head(new.norm(part)), y, size)
-        yield Replaced(
-            "head",
-            type(old.head).__name__,
-            f"FlatHead{[h.out_features for h in head.hidden]}",
-            relative_error(found, logits),
-        )
+            for old, new in zip(heads(self.teacher.net), heads(self.student.net), strict=True):
+                self._correct_head(old, new)
+            after = type(head).__name__
+        yield Replaced("head", type(self.teacher.net.head).__name__, after, self._end_error(None))
+
+    def _logits(self, model: Any, stream: Tensor) -> Tensor:
+        return torch.cat([self.family.end(model.net, part) for (part,) in self.chunks(stream)])
+
+    def _end_error(self, path: str | None) -> float:
+        """Relative error of a norm's outputs, or of the logits."""
+        found: list[Tensor] = []
+        wanted: list[Tensor] = []
+        for x, y in self.chunks(self.old, self.new):
+            for model, stream, into in ((self.student, y, found), (self.teacher, x, wanted)):
+                if path is None:
+                    into.append(self.family.end(model.net, stream))
+                else:
+                    norm = model.net.get_submodule(path)
+                    into.append(norm(captured(norm, partial(self.family.end, model.net, stream))))
+        return relative_error(torch.cat(found), torch.cat(wanted))
+
+    def _correct_head(self, old: nn.Linear, new: nn.Linear) -> None:
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for x, y in self.chunks(self.old, self.new):
+                after = captured(new, partial(self.family.end, self.student.net, y))
+                before = captured(old, partial(self.family.end, self.teacher.net, x))
+                yield after.flatten(0, -2), before.flatten(0, -2)
+
+        compose_inputs([new], pairs(), _HEAD_RIDGE)
+
+    def _distil_head(self, head: FlatHead) -> None:
+        """Orthogonal hidden layers, the last one by least squares on the old logits, then AdamW on all of them."""
+        net, settings = self.student.net, self.settings
+        generator = torch.Generator().manual_seed(settings.seed * 10_007 + 9_999)
+        hidden: list[Any] = list(head.hidden)
+        for layer in hidden:
+            nn.init.orthogonal_(layer.weight, generator=generator)
+            nn.init.zeros_(layer.bias)
+        features = torch.cat([net.fc_norm(net.norm(part)) for (part,) in self.chunks(self.new)])
+        logits = self._logits(self.teacher, self.old)
+        solver = LeastSquares(head.out.in_features, head.out.out_features, features.device)
+        for part, goal in self.chunks(features, logits):
+            rows = part.flatten(1)
+            for layer in hidden:
+                rows = head.act(layer(rows))
+            solver.add(rows, goal)
+        solver.solve_into(head.out, ridge=1e-3)
+        with torch.enable_grad():
+            descend(
+                head, head, features, logits, 1.0, settings.epochs, settings.lr, settings.batch_size, generator
+            )  # fmt: skip
 
 
-def _copy_pooling(old: Any, head: FlatHead) -> None:
-    """A linear map of all tokens that equals the old pooling followed by the old head."""
-    weight = old.head.weight.detach()
-    classes, width = weight.shape
-    tokens = head.out.in_features // width
-    whole = torch.zeros(classes, tokens, width).to(weight)
-    prefix = 0 if old.pool_include_prefix else int(old.num_prefix_tokens)
-    if old.global_pool == "token":
-        whole[:, 0] = weight
-    elif old.global_pool == "avg":
-        whole[:, prefix:] = weight.unsqueeze(1) / (tokens - prefix)
-    else:
-        raise DataError(f"pooling '{old.global_pool}' is not linear; give --head widths to distil it")
-    head.out.weight.data.copy_(whole.flatten(1))
-    if old.head.bias is not None:
-        head.out.bias.data.copy_(old.head.bias.detach())
+def captured(module: nn.Module, run: Callable[[], Tensor]) -> Tensor:
+    """What reaches `module` while `run` runs."""
+    seen: list[Tensor] = []
+    handle = module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        run()
+    finally:
+        handle.remove()
+    return seen[0]
 
 
-def _distil_head(head: Any, features: Tensor, logits: Tensor, settings: AdaptSettings) -> None:
-    """Orthogonal hidden layers, the last one by least squares on the old logits, then AdamW on all of them."""
-    for layer in head.hidden:
-        nn.init.orthogonal_(layer.weight)
-        nn.init.zeros_(layer.bias)
-    solver = LeastSquares(head.out.in_features, head.out.out_features, features.device)
-    with torch.no_grad():
-        for part, goal in zip(features.split(512), logits.split(512), strict=True):
-            hidden = part.flatten(1)
-            for layer in head.hidden:
-                hidden = head.act(layer(hidden))
-            solver.add(hidden, goal)
-    solver.solve_into(head.out, ridge=1e-3)
-    _descend(head, features, logits, settings, settings.epochs)
+def _name(part: nn.Module) -> str:
+    return type(part).__name__
 
 
-def _fold_norms(net: Any) -> list[str]:
-    """Multiply every centre norm into the linear map that follows it; the paths of the norms that are now identities."""
-    paths = []
-    for index, block in enumerate(net.blocks):
-        for name, layer in (("norm1", getattr(block.attn, "query", None) or block.attn.qkv), ("norm2", block.mlp.fc1)):
-            norm = getattr(block, name)
-            if isinstance(norm, CenterNorm) and layer.bias is not None:  # without a bias its offset has no place
-                fold_center_norm(norm, layer)
-                setattr(block, name, nn.Identity())
-                paths.append(f"blocks.{index}.{name}")
-    return paths
+def describe(block: Any) -> str:
+    parts = [_name(block.attn), _name(block.norm1), _name(block.mlp.act)]
+    if isinstance(block, ResidualBlock) or hasattr(block, "residual1"):
+        parts.append(_name(block.residual1))
+    return ", ".join(parts)

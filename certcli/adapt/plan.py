@@ -1,99 +1,83 @@
 """Which module becomes what: decided before anything is computed, printable, and stored as the record's surgery."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
-from timm.layers.attention import Attention
-from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from certcli import models
-from certcli.errors import ArchitectureError, UsageError
+from certcli.adapt.families import Family, Step, family_of, require_known_blocks
+from certcli.adapt.settings import ACTIVATIONS, ATTENTIONS, NORMS, RESIDUALS, AdaptSettings
+from certcli.errors import ArchitectureError
 from certcli.provenance import Record, Replacement
-
-ATTENTIONS = ("l2", "keep")
-NORMS = ("center", "fold", "keep")
-RESIDUALS = ("convex", "weighted", "keep")
-ACTIVATIONS = ("keep", "maxmin")
-
-
-@dataclass(frozen=True)
-class AdaptSettings:
-    """What is replaced, and how the new parts are fitted to the old ones.
-
-    head: None keeps it; a tuple of widths puts the tokens side by side into a MaxMin MLP of these widths (() is one
-    linear layer). epochs: AdamW epochs a block after the closed-form start; 0 is the closed form alone, -1 surgery alone.
-    lr: relative to the size of each tensor. distill: epochs of end-to-end training on the old logits, after the blocks.
-    """
-
-    attention: str = "l2"
-    norm: str = "center"
-    residual: str = "convex"
-    activation: str = "keep"
-    head: tuple[int, ...] | None = None
-    epochs: int = 3
-    distill: int = 5
-    lr: float = 5e-3
-    batch_size: int = 64
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("--attention", self.attention, ATTENTIONS),
-            ("--norm", self.norm, NORMS),
-            ("--residual", self.residual, RESIDUALS),
-            ("--activation", self.activation, ACTIVATIONS),
-        ):
-            if value not in known:
-                raise UsageError(f"unknown {name} '{value}'", f"one of: {', '.join(known)}")
-        if self.epochs < -1 or self.distill < 0 or self.lr <= 0 or self.batch_size < 1:
-            raise UsageError("--epochs must be at least 0, --lr and --batch-size positive")
 
 
 def plan(record: Record, settings: AdaptSettings) -> tuple[Replacement, ...]:
     """The replacements for this architecture, in their order; ArchitectureError names what is not known."""
-    net = models.build(record)
-    if type(net) is not VisionTransformer or record.surgery:
-        what = "an adapted network" if record.surgery else type(net).__name__
+    if record.surgery:
         raise ArchitectureError(
-            f"adapt knows timm's plain VisionTransformer, not {what}",
-            "start from the checkpoint before adapt" if record.surgery else "",
+            "this is an adapted network already: adapt starts from a network as timm builds it",
+            "start from the checkpoint before adapt",
         )
+    net = models.build(record)
+    family = family_of(net)
+    require_known_blocks(net, family)
     found: list[Replacement] = []
-    for index, block in enumerate(net.blocks):
-        path = f"blocks.{index}"
-        if type(block) is not Block:
-            raise ArchitectureError(f"{path} is a {type(block).__name__}, adapt knows timm's plain Block")
-        found += _block_plan(path, block, settings)
-    if settings.norm != "keep":
-        for name in ("norm_pre", "norm", "fc_norm"):
-            if isinstance(getattr(net, name), nn.LayerNorm):
-                found.append(Replacement(name, "center-norm"))
+    for step in family.body(net):
+        if step.kind == "block":
+            found += _block_plan(step, settings)
+        elif step.kind == "merge":
+            found += _norm_plan(step.module, f"{step.path}.norm", "norm", settings)
+    for path in (*family.embed_norms, *family.end_norms):
+        found += _norm_plan(net, path, path, settings)
     if settings.head is not None:
         found.append(Replacement("", "flat-head", {"widths": list(settings.head)}))
+    _try_out(net, found)
     return tuple(found)
 
 
-def _block_plan(path: str, block: Block, settings: AdaptSettings) -> list[Replacement]:
-    found = []
-    for name in ("norm1", "norm2"):
-        if settings.norm != "keep" and isinstance(getattr(block, name), nn.LayerNorm):
-            found.append(Replacement(f"{path}.{name}", "center-norm"))
-    if settings.attention == "l2":
-        if type(block.attn) is not Attention:
-            raise ArchitectureError(f"{path}.attn is a {type(block.attn).__name__}, not timm's plain Attention")
-        found.append(Replacement(f"{path}.attn", "l2-attention"))
-    if settings.activation == "maxmin":
-        found.append(Replacement(f"{path}.mlp.act", "maxmin"))
+def _norm_plan(parent: nn.Module, path: str, name: str, settings: AdaptSettings) -> list[Replacement]:
+    """A norm's replacement; what is no LayerNorm is refused by the builder, an Identity stays one."""
+    kind = NORMS[settings.norm]
+    try:
+        norm: Any = parent.get_submodule(name)
+    except AttributeError:
+        return []
+    return [] if kind is None or isinstance(norm, nn.Identity) else [Replacement(path, kind)]
+
+
+def _block_plan(step: Step, settings: AdaptSettings) -> list[Replacement]:
+    path, block = step.path, step.module
+    found = [*_norm_plan(block, f"{path}.norm1", "norm1", settings)]
+    found += _norm_plan(block, f"{path}.norm2", "norm2", settings)
+    attention, activation, residual = (
+        ATTENTIONS[settings.attention],
+        ACTIVATIONS[settings.activation],
+        RESIDUALS[settings.residual],
+    )
+    if attention is not None:
+        found.append(Replacement(f"{path}.attn", attention))
+    if activation is not None:
+        found.append(Replacement(f"{path}.mlp.act", activation))
     # the fitted output maps take LayerScale in
     found += [
         Replacement(f"{path}.{name}", "identity")
         for name in ("ls1", "ls2")
-        if not isinstance(getattr(block, name), nn.Identity)
+        if not isinstance(getattr(block, name, nn.Identity()), nn.Identity)
     ]
-    if settings.residual != "keep":
-        found.append(Replacement(path, f"{settings.residual}-block"))
+    if residual is not None:
+        found.append(Replacement(path, residual))
     return found
+
+
+def _try_out(net: nn.Module, replacements: Sequence[Replacement]) -> None:
+    """Every builder on the module it will replace: what it does not know is refused now, by its path."""
+    for item in replacements:
+        try:
+            models.replace_module(net, item)
+        except ArchitectureError as refusal:
+            raise ArchitectureError(f"{item.path or 'the network'}: {refusal.message}", refusal.hint) from refusal
 
 
 def folded(surgery: Sequence[Replacement], paths: Sequence[str]) -> tuple[Replacement, ...]:
@@ -102,3 +86,6 @@ def folded(surgery: Sequence[Replacement], paths: Sequence[str]) -> tuple[Replac
         replace(item, kind="identity") if item.path in paths and item.kind == "center-norm" else item
         for item in surgery
     )
+
+
+__all__ = ["AdaptSettings", "Family", "folded", "plan"]

@@ -1,75 +1,106 @@
 """Closed-form starts: each new part as close to the part it replaces as linear algebra makes it."""
 
+from collections.abc import Iterable, Sequence
+
 import torch
-from timm.layers.attention import Attention
 from torch import Tensor, nn
 
-from certcli.nn.l2_attention import L2Attention
-from certcli.nn.norms import CenterNorm
+from certcli.nn.norms import CenterNorm, FloorNorm
+
+FLOOR_QUANTILE = 0.05
+"""The share of calibration tokens whose deviation a floor that was not given lies above."""
 
 
-def tie_queries(new: L2Attention, old: Attention) -> None:
-    """W_h with 2 W_h^T W_h the best positive approximation of rank dh to the logits' form W_Q,h^T W_K,h.
-
-    L2 logits are 2 q_i.q_j - |q_j|^2 up to a constant of the row; dot-product logits are q_i.k_j. The nearest symmetric
-    matrix to A is (A + A^T) / 2, its nearest positive semidefinite one of rank dh keeps the dh largest positive
-    eigenvalues (Eckart-Young for symmetric matrices).
-    """
-    heads, width = new.num_heads, new.head_dim
-    weight = old.qkv.weight.detach().double()
-    inner = heads * width
-    rows = []
-    for h in range(heads):
-        query = weight[h * width : (h + 1) * width]
-        key = weight[inner + h * width : inner + (h + 1) * width]
-        product = query.T @ key
-        values, vectors = torch.linalg.eigh((product + product.T) / 2)
-        top, directions = values[-width:].clamp_min(0), vectors[:, -width:]
-        # a direction that the logits do not use still carries values: give it a small weight instead of none
-        floor = 1e-2 * top.max().clamp_min(1e-12)
-        rows.append((top.clamp_min(floor) / 2).sqrt().unsqueeze(1) * directions.T)
-    new.query.weight.data.copy_(torch.cat(rows).to(new.query.weight))
-    if new.query.bias is not None:
-        new.query.bias.data.zero_()
-
-
-def center_norm_start(new: CenterNorm, inputs: Tensor, targets: Tensor) -> None:
-    """Per feature, the least-squares gain and offset from the centred inputs to the old norm's outputs: (t, d) x 2."""
-    centred = inputs.double() - inputs.double().mean(dim=-1, keepdim=True)
-    wanted = targets.double()
-    offset = wanted.mean(dim=0)
-    middle = centred.mean(dim=0)
-    spread = centred - middle
-    gain = (spread * (wanted - offset)).sum(0) / spread.square().sum(0).clamp_min(1e-12)
-    width = new.width
-    new.weight.data.copy_((gain * (width - 1) / width).to(new.weight))
+def center_norm_start(new: CenterNorm, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Per feature, the least-squares gain and offset from the centred inputs (t, d) to the old norm's outputs (t, d)."""
+    count = 0
+    sums = [torch.zeros(new.width, dtype=torch.float64, device=new.weight.device) for _ in range(4)]
+    for inputs, targets in pairs:
+        rows, wanted = inputs.double(), targets.double()
+        centred = rows - rows.mean(dim=-1, keepdim=True)
+        for total, term in zip(sums, (centred, wanted, centred.square(), centred * wanted), strict=True):
+            total += term.sum(0)
+        count += len(rows)
+    middle, offset, square, product = (total / count for total in sums)
+    gain = (product - middle * offset) / (square - middle.square()).clamp_min(1e-12)
+    new.weight.data.copy_((gain * (new.width - 1) / new.width).to(new.weight))
     new.bias.data.copy_((offset - gain * middle).to(new.bias))
 
 
-class LeastSquares:
-    """min over (W, b) of sum |W x + b - y|^2, accumulated in float64 from batches of rows x (t, m), y (t, n)."""
+def floor_start(new: FloorNorm, inputs: Iterable[Tensor], floor: float | None) -> None:
+    """`floor` as given, or the 5 % quantile of the deviations of the inputs (t, d)."""
+    if floor is None:
+        deviations = torch.cat([x.double().var(dim=-1, correction=0).sqrt().flatten() for x in inputs])
+        order = deviations.sort().values
+        floor = max(float(order[int(FLOOR_QUANTILE * (len(order) - 1))]), 1e-6)
+    new.floor.fill_(floor)
 
-    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
-        self.gram = torch.zeros(inputs + 1, inputs + 1, dtype=torch.float64, device=device)
-        self.cross = torch.zeros(inputs + 1, outputs, dtype=torch.float64, device=device)
+
+class LeastSquares:
+    """min over (W, b) of sum |W x + b - y|^2 + ridge |(W, b) - prior|^2, accumulated from batches x (t, m), y (t, n).
+
+    Each batch's products are taken in the precision of its rows, and summed in float64.
+    """
+
+    def __init__(self, inputs: int, outputs: int, device: torch.device, offset: bool = True) -> None:
+        self.offset = offset
+        size = inputs + offset
+        self.gram = torch.zeros(size, size, dtype=torch.float64, device=device)
+        self.cross = torch.zeros(size, outputs, dtype=torch.float64, device=device)
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        rows = torch.cat([x.double(), torch.ones(len(x), 1, dtype=torch.float64, device=x.device)], dim=1)
+        rows = torch.cat([x, torch.ones(len(x), 1).to(x)], dim=1) if self.offset else x
         self.gram += rows.T @ rows
-        self.cross += rows.T @ y.double()
+        self.cross += rows.T @ y.to(rows)
 
-    def solve_into(self, layer: nn.Linear, ridge: float = 1e-4) -> None:
-        """Write the solution into `layer`. The ridge is relative to the mean eigenvalue.
+    def solve(self, ridge: float, prior: Tensor | None = None) -> Tensor:
+        """The solution (m [+ 1], n), its last row the offset. The ridge is relative to the mean eigenvalue.
 
         It keeps directions quiet that the images hardly excite: on a digits ViT 1e-4 costs one point of relative error a
-        block against 1e-6, and the network's bound is 400 to 4,000 times smaller.
+        block against 1e-6, and the network's bound is 400 to 4,000 times smaller. With a prior these keep the prior.
         """
-        size = len(self.gram)
         strength = ridge * self.gram.diagonal().mean().clamp_min(1e-30)
-        solution = torch.linalg.solve(self.gram + strength * torch.eye(size).to(self.gram), self.cross)
-        layer.weight.data.copy_(solution[:-1].T.to(layer.weight))
+        wanted = self.cross if prior is None else self.cross + strength * prior.to(self.cross)
+        return torch.linalg.solve(self.gram + strength * torch.eye(len(self.gram)).to(self.gram), wanted)
+
+    def solve_into(self, layer: nn.Linear, ridge: float = 1e-4, keep: bool = False) -> None:
+        """Write the solution into `layer`; `keep`: the ridge pulls towards the layer's weights instead of 0."""
+        prior = None
+        if keep:
+            prior = layer.weight.detach().T
+            prior = torch.cat([prior, layer.bias.detach().unsqueeze(0)]) if layer.bias is not None else prior
+        solution = self.solve(ridge, prior)
+        layer.weight.data.copy_(solution[: layer.in_features].T.to(layer.weight))
         if layer.bias is not None:
             layer.bias.data.copy_(solution[-1].to(layer.bias))
+
+
+def compose_inputs(layers: Sequence[nn.Linear], pairs: Iterable[tuple[Tensor, Tensor]], ridge: float) -> None:
+    """W <- W M, b <- b + W m for the affine map (M, m) that best takes the new inputs (t, d) to the old ones (t, d).
+
+    The layers were started for the old inputs. The ridge pulls towards the identity. An offset needs a place: it is left
+    out when one of the layers has no bias.
+    """
+    width, device = layers[0].in_features, layers[0].weight.device
+    offset = all(layer.bias is not None for layer in layers)
+    solver = LeastSquares(width, width, device, offset)
+    for new, old in pairs:
+        solver.add(new, old)
+    identity = torch.eye(width + offset, width, dtype=torch.float64, device=device)
+    solution = solver.solve(ridge, identity)
+    for layer in layers:
+        weight = layer.weight.detach().double()
+        if offset:
+            layer.bias.data.add_((weight @ solution[-1]).to(layer.bias))
+        layer.weight.data.copy_((weight @ solution[:width].T).to(layer.weight))
+
+
+def fold_gain(layer: nn.Linear, gain: Tensor | float) -> None:
+    """W <- diag(gain) W, b <- gain b: a LayerScale or a number after the layer."""
+    gain = torch.as_tensor(gain).to(layer.weight)
+    layer.weight.data.mul_(gain.unsqueeze(-1) if gain.dim() else gain)
+    if layer.bias is not None:
+        layer.bias.data.mul_(gain)
 
 
 def fold_center_norm(norm: CenterNorm, layer: nn.Linear) -> None:

@@ -1,5 +1,7 @@
 """Norm layers that are Lipschitz with a useful constant."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -29,12 +31,50 @@ class CenterNorm(nn.Module):
         return str(self.width)
 
 
+class FloorNorm(nn.Module):
+    """x -> weight * P x / max(s, floor) + bias, P x = x - mean(x), s = |P x| / sqrt(d): (..., d) -> (..., d).
+
+    A LayerNorm whose deviation never falls below `floor` > 0; above it, LayerNorm with eps = 0. P x / max(s, floor) is
+    the projection of P x to the ball of radius sqrt(d) floor, divided by floor: slope 1 / floor, rows within sqrt(d).
+    The floor is a buffer: stored with the weights, read by the bound, not trained.
+    """
+
+    floor: Tensor
+
+    def __init__(self, width: int, floor: float = 1.0) -> None:
+        super().__init__()
+        if width < 2 or not 0 < floor < math.inf:
+            raise ArchitectureError(f"FloorNorm needs two features and a positive floor, not {width} and {floor:g}")
+        self.width = width
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.register_buffer("floor", torch.tensor(float(floor)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(dim=-1, keepdim=True)
+        deviation = centred.square().mean(dim=-1, keepdim=True).sqrt()
+        return centred / torch.maximum(deviation, self.floor) * self.weight + self.bias
+
+    def extra_repr(self) -> str:
+        return str(self.width)
+
+
+def norm_width(old: nn.Module) -> int:
+    """The width of a LayerNorm over the last dimension; ArchitectureError for any other norm."""
+    shape = getattr(old, "normalized_shape", None)
+    if not isinstance(old, nn.LayerNorm) or shape is None or len(shape) != 1:
+        raise ArchitectureError(f"{type(old).__name__} is not a LayerNorm over the last dimension")
+    return int(shape[0])
+
+
 def build_center_norm(old: nn.Module) -> CenterNorm:
     """CenterNorm of the width of a LayerNorm over the last dimension."""
-    shape = getattr(old, "normalized_shape", None)
-    if shape is None or len(shape) != 1:
-        raise ArchitectureError(f"{type(old).__name__} is not a LayerNorm over the last dimension")
-    return CenterNorm(int(shape[0]))
+    return CenterNorm(norm_width(old))
+
+
+def build_floor_norm(old: nn.Module) -> FloorNorm:
+    """FloorNorm of the width of a LayerNorm; its floor comes with the weights."""
+    return FloorNorm(norm_width(old))
 
 
 def build_identity(old: nn.Module) -> nn.Identity:

@@ -1,6 +1,10 @@
-"""Residual connections with a bound below 1 + L, and timm's block with them in place of its additions."""
+"""Residual connections with a bound below 1 + L, and the blocks of timm's families with them in place of their additions."""
+
+from typing import Any
 
 import torch
+from timm.models.convit import Block as ConvitBlock
+from timm.models.swin_transformer import SwinTransformerBlock
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
@@ -30,10 +34,13 @@ class WeightedResidual(nn.Module):
         return x + self.scale * branch
 
 
+Residual = type[ConvexResidual] | type[WeightedResidual]
+
+
 class ResidualBlock(nn.Module):
     """timm's pre-norm ViT block, part for part and name for name, with its two additions as modules."""
 
-    def __init__(self, block: Block, residual: type[ConvexResidual] | type[WeightedResidual]) -> None:
+    def __init__(self, block: Block, residual: Residual) -> None:
         super().__init__()
         self.norm1, self.attn, self.ls1, self.drop_path1 = block.norm1, block.attn, block.ls1, block.drop_path1
         self.norm2, self.mlp, self.ls2, self.drop_path2 = block.norm2, block.mlp, block.ls2, block.drop_path2
@@ -44,17 +51,53 @@ class ResidualBlock(nn.Module):
         return self.residual2(x, self.drop_path2(self.ls2(self.mlp(self.norm2(x)))))
 
 
-def _require_plain(old: nn.Module) -> Block:
-    if type(old) is not Block:
-        raise ArchitectureError(
-            f"residuals of {type(old).__name__} cannot be replaced, only those of timm's plain ViT Block"
-        )
-    return old
+class ResidualConvitBlock(nn.Module):
+    """ConViT's block with its two additions as modules."""
+
+    def __init__(self, block: ConvitBlock, residual: Residual) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
+        self.drop_path = block.drop_path
+        self.residual1, self.residual2 = residual(), residual()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.residual1(x, self.drop_path(self.attn(self.norm1(x))))
+        return self.residual2(x, self.drop_path(self.mlp(self.norm2(x))))
 
 
-def build_convex(old: nn.Module) -> ResidualBlock:
-    return ResidualBlock(_require_plain(old), ConvexResidual)
+class ResidualSwinBlock(SwinTransformerBlock):
+    """Swin's block with its two additions as modules; windows, shift and mask are its own code. (b, h, w, c) -> same."""
+
+    def __init__(self, block: SwinTransformerBlock, residual: Residual) -> None:
+        nn.Module.__init__(self)
+        for name in ("input_resolution", "window_size", "shift_size", "window_area", "dynamic_mask"):
+            setattr(self, name, getattr(block, name))
+        self.norm1, self.attn, self.drop_path1 = block.norm1, block.attn, block.drop_path1
+        self.norm2, self.mlp, self.drop_path2 = block.norm2, block.mlp, block.drop_path2
+        mask: Any = block.attn_mask
+        self.register_buffer("attn_mask", mask, persistent=False)
+        self.residual1, self.residual2 = residual(), residual()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.residual1(x, self.drop_path1(self._attn(self.norm1(x))))
+        return self.residual2(x, self.drop_path2(self.mlp(self.norm2(x))))
 
 
-def build_weighted(old: nn.Module) -> ResidualBlock:
-    return ResidualBlock(_require_plain(old), WeightedResidual)
+def _with_residuals(old: nn.Module, residual: Residual) -> nn.Module:
+    if type(old) is Block:
+        return ResidualBlock(old, residual)
+    if type(old) is SwinTransformerBlock:
+        return ResidualSwinBlock(old, residual)
+    if type(old) is ConvitBlock:
+        return ResidualConvitBlock(old, residual)
+    raise ArchitectureError(
+        f"residuals of {type(old).__name__} cannot be replaced, only those of the blocks of timm's ViT, Swin and ConViT"
+    )
+
+
+def build_convex(old: nn.Module) -> nn.Module:
+    return _with_residuals(old, ConvexResidual)
+
+
+def build_weighted(old: nn.Module) -> nn.Module:
+    return _with_residuals(old, WeightedResidual)

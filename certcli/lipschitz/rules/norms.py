@@ -18,7 +18,7 @@ from certcli.lipschitz.rules.shapes import moved
 from certcli.lipschitz.rules.table import NoRule, find_module_rule, function_rule, method_rule, module_rule
 from certcli.lipschitz.spectral import up
 from certcli.lipschitz.value import Affine, Convolution, Value
-from certcli.nn.norms import CenterNorm
+from certcli.nn.norms import CenterNorm, FloorNorm
 
 
 @module_rule(nn.LayerNorm, TimmLayerNorm, LayerNormFp32)
@@ -63,10 +63,27 @@ def normalise(
         normal = ctx.chain(x, zero, "LayerNorm over one feature is constant", lambda: zero, shape=x.shape)
     else:
         steepest = up(1.0 / math.sqrt(eps), 4)
-        longest = up(math.sqrt(d), 1)
         why = f"normalisation: 1/sqrt(eps), eps = {eps:g}; its scale is folded into the next map"
-        normal = ctx.chain(x, arith.const(steepest), why, lambda: arith.const(longest), shape=x.shape)
+        normal = _to_sphere(ctx, x, d, steepest, why)
     return replace(normal, pending=_affine(ctx, d, weight, bias, centered=centered))
+
+
+def _to_sphere(ctx: Context, x: Value, width: int, slope: float, why: str) -> Value:
+    """A map of rows into the ball of radius sqrt(d) with this slope."""
+    longest = up(math.sqrt(width), 1)
+    return ctx.chain(x, ctx.arith.const(slope), why, lambda: ctx.arith.const(longest), shape=x.shape)
+
+
+@module_rule(FloorNorm)
+def floor_norm(ctx: Context, module: FloorNorm, x: Value) -> Value:
+    """P x / max(s, floor) has slope 1 / floor and rows within sqrt(d), Theorem 4.8; the scale stays pending."""
+    floor = float(module.floor.detach().double())
+    ctx.require(floor > 0, "a norm whose floor is not positive")
+    ctx.require(module.width == x.shape[-1], "a norm of another width")
+    x = ctx.settle(x)
+    why = f"normalisation: 1/floor, floor = {floor:.4g}; its scale is folded into the next map"
+    normal = _to_sphere(ctx, x, module.width, up(1.0 / floor, 2), why)
+    return replace(normal, pending=_affine(ctx, module.width, module.weight, module.bias, centered=True))
 
 
 def _affine(ctx: Context, width: int, weight: Any, bias: Any, centered: bool) -> Affine:

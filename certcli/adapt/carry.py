@@ -1,0 +1,187 @@
+"""Surgery with starts from the weights alone: no images are needed.
+
+The convex residual (1 - t) y + t f(y) keeps the old function exactly on a stream that is scaled: with y_k = x_k / s_k and
+s_{k+1} = s_k / (1 - t), the old x + g(x) is (1 - t) y + t f(y) for f(y) = g(s_k y) (1 - t) / (t s_k). Any t does; after a
+norm layer that kept its division the scale starts again at 1.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.layers.attention import Attention
+from timm.models.convit import GPSA, MHSA
+from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
+from torch import nn
+
+from certcli.adapt.families import Family, Half, Step
+from certcli.adapt.start import fold_gain
+from certcli.errors import ArchitectureError
+from certcli.lipschitz.rules.attention import l2_mixing_constant
+from certcli.nn.attention_weights import AttentionWeights
+from certcli.nn.heads import FlatHead
+from certcli.nn.l2_attention import L2Attention
+from certcli.nn.l2_untied_value_attention import L2UntiedValueAttention
+from certcli.nn.lnorm_attention import LipschitzNormAttention
+from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.nn.residual import ConvexResidual
+from certcli.nn.scsa_attention import CosineAttention
+
+_LINEAR_READERS = (
+    Attention, WindowAttention, GPSA, MHSA, L2Attention, L2UntiedValueAttention, CosineAttention, LipschitzNormAttention
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HalfScale:
+    """One residual half of a block: y -> keep y + share f(y), from a stream of scale 1/before to one of scale 1/after."""
+
+    keep: float
+    share: float
+    before: float
+    after: float
+
+
+Scales = dict[tuple[str, Half], HalfScale]
+
+
+def carry_over(old_net: Any, new_net: Any, family: Family, tokens: dict[str, int], floor: float | None) -> Scales:
+    """Start every new part from the weights of the part it replaces; the scale of each half.
+
+    tokens: how many the attention of each block mixes. Parts that both networks have keep their weights.
+    """
+    kept = dict(old_net.state_dict())
+    own = new_net.state_dict()
+    for name, tensor in kept.items():
+        if name in own and own[name].shape == tensor.shape:
+            own[name].copy_(tensor)
+    scales: Scales = {}
+    scale = 1.0
+    halves = 2 * sum(step.kind == "block" for step in family.body(new_net))
+    for name in family.embed_norms:
+        start_norm(_part(new_net, name), _part(old_net, name), 1.0, floor)
+    for old, new in zip(family.body(old_net), family.body(new_net), strict=True):
+        if old.kind == "merge":
+            start_norm(new.module.norm, old.module.norm, scale, floor)
+            scale = 1.0
+        elif old.kind == "tokens":
+            new_net.cls_token.data.div_(scale)
+        else:
+            scale = _carry_block(old, new, scale, scales, halves, tokens[old.path], floor)
+    divided = False
+    for name in family.end_norms:
+        norm = _part(new_net, name)
+        start_norm(norm, _part(old_net, name), 1.0 if divided else scale, floor)
+        divided = divided or (norm is not None and not isinstance(norm, nn.Identity))
+    if not divided and scale != 1.0:
+        for layer in heads(new_net):
+            layer.weight.data.mul_(scale)
+    if isinstance(getattr(new_net, "head", None), FlatHead) and not new_net.head.hidden:
+        copy_pooling(old_net, new_net.head)
+    return scales
+
+
+def _part(net: nn.Module, path: str) -> Any:
+    try:
+        return net.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def heads(net: Any) -> list[nn.Linear]:
+    """The linear layers that read the network's last features."""
+    found = [getattr(net, "head", None), getattr(net, "head_dist", None)]
+    found[0] = getattr(found[0], "fc", found[0])
+    return [layer for layer in found if isinstance(layer, nn.Linear)]
+
+
+def start_norm(new: Any, old: Any, scale: float, floor: float | None) -> None:
+    """Gain and offset of the LayerNorm, for inputs of scale 1/scale; unknown deviations count as 1."""
+    if not isinstance(new, (CenterNorm, FloorNorm)):
+        return
+    gain = torch.ones_like(new.weight) if old.weight is None else old.weight.detach()
+    if isinstance(new, FloorNorm):
+        new.floor.fill_((1.0 if floor is None else floor) / scale)
+    else:
+        gain = gain * (scale * (new.width - 1) / new.width)
+    new.weight.data.copy_(gain)
+    new.bias.data.zero_() if old.bias is None else new.bias.data.copy_(old.bias.detach())
+
+
+def _carry_block(
+    old: Step, new: Step, scale: float, scales: Scales, halves: int, tokens: int, floor: float | None
+) -> float:
+    attention = new.module.attn
+    if hasattr(attention, "start"):
+        attention.start(AttentionWeights.of(old.module.attn))
+    half: Half
+    for half in (1, 2):
+        norm = getattr(new.module, f"norm{half}")
+        start_norm(norm, getattr(old.module, f"norm{half}"), scale, floor)
+        residual = getattr(new.module, f"residual{half}", None)
+        keep = share = 1.0
+        if isinstance(residual, ConvexResidual):
+            # LayerNorm has an eps, which a small stream would feel: let the stream shrink by two over the whole network.
+            # Else a share that gives trunk and attention equal parts of the bound at unit norms
+            share = 1 / (1 + l2_mixing_constant(tokens)) if half == 1 else 0.5
+            if isinstance(norm, nn.LayerNorm):
+                share = 1 - 0.5 ** (1 / halves)
+            residual.theta.data.fill_(math.log(share / (1 - share)))
+            share = float(torch.sigmoid(residual.theta.double()))
+            keep = 1 - share
+        output = output_map(new.module, half)
+        gamma = getattr(getattr(old.module, f"ls{half}", None), "gamma", None)
+        if gamma is not None:
+            fold_gain(output, gamma.detach())
+        fold_gain(output, keep / (share * scale))
+        scales[(new.path, half)] = HalfScale(keep, share, scale, scale / keep)
+        scale = scale / keep
+    return scale
+
+
+def output_map(block: Any, half: Half) -> nn.Linear:
+    """The last linear map of a residual branch."""
+    layer: nn.Linear = block.attn.proj if half == 1 else block.mlp.fc2
+    return layer
+
+
+def input_maps(block: Any, half: Half) -> list[nn.Linear]:
+    """The linear maps that read the normed stream."""
+    if half == 2:
+        return [block.mlp.fc1]
+    width = block.mlp.fc1.in_features
+    return [
+        part
+        for part in block.attn.modules()
+        if isinstance(part, nn.Linear) and part is not block.attn.proj and part.in_features == width
+    ]
+
+
+def reads_linearly(block: Any, half: Half) -> bool:
+    """Whether nothing but the input maps sees the normed stream (a mixing of raw tokens does)."""
+    if half == 2:
+        return True
+    padded = False
+    if isinstance(block, SwinTransformerBlock):  # the zeros around a window stand for normed tokens
+        resolution: Any = block.input_resolution
+        padded = any(side % window for side, window in zip(resolution, block.window_size, strict=True))
+    return not padded and type(block.attn) in _LINEAR_READERS
+
+
+def copy_pooling(old: Any, head: FlatHead) -> None:
+    """A linear map of all tokens that equals the old pooling followed by the old head."""
+    weight = old.head.weight.detach()
+    classes, width = weight.shape
+    tokens = head.out.in_features // width
+    whole = torch.zeros(classes, tokens, width).to(weight)
+    prefix = 0 if old.pool_include_prefix else int(old.num_prefix_tokens)
+    if old.global_pool == "token":
+        whole[:, 0] = weight
+    elif old.global_pool == "avg":
+        whole[:, prefix:] = weight.unsqueeze(1) / (tokens - prefix)
+    else:
+        raise ArchitectureError(f"pooling '{old.global_pool}' is not linear; give --head widths to distil it")
+    head.out.weight.data.copy_(whole.flatten(1))
+    if old.head.bias is not None:
+        head.out.bias.data.copy_(old.head.bias.detach())

@@ -1,0 +1,171 @@
+"""What adapt must know of a family of networks: how it embeds, its body step by step, how it ends. All else is shared.
+
+A block of every family has norm1, attn, norm2 and mlp; its stream is (b, n, d), or (b, h, w, d) in Swin, and each half
+adds a branch of the normed stream to it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from timm.layers.mlp import Mlp
+from timm.models.convit import Block as ConvitBlock
+from timm.models.convit import ConVit
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock, window_partition
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+from torch.nn import functional
+
+from certcli.errors import ArchitectureError
+from certcli.nn.residual import ResidualBlock, ResidualConvitBlock, ResidualSwinBlock
+
+Half = Literal[1, 2]
+"""1: norm1 and attention; 2: norm2 and MLP."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the body, stream -> stream: a block, a patch merging, or the class token joining the stream."""
+
+    path: str
+    kind: Literal["block", "merge", "tokens"]
+    module: Any
+    run: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Family:
+    """embed: normalised pixels -> stream. end: stream -> logits. The norms in each are named by their paths."""
+
+    name: str
+    embed: Callable[[Any, Tensor], Tensor]
+    body: Callable[[Any], list[Step]]
+    end: Callable[[Any, Tensor], Tensor]
+    embed_norms: tuple[str, ...]
+    end_norms: tuple[str, ...]
+    head: str
+
+
+def _vit_embed(net: Any, x: Tensor) -> Tensor:
+    embedded: Tensor = net.norm_pre(net.patch_drop(net._pos_embed(net.patch_embed(x))))
+    return embedded
+
+
+def _blocks(net: Any) -> list[Step]:
+    return [Step(f"blocks.{index}", "block", block, block) for index, block in enumerate(net.blocks)]
+
+
+def _vit_end(net: Any, x: Tensor) -> Tensor:
+    logits: Tensor = net.forward_head(net.norm(x))
+    return logits
+
+
+def _swin_embed(net: Any, x: Tensor) -> Tensor:
+    embedded: Tensor = net.patch_embed(x)
+    return embedded
+
+
+def _swin_body(net: Any) -> list[Step]:
+    steps = []
+    for number, stage in enumerate(net.layers):
+        path = f"layers.{number}"
+        if not isinstance(stage.downsample, nn.Identity):
+            steps.append(Step(f"{path}.downsample", "merge", stage.downsample, stage.downsample))
+        steps += [Step(f"{path}.blocks.{i}", "block", block, block) for i, block in enumerate(stage.blocks)]
+    return steps
+
+
+def _convit_embed(net: Any, x: Tensor) -> Tensor:
+    embedded: Tensor = net.patch_embed(x)
+    return net.pos_drop(embedded + net.pos_embed if net.use_pos_embed else embedded)
+
+
+def _convit_body(net: Any) -> list[Step]:
+    """Patches alone through the positional blocks; the class token joins them after these."""
+
+    def join(x: Tensor) -> Tensor:
+        import torch
+
+        return torch.cat((net.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
+
+    steps = _blocks(net)
+    if net.local_up_to_layer < len(net.blocks):
+        steps.insert(net.local_up_to_layer, Step("cls_token", "tokens", None, join))
+    return steps
+
+
+_VIT_ENDS = ("norm", "fc_norm")
+_FAMILIES: dict[type[nn.Module], Family] = {
+    VisionTransformer: Family("ViT", _vit_embed, _blocks, _vit_end, ("norm_pre",), _VIT_ENDS, "head"),
+    VisionTransformerDistilled: Family("DeiT", _vit_embed, _blocks, _vit_end, ("norm_pre",), _VIT_ENDS, "head"),
+    SwinTransformer: Family("Swin", _swin_embed, _swin_body, _vit_end, ("patch_embed.norm",), ("norm",), "head.fc"),
+    ConVit: Family("ConViT", _convit_embed, _convit_body, _vit_end, (), ("norm",), "head"),
+}
+_BLOCKS = (Block, SwinTransformerBlock, ConvitBlock)
+
+
+def family_of(net: nn.Module) -> Family:
+    """The family of a network, adapted or not; ArchitectureError names what adapt does not know."""
+    known = ", ".join(kind.__name__ for kind in _FAMILIES)
+    family = _FAMILIES.get(type(net))
+    if family is None:
+        lacking = "" if any("attn" in name or "attention" in name for name, _ in net.named_modules()) else (
+            ", which has no attention"
+        )  # fmt: skip
+        raise ArchitectureError(f"adapt knows {known}, not {type(net).__name__}{lacking}")
+    if getattr(net, "attn_pool", None) is not None:
+        raise ArchitectureError(f"attn_pool is a {type(net.attn_pool).__name__}: adapt knows no pooling by attention")
+    return family
+
+
+def require_known_blocks(net: nn.Module, family: Family) -> None:
+    """Every block and its MLP as timm builds them, or ArchitectureError with the path of the first that is not."""
+    blocks = [step for step in family.body(net) if step.kind == "block"]
+    if not blocks:
+        raise ArchitectureError(f"this {type(net).__name__} has no blocks, hence no attention to replace")
+    for step in blocks:
+        if type(step.module) not in _BLOCKS:
+            raise ArchitectureError(f"{step.path} is a {type(step.module).__name__}, which adapt does not know")
+        mlp = step.module.mlp
+        if type(mlp) is not Mlp or not isinstance(mlp.fc1, nn.Linear):
+            raise ArchitectureError(f"{step.path}.mlp is a {type(mlp).__name__}, which adapt does not know")
+        if not isinstance(mlp.norm, nn.Identity):
+            raise ArchitectureError(f"{step.path}.mlp has a norm inside, which adapt does not know")
+
+
+def branch(block: Any, half: Half, u: Tensor) -> Tensor:
+    """What the block adds to its stream, from the normed stream: attention or MLP, then LayerScale."""
+    scale = getattr(block, f"ls{half}", None)
+    if half == 2:
+        out = block.mlp(u)
+    else:
+        out = block._attn(u) if isinstance(block, SwinTransformerBlock) else block.attn(u)
+    return out if scale is None else scale(out)
+
+
+def join(block: Any, half: Half, x: Tensor, added: Tensor) -> Tensor:
+    """The stream after this half."""
+    if isinstance(block, (ResidualBlock, ResidualSwinBlock, ResidualConvitBlock)):
+        residual = block.residual1 if half == 1 else block.residual2
+        return residual(x, added)
+    return x + added
+
+
+def run_half(block: Any, half: Half, x: Tensor) -> Tensor:
+    norm = block.norm1 if half == 1 else block.norm2
+    return join(block, half, x, branch(block, half, norm(x)))
+
+
+def attended(block: Any, x: Tensor) -> Tensor:
+    """The stream as the attention sees it: (b, n, d), or Swin's shifted windows (b * w, n, d), padding included."""
+    if not isinstance(block, SwinTransformerBlock):
+        return x
+    shift, window = block.shift_size, block.window_size
+    x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
+    height, width = x.shape[1], x.shape[2]
+    x = functional.pad(x, (0, 0, 0, -width % window[1], 0, -height % window[0]))
+    return window_partition(x, window).flatten(1, 2)
+
+
+__all__ = ["Family", "Half", "PatchMerging", "Step", "attended", "branch", "family_of", "join", "require_known_blocks"]

@@ -1,0 +1,48 @@
+"""Calibration pixels: kept in 8 bits where that loses nothing, varied for distillation."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_PHOTOGRAPH = 64  # pixels of the shorter side from which crops and mirror images are natural
+
+
+def compact(batches: Iterable[Tensor]) -> Tensor:
+    """Batches of pixels in [0, 1] as one tensor: uint8 where every pixel is a multiple of 1/255, else float32."""
+    whole: list[Tensor] = []
+    small = True
+    for batch in batches:
+        rounded = (batch * 255).round()
+        small = small and bool((rounded / 255 == batch).all())
+        whole.append(rounded.to(torch.uint8) if small else batch)
+    return torch.cat([part if small else as_pixels(part) for part in whole])
+
+
+def as_pixels(images: Tensor) -> Tensor:
+    """float32 pixels in [0, 1]."""
+    return images.float() / 255 if images.dtype == torch.uint8 else images
+
+
+def varied(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Photographs are cropped to 35 to 100 % of their area and mirrored; small images move by an eighth of their side."""
+    count, channels, height, width = images.shape
+    photograph = min(height, width) >= _PHOTOGRAPH and channels == 3
+
+    def draw(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(count, generator=generator)
+
+    across = down = torch.ones(count)
+    if photograph:
+        area, ratio = draw(0.35, 1.0), draw(-0.29, 0.29).exp()
+        across, down = (area * ratio).sqrt().clamp_max(1), (area / ratio).sqrt().clamp_max(1)
+        reach_x, reach_y = 1 - across, 1 - down
+    else:
+        reach_x = reach_y = torch.full((count,), 0.25)
+    move_x, move_y = draw(-1, 1) * reach_x, draw(-1, 1) * reach_y
+    mirror = torch.where(draw(0, 1) < 0.5, -1.0, 1.0) if channels == 3 else torch.ones(count)
+    zero = torch.zeros(count)
+    rows = [torch.stack([across * mirror, zero, move_x], dim=1), torch.stack([zero, down, move_y], dim=1)]
+    grid = functional.affine_grid(torch.stack(rows, dim=1).to(images), list(images.shape), align_corners=False)
+    return functional.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)

@@ -1,0 +1,92 @@
+"""What adapt would do, before it does anything: modules, parameters, multiply-adds and bounds before and after."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from certcli import models
+from certcli.adapt.plan import plan
+from certcli.adapt.run import operate
+from certcli.adapt.settings import AdaptSettings
+from certcli.checkpoint import Checkpoint
+from certcli.lipschitz.propagate import bound_network
+from certcli.provenance import Replacement
+
+
+@dataclass(frozen=True)
+class Change:
+    """One module: its path, what it is, what it becomes."""
+
+    path: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Cost:
+    """parameters; multiply-adds an image; log10 of the proven bound, None where there is none (`why`) or none was asked."""
+
+    parameters: int
+    multiply_adds: int
+    log10_upper: float | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Preview:
+    """`after` speaks of the network after surgery, started from the weights alone, before any fitting."""
+
+    changes: tuple[Change, ...]
+    before: Cost
+    after: Cost
+
+
+def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True) -> Preview:
+    """The plan with its figures; computes no activations of images. ArchitectureError names what is not known."""
+    replacements = plan(checkpoint.record, settings)
+    teacher = models.load(checkpoint)
+    student, _ = operate(checkpoint, settings, teacher)
+    return Preview(
+        tuple(_change(item, teacher.net, student.net) for item in replacements),
+        _cost(teacher, checkpoint, bounds),
+        _cost(student, checkpoint, bounds),
+    )
+
+
+def _change(item: Replacement, old: nn.Module, new: nn.Module) -> Change:
+    path = item.path if item.path else "head"
+    before, after = (type(net.get_submodule(path)).__name__ for net in (old, new))
+    return Change(path, before, after)
+
+
+def grouped(changes: Sequence[Change]) -> list[tuple[str, int, str, str]]:
+    """(paths with the number of the block as *, how many, before, after), in the order of first appearance."""
+    found: dict[tuple[str, str, str], int] = {}
+    for change in changes:
+        pattern = ".".join("*" if part.isdigit() else part for part in change.path.split("."))
+        key = (pattern, change.before, change.after)
+        found[key] = found.get(key, 0) + 1
+    return [(pattern, count, before, after) for (pattern, before, after), count in found.items()]
+
+
+def _cost(model: models.PixelModel, checkpoint: Checkpoint, bounds: bool) -> Cost:
+    parameters = sum(parameter.numel() for parameter in model.net.parameters())
+    log10, why = None, "not asked for"
+    if bounds:
+        bound = bound_network(model, checkpoint.record.input.size, checkpoint.record.classes)
+        log10, why = (bound.upper.log10(), "") if bound.upper.finite else (None, bound.bound.why)
+    return Cost(parameters, multiply_adds(model, checkpoint.record.input.size), log10, why)
+
+
+def multiply_adds(model: nn.Module, size: tuple[int, ...]) -> int:
+    """Multiply-adds of one image's matrix products and convolutions, counted on a real forward pass."""
+    counter = FlopCounterMode(display=False)
+    parameter = next(model.parameters())
+    pixels = torch.zeros(1, *size, dtype=parameter.dtype, device=parameter.device)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # fused attention on CPUs would go uncounted
+        model(pixels)
+    return int(counter.get_total_flops()) // 2

@@ -1,0 +1,162 @@
+"""Adaptation from beginning to end: surgery, closed forms, blocks, distillation. A generator of records, resumable."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certcli import models
+from certcli.adapt.carry import Scales, carry_over, input_maps, reads_linearly
+from certcli.adapt.distil import Distiller
+from certcli.adapt.families import Half, family_of
+from certcli.adapt.fit import Fitter, Replaced
+from certcli.adapt.plan import folded, plan
+from certcli.adapt.settings import AdaptSettings
+from certcli.adapt.start import fold_center_norm
+from certcli.adapt.state import AdaptState, identity
+from certcli.checkpoint import Checkpoint
+from certcli.errors import DataError
+from certcli.nn.norms import CenterNorm
+
+
+class Adapter:
+    """Owns both networks. `run` yields a record for each adapted part, `result` is the checkpoint at the end.
+
+    images: calibration pixels (n, c, h, w), float in [0, 1] or uint8.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, settings: AdaptSettings, images: Tensor, device: torch.device) -> None:
+        if not len(images):
+            raise DataError("adapt needs at least one calibration image")
+        self.checkpoint, self.settings = checkpoint, settings
+        # datasets come class by class; closed forms and comparisons look at the first images only
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
+        self.images = images[order].to(device)
+        self.record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
+        self.teacher = models.load(checkpoint, device)
+        self.student, scales = operate(checkpoint, settings, self.teacher)
+        family = family_of(self.teacher.net)
+        self.fitter = Fitter(self.teacher, self.student, family, scales, settings, self.images)
+        self.identity = identity(checkpoint.digest, settings, images)
+        self.records: list[Replaced] = []
+        self.distiller: Distiller | None = None
+        self._resumed: AdaptState | None = None
+
+    @property
+    def steps(self) -> int:
+        """How many records a whole run yields, about: the steps of the body, the end, the epochs of distillation."""
+        return len(self.fitter.family.body(self.student.net)) + 1 + self.settings.distill_epochs
+
+    @property
+    def steps_done(self) -> int:
+        return self.fitter.position + (0 if self._resumed is None else self._resumed.epoch)
+
+    def run(self) -> Iterator[Replaced]:
+        """Closed forms, blocks and distillation, as far as the settings ask for them and from where a state left off."""
+        state = self._resumed
+        if self.settings.epochs < 0:
+            return
+        whole = len(self.fitter.family.body(self.student.net)) + 1
+        if state is None or state.done < whole:
+            self.fitter.advance(0 if state is None else state.done)
+            for records in self.fitter.run():
+                self.records += records
+                yield from records
+        self.fitter.forget()
+        if self.settings.distill_epochs > 0:
+            self.distiller = Distiller(self.teacher, self.student, self.settings, self.images)
+            if state is not None and state.epoch > 0:
+                self.distiller.restore(dict(state.distiller), state.epoch)
+            for error in self.distiller.run():
+                after = f"distilled, epoch {self.distiller.epoch}"
+                self.records = [record for record in self.records if record.path != "(network)"]
+                self.records.append(Replaced("(network)", "logits", after, error))
+                yield self.records[-1]
+
+    def state(self) -> AdaptState:
+        """Everything the next step depends on. To be asked for between two records."""
+        position, whole = self.fitter.position, len(self.fitter.family.body(self.student.net)) + 1
+        return AdaptState(
+            identity=self.identity,
+            done=whole if self.distiller is not None else position,
+            epoch=0 if self.distiller is None else self.distiller.epoch,
+            records=[asdict(record) for record in self.records],
+            net=models.tensors_of(self.student),
+            distiller={} if self.distiller is None else self.distiller.state(),
+        )
+
+    def restore(self, state: AdaptState) -> None:
+        """Go on after `state`, to the same bytes on a CPU."""
+        self._resumed = state
+        self.records = [Replaced(**record) for record in state.records]
+        own = self.student.net.state_dict()
+        for name, tensor in state.net.items():
+            own[name].copy_(tensor)
+        self.fitter.position = state.done
+
+    def result(self) -> Checkpoint:
+        """The adapted checkpoint; with --norm fold its centre norms are multiplied into the maps that follow them."""
+        record = self.record
+        if self.settings.norm == "fold":
+            record = replace(record, surgery=folded(record.surgery, _fold_norms(self.student.net)))
+        parameters: dict[str, Any] = {**self.settings.parameters(), "calibration_images": len(self.images)}
+        return self.checkpoint.derive(
+            models.tensors_of(self.student), "adapt", parameters, self.settings.seed, surgery=record.surgery
+        )
+
+
+def operate(checkpoint: Checkpoint, settings: AdaptSettings, teacher: models.PixelModel) -> tuple[Any, Scales]:
+    """The network after surgery, each new part started from the weights of the part it replaces; the scales of its stream."""
+    record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
+    device = next(teacher.parameters()).device
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(settings.seed)  # of parts that no start fills
+        net = models.build(record, initialise=True).requires_grad_(False)
+        student = models.PixelModel(record.input, net).eval().to(device)
+        family = family_of(teacher.net)
+        tokens = token_counts(teacher, record.input.size)
+        scales = carry_over(teacher.net, net, family, tokens, settings.norm_floor)
+    return student, scales
+
+
+def token_counts(model: models.PixelModel, size: tuple[int, ...]) -> dict[str, int]:
+    """How many tokens the attention of each block mixes, by the block's path."""
+    parameter = next(model.parameters())
+    pixels = torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype)
+    found: dict[str, int] = {}
+    handles = []
+    for step in family_of(model.net).body(model.net):
+        if step.kind == "block":
+
+            def note(_: Any, inputs: tuple[Tensor, ...], path: str = step.path) -> None:
+                found[path] = int(inputs[0].shape[-2])
+
+            handles.append(step.module.attn.register_forward_pre_hook(note))
+    try:
+        with torch.no_grad():
+            model(pixels)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _fold_norms(net: Any) -> list[str]:
+    """Multiply every centre norm of a block into the linear maps that follow it; the paths of those now identities."""
+    paths = []
+    for step in family_of(net).body(net):
+        half: Half
+        for half in (1, 2) if step.kind == "block" else ():
+            norm, readers = getattr(step.module, f"norm{half}"), input_maps(step.module, half)
+            # an offset needs biases to go to, and what reads the stream otherwise than by a linear map sees the norm itself
+            foldable = (
+                bool(readers) and all(layer.bias is not None for layer in readers) and reads_linearly(step.module, half)
+            )
+            if isinstance(norm, CenterNorm) and foldable:
+                for layer in readers:
+                    fold_center_norm(norm, layer)
+                setattr(step.module, f"norm{half}", nn.Identity())
+                paths.append(f"{step.path}.norm{half}")
+    return paths

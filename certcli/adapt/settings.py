@@ -1,0 +1,76 @@
+"""What adapt replaces, and how the new parts are fitted to the old ones."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from certcli.errors import UsageError
+
+ATTENTIONS = {
+    "l2": "l2-attention",
+    "l2-untied-value": "l2-untied-value-attention",
+    "scsa": "scsa-attention",
+    "lnorm": "lnorm-attention",
+    "conv": "conv-attention",
+    "orthogonal": "orthogonal-attention",
+    "keep": None,
+    "dp": None,
+}
+"""--attention -> the name of its replacement."""
+NORMS = {"center": "center-norm", "floor": "floor-norm", "fold": "center-norm", "keep": None}
+RESIDUALS = {"convex": "convex-block", "weighted": "weighted-block", "keep": None}
+ACTIVATIONS = {"keep": None, "maxmin": "maxmin", "relu": "relu"}
+DISTILL = 5
+
+
+@dataclass(frozen=True)
+class AdaptSettings:
+    """What is replaced, and how the new parts are fitted to the old ones.
+
+    norm_floor: of --norm floor; None takes the 5 % quantile of each layer's deviations on the calibration images. head:
+    None keeps it; a tuple of widths puts the tokens side by side into a MaxMin MLP of these widths (() is one linear
+    layer). epochs: AdamW epochs a block after the closed forms; 0 is surgery with closed-form starts, -1 surgery with
+    starts from the weights alone, which need no images. distill: epochs of end-to-end training on the old logits after
+    the blocks; None is 5, or none where epochs is not positive. lr: relative to the size of each tensor.
+    """
+
+    attention: str = "l2"
+    norm: str = "center"
+    residual: str = "convex"
+    activation: str = "keep"
+    head: tuple[int, ...] | None = None
+    epochs: int = 3
+    distill: int | None = None
+    lr: float = 5e-3
+    batch_size: int = 64
+    seed: int = 0
+    norm_floor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("--attention", self.attention, ATTENTIONS),
+            ("--norm", self.norm, NORMS),
+            ("--residual", self.residual, RESIDUALS),
+            ("--activation", self.activation, ACTIVATIONS),
+        ):
+            if value not in known:
+                raise UsageError(f"unknown {name} '{value}'", f"one of: {', '.join(known)}")
+        if self.epochs < -1 or self.distill_epochs < 0 or self.lr <= 0 or self.batch_size < 1:
+            raise UsageError("--epochs must be at least -1, --distill at least 0, --lr and --batch-size positive")
+        if self.norm_floor is not None and not (self.norm == "floor" and 0 < self.norm_floor < float("inf")):
+            raise UsageError("--norm-floor needs --norm floor and a positive number", "--norm floor --norm-floor 0.5")
+
+    @property
+    def distill_epochs(self) -> int:
+        if self.distill is not None:
+            return self.distill
+        return DISTILL if self.epochs > 0 else 0
+
+    def parameters(self) -> dict[str, Any]:
+        """What the lineage records of a run, and what a resumed run must have in common with it."""
+        values = asdict(self)
+        del values["seed"]
+        values["distill"] = self.distill_epochs
+        values["head"] = None if self.head is None else list(self.head)
+        if self.norm_floor is None:
+            del values["norm_floor"]
+        return values

@@ -1,0 +1,61 @@
+"""An interrupted adaptation on disk: enough to go on to the same bytes. safetensors, written atomically, no pickle."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from certcli.adapt.settings import AdaptSettings
+from certcli.checkpoint import read_tensors, tensors_digest, write_safetensors
+from certcli.errors import CheckpointError
+
+KEY = "certvit-adapt-state"
+
+
+@dataclass(frozen=True)
+class AdaptState:
+    """done: steps of the body that are adapted; epoch: of the distillation; records: what was reported so far."""
+
+    identity: str
+    done: int
+    epoch: int
+    records: list[dict[str, Any]]
+    net: Mapping[str, Tensor]
+    distiller: Mapping[str, Tensor]
+
+
+def identity(parent_digest: str, settings: AdaptSettings, images: Tensor) -> str:
+    """Digest of the starting checkpoint, the settings and the calibration images: what a resumed run must share."""
+    about = [parent_digest, settings.parameters(), settings.seed, tensors_digest({"images": images})]
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def save_state(path: Path, state: AdaptState) -> None:
+    tensors = {f"net.{name}": value for name, value in state.net.items()}
+    tensors |= {f"distiller.{name}": value for name, value in state.distiller.items()}
+    about = {name: getattr(state, name) for name in ("identity", "done", "epoch", "records")}
+    write_safetensors(path, tensors, {KEY: json.dumps(about, sort_keys=True)}, force=True)
+
+
+def load_state(path: Path, wanted: str) -> AdaptState:
+    """The state at `path`; CheckpointError when it is unreadable or belongs to another run."""
+    tensors, metadata = read_tensors(path)
+    try:
+        about = json.loads(metadata[KEY])
+        found, done, epoch, records = (about[name] for name in ("identity", "done", "epoch", "records"))
+    except (KeyError, ValueError) as failure:
+        raise CheckpointError(f"{path} is not the state of an adaptation") from failure
+    if found != wanted:
+        raise CheckpointError(
+            f"{path} belongs to a run with other settings, other images or another starting checkpoint",
+            "repeat the command with the options of that run, or drop --resume",
+        )
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): v.clone() for name, v in tensors.items() if name.startswith(prefix)}
+
+    return AdaptState(found, int(done), int(epoch), list(records), part("net."), part("distiller."))
