@@ -26,6 +26,7 @@ from certcli.finetune.budget import (
 )
 from certcli.finetune.loop import Trainer
 from certcli.finetune.settings import FinetuneSettings
+from certcli.finetune.step import Diverged
 
 LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
 
@@ -176,6 +177,19 @@ def test_a_full_disk_leaves_nothing_half_written_and_loses_nothing(
     again = folder / "again.safetensors"
     finetune(start, "--epochs", 2, "-o", again)
     assert (folder / "o.safetensors").read_bytes() == again.read_bytes()
+
+
+def test_a_run_that_diverges_writes_the_best_weights_before_it(start: Path) -> None:
+    """The learning rate rises to 100 over the whole run: the first epoch is sound, a later one is not."""
+    out = start.parent / "o.safetensors"
+    wild = ["--optimiser", "sgd", "--lr", 100, "--warmup", 1, "--epochs", 10, "-o", out]
+    failure = finetune(start, *wild, fails=Diverged)
+    assert failure.code == 1
+    assert "at step" in failure.message
+    assert "--lr" in failure.hint
+    kept = Checkpoint.read(out)  # which refuses NaN
+    assert kept.record.evidence[-1].digest == kept.digest
+    assert set(start.parent.iterdir()) == {start, out}
 
 
 def test_an_empty_class_folder(start: Path) -> None:

@@ -72,10 +72,10 @@ class Training:
             if self.state_path.exists():
                 raise OutputError(failure.message, "make room, then repeat the command with --resume") from failure
             raise
+        self.state_path.unlink(missing_ok=True)  # of no use either way: what diverged would diverge again
         if diverged is not None:
             self.sink.note(f"wrote {self.path}: the best weights before it, of epoch {trainer.best_epoch}")
             raise diverged
-        self.state_path.unlink(missing_ok=True)
 
     def _images(self) -> tuple[Images, Images]:
         from certcli import data

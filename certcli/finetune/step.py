@@ -92,7 +92,7 @@ class Descent:
 
     def _backward(self, loss: Tensor, where: str) -> float:
         if not torch.isfinite(loss):
-            raise Diverged(f"the loss became {float(loss)} at {where}")
+            raise Diverged(f"the loss became {float(loss.detach())} at {where}")
         self.scaler.scale(loss).backward()
         return float(loss.detach())
 
