@@ -4,6 +4,7 @@ A bound of attention is a sum of terms c_h |dy_h|, one for each of the maps y = 
 moves by at most sum_t c_t,h |dy_t,h|, and heads have outputs of their own. Proof of both sums: docs/bounds.md, 5.4.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ from certcli.lipschitz.arithmetic import Arithmetic, Matrix, Scalar
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.special import positional_mixes
 from certcli.lipschitz.rules.table import NoRule, runs_known_code
+from certcli.lipschitz.spectral import up
 from certcli.lipschitz.value import Value
 from certcli.nn.attention import LipschitzAttention
 
@@ -102,9 +104,18 @@ def combined(
 
 
 def _term(arith: Arithmetic, weights: Sequence[Scalar], moving: HeadMap) -> Scalar:
-    """min(max_h c_h |W|, sqrt(sum_h (c_h |W_h|)^2))."""
-    products = [weight * slope for weight, slope in zip(weights, moving.slopes, strict=True)]
-    return arith.minimum(largest(arith, weights) * moving.whole, arith.root_sum_of_squares(products))
+    """|diag(c_1, .., c_1, c_2, ..) W|, a row of W weighted by its head: it grows with every c_h."""
+    top = largest(arith, weights)
+    numbers = [float(weight) for weight in weights] if arith.rigorous else torch.stack(list(weights)).tolist()
+    scale = max(numbers)
+    if min(numbers) == scale or not 0 < scale < math.inf:
+        return top * moving.whole
+    if arith.rigorous:  # relative to the largest, rounded up: no overflow
+        gains = torch.tensor([up(number / scale, 2) for number in numbers], dtype=torch.float64)
+    else:
+        gains = torch.stack([weight / top for weight in weights])
+    rows = gains.repeat_interleave(moving.matrix.shape[0] // moving.heads)
+    return top * arith.sigma(arith.scale_rows(moving.matrix, rows), f"{moving.name}.weighted")
 
 
 def largest(arith: Arithmetic, values: Sequence[Scalar]) -> Scalar:
