@@ -30,11 +30,12 @@ import certcli.compat  # noqa: F401  torchvision's operators must be declared be
 
 import timm  # isort: skip
 
+from certcli.constrain.layers import constrainable
 from certcli.constrain.methods import METHODS
 from certcli.constrain.parallel import constrain_layer, constrain_layers
 from certcli.constrain.projection import _outer_step, eigenbasis, project_one
 from certcli.constrain.prox import l1
-from certcli.constrain.statistics import LayerStatistics, collect, constrainable, energy
+from certcli.constrain.statistics import LayerStatistics, collect, energy
 
 ETAS = (0.05, 0.1, 0.2, 0.4)
 

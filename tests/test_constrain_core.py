@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from certcli.constrain.ball import least_squares_on_ball
 from certcli.constrain.douglas_rachford import constrain_matrix, paper_eta
+from certcli.constrain.layers import constrainable
 from certcli.constrain.methods import METHODS, PENALTIES
 from certcli.constrain.parallel import attention_blocks, constrain_layer, constrain_layers
 from certcli.constrain.projection import _outer_step, eigenbasis, project, project_one, pull_inside
 from certcli.constrain.prox import Penalty, clip, per_head
-from certcli.constrain.statistics import LayerStatistics, collect, collect_in_passes, constrainable, energy, plan
+from certcli.constrain.statistics import LayerStatistics, collect, collect_in_passes, energy, plan
 from certcli.constrain.targets import Point, allocate, log10_product, pareto
 from certcli.errors import CertvitError, DataError, UsageError
 from certcli.lipschitz.spectral import spectral_norm

@@ -1,11 +1,10 @@
 """certvit constrain: lower each layer's Lipschitz constant, keep its outputs."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from certcli.cli import options
-from certcli.cli.audit import log10_or_none, number
+from certcli.cli import constrained, options
 from certcli.cli.output import Sink, percent
 
 
@@ -24,6 +23,12 @@ def constrain(
     target: Annotated[
         float | None, typer.Option(help="Bring the network's proven bound to this, at the least output error.")
     ] = None,
+    distance: Annotated[
+        str,
+        typer.Option(
+            help="plain, relu (the paper's one-sided one; layers followed by ReLU), auto (relu where it may)."
+        ),
+    ] = "plain",
     per_head: Annotated[bool, typer.Option("--per-head", help="Penalise q, k and v head by head.")] = False,
     groups: Annotated[int, typer.Option(min=1, help="Mini-batch groups, each with a constraint of its own.")] = 1,
     memory: Annotated[
@@ -45,21 +50,17 @@ def constrain(
     quiet: options.Quiet = False,
 ) -> None:
     """Lower each layer's spectral norm as far as its outputs on calibration images allow (Douglas-Rachford)."""
-    from fnmatch import fnmatch
-
     from certcli import models
     from certcli.cli.inputs import calibration_images, hints, output_path, pick_device
+    from certcli.constrain import network
     from certcli.constrain.douglas_rachford import check_options
     from certcli.constrain.methods import METHODS
-    from certcli.constrain.network import Options, constrain_to, curves, meet_target, network_upper
-    from certcli.constrain.statistics import collect, constrainable
-    from certcli.errors import UsageError
     from certcli.foreign import open_checkpoint
 
     sink = Sink(as_json, quiet)
     METHODS[prox]
     check_options(beta, eta, relaxation)
-    chosen = Options(prox, beta, eta, relaxation, iterations, per_head)
+    chosen = network.Options(prox, beta, eta, relaxation, iterations, per_head)
     limit_bytes = _bytes(memory)
     path = output_path(output, ckpt, "constrain", force)
     checkpoint = open_checkpoint(ckpt, hints(arch, arch_arg, mean, std))
@@ -67,46 +68,40 @@ def constrain(
     size, classes = record.input.size, record.classes
     images = calibration_images(record, dataset, data_dir, limit, seed, sink)
     model = models.load(checkpoint, pick_device(device), writable=True)
-    paths = [p for p in constrainable(model.net) if (layers is None or fnmatch(p, layers))]
-    paths = [p for p in paths if exclude is None or not fnmatch(p, exclude)]
-    if not paths:
-        raise UsageError("no layer is left to constrain", "see --layers and --exclude; `certvit lipschitz --layers`")
+    paths, refused = _choose(model, layers, exclude)
     # every fifth image is held out: the order is by class in many datasets
-    rows = range(len(images))
-    held_out = list(rows[::5]) if len(images) >= 10 else []
-    training, rest = images.select([row for row in rows if row not in set(held_out)]), images.select(held_out)
-    before, clean_before = network_upper(model, size, classes), _accuracy(model, rest, record)
-    full = [f"net.{p}" for p in paths]
-    with sink.progress("statistics", total=None):
-        statistics = collect(
-            model,
-            [pixels for _, pixels, _ in training.batches(batch_size)],
-            full,
-            groups=groups,
-            memory_limit_bytes=limit_bytes,
-            held_out_batches=[pixels for _, pixels, _ in rest.batches(batch_size)] if held_out else None,
-        )
+    held_out = list(range(len(images)))[::5] if len(images) >= 10 else []
+    seen, unseen = (
+        images.select([row for row in range(len(images)) if row not in set(held_out)]),
+        images.select(held_out),
+    )
+    calibration = network.Calibration(
+        model,
+        paths,
+        lambda: (pixels for _, pixels, _ in seen.batches(batch_size)),
+        (lambda: (pixels for _, pixels, _ in unseen.batches(batch_size))) if held_out else None,
+        groups,
+        limit_bytes,
+        network.rectified_paths(model, size, paths, distance),
+    )
+    before, clean_before = network.network_upper(model, size, classes), _accuracy(model, unseen, record)
     found = {}
     if target is not None or plot is not None:
-        with sink.progress("Pareto curves", total=len(statistics)) as bar:
-            for name, curve in curves(statistics, chosen):
+        with sink.progress("Pareto curves", total=len(paths)) as bar:
+            for name, curve in network.curves(calibration, chosen):
                 found[name] = curve
                 bar.advance(remark=name)
     if target is not None:
-        results = meet_target(model, size, classes, statistics, found, target, chosen)
+        results = network.meet_target(calibration, size, classes, found, target, chosen)
     else:
         results = []
-        with sink.progress("constrain", total=len(statistics)) as bar:
-            for result in constrain_to(model, statistics, dict.fromkeys(statistics, eta), chosen):
+        with sink.progress("constrain", total=len(paths)) as bar:
+            for result in network.constrain_to(calibration, chosen):
                 results.append(result)
                 bar.advance(remark=result.path)
-    unseen = sorted(set(full) - set(statistics))
-    if unseen:
-        sink.warn(f"never called as a module, hence unchanged: {', '.join(p.removeprefix('net.') for p in unseen)}")
-    thin = [result.path.removeprefix("net.") for result in results if result.ridge > 0]
-    if thin:
-        sink.note(f"fewer independent inputs than width in {len(thin)} layers ({thin[0]}, ...): regularised")
-    after, clean_after = network_upper(model, size, classes), _accuracy(model, rest, record)
+        network.write(model, {result.path: result.weight for result in results})
+    constrained.remarks(results, sorted(set(paths) - calibration.called), refused, sink)
+    after, clean_after = network.network_upper(model, size, classes), _accuracy(model, unseen, record)
     parameters = {
         "prox": prox,
         "beta": beta,
@@ -116,6 +111,7 @@ def constrain(
         "layers": layers,
         "exclude": exclude,
         "target": target,
+        "distance": distance,
         "groups": groups,
         "per_head": per_head,
         "calibration": images.name,
@@ -123,64 +119,38 @@ def constrain(
     }
     derived = checkpoint.derive(models.tensors_of(model), "constrain", parameters, seed)
     derived.write(path, force)
-    sink.document(
-        {
-            "output": str(path),
-            "upper_before": number(before),
-            "upper_after": number(after),
-            "log10_upper_before": log10_or_none(before),
-            "log10_upper_after": log10_or_none(after),
-            "clean_before": clean_before,
-            "clean_after": clean_after,
-            "layers": [
-                {
-                    "path": r.path.removeprefix("net."),
-                    "before": r.before,
-                    "after": r.after,
-                    "error": r.error,
-                    "held_out_error": r.held_out_error,
-                    "iterations": r.iterations,
-                    "primal_residual": r.primal_residual,
-                    "feasible": r.feasible,
-                    "rank": r.rank,
-                    "seconds": r.seconds,
-                }
-                for r in results
-            ],
-        }
-    )
-    sink.table(
-        f"Spectral norms (proven) before and after, prox {prox}, beta {beta:g}, eta {eta:g}",
-        ["layer", "before", "after", "error", "held out", "iterations", "s"],
-        [
-            (
-                r.path.removeprefix("net."),
-                f"{r.before:.4g}",
-                f"{r.after:.4g}",
-                percent(r.error),
-                percent(r.held_out_error),
-                str(r.iterations),
-                f"{r.seconds:.2f}",
-            )
-            for r in results
-        ],
-    )
+    sink.document(constrained.document(path, before, after, clean_before, clean_after, results))
+    constrained.table(f"Norms (proven) before and after, prox {prox}, beta {beta:g}, eta {eta:g}", results, sink)
     sink.text(f"network's bound: {before} -> {after}")
     if clean_before is not None:
-        sink.text(f"accuracy on {len(rest)} held-out images: {percent(clean_before)} -> {percent(clean_after)}")
+        sink.text(f"accuracy on {len(unseen)} held-out images: {percent(clean_before)} -> {percent(clean_after)}")
     if plot is not None:
-        from certcli.report.pareto import draw_curves
-
-        draw_curves(
-            {
-                name.removeprefix("net."): [(point.error, point.norm) for point in curve]
-                for name, curve in found.items()
-            },
-            {r.path.removeprefix("net."): (r.error, r.after) for r in results},
-            plot,
-        )
-        sink.note(f"wrote {plot}")
+        constrained.plot(found, results, plot, sink)
     sink.text(f"wrote {path}")
+
+
+def _choose(model: Any, layers: str | None, exclude: str | None) -> tuple[list[str], dict[str, str]]:
+    """(full paths to constrain, those among the chosen that cannot be and why)."""
+    from fnmatch import fnmatch
+
+    from torch import nn
+
+    from certcli.constrain.layers import refusal
+    from certcli.errors import UsageError
+
+    paths, refused = [], {}
+    for name, module in model.net.named_modules():
+        if not isinstance(module, (nn.Linear, nn.Conv2d)):
+            continue
+        if (layers is None or fnmatch(name, layers)) and (exclude is None or not fnmatch(name, exclude)):
+            reason = refusal(module)
+            if reason is None:
+                paths.append(f"net.{name}" if name else "net")
+            else:
+                refused[name] = reason
+    if not paths:
+        raise UsageError("no layer is left to constrain", "see --layers and --exclude; `certvit lipschitz --layers`")
+    return paths, refused
 
 
 def _bytes(text: str | None) -> int | None:

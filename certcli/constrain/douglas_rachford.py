@@ -2,13 +2,14 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from certcli.constrain.projection import Eigenbasis, eigenbasis, project, pull_inside, shrinkage
+from certcli.constrain.projection import ROUNDING, Eigenbasis, eigenbasis, project, pull_inside, shrinkage
 from certcli.constrain.prox import Penalty, per_head
+from certcli.constrain.relu import RectifiedStatistics
 from certcli.constrain.statistics import LayerStatistics, energy
 from certcli.errors import UsageError
 
@@ -17,6 +18,9 @@ CHECK_EVERY = 10
 
 ROUNDS = 15
 """Most updates of the weights of several groups."""
+
+ROUND_ITERATIONS = 10
+"""Iterations of Douglas-Rachford between two passes over the inputs of a layer followed by ReLU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +93,8 @@ def constrain_matrix(
     if float(radii.max()) == 0.0 or not bool(statistics.weight.any()):
         norm = settings.value(statistics.weight)
         run = _Run(statistics.weight.clone(), statistics.weight, 0, 0.0, norm, norm)
+    elif isinstance(statistics, RectifiedStatistics):
+        run = _rectified(statistics, radii, basis.ridge, settings)
     elif len(radii) == 1:
         run = _one_group(statistics.weight, basis, float(radii[0]), settings, statistics.weight)
     else:
@@ -215,3 +221,57 @@ def _many_groups(statistics: LayerStatistics, radii: Tensor, ridge: float, setti
         weights = weights / weights.sum()
     assert best is not None
     return _Run(best.weight, best.state, iterations, best.residual, best.objective, lower)
+
+
+def _rectified(statistics: RectifiedStatistics, radii: Tensor, ridge: float, settings: _Settings) -> _Run:
+    """min L(W) subject to h_j(W) <= r_j for the one-sided distances h_j of `relu`: rounds on inner ellipsoids.
+
+    The ellipsoid of any point V lies inside the set, so V runs ahead of W with Nesterov's momentum, restarted where L
+    grows. The lower limit is that of the half-space {h(V) + <grad h(V), U - V> <= r}, which holds every feasible U.
+    Groups are weighted as in `_many_groups`, and W is pulled inside: W0 + s (W - W0) has h <= s^2 h(W), because
+    z <= s z(W) where W0 gives z0 <= 0.
+    """
+    centre, active = statistics.weight, radii > 0
+    grams, scale = statistics.grams[active], 1.0 / radii[active]
+    shares = scale / len(scale)
+    basis = eigenbasis((grams * shares[:, None, None]).sum(0), ridge)
+    best = _Run(centre, centre, 0, 0.0, settings.value(centre), 0.0)
+    current = ahead = state = centre
+    lower, iterations, momentum = 0.0, 0, 1.0
+    while True:
+        seen = statistics.at(ahead)
+        errors = seen.errors[active]
+        # a ridge adds its own term to h, as it does to G
+        added, moved = basis.ridge / (1.0 + basis.ridge) * float(basis.values.mean()), ahead - centre
+        gradient = (seen.gradients[active] * shares[:, None, None]).sum(0) + added * moved
+        size = settings.dual(gradient)
+        if size > 0:
+            slack = (1.0 - float((errors * shares).sum()) - added * float(moved.square().sum())) / 2
+            lower = max(lower, (-float((gradient * ahead).sum()) - slack) / size)
+        if best.objective <= (1 + settings.tolerance) * lower or iterations >= settings.max_iterations:
+            return replace(best, iterations=iterations, lower=lower)
+        cross = (seen.crosses[active] * shares[:, None, None]).sum(0) @ basis.vectors
+        offset = torch.where(basis.values > 0, cross / basis.values, torch.zeros_like(cross))
+        radius = 1.0 - float((seen.shifts[active] * shares).sum() - (cross * offset).sum())
+        if radius <= 0:  # V ran too far: no point of the set is near
+            ahead, momentum = best.weight, 1.0
+            continue
+        budget = min(ROUND_ITERATIONS, settings.max_iterations - iterations)
+        inner = replace(settings, max_iterations=budget)
+        run = _one_group(centre + offset @ basis.vectors.mT, basis, radius, inner, state)
+        state, iterations, inside = run.state, iterations + run.iterations, run.weight
+        if len(scale) > 1:
+            ratios = statistics.errors(inside)[active] * scale
+            inside = centre + (inside - centre) * min(1.0, float(ratios.max()) ** -0.5 * (1.0 - ROUNDING))
+            shares = shares * ratios.clamp_min(1e-12)
+            shares = shares / (shares / scale).sum()
+            basis = eigenbasis((grams * shares[:, None, None]).sum(0), ridge)
+        objective = settings.value(inside)
+        if objective < best.objective:
+            best = _Run(inside, state, iterations, run.residual, objective, lower)
+            grown = (1.0 + (1.0 + 4.0 * momentum * momentum) ** 0.5) / 2.0
+            ahead = inside + (momentum - 1.0) / grown * (inside - current)
+            momentum = grown
+        else:
+            ahead, momentum = inside, 1.0
+        current = inside

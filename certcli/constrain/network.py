@@ -1,18 +1,22 @@
 """The layers of one network together: curves, a budget that meets a target, and the least error at which it does."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from certcli.constrain.parallel import LayerResult, attention_blocks, constrain_layers
-from certcli.constrain.statistics import LayerStatistics
+from certcli.constrain.layers import Batches
+from certcli.constrain.parallel import LayerResult, attention_blocks, constrain_layer
+from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
+from certcli.constrain.statistics import LayerStatistics, collect_in_passes
 from certcli.constrain.targets import Point, allocate, pareto
 from certcli.errors import NoBoundError, UsageError
 from certcli.lipschitz.propagate import bound_network
 from certcli.lipschitz.real import Real
+
+DISTANCES = ("plain", "relu", "auto")
 
 
 @dataclass(frozen=True)
@@ -31,37 +35,104 @@ class Options:
     per_head: bool = False
 
 
+def rectified_paths(model: nn.Module, size: tuple[int, ...], paths: Sequence[str], distance: str) -> frozenset[str]:
+    """The layers of `paths` to be measured by the one-sided distance: plain none, auto those followed by ReLU, relu all.
+
+    UsageError names the first layer that is not followed by ReLU where all were asked for.
+    """
+    if distance not in DISTANCES:
+        raise UsageError(f"no distance '{distance}'", f"--distance {', '.join(DISTANCES)}")
+    if distance == "plain":
+        return frozenset()
+    others = not_followed_by_relu(model, size, list(paths))
+    if distance == "relu" and others:
+        path, reason = next(iter(others.items()))
+        raise UsageError(
+            f"layer '{path}' is not followed by ReLU: {reason}", "--exclude it, or --distance auto for those that are"
+        )
+    return frozenset(paths) - set(others)
+
+
+@dataclass
+class Calibration:
+    """The images' view of a network: statistics of its layers, as many at a time as the memory allows.
+
+    Where all fit in one pass they are collected once and kept; else again in every round. `model` must stay as it is
+    while they are read. rectified: the layers whose inputs are streamed for the one-sided distance. called: the paths
+    that the forward pass was seen to call.
+    """
+
+    model: nn.Module
+    paths: Sequence[str]
+    batches: Batches
+    held_out: Batches | None = None
+    groups: int = 1
+    memory_limit_bytes: int | None = None
+    rectified: frozenset[str] = frozenset()
+    called: set[str] = field(default_factory=set)
+    _kept: list[LayerStatistics] | None = field(default=None, repr=False)
+
+    def layers(self) -> Iterator[LayerStatistics]:
+        """Each layer's statistics in order; a layer that the forward pass does not call as a module is left out."""
+        if self._kept is not None:
+            yield from map(self._one, self._kept)
+            return
+        passes = collect_in_passes(
+            self.model,
+            self.batches,
+            self.paths,
+            groups=self.groups,
+            memory_limit_bytes=self.memory_limit_bytes,
+            held_out_batches=self.held_out,
+        )
+        for count, part in enumerate(passes):
+            if count == 0 and self.memory_limit_bytes is None:
+                self._kept = list(part.values())
+            self.called |= set(part)
+            while part:  # a layer's statistics are let go of as soon as the caller is done with it
+                yield self._one(part.pop(next(iter(part))))
+
+    def _one(self, layer: LayerStatistics) -> LayerStatistics:
+        if layer.path not in self.rectified:
+            return layer
+        return RectifiedStatistics.of(layer, self.model, self.batches, self.held_out, self.memory_limit_bytes)
+
+
 def network_upper(model: Any, size: tuple[int, ...], classes: int) -> Real:
     """The proven bound of the network as it is now."""
     return bound_network(model, size, classes).upper
 
 
-def curves(statistics: Mapping[str, LayerStatistics], options: Options) -> Iterator[tuple[str, tuple[Point, ...]]]:
-    """Each layer's Pareto curve (spectral norm against output error), one layer at a time."""
-    for path, layer in statistics.items():
-        yield path, pareto(layer, prox=options.prox, beta=options.beta, relaxation=options.relaxation)
+def curves(calibration: Calibration, options: Options) -> Iterator[tuple[str, tuple[Point, ...]]]:
+    """Each layer's Pareto curve (proven norm against output error), one layer at a time."""
+    for layer in calibration.layers():
+        yield layer.path, pareto(layer, prox=options.prox, beta=options.beta, relaxation=options.relaxation)
 
 
 def constrain_to(
-    model: nn.Module, statistics: Mapping[str, LayerStatistics], etas: Mapping[str, float], options: Options
+    calibration: Calibration, options: Options, etas: Mapping[str, float] | None = None
 ) -> Iterator[LayerResult]:
-    """Constrain each layer at its own eta (0: leave it) and write it into the model."""
-    blocks = attention_blocks(model) if options.per_head else {}
-    for path, layer in statistics.items():
-        if etas[path] <= 0:
-            continue
-        for result in constrain_layers(
-            [layer],
-            prox=options.prox,
-            beta=options.beta,
-            eta=etas[path],
-            relaxation=options.relaxation,
-            max_iterations=options.iterations,
-            blocks=blocks,
-        ):
-            weight: Any = model.get_submodule(path).weight
-            weight.data.copy_(result.weight)
-            yield result
+    """Constrain each layer at the options' eta, or at its own (0: leave it). The model is not touched: see `write`."""
+    blocks = attention_blocks(calibration.model) if options.per_head else {}
+    for layer in calibration.layers():
+        eta = options.eta if etas is None else etas[layer.path]
+        if eta > 0:
+            yield constrain_layer(
+                layer,
+                prox=options.prox,
+                beta=options.beta,
+                eta=eta,
+                relaxation=options.relaxation,
+                max_iterations=options.iterations,
+                blocks=blocks.get(layer.path, 1),
+            )
+
+
+def write(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put these weights, path -> tensor, into the model."""
+    for path, weight in weights.items():
+        parameter: Any = model.get_submodule(path).weight
+        parameter.data.copy_(weight)
 
 
 def budget(
@@ -94,27 +165,32 @@ def budget(
 
 
 def meet_target(
-    model: nn.Module,
+    calibration: Calibration,
     size: tuple[int, ...],
     classes: int,
-    statistics: Mapping[str, LayerStatistics],
     found: Mapping[str, tuple[Point, ...]],
     target: float,
     options: Options,
 ) -> list[LayerResult]:
-    """Constrain until the PROVEN bound of the result is at most `target`; UsageError when five trials do not reach it."""
-    originals = {path: layer.weight.reshape(layer.shape) for path, layer in statistics.items()}
-    aim = target
+    """Constrain and write until the PROVEN bound of the result is at most `target`; else UsageError, nothing written."""
+    model = calibration.model
+    parameters: dict[str, Any] = {path: model.get_submodule(path).weight for path in found}
+    originals = {path: parameter.detach().clone() for path, parameter in parameters.items()}
+    aim, upper = target, network_upper(model, size, classes)
     for _ in range(5):
-        etas = budget(model, size, classes, found, aim)
-        results = list(constrain_to(model, statistics, etas, options))
+        try:
+            etas = budget(model, size, classes, found, aim)
+        except UsageError:
+            if aim == target:
+                raise
+            break
+        results = list(constrain_to(calibration, options, etas))
+        write(model, {result.path: result.weight for result in results})
         upper = network_upper(model, size, classes)
         if upper <= target:
             return results
+        write(model, originals)
         aim *= 0.98 * target / float(upper)  # constrained layers line up worse than scaled ones; ask for the difference
-        for path, weight in originals.items():
-            parameter: Any = model.get_submodule(path).weight
-            parameter.data.copy_(weight)
     raise UsageError(
         f"the bound came to {upper}, not to the target {target:g}", "take a larger --target or more layers"
     )

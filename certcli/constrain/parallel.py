@@ -9,17 +9,19 @@ from torch import Tensor, nn
 
 from certcli.constrain.douglas_rachford import Result, check_options, constrain_matrix
 from certcli.constrain.methods import METHODS, PENALTIES
+from certcli.constrain.relu import RectifiedStatistics
 from certcli.constrain.statistics import LayerStatistics
-from certcli.lipschitz.spectral import spectral_norm
+from certcli.errors import UsageError
 
 
 @dataclass(frozen=True, eq=False)
 class LayerResult:
     """One constrained layer, as it would be written: `weight` has the parameter's own shape and dtype.
 
-    before, after: proven upper bounds of the spectral norm of the out x (in * kh * kw) matrix, exact for Linear and for
-    convolutions with kernel = stride; for other convolutions the operator's norm is at most ceil(kernel / stride) per
-    axis times it. error: largest relative output error over the groups, after the cast to the parameter's dtype;
+    before, after: proven upper bounds of the layer's norm; for a zero-padded convolution that of the operator on images
+    of this size. `surrogate`: its windows overlap, and what was minimised is the norm of its reshaped out x (in * kh *
+    kw) matrix, which times sqrt(ceil(kernel / stride)) an axis bounds the operator's. error: largest relative output
+    error over the groups, after the cast to the parameter's dtype, by `distance` ("plain", or "relu": one-sided);
     held_out_error on images that took no part. `gap`: how far the norm that was minimised may lie above the least
     possible one (0.001 = 0.1 %), None when unknown. `ridge` > 0 says that the statistics were rank-deficient.
     """
@@ -43,6 +45,8 @@ class LayerResult:
     tokens: int
     ridge: float
     seconds: float
+    distance: str = "plain"
+    surrogate: bool = False
 
 
 def constrain_layers(
@@ -119,18 +123,18 @@ def constrain_layer(
             ridge=ridge,
             blocks=blocks,
         )
+    elif isinstance(layer, RectifiedStatistics):
+        raise UsageError(f"the one-sided distance does not go with '{prox}'", f"--prox {', '.join(PENALTIES.names())}")
     else:
         result = METHODS.load(prox)(layer, eta, ridge=ridge)
     cast, error = cast_inside(layer, result.weight, eta)
     matrix = cast.double().flatten(1)
-    before = spectral_norm(layer.weight)
-    after = spectral_norm(matrix)
     return LayerResult(
         path=layer.path,
         kind=layer.kind,
         weight=cast,
-        before=before,
-        after=after,
+        before=layer.norm(layer.weight),
+        after=layer.norm(cast),
         error=error,
         held_out_error=layer.held_out_error(matrix),
         prox=prox,
@@ -145,6 +149,8 @@ def constrain_layer(
         tokens=int(layer.tokens.sum()),
         ridge=result.ridge,
         seconds=time.perf_counter() - begun,
+        distance="relu" if isinstance(layer, RectifiedStatistics) else "plain",
+        surrogate=layer.overlapping,
     )
 
 

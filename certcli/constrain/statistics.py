@@ -12,21 +12,16 @@ condition 3e7.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from certcli.constrain.layers import Batches, geometry, module_at, proven_norm, refusal, require_finite, rows, stream
 from certcli.errors import DataError, UsageError
-
-CHUNK_BYTES = 64 * 2**20
-"""Inputs are cast and unfolded in pieces of at most this many bytes."""
-
-Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +30,7 @@ class LayerStatistics:
 
     weight (out, in) float64, a convolution's as out x (in * kh * kw); grams (groups, in, in) float64, G_j = X_j X_j^T;
     tokens (groups,) float64, T_j; kind "linear" | "conv"; held_out (in, in) or None, the Gram matrix of images that
-    take no part in the constraint; shape and dtype are the parameter's own.
+    take no part in the constraint; shape and dtype are the parameter's own; conv: see `layers.geometry`.
     """
 
     path: str
@@ -46,6 +41,7 @@ class LayerStatistics:
     shape: tuple[int, ...]
     dtype: torch.dtype
     held_out: Tensor | None = None
+    conv: Mapping[str, Any] | None = None
 
     @cached_property
     def energies(self) -> Tensor:
@@ -61,6 +57,15 @@ class LayerStatistics:
         if self.held_out is None:
             return None
         return float(_ratio(energy(weight - self.weight, self.held_out), energy(self.weight, self.held_out)))
+
+    def norm(self, weight: Tensor) -> float:
+        """The layer's proven norm with this weight, (out, in) or in the parameter's shape: `layers.proven_norm`."""
+        return proven_norm(weight.reshape(self.shape), self.conv)
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether this is a convolution whose windows share pixels."""
+        return self.conv is not None and tuple(self.conv["stride"]) != tuple(self.shape[2:])
 
     def to(self, device: torch.device | str) -> "LayerStatistics":
         held_out = None if self.held_out is None else self.held_out.to(device)
@@ -82,32 +87,6 @@ def _ratio(error: Tensor, reference: Tensor) -> Tensor:
     return torch.where(error > 0, (error / reference).sqrt(), torch.zeros_like(error))
 
 
-def constrainable(model: nn.Module) -> list[str]:
-    """Paths of the modules whose output is exactly W x + b with a W of their own.
-
-    nn.Linear and nn.Conv2d by their own forward (a subclass with another forward is another map), not grouped, with a
-    plain `weight` parameter (a parametrised one is not the number that would be written).
-    """
-    return [path for path, module in model.named_modules() if refusal(module) is None]
-
-
-def refusal(module: nn.Module) -> str | None:
-    """Why a module cannot be constrained, or None when it can."""
-    if isinstance(module, nn.Linear):
-        same = type(module).forward is nn.Linear.forward
-    elif isinstance(module, nn.Conv2d):
-        same = type(module).forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward
-        if module.groups != 1:
-            return "grouped convolutions are not supported"
-    else:
-        return f"{type(module).__name__} is neither Linear nor Conv2d"
-    if not same:
-        return f"{type(module).__name__} overrides forward"
-    if module._parameters.get("weight") is None:
-        return "its weight is not a plain parameter (parametrised?)"
-    return None
-
-
 def plan(
     model: nn.Module, paths: Sequence[str], *, copies: int = 1, memory_limit_bytes: int | None = None
 ) -> list[list[str]]:
@@ -118,7 +97,7 @@ def plan(
     passes: list[list[str]] = [[]]
     used = 0
     for path in paths:
-        needed = 8 * copies * math.prod(_module(model, path).weight.shape[1:]) ** 2
+        needed = 8 * copies * math.prod(module_at(model, path).weight.shape[1:]) ** 2
         if memory_limit_bytes is not None and needed > memory_limit_bytes:
             raise UsageError(
                 f"layer '{path}' alone needs {needed / 2**20:.3g} MiB of statistics, the limit is "
@@ -186,26 +165,27 @@ def collect(
         )
         return {path: found for part in parts for path, found in part.items()}
     _check(model, paths, groups)
-    grams, tokens, count = _accumulate(model, batches, paths, groups)
+    sums, count = _accumulate(model, batches, paths, groups)
     if count < groups:
         raise DataError(f"{groups} groups need at least {groups} batches, there are {count}", "use fewer groups")
     held_out: dict[str, Tensor] = {}
     if held_out_batches is not None:
-        held_out = {path: gram[0] for path, gram in _accumulate(model, held_out_batches, paths, 1)[0].items()}
+        held_out = {path: one.grams[0] for path, one in _accumulate(model, held_out_batches, paths, 1)[0].items()}
     statistics = {}
     for path in paths:
-        if path in grams:
-            module = _module(model, path)
+        if path in sums:
+            module = module_at(model, path)
             weight = module.weight.detach()
             statistics[path] = LayerStatistics(
                 path=path,
                 weight=weight.double().flatten(1),
-                grams=grams[path],
-                tokens=tokens[path],
+                grams=sums[path].grams,
+                tokens=sums[path].tokens,
                 kind="linear" if isinstance(module, nn.Linear) else "conv",
                 shape=tuple(weight.shape),
                 dtype=weight.dtype,
                 held_out=held_out.get(path),
+                conv=sums[path].conv,
             )
     return statistics
 
@@ -217,7 +197,7 @@ def _check(model: nn.Module, paths: Sequence[str], groups: int) -> None:
         raise UsageError("statistics need a model in evaluation mode", "call model.eval() first")
     seen: dict[int, str] = {}
     for path in paths:
-        module = _module(model, path)
+        module = module_at(model, path)
         reason = refusal(module)
         if reason is not None:
             raise UsageError(f"layer '{path}' cannot be constrained: {reason}", "leave it out with --exclude")
@@ -226,93 +206,32 @@ def _check(model: nn.Module, paths: Sequence[str], groups: int) -> None:
         seen[id(module.weight)] = path
 
 
-def _module(model: nn.Module, path: str) -> Any:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        raise UsageError(f"the model has no layer '{path}'", "certvit lipschitz --layers lists them") from None
+@dataclass
+class _Sums:
+    """What one pass adds up for one layer."""
+
+    grams: Tensor
+    tokens: Tensor
+    conv: dict[str, Any] | None
 
 
-def _accumulate(
-    model: nn.Module, batches: Batches, paths: Sequence[str], groups: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    grams: dict[str, Tensor] = {}
-    tokens: dict[str, Tensor] = {}
-    group = 0
+def _accumulate(model: nn.Module, batches: Batches, paths: Sequence[str], groups: int) -> tuple[dict[str, _Sums], int]:
+    found: dict[str, _Sums] = {}
 
-    def hook_for(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            value = args[0] if args else kwargs["input"]
-            for columns in _rows(module, value.detach()):
-                if path not in grams:
-                    width = columns.shape[1]
-                    grams[path] = torch.zeros(groups, width, width, dtype=torch.float64, device=columns.device)
-                    tokens[path] = torch.zeros(groups, dtype=torch.float64, device=columns.device)
-                grams[path][group].addmm_(columns.mT, columns)
-                tokens[path][group] += columns.shape[0]
-            # Any NaN or infinity in X shows on the diagonal of X X^T; asked now, the first layer to have one is named.
-            if not bool(grams[path][group].diagonal().isfinite().all()):
-                raise DataError(
-                    f"the input of layer '{path}' holds NaN or infinite numbers",
-                    "check the calibration images, and that the weights before this layer are finite",
-                )
+    def visit(number: int, path: str, module: nn.Module, value: Tensor) -> None:
+        group = number % groups
+        for columns in rows(module, value):
+            if path not in found:
+                width = columns.shape[1]
+                grams = torch.zeros(groups, width, width, dtype=torch.float64, device=columns.device)
+                tokens = torch.zeros(groups, dtype=torch.float64, device=columns.device)
+                found[path] = _Sums(grams, tokens, geometry(module, value))
+            found[path].grams[group].addmm_(columns.mT, columns)
+            found[path].tokens[group] += columns.shape[0]
+        require_finite(path, found[path].grams[group].diagonal())  # asked now, the first layer to have one is named
 
-        return hook
-
-    handles = [_module(model, path).register_forward_pre_hook(hook_for(path), with_kwargs=True) for path in paths]
-    count = 0
-    try:
-        with torch.inference_mode():
-            for batch in batches() if callable(batches) else batches:
-                group = count % groups
-                model(_images(batch))
-                count += 1
-    finally:
-        for handle in handles:
-            handle.remove()
-    if count == 0:
-        raise DataError("there are no calibration images", "give --dataset or a larger --limit")
+    count = stream(model, batches, paths, visit)
     # Tensors born under inference mode cannot be used in autograd later; a clone is an ordinary tensor.
-    return {p: gram.clone() for p, gram in grams.items()}, {p: each.clone() for p, each in tokens.items()}, count
-
-
-def _images(batch: Any) -> Tensor:
-    for part in batch if isinstance(batch, tuple | list) else (batch,):
-        if isinstance(part, Tensor) and part.is_floating_point():
-            return part
-    raise DataError("a calibration batch holds no tensor of images")
-
-
-def _rows(module: nn.Module, value: Tensor) -> Iterator[Tensor]:
-    """The layer's input as float64 rows (tokens, in), in pieces of at most CHUNK_BYTES."""
-    if isinstance(module, nn.Linear):
-        rows = value.reshape(-1, value.shape[-1])
-        for piece in rows.split(max(1, CHUNK_BYTES // (8 * rows.shape[1]))):
-            yield piece.double()
-        return
-    assert isinstance(module, nn.Conv2d)
-    images = value if value.dim() == 4 else value[None]
-    width = module.weight[0].numel()
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    padding = module._reversed_padding_repeated_twice
-    positions = math.prod(
-        (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
-        for size, before, after, dilation, kernel, stride in zip(
-            images.shape[2:], padding[-2::-2], padding[-1::-2], module.dilation, module.kernel_size, module.stride
-        )
-    )
-    for piece in images.split(max(1, CHUNK_BYTES // (8 * width * positions))):
-        padded = F.pad(piece, padding, mode=mode) if any(padding) else piece
-        if module.kernel_size == module.stride and module.dilation == (1, 1):
-            yield _disjoint_patches(padded, *module.kernel_size).double()
-        else:
-            patches = F.unfold(padded, module.kernel_size, module.dilation, 0, module.stride)
-            yield patches.mT.reshape(-1, width).double()
-
-
-def _disjoint_patches(images: Tensor, height: int, width: int) -> Tensor:
-    """(b, c, H, W) -> (b * patches, c * height * width) when kernel = stride: a reshape, five times faster than unfold."""
-    down, across = images.shape[2] // height, images.shape[3] // width
-    images = images[:, :, : down * height, : across * width]
-    patches = images.unflatten(3, (across, width)).unflatten(2, (down, height))
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(-1, images.shape[1] * height * width)
+    for path, sums in found.items():
+        found[path] = _Sums(sums.grams.clone(), sums.tokens.clone(), sums.conv)
+    return found, count

@@ -1,0 +1,165 @@
+"""Which modules are a matrix of their own, the rows that enter that matrix, and the operator whose norm is proven."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from certcli.errors import DataError, UsageError
+from certcli.lipschitz.convolution import conv_norm
+from certcli.lipschitz.spectral import spectral_norm
+
+CHUNK_BYTES = 64 * 2**20
+"""Inputs are cast and unfolded in pieces of at most this many bytes."""
+
+Batches = Iterable[Any] | Callable[[], Iterable[Any]]
+"""Batches of images; a function, where they shall be read again in every pass and never all be held."""
+
+
+class Enough(Exception):
+    """Raised by a visitor of `stream` that needs no more of this batch."""
+
+
+def constrainable(model: nn.Module) -> list[str]:
+    """Paths of the modules whose output is exactly W x + b with a W of their own.
+
+    nn.Linear and nn.Conv2d by their own forward (a subclass with another forward is another map), not grouped, with a
+    plain `weight` parameter (a parametrised one is not the number that would be written).
+    """
+    return [path for path, module in model.named_modules() if refusal(module) is None]
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why a module cannot be constrained, or None when it can."""
+    if isinstance(module, nn.Linear):
+        same = type(module).forward is nn.Linear.forward
+    elif isinstance(module, nn.Conv2d):
+        same = type(module).forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward
+        if module.groups != 1:
+            return "grouped convolutions (one matrix a group) are not supported"
+    else:
+        return f"{type(module).__name__} is neither Linear nor Conv2d"
+    if not same:
+        return f"{type(module).__name__} overrides forward"
+    if module._parameters.get("weight") is None:
+        return "its weight is not a plain parameter (parametrised?)"
+    return None
+
+
+def module_at(model: nn.Module, path: str) -> Any:
+    """The module, or UsageError."""
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        raise UsageError(f"the model has no layer '{path}'", "certvit lipschitz --layers lists them") from None
+
+
+def stream(
+    model: nn.Module, batches: Batches, paths: Sequence[str], visit: Callable[[int, str, nn.Module, Tensor], None]
+) -> int:
+    """Run the batches; visit(batch number, path, module, its input) at every call of a module of `paths`. -> batches.
+
+    A batch is a tensor of images, or a tuple whose first floating-point tensor is one.
+    """
+    count = 0
+
+    def hook_for(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            visit(count, path, module, (args[0] if args else kwargs["input"]).detach())
+
+        return hook
+
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    handles = [module_at(model, path).register_forward_pre_hook(hook_for(path), with_kwargs=True) for path in paths]
+    try:
+        with torch.inference_mode():
+            for batch in batches() if callable(batches) else batches:
+                with contextlib.suppress(Enough):
+                    model(_images(batch).to(device))
+                count += 1
+    finally:
+        for handle in handles:
+            handle.remove()
+    if count == 0:
+        raise DataError("there are no calibration images", "give --dataset or a larger --limit")
+    return count
+
+
+def _images(batch: Any) -> Tensor:
+    for part in batch if isinstance(batch, tuple | list) else (batch,):
+        if isinstance(part, Tensor) and part.is_floating_point():
+            return part
+    raise DataError("a calibration batch holds no tensor of images")
+
+
+def require_finite(path: str, diagonal: Tensor) -> None:
+    """DataError that names the layer. Any NaN or infinity in X shows on the diagonal of X X^T."""
+    if not bool(diagonal.isfinite().all()):
+        raise DataError(
+            f"the input of layer '{path}' holds NaN or infinite numbers",
+            "check the calibration images, and that the weights before this layer are finite",
+        )
+
+
+def geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:
+    """The arguments of `conv_norm` for a zero-padded convolution of `value`; None for other modules."""
+    if not isinstance(module, nn.Conv2d):
+        return None
+    padding = module._reversed_padding_repeated_twice
+    if module.padding_mode != "zeros" and any(padding):
+        return None
+    return {
+        "stride": module.stride,
+        "padding": tuple(zip(padding[-2::-2], padding[-1::-2])),
+        "dilation": module.dilation,
+        "groups": 1,
+        "input_size": tuple(value.shape[-2:]),
+    }
+
+
+def proven_norm(weight: Tensor, conv: Mapping[str, Any] | None) -> float:
+    """An upper bound of the layer's norm: of the zero-padded convolution itself, else of the out x in matrix.
+
+    weight has the parameter's shape. The matrix is the operator for Linear; for a circular or reflecting padding, it is
+    a surrogate.
+    """
+    return spectral_norm(weight.double().flatten(1)) if conv is None else conv_norm(weight, **conv)
+
+
+def rows(module: nn.Module, value: Tensor) -> Iterator[Tensor]:
+    """The layer's input as float64 rows (tokens, in), in pieces of at most CHUNK_BYTES."""
+    if isinstance(module, nn.Linear):
+        tokens = value.reshape(-1, value.shape[-1])
+        for piece in tokens.split(max(1, CHUNK_BYTES // (8 * tokens.shape[1]))):
+            yield piece.double()
+        return
+    assert isinstance(module, nn.Conv2d)
+    images = value if value.dim() == 4 else value[None]
+    width = module.weight[0].numel()
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    padding = module._reversed_padding_repeated_twice
+    positions = math.prod(
+        (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
+        for size, before, after, dilation, kernel, stride in zip(
+            images.shape[2:], padding[-2::-2], padding[-1::-2], module.dilation, module.kernel_size, module.stride
+        )
+    )
+    for piece in images.split(max(1, CHUNK_BYTES // (8 * width * positions))):
+        padded = F.pad(piece, padding, mode=mode) if any(padding) else piece
+        if module.kernel_size == module.stride and module.dilation == (1, 1):
+            yield _disjoint_patches(padded, *module.kernel_size).double()
+        else:
+            patches = F.unfold(padded, module.kernel_size, module.dilation, 0, module.stride)
+            yield patches.mT.reshape(-1, width).double()
+
+
+def _disjoint_patches(images: Tensor, height: int, width: int) -> Tensor:
+    """(b, c, H, W) -> (b * patches, c * height * width) when kernel = stride: a reshape, five times faster than unfold."""
+    down, across = images.shape[2] // height, images.shape[3] // width
+    images = images[:, :, : down * height, : across * width]
+    patches = images.unflatten(3, (across, width)).unflatten(2, (down, height))
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(-1, images.shape[1] * height * width)
