@@ -175,6 +175,7 @@ class RigorousArithmetic(Arithmetic):
             dilation=geometry.dilation,
             groups=geometry.groups,
             input_size=geometry.input_size,
+            transposed=geometry.transposed,
         )
         return as_real(bound) + as_real(error)
 

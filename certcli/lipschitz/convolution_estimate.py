@@ -23,23 +23,29 @@ _FOURIER_ENTRIES = 2**24  # of all V(nu), complex64: 128 MiB. Beyond it the oper
 
 @dataclass(frozen=True)
 class Geometry:
-    """A zero-padded convolution without its weight: numbers per axis, (before, after) of the padding, input pixels."""
+    """A zero-padded convolution without its weight: numbers per axis, (before, after) of the padding, input pixels.
+
+    transposed: the adjoint of such a convolution, from images of input_size, for every output padding.
+    """
 
     stride: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
     dilation: tuple[int, ...]
     groups: int
     input_size: tuple[int, ...]
+    transposed: bool = False
 
 
 def convolution_estimate(
     weight: Tensor, geometry: Geometry, vectors: dict[str, Tensor], name: str, iterations: int
 ) -> Tensor:
-    """About sigma(conv), at most it: weight (out, in / groups, k[, k']) -> () in float64, with gradient.
+    """About sigma(conv), at most what is proven for it: weight as in `conv_norm` -> () in float64, with gradient.
 
     vectors: what `name` iterates on, renewed in place. iterations: of this call.
     """
-    axes = _geometry(weight, geometry.stride, geometry.padding, geometry.dilation, geometry.input_size, False)
+    axes = _geometry(
+        weight, geometry.stride, geometry.padding, geometry.dilation, geometry.input_size, geometry.transposed
+    )
     groups = geometry.groups
     kernels = weight.reshape(groups, len(weight) // groups, weight.shape[1], axes[0].kernel, axes[1].kernel)
     if all(axis.windows_per_pixel == 1 and axis.holds_a_window for axis in axes):
@@ -71,7 +77,7 @@ def _operator(
         return functional.pad(x, (-left, missing[1] - right, -top, missing[0] - bottom))
 
     def unit_images(x: Tensor) -> Tensor:
-        return unit(x.reshape(groups, -1, 1)).view(x.shape)  # each group its own: any of them may become the largest
+        return unit(x.reshape(groups, -1, 1)).reshape(x.shape)  # each group its own: any of them may become the largest
 
     fixed = weight.detach()
     shape = (1, groups * kernels.shape[2], height, width)
@@ -79,7 +85,7 @@ def _operator(
         x = warm(vectors.get(name), shape, fixed)
         steps = max(1, iterations)
         if x is None and small:
-            x = leading(_dense(kernels.detach(), axes).mT).view(shape)
+            x = leading(_dense(kernels.detach(), axes).mT).reshape(shape)
         elif x is None:
             x, steps = random_like(shape, fixed), max(COLD, iterations)
         for _ in range(steps):
@@ -90,7 +96,7 @@ def _operator(
         best = int(sizes.argmax())
         direction = torch.zeros_like(y)
         direction[best] = unit(y[best].unsqueeze(-1)).squeeze(-1)
-    return (direction * forward(x, weight).view(groups, -1)).sum().double()
+    return (direction * forward(x, weight).reshape(groups, -1)).sum().double()
 
 
 def _torus(kernels: Tensor, axes: list[_Axis], vectors: dict[str, Tensor], name: str, iterations: int) -> Tensor:

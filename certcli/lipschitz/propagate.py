@@ -198,9 +198,8 @@ def pair_constants(outcome: Outcome, classes: int) -> Any:
         return ones * float(total * root) if arith.rigorous else ones.to(total) * (total * root)
     rows = effective.tensor
     if not arith.rigorous:
-        square = (rows.unsqueeze(0) - rows.unsqueeze(1)).square().sum(-1)
-        distance = square.clamp_min(1e-20).sqrt().double()  # the square root's slope at 0 is infinite
-        return logits.base * (distance - torch.diag(distance.diagonal()))
+        # differences, not inner products: close rows keep their digits
+        return logits.base * torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").double()
     largest = float(logits.base)
     if math.isinf(largest):  # beyond float64
         return torch.full((classes, classes), math.inf, dtype=torch.float64).fill_diagonal_(0.0)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from certcli.lipschitz.arithmetic import Scalar
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.convolution import conv_norm
+from certcli.lipschitz.convolution_estimate import Geometry
 from certcli.lipschitz.rules.table import NoRule, function_rule, module_rule
 from certcli.lipschitz.spectral import frobenius_norm, gamma, up
 from certcli.lipschitz.value import Affine, Constant, Convolution, Size, Value
@@ -158,26 +159,20 @@ def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -
 
 @module_rule(nn.ConvTranspose2d)
 def transposed_convolution(ctx: Context, module: nn.ConvTranspose2d, x: Value, output_size: Any = None) -> Value:
-    ctx.require(ctx.arith.rigorous and module.padding_mode == "zeros", "transposed convolutions in training")
+    ctx.require(module.padding_mode == "zeros", "a transposed convolution with another padding than zeros")
     x = ctx.settle(x)
-    bound = conv_norm(
-        module.weight.detach(),
-        stride=module.stride,
-        padding=_padding(module.padding, tuple(module.kernel_size), tuple(module.dilation)),
-        dilation=module.dilation,
-        groups=module.groups,
-        input_size=x.shape[-2:],
-        transposed=True,
-    )
-    sigma, shape = ctx.arith.const(bound), tuple(ctx.shape)
+    padding = _padding(module.padding, tuple(module.kernel_size), tuple(module.dilation))
+    stride, dilation = tuple(module.stride), tuple(module.dilation)
+    geometry = Geometry(stride, padding, dilation, module.groups, tuple(x.shape[-2:]), transposed=True)
+    sigma, shape = ctx.arith.convolution(module.weight, 0.0, geometry, ctx.path), tuple(ctx.shape)
     pixels = math.sqrt(math.prod(shape) / shape[-3]) * (1 + 1e-12)
-    bias = 0.0 if module.bias is None else float(ctx.arith.length(ctx.arith.matrix(module.bias.reshape(-1, 1))))
-    return ctx.chain(
-        x,
-        sigma,
-        "transposed zero-padded convolution",
-        total=lambda: sigma * x.rows.total + ctx.arith.const(bias * pixels * (1 + 1e-12)),
-    )
+    bias = None if module.bias is None else ctx.arith.length(ctx.arith.matrix(module.bias.reshape(-1, 1)))
+
+    def total() -> Scalar:
+        largest = sigma * x.rows.total
+        return largest if bias is None else largest + bias * ctx.arith.const(pixels)
+
+    return ctx.chain(x, sigma, "transposed zero-padded convolution", total=total)
 
 
 @function_rule(torch.matmul)

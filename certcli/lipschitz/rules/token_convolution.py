@@ -3,13 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
-from certcli.lipschitz.arithmetic import Matrix, Scalar, TrainableArithmetic
+from certcli.lipschitz.arithmetic import Matrix, Scalar
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.convolution import conv_norm
+from certcli.lipschitz.convolution_estimate import Geometry
 from certcli.lipschitz.rules.table import module_rule, runs_known_code
 from certcli.lipschitz.spectral import up
 from certcli.lipschitz.value import Value
@@ -47,13 +45,9 @@ def token_convolution(
     if before is not None:
         stacked = arith.matmul(stacked, before)
     kernel = stacked.tensor.view(out, taps, -1).transpose(1, 2)
-    if arith.rigorous:
-        bound = conv_norm(kernel.contiguous(), stride=1, padding=taps // 2, dilation=1, groups=1, input_size=tokens)
-        # the operator is a sum over taps, each off by at most the error of all of them
-        sigma = arith.const(bound) + arith.const(up(stacked.error * taps))
-    else:
-        assert isinstance(arith, TrainableArithmetic)
-        sigma = _power_iteration(arith, kernel, tokens, f"{ctx.path}.convolution")
+    geometry = Geometry((1,), ((taps // 2, taps // 2),), (1,), 1, (tokens,))
+    # the operator is a sum over taps, each off by at most the error of all of them
+    sigma = arith.convolution(kernel.contiguous(), up(stacked.error * taps), geometry, f"{ctx.path}.convolution")
     plain = replace(x, pending=None) if pending is not None else x
     pieces = [None if layer.bias is None else arith.matrix(layer.bias.reshape(-1, 1)) for layer in (conv, proj)]
 
@@ -70,22 +64,3 @@ def token_convolution(
 
     why = f"zero-padded convolution of {taps} taps over {tokens} tokens, with the output map folded in"
     return ctx.chain(plain, sigma, why, rows)
-
-
-def _power_iteration(arith: TrainableArithmetic, kernel: Tensor, tokens: int, name: str) -> Tensor:
-    """|x -> kernel * x| from below, with its gradient: (out, in, k)."""
-    pad = kernel.shape[-1] // 2
-    with torch.no_grad():
-        start = arith.vectors.get(name)
-        steps = arith.iterations
-        if start is None or start.shape != (kernel.shape[0], tokens):
-            generator = torch.Generator().manual_seed(0)
-            start, steps = torch.randn(kernel.shape[0], tokens, generator=generator), 30  # a cold start
-        u = start.to(kernel)
-        for _ in range(steps):
-            v = functional.conv_transpose1d(u, kernel, padding=pad)
-            v = v / v.norm().clamp_min(1e-30)
-            u = functional.conv1d(v, kernel, padding=pad)
-            u = u / u.norm().clamp_min(1e-30)
-        arith.vectors[name] = u
-    return (u * functional.conv1d(v, kernel, padding=pad)).sum()
