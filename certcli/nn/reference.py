@@ -4,6 +4,10 @@
   CertViT's Table 4. The table does not give the number of heads; ours are width / 32 (digits: / 16), width / 64 at 384.
 - `certvit_4c3f`, `6c2f`, `8c2f`: the small CNNs of the certified-training literature (Lee et al. 2020, BCP). No attention.
 - `certvit_lip_*`: Lipschitz by design: patches, MaxMin blocks on tokens, a MaxMin head over all tokens. No attention.
+- `certvit_sort_mnist`: Lipschitz by design, and hard attention is the only way between tokens: each channel of a token
+  attends to exactly one token, which one depends on the image. No softmax.
+- `certvit_mix_mnist`: the same with attention's other limit, orthogonal matrices over tokens, which do not depend on the
+  image. `--arch-arg mixing=none` takes the mixing out of either (docs/attention-at-work.md).
 """
 
 from collections.abc import Sequence
@@ -15,8 +19,10 @@ from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from certcli.errors import ArchitectureError
 from certcli.nn.activations import MaxMin
 from certcli.nn.heads import FlatHead
+from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin, TokenShift
 
 _MNIST_STATISTICS = ((0.1307,), (0.3081,))
 _CIFAR_STATISTICS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
@@ -213,3 +219,77 @@ def certvit_lip_cifar10(pretrained: bool = False, **given: Any) -> nn.Module:
     """Lipschitz by design, for CIFAR-10: patch 4, width 96, depth 2, head 512-512-256; no attention."""
     shape = {"patch": 4, "width": 96, "depth": 2, "head": [512, 512, 256]}
     return _mixer(_config(3, 32, 10, (0.0,) * 3, (1.0,) * 3), shape, given)
+
+
+def _token_mixing(kind: str, tokens: int, width: int, heads: int, block: int) -> nn.Module:
+    if kind == "sort":  # pairs at distances 1, 2, 4, ...: after log2(tokens) blocks every token has met every other
+        return TokenMaxMin(tokens, width, 1 << (block % max(1, tokens.bit_length() - 1)))
+    if kind == "orthogonal":
+        return OrthogonalMixing(tokens, width, heads)
+    if kind == "none":
+        return TokenShift(tokens, width)
+    raise ArchitectureError(f"unknown token mixing '{kind}'", "one of: sort, orthogonal, none")
+
+
+class TokenMixer(nn.Module):
+    """Patches to tokens, blocks of [token mixing, linear, MaxMin], the mean of all tokens, a MaxMin head on that mean.
+
+    The linear layers are shared by all tokens and the head sees their mean alone, so what depends on two places at once can
+    only come through the mixing. Its constant is the product of its spectral norms times 1/sqrt(tokens) of the mean.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        side: int,
+        patch: int,
+        width: int,
+        depth: int,
+        mixing: str,
+        heads: int,
+        head: Sequence[int],
+        classes: int,
+    ) -> None:
+        super().__init__()
+        self.num_classes = classes
+        self.embed = nn.Conv2d(channels, width, patch, stride=patch)
+        tokens = (side // patch) ** 2
+        self.position = nn.Parameter(0.1 * torch.randn(tokens, width))
+        self.mixings = nn.ModuleList(_token_mixing(mixing, tokens, width, heads, block) for block in range(depth))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.act = MaxMin()
+        self.head = FlatHead(width, head, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embed(x).flatten(2).transpose(1, 2) + self.position
+        for mixing, layer in zip(self.mixings, self.layers, strict=True):
+            tokens = self.act(layer(mixing(tokens)))
+        return self.head(tokens.mean(dim=1))
+
+
+def _token_mixer(mixing: str, given: dict[str, Any]) -> nn.Module:
+    config = _config(1, 28, 10, (0.0,), (1.0,))
+    arguments = _network_arguments(given)
+    shape: dict[str, Any] = {"patch": 14, "width": 256, "depth": 4, "heads": 16, "head": [256], "mixing": mixing}
+    net = TokenMixer(
+        channels=arguments.pop("in_chans", 1),
+        side=arguments.pop("img_size", 28),
+        classes=arguments.pop("num_classes", 10),
+        **(shape | arguments),
+    )
+    net.pretrained_cfg = config  # type: ignore[assignment]
+    return net
+
+
+@register_model
+def certvit_sort_mnist(pretrained: bool = False, **given: Any) -> nn.Module:
+    """Hard attention between 4 tokens of patch 14, width 256, depth 4: every channel attends to one token of the image's
+    choice. The only mixing of tokens; the head sees their mean. No softmax attention."""
+    return _token_mixer("sort", given)
+
+
+@register_model
+def certvit_mix_mnist(pretrained: bool = False, **given: Any) -> nn.Module:
+    """Orthogonal matrices over 4 tokens of patch 14, 16 heads, width 256, depth 4: attention's limit with weights that do
+    NOT depend on the image. The only mixing of tokens; the head sees their mean."""
+    return _token_mixer("orthogonal", given)

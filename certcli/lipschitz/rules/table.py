@@ -30,6 +30,7 @@ _FAMILIES = (
     "joining",
     "residual",
     "special",
+    "mixing",
 )
 _HARMLESS = frozenset(
     ("__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate__", "__constants__",

@@ -1,0 +1,76 @@
+"""Token mixing that loses no gradient norm: attention's limits with a Lipschitz constant of 1.
+
+Softmax attention averages tokens, which shrinks their differences; what averages cannot be orthogonal. Two limits of it
+are: fixed weights, in which a head multiplies its tokens by an orthogonal matrix (no longer a function of the image), and
+weights that are 0 or 1, in which every channel of a token attends to exactly one token (still a function of the image).
+Proofs: docs/bounds.md, "Token mixing".
+"""
+
+import torch
+from torch import Tensor, nn
+
+from certcli.errors import ArchitectureError
+
+
+class OrthogonalMixing(nn.Module):
+    """x -> [M_h x_h]_h + p, x_h the h-th group of channels, M_h (n, n), p (n, d): (b, n, d) -> (b, n, d).
+
+    Attention with weights that do not depend on the image. Its Lipschitz constant is max_h |M_h|: 1 while the matrices are
+    orthogonal, as they start, and stay under the optimiser `stiefel`. p tells places apart for the activation that follows.
+    """
+
+    def __init__(self, tokens: int, width: int, heads: int) -> None:
+        super().__init__()
+        if heads < 1 or width % heads:
+            raise ArchitectureError(f"{heads} heads do not divide a width of {width}")
+        self.heads = heads
+        self.maps = nn.ModuleList(nn.Linear(tokens, tokens, bias=False) for _ in range(heads))
+        for matrix in self.maps:
+            nn.init.orthogonal_(matrix.weight)  # type: ignore[arg-type]
+        self.shift = nn.Parameter(torch.zeros(tokens, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, d = x.shape
+        matrices = torch.stack([matrix.weight for matrix in self.maps])  # type: ignore[misc]
+        grouped = x.reshape(b, n, self.heads, d // self.heads).permute(2, 1, 0, 3).reshape(self.heads, n, -1)
+        mixed = torch.bmm(matrices, grouped).reshape(self.heads, n, b, -1).permute(2, 1, 0, 3)
+        return mixed.reshape(b, n, d) + self.shift
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}"
+
+
+class TokenMaxMin(nn.Module):
+    """Tokens i and i + stride, shifted by p, become their maximum and minimum, channel by channel: (b, n, d) -> (b, n, d).
+
+    Hard attention: y_ic = sum_j P^c_ij(x) (x + p)_jc, where P^c(x) is the permutation of tokens that sorts the pair in
+    channel c, so that each output entry attends to exactly one token, and which one depends on the image. A permutation
+    of entries at every point, continuous where two are equal: Lipschitz constant 1. The learned p (n, d) sets the offset at
+    which a pair swaps: far from 0 it makes a fixed routing of tokens.
+    """
+
+    def __init__(self, tokens: int, width: int, stride: int) -> None:
+        super().__init__()
+        if stride < 1 or tokens % (2 * stride):
+            raise ArchitectureError(f"{tokens} tokens do not fall into pairs at a distance of {stride}")
+        self.stride = stride
+        self.shift = nn.Parameter(0.1 * torch.randn(tokens, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, d = x.shape
+        first, second = (x + self.shift).reshape(b, n // (2 * self.stride), 2, self.stride, d).unbind(2)
+        return torch.stack([torch.maximum(first, second), torch.minimum(first, second)], dim=2).reshape(b, n, d)
+
+    def extra_repr(self) -> str:
+        return f"stride={self.stride}"
+
+
+class TokenShift(nn.Module):
+    """x -> x + p: (b, n, d) -> (b, n, d). What is left of a token mixing once the mixing is taken out."""
+
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(0.1 * torch.randn(tokens, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
