@@ -58,6 +58,19 @@ def test_positive_position_biases_exceed_the_constant_without_positions() -> Non
     assert found <= float(bound_network(net, (2, 2), 2).upper)
 
 
+def test_a_token_that_sees_only_itself_is_averaged_with_nothing() -> None:
+    """A mask that leaves the diagonal: P = I, whose constant is 1; and the bound has a gradient."""
+    attention = REPLACEMENTS.load("l2-attention")(PLACES["tokens"]())
+    attention.query.weight.data.copy_(torch.eye(WIDTH))
+    attention.proj.weight.data.copy_(torch.eye(WIDTH))
+    alone = torch.full((2, 4, 4), -torch.inf).masked_fill(torch.eye(4, dtype=torch.bool), 0.0)
+    net = Lone(attention, alone).double().eval()
+    assert float(bound_network(net, (8, WIDTH), 3).upper) == pytest.approx(1.0, rel=1e-8)
+    outcome = propagate(trace_network(net, (8, WIDTH)), TrainableArithmetic(CPU, 50))
+    outcome.context.settle(outcome.logits).base.backward()
+    assert attention.query.weight.grad.isfinite().all()
+
+
 class Copies(nn.Module):
     """One sequence as three windows, of which the first is returned: the input repeated costs sqrt(3)."""
 

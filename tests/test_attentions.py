@@ -47,6 +47,12 @@ ELSEWHERE = {("conv-attention", place) for place in ("windows", "shifted", "gate
 CASES = [pair for pair in itertools.product(ATTENTIONS, PLACES) if pair not in ELSEWHERE]
 
 
+def replacement(name: str, old: nn.Module, tokens: int = 4) -> nn.Module:
+    """The new part, built as surgery builds it."""
+    arguments = {"tokens": tokens} if name == "orthogonal-attention" else {}
+    return REPLACEMENTS.load(name)(old, **arguments)
+
+
 class Lone(nn.Module):
     """One attention on its own input, (b, 8, 4) -> (b, 8, 4): two windows, or one sequence of four tokens twice as often."""
 
@@ -73,7 +79,7 @@ def stir(module: nn.Module, size: float, seed: int = 0) -> None:
 
 def network(name: str, place: str, size: float, seed: int = 0) -> Lone:
     """The replacement with random weights. Where only bounded rows have a bound they come out of a LayerNorm."""
-    attention = REPLACEMENTS.load(name)(PLACES[place]())
+    attention = replacement(name, PLACES[place]())
     stir(attention, size, seed)
     norm = nn.LayerNorm(WIDTH, eps=1.0) if "untied" in name else None
     return Lone(attention, SHIFTED if place == "shifted" else None, norm).double().eval()
@@ -115,7 +121,10 @@ def test_no_slope_exceeds_the_bound_and_the_estimate_agrees(name: str, place: st
     # 1e-9: rounding of the measured singular value, in float64 on matrices of 32 columns
     assert steepest(net, starts(1 / size)) <= float(result.upper) * (1 + 1e-9)
     outcome = propagate(trace_network(net, (8, WIDTH)), TrainableArithmetic(CPU, 50))
-    estimate = float(outcome.context.settle(outcome.logits).base.detach())
+    base = outcome.context.settle(outcome.logits).base
+    base.backward()
+    assert all(part.grad is None or part.grad.isfinite().all() for part in net.parameters())
+    estimate = float(base.detach())
     # 1e-6: constants of the estimate are float32; below, fifty steps of power iteration come close to a spectral norm
     assert 0.9 * float(result.upper) <= estimate <= float(result.upper) * (1 + 1e-6)
 
@@ -141,7 +150,7 @@ def test_building_reads_no_weights_and_starting_sets_all_of_them(name: str, plac
     """Two starts from the same old weights agree, whatever the random weights before."""
     old = PLACES[place]()
     stir(old, 0.5)
-    new = REPLACEMENTS.load(name)(old)
+    new = replacement(name, old)
     states = []
     for seed in (1, 2):
         stir(new, 1.0, seed)
@@ -182,7 +191,7 @@ def _relative(found: Tensor, wanted: Tensor) -> float:
 def test_starts_keep_the_function_of_symmetric_logits(name: str, place: str) -> None:
     """Not exactly: |q_j| (L2) and the norms of rows (cosine) vary over tokens. A random start is off by 1 or more."""
     old, x = _symmetric(place), _tokens()
-    new = REPLACEMENTS.load(name)(old).double()
+    new = replacement(name, old).double()
     stir(new, 0.3)
     with torch.no_grad():
         wanted = old(x)
@@ -213,7 +222,7 @@ def test_tied_logits_start_as_the_old_ones(place: str) -> None:
 def test_starts_without_scores_of_their_own() -> None:
     """LipschitzNorm agrees where scores vanish; a convolution agrees on equal tokens, away from both ends."""
     old, x = _symmetric("tokens"), _tokens()
-    norm, conv = (REPLACEMENTS.load(name)(old).double() for name in ("lnorm-attention", "conv-attention"))
+    norm, conv = (replacement(name, old).double() for name in ("lnorm-attention", "conv-attention"))
     with torch.no_grad():
         for new in (norm, conv):
             new.start(AttentionWeights.of(old))
@@ -253,7 +262,8 @@ def test_networks_are_bounded_and_come_back_from_their_checkpoint(name: str, fam
     net = models.create(arch, args, initialise=True)
     spec = models.spec_of(net, size=models.input_size_of(net))
     places = [path] if "{}" not in path else [path.format(0), path.format(1)]
-    surgery = tuple(Replacement(place, name) for place in places)
+    arguments = {"tokens": 5} if name == "orthogonal-attention" else {}  # a class token and four patches
+    surgery = tuple(Replacement(place, name, arguments) for place in places)
     fresh = models.initialise(arch, args, spec, models.classes_of(net), seed=0)
     record = dataclasses.replace(fresh.record, surgery=surgery)
     if name in ("conv-attention", "orthogonal-attention") and family in ("swin", "convit"):
@@ -291,14 +301,14 @@ def test_what_would_be_lost_is_refused_by_name(name: str, case: str) -> None:
     make, named = REFUSED[case]
     old = make()
     with pytest.raises(ArchitectureError, match=named):
-        REPLACEMENTS.load(name)(old)
+        replacement(name, old)
     with pytest.raises(ArchitectureError, match=named):
         AttentionWeights.of(old)
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_masks_that_no_theorem_covers_are_refused(name: str) -> None:
-    attention = REPLACEMENTS.load(name)(PLACES["tokens"]())
+    attention = replacement(name, PLACES["tokens"]())
     x = torch.randn(1, 4, WIDTH)
     with pytest.raises(ArchitectureError, match="mask"):
         attention(x, attn_mask=torch.zeros(4, 4))

@@ -38,6 +38,11 @@ REPLACEMENTS = Registry(
         "parallel convolutions over the tokens in place of attention",
         "CoViT, as CertViT compares with it",
     ),
+    Entry(
+        "orthogonal-attention",
+        "certcli.nn.orthogonal_attention:build",
+        "orthogonal matrices over the tokens in place of attention; takes their number",
+    ),
     Entry("center-norm", "certcli.nn.norms:build_center_norm", "LayerNorm without the division", "Qi et al. 2023"),
     Entry(
         "floor-norm",

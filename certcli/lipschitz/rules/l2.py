@@ -23,6 +23,9 @@ W_OF_1_OVER_E = 0.27846454277
 _SLACK = 1e-9
 """Relative: sums of up to 1e6 positive terms and Newton's last step in float64 are off by less than 1e-10."""
 
+_UNSEEN = -1e4
+"""A logit so far below the own one that exp() of it is 0 in float64."""
+
 
 def l2_mixing_constant(tokens: int) -> float:
     """c_n >= Lip(z -> P(z) z), P_ij ~ exp(-|z_i - z_j|^2), for n tokens of any width; any temperature.
@@ -92,8 +95,9 @@ def _with_bias(biases: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         raise NoRule("a mask under which a token does not see itself")
     # the difference is rounded once, and so is a sum of table and mask: 1e-14 of their size
     b = biases - own + 1e-13 * (1 + own.detach().abs() + biases.detach().abs().clamp_max(1e6))
+    b = b.clamp_min(_UNSEEN)  # with -inf in its place a row of nothing else has no derivative
     diagonal = torch.eye(b.shape[-1], dtype=torch.bool, device=b.device)
-    others = b.masked_fill(diagonal, -math.inf)
+    others = b.masked_fill(diagonal, _UNSEEN)
     spread = lambert_w_of_exp(others.logsumexp(dim=-1) - 1)
     reach = lambert_w_of_exp(b - 1).masked_fill(diagonal, 0.0)
     averaging = 1 + torch.sigmoid(others).sum(dim=-2).amax(dim=-1)
