@@ -103,7 +103,7 @@ def main() -> None:
     device = torch.device(options.device)
     wanted = [name for name in VARIANTS if name in ("plain", *options.variants.split(","))]
     wanted += [VARIANTS[name][0] for name in wanted if VARIANTS[name][0] not in wanted]
-    run = {name: stepper(name, options, device) for name in wanted}
+    run = {name: stepper(name, options, device) for name in VARIANTS if name in wanted}
     for steps in run.values():
         steps()  # a warm-up: cold power iterations, allocations
     order, seconds = random.Random(options.seed), {name: [] for name in run}

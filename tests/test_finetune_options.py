@@ -133,6 +133,36 @@ def test_accumulated_batches_have_the_gradient_of_one_large_batch(
         assert torch.allclose(one, three, rtol=1e-4, atol=1e-6)  # sums of 96 float32 terms in two orders
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_scaled_gradients_make_the_same_steps(
+    accumulate: int, lipschitz: Checkpoint, sets: tuple[data.Images, data.Images]
+) -> None:
+    """fp16's scale is a power of two: in float32, where nothing overflows, it changes no bit of any step."""
+    ends = []
+    for scaled in (False, True):
+        run = trainer(lipschitz, loss="margin", optimiser="stiefel", epochs=1, clip_grad=1.0, accumulate=accumulate)
+        if scaled:
+            run.descent.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        list(run.run(*sets))
+        ends.append(run.last_net())
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    saved = run.descent.state()["scaler"]
+    run.descent.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    run.descent.load({"scaler": saved})
+    assert run.descent.scaler.state_dict()["scale"] == 2.0**12
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+def test_precisions_on_a_gpu(precision: str, lipschitz: Checkpoint, sets: tuple[data.Images, data.Images]) -> None:
+    settings = FinetuneSettings(optimiser="stiefel", epochs=3, batch_size=32, lr=0.01, precision=precision)
+    run = Trainer(models.load(lipschitz, "cuda", writable=True), settings, 10, "test")
+    records = list(run.run(*sets))
+    assert records[-1].loss < records[0].loss
+    run.restore(run.state())
+
+
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_sam_climbs_by_rho_and_comes_back_exactly(adaptive: bool) -> None:
     torch.manual_seed(0)

@@ -124,5 +124,5 @@ def _ramp(ramp: float, share: float) -> float:
 def _own_randomness(seed: int, number: int, device: torch.device) -> Iterator[None]:
     """Dropout draws from global generators: inside the block they depend on seed and step alone, so a run can resume."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed * 1_000_003 + number)
+        torch.manual_seed((seed * 1_000_003 + number) % 2**63)
         yield
