@@ -37,7 +37,7 @@ def _two_tokens(kind: str, **weights: Tensor) -> nn.Module:
 
 
 class Biased(nn.Module):
-    """Two tokens that prefer each other by b over themselves."""
+    """Two tokens in [-4, 4]^2, from pixels in [0, 1], that prefer each other by b over themselves."""
 
     def __init__(self, attention: nn.Module, b: float) -> None:
         super().__init__()
@@ -45,17 +45,29 @@ class Biased(nn.Module):
         self.register_buffer("mask", torch.tensor([[[0.0, b], [b, 0.0]]], dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, mask=self.mask)
+        return self.attention(8 * (x - 0.5), mask=self.mask)
 
 
 def test_positive_position_biases_exceed_the_constant_without_positions() -> None:
     """b = 10 and two tokens: slopes of 10 are found, c_2 is below 3. Theorem 6.2 counts b."""
     net = Biased(_two_tokens("l2-attention", query=torch.eye(2)), 10.0).eval()
     root = 2**0.25  # z = q / dh^(1/4)
-    x = root * torch.stack([torch.tensor([[0.0, 0.0], [r, 0.0]]) for r in torch.linspace(1, 4, 60)]).double()
-    found = steepest(net, x, steps=3)
+    tokens = root * torch.stack([torch.tensor([[-r, 0.0], [r, 0.0]]) for r in torch.linspace(0.5, 2, 60)]).double()
+    found = steepest(net, 0.5 + tokens / 8, steps=3) / 8
     assert found > 3 * l2_mixing_constant(2)
-    assert found <= float(bound_network(net, (2, 2), 2).upper)
+    assert found <= float(bound_network(net, (2, 2), 2).upper) / 8
+
+
+@pytest.mark.parametrize("name", ["l2-attention", "l2-untied-value-attention"])
+def test_short_rows_are_averaged(name: str) -> None:
+    """Logits of tokens of length 1e-3 differ by 1e-6: attention is the mean, whose constant is 1."""
+    attention = REPLACEMENTS.load(name)(PLACES["tokens"]())
+    for layer in attention.children():
+        layer.weight.data.copy_(torch.eye(WIDTH))
+    net = Lone(attention, span=1e-3).double().eval()
+    found = steepest(net, torch.full((1, 8, WIDTH), 0.5).double(), steps=1)
+    assert found == pytest.approx(1e-3, rel=1e-6)
+    assert found <= float(bound_network(net, (8, WIDTH), 3).upper) <= found * (1 + 1e-4)
 
 
 def test_a_token_that_sees_only_itself_is_averaged_with_nothing() -> None:

@@ -54,17 +54,19 @@ def replacement(name: str, old: nn.Module, tokens: int = 4) -> nn.Module:
 
 
 class Lone(nn.Module):
-    """One attention on its own input, (b, 8, 4) -> (b, 8, 4): two windows, or one sequence of four tokens twice as often."""
+    """Pixels (b, 8, 4) in [0, 1] spread to tokens in [-span / 2, span / 2], two windows of four, into one attention."""
 
-    def __init__(self, attention: nn.Module, mask: Tensor | None = None, norm: nn.Module | None = None) -> None:
+    def __init__(
+        self, attention: nn.Module, mask: Tensor | None = None, norm: nn.Module | None = None, span: float = 1.0
+    ) -> None:
         super().__init__()
-        self.attention = attention
+        self.attention, self.span = attention, span
         self.norm = norm or nn.Identity()
         self.register_buffer("mask", mask)
 
     def forward(self, x: Tensor) -> Tensor:
         b = x.shape[0]
-        tokens = self.norm(x).reshape(b * 2, 4, WIDTH)
+        tokens = self.norm((x - 0.5) * self.span).reshape(b * 2, 4, WIDTH)
         mixed = self.attention(tokens) if self.mask is None else self.attention(tokens, mask=self.mask)
         return mixed.reshape(b, 8, WIDTH)
 
@@ -77,26 +79,27 @@ def stir(module: nn.Module, size: float, seed: int = 0) -> None:
             parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
 
 
-def network(name: str, place: str, size: float, seed: int = 0) -> Lone:
+def network(name: str, place: str, size: float, seed: int = 0, span: float = 1.0) -> Lone:
     """The replacement with random weights. Where only bounded rows have a bound they come out of a LayerNorm."""
     attention = replacement(name, PLACES[place]())
     stir(attention, size, seed)
     norm = nn.LayerNorm(WIDTH, eps=1.0) if "untied" in name else None
-    return Lone(attention, SHIFTED if place == "shifted" else None, norm).double().eval()
+    return Lone(attention, SHIFTED if place == "shifted" else None, norm, span).double().eval()
 
 
 def starts(scale: float) -> Tensor:
-    """Spread, small, large, nearly equal and clustered tokens, in units in which queries are of ordinary size: (6, 8, 4)."""
+    """Pixels of spread, small, large, nearly equal and clustered tokens, ordinary ones being `scale` large: (6, 8, 4)."""
     noise = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     one = noise[:1].expand(8, WIDTH)
     clusters = torch.cat([one[:2], -one[:2], one[:1], -one[:3]]) + 0.01 * noise
-    return torch.stack([noise, 0.05 * noise, 10 * noise, one + 1e-3 * noise, clusters, 3 * clusters]) * scale
+    tokens = torch.stack([noise, 0.05 * noise, 10 * noise, one + 1e-3 * noise, clusters, 3 * clusters])
+    return (0.5 + scale * tokens).clamp(0, 1)
 
 
 def steepest(net: nn.Module, x: Tensor, steps: int = 8) -> float:
     """The largest singular value of the dense Jacobian that gradient ascent finds from all starts at once."""
     jacobian = vmap(jacrev(lambda one: net(one.unsqueeze(0)).flatten()))
-    size, found = x.flatten(1).norm(dim=1), 0.0
+    size, found = (x - 0.5).flatten(1).norm(dim=1), 0.0
     for _ in range(steps):
         x = x.detach().requires_grad_(True)
         slopes = torch.linalg.matrix_norm(jacobian(x).flatten(2), 2)
@@ -108,18 +111,19 @@ def steepest(net: nn.Module, x: Tensor, steps: int = 8) -> float:
             break
         gradient = gradient.nan_to_num(0.0, 0.0, 0.0)  # the second derivative of a norm at 0
         length = gradient.flatten(1).norm(dim=1).clamp_min(1e-30)
-        x = x + gradient * (0.15 * size / length).view(-1, 1, 1)
+        x = (x + gradient * (0.15 * size / length).view(-1, 1, 1)).clamp(0, 1)
     return found
 
 
-@pytest.mark.parametrize("size", [0.4, 3.0])
+@pytest.mark.parametrize(("size", "span"), [(0.4, 100.0), (3.0, 10.0), (0.6, 0.5)])
 @pytest.mark.parametrize(("name", "place"), CASES)
-def test_no_slope_exceeds_the_bound_and_the_estimate_agrees(name: str, place: str, size: float) -> None:
-    net = network(name, place, size)
+def test_no_slope_exceeds_the_bound_and_the_estimate_agrees(name: str, place: str, size: float, span: float) -> None:
+    """Wide tokens, on which softmaxes saturate, and short ones, on which the bounds of short rows count."""
+    net = network(name, place, size, span=span)
     result = bound_network(net, (8, WIDTH), 3)
     assert result.upper.finite, result.bound.why
     # 1e-9: rounding of the measured singular value, in float64 on matrices of 32 columns
-    assert steepest(net, starts(1 / size)) <= float(result.upper) * (1 + 1e-9)
+    assert steepest(net, starts(1 / (size * span))) <= float(result.upper) * (1 + 1e-9)
     outcome = propagate(trace_network(net, (8, WIDTH)), TrainableArithmetic(CPU, 50))
     base = outcome.context.settle(outcome.logits).base
     base.backward()
@@ -134,7 +138,7 @@ def test_an_image_does_not_depend_on_the_batch_and_proj_comes_last(name: str, pl
     net = network(name, place, 1.0)
     x = torch.randn(3, 8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with torch.no_grad():
-        together, tokens = net(x), net.norm(x).reshape(6, 4, WIDTH)
+        together, tokens = net(x), net.norm((x - 0.5) * net.span).reshape(6, 4, WIDTH)
         one_by_one = torch.cat([net(image.unsqueeze(0)) for image in x])
         mask = {} if net.mask is None else {"mask": net.mask}
         last = net.attention.proj(net.attention.mix(tokens, **mask)).reshape(3, 8, WIDTH)
@@ -278,7 +282,10 @@ def test_networks_are_bounded_and_come_back_from_their_checkpoint(name: str, fam
     loaded = models.load(Checkpoint.read(tmp_path / "a"))
     image = torch.rand(2, *spec.size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert torch.equal(loaded(image), models.PixelModel(spec, built).eval()(image))
+        # the same weights at another address in memory: sums of float32 may be taken in another order
+        assert torch.allclose(loaded(image), models.PixelModel(spec, built).eval()(image), rtol=1e-4, atol=1e-5)
+    state = loaded.net.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in built.state_dict().items())
     result = bound_network(loaded, spec.size, models.classes_of(net))
     assert result.upper.finite, result.bound.why
     assert float(jacobian_norms(loaded.double(), image.double(), 20).max()) <= float(result.upper)

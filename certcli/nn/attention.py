@@ -80,7 +80,7 @@ class LipschitzAttention(nn.Module):
         weights = logits.softmax(dim=-1)
         if self.gated:
             gate = torch.sigmoid(self.gating_param).view(1, -1, 1, 1)
-            positions = self.pos_proj(self.get_rel_indices(n).to(logits)).permute(0, 3, 1, 2).softmax(dim=-1)
+            positions = self.pos_proj(self.get_rel_indices(n)).permute(0, 3, 1, 2).softmax(dim=-1)
             weights = (1 - gate) * weights + gate * positions
         return (weights @ values).transpose(1, 2).reshape(b, n, -1)
 
@@ -89,13 +89,13 @@ class LipschitzAttention(nn.Module):
         n = len(self.relative_position_index)
         return self.relative_position_bias_table[self.relative_position_index.view(-1)].view(n, n, -1).permute(2, 0, 1)
 
-    @staticmethod
-    def get_rel_indices(n: int) -> Tensor:
+    def get_rel_indices(self, n: int) -> Tensor:
         """(x, y, x^2 + y^2) from token to token of a square grid, (1, n, n, 3): what ConViT's `pos_proj` reads."""
         side = math.isqrt(n)
         if side * side != n:
             raise ArchitectureError(f"gated positional attention needs a square grid of tokens, not {n} of them")
-        steps = torch.arange(side, dtype=torch.float64)
+        weight = self.pos_proj.weight
+        steps = torch.arange(side, dtype=weight.dtype, device=weight.device)
         offset = steps.view(1, -1) - steps.view(-1, 1)
         x = offset.repeat(side, side)
         y = offset.repeat_interleave(side, dim=0).repeat_interleave(side, dim=1)

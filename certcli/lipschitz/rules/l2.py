@@ -10,6 +10,7 @@ from torch import Tensor
 from certcli.lipschitz.arithmetic import Scalar, lambert_w_upper
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.attention_heads import combined, gates, head_map, largest, mixed, require_bounded
+from certcli.lipschitz.rules.attention_positions import Prior, exp_twice, position_logits, prior
 from certcli.lipschitz.rules.table import NoRule, module_rule
 from certcli.lipschitz.spectral import up
 from certcli.lipschitz.value import Value
@@ -71,23 +72,6 @@ def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int
     return Tied(*(list(part.unbind()) for part in (averaging, spread, torn, reach)))
 
 
-def position_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Tensor | None:
-    """B, what is added to the logits whatever the image: (m, h, n, n) for m different masks, float64; None for nothing."""
-    bias: Tensor | None = None
-    if module.window_size is not None:
-        bias = module.position_bias().double().unsqueeze(0)
-        ctx.require(bias.shape[-1] == tokens, "windows of another size than the table of positions")
-        ctx.require(bool(torch.isfinite(bias).all()), "infinite or NaN position biases")
-    if mask is not None:
-        fixed = ctx.constant_tensor(mask)
-        ctx.require(fixed.dim() == 3 and fixed.is_floating_point(), "a mask that is not added to the scores of windows")
-        # most windows of an image share a mask (none)
-        fixed = fixed.detach().double().unique(dim=0).unsqueeze(1)
-        ctx.require(not bool(torch.isnan(fixed).any() | (fixed == math.inf).any()), "a mask with NaN or +inf")
-        bias = fixed.expand(-1, module.num_heads, -1, -1) if bias is None else bias + fixed
-    return bias
-
-
 def _with_bias(biases: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Per head, the largest over masks: (m, h, n, n) -> 4 x (h,), differentiable."""
     own = biases.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
@@ -132,26 +116,46 @@ def _tokens(ctx: Context, x: Value, attn_mask: Any, is_causal: bool, what: str) 
     return int(x.shape[-2])
 
 
+@dataclass(frozen=True)
+class Bounded:
+    """Per head, of P_ij ~ exp(-|z_i - z_j|^2 + B_ij) on rows |z| <= R_z, the terms of Theorem 6.3: |P|, and 2 (.. + ..)."""
+
+    averaging: list[Scalar]
+    torn: list[Scalar]
+
+
+def bounded_rows(ctx: Context, tied: Tied, positions: Prior, radii: list[Scalar], tokens: int) -> Bounded:
+    """Theorem 6.3 without its factors R_v: what the logits cannot do on short rows."""
+    arith = ctx.arith
+    n, half, two = arith.const(float(tokens)), arith.const(0.5), arith.const(2.0)
+    averaging, torn = [], []
+    for h, radius in enumerate(radii):
+        grown = exp_twice(arith, two * radius * radius)  # logits of a row lie within 4 R_z^2
+        averaging.append(arith.minimum(tied.averaging[h], arith.sqrt(grown * positions.columns[h])))
+        peak = arith.sqrt(n * arith.minimum(half, grown * positions.peak[h]))
+        steps = arith.minimum(arith.sqrt(tied.spread[h]), radius), arith.minimum(tied.reach[h], two * radius * peak)
+        torn.append(two * (steps[0] + steps[1]))
+    return Bounded(averaging, torn)
+
+
 @module_rule(L2Attention)
 def l2_attention(
     ctx: Context, module: L2Attention, x: Value, attn_mask: Any = None, is_causal: bool = False, mask: Any = None
 ) -> Value:
-    """Theorems 6.1 and 6.2: [P_h q_h]_h has constant c |W_Q|, heads acting on disjoint parts of q; then `proj`."""
-    tokens = _tokens(ctx, x, attn_mask, is_causal, "L2 attention")
+    """Theorems 6.1 to 6.3: [P_h q_h]_h has constant c |W_Q|, heads acting on disjoint parts of q; then `proj`."""
+    tokens, arith = _tokens(ctx, x, attn_mask, is_causal, "L2 attention"), ctx.arith
     inputs, query = head_map(ctx, x, module.query, module.num_heads, "query")
-    if mask is None and module.window_size is None and not module.gated:
-        c = l2_mixing_constant(tokens)
-        constant: Scalar = ctx.arith.const(c) * query.whole
-        shown = f"c_n = {c:.3f}"
-    else:
-        parts = tied_logits(ctx, module, mask, tokens)
-        two = ctx.arith.const(2.0)
-        each = [a + two * s + two * t for a, s, t in zip(parts.averaging, parts.spread, parts.torn, strict=True)]
-        weights = gates(ctx, module, tokens).averaging(each)
-        constant = combined(ctx.arith, [(weights, query)])
-        shown = f"c <= {float(largest(ctx.arith, weights)):.3f} with positions" if ctx.arith.rigorous else "c"
+    tied, two = tied_logits(ctx, module, mask, tokens), arith.const(2.0)
+    each = [a + two * s + two * t for a, s, t in zip(tied.averaging, tied.spread, tied.torn, strict=True)]
+    if not arith.rigorous or inputs.rows.value.finite:
+        radii = [_temperature(ctx, module) * reach for reach in query.reach]
+        known = bounded_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
+        short = [a + radius * t for a, radius, t in zip(known.averaging, radii, known.torn, strict=True)]
+        each = [arith.minimum(everywhere, here) for everywhere, here in zip(each, short, strict=True)]
+    weights = gates(ctx, module, tokens).averaging(each)
+    shown = f"c <= {float(largest(arith, weights)):.3f}" if arith.rigorous else "c"
     why = f"L2 attention of {tokens} tokens: {shown} times |W_Q|"
-    return mixed(ctx, module, inputs, constant, why, lambda: query.norms)
+    return mixed(ctx, module, inputs, combined(arith, [(weights, query)]), why, lambda: query.norms)
 
 
 @module_rule(L2UntiedValueAttention)
@@ -163,23 +167,24 @@ def l2_untied_value_attention(
     is_causal: bool = False,
     mask: Any = None,
 ) -> Value:
-    """Theorem 6.3: on tokens in a ball, |P| |dv| + 2 R_v (min(sqrt S, R_z) + min(sqrt(s1 (n-1)), sqrt(2n) R_z)) |dz|."""
+    """Theorem 6.3, v and z linear in tokens of bounded norm; then `proj`."""
     tokens = _tokens(ctx, x, attn_mask, is_causal, "L2 attention with untied values")
     inputs, query = head_map(ctx, x, module.query, module.num_heads, "query")
     _, value = head_map(ctx, x, module.value, module.num_heads, "value")
     require_bounded(ctx, inputs, "L2 attention with untied values")
-    arith = ctx.arith
-    parts, gate = tied_logits(ctx, module, mask, tokens), gates(ctx, module, tokens)
-    temperature = arith.const(up(module.head_dim**-0.25, 4))  # z = q / dh^(1/4)
-    two, all_tokens = arith.const(2.0), arith.const(up(math.sqrt(2 * tokens), 1))
-    torn = []
-    for spread, reach, row, radius in zip(parts.spread, parts.reach, query.reach, value.reach, strict=True):
-        z = temperature * row
-        step = arith.minimum(arith.sqrt(spread), z) + arith.minimum(reach, all_tokens * z)
-        torn.append(two * radius * temperature * step)
-    constant = combined(arith, [(gate.averaging(parts.averaging), value), (gate.scale(torn), query)])
+    arith, temperature = ctx.arith, _temperature(ctx, module)
+    tied, gate = tied_logits(ctx, module, mask, tokens), gates(ctx, module, tokens)
+    radii = [temperature * reach for reach in query.reach]
+    known = bounded_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
+    torn = [radius * t * temperature for radius, t in zip(value.reach, known.torn, strict=True)]
+    constant = combined(arith, [(gate.averaging(known.averaging), value), (gate.scale(torn), query)])
     why = f"L2 attention with untied values of {tokens} tokens{_norm_shown(ctx, inputs)} (Theorem 6.3)"
     return mixed(ctx, module, inputs, constant, why, lambda: value.norms)
+
+
+def _temperature(ctx: Context, module: LipschitzAttention) -> Scalar:
+    """z = q / dh^(1/4)."""
+    return ctx.arith.const(up(module.head_dim**-0.25, 4))
 
 
 def _norm_shown(ctx: Context, x: Value) -> str:

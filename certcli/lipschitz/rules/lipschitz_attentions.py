@@ -1,54 +1,16 @@
 """Attentions that bound their own scores: scaled cosine similarity and LipschitzNorm. Proofs: docs/bounds.md, section 10."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from certcli.lipschitz.arithmetic import Arithmetic, Scalar
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.attention_heads import combined, gates, head_map, mixed
-from certcli.lipschitz.rules.l2 import position_logits
+from certcli.lipschitz.rules.attention_positions import exp_twice, prior
 from certcli.lipschitz.rules.table import module_rule
 from certcli.lipschitz.spectral import up
 from certcli.lipschitz.value import Value
-from certcli.nn.attention import LipschitzAttention
 from certcli.nn.lnorm_attention import LipschitzNormAttention
 from certcli.nn.scsa_attention import EPS, CosineAttention
-
-_SLACK = 1e-9
-"""Relative: a softmax of numbers below 1e4 in float64, and sums of its entries, are off by less than 1e-10."""
-
-
-@dataclass(frozen=True)
-class Prior:
-    """Per head, of pi = softmax(B), the attention that positions and masks alone would give.
-
-    columns: largest column sum; root: largest l2 norm of a column; peak: largest entry.
-    """
-
-    columns: list[Scalar]
-    root: list[Scalar]
-    peak: list[Scalar]
-
-
-def prior(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Prior:
-    """1, 1 / sqrt(n) and 1 / n without positions."""
-    arith, heads = ctx.arith, module.num_heads
-    biases = position_logits(ctx, module, mask, tokens)
-    if biases is None:
-        known = (1.0, up(1 / math.sqrt(tokens), 2), up(1 / tokens))
-        return Prior(*([arith.const(value)] * heads for value in known))
-    ctx.require(float(biases.detach().clamp_min(-1e4).abs().max()) <= 1e4, "position biases beyond 1e4")
-    pi = biases.softmax(dim=-1)
-    ctx.require(not bool(pi.isnan().any()), "a mask under which a token sees nothing")
-    parts = (pi.sum(-2).amax((0, 2)), pi.square().sum(-2).sqrt().amax((0, 2)), pi.amax((0, 2, 3)))
-    return Prior(*([_scalar(arith, value) for value in part.unbind()] for part in parts))
-
-
-def _scalar(arith: Arithmetic, value: Tensor) -> Scalar:
-    return arith.const(up(float(value) * (1 + _SLACK))) if arith.rigorous else value
 
 
 def _tokens(ctx: Context, x: Value, attn_mask: Any, is_causal: bool) -> int:
@@ -73,7 +35,7 @@ def cosine_attention(
     nu, tau = ([arith.absolute(entry) for entry in part] for part in (module.nu, module.tau))
     averaging, of_query, of_key = [], [], []
     for h in range(heads):
-        grown = _exp_twice(arith, tau[h])
+        grown = exp_twice(arith, tau[h])
         columns = arith.minimum(n, grown * positions.columns[h])
         peak = arith.minimum(half, grown * positions.peak[h])
         averaging.append(nu[h] * slope * arith.sqrt(columns))
@@ -85,13 +47,6 @@ def cosine_attention(
     constant = combined(arith, [(of_value, value), (gate.scale(of_query), query), (gate.scale(of_key), key)])
     why = f"scaled cosine similarity attention of {tokens} tokens (Theorem 10.1)"
     return mixed(ctx, module, inputs, constant, why, lambda: nu)
-
-
-def _exp_twice(arith: Arithmetic, tau: Scalar) -> Scalar:
-    """e^(2 tau)."""
-    if not arith.rigorous:
-        return (2 * tau).clamp_max(80.0).exp()
-    return arith.const(up(math.exp(2 * float(tau)), 8) if float(tau) < 300 else math.inf)
 
 
 @module_rule(LipschitzNormAttention)
