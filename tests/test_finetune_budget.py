@@ -119,6 +119,23 @@ def test_the_lineage_holds_the_steps_and_they_repeat_the_run(start: Path, monkey
     assert Checkpoint.read(folder / "b.safetensors").digest == made.digest
 
 
+def test_a_run_that_is_gone_on_with_keeps_to_its_plan(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped before its first epoch ended, hours later on a busier machine: the plan is in the state already."""
+    monkeypatch.setattr(training, "LONGEST_START", 0.0)
+    out = start.parent / "o.safetensors"
+    words = [start, "--time-budget", "1s", "-o", out]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run", lambda self, *sets: (_ for _ in ()).throw(OSError("power cut")))
+        finetune(*words, fails=OSError)
+    state, _ = certcli.checkpoint.read_tensors(start.parent / "o.state.safetensors")
+    assert state
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "plan", lambda *arguments, **named: pytest.fail("planned twice"))
+        records = finetune(*words, "--resume")
+    assert records[-1]["steps"] == Checkpoint.read(out).record.lineage[-1].parameters["steps"]
+    finetune(start, "--time-budget", "1s", "--steps", 3, fails=UsageError)
+
+
 def test_a_fraction_of_an_epoch(start: Path) -> None:
     records = finetune(start, "--steps", 3)
     assert [record["step"] for record in records[:-1]] == [3]

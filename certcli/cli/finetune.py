@@ -59,7 +59,7 @@ def finetune(
     clip_grad: Annotated[float | None, typer.Option(help="Longest gradient, all parameters together.")] = None,
     label_smoothing: Annotated[float, typer.Option(help="Of the cross entropy.")] = 0.0,
     noise: Annotated[float, typer.Option(help="Deviation of Gaussian pixel noise on training images.")] = 0.0,
-    augment: Annotated[str, typer.Option(metavar="LIST", help="Any of crop,flip,shift.")] = "",
+    augment: Annotated[str | None, typer.Option(metavar="LIST", help="Any of crop,flip,shift.")] = None,
     mixup: Annotated[float, typer.Option(help="Mixup with lambda ~ Beta(A, A); 0 is none.")] = 0.0,
     cutmix: Annotated[float, typer.Option(help="CutMix with lambda ~ Beta(A, A); 0 is none.")] = 0.0,
     mix_probability: Annotated[float, typer.Option(help="Share of the batches that are mixed.")] = 1.0,
@@ -132,13 +132,19 @@ def finetune(
     """Train on --dataset; choices are made on its validation split, and the bound at the end is proven."""
     given: dict[str, Any] = dict(locals())
     from certcli.cli.training import Training
+    from certcli.errors import UsageError
+    from certcli.finetune.budget import parse_duration
     from certcli.finetune.losses import NEEDS_BOUND
     from certcli.finetune.settings import FinetuneSettings
 
+    if time_budget is not None:
+        parse_duration(time_budget)
+        if steps is not None:
+            raise UsageError("--steps and --time-budget both say how long", "one of the two")
     orthogonal = loss in NEEDS_BOUND and project is None
     given["optimiser"] = optimiser or ("stiefel" if orthogonal else "adamw")
     given["lr"] = (0.01 if given["optimiser"] == "stiefel" else 0.001) if lr is None else lr
-    given["augment"] = tuple(name for name in augment.split(",") if name)
+    given["augment"] = tuple(name for name in (augment or "").split(",") if name)
     given["msvp"] = None if msvp is None else _three_weights(msvp)
     given["attack_epsilon"] = (
         (8 / 255 if attack_norm == "linf" else epsilon) if attack_epsilon is None else attack_epsilon

@@ -57,13 +57,16 @@ class Training:
         model = models.load(self.checkpoint, device, writable=True)
         run = identity(self.checkpoint.digest, self.settings, f"{train.name}:{len(train)}")
         trainer = Trainer(model, self.settings, self.checkpoint.record.classes, run, teacher)
-        if not self._resumed(trainer, run) and self.settings.time_budget is not None:
+        if self.given["resume"]:
+            self._resume(trainer, run)
+        if self.settings.time_budget is not None and trainer.settings.steps is None:
             self._plan(trainer, train, validation)
         diverged: Diverged | None = None
         try:
             self._learn(trainer, train, validation)
         except Diverged as failure:
             if trainer.best_epoch < 0:
+                self.state_path.unlink(missing_ok=True)
                 raise
             diverged = failure
         try:
@@ -105,17 +108,14 @@ class Training:
         self.settings = replace(self.settings, teacher=checkpoint.digest)
         return models.load(checkpoint, device)
 
-    def _resumed(self, trainer: Trainer, run: str) -> bool:
+    def _resume(self, trainer: Trainer, run: str) -> None:
         from certcli.finetune.state import load_state
 
-        if not self.given["resume"]:
-            return False
         if not self.state_path.exists():
             self.sink.note(f"no {self.state_path.name} to go on from: starting at the beginning")
-            return False
+            return
         trainer.restore(load_state(self.state_path, run))
         self.sink.note(f"going on after epoch {trainer.epoch}, step {trainer.step}")
-        return True
 
     def _plan(self, trainer: Trainer, train: Images, validation: Images) -> None:
         from certcli.finetune.budget import Costs, parse_duration
@@ -133,6 +133,7 @@ class Training:
             self.sink.warn(f"only {epochs:.2f} of one epoch fits into {budget}")
         if limit is not None:
             self.sink.note(f"validating on {limit} of {len(validation)} images, to save time")
+        self._save_state(trainer)  # with the plan, which a run that is gone on with must keep to
 
     def _learn(self, trainer: Trainer, train: Images, validation: Images) -> None:
         total = trainer.total_steps(train)
