@@ -234,6 +234,20 @@ def test_one_function_called_twice_in_a_module_keeps_two_vectors() -> None:
     assert len(arithmetic.vectors) == 2
 
 
+def test_an_evaluation_catches_up_with_weights_that_moved_far() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64)).double().eval()
+    traced, arithmetic = trace_network(net, (1, 4, 4)), TrainableArithmetic(CPU)
+    propagate(traced, arithmetic)
+    with torch.no_grad():
+        for layer in (net[1], net[3]):
+            layer.weight.add_(0.5 * torch.randn(64, 1) @ torch.randn(1, layer.weight.shape[1]))
+        outcome = propagate(traced, arithmetic)
+        estimate = float(outcome.context.settle(outcome.logits).base)
+    proven = float(bound_network(net, (1, 4, 4), 64).upper)
+    assert proven * (1 - CLOSE) <= estimate <= proven * (1 + SLACK)
+
+
 def test_batches_of_heads_equal_single_matrices() -> None:
     torch.manual_seed(0)
     heads = [Matrix(torch.randn(4, 12, dtype=torch.float64)) for _ in range(3)]

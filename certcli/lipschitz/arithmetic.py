@@ -15,7 +15,7 @@ from torch import Tensor
 
 from certcli.lipschitz.convolution import conv_norm
 from certcli.lipschitz.convolution_estimate import Geometry, convolution_estimate
-from certcli.lipschitz.power import block_norms, leading, warm
+from certcli.lipschitz.power import COLD, block_norms, leading, warm
 from certcli.lipschitz.real import INF, ZERO, Real, as_real
 from certcli.lipschitz.spectral import frobenius_norm, gamma, spectral_norm, up
 
@@ -232,7 +232,8 @@ class TrainableArithmetic(Arithmetic):
     """Differentiable estimates of the same numbers. Power iteration approaches spectral norms from below.
 
     Matrices stay in the network's precision, scalars are float64: the bound of an untrained network is a product of many
-    factors, beyond float32. vectors: singular vectors by name, kept between steps, so that one iteration a step is enough.
+    factors, beyond float32. vectors: singular vectors by name, kept between steps, so that one iteration a step is enough;
+    without gradients (an evaluation, once an epoch) at least 30, since what is found lags behind weights that move fast.
     orthogonal: the parameters that the optimiser keeps orthogonal; their norm is 1 and has no useful gradient.
     """
 
@@ -253,6 +254,10 @@ class TrainableArithmetic(Arithmetic):
         """A name for this matrix alone: a function may be called several times in one module."""
         self._asked[name] += 1
         return name if self._asked[name] == 1 else f"{name}#{self._asked[name]}"
+
+    @property
+    def _steps(self) -> int:
+        return max(1 if torch.is_grad_enabled() else COLD, self.iterations)
 
     def const(self, value: float) -> Tensor:
         value = float(value)
@@ -275,11 +280,12 @@ class TrainableArithmetic(Arithmetic):
         if matrix.key in self.orthogonal:
             return self.const(1.0)
         w, name = matrix.tensor, self._own(name)
+        steps = self._steps
         with torch.no_grad():
             fixed = w.detach()
             u = warm(self.vectors.get(name), w.shape[:1], w)
             u = leading(fixed.unsqueeze(0)).flatten() if u is None else u
-            for _ in range(max(1, self.iterations)):
+            for _ in range(steps):
                 v = torch.nn.functional.normalize(fixed.T @ u, dim=0)
                 u = torch.nn.functional.normalize(fixed @ v, dim=0)
             self.vectors[name] = u
@@ -289,7 +295,7 @@ class TrainableArithmetic(Arithmetic):
         tensors = [matrix.tensor for matrix in matrices]
         if len({tensor.shape for tensor in tensors}) > 1:
             return super().sigmas(matrices, name)
-        norms = block_norms(torch.stack(tensors), self.vectors, self._own(name), self.iterations)
+        norms = block_norms(torch.stack(tensors), self.vectors, self._own(name), self._steps)
         return list(norms.double().unbind())
 
     def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Tensor]:
@@ -297,10 +303,10 @@ class TrainableArithmetic(Arithmetic):
         if len({tensor.shape for tensor in left}) > 1 or len({tensor.shape for tensor in right}) > 1:
             return super().sigma_products(pairs, name)
         products = torch.stack(left).mT @ torch.stack(right)
-        return list(block_norms(products, self.vectors, self._own(name), self.iterations).double().unbind())
+        return list(block_norms(products, self.vectors, self._own(name), self._steps).double().unbind())
 
     def convolution(self, weight: Tensor, error: float, geometry: Geometry, name: str = "") -> Tensor:
-        return convolution_estimate(weight, geometry, self.vectors, self._own(name), self.iterations)
+        return convolution_estimate(weight, geometry, self.vectors, self._own(name), self._steps)
 
     def length(self, vector: Matrix) -> Tensor:
         return vector.tensor.norm().double()
