@@ -31,12 +31,22 @@ def attack(
     ] = [],
     preset: Annotated[str | None, typer.Option(help="A paper's evaluation: certvit, specformer-standard, ...")] = None,
     epsilon: Annotated[
-        list[float], typer.Option("--epsilon", "-e", help="Radius in pixel units, 0.5 unless given; several: a curve.")
+        list[float],
+        typer.Option(
+            "--epsilon",
+            "-e",
+            parser=options.fraction,
+            metavar="R",
+            help="Radius in pixel units, 0.5 unless given, also as 8/255; several: a curve.",
+        ),
     ] = [],
     norm: Annotated[str | None, typer.Option(help="l2 (unless given) or linf.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of iterated attacks; else each attack's own.")] = None,
     restarts: Annotated[int, typer.Option(min=1, help="Runs of random attacks on what still stands.")] = 1,
-    step_size: Annotated[float | None, typer.Option(help="Step in pixel units; else 2.5 radius / steps.")] = None,
+    step_size: Annotated[
+        float | None,
+        typer.Option(parser=options.fraction, metavar="A", help="Step in pixel units; else 2.5 radius / steps."),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Draws averaged by verdict and eot-pgd: for random nets.")] = 1,
     precision: Annotated[
         str, typer.Option(help="float32, or bf16: the attack's own passes run faster; verdicts never do.")

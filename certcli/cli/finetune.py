@@ -8,15 +8,6 @@ from certcli.cli import options
 from certcli.cli.output import Sink
 
 
-def _fraction(text: str) -> float:
-    """A number, or a quotient as in 8/255."""
-    try:
-        above, _, below = str(text).partition("/")
-        return float(above) / float(below or 1)
-    except (ValueError, ZeroDivisionError) as failure:
-        raise typer.BadParameter(f"'{text}' is neither a number nor a quotient such as 8/255") from failure
-
-
 def finetune(
     ckpt: options.CheckpointArgument,
     output: options.Output = None,
@@ -28,7 +19,11 @@ def finetune(
     epsilon: Annotated[
         float,
         typer.Option(
-            "--epsilon", "-e", parser=_fraction, metavar="R", help="Radius to be certified, pixel l2: 0.5 or 36/255."
+            "--epsilon",
+            "-e",
+            parser=options.fraction,
+            metavar="R",
+            help="Radius to be certified, pixel l2: 0.5 or 36/255.",
         ),
     ] = 0.5,
     epochs: Annotated[int, typer.Option(help="Passes over the training images; the schedule ends with them.")] = 40,
@@ -88,12 +83,14 @@ def finetune(
     attack_norm: Annotated[str, typer.Option(help="linf or l2: norm of the training attack.")] = "linf",
     attack_epsilon: Annotated[
         float | None,
-        typer.Option(parser=_fraction, metavar="R", help="Radius of the attack; 8/255 in linf, --epsilon in l2."),
+        typer.Option(
+            parser=options.fraction, metavar="R", help="Radius of the attack; 8/255 in linf, --epsilon in l2."
+        ),
     ] = None,
     attack_steps: Annotated[int, typer.Option(help="Steps of pgd and trades.")] = 10,
     attack_step_size: Annotated[
         float | None,
-        typer.Option(parser=_fraction, metavar="A", help="Of each step; 2.5 radii over all steps, fgsm 1.25."),
+        typer.Option(parser=options.fraction, metavar="A", help="Of each step; 2.5 radii over all steps, fgsm 1.25."),
     ] = None,
     trades_beta: Annotated[float, typer.Option(help="Weight of the divergence in --adversarial trades.")] = 6.0,
     ard: Annotated[

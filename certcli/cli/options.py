@@ -5,6 +5,16 @@ from typing import Annotated
 
 import typer
 
+
+def fraction(text: str) -> float:
+    """A number, or a quotient as in 8/255."""
+    try:
+        above, _, below = str(text).partition("/")
+        return float(above) / float(below or 1)
+    except (ValueError, ZeroDivisionError) as failure:
+        raise typer.BadParameter(f"'{text}' is neither a number nor a quotient such as 8/255") from failure
+
+
 CheckpointArgument = Annotated[
     str, typer.Argument(metavar="CKPT", help="A .safetensors file, a folder with model.safetensors, or a timm name.")
 ]
@@ -26,7 +36,12 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="D
 Records = Annotated[
     Path | None, typer.Option("--records", metavar="FILE.jsonl", help="One JSON line an image, written as it is found.")
 ]
-Epsilons = Annotated[list[float], typer.Option("--epsilon", "-e", help="Radius in pixel units; may be repeated.")]
+Epsilons = Annotated[
+    list[float],
+    typer.Option(
+        "--epsilon", "-e", parser=fraction, metavar="R", help="Radius in pixel units: 0.5 or 36/255; may be repeated."
+    ),
+]
 Arch = Annotated[str | None, typer.Option("--arch", help="timm architecture of a foreign file.")]
 ArchArg = Annotated[list[str], typer.Option("--arch-arg", metavar="KEY=VALUE", help="Argument of --arch.")]
 Mean = Annotated[str | None, typer.Option("--mean", help="Pixel mean of a foreign file, e.g. 0.5 or 0.48,0.45,0.41.")]
