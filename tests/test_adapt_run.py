@@ -195,10 +195,12 @@ def test_pixels_are_kept_in_bytes_only_where_that_loses_nothing() -> None:
     assert torch.equal(compact([exact, odd]), torch.cat([exact, odd]))
 
 
-def test_varied_images_stay_pixels_and_depend_on_the_generator_alone() -> None:
-    images = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(("channels", "side"), [(3, 64), (3, 8), (1, 8)])
+def test_varied_images_stay_pixels_and_depend_on_the_generator_alone(channels: int, side: int) -> None:
+    images = torch.rand(6, channels, side, side, generator=torch.Generator().manual_seed(0))
     first, second = (varied(images, torch.Generator().manual_seed(1)) for _ in range(2))
     assert torch.equal(first, second)
     assert first.shape == images.shape
     assert float(first.min()) >= 0
     assert float(first.max()) <= 1
+    assert torch.equal(first, images) == (channels == 1)

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from timm.layers.mlp import Mlp
 from timm.models.convit import Block as ConvitBlock
 from timm.models.convit import ConVit
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock, window_partition
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, window_partition
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -85,8 +86,6 @@ def _convit_body(net: Any) -> list[Step]:
     """Patches alone through the positional blocks; the class token joins them after these."""
 
     def join(x: Tensor) -> Tensor:
-        import torch
-
         return torch.cat((net.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
 
     steps = _blocks(net)
@@ -168,4 +167,23 @@ def attended(block: Any, x: Tensor) -> Tensor:
     return window_partition(x, window).flatten(1, 2)
 
 
-__all__ = ["Family", "Half", "PatchMerging", "Step", "attended", "branch", "family_of", "join", "require_known_blocks"]
+def token_counts(model: Any, size: tuple[int, ...]) -> dict[str, int]:
+    """How many tokens the attention of each block mixes, by the block's path; of pixels -> logits on (c, h, w)."""
+    parameter = next(model.parameters())
+    pixels = torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype)
+    found: dict[str, int] = {}
+    handles = []
+    for step in family_of(model.net).body(model.net):
+        if step.kind == "block":
+
+            def note(_: Any, inputs: tuple[Tensor, ...], path: str = step.path) -> None:
+                found[path] = int(inputs[0].shape[-2])
+
+            handles.append(step.module.attn.register_forward_pre_hook(note))
+    try:
+        with torch.no_grad():
+            model(pixels)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found

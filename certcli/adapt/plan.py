@@ -1,13 +1,13 @@
 """Which module becomes what: decided before anything is computed, printable, and stored as the record's surgery."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from certcli import models
-from certcli.adapt.families import Family, Step, family_of, require_known_blocks
+from certcli.adapt.families import Family, Step, family_of, require_known_blocks, token_counts
 from certcli.adapt.settings import ACTIVATIONS, ATTENTIONS, NORMS, RESIDUALS, AdaptSettings
 from certcli.errors import ArchitectureError
 from certcli.provenance import Record, Replacement
@@ -23,10 +23,13 @@ def plan(record: Record, settings: AdaptSettings) -> tuple[Replacement, ...]:
     net = models.build(record)
     family = family_of(net)
     require_known_blocks(net, family)
+    # a mixing matrix has the size of the sequence
+    sized = settings.attention == "orthogonal"
+    tokens = token_counts(models.PixelModel(record.input, net), record.input.size) if sized else {}
     found: list[Replacement] = []
     for step in family.body(net):
         if step.kind == "block":
-            found += _block_plan(step, settings)
+            found += _block_plan(step, settings, {"tokens": tokens[step.path]} if sized else {})
         elif step.kind == "merge":
             found += _norm_plan(step.module, f"{step.path}.norm", "norm", settings)
     for path in (*family.embed_norms, *family.end_norms):
@@ -47,7 +50,7 @@ def _norm_plan(parent: nn.Module, path: str, name: str, settings: AdaptSettings)
     return [] if kind is None or isinstance(norm, nn.Identity) else [Replacement(path, kind)]
 
 
-def _block_plan(step: Step, settings: AdaptSettings) -> list[Replacement]:
+def _block_plan(step: Step, settings: AdaptSettings, attention_args: Mapping[str, Any]) -> list[Replacement]:
     path, block = step.path, step.module
     found = [*_norm_plan(block, f"{path}.norm1", "norm1", settings)]
     found += _norm_plan(block, f"{path}.norm2", "norm2", settings)
@@ -57,7 +60,7 @@ def _block_plan(step: Step, settings: AdaptSettings) -> list[Replacement]:
         RESIDUALS[settings.residual],
     )
     if attention is not None:
-        found.append(Replacement(f"{path}.attn", attention))
+        found.append(Replacement(f"{path}.attn", attention, attention_args))
     if activation is not None:
         found.append(Replacement(f"{path}.mlp.act", activation))
     # the fitted output maps take LayerScale in

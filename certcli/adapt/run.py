@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from certcli import models
 from certcli.adapt.carry import Scales, carry_over, input_maps, reads_linearly
 from certcli.adapt.distil import Distiller
-from certcli.adapt.families import Half, family_of
-from certcli.adapt.fit import Fitter, Replaced
+from certcli.adapt.families import Half, family_of, token_counts
+from certcli.adapt.fit import Fitter
 from certcli.adapt.plan import folded, plan
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import fold_center_norm
 from certcli.adapt.state import AdaptState, identity
+from certcli.adapt.streams import Replaced
 from certcli.checkpoint import Checkpoint
 from certcli.errors import DataError
 from certcli.nn.norms import CenterNorm
@@ -119,28 +120,6 @@ def operate(checkpoint: Checkpoint, settings: AdaptSettings, teacher: models.Pix
         tokens = token_counts(teacher, record.input.size)
         scales = carry_over(teacher.net, net, family, tokens, settings.norm_floor)
     return student, scales
-
-
-def token_counts(model: models.PixelModel, size: tuple[int, ...]) -> dict[str, int]:
-    """How many tokens the attention of each block mixes, by the block's path."""
-    parameter = next(model.parameters())
-    pixels = torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype)
-    found: dict[str, int] = {}
-    handles = []
-    for step in family_of(model.net).body(model.net):
-        if step.kind == "block":
-
-            def note(_: Any, inputs: tuple[Tensor, ...], path: str = step.path) -> None:
-                found[path] = int(inputs[0].shape[-2])
-
-            handles.append(step.module.attn.register_forward_pre_hook(note))
-    try:
-        with torch.no_grad():
-            model(pixels)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
 
 
 def _fold_norms(net: Any) -> list[str]:
