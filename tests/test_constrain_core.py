@@ -1,6 +1,7 @@
 """Laws of the constrain room: proximal maps, projections, feasibility, optimality, statistics, targets."""
 
 import math
+import re
 from itertools import pairwise, product
 
 import pytest
@@ -11,11 +12,12 @@ from certcli.constrain.ball import least_squares_on_ball
 from certcli.constrain.douglas_rachford import constrain_matrix, paper_eta
 from certcli.constrain.layers import constrainable
 from certcli.constrain.methods import METHODS, PENALTIES
-from certcli.constrain.parallel import attention_blocks, constrain_layer, constrain_layers
+from certcli.constrain.network import Calibration, Options, budget, curves, meet_target, network_upper
+from certcli.constrain.parallel import LayerResult, attention_blocks, constrain_layer, constrain_layers
 from certcli.constrain.projection import _outer_step, eigenbasis, project, project_one, pull_inside
 from certcli.constrain.prox import Penalty, clip, per_head
 from certcli.constrain.statistics import LayerStatistics, collect, collect_in_passes, energy, plan
-from certcli.constrain.targets import Point, allocate, log10_product, pareto
+from certcli.constrain.targets import OutOfReach, Point, allocate, log10_product, pareto
 from certcli.errors import CertvitError, DataError, UsageError
 from certcli.lipschitz.spectral import spectral_norm
 
@@ -519,7 +521,7 @@ def test_a_target_under_another_bound_and_one_out_of_reach() -> None:
 
     chosen = allocate(CURVES, 40.0, residual)  # type: ignore[arg-type]
     assert math.prod(1 + point.norm for point in chosen.values()) == pytest.approx(40.0, rel=1e-4)
-    with pytest.raises(UsageError, match="out of reach"):
+    with pytest.raises(OutOfReach, match=r"the least is 10\^0.30, at an output error of up to 60 %"):
         allocate(CURVES, 1.9)
     with pytest.raises(UsageError, match="positive"):
         allocate(CURVES, 0.0)
@@ -537,3 +539,52 @@ def test_layers_run_at_their_share_meet_the_target(net: Net) -> None:
     norms |= {result.path: result.after for result in constrain_layers(statistics, eta=etas)}
     # each solution may lie 1e-3 above the least norm, the gap it was asked for
     assert math.prod(norms.values()) <= whole / 10 * (1 + 1e-3) ** len(norms)
+
+
+# Targets of a network
+
+
+def chain() -> nn.Sequential:
+    """Two linear layers, whose bound is theirs: one affine map where nothing lies between, so a ReLU does."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
+
+
+def search(model: nn.Module, target: float) -> list[LayerResult]:
+    images = torch.rand(60, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    calibration = Calibration(model, ["1", "3"], images.split(20))
+    options = Options("spectral", 0.01, 0.1, 1.2, 200)
+    return meet_target(calibration, (1, 4, 4), 3, dict(curves(calibration, options)), target, options)
+
+
+def test_a_target_of_a_network_holds_for_its_proven_bound() -> None:
+    model = chain()
+    target = float(network_upper(model, (1, 4, 4), 3)) / 3
+    results = search(model, target)
+    assert float(network_upper(model, (1, 4, 4), 3)) <= target
+    for result in results:
+        assert torch.equal(model.get_submodule(result.path).weight, result.weight)
+
+
+@pytest.mark.parametrize("optimistic", [1.0, 1e-3, 1e-9], ids=["at once", "after a trial", "after several"])
+def test_a_target_out_of_reach_names_the_least_proven_bound(optimistic: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the search believes in it at first: scaled layers promise more than constrained ones keep."""
+    model = chain()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    monkeypatch.setattr(
+        "certcli.constrain.network.budget",
+        lambda model, size, classes, found, target: budget(model, size, classes, found, target / optimistic),
+    )
+    with pytest.raises(OutOfReach) as refused:
+        search(model, 1e-6)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    found = re.search(
+        r"a bound of 1e-06 is out of reach: the least is 10\^(\S+), at an output error of up to (\d+) %",
+        str(refused.value),
+    )
+    assert found is not None
+    assert int(found[2]) == 95  # the end of the curves
+    images = torch.rand(60, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    for result in constrain_layers(collect(model, images.split(20), ["1", "3"]), eta=0.95):
+        model.get_submodule(result.path).weight.data.copy_(result.weight)
+    assert network_upper(model, (1, 4, 4), 3).log10() == pytest.approx(float(found[1]), abs=0.005)  # two digits shown

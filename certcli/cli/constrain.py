@@ -120,7 +120,8 @@ def constrain(
     derived = checkpoint.derive(models.tensors_of(model), "constrain", parameters, seed)
     derived.write(path, force)
     sink.document(constrained.document(path, before, after, clean_before, clean_after, results))
-    constrained.table(f"Norms (proven) before and after, prox {prox}, beta {beta:g}, eta {eta:g}", results, sink)
+    allowed = f"eta {eta:g}" if target is None else f"target {target:g}"
+    constrained.table(f"Norms (proven) before and after, prox {prox}, beta {beta:g}, {allowed}", results, sink)
     sink.text(f"network's bound: {before} -> {after}")
     if clean_before is not None:
         sink.text(f"accuracy on {len(unseen)} held-out images: {percent(clean_before)} -> {percent(clean_after)}")

@@ -11,12 +11,15 @@ from certcli.constrain.layers import Batches
 from certcli.constrain.parallel import LayerResult, attention_blocks, constrain_layer
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
 from certcli.constrain.statistics import LayerStatistics, collect_in_passes
-from certcli.constrain.targets import Point, allocate, pareto
+from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
 from certcli.errors import NoBoundError, UsageError
 from certcli.lipschitz.propagate import bound_network
 from certcli.lipschitz.real import Real
 
 DISTANCES = ("plain", "relu", "auto")
+
+TRIALS = 8
+"""Most times that a network is constrained for a target; the last time every layer at the end of its curve."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,19 @@ def network_upper(model: Any, size: tuple[int, ...], classes: int) -> Real:
 
 def curves(calibration: Calibration, options: Options) -> Iterator[tuple[str, tuple[Point, ...]]]:
     """Each layer's Pareto curve (proven norm against output error), one layer at a time."""
+    blocks = attention_blocks(calibration.model) if options.per_head else {}
     for layer in calibration.layers():
-        yield layer.path, pareto(layer, prox=options.prox, beta=options.beta, relaxation=options.relaxation)
+        yield (
+            layer.path,
+            pareto(
+                layer,
+                prox=options.prox,
+                beta=options.beta,
+                relaxation=options.relaxation,
+                max_iterations=options.iterations,
+                blocks=blocks.get(layer.path, 1),
+            ),
+        )
 
 
 def constrain_to(
@@ -142,7 +156,7 @@ def budget(
 
     The bound of a trial is proven with every layer's weights scaled to the norm that its curve promises; the caller
     constrains, proves the bound of the result, and calls again with a smaller target where interpolation fell short.
-    Errors: NoBoundError without a finite bound, UsageError with the least bound within reach when the target is not.
+    Errors: NoBoundError without a finite bound, OutOfReach with the least bound when that is above the target.
     """
     if not network_upper(model, size, classes).finite:
         raise NoBoundError("the network has no finite bound to bring to a target", "certvit lipschitz says why")
@@ -172,25 +186,33 @@ def meet_target(
     target: float,
     options: Options,
 ) -> list[LayerResult]:
-    """Constrain and write until the PROVEN bound of the result is at most `target`; else UsageError, nothing written."""
+    """Constrain and write until the PROVEN bound of the result is at most `target`.
+
+    Errors: NoBoundError without a finite bound; OutOfReach with the least bound that was proven in a trial, and the
+    largest output error of a layer there. Then nothing is written. The last trial leaves each layer the largest error
+    of its curve.
+    """
     model = calibration.model
     parameters: dict[str, Any] = {path: model.get_submodule(path).weight for path in found}
     originals = {path: parameter.detach().clone() for path, parameter in parameters.items()}
-    aim, upper = target, network_upper(model, size, classes)
-    for _ in range(5):
-        try:
-            etas = budget(model, size, classes, found, aim)
-        except UsageError:
-            if aim == target:
-                raise
-            break
+    aim, least = target, (math.inf, 0.0)
+    for trial in range(TRIALS):
+        etas = {path: curve[-1].error for path, curve in found.items()}
+        exhausted = trial == TRIALS - 1 or aim <= 0
+        if not exhausted:
+            try:
+                etas = budget(model, size, classes, found, aim)
+            except OutOfReach:
+                exhausted = True
         results = list(constrain_to(calibration, options, etas))
         write(model, {result.path: result.weight for result in results})
         upper = network_upper(model, size, classes)
         if upper <= target:
             return results
         write(model, originals)
-        aim *= 0.98 * target / float(upper)  # constrained layers line up worse than scaled ones; ask for the difference
-    raise UsageError(
-        f"the bound came to {upper}, not to the target {target:g}", "take a larger --target or more layers"
-    )
+        least = min(least, (upper.log10(), max(etas.values(), default=0.0)))
+        if exhausted:
+            break
+        # constrained layers line up worse than scaled ones: ask for the difference, ever more of it
+        aim *= 10.0 ** (max(1, trial) * min(-0.01, math.log10(target) - upper.log10()))
+    raise OutOfReach(target, *least)

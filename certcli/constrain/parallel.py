@@ -112,16 +112,9 @@ def constrain_layer(
     """One layer of `constrain_layers`: minimise, cast to the parameter's dtype, measure again what was cast."""
     begun = time.perf_counter()
     if prox in PENALTIES:
+        penalty = PENALTIES.load(prox)
         result: Result = constrain_matrix(
-            layer,
-            PENALTIES.load(prox),
-            beta,
-            eta,
-            relaxation,
-            max_iterations,
-            tolerance,
-            ridge=ridge,
-            blocks=blocks,
+            layer, penalty, beta, eta, relaxation, max_iterations, tolerance, ridge=ridge, blocks=blocks
         )
     elif isinstance(layer, RectifiedStatistics):
         raise UsageError(f"the one-sided distance does not go with '{prox}'", f"--prox {', '.join(PENALTIES.names())}")
