@@ -74,11 +74,8 @@ def tiny(arguments: argparse.Namespace) -> None:
         adapter = Adapter(checkpoint, settings_of(arguments, "l2", "keep", epochs, 0), some, CPU)
         list(adapter.run())
         spent = time.process_time() - started[0], time.perf_counter() - started[1]
-        row(
-            "surgery, started from the weights alone" if epochs < 0 else "surgery, closed forms",
-            adapter.student,
-            *spent,
-        )
+        name = "from the weights alone" if epochs < 0 else f"closed forms on {len(some)} images"
+        row(f"surgery, {name}", adapter.student, *spent)
     del adapter
     started = time.process_time(), time.perf_counter()
     settings = settings_of(arguments, "l2", "keep", arguments.epochs, arguments.distill)
