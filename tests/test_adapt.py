@@ -153,6 +153,12 @@ def test_floor_norm_is_layer_norm_above_its_floor() -> None:
     assert torch.allclose(below, (x - x.mean(dim=1, keepdim=True))[deviation < 0.5] / 0.5, atol=1e-5)
 
 
+def test_floor_norm_of_a_constant_token_has_a_finite_gradient() -> None:
+    x = torch.full((2, 6), 0.3, requires_grad=True)
+    FloorNorm(6, floor=0.5)(x).square().sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
 def test_the_chosen_floor_lies_below_nearly_all_deviations() -> None:
     x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
     norm = FloorNorm(8)

@@ -52,8 +52,9 @@ class FloorNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         centred = x - x.mean(dim=-1, keepdim=True)
-        deviation = centred.square().mean(dim=-1, keepdim=True).sqrt()
-        return centred / torch.maximum(deviation, self.floor) * self.weight + self.bias
+        variance = centred.square().mean(dim=-1, keepdim=True)
+        # the floor comes before the root, whose slope at 0 is infinite: constant tokens keep finite gradients
+        return centred / torch.maximum(variance, self.floor.square()).sqrt() * self.weight + self.bias
 
     def extra_repr(self) -> str:
         return str(self.width)
