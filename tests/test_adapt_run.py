@@ -82,7 +82,13 @@ def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -
     assert certvit("adapt", *words, "-o", tmp_path / "whole.safetensors").exit_code == 0
     out = tmp_path / "stopped.safetensors"
     command = [sys.executable, "-m", "certcli.cli.main", "adapt", *map(str, words), "-o", str(out)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    # a job that a shell runs in the background inherits an ignored SIGINT; a person's does not
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     state = tmp_path / "stopped.state.safetensors"
     deadline = time.monotonic() + 120
     while not state.exists() and process.poll() is None and time.monotonic() < deadline:

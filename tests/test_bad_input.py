@@ -208,7 +208,14 @@ def test_ctrl_c_leaves_the_last_good_state_and_resume_ends_where_one_run_ends(wo
     state = tmp_path / "parts.state.safetensors"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     shell = [sys.executable, "-c", "from certcli.cli.main import run; run()", *words, "--quiet"]
-    running = subprocess.Popen([*shell, "-o", str(parts)], stderr=subprocess.PIPE, text=True, env=environment)
+    # a job that a shell runs in the background inherits an ignored SIGINT; a person's does not
+    running = subprocess.Popen(
+        [*shell, "-o", str(parts)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 120
     while not state.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
