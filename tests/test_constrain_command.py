@@ -105,3 +105,23 @@ def test_activations_that_overflow_are_refused_by_name(tiny: Checkpoint, tmp_pat
     assert isinstance(outcome.exception, DataError)
     assert "'net.blocks.0.mlp.fc2' holds NaN or infinite" in outcome.exception.message
     assert not out.exists()
+
+
+def test_patterns_of_layers_may_be_repeated(tmp_path: Path) -> None:
+    source, out = tmp_path / "net.safetensors", tmp_path / "out.safetensors"
+    runner = CliRunner()
+    assert runner.invoke(app, ["init", "certvit_vit_digits", "-o", str(source)]).exit_code == 0
+    patterns = [
+        "--layers",
+        "blocks.0.*",
+        "--layers",
+        "blocks.1.*",
+        "--exclude",
+        "*.mlp.*",
+        "--exclude",
+        "*.1.attn.proj",
+    ]
+    found = runner.invoke(app, ["constrain", str(source), *patterns, "--limit", "40", "--json", "-o", str(out)])
+    assert found.exit_code == 0, found.output
+    paths = {layer["path"] for layer in json.loads(found.stdout)["layers"]}
+    assert paths == {"blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv"}

@@ -17,8 +17,12 @@ def constrain(
     ] = 0.03,
     relaxation: Annotated[float, typer.Option(help="lambda of Douglas-Rachford, in (0, 2).")] = 1.2,
     prox: Annotated[str, typer.Option(help="spectral, l1 (the paper's), nuclear, clip, ball.")] = "spectral",
-    layers: Annotated[str | None, typer.Option(help="Only layers whose path matches this pattern (* and ?).")] = None,
-    exclude: Annotated[str | None, typer.Option(help="Leave out layers whose path matches this pattern.")] = None,
+    layers: Annotated[
+        list[str], typer.Option(help="Only layers whose path matches this pattern (* and ?); may be repeated.")
+    ] = [],
+    exclude: Annotated[
+        list[str], typer.Option(help="Leave out layers whose path matches this pattern; may be repeated.")
+    ] = [],
     iterations: Annotated[int, typer.Option(min=1, help="At most so many iterations a layer.")] = 200,
     target: Annotated[
         float | None, typer.Option(help="Bring the network's proven bound to this, at the least output error.")
@@ -130,7 +134,7 @@ def constrain(
     sink.text(f"wrote {path}")
 
 
-def _choose(model: Any, layers: str | None, exclude: str | None) -> tuple[list[str], dict[str, str]]:
+def _choose(model: Any, layers: list[str], exclude: list[str]) -> tuple[list[str], dict[str, str]]:
     """(full paths to constrain, those among the chosen that cannot be and why)."""
     from fnmatch import fnmatch
 
@@ -143,7 +147,8 @@ def _choose(model: Any, layers: str | None, exclude: str | None) -> tuple[list[s
     for name, module in model.net.named_modules():
         if not isinstance(module, (nn.Linear, nn.Conv2d)):
             continue
-        if (layers is None or fnmatch(name, layers)) and (exclude is None or not fnmatch(name, exclude)):
+        wanted = not layers or any(fnmatch(name, pattern) for pattern in layers)
+        if wanted and not any(fnmatch(name, pattern) for pattern in exclude):
             reason = refusal(module)
             if reason is None:
                 paths.append(f"net.{name}" if name else "net")
