@@ -132,15 +132,7 @@ def test_convolutions_follow_their_proven_norm_while_they_learn(name: str) -> No
     for step in range(2):
         weight = (weight + 0.02 * step * torch.randn(shape, dtype=torch.float64)).requires_grad_(True)
         estimate = convolution_estimate(weight, geometry, vectors, "c", iterations=40)
-        proven = conv_norm(
-            weight.detach(),
-            stride=geometry.stride,
-            padding=geometry.padding,
-            dilation=geometry.dilation,
-            groups=geometry.groups,
-            input_size=geometry.input_size,
-            transposed=geometry.transposed,
-        )
+        proven = conv_norm(weight.detach(), **vars(geometry))
         assert proven * (1 - CLOSE) <= float(estimate.detach()) <= proven * (1 + SLACK)
         (gradient,) = torch.autograd.grad(estimate, weight)
         # sigma is homogeneous of degree 1: its gradient's product with the weight is sigma (Euler)
@@ -154,15 +146,7 @@ def test_large_operators_iterate_on_themselves(monkeypatch: pytest.MonkeyPatch) 
         shape, geometry = GEOMETRIES[name]
         torch.manual_seed(0)
         weight = torch.randn(shape, dtype=torch.float64)
-        fourier = conv_norm(
-            weight,
-            stride=geometry.stride,
-            padding=geometry.padding,
-            dilation=geometry.dilation,
-            groups=geometry.groups,
-            input_size=geometry.input_size,
-            transposed=geometry.transposed,
-        )
+        fourier = conv_norm(weight, **vars(geometry))
         estimate = float(convolution_estimate(weight, geometry, {}, "c", iterations=100))
         # below the torus by what the borders cost: a few per cent on 20 pixels
         assert 0.95 * fourier <= estimate <= fourier * (1 + SLACK), name

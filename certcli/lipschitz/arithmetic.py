@@ -168,15 +168,7 @@ class RigorousArithmetic(Arithmetic):
         return as_real(spectral_norm(matrix.tensor, matrix.error))
 
     def convolution(self, weight: Tensor, error: float, geometry: Geometry, name: str = "") -> Real:
-        bound = conv_norm(
-            weight.detach(),
-            stride=geometry.stride,
-            padding=geometry.padding,
-            dilation=geometry.dilation,
-            groups=geometry.groups,
-            input_size=geometry.input_size,
-            transposed=geometry.transposed,
-        )
+        bound = conv_norm(weight.detach(), **vars(geometry))
         return as_real(bound) + as_real(error)
 
     def length(self, vector: Matrix) -> Real:
