@@ -215,7 +215,7 @@ def test_records_of_another_run_are_not_continued(net: Path, proven: Path, tmp_p
     for words in others:
         failure = attack(*words, "--records", path, "--resume").exception
         assert isinstance(failure, UsageError), words
-        assert "another run" in failure.message
+        assert "another run: fgsm, pgd-5 at l2 0.2" in failure.message
     assert isinstance(attack(net, *RUN, "--records", path).exception, UsageError)
     assert path.read_bytes() == before
     path.write_bytes(before.replace(b'"label"', b'"labal"', 1))

@@ -64,8 +64,9 @@ class RecordFile:
                 raise DataError(f"line {number} of {path} is not a record of attack ({failure})") from failure
             if run != self._run:
                 raise UsageError(
-                    f"{path} holds records of another run (other checkpoint, images, attacks or settings)",
-                    "repeat the options of that run, choose another --records, or pass --force without --resume",
+                    f"{path} holds records of another run: {', '.join(record.robust)} at {record.kind} {record.epsilon:.9g}",
+                    "repeat that run's options (checkpoint, images, attacks, settings, batch size), choose another "
+                    "--records, or pass --force without --resume",
                 )
             self._earlier.append((task, record))
             self._ends.append(end + 1)
