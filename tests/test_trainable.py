@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from lipschitz_cases import IMAGE, RULES
+from lipschitz_cases import build as build_rule
 from test_lipschitz_networks import NETWORKS, SPEC
 from test_lipschitz_networks import build as build_network
-from test_lipschitz_rules import IMAGE, RULES
-from test_lipschitz_rules import build as build_rule
 from torch import Tensor, nn
 from torch.nn import functional
 

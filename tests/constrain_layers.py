@@ -1,0 +1,71 @@
+"""Layers with known inputs, a small network and its images, shared by the tests of constrain."""
+
+import torch
+from torch import Tensor, nn
+
+from certcli.constrain.statistics import LayerStatistics
+
+ROUNDING = 1e-9
+"""Relative: float64 sums of some hundred terms, and singular values taken through a Gram matrix, err below 1e-12."""
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(
+    outputs: int = 12,
+    inputs: int = 9,
+    tokens: int = 80,
+    groups: int = 1,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> tuple[LayerStatistics, Tensor]:
+    """A layer with anisotropic inputs of non-zero mean, as real activations are, and the inputs (groups, in, tokens)."""
+    weight = gaussian(outputs, inputs, seed=seed).to(dtype)
+    scales = torch.logspace(0, -1.5, inputs, dtype=torch.float64)[:, None]
+    columns = scales * (gaussian(groups, inputs, tokens, seed=seed + 1) + 0.5)
+    statistics = LayerStatistics(
+        path="layer",
+        weight=weight.double(),
+        grams=columns @ columns.mT,
+        tokens=torch.full((groups,), float(tokens), dtype=torch.float64),
+        kind="linear",
+        shape=(outputs, inputs),
+        dtype=dtype,
+    )
+    return statistics, columns
+
+
+def measured_errors(weight: Tensor, original: Tensor, columns: Tensor) -> Tensor:
+    """The definition, from the activations themselves."""
+    change = (weight.double() - original) @ columns
+    return change.flatten(1).norm(dim=1) / (original @ columns).flatten(1).norm(dim=1)
+
+
+class Net(nn.Module):
+    """A patch embedding, tokens, a residual branch called twice, and a layer whose weight is used functionally."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(1, 8, 4, 4)
+        self.fc1 = nn.Linear(8, 16)
+        self.fc2 = nn.Linear(16, 8, bias=False)
+        self.hidden = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.embed(images).flatten(2).mT
+        tokens = tokens + self.fc2(self.fc1(tokens).relu())
+        tokens = tokens + self.fc2(self.fc1(tokens).relu())
+        tokens = nn.functional.linear(tokens, self.hidden.weight)
+        return self.head(input=tokens.mean(1))
+
+
+def small_net() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+IMAGES = torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+PATHS = ["embed", "fc1", "fc2", "hidden", "head"]

@@ -1,0 +1,324 @@
+"""The table of cases: every rule of the bound as a small network, shared by the laws over it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import certcli.compat  # noqa: F401
+
+# isort: split
+import timm.layers as timm_layers
+from timm.layers.activations import HardMish, HardSigmoid, HardSwish, Mish, QuickGELU, Swish
+from timm.layers.grn import GlobalResponseNorm
+from timm.layers.norm import SimpleNorm, SimpleNorm2d
+from timm.layers.norm_act import RmsNormAct2d
+from timm.models.convit import GPSA
+from timm.models.swin_transformer import WindowAttention
+from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
+
+from certcli.models import PixelNormalize
+from certcli.nn.activations import MaxMin
+from certcli.nn.l2_attention import L2Attention
+from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.nn.residual import ConvexResidual, WeightedResidual
+from certcli.nn.surgery import REPLACEMENTS
+
+IMAGE = (2, 4, 4)
+D = 8
+
+
+class Function(nn.Module):
+    """x -> f(x, parts): an arbitrary forward around named parts."""
+
+    def __init__(self, forward: Callable[..., Tensor], *parts: nn.Module, **tensors: Tensor) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.function = forward
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+class Tokens(nn.Module):
+    """Four tokens of width 8, scaled about their middle: (b, 2, 4, 4) -> (b, 4, 8)."""
+
+    def __init__(self, scale: float = 4.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.reshape(x.shape[0], 4, 8) - 0.5) * self.scale
+
+
+def on_tokens(*modules: nn.Module, scale: float = 4.0) -> nn.Module:
+    return nn.Sequential(Tokens(scale), *modules)
+
+
+def f(forward: Callable[..., Tensor], *parts: nn.Module, **tensors: Tensor) -> nn.Module:
+    return Function(forward, *parts, **tensors)
+
+
+def image_norm(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 1), module)
+
+
+def statistics(norm: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        norm.running_mean.uniform_(-1, 1)
+        norm.running_var.uniform_(0.1, 2)
+        norm.weight.uniform_(-2, 2)
+        norm.bias.uniform_(-1, 1)
+    return norm
+
+
+def written_out(attention: nn.Module, x: Tensor, *, mask: bool = False) -> Tensor:
+    """Dot-product attention from matrix products, as unfused timm modules write it."""
+    b, n, d = x.shape
+    qkv = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
+    q, k, v = qkv.unbind(0)
+    scores = (q * (d // 2) ** -0.5) @ k.transpose(-2, -1)
+    if mask:
+        scores = scores + attention.mask
+    return attention.parts[1]((scores.softmax(dim=-1) @ v).transpose(1, 2).reshape(b, n, d))
+
+
+def fused(attention: nn.Module, x: Tensor, **options: object) -> Tensor:
+    b, n, d = x.shape
+    qkv = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
+    out = functional.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], **options)
+    return attention.parts[1](out.transpose(1, 2).reshape(b, n, d))
+
+
+def talking(attention: nn.Module, x: Tensor) -> Tensor:
+    """Heads mixed before and after the softmax, as in CaiT."""
+    b, n, d = x.shape
+    q, k, v = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 1, 4).unbind(0)
+    scores = attention.parts[2]((q @ k.transpose(-2, -1)).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    mixed = attention.parts[3](scores.softmax(dim=-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    return attention.parts[1]((mixed @ v).transpose(1, 2).reshape(b, n, d))
+
+
+def cross_covariance(attention: nn.Module, x: Tensor) -> Tensor:
+    """Attention between channels, as in XCiT (with an eps that a search can reach)."""
+    b, n, d = x.shape
+    q, k, v = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 4, 1).unbind(0)
+    q, k = functional.normalize(q, dim=-1, eps=0.5), functional.normalize(k, dim=-1, eps=0.5)
+    weights = ((q @ k.transpose(-2, -1)) * attention.temperature).softmax(dim=-1)
+    return (weights @ v).permute(0, 3, 1, 2).reshape(b, n, d)
+
+
+def replaced(name: str, old: nn.Module) -> nn.Module:
+    return REPLACEMENTS.load(name)(old)
+
+
+def linears(width: int = D) -> tuple[nn.Module, nn.Module]:
+    return nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+
+def squeeze_excite(net: nn.Module, x: Tensor) -> Tensor:
+    y = net.parts[0](x)
+    return y * net.parts[1](y.mean((2, 3), keepdim=True)).sigmoid()
+
+
+RULES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: on_tokens(nn.Linear(8, 5)),
+    "linear-twice": lambda: on_tokens(nn.Linear(8, 16), nn.Linear(16, 5)),
+    "linear-function": lambda: f(lambda m, x: functional.linear(x.flatten(1), m.w), w=torch.randn(5, 32)),
+    "normalize": lambda: nn.Sequential(PixelNormalize((0.4, 0.6), (0.2, 0.5)), nn.Conv2d(2, 3, 2, 2)),
+    "conv-3": lambda: nn.Conv2d(2, 3, 3, padding=1),
+    "conv-3-stride": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, 2, 1), nn.BatchNorm2d(3)),
+    "conv-dilated": lambda: nn.Conv2d(2, 3, 2, dilation=2, padding="same"),
+    "conv-groups": lambda: nn.Conv2d(2, 4, 3, padding=1, groups=2),
+    "conv-transposed": lambda: nn.Sequential(nn.ConvTranspose2d(2, 3, 3, 2, 1)),
+    "conv-after-norm": lambda: nn.Sequential(PixelNormalize((0.4, 0.6), (0.2, 0.5)), nn.Conv2d(2, 3, 3, padding=1)),
+    "conv-same-uneven": lambda: nn.Conv2d(2, 3, 2, padding="same"),
+    "conv1d": lambda: f(lambda m, x: m.parts[0](x.flatten(2)), nn.Conv1d(2, 3, 3, padding=1)),
+    "batch-norm": lambda: statistics(nn.BatchNorm2d(2)),
+    "batch-norm-folded": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), statistics(nn.BatchNorm2d(4)), nn.ReLU()),
+    "batch-norm-folded-twice": lambda: nn.Sequential(
+        statistics(nn.BatchNorm2d(2)), nn.Conv2d(2, 4, 2, 2), statistics(nn.BatchNorm2d(4))
+    ),
+    "layer-norm": lambda: on_tokens(nn.LayerNorm(8, eps=1e-2)),
+    "layer-norm-linear": lambda: on_tokens(nn.LayerNorm(8, eps=1e-2), nn.Linear(8, 3)),
+    "layer-norm-2d": lambda: image_norm(timm_layers.LayerNorm2d(4, eps=1e-2)),
+    "layer-norm-2d-conv": lambda: nn.Sequential(image_norm(timm_layers.LayerNorm2d(4, eps=1e-2)), nn.Conv2d(4, 3, 2, 2)),
+    "rms-norm": lambda: on_tokens(timm_layers.RmsNorm(8, eps=1e-2), nn.Linear(8, 3)),
+    "rms-norm-torch": lambda: on_tokens(nn.RMSNorm(8, eps=1e-2)),
+    "rms-norm-2d": lambda: image_norm(timm_layers.RmsNorm2d(4, eps=1e-2)),
+    "rms-norm-act-2d": lambda: image_norm(RmsNormAct2d(4, eps=1e-2, act_layer=nn.GELU)),
+    "avg-pool-1d": lambda: on_tokens(nn.AvgPool1d(3, 2, 1)),
+    "simple-norm": lambda: on_tokens(SimpleNorm(8, eps=0.1)),
+    "simple-norm-2d": lambda: image_norm(SimpleNorm2d(4, eps=0.1)),
+    "group-norm": lambda: image_norm(nn.GroupNorm(2, 4, eps=1e-2)),
+    "group-norm-1": lambda: image_norm(timm_layers.GroupNorm1(4, eps=1e-2)),
+    "l2-normalize": lambda: on_tokens(f(lambda m, x: functional.normalize(x, dim=-1, eps=0.3))),
+    "response-norm": lambda: f(
+        lambda m, x: m.parts[0](x.permute(0, 2, 3, 1)), GlobalResponseNorm(2)
+    ),
+    "center-norm": lambda: on_tokens(CenterNorm(8)),
+    "floor-norm": lambda: on_tokens(FloorNorm(8, 0.5)),
+    "floor-norm-linear": lambda: on_tokens(FloorNorm(8, 2.0), nn.Linear(8, 3)),
+    "center-norm-folded": lambda: on_tokens(nn.Linear(8, 8), CenterNorm(8), nn.Linear(8, 4)),
+    "layer-scale": lambda: on_tokens(nn.Linear(8, 8), timm_layers.LayerScale(8, 0.3)),
+    "layer-scale-2d": lambda: nn.Sequential(nn.Conv2d(2, 4, 2, 2), timm_layers.LayerScale2d(4, 2.0)),
+    "gelu": lambda: on_tokens(nn.GELU()),
+    "gelu-tanh": lambda: on_tokens(nn.GELU(approximate="tanh")),
+    "quick-gelu": lambda: on_tokens(QuickGELU()),
+    "silu": lambda: on_tokens(nn.SiLU(), Swish(), scale=8.0),
+    "mish": lambda: on_tokens(Mish(), nn.Mish(), scale=6.0),
+    "hard-swish": lambda: on_tokens(HardSwish(), nn.Hardswish(), scale=8.0),
+    "hard-mish": lambda: on_tokens(HardMish(), scale=8.0),
+    "sigmoid": lambda: on_tokens(nn.Sigmoid(), HardSigmoid()),
+    "leaky": lambda: on_tokens(nn.LeakyReLU(-1.5), nn.PReLU(), nn.ELU(2.0), nn.SELU()),
+    "clamp": lambda: on_tokens(f(lambda m, x: x.clamp(0.1, 0.4))),
+    "softplus": lambda: on_tokens(nn.Softplus()),
+    "softmax": lambda: on_tokens(f(lambda m, x: (3 * x).softmax(-1))),
+    "square": lambda: on_tokens(f(lambda m, x: x**2 + torch.square(x))),
+    "maxmin": lambda: on_tokens(nn.Linear(8, 8), MaxMin()),
+    "max-pool": lambda: nn.MaxPool2d(3, 2, 1),
+    "max-pool-overlap": lambda: f(lambda m, x: functional.max_pool2d(x, 3, 1, 1)),
+    "avg-pool": lambda: nn.AvgPool2d(3, 2, 1, count_include_pad=False),
+    "avg-pool-ceil": lambda: nn.AvgPool2d(3, 2, 0, ceil_mode=True),
+    "adaptive": lambda: nn.AdaptiveAvgPool2d(3),
+    "global-pool": lambda: timm_layers.SelectAdaptivePool2d(pool_type="avgmax", flatten=True),
+    "cat-pool": lambda: timm_layers.SelectAdaptivePool2d(pool_type="catavgmax", flatten=True),
+    "mean-linear": lambda: on_tokens(nn.LayerNorm(8, eps=1e-2), f(lambda m, x: x.mean(1)), nn.Linear(8, 4)),
+    "sum": lambda: f(lambda m, x: x.sum((2, 3)) - x.flatten(2).mean(-1)),
+    "norm": lambda: f(lambda m, x: x.norm(p=2, dim=1, keepdim=True)),
+    "amax": lambda: f(lambda m, x: x.amax((2, 3)) + torch.maximum(x[:, :, 0, 0], x[:, :, 1, 1])),
+    "residual": lambda: on_tokens(f(lambda m, x: x + m.parts[0](x), nn.Linear(8, 8))),
+    "in-place-residual": lambda: on_tokens(f(lambda m, x: m.parts[0](x).add_(x).mul_(2.0), nn.Linear(8, 8))),
+    "augmented": lambda: f(_augmented, nn.Conv2d(2, 2, 1)),
+    "two-names": lambda: f(_two_names),
+    "broadcast": lambda: on_tokens(f(lambda m, x: x + x[:, :1] - 2 * x.mean(1, keepdim=True))),
+    "expand": lambda: on_tokens(f(lambda m, x: x[:, :1].expand(-1, 5, -1) / 2)),
+    "cat-twice": lambda: on_tokens(f(lambda m, x: torch.cat([x, m.t.expand(1, 2, -1), -x], dim=1), t=torch.randn(1, 1, 8))),
+    "stack": lambda: on_tokens(f(lambda m, x: torch.stack([x, 2 * x], dim=-1))),
+    "multiply-constant": lambda: on_tokens(f(lambda m, x: x * m.t / m.s, t=torch.randn(4, 8), s=torch.rand(8) + 0.5)),
+    "gain-after-linear": lambda: on_tokens(nn.Linear(8, 8), f(lambda m, x: x * m.t, t=torch.randn(8))),
+    "gain-before-linear": lambda: on_tokens(f(lambda m, x: x * m.t, t=torch.randn(8)), nn.Linear(8, 3)),
+    "negative-scale": lambda: on_tokens(nn.Linear(8, 8), f(lambda m, x: -3 * x), nn.Linear(8, 2)),
+    "mirror": lambda: f(lambda m, x: functional.pad(x, (3, 2, 1, 0), mode="reflect")),
+    "conv-reflect": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect")),
+    "conv-circular": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")),
+    "roll-pad-flip": lambda: f(lambda m, x: functional.pad(torch.roll(x, (1, 2), (2, 3)).flip(2), (1, 0, 2, 1))),
+    "roll-flat": lambda: on_tokens(nn.LayerNorm(8, eps=1e-2), f(lambda m, x: torch.roll(x, 3)), nn.Linear(8, 3)),
+    "masked": lambda: on_tokens(f(lambda m, x: x.masked_fill(m.mask, 5.0), mask=torch.rand(1, 4, 8) > 0.5)),
+    "upsample": lambda: nn.Sequential(nn.Upsample(scale_factor=2), nn.Upsample((5, 3), mode="bilinear")),
+    "resize": lambda: f(lambda m, x: functional.interpolate(x, (7, 3), mode="bicubic", antialias=True)),
+    "unfold": lambda: f(lambda m, x: functional.unfold(x, 3, padding=1).mean(1) + x.unfold(2, 3, 1).sum((1, 2, 3, 4))),
+    "index": lambda: on_tokens(f(lambda m, x: x[:, m.t].index_select(2, m.t), t=torch.tensor([0, 2, 2, 1, 2]))),
+    "shuffle": lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.PixelShuffle(2), nn.PixelUnshuffle(2)),
+    "split-heads": lambda: on_tokens(
+        nn.LayerNorm(8, eps=1e-2), nn.Linear(8, 8), f(lambda m, x: x.reshape(1, 4, 2, 4).transpose(1, 2)[:, 1] * 2)
+    ),
+    "chunks": lambda: on_tokens(nn.Linear(8, 8), f(lambda m, x: x.chunk(2, -1)[1] + 3 * x.split([4, 4], dim=-1)[0])),
+    "matrix-transpose": lambda: f(lambda m, x: m.parts[0](x.reshape(4, 8).transpose(0, 1)), nn.Linear(4, 3)),
+    "mixed-tokens": lambda: on_tokens(f(lambda m, x: m.parts[0](x.transpose(1, 2)).transpose(1, 2), nn.Linear(4, 6))),
+    "constant-matrix": lambda: on_tokens(f(lambda m, x: m.t @ x @ m.s, t=torch.randn(3, 4), s=torch.randn(8, 5))),
+    "constant-matrices": lambda: f(lambda m, x: m.t @ x, t=torch.randn(2, 3, 4)),
+    "gate": lambda: on_tokens(f(lambda m, x: m.parts[0](x) * m.parts[1](x).sigmoid(), nn.Linear(8, 8), nn.Linear(8, 8))),
+    "swiglu": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.SwiGLU(8, 12)),
+    "squeeze-excite": lambda: f(squeeze_excite, nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1)),
+    "product": lambda: on_tokens(f(lambda m, x: x @ m.parts[0](x).transpose(-2, -1), nn.Linear(8, 8)), scale=2.0),
+    "einsum": lambda: on_tokens(f(lambda m, x: torch.einsum("bnd,bmd->bnm", x, m.parts[0](x)), nn.Linear(8, 8))),
+    "attention": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.Attention(8, 2, qkv_bias=True)),
+    "attention-bare": lambda: on_tokens(timm_layers.Attention(8, 2, qkv_bias=True), scale=3.0),
+    "attention-qk-norm": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), timm_layers.Attention(8, 2, qk_norm=True, norm_layer=nn.LayerNorm)
+    ),
+    "attention-written": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(written_out, *linears())),
+    "attention-masked": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), f(lambda m, x: written_out(m, x, mask=True), *linears(), mask=torch.randn(2, 4, 4))
+    ),
+    "attention-fused": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(fused, *linears())),
+    "attention-causal": lambda: on_tokens(f(lambda m, x: fused(m, x, is_causal=True, scale=1.3), *linears())),
+    "attention-moving-mask": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), f(lambda m, x: fused(m, x, attn_mask=m.parts[2](x)[:, None]), *linears(), nn.Linear(8, 4))
+    ),
+    "attention-moving-scores": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(_moving, *linears(), nn.Linear(8, 4))),
+    "attention-talking": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), f(talking, *linears(), nn.Linear(2, 2), nn.Linear(2, 2))
+    ),
+    "attention-channels": lambda: on_tokens(f(cross_covariance, *linears(), temperature=torch.rand(2, 1, 1) + 1)),
+    "attention-windows": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), WindowAttention(8, 2, window_size=(2, 2))
+    ),
+    "attention-windows-cosine": lambda: on_tokens(WindowAttentionV2(8, (2, 2), 2)),
+    "attention-positional": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), GPSA(8, num_heads=2)),
+    "attention-l2": lambda: on_tokens(L2Attention(8, 2, 4, bias=True, out_width=8, proj_bias=True)),
+    "attention-l2-windows": lambda: on_tokens(replaced("l2-attention", WindowAttention(8, 2, window_size=(2, 2)))),
+    "attention-l2-gated": lambda: on_tokens(replaced("l2-attention", GPSA(8, num_heads=2))),
+    "attention-l2-after-norm": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("l2-attention", timm_layers.Attention(8, 2, qkv_bias=True)), nn.Linear(8, 3)
+    ),
+    "attention-l2-untied": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("l2-untied-value-attention", timm_layers.Attention(8, 2, qkv_bias=True))
+    ),
+    "attention-l2-untied-bare": lambda: on_tokens(
+        replaced("l2-untied-value-attention", WindowAttention(8, 2, window_size=(2, 2)))
+    ),
+    "attention-cosine": lambda: on_tokens(replaced("scsa-attention", timm_layers.Attention(8, 2, qkv_bias=True))),
+    "attention-cosine-after-norm": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("scsa-attention", GPSA(8, num_heads=2, qkv_bias=True)), nn.Linear(8, 3)
+    ),
+    "attention-lipschitz-norm": lambda: on_tokens(
+        replaced("lnorm-attention", timm_layers.Attention(8, 2, qkv_bias=True))
+    ),
+    "attention-lipschitz-norm-after-norm": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("lnorm-attention", WindowAttention(8, 2, window_size=(2, 2))), nn.Linear(8, 3)
+    ),
+    "token-convolution": lambda: on_tokens(replaced("conv-attention", timm_layers.Attention(8, 2, qkv_bias=True))),
+    "token-convolution-after-norm": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("conv-attention", timm_layers.Attention(8, 2, qkv_bias=True))
+    ),
+    "token-convolution-after-linear": lambda: on_tokens(
+        nn.Linear(8, 6), replaced("conv-attention", timm_layers.Attention(6, 2, qkv_bias=True))
+    ),
+    "attention-pool": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.AttentionPoolLatent(8, num_heads=2)),
+    "convex": lambda: on_tokens(f(lambda m, x: m.parts[0](x, m.parts[1](x)), ConvexResidual(), nn.Linear(8, 8))),
+    "weighted": lambda: on_tokens(f(lambda m, x: m.parts[0](x, m.parts[1](x)), WeightedResidual(), nn.Linear(8, 8))),
+}  # fmt: skip
+
+
+def _augmented(net: nn.Module, x: Tensor) -> Tensor:
+    y = net.parts[0](x)
+    y += x
+    y *= 3
+    y -= 0.5
+    y /= 2
+    return y
+
+
+def _moving(net: nn.Module, x: Tensor) -> Tensor:
+    scores = (x @ net.parts[0](x)[..., :8].transpose(1, 2)) * 0.5 + net.parts[2](x)
+    return scores.softmax(dim=-1) @ net.parts[1](x)
+
+
+def _two_names(net: nn.Module, x: Tensor) -> Tensor:
+    y = x * 2
+    z = y  # the same tensor: it grows as well
+    y += x
+    y.mul_(1.5)
+    return y + z
+
+
+LOOSE_START = 1.5
+"""Weights are scaled up so that softmaxes and gates saturate somewhere in the box."""
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(sum(map(ord, name)))
+    net = RULES[name]().double().eval()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if not parameter.any():
+                parameter.normal_()
+            parameter.mul_(LOOSE_START)
+    for parameter in net.parameters():
+        parameter.requires_grad_(False)
+    return net
