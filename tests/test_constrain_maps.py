@@ -7,6 +7,7 @@ import torch
 from constrain_layers import ROUNDING, gaussian, layer
 from torch import Tensor
 
+from certcli.constrain import prox
 from certcli.constrain.methods import PENALTIES
 from certcli.constrain.projection import _outer_step, eigenbasis, project, project_one, pull_inside
 from certcli.constrain.prox import Penalty, clip, per_head
@@ -56,6 +57,52 @@ def test_clip_is_the_nearest_point_of_the_ball(matrix: Tensor, radius: float) ->
         other = clip(gaussian(*matrix.shape, seed=seed), radius)
         # The angle between the way back and any point of a convex set is obtuse at the projection.
         assert float(((matrix - result) * (other - result)).sum()) <= 1e-9 * (1 + float(matrix.norm()) ** 2)
+
+
+def drifting(outputs: int, inputs: int, step: float, count: int = 25) -> list[Tensor]:
+    """Matrices with a falling spectrum, each a small random change of the one before."""
+    spectrum = torch.logspace(0, -2, inputs, dtype=torch.float64)
+    matrices = [gaussian(outputs, inputs) * spectrum]
+    for seed in range(1, count):
+        matrices.append(matrices[-1] + step * gaussian(outputs, inputs, seed=seed) * spectrum)
+    return matrices
+
+
+@pytest.mark.parametrize("strength", [0.3, 3.0, 30.0])
+@pytest.mark.parametrize("step", [0.0, 1e-3, 0.1])
+@pytest.mark.parametrize("shape", [(120, 60), (60, 120)], ids=str)
+def test_the_prox_with_a_memory_follows_the_exact_one(
+    shape: tuple[int, int], step: float, strength: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = 0
+    decompose = prox._left_singular
+
+    def counted(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal whole
+        whole += 1
+        return decompose(matrix)
+
+    matrices = drifting(max(shape), min(shape), step)
+    follow = prox.LeadingSpectral()
+    for index, tall in enumerate(matrices):
+        matrix = tall if shape[0] > shape[1] else tall.mT
+        exact = prox.spectral(matrix, strength)
+        monkeypatch.setattr(prox, "_left_singular", counted)
+        error = float((follow(matrix, strength) - exact).norm())
+        monkeypatch.undo()
+        # the residual estimates the error: it misses what lies outside the vectors kept, seen to be less than the rest
+        assert error <= 2 * prox._TOLERATED * float((matrix - exact).norm()), index
+    if step <= 1e-3 and strength < 30:
+        assert whole < len(matrices) / 2
+    if strength == 30:
+        assert whole == len(matrices)  # more than a quarter of all values lie above the level
+
+
+def test_the_prox_with_a_memory_starts_afresh_after_a_jump() -> None:
+    follow = prox.LeadingSpectral()
+    for seed in range(5):
+        matrix = gaussian(200, 60, seed=seed)  # nothing to do with the one before
+        assert torch.allclose(follow(matrix, 1.0), prox.spectral(matrix, 1.0), rtol=0, atol=1e-2)
 
 
 def test_heads_are_row_blocks() -> None:

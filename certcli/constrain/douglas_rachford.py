@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -131,8 +132,11 @@ class _Settings:
     max_iterations: int
     tolerance: float
 
-    def prox(self, matrix: Tensor, strength: float) -> Tensor:
-        return self.penalty.prox(per_head(matrix, self.blocks), strength).reshape(matrix.shape)
+    def prox(self) -> Callable[[Tensor, float], Tensor]:
+        """The proximal map for the iterates of one run, which may remember the one before."""
+        if self.blocks == 1 and self.penalty.sequence is not None:
+            return self.penalty.sequence()
+        return lambda matrix, strength: self.penalty.prox(per_head(matrix, self.blocks), strength).reshape(matrix.shape)
 
     def value(self, matrix: Tensor) -> float:
         return float(self.penalty.value(per_head(matrix, self.blocks)))
@@ -165,10 +169,11 @@ def _one_group(centre: Tensor, basis: Eigenbasis, radius: float, settings: _Sett
 
     size = float(centre.norm())
     strength = settings.beta * settings.penalty.pace * settings.dual(back(centre))
+    prox = settings.prox()
     t, residual, objective, lower, iteration, feasible = 0.0, math.inf, math.inf, 0.0, 0, centre
     while iteration < settings.max_iterations:
         iteration += 1
-        near = settings.prox(back(state), strength)
+        near = prox(back(state), strength)
         near = near @ rotation if turned else near
         displacement = 2 * near - state - centre
         factors, t = shrinkage(displacement, basis, radius, t)

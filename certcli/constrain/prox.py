@@ -11,6 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_SPARE = 4
+"""Leading vectors beyond those in use without which a call starts afresh: a value that rises must be seen."""
+
+_TOLERATED = 0.01
+"""Relative error of a proximal step by subspace iteration above which it is made exactly."""
+
 
 def l1(matrix: Tensor, strength: float) -> Tensor:
     """sign(v) max(|v| - strength, 0): prox of strength * sum |w|. Source: CertViT, Algorithm 1."""
@@ -23,11 +29,59 @@ def spectral(matrix: Tensor, strength: float) -> Tensor:
     Source: Moreau, W - projection of W onto the nuclear-norm ball of radius `strength`.
     """
     vectors, values = _left_singular(matrix)
-    sums = values.cumsum(-1) - strength
-    levels = sums / torch.arange(1, values.shape[-1] + 1, dtype=values.dtype, device=values.device)
-    levelled = (values > levels).sum(-1, keepdim=True).clamp_min(1)
-    level = levels.gather(-1, levelled - 1).clamp_min(0)
+    level, _ = _level(values, strength)
     return _rescale(matrix, vectors, values, (values - level).clamp_min(0))
+
+
+class LeadingSpectral:
+    """`spectral` for matrices that follow each other closely, by one step of subspace iteration instead of all values.
+
+    Only the singular values above the level matter: 5 to 15 % of them where constraining changes little. Their vectors,
+    and half as many more, start from those of the call before: Z <- W W^T V, orthogonalised, then the exact map on the
+    Rayleigh-Ritz values. Where the residual of the vectors would move the result by more than 1 % of |W - prox(W)|,
+    where all the vectors turn out to be needed, or a quarter of the short side, the call is `spectral`'s.
+    An error of this size is harmless in Douglas-Rachford, whose projection is exact and whose gap is measured: on the
+    layers of a ViT-Tiny it took the same number of iterations to objectives equal to 1e-4.
+    Source: Halko, Martinsson & Tropp 2011, Algorithm 4.4, with a warm start.
+    """
+
+    def __init__(self) -> None:
+        self._vectors: Tensor | None = None
+
+    def __call__(self, matrix: Tensor, strength: float) -> Tensor:
+        wide = matrix.shape[-2] <= matrix.shape[-1]
+        short = matrix if wide else matrix.mT
+        near = self._leading(short, strength)
+        if near is None:
+            near = self._whole(short, strength)
+        return near if wide else near.mT
+
+    def _leading(self, short: Tensor, strength: float) -> Tensor | None:
+        if self._vectors is None:
+            return None
+        basis = torch.linalg.qr(short @ (short.mT @ self._vectors)).Q
+        images = basis.mT @ short
+        squares, turn = torch.linalg.eigh(images @ images.mT)
+        squares, turn = squares.flip(-1), turn.flip(-1)
+        vectors, images = basis @ turn, turn.mT @ images
+        values = squares.clamp_min(0).sqrt()
+        level, count = _level(values, strength)
+        if float(level) <= 0 or count + _SPARE > len(values):
+            return None
+        self._vectors = vectors[:, : count + max(2 * _SPARE, count // 2)]
+        vectors, images, squares = vectors[:, :count], images[:count], squares[:count]
+        removed = values[:count] - level
+        missed = (short @ images.mT - vectors * squares) * (removed / squares)
+        if not float(missed.norm()) <= _TOLERATED * float(removed.norm()):
+            return None
+        return short - vectors @ ((removed / values[:count])[:, None] * images)
+
+    def _whole(self, short: Tensor, strength: float) -> Tensor:
+        vectors, values = _left_singular(short)
+        level, count = _level(values, strength)
+        kept = count + max(2 * _SPARE, count // 2)
+        self._vectors = vectors[:, :kept] if 4 * kept <= len(values) else None
+        return _rescale(short, vectors, values, (values - level).clamp_min(0))
 
 
 def nuclear(matrix: Tensor, strength: float) -> Tensor:
@@ -46,6 +100,17 @@ def singular_values(matrix: Tensor) -> Tensor:
     """Singular values, descending: (..., n, m) -> (..., min(n, m)). A floating-point estimate, not a bound."""
     short = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
     return torch.linalg.eigvalsh(short @ short.mT).flip(-1).clamp_min(0).sqrt()
+
+
+def _level(values: Tensor, strength: float) -> tuple[Tensor, int]:
+    """tau >= 0 with sum_i (s_i - tau)_+ = strength, 0 if there is none, and how many values (at most) lie above it.
+
+    `values` (..., n) descending -> (..., 1).
+    """
+    sums = values.cumsum(-1) - strength
+    levels = sums / torch.arange(1, values.shape[-1] + 1, dtype=values.dtype, device=values.device)
+    above = (values > levels).sum(-1, keepdim=True).clamp_min(1)
+    return levels.gather(-1, above - 1).clamp_min(0), int(above.max())
 
 
 def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +141,8 @@ class Penalty:
     """A norm L on matrices with its prox, its value and its dual norm |Y|* = sup {<Y, W> : L(W) <= 1}.
 
     `right_invariant`: L(W U) = L(W) for orthogonal U, which lets Douglas-Rachford run in the eigenbasis of the Gram
-    matrix, where the projection is a scaling of columns. `pace`: the strength at beta = 1 is pace * |W0|*; chosen on
+    matrix, where the projection is a scaling of columns. `sequence` makes a cheaper prox with a memory, for one matrix
+    after another. `pace`: the strength at beta = 1 is pace * |W0|*; chosen on
     the layers of a ViT-Tiny so that beta = 0.01 converges about as fast as any other value, whatever the penalty.
     """
 
@@ -86,6 +152,7 @@ class Penalty:
     dual: Callable[[Tensor], Tensor]
     right_invariant: bool
     pace: float
+    sequence: Callable[[], Callable[[Tensor, float], Tensor]] | None = None
 
 
 SPECTRAL = Penalty(
@@ -95,6 +162,7 @@ SPECTRAL = Penalty(
     dual=lambda matrix: singular_values(matrix).sum(-1).max(),
     right_invariant=True,
     pace=2.0,
+    sequence=LeadingSpectral,
 )
 NUCLEAR = Penalty(
     "nuclear",
