@@ -36,7 +36,7 @@ def spectral(matrix: Tensor, strength: float) -> Tensor:
 class LeadingSpectral:
     """`spectral` for matrices that follow each other closely, by one step of subspace iteration instead of all values.
 
-    Only the singular values above the level matter: 5 to 15 % of them where constraining changes little. Their vectors,
+    Only the singular values above the level matter: 1 to 15 % of them where constraining changes little. Their vectors,
     and half as many more, start from those of the call before: Z <- W W^T V, orthogonalised, then the exact map on the
     Rayleigh-Ritz values. Where the residual of the vectors would move the result by more than 1 % of |W - prox(W)|,
     where all the vectors turn out to be needed, or a quarter of the short side, the call is `spectral`'s.
@@ -68,7 +68,7 @@ class LeadingSpectral:
         level, count = _level(values, strength)
         if float(level) <= 0 or count + _SPARE > len(values):
             return None
-        self._vectors = vectors[:, : count + max(2 * _SPARE, count // 2)]
+        self._vectors = vectors[:, : _kept(count)]
         vectors, images, squares = vectors[:, :count], images[:count], squares[:count]
         removed = values[:count] - level
         missed = (short @ images.mT - vectors * squares) * (removed / squares)
@@ -79,8 +79,7 @@ class LeadingSpectral:
     def _whole(self, short: Tensor, strength: float) -> Tensor:
         vectors, values = _left_singular(short)
         level, count = _level(values, strength)
-        kept = count + max(2 * _SPARE, count // 2)
-        self._vectors = vectors[:, :kept] if 4 * kept <= len(values) else None
+        self._vectors = vectors[:, : _kept(count)] if 4 * _kept(count) <= len(values) else None
         return _rescale(short, vectors, values, (values - level).clamp_min(0))
 
 
@@ -113,6 +112,11 @@ def _level(values: Tensor, strength: float) -> tuple[Tensor, int]:
     return levels.gather(-1, above - 1).clamp_min(0), int(above.max())
 
 
+def _kept(count: int) -> int:
+    """How many leading vectors to remember when `count` are in use."""
+    return count + max(2 * _SPARE, count // 2)
+
+
 def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Singular vectors of the short side, and the singular values, both in descending order."""
     short = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
@@ -141,9 +145,9 @@ class Penalty:
     """A norm L on matrices with its prox, its value and its dual norm |Y|* = sup {<Y, W> : L(W) <= 1}.
 
     `right_invariant`: L(W U) = L(W) for orthogonal U, which lets Douglas-Rachford run in the eigenbasis of the Gram
-    matrix, where the projection is a scaling of columns. `sequence` makes a cheaper prox with a memory, for one matrix
-    after another. `pace`: the strength at beta = 1 is pace * |W0|*; chosen on
+    matrix, where the projection is a scaling of columns. `pace`: the strength at beta = 1 is pace * |W0|*; chosen on
     the layers of a ViT-Tiny so that beta = 0.01 converges about as fast as any other value, whatever the penalty.
+    `sequence` makes a cheaper prox with a memory, for one matrix after another.
     """
 
     name: str
