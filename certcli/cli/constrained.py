@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from certcli.cli.audit import log10_or_none, number
 from certcli.cli.output import Sink, percent
+from certcli.cli.views import log10_or_none, number
 
 CONVERGED = 0.01
 """A layer whose norm may lie more than this share above the least possible one is named."""

@@ -1,52 +1,70 @@
 """certvit init: a checkpoint from an architecture's name."""
 
-from typing import Annotated
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from certcli.cli import options
-from certcli.cli.output import Sink
+from certcli.cli.command import command, group
+from certcli.cli.groups import Output, Talk
+
+if TYPE_CHECKING:
+    from certcli.checkpoint import Checkpoint
 
 
-def init(
+@group()
+class Architecture:
+    """The network to be made."""
+
     arch: Annotated[
-        str, typer.Argument(help="A timm name, or one of ours: certvit_vit_digits, certvit_lip_mnist, ...")
-    ],
-    output: options.Output = None,
-    pretrained: Annotated[bool, typer.Option("--pretrained", help="Take timm's published weights.")] = False,
-    classes: Annotated[int | None, typer.Option("--classes", min=2, help="Number of classes.")] = None,
-    arch_arg: options.ArchArg = [],
-    mean: options.Mean = None,
-    std: options.Std = None,
-    seed: options.Seed = 0,
-    force: options.Force = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-) -> None:
-    """Write a new checkpoint: freshly initialised, or with timm's published weights."""
-    from dataclasses import replace
+        str,
+        typer.Argument(metavar="ARCH", help="A timm name, or one of ours: certvit_vit_digits, certvit_lip_mnist, ..."),
+    ]
+    pretrained: Annotated[bool, typer.Option("--pretrained", help="Take timm's published weights.")] = False
+    classes: Annotated[int | None, typer.Option("--classes", min=2, help="Number of classes.")] = None
+    arch_arg: Annotated[list[str], typer.Option(metavar="KEY=VALUE", help="Argument of the architecture.")] = field(
+        default_factory=list
+    )
+    mean: Annotated[str | None, typer.Option(help="Pixel mean, e.g. 0.5 or 0.48,0.45,0.41.")] = None
+    std: Annotated[str | None, typer.Option(help="Pixel standard deviation.")] = None
+    seed: options.Seed = 0
 
-    from certcli import models
-    from certcli.cli.inputs import hints, output_path, parse_arguments
-    from certcli.errors import UsageError
-    from certcli.foreign import open_checkpoint
+    def build(self) -> "Checkpoint":
+        from dataclasses import replace
 
-    sink = Sink(as_json, quiet)
-    given = hints(None, arch_arg, mean, std)
-    path = output_path(output, arch, "init", force) if output is None else output_path(output, arch, "", force)
-    if pretrained:
-        if classes is not None:
-            raise UsageError("--pretrained keeps the published classes", "drop --classes, or fine-tune afterwards")
-        checkpoint = open_checkpoint(arch, given)
-    else:
-        arguments = parse_arguments(arch_arg) | ({} if classes is None else {"num_classes": classes})
-        net = models.create(arch, arguments, initialise=False)
+        from certcli import models
+        from certcli.cli.inputs import hints, parse_arguments
+        from certcli.errors import UsageError
+        from certcli.foreign import open_checkpoint
+
+        given = hints(None, self.arch_arg, self.mean, self.std)
+        if self.pretrained:
+            if self.classes is not None:
+                raise UsageError("--pretrained keeps the published classes", "drop --classes, or fine-tune afterwards")
+            return open_checkpoint(self.arch, given)
+        arguments = parse_arguments(self.arch_arg) | ({} if self.classes is None else {"num_classes": self.classes})
+        net = models.create(self.arch, arguments, initialise=False)
         spec = models.spec_of(net, size=models.input_size_of(net))
         spec = replace(spec, mean=given.mean or spec.mean, std=given.std or spec.std)
-        checkpoint = models.initialise(arch, arguments, spec, models.classes_of(net), seed)
-    parameters = {"arch": arch, "pretrained": pretrained}
-    checkpoint = checkpoint.derive(checkpoint.tensors, "init", parameters, seed)
-    checkpoint.write(path, force)
+        return models.initialise(self.arch, arguments, spec, models.classes_of(net), self.seed)
+
+
+@command(
+    "certvit init certvit_vit_digits -o init.safetensors",
+    "certvit init vit_tiny_patch16_224 --pretrained -o tiny.safetensors",
+    page="architectures.md",
+)
+def init(architecture: Architecture, output: Output = Output(), talk: Talk = Talk()) -> None:
+    """Write a new checkpoint: freshly initialised, or with timm's published weights."""
+    sink = talk.sink()
+    arch = architecture.arch
+    path = output.path(arch, "init")
+    made = architecture.build()
+    checkpoint = made.derive(
+        made.tensors, "init", {"arch": arch, "pretrained": architecture.pretrained}, architecture.seed
+    )
+    checkpoint.write(path, output.force)
     size = "x".join(str(side) for side in checkpoint.record.input.size)
     count = sum(tensor.numel() for tensor in checkpoint.tensors.values())
     sink.document({"output": str(path), "arch": arch, "classes": checkpoint.record.classes, "parameters": count})

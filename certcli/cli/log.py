@@ -5,24 +5,25 @@ from typing import Annotated, Any
 
 import typer
 
-from certcli.cli import options
+from certcli.cli.command import command
+from certcli.cli.groups import Talk
 from certcli.cli.output import Sink, percent
 
 
+@command("certvit log m.safetensors", "certvit log *.safetensors --verify", page="results.md")
 def log(
     checkpoints: Annotated[list[Path], typer.Argument(metavar="CKPT...", help="Checkpoints that certvit wrote.")],
     verify: Annotated[
         bool, typer.Option("--verify", help="Prove the bounds again and compare; exit 7 where evidence does not hold.")
     ] = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
+    talk: Talk = Talk(),
 ) -> None:
     """Lineage and evidence of a checkpoint; with several, one row each: accuracy, attacks, certificates, bound."""
     from dataclasses import asdict
 
     from certcli.checkpoint import Checkpoint
 
-    sink = Sink(as_json, quiet)
+    sink = talk.sink()
     read = [(path, Checkpoint.read(path)) for path in checkpoints]
     documents = [
         {

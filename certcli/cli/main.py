@@ -11,6 +11,7 @@ import typer
 
 from certcli import __version__
 from certcli.cli import adapt, attack, certify, constrain, finetune, init, lipschitz, log
+from certcli.cli.output import Sink
 from certcli.errors import CertvitError, Interrupted
 
 app = typer.Typer(
@@ -47,7 +48,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "log": log.log,
 }
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_interruptible(_command))
+    app.command(_name, epilog=getattr(_command, "epilog", None))(_interruptible(_command))
 
 
 def _version(asked: bool) -> None:
@@ -72,6 +73,7 @@ def run() -> None:
     # Threads that spin while they wait cost a factor of ten as soon as another process wants the cores (measured: 109 s
     # against 8 s for ten epochs on two busy cores); this must be said before torch loads OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    Sink.concluded = False
     try:
         app()
     except CertvitError as failure:
@@ -89,7 +91,7 @@ def run() -> None:
 
 
 def _report(message: str, hint: str, code: int) -> None:
-    if "--json" in sys.argv:
+    if "--json" in sys.argv and not Sink.concluded:
         sys.stdout.write(json.dumps({"error": message, "hint": hint, "code": code}) + "\n")
     sys.stderr.write(f"certvit: {message}" + (f"\n  hint: {hint}" if hint else "") + "\n")
     sys.exit(code)

@@ -32,9 +32,17 @@ Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, 
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images at a time.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.")]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the result.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the result.", rich_help_panel="Output")
+]
 Records = Annotated[
-    Path | None, typer.Option("--records", metavar="FILE.jsonl", help="One JSON line an image, written as it is found.")
+    Path | None,
+    typer.Option(
+        "--records",
+        metavar="FILE.jsonl",
+        help="One JSON line an image, written as it is found.",
+        rich_help_panel="Output",
+    ),
 ]
 Epsilons = Annotated[
     list[float],

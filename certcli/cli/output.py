@@ -10,18 +10,52 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from certcli.errors import CertvitError
+
+
+class Gate:
+    """What a result was asked to meet (`--max`, `--min-*`): stated in the document, enforced after everything is written."""
+
+    def __init__(self) -> None:
+        self.failures: list[CertvitError] = []
+
+    def demand(self, met: bool, failure: CertvitError) -> None:
+        """`failure`: what is raised at the end where the demand is not met."""
+        if not met:
+            self.failures.append(failure)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"passed": not self.failures, "reasons": [failure.message for failure in self.failures]}
+
+    def enforce(self) -> None:
+        """The first failure, with the exit code of its kind; `main` prints no second document."""
+        if self.failures:
+            raise self.failures[0]
+
 
 class Sink:
-    """Where a command's results and remarks go, decided by --json and --quiet."""
+    """Where a command's results and remarks go, decided by --json and --quiet.
+
+    With --json exactly one document reaches stdout (`finetune`: one line a record before it): the command's result or,
+    where there is none, the error. `concluded` says whether it has been written.
+    """
+
+    concluded = False
 
     def __init__(self, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        Sink.concluded = False
 
-    def document(self, data: Mapping[str, Any]) -> None:
-        """One JSON document, or nothing for a person (who gets a table)."""
+    def document(self, data: Mapping[str, Any], gate: Gate | None = None) -> None:
+        """The one JSON document, or nothing for a person (who gets a table); `gate`: of a command that has gates."""
+        self.record(data if gate is None else {**data, "gate": gate.to_json()})
+        Sink.concluded = True
+
+    def record(self, data: Mapping[str, Any]) -> None:
+        """One JSON line of several."""
         if self.as_json:
             sys.stdout.write(json.dumps(data, sort_keys=True) + "\n")
             sys.stdout.flush()

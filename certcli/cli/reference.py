@@ -2,13 +2,15 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from typer.models import ArgumentInfo, OptionInfo
+from typer.models import ArgumentInfo
+
+from certcli.cli.command import info_of
 
 
 def reference(commands: dict[str, Callable[..., None]]) -> str:
-    """One section a command: its sentence, then a table of arguments and options with defaults."""
+    """One section a command: its sentence, then arguments and options with defaults, a table a panel."""
     lines = [
         "# Commands",
         "",
@@ -17,33 +19,41 @@ def reference(commands: dict[str, Callable[..., None]]) -> str:
     ]
     for name, command in commands.items():
         lines += [f"## certvit {name}", "", inspect.getdoc(command) or "", ""]
-        lines += ["| option | default | meaning |", "|---|---|---|", *_rows(command), ""]
+        lines += _tables(command)
     return "\n".join(lines)
 
 
-def _rows(command: Callable[..., None]) -> Iterator[str]:
-    hints = get_type_hints(command, include_extras=True)
-    for name, parameter in inspect.signature(command).parameters.items():
-        hint = hints[name]
-        info: Any = None
-        if get_origin(hint) is Annotated:
-            info = next((item for item in get_args(hint)[1:] if isinstance(item, (OptionInfo, ArgumentInfo))), None)
-        if isinstance(info, ArgumentInfo):
-            spelled = info.metavar or name.upper()
-        else:
-            # inside Annotated, Typer keeps the first declaration where the default used to be
-            declared = [
-                item for item in (getattr(info, "default", None),) if isinstance(item, str) and item.startswith("-")
-            ]
-            declared += list(getattr(info, "param_decls", None) or [])
-            spelled = ", ".join(sorted(declared, key=len)) or f"--{name.replace('_', '-')}"
-        yield f"| `{spelled}` | {_default(parameter.default)} | {getattr(info, 'help', None) or ''} |"
+def _tables(command: Callable[..., None]) -> Iterator[str]:
+    """The panels of `--help`, one table each."""
+    panels: dict[str, list[str]] = {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        info: Any = info_of(parameter.annotation)
+        panel = getattr(info, "rich_help_panel", None) or ("" if isinstance(info, ArgumentInfo) else "Options")
+        panels.setdefault(panel, []).append(_row(parameter, info))
+    first = [panels.pop(name) for name in ("", "Options") if name in panels]
+    for title, rows in [("", [row for part in first for row in part]), *panels.items()]:
+        if rows:
+            yield from [f"**{title}**", ""] if title else []
+            yield from ["| option | default | meaning |", "|---|---|---|", *rows, ""]
+
+
+def _row(parameter: inspect.Parameter, info: Any) -> str:
+    if isinstance(info, ArgumentInfo):
+        spelled = info.metavar or parameter.name.upper()
+    else:
+        # inside Annotated, Typer keeps the first declaration where the default used to be
+        declared = [
+            item for item in (getattr(info, "default", None),) if isinstance(item, str) and item.startswith("-")
+        ]
+        declared += list(getattr(info, "param_decls", None) or [])
+        spelled = ", ".join(sorted(declared, key=len)) or f"--{parameter.name.replace('_', '-')}"
+    return f"| `{spelled}` | {_default(parameter.default)} | {getattr(info, 'help', None) or ''} |"
 
 
 def _default(value: Any) -> str:
     if value is inspect.Parameter.empty:
         return "required"
-    if value in (None, False, []):
+    if value in (None, False, [], ""):
         return ""
     if isinstance(value, list):
         return " ".join(f"`{item}`" for item in value)

@@ -149,7 +149,7 @@ class Training:
 
             for epoch in trainer.run(train, validation, watch):
                 self._save_state(trainer)
-                self.sink.document(asdict(epoch))
+                self.sink.record(asdict(epoch))
                 remark = _remark(epoch)
                 bar.advance(0, remark)
                 self._say(f"epoch {epoch.epoch}, step {epoch.step} of {total}: {remark}")

@@ -1,11 +1,27 @@
-"""The views of an audit: layers, blocks, two checkpoints side by side, published formulas, Jacobians of blocks."""
+"""An audit and its views: layers, blocks, two checkpoints side by side, published formulas, Jacobians of blocks."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from certcli.cli.output import Sink
+from certcli.cli.groups import Calibration, Machine, Source
+from certcli.cli.output import Gate, Sink
 from certcli.errors import CheckpointError, GateError
+
+if TYPE_CHECKING:
+    from certcli.checkpoint import Checkpoint
+    from certcli.models import PixelModel
+
+
+@dataclass(frozen=True)
+class Audited:
+    """A checkpoint with its network and what was proven of it."""
+
+    name: str
+    checkpoint: "Checkpoint"
+    model: "PixelModel"
+    found: Any
 
 
 def attention_weight(model: Any) -> float | None:
@@ -25,21 +41,62 @@ def attention_weight(model: Any) -> float | None:
     return max(shares) if shares else None
 
 
-def lower_bound(record, model, dataset, data_dir, limit, batch_size, iterations, seed, sink) -> float:  # type: ignore[no-untyped-def]
-    from certcli.cli.inputs import calibration_images
+def audit(source: Source, machine: Machine) -> Audited:
+    """A checkpoint's bound, proven."""
+    from certcli import models
+    from certcli.lipschitz.propagate import bound_network
+
+    checkpoint = source.open()
+    model = models.load(checkpoint, machine.pick())
+    found = bound_network(model, checkpoint.record.input.size, checkpoint.record.classes)
+    return Audited(Path(source.ckpt).name, checkpoint, model, found)
+
+
+def lower_bound(audited: Audited, data: Calibration, iterations: int, batch_size: int, sink: Sink) -> float:
+    """The largest slope that was found at images: measured, no bound."""
     from certcli.lipschitz.estimate import measure
 
-    images = calibration_images(record, dataset, data_dir, limit, seed, sink)
-    device = next(model.parameters()).device
+    images = data.images(audited.checkpoint.record, sink)
+    device = next(audited.model.parameters()).device
+    batches = (pixels.to(device) for _, pixels, _ in images.batches(batch_size))
     best = 0.0
     with sink.progress("measured slope", total=-(-len(images) // batch_size)) as bar:
-        for found in measure(model, (p.to(device) for _, p, _ in images.batches(batch_size)), iterations, seed):
+        for found in measure(audited.model, batches, iterations, data.seed):
             best = found.value
             bar.advance(remark=f">= {best:.4g}")
     return best
 
 
-def show(found: Any, model: Any, layers: bool, worst: bool, sink: Sink) -> None:
+def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
+    """The report's keys that are always there."""
+    found, model = audited.found, audited.model
+    return {
+        "schema": 1,
+        "checkpoint": audited.checkpoint.digest,
+        "arch": audited.checkpoint.record.arch,
+        "upper": number(found.upper),
+        "log10_upper": log10_or_none(found.upper),
+        "lower": lower,
+        "why": found.bound.why,
+        "attention_weight": attention_weight(model),
+        "layers": [
+            {
+                "path": step.path.removeprefix("net."),
+                "kind": step.kind,
+                "shape": weight_shape(model, step.path),
+                "upper": number(step.constant),
+                "log10_upper": log10_or_none(step.constant),
+                "log10_cumulative": log10_or_none(step.cumulative),
+                "law": step.law,
+                "why": step.why,
+            }
+            for step in found.steps
+        ],
+    }
+
+
+def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
+    found, model = audited.found, audited.model
     if not found.steps:
         return
     steps = list(found.steps)
@@ -103,7 +160,8 @@ def _ratio(before: Any, after: Any) -> Any:
     return after / before if before.finite and after.finite and float(before) > 0 else after
 
 
-def explain(upper: Any, lower: float | None, why: str, share: float | None, sink: Sink) -> None:
+def explain(audited: Audited, lower: float | None, share: float | None, sink: Sink) -> None:
+    upper, why = audited.found.upper, audited.found.bound.why
     if upper.finite:
         sink.text(f"upper bound (proven, l2, pixels in [0, 1]):  {upper}")
     else:
@@ -128,11 +186,14 @@ def verify_report(path: Path, sink: Sink) -> None:
         raise CheckpointError(
             f"{path} is not a report of `certvit lipschitz --json`", "write one, then verify it"
         ) from failure
-    sink.document({"verified": not problems, "nodes": len(proof), "problems": problems})
+    gate = Gate()
+    gate.demand(
+        not problems, GateError(f"the proof in {path} does not hold: {len(problems)} of {len(proof)} steps fail")
+    )
+    sink.document({"verified": not problems, "nodes": len(proof), "problems": problems}, gate)
     for problem in problems:
         sink.text(problem)
-    if problems:
-        raise GateError(f"the proof in {path} does not hold: {len(problems)} of {len(proof)} steps fail")
+    gate.enforce()
     theorems = sum(row["law"] == "theorem" for row in proof)
     sink.text(f"{len(proof)} steps hold; {theorems} of them are theorems about weights, which a re-audit checks")
 
@@ -190,21 +251,22 @@ def block_constants(found: Any) -> dict[str, Any]:
     }
 
 
-def compare(first: Any, second: Any, names: tuple[str, str], sink: Sink) -> dict[str, Any]:
+def compare(one: Audited, other: Audited, sink: Sink) -> dict[str, Any]:
     """Two audits side by side, block by block."""
+    first, second = one.found, other.found
     left, right = block_constants(first), block_constants(second)
     paths = list(dict.fromkeys([*left, *right]))
     rows = [(path or "(network)", str(left.get(path, "-")), str(right.get(path, "-"))) for path in paths]
     rows.append(("upper bound", str(first.upper), str(second.upper)))
-    sink.table("Constants side by side (proven)", ["block", *names], rows)
+    sink.table("Constants side by side (proven)", ["block", one.name, other.name], rows)
     return {"other_log10_upper": second.upper.log10() if second.upper.finite else None, "other_why": second.bound.why}
 
 
-def show_formula(name: str, model: Any, size: Any, worst: bool, sink: Sink) -> dict[str, Any]:
+def show_formula(name: str, audited: Audited, worst: bool, sink: Sink) -> dict[str, Any]:
     """A published formula, labelled for what it is."""
     from certcli.lipschitz.formulas import evaluate
 
-    result = evaluate(name, model, size)
+    result = evaluate(name, audited.model, audited.checkpoint.record.input.size)
     layers = sorted(result.layers, key=lambda row: -row[1]) if worst else result.layers
     sink.table(
         f"{result.name} (NOT a certificate): {result.source}",
