@@ -4,99 +4,98 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from certcli.cli import options
+from certcli.cli.command import command, group
+from certcli.cli.groups import Calibration, Machine, Output, Source, Talk
 from certcli.cli.output import Sink, percent
 
 if TYPE_CHECKING:
+    from certcli.adapt.run import Adapter
     from certcli.adapt.settings import AdaptSettings
-    from certcli.checkpoint import Checkpoint
-    from certcli.foreign import Hints
 
 
-def adapt(
-    ckpt: options.CheckpointArgument,
-    output: options.Output = None,
+@group("Surgery")
+class Surgery:
+    """What takes the place of what."""
+
     attention: Annotated[
         str, typer.Option(help="l2 (Kim et al., tied), l2-untied-value, scsa, lnorm, conv, orthogonal; keep or dp.")
-    ] = "l2",
+    ] = "l2"
     norm: Annotated[
         str,
         typer.Option(
             help="center, floor (LayerNorm above a floor), fold (center, multiplied into the next map), keep."
         ),
-    ] = "center",
+    ] = "center"
     norm_floor: Annotated[
         float | None, typer.Option(help="Floor of --norm floor; by default each layer's 5 % quantile on the images.")
-    ] = None,
-    residual: Annotated[str, typer.Option(help="convex: (1-t)x + t f; weighted: x + a f; or keep.")] = "convex",
-    activation: Annotated[
-        str, typer.Option(help="keep, or of slope 1: relu, maxmin (loses no gradient norm).")
-    ] = "keep",
+    ] = None
+    residual: Annotated[str, typer.Option(help="convex: (1-t)x + t f; weighted: x + a f; or keep.")] = "convex"
+    activation: Annotated[str, typer.Option(help="keep, or of slope 1: relu, maxmin (loses no gradient norm).")] = (
+        "keep"
+    )
     head: Annotated[
         str | None, typer.Option(help="'flat', or widths such as 128,128: tokens side by side into a MaxMin MLP.")
-    ] = None,
+    ] = None
+
+
+@group("Fitting")
+class Fitting:
+    """How the new parts learn what the old ones did."""
+
     epochs: Annotated[
         int,
         typer.Option(min=-1, help="AdamW epochs a block; 0: surgery with closed-form starts; -1: without images."),
-    ] = 3,
+    ] = 3
     distill: Annotated[
         int | None,
         typer.Option(min=0, help="Epochs on the old network's logits, at the end; 5, or 0 without --epochs."),
-    ] = None,
-    lr: Annotated[float, typer.Option(help="Learning rate, relative to the size of each tensor.")] = 5e-3,
-    dataset: options.Dataset = None,
-    data_dir: options.DataDir = None,
-    limit: Annotated[int, typer.Option("--limit", help="Calibration images.")] = 2000,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an interrupted run of the same command.")
-    ] = False,
+    ] = None
+    lr: Annotated[float, typer.Option(help="Learning rate, relative to the size of each tensor.")] = 5e-3
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same command.")] = False
+
+
+@group()
+class Plan:
+    """A look before the leap."""
+
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan with parameters, multiply-adds and bounds, and stop.")
-    ] = False,
-    bounds: Annotated[bool, typer.Option("--bounds/--no-bounds", help="Bounds in the plan.")] = True,
-    arch: options.Arch = None,
-    arch_arg: options.ArchArg = [],
-    mean: options.Mean = None,
-    std: options.Std = None,
-    seed: options.Seed = 0,
-    device: options.Device = "auto",
-    batch_size: options.BatchSize = 64,
-    force: options.Force = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
+    ] = False
+    bounds: Annotated[bool, typer.Option("--bounds/--no-bounds", help="Bounds in the plan.")] = True
+
+
+@command(
+    "certvit adapt m.safetensors --dry-run",
+    "certvit adapt m.safetensors --attention scsa --norm floor -o lipschitz.safetensors",
+    page="adapt.md",
+)
+def adapt(
+    source: Source,
+    surgery: Surgery = Surgery(),
+    fitting: Fitting = Fitting(),
+    plan: Plan = Plan(),
+    data: Calibration = Calibration(limit=2000),
+    machine: Machine = Machine(batch_size=64),
+    output: Output = Output(),
+    talk: Talk = Talk(),
 ) -> None:
     """Turn a ViT, DeiT, Swin or ConViT into a Lipschitz-continuous one, block by block, fitted to the old one's outputs."""
     from certcli.adapt.pixels import compact
     from certcli.adapt.run import Adapter
-    from certcli.adapt.settings import AdaptSettings
-    from certcli.adapt.state import load_state, save_state
-    from certcli.cli.inputs import calibration_images, hints, output_path, pick_device
-    from certcli.foreign import open_checkpoint
+    from certcli.cli.plan import open_for_plan, show_plan
 
-    sink = Sink(as_json, quiet)
-    settings = AdaptSettings(
-        attention, norm, residual, activation, _widths(head), epochs, distill, lr, batch_size, seed, norm_floor
-    )
-    given = hints(arch, arch_arg, mean, std)
-    if dry_run:
-        _show_plan(_open_for_plan(ckpt, given, seed, sink), settings, bounds, sink)
+    sink = talk.sink()
+    settings = _settings(surgery, fitting, machine.batch_size, data.seed)
+    if plan.dry_run:
+        show_plan(open_for_plan(source, data.seed, sink), settings, plan.bounds, sink)
         return
-    path = output_path(output, ckpt, "adapt", force)
-    checkpoint = open_checkpoint(ckpt, given)
-    adapter_images = calibration_images(checkpoint.record, dataset, data_dir, limit, seed, sink)
-    pixels = compact(batch for _, batch, _ in adapter_images.batches(256))
-    adapter = Adapter(checkpoint, settings, pixels, pick_device(device))
+    path = output.path(source.ckpt, "adapt")
     state_path = path.with_name(f"{path.name.removesuffix('.safetensors')}.state.safetensors")
-    if resume and state_path.exists():
-        adapter.restore(load_state(state_path, adapter.identity))
-        sink.note(f"going on after {adapter.records[-1].path if adapter.records else 'the start'}")
-    total = adapter.steps
-    with sink.progress("adapt", total=total) as bar:
-        bar.advance(adapter.steps_done)
-        for record in adapter.run():
-            save_state(state_path, adapter.state())
-            bar.advance(remark=f"{record.path}: error {percent(record.error)}")
-    adapter.result().write(path, force)
+    checkpoint = source.open()
+    pixels = compact(batch for _, batch, _ in data.images(checkpoint.record, sink).batches(256))
+    adapter = Adapter(checkpoint, settings, pixels, machine.pick())
+    _fit(adapter, state_path, fitting.resume, sink)
+    adapter.result().write(path, output.force)
     state_path.unlink(missing_ok=True)
     parts = [{"path": r.path, "from": r.before, "to": r.after, "error": r.error} for r in adapter.records]
     memory = _peak_memory()
@@ -109,62 +108,36 @@ def adapt(
     sink.text(f"wrote {path}; peak memory {memory / 2**30:.1f} GiB")
 
 
-def _open_for_plan(source: str, given: "Hints", seed: int, sink: Sink) -> "Checkpoint":
-    """A checkpoint; a timm name gets random weights, since a plan is no reason to download any."""
-    from dataclasses import replace
-    from pathlib import Path
+def _fit(adapter: "Adapter", state_path: Any, resume: bool, sink: Sink) -> None:
+    """Block by block, each one saved, so that an interrupted run can be gone on with."""
+    from certcli.adapt.state import load_state, save_state
 
-    import certcli.compat  # noqa: F401
-
-    # isort: split
-    import timm
-
-    from certcli import models
-    from certcli.foreign import open_checkpoint
-
-    if Path(source).exists() or not timm.is_model(source):
-        return open_checkpoint(source, given)
-    net = models.create(source, given.arch_args, initialise=False)
-    spec = models.spec_of(net, size=models.input_size_of(net))
-    spec = replace(spec, mean=given.mean or spec.mean, std=given.std or spec.std)
-    sink.note("nothing is downloaded for a plan: the bounds are those of random weights")
-    return models.initialise(source, given.arch_args, spec, models.classes_of(net), seed)
+    if resume and state_path.exists():
+        adapter.restore(load_state(state_path, adapter.identity))
+        sink.note(f"going on after {adapter.records[-1].path if adapter.records else 'the start'}")
+    with sink.progress("adapt", total=adapter.steps) as bar:
+        bar.advance(adapter.steps_done)
+        for record in adapter.run():
+            save_state(state_path, adapter.state())
+            bar.advance(remark=f"{record.path}: error {percent(record.error)}")
 
 
-def _show_plan(checkpoint: "Checkpoint", settings: "AdaptSettings", bounds: bool, sink: Sink) -> None:
-    from dataclasses import asdict
+def _settings(surgery: Surgery, fitting: Fitting, batch_size: int, seed: int) -> "AdaptSettings":
+    from certcli.adapt.settings import AdaptSettings
 
-    from certcli.adapt.preview import grouped, preview
-
-    found = preview(checkpoint, settings, bounds)
-    sink.document(
-        {
-            "plan": [{"path": change.path, "from": change.before, "to": change.after} for change in found.changes],
-            "before": asdict(found.before),
-            "after": asdict(found.after),
-        }
+    return AdaptSettings(
+        attention=surgery.attention,
+        norm=surgery.norm,
+        residual=surgery.residual,
+        activation=surgery.activation,
+        head=_widths(surgery.head),
+        epochs=fitting.epochs,
+        distill=fitting.distill,
+        lr=fitting.lr,
+        batch_size=batch_size,
+        seed=seed,
+        norm_floor=surgery.norm_floor,
     )
-    sink.table(
-        "Plan: nothing was changed",
-        ["modules", "count", "are", "become"],
-        [(pattern, str(count), before, after) for pattern, count, before, after in grouped(found.changes)],
-    )
-    rows = [
-        ("parameters", f"{found.before.parameters:,}", f"{found.after.parameters:,}"),
-        ("multiply-adds an image", *(f"{cost.multiply_adds / 1e6:,.1f} M" for cost in (found.before, found.after))),
-    ]
-    if bounds:
-        rows.append(("Lipschitz bound", *(_power(cost.log10_upper) for cost in (found.before, found.after))))
-    sink.table("Before and after surgery, before any fitting", ["", "before", "after"], rows)
-    for name, cost in (("before", found.before), ("after", found.after)):
-        if bounds and cost.log10_upper is None:
-            sink.text(f"no bound {name}: {cost.why}")
-    if settings.norm == "floor" and settings.norm_floor is None:
-        sink.note("floors are found on the calibration images; the bound after surgery counts them as 1")
-
-
-def _power(log10: float | None) -> str:
-    return "inf" if log10 is None else f"10^{log10:.1f}"
 
 
 def _peak_memory() -> int:

@@ -31,10 +31,7 @@ class Architecture:
     seed: options.Seed = 0
 
     def build(self) -> "Checkpoint":
-        from dataclasses import replace
-
-        from certcli import models
-        from certcli.cli.inputs import hints, parse_arguments
+        from certcli.cli.inputs import fresh, hints, parse_arguments
         from certcli.errors import UsageError
         from certcli.foreign import open_checkpoint
 
@@ -44,10 +41,7 @@ class Architecture:
                 raise UsageError("--pretrained keeps the published classes", "drop --classes, or fine-tune afterwards")
             return open_checkpoint(self.arch, given)
         arguments = parse_arguments(self.arch_arg) | ({} if self.classes is None else {"num_classes": self.classes})
-        net = models.create(self.arch, arguments, initialise=False)
-        spec = models.spec_of(net, size=models.input_size_of(net))
-        spec = replace(spec, mean=given.mean or spec.mean, std=given.std or spec.std)
-        return models.initialise(self.arch, arguments, spec, models.classes_of(net), self.seed)
+        return fresh(self.arch, arguments, given, self.seed)
 
 
 @command(

@@ -79,6 +79,16 @@ def _floats(option: str, text: str | None) -> tuple[float, ...] | None:
         ) from failure
 
 
+def fresh(arch: str, arguments: dict[str, Any], given: Hints, seed: int) -> Checkpoint:
+    """A freshly initialised network, with the mean and std that were given, else those of its kind."""
+    from certcli import models
+
+    net = models.create(arch, arguments, initialise=False)
+    spec = models.spec_of(net, size=models.input_size_of(net))
+    spec = replace(spec, mean=given.mean or spec.mean, std=given.std or spec.std)
+    return models.initialise(arch, arguments, spec, models.classes_of(net), seed)
+
+
 def output_path(given: Path | None, source: str, command: str, force: bool) -> Path:
     """Where the result goes: -o, or <stem>.<command>.safetensors beside the input. Checked before any work is done."""
     from certcli.checkpoint import require_absent
