@@ -8,7 +8,7 @@
     def certify(where: Evaluation = Evaluation(limit=100), talk: Talk = Talk()) -> None: ...
 
 A field is an option of the panel's name; its default is the field's, or that of the instance which the command gives as its
-own default. Two groups of one command may not share a field.
+own default. A field may be a group again. Two groups of one command may not share a field.
 """
 
 import inspect
@@ -58,7 +58,7 @@ def command(*examples: str, page: str) -> Callable[[Callable[..., None]], Callab
 
         @wraps(function)
         def expanded(**given: Any) -> None:
-            built = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+            built = {name: _build(kind, given) for name, kind in groups.items()}
             function(**built, **given)
 
         made: Any = expanded
@@ -80,16 +80,28 @@ def _place(option: inspect.Parameter) -> int:
 def _options(kind: Any, given: Any) -> list[inspect.Parameter]:
     """The fields of a group as keyword parameters; `given`: the instance that holds a command's own defaults."""
     hints = get_type_hints(kind, include_extras=True)
-    empty = inspect.Parameter.empty
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=_default(field) if given is empty else getattr(given, field.name),
-            annotation=in_panel(hints[field.name], getattr(kind, PANEL)),
-        )
-        for field in fields(kind)
-    ]
+    found = []
+    for field in fields(kind):
+        default = _default(field) if given is inspect.Parameter.empty else getattr(given, field.name)
+        if is_dataclass(hints[field.name]):
+            found += _options(hints[field.name], default)
+        else:
+            hint = in_panel(hints[field.name], getattr(kind, PANEL))
+            found.append(
+                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+            )
+    return found
+
+
+def _build(kind: Any, given: dict[str, Any]) -> Any:
+    """The group from the flat options, each taken out of `given`."""
+    hints = get_type_hints(kind, include_extras=True)
+    return kind(
+        **{
+            field.name: _build(hints[field.name], given) if is_dataclass(hints[field.name]) else given.pop(field.name)
+            for field in fields(kind)
+        }
+    )
 
 
 def _default(field: Field[Any]) -> Any:

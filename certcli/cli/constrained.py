@@ -1,20 +1,76 @@
-"""What `certvit constrain` reports: layers before and after, what was regularised, what did not converge."""
+"""What `certvit constrain` chooses and reports: images held out, layers before and after, what did not converge."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from certcli.cli.output import Sink, percent
 from certcli.cli.views import log10_or_none, number
+
+if TYPE_CHECKING:
+    from certcli.data import Images
+    from certcli.models import PixelModel
+    from certcli.provenance import Record
 
 CONVERGED = 0.01
 """A layer whose norm may lie more than this share above the least possible one is named."""
 
 
+def choose(model: "PixelModel", layers: Sequence[str], exclude: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """(full paths to constrain, those among the chosen that cannot be and why)."""
+    from fnmatch import fnmatch
+
+    from torch import nn
+
+    from certcli.constrain.layers import refusal
+    from certcli.errors import UsageError
+
+    paths, refused = [], {}
+    for name, module in model.net.named_modules():
+        if not isinstance(module, (nn.Linear, nn.Conv2d)):
+            continue
+        wanted = not layers or any(fnmatch(name, pattern) for pattern in layers)
+        if wanted and not any(fnmatch(name, pattern) for pattern in exclude):
+            reason = refusal(module)
+            if reason is None:
+                paths.append(f"net.{name}" if name else "net")
+            else:
+                refused[name] = reason
+    if not paths:
+        raise UsageError("no layer is left to constrain", "see --layers and --exclude; `certvit lipschitz --layers`")
+    return paths, refused
+
+
+def split(images: "Images") -> tuple["Images", "Images"]:
+    """(to calibrate on, held out): every fifth image is held out, for the order is by class in many datasets."""
+    held_out = set(range(0, len(images), 5)) if len(images) >= 10 else set()
+    return images.select([row for row in range(len(images)) if row not in held_out]), images.select(sorted(held_out))
+
+
+def accuracy(model: "PixelModel", images: "Images", record: "Record") -> float | None:
+    """Clean accuracy where the calibration images have the network's labels."""
+    import torch
+
+    from certcli import data
+    from certcli.errors import DataError
+
+    try:
+        labelled = data.require_classes(images, record.classes, record.class_names)
+    except DataError:
+        return None
+    if record.dataset is None and labelled.name == "digits":
+        return None  # the default images: their ten labels are not those of a foreign network
+    right, device = 0, next(model.parameters()).device
+    with torch.no_grad():
+        for _, pixels, labels in labelled.batches(64):
+            right += int((model(pixels.to(device)).argmax(1).cpu() == labels).sum())
+    return right / len(labelled) if len(labelled) else None
+
+
 def document(
     path: Path, before: Any, after: Any, clean_before: float | None, clean_after: float | None, results: Sequence[Any]
 ) -> dict[str, Any]:
-    """The JSON report; see DESIGN's keys. primal_residual, gap: how far from converged; error: see distance."""
+    """The JSON report. primal_residual, gap: how far from converged; error: see distance."""
     return {
         "output": str(path),
         "upper_before": number(before),

@@ -11,6 +11,7 @@ from certcli.cli.output import Sink, percent
 
 if TYPE_CHECKING:
     from certcli.checkpoint import Checkpoint
+    from certcli.cli.finetune_options import Order
     from certcli.data import Images
     from certcli.finetune.loop import Epoch, Trainer
     from certcli.finetune.settings import FinetuneSettings
@@ -23,41 +24,36 @@ LONGEST_START = 10.0
 
 
 class Training:
-    """given: the command's options by name."""
+    """order: the command's options, in groups; settings: the numbers among them that decide the result."""
 
-    def __init__(self, settings: FinetuneSettings, given: dict[str, Any], sink: Sink) -> None:
+    def __init__(self, settings: FinetuneSettings, order: Order, sink: Sink) -> None:
         from certcli.checkpoint import require_absent
-        from certcli.cli.inputs import hints, output_path
-        from certcli.foreign import open_checkpoint
 
         self.started = time.perf_counter() - min(time.process_time(), LONGEST_START)
-        self.settings, self.given, self.sink = settings, given, sink
-        self.path = output_path(given["output"], given["ckpt"], "finetune", given["force"])
+        self.settings, self.order, self.sink = settings, order, sink
+        self.path = order.output.path(order.source.ckpt, "finetune")
         stem = self.path.name.removesuffix(".safetensors")
         self.state_path = self.path.with_name(f"{stem}.state.safetensors")
         self.last_path = self.path.with_name(f"{stem}.last.safetensors")
-        require_absent(self.last_path, given["force"])
-        self.checkpoint = open_checkpoint(
-            given["ckpt"], hints(given["arch"], given["arch_arg"], given["mean"], given["std"])
-        )
+        require_absent(self.last_path, order.output.force)
+        self.checkpoint = order.source.open()
         self.savable = True
         self.remarked = 0.0
 
     def run(self) -> None:
         from certcli import models
-        from certcli.cli.inputs import pick_device
         from certcli.errors import OutputError
         from certcli.finetune.loop import Trainer, identity
         from certcli.finetune.step import Diverged
 
         train, validation = self._images()
         self.sink.note(f"{len(train)} training and {len(validation)} validation images of {train.name}")
-        device = pick_device(self.given["device"])
+        device = self.order.machine.pick()
         teacher = self._teacher(device)
         model = models.load(self.checkpoint, device, writable=True)
         run = identity(self.checkpoint.digest, self.settings, f"{train.name}:{len(train)}")
         trainer = Trainer(model, self.settings, self.checkpoint.record.classes, run, teacher)
-        if self.given["resume"]:
+        if self.order.length.resume:
             self._resume(trainer, run)
         if self.settings.time_budget is not None and trainer.settings.steps is None:
             self._plan(trainer, train, validation)
@@ -85,26 +81,26 @@ class Training:
         from certcli.errors import DataError
 
         record = self.checkpoint.record
-        name = self.given["dataset"] or record.dataset
+        name = self.order.data.dataset or record.dataset
         if name is None:
             raise DataError(
                 "no --dataset given, and the checkpoint does not say what it was trained on", "--dataset digits"
             )
         train, validation = (
             data.require_classes(
-                data.load(name, record.input, split, self.given["data_dir"]), record.classes, record.class_names
+                data.load(name, record.input, split, self.order.data.data_dir), record.classes, record.class_names
             )
             for split in ("train", "val")
         )
-        return train.limit(self.given["limit"], self.settings.seed), validation
+        return train.limit(self.order.data.limit, self.settings.seed), validation
 
     def _teacher(self, device: Any) -> PixelModel | None:
         from certcli import models
         from certcli.foreign import Hints, open_checkpoint
 
-        if self.given["teacher_file"] is None:
+        if self.order.distillation.teacher is None:
             return None
-        checkpoint = open_checkpoint(self.given["teacher_file"], Hints())
+        checkpoint = open_checkpoint(self.order.distillation.teacher, Hints())
         self.settings = replace(self.settings, teacher=checkpoint.digest)
         return models.load(checkpoint, device)
 
@@ -181,14 +177,14 @@ class Training:
         about: dict[str, Any] = {"split": "val", "epsilon": epsilon}
         if settings.validation_limit is not None:
             about["images"] = len(images)
-        derived.with_evidence("finetune", about, final).write(self.path, self.given["force"])
+        derived.with_evidence("finetune", about, final).write(self.path, self.order.output.force)
         report = {"done": True, "output": str(self.path), "epoch": best, "steps": trainer.step, **final}
         line = ""
         if finished and last != best:
-            self._derived(trainer, trainer.last_net(), train).write(self.last_path, self.given["force"])
+            self._derived(trainer, trainer.last_net(), train).write(self.last_path, self.order.output.force)
             report["last"] = str(self.last_path)
             line = f"; {self.last_path}: the last epoch, {last}"
-        elif self.given["force"]:
+        elif self.order.output.force:
             self.last_path.unlink(missing_ok=True)  # of the run that this one replaces
         if finished:
             self.sink.document(report)
