@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from lipschitz_cases import RULES
 
 from certcli import errors
 from certcli.attack.catalogue import ATTACKS
@@ -26,6 +27,54 @@ def test_the_reference_page_is_the_commands() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_in_the_readme(name: str) -> None:
     assert f"certvit {name}" in (ROOT / "README.md").read_text()
+
+
+def _sources(*folders: str) -> dict[Path, str]:
+    return {path: path.read_text() for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def _named(label: str) -> list[str]:
+    """What the lines "*label:* a, b." of docs/bounds.md name, one item a name."""
+    page = (ROOT / "docs" / "bounds.md").read_text()
+    lists = re.findall(rf"\*{label}:\*\s(.*?)(?:\.\s|\.?$)(?=\*|\n|$)", page, re.DOTALL)
+    assert lists, f"no theorem has a line '*{label}:*'"
+    return [item for text in lists for item in re.split(r"[,;]\s+", " ".join(text.split()))]
+
+
+def test_every_cited_theorem_has_its_number() -> None:
+    page = (ROOT / "docs" / "bounds.md").read_text()
+    numbers = set(re.findall(r"^##+ (\d+(?:\.\d+)?)\.? ", page, re.MULTILINE))
+    cited = r"(?:Theorems?|Lemma|bounds\.md,(?: sections?)?) (\d+(?:\.\d+)?)(?:(?: to |, | / | and )(\d+\.\d+))*"
+    found = 0
+    for path, text in _sources("certcli", "tests").items():
+        for match in re.finditer(cited, text):
+            if re.search(
+                r"(\d{4}, |Higham\W.{0,40}|SpecFormer\W.{0,40})$", text[max(0, match.start() - 60) : match.start()]
+            ):
+                continue  # a theorem of theirs
+            for number in filter(None, match.groups()):
+                found += 1
+                assert number in numbers, f"{path.name} cites {match.group()}, which docs/bounds.md does not have"
+    assert found > 10
+
+
+def test_functions_that_apply_a_theorem_exist() -> None:
+    text = "\n".join(_sources("certcli").values())
+    for name in re.findall(r"`([\w.]+)`", " ".join(_named("Code"))):
+        last = name.split(".")[-1]
+        if last == "py":
+            assert list((ROOT / "certcli").rglob(name)), name
+        else:
+            assert re.search(rf"^ *(def|class) {last}\b", text, re.MULTILINE), f"docs/bounds.md names {name}"
+
+
+def test_rows_and_tests_of_a_theorem_exist() -> None:
+    text = "\n".join(_sources("tests").values())
+    rows = [name for item in _named("Rows") for name in re.findall(r"^`?([a-z0-9-]+)`?$", item)]
+    assert rows
+    assert set(rows) <= set(RULES), f"docs/bounds.md names {sorted(set(rows) - set(RULES))}"
+    for name in re.findall(r"`(test_\w+)(?:\.py)?`", (ROOT / "docs" / "bounds.md").read_text()):
+        assert f"def {name}(" in text or (ROOT / "tests" / f"{name}.py").exists(), name
 
 
 def test_every_exit_code_is_documented() -> None:
