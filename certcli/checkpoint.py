@@ -18,6 +18,10 @@ from torch import Tensor
 
 from certcli.errors import CheckpointError, OutputError, UsageError
 from certcli.provenance import KEY, Evidence, Record, Step, versions
+from certcli.schema import one_line
+
+FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,10 @@ class Checkpoint:
 
     def write(self, path: Path, force: bool = False) -> None:
         """Write to a temporary file beside `path`, sync, rename: `path` holds the old bytes or all the new ones."""
-        require_finite(self.tensors, path.name)
-        write_safetensors(path, self.tensors, {KEY: self.record.to_json()}, force)
+        require_numbers(self.tensors, path.name)
+        text = self.record.to_json()
+        Record.from_json(text)  # what would not be read back is not written
+        write_safetensors(path, self.tensors, {KEY: text}, force)
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -81,28 +87,39 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         )
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder without model.safetensors")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a regular file")
     try:
         with safe_open(path, framework="pt") as handle:
             metadata = handle.metadata() or {}
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError, ValueError, RuntimeError) as failure:
-        raise CheckpointError(
-            f"{path} is not a complete safetensors file ({_first_line(failure)})",
+    except (SafetensorError, OSError, ValueError, RuntimeError, AttributeError, KeyError, TypeError) as failure:
+        raise CheckpointError(  # a type that this torch does not have is an AttributeError
+            f"{path} is not a complete safetensors file ({one_line(failure)})",
             "it may be truncated or of another format; fetch or write it again",
         ) from failure
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors")
-    require_finite(tensors, path.name)
+    require_numbers(tensors, path.name)
     return tensors, dict(metadata)
 
 
-def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
-    """CheckpointError when a floating tensor holds NaN or infinity: no number computed from it would mean anything."""
+def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
+    """CheckpointError when a tensor is of a type that certvit does not compute with, or holds NaN or infinity.
+
+    No number computed from such a tensor would mean anything: torch drops imaginary parts, and quantised weights (float8)
+    have scales elsewhere.
+    """
     for name in sorted(tensors):
         tensor = tensors[name]
+        if tensor.dtype not in FLOATS and tensor.dtype not in INTEGERS:
+            raise CheckpointError(
+                f"tensor '{one_line(name)}' of {where} is {str(tensor.dtype).removeprefix('torch.')}: not a type of weights",
+                "convert it to float32, float64, float16 or bfloat16 where that is what it means",
+            )
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise CheckpointError(
-                f"tensor '{name}' of {where} holds NaN or infinite values",
+                f"tensor '{one_line(name)}' of {where} holds NaN or infinite values",
                 "go back to the checkpoint before it; `certvit log` shows the lineage",
             )
 
@@ -148,7 +165,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
             os.close(folder)
     except (OSError, SafetensorError) as failure:
         full = getattr(failure, "errno", None) == errno.ENOSPC or "No space left" in str(failure)
-        reason = "the disk is full" if full else _first_line(failure)
+        reason = "the disk is full" if full else one_line(failure)
         raise OutputError(f"cannot write {path}: {reason}", "nothing was changed; choose another -o") from failure
     finally:
         if temporary is not None:
@@ -159,7 +176,3 @@ def _umask() -> int:
     current = os.umask(0)
     os.umask(current)
     return current
-
-
-def _first_line(failure: BaseException) -> str:
-    return (str(failure).splitlines() or [type(failure).__name__])[0][:200]

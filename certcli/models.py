@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import certcli.compat
 
@@ -14,10 +13,12 @@ import certcli.compat
 import timm
 
 import certcli.nn.reference  # noqa: F401 (registers our reference nets with timm)
-from certcli.checkpoint import Checkpoint
-from certcli.errors import ArchitectureError, UsageError
+from certcli.building import Building
+from certcli.checkpoint import FLOATS, INTEGERS, Checkpoint
+from certcli.errors import ArchitectureError, CertvitError, UsageError
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.provenance import InputSpec, Record, Replacement
+from certcli.schema import Refused, arch_arguments, is_name, one_line, surgery_arguments
 
 
 class PixelNormalize(nn.Module):
@@ -48,66 +49,68 @@ class PixelModel(nn.Module):
         return self.net(self.normalize(pixels))
 
 
-class _SkipInitialisation(TorchDispatchMode):
-    """Random in-place fills become no-ops, and so does what scales or clips them: every value is about to be replaced.
+def create(
+    arch: str, arch_args: Mapping[str, Any], *, initialise: bool, like: Mapping[str, Tensor] | None = None
+) -> nn.Module:
+    """A timm model by name in eval mode, without weights from anywhere else. ArchitectureError when timm has no such.
 
-    Memory that is never written is never paged in, so building costs none. Tensors with a skipped fill are kept alive
-    until the mode ends, so that no other tensor can take over their memory, and be mistaken for them.
+    like: the tensors that it is built for; what would be much larger than they are is refused before it is built.
     """
-
-    _FILLS = frozenset(f"aten::{name}_" for name in ("normal", "uniform", "random", "trunc_normal"))
-    _AFTERWARDS = frozenset(f"aten::{name}_" for name in ("erfinv", "mul", "add", "clamp", "div", "sub"))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unset: dict[int, Tensor] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = func._schema.name
-        if name in self._FILLS:
-            self.unset[args[0].data_ptr()] = args[0]
-            return args[0]
-        if name in self._AFTERWARDS and args[0].data_ptr() in self.unset:
-            return args[0]
-        return func(*args, **(kwargs or {}))
+    with Building(like, initialise=initialise):
+        return _create(arch, arch_args)
 
 
-def create(arch: str, arch_args: Mapping[str, Any], *, initialise: bool) -> nn.Module:
-    """A timm model by name in eval mode, without weights from anywhere else. ArchitectureError when timm has no such."""
-    if not timm.is_model(arch):
-        close = timm.list_models(f"*{arch.split('_')[0]}*")[:4]
+def _create(arch: str, arch_args: Mapping[str, Any]) -> nn.Module:
+    if not is_name(arch) or not timm.is_model(arch):
+        close = timm.list_models(f"*{arch.split('_')[0]}*")[:4] if is_name(arch) else []
         raise ArchitectureError(
-            f"unknown architecture '{arch}'",
+            f"unknown architecture '{one_line(arch)[:80]}'",
             f"timm knows for example {', '.join(close)}" if close else "see timm.list_models()",
         )
-    guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if initialise else _SkipInitialisation()
     try:
-        with guard:
-            return timm.create_model(arch, pretrained=False, **arch_args).eval()
-    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError) as failure:
+        arguments = arch_arguments(arch_args)
+    except Refused as refusal:
         raise ArchitectureError(
-            f"timm cannot build '{arch}' with {dict(arch_args)}: {failure}", "check --arch and --arch-arg"
+            str(refusal), "an architecture is described by numbers, switches and words"
+        ) from refusal
+    try:
+        return timm.create_model(arch, pretrained=False, **arguments).eval()
+    except CertvitError:
+        raise
+    except Exception as failure:  # whatever these arguments set off in whichever of timm's constructors
+        raise ArchitectureError(
+            f"timm cannot build '{arch}' with {one_line(arguments)}: {one_line(failure)}", "check --arch and --arch-arg"
         ) from failure
 
 
-def build(record: Record, *, initialise: bool = False) -> nn.Module:
-    """The record's network with its surgery replayed; its weights are unset unless `initialise`."""
-    net = create(record.arch, record.arch_args, initialise=initialise)
-    for replacement in record.surgery:
-        replace_module(net, replacement)
+def build(record: Record, *, initialise: bool = False, like: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """The record's network with its surgery replayed; its weights are unset unless `initialise`.
+
+    like: the tensors that it is built for, as in `create`.
+    """
+    with Building(like, initialise=initialise):
+        net = _create(record.arch, record.arch_args)
+        for replacement in record.surgery:
+            replace_module(net, replacement)
     return net.eval()
 
 
 def replace_module(net: nn.Module, replacement: Replacement) -> nn.Module:
     """Swap one module (path "" is the net itself) for its replacement, and return the new one."""
     try:
+        surgery_arguments(replacement.path, replacement.kind, dict(replacement.args))
         old = net.get_submodule(replacement.path)
+    except Refused as refusal:
+        raise ArchitectureError(str(refusal)) from refusal
     except AttributeError as failure:
         raise ArchitectureError(f"surgery names '{replacement.path}', which the architecture lacks") from failure
     builder: Callable[..., nn.Module] = REPLACEMENTS.load(replacement.kind)
-    new = builder(old, **replacement.args)
+    try:
+        new = builder(old, **replacement.args)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as failure:  # a module of quite another kind
+        raise ArchitectureError(
+            f"'{replacement.kind}' cannot replace the {type(old).__name__} at '{replacement.path}': {one_line(failure)}"
+        ) from failure
     if replacement.path and new is not old:
         parent, _, name = replacement.path.rpartition(".")
         setattr(net.get_submodule(parent), name, new)
@@ -129,6 +132,11 @@ def load_weights(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         problems.append(f"missing {_some(missing)}")
     if surplus:
         problems.append(f"unexpected {_some(surplus)}")
+    problems += [
+        f"'{name}' is {_kind(tensors[name])} where the architecture has {_kind(expected[name])} values"
+        for name in sorted(expected.keys() & tensors.keys())
+        if _kind(tensors[name]) != _kind(expected[name])
+    ][:3]
     problems += shapes[:3] + ([f"and {len(shapes) - 3} more shapes"] if len(shapes) > 3 else [])
     if problems:
         raise ArchitectureError(
@@ -141,6 +149,15 @@ def load_weights(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         for name, value in tensors.items()
     }
     net.load_state_dict(widened, strict=True, assign=True)
+
+
+def _kind(tensor: Tensor) -> str:
+    """Weights are real and floating, indices whole, masks yes or no: what is none of them is another network's tensor."""
+    if tensor.dtype in FLOATS:
+        return "floating"
+    if tensor.dtype == torch.bool:
+        return "boolean"
+    return "integer" if tensor.dtype in INTEGERS else str(tensor.dtype).removeprefix("torch.")
 
 
 def _some(names: list[str], count: int = 3) -> str:
@@ -160,8 +177,8 @@ def load(
     On the same device and dtype the weights share the checkpoint's (memory-mapped) tensors and must not be changed;
     `writable` copies them, for training and constraining.
     """
-    net = build(checkpoint.record)
     tensors = checkpoint.tensors
+    net = build(checkpoint.record, like=tensors)
     load_weights(net, {name: value.clone() for name, value in tensors.items()} if writable else tensors)
     for parameter in net.parameters():
         parameter.requires_grad_(False)
@@ -178,7 +195,7 @@ def initialise(arch: str, arch_args: Mapping[str, Any], spec: InputSpec, classes
     """A freshly initialised checkpoint; the same seed gives the same bytes."""
     with _seeded(seed):
         net = create(arch, arch_args, initialise=True)
-    record = Record(arch=arch, arch_args=dict(arch_args), input=spec, classes=classes)
+    record = Record(arch=arch, arch_args=arch_arguments(arch_args), input=spec, classes=classes)
     tensors = {name: value.detach().clone() for name, value in net.state_dict().items()}
     return Checkpoint(tensors, record)
 
@@ -190,8 +207,10 @@ def input_size_of(net: nn.Module) -> tuple[int, int, int] | None:
     stated = tuple(config.get("input_size") or ())
     if size is None or len(stated) != 3:
         return None
-    channels = net.patch_embed.proj.in_channels  # type: ignore[union-attr]
-    return int(channels), int(size[0]), int(size[1])  # type: ignore[arg-type]
+    first = next((part for part in net.modules() if isinstance(part, nn.Conv2d)), None)
+    channels = stated[0] if first is None else first.in_channels
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+    return int(channels), int(height), int(width)
 
 
 def classes_of(net: nn.Module) -> int:

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from certcli.errors import CheckpointError
+from certcli.schema import Refused, decode_record
 
 KEY = "certvit"
 SCHEMA = 1
@@ -76,44 +77,34 @@ class Record:
     def from_json(text: str) -> "Record":
         """Inverse of `to_json`; CheckpointError when the text is not such a record."""
         try:
-            raw = json.loads(text)
-            schema = raw.pop("schema")
-            if schema != SCHEMA:
-                raise CheckpointError(
-                    f"the checkpoint's record has schema {schema}, this certvit reads schema {SCHEMA}",
-                    "upgrade certvit, or write the checkpoint again with this version",
-                )
-            spec = raw.pop("input")
-            names = raw.pop("class_names")
-            return Record(
-                input=InputSpec(
-                    size=_triple(spec["size"]),
-                    mean=tuple(spec["mean"]),
-                    std=tuple(spec["std"]),
-                    interpolation=spec["interpolation"],
-                    crop_pct=spec["crop_pct"],
-                ),
-                class_names=None if names is None else tuple(names),
-                surgery=tuple(Replacement(**item) for item in raw.pop("surgery")),
-                lineage=tuple(Step(**item) for item in raw.pop("lineage")),
-                evidence=tuple(Evidence(**item) for item in raw.pop("evidence")),
-                **raw,
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as failure:
+            fields = decode_record(text, SCHEMA)
+        except Refused as refusal:
             raise CheckpointError(
-                f"the checkpoint's certvit record cannot be read ({type(failure).__name__}: {failure})",
-                "the file was edited or written by another program; go back to the checkpoint it came from",
-            ) from failure
+                f"the checkpoint's certvit record cannot be read: {refusal}",
+                "it was edited, or written by another program or version; go back to the checkpoint it came from",
+            ) from refusal
+        stated = fields.input
+        return Record(
+            arch=fields.arch,
+            arch_args=fields.arch_args,
+            input=InputSpec(stated.size, tuple(stated.mean), tuple(stated.std), stated.interpolation, stated.crop_pct),
+            classes=fields.classes,
+            class_names=None if fields.class_names is None else tuple(fields.class_names),
+            dataset=fields.dataset,
+            surgery=tuple(Replacement(item.path, item.kind, item.args) for item in fields.surgery),
+            lineage=tuple(
+                Step(item.command, item.parameters, item.seed, item.versions, item.parent) for item in fields.lineage
+            ),
+            evidence=tuple(
+                Evidence(item.command, item.parameters, item.result, item.digest) for item in fields.evidence
+            ),
+            foreign=fields.foreign,
+        )
 
     def with_evidence(self, entry: Evidence) -> "Record":
         """The record with `entry` in place of older evidence of the same command and parameters."""
         kept = [old for old in self.evidence if (old.command, old.parameters) != (entry.command, entry.parameters)]
         return replace(self, evidence=(*kept, entry))
-
-
-def _triple(values: Any) -> tuple[int, int, int]:
-    channels, height, width = (int(value) for value in values)
-    return channels, height, width
 
 
 def versions() -> dict[str, str]:

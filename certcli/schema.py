@@ -1,0 +1,315 @@
+"""The door: what a file says about itself becomes typed, ranged values here, once, or one line that says why not.
+
+Nothing else reads raw metadata. A file may describe a network (a registered name, numbers, switches); it may not name a
+file, a URL, a callable or weights, and no number in it may ask for more than a machine has.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+MOST_CHANNELS = 256
+LARGEST_SIDE = 4096
+LARGEST_IMAGE = 2**24  # values, channels x height x width
+MOST_CLASSES = 65_536
+LARGEST_SIZE = 65_536  # of any integer in an architecture's arguments: the widest layer, the most classes
+MOST_LAYERS = 512  # of an argument that repeats a module
+MOST_ENTRIES = 1024  # of all lists in an architecture's arguments
+LONGEST_RECORD = 16 * 2**20  # characters
+LONGEST_TEXT = 65_536  # characters of one string
+DEEPEST = 24  # brackets inside each other, in what a step or a result says of itself
+PIXEL_SCALE = 2.0  # beyond it, a mean or standard deviation belongs to pixels of another scale than [0, 1]
+SMALLEST_STD = 1e-6
+
+Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z")]
+Path = Annotated[str, Meta(max_length=256, pattern=r"\A([A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*)?\Z")]
+Text = Annotated[str, Meta(max_length=512, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")]
+Dataset = Annotated[str, Meta(max_length=256, pattern=r"\A(torch/)?[^/\\\x00-\x1f\x7f-\x9f]*\Z")]
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+Side = Annotated[int, Meta(ge=1, le=LARGEST_SIDE)]
+Channels = Annotated[int, Meta(ge=1, le=MOST_CHANNELS)]
+Classes = Annotated[int, Meta(ge=0, le=MOST_CLASSES)]
+CropPct = Annotated[float, Meta(ge=0.25, le=4)]
+PerChannel = Annotated[list[float], Meta(min_length=1, max_length=MOST_CHANNELS)]
+Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
+Json = dict[str, Any]
+T = TypeVar("T")
+
+
+class Refused(ValueError):
+    """A value that does not pass, in one line; the caller knows which file or option it came from."""
+
+
+class _Strict(Struct, forbid_unknown_fields=True):
+    pass
+
+
+class NoArgs(_Strict):
+    """Most replacements take none."""
+
+
+class FlatHeadArgs(_Strict):
+    widths: Annotated[list[Annotated[int, Meta(ge=2, le=LARGEST_SIZE)]], Meta(max_length=16)] = []
+
+
+class ConvArgs(_Strict):
+    kernel: Annotated[int, Meta(ge=1, le=255)] | None = None
+
+
+class MixingArgs(_Strict):
+    tokens: Annotated[int, Meta(ge=1, le=LARGEST_SIZE)]
+
+
+SURGERY: dict[str, type[Struct]] = {
+    "l2-attention": NoArgs,
+    "l2-untied-value-attention": NoArgs,
+    "scsa-attention": NoArgs,
+    "lnorm-attention": NoArgs,
+    "conv-attention": ConvArgs,
+    "orthogonal-attention": MixingArgs,
+    "center-norm": NoArgs,
+    "floor-norm": NoArgs,
+    "identity": NoArgs,
+    "convex-block": NoArgs,
+    "weighted-block": NoArgs,
+    "relu": NoArgs,
+    "maxmin": NoArgs,
+    "flat-head": FlatHeadArgs,
+}
+"""Arguments of every replacement of `certcli.nn.surgery`; a test keeps the two tables equal."""
+
+
+class InputFields(_Strict):
+    size: tuple[Channels, Side, Side]
+    mean: PerChannel
+    std: PerChannel
+    interpolation: Interpolation
+    crop_pct: CropPct
+
+
+class ReplacementFields(_Strict):
+    path: Path
+    kind: str
+    args: Json
+
+
+class StepFields(_Strict):
+    command: Text
+    parameters: Json
+    seed: int
+    versions: dict[Text, Text]
+    parent: Digest | None
+
+
+class EvidenceFields(_Strict):
+    command: Text
+    parameters: Json
+    result: Json
+    digest: Digest
+
+
+class RecordFields(_Strict):
+    """The certvit record of schema 1, field by field."""
+
+    schema: Literal[1]
+    arch: Name
+    arch_args: Json
+    input: InputFields
+    classes: Classes
+    class_names: Annotated[list[Text], Meta(max_length=MOST_CLASSES)] | None
+    dataset: Dataset | None
+    surgery: Annotated[list[ReplacementFields], Meta(max_length=4 * MOST_LAYERS)]
+    lineage: Annotated[list[StepFields], Meta(max_length=10_000)]
+    evidence: Annotated[list[EvidenceFields], Meta(max_length=10_000)]
+    foreign: dict[str, str]
+
+
+class PretrainedFields(Struct):
+    """What of timm's `pretrained_cfg` describes the input; its files and URLs are not read."""
+
+    input_size: tuple[Channels, Side, Side] | None = None
+    mean: PerChannel | None = None
+    std: PerChannel | None = None
+    interpolation: Interpolation = "bicubic"
+    crop_pct: CropPct = 1.0
+    num_classes: Classes | None = None
+
+
+class ConfigFields(Struct):
+    """timm's config.json; what else a hub adds to it is not read."""
+
+    architecture: Name
+    num_classes: Classes | None = None
+    model_args: Json = {}
+    pretrained_cfg: PretrainedFields = msgspec.field(default_factory=PretrainedFields)
+
+
+class _Schema(Struct):
+    schema: int
+
+
+def decode_record(text: str, supported: int) -> RecordFields:
+    """A record's JSON, or Refused."""
+    if len(text) > LONGEST_RECORD:
+        raise Refused(f"{len(text):,} characters; a record has at most {LONGEST_RECORD:,}")
+    stated = _decode(text, _Schema).schema
+    if stated != supported:
+        raise Refused(f"schema {stated}; this certvit reads schema {supported}")
+    fields = _decode(text, RecordFields)
+    arch_arguments(fields.arch_args)
+    require_pixels(fields.input.size, fields.input.mean, fields.input.std)
+    if fields.classes == 1:
+        raise Refused("classes: 1, and one class leaves nothing to decide")
+    for item in fields.surgery:
+        surgery_arguments(item.path, item.kind, item.args)
+    for step in fields.lineage:
+        require_bounded(step.parameters)
+    for entry in fields.evidence:
+        require_bounded(entry.parameters)
+        require_bounded(entry.result)
+    if any(len(part) > LONGEST_TEXT for pair in fields.foreign.items() for part in pair):
+        raise Refused(f"foreign: a text of more than {LONGEST_TEXT:,} characters")
+    return fields
+
+
+def decode_config(text: str | bytes) -> ConfigFields:
+    """timm's config.json, or Refused."""
+    config = _decode(text, ConfigFields)
+    arch_arguments(config.model_args)
+    return config
+
+
+def _decode(text: str | bytes, wanted: type[T]) -> T:
+    try:
+        return msgspec.json.decode(text, type=wanted)
+    except RecursionError:
+        raise Refused("JSON nested too deeply") from None
+    except (msgspec.MsgspecError, UnicodeError, ValueError) as failure:
+        raise Refused(one_line(failure)) from failure
+
+
+def is_name(text: str) -> bool:
+    """Whether this can be the name of a registered architecture: no path, no URL, no source such as `hf-hub:`."""
+    return len(text) <= 128 and re.match(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z", text) is not None
+
+
+def one_line(failure: object) -> str:
+    """The first line of a message, printable and not longer than a line."""
+    text = (str(failure).splitlines() or [type(failure).__name__])[0]
+    return "".join(character if character.isprintable() else "?" for character in text)[:200]
+
+
+# What names a file, a URL, a callable, weights, a device, or a result other than logits. Swin v2's pretrained window
+# sizes and every drop_path are numbers of the architecture.
+_FORBIDDEN = re.compile(
+    r"_|checkpoint|pretrained(?!_window_sizes?\Z)|cache_|feature(s_only|_cls|_cfg)|out_indices|scriptable|exportable|no_jit"
+    r"|pruned|(device|dtype)\Z"
+    r"|(.*_)?(cfg|config|fn|func|cls|file|filename|dir|url|hub|id|weights|state_dict|args|kwargs|filter)s?\Z"
+    r"|(?!(.*_)?drop_path\Z)(.*_)?paths?\Z"
+)
+_REPEATS = re.compile(r".*(depth|layers|blocks|repeats|stages|num_rep|branches|levels|block_num|num_block)")
+_SIZES = re.compile(r".*(img_size|input_size|resolution|feat_size|grid_size|window|patch_size|stride|kernel)")
+_WORD = re.compile(r"[A-Za-z0-9_.+\-]{0,64}\Z")
+_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
+
+
+def arch_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an architecture as JSON scalars and lists, or Refused: no file, URL, callable or weights."""
+    if len(given) > 128:
+        raise Refused(f"{len(given)} architecture arguments")
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        if not isinstance(key, str) or (not _KEY.match(key) and not key.startswith("_")):
+            raise Refused(f"architecture argument {one_line(repr(key))[:80]} is no name of an argument")
+        if _FORBIDDEN.match(key):
+            raise Refused(f"architecture argument '{key}' is not taken from a file or the command line")
+        found[key] = _argument(key, value, [MOST_ENTRIES], 3)
+    return found
+
+
+def _argument(key: str, value: Any, entries: list[int], depth: int) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        most = MOST_LAYERS if _REPEATS.match(key) else LARGEST_SIDE if _SIZES.match(key) else LARGEST_SIZE
+        if not -most <= value <= most:
+            raise Refused(f"architecture argument '{key}' is {_short(value)}, beyond {most:,}")
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value) or abs(value) > 1e6:
+            raise Refused(f"architecture argument '{key}' is {value}")
+        return value
+    if isinstance(value, str):
+        if not _WORD.match(value):
+            raise Refused(f"architecture argument '{key}' is {one_line(repr(value))[:80]}: only plain words pass")
+        return value
+    if isinstance(value, (list, tuple)) and depth:
+        entries[0] -= len(value)
+        if entries[0] < 0:
+            raise Refused(f"architecture argument '{key}' has more than {MOST_ENTRIES:,} entries")
+        return [_argument(key, item, entries, depth - 1) for item in value]
+    raise Refused(f"architecture argument '{key}' is a {type(value).__name__}: only JSON scalars and lists pass")
+
+
+def _short(value: int) -> str:
+    return str(value) if abs(value) < 10**18 else "an integer of more than 18 digits"
+
+
+def surgery_arguments(path: str, kind: str, args: Json) -> None:
+    """Refused unless `kind` is a known replacement with arguments of its own types, at a place where it can be."""
+    if kind not in SURGERY:
+        raise Refused(f"unknown replacement '{one_line(kind)[:80]}'")
+    if (path == "") != (kind == "flat-head"):
+        raise Refused(f"surgery '{kind}' at '{path}'")
+    try:
+        msgspec.convert(args, SURGERY[kind])
+    except (msgspec.ValidationError, RecursionError) as failure:
+        raise Refused(f"surgery '{kind}' at '{path}': {one_line(failure)}") from failure
+
+
+def require_pixels(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float]) -> None:
+    """Refused unless (x - mean) / std is a normalisation of pixels in [0, 1], one pair a channel, of an image that fits."""
+    if math.prod(size) > LARGEST_IMAGE:
+        raise Refused(f"input size {'x'.join(map(str, size))} has more than {LARGEST_IMAGE:,} values")
+    if not len(mean) == len(std) == size[0]:
+        raise Refused(
+            f"mean has {len(mean)} and std {len(std)} values for {size[0]} input channels: one each a channel"
+        )
+    require_statistics(mean, std)
+
+
+def require_statistics(mean: Sequence[float], std: Sequence[float]) -> None:
+    """Refused unless every mean and standard deviation is finite, the latter positive, on the scale of pixels in [0, 1]."""
+    for name, values in (("mean", mean), ("std", std)):
+        for value in values:
+            if not math.isfinite(value):
+                raise Refused(f"{name} {value} is not finite")
+            if name == "std" and value < SMALLEST_STD:
+                raise Refused(f"std {value:g} is not a positive standard deviation")
+            if abs(value) > PIXEL_SCALE:
+                raise Refused(
+                    f"{name} {value:g} is of another scale than pixels in [0, 1]: divide statistics of pixels 0 to 255 by 255"
+                )
+
+
+def require_bounded(value: Any) -> None:
+    """Refused when free JSON is deeper, or holds longer texts, than anything certvit writes."""
+    layer: list[Any] = [value]
+    for _ in range(DEEPEST):
+        below: list[Any] = []
+        for item in layer:
+            if isinstance(item, dict):
+                below += item.keys()
+                below += item.values()
+            elif isinstance(item, (list, tuple)):
+                below += item
+            elif isinstance(item, str) and len(item) > LONGEST_TEXT:
+                raise Refused(f"a text of more than {LONGEST_TEXT:,} characters")
+        if not below:
+            return
+        layer = below
+    raise Refused("JSON nested too deeply")

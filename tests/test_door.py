@@ -1,0 +1,366 @@
+"""What comes in from a file runs nothing, opens nothing, asks for no more than there is, and means what it says.
+
+Every row was accepted, or ended in "a bug", before the door was built. Code 3: unreadable; 4: architecture and tensors
+disagree; 2: the user's own option.
+"""
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from test_bad_input import certvit
+
+from certcli import models
+from certcli.building import Building
+from certcli.checkpoint import Checkpoint
+from certcli.errors import ArchitectureError, CertvitError, CheckpointError, UsageError
+from certcli.foreign import Hints, open_checkpoint
+from certcli.nn.surgery import REPLACEMENTS
+from certcli.schema import SURGERY, Refused, arch_arguments
+
+Raw = dict[str, Any]
+EVIL = "evil.pth"
+
+
+class Evil:
+    """Unpickled, it leaves a file behind."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (Path("code-ran"),)
+
+
+def put(*path: str | int, value: Any) -> Callable[[Raw], None]:
+    """Set the value at `path` of a record."""
+
+    def spoil(raw: Raw) -> None:
+        place: Any = raw
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+
+    return spoil
+
+
+def drop(key: str) -> Callable[[Raw], None]:
+    return lambda raw: raw.pop(key)
+
+
+def nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def step(**changes: Any) -> list[Raw]:
+    return [{"command": "x", "parameters": {}, "seed": 0, "versions": {}, "parent": None, **changes}]
+
+
+def swap(path: str, kind: str, **args: Any) -> list[Raw]:
+    return [{"path": path, "kind": kind, "args": args}]
+
+
+ARGUMENTS: list[tuple[str, Any]] = [
+    ("checkpoint_path", EVIL),
+    ("pretrained", True),
+    ("pretrained_cfg", {"file": EVIL}),
+    ("pretrained_cfg", "file"),
+    ("pretrained_cfg_overlay", {"url": "http://example.com/x.pth"}),
+    ("pretrained_strict", False),
+    ("cache_dir", "here"),
+    ("features_only", True),
+    ("feature_cfg", {}),
+    ("out_indices", [0]),
+    ("scriptable", True),
+    ("exportable", True),
+    ("no_jit", True),
+    ("pruned", True),
+    ("device", "cuda"),
+    ("dtype", "float16"),
+    ("model_cfg", {}),
+    ("block_fn", "print"),
+    ("kwargs_filter", ["depth"]),
+    ("_private", 1),
+    ("norm_layer", "os.path/../x"),
+    ("act_layer", "hf-hub:x"),
+    ("weight_init", {"a": 1}),
+    ("depth", 10_000_000),
+    ("depths", [513]),
+    ("embed_dim", 10**9),
+    ("embed_dim", 10**400),
+    ("img_size", 100_000),
+    ("mlp_ratio", 1e300),
+    ("act_layer", "x" * 100),
+    ("patch_size", [[[[4]]]]),
+    ("depths", [1] * 2000),
+    ("a b", 1),
+    ("x\x1b[31m", 1),
+]
+
+RECORDS: list[tuple[str, Callable[[Raw], Any], int, str]] = [
+    *((f"arch_args {key}={str(value)[:20]}", put("arch_args", key, value=value), 3, "") for key, value in ARGUMENTS),
+    ("too large", put("arch_args", "embed_dim", value=60_000), 4, "larger"),
+    ("too deep", put("arch_args", "depth", value=500), 4, ""),
+    ("arch hf-hub", put("arch", value="hf-hub:owner/name"), 3, "arch"),
+    ("arch hf_hub", put("arch", value="hf_hub:owner/name"), 3, "arch"),
+    ("arch local-dir", put("arch", value="local-dir:."), 3, "arch"),
+    ("arch slash", put("arch", value="../x"), 3, "arch"),
+    ("arch number", put("arch", value=3), 3, "arch"),
+    ("arch escape", put("arch", value="\x1b[31mred"), 3, "arch"),
+    ("arch long", put("arch", value="x" * 10**6), 3, "arch"),
+    ("no field", drop("classes"), 3, "classes"),
+    ("more fields", put("surprise", value=1), 3, "surprise"),
+    ("schema 2", put("schema", value=2), 3, "schema 2"),
+    ("schema text", put("schema", value="1"), 3, "schema"),
+    ("classes text", put("classes", value="10"), 3, "classes"),
+    ("classes negative", put("classes", value=-1), 3, "classes"),
+    ("classes one", put("classes", value=1), 3, "class"),
+    ("classes many", put("classes", value=10**12), 3, "classes"),
+    ("class names", put("class_names", value=[1, 2]), 3, "class_names"),
+    ("dataset path", put("dataset", value="/etc/passwd"), 3, "dataset"),
+    ("dataset folder", put("dataset", value="../secrets"), 3, "dataset"),
+    ("huge image", put("input", "size", value=[1, 100_000, 100_000]), 3, "size"),
+    ("large image", put("input", "size", value=[256, 4096, 4096]), 3, "size"),
+    ("no image", put("input", "size", value=[1, 0, 8]), 3, "size"),
+    ("flat image", put("input", "size", value=[1, 8]), 3, "size"),
+    ("half image", put("input", "size", value=[1, 8.5, 8]), 3, "size"),
+    ("crop 0", put("input", "crop_pct", value=0), 3, "crop_pct"),
+    ("crop tiny", put("input", "crop_pct", value=1e-9), 3, "crop_pct"),
+    ("interpolation", put("input", "interpolation", value="random"), 3, "interpolation"),
+    ("std 0", put("input", "std", value=[0]), 3, "std"),
+    ("std negative", put("input", "std", value=[-0.5]), 3, "std"),
+    ("std text", put("input", "std", value=["0.5"]), 3, "std"),
+    ("std 127.5", put("input", "std", value=[127.5]), 3, "255"),
+    ("mean 127.5", put("input", "mean", value=[127.5]), 3, "255"),
+    ("mean twice", put("input", "mean", value=[0.5, 0.5]), 3, "channel"),
+    ("mean number", put("input", "mean", value=0.5), 3, "mean"),
+    ("surgery kind", put("surgery", value=swap("norm", "os.system")), 3, "os.system"),
+    ("surgery args", put("surgery", value=swap("norm", "identity", x=1)), 3, "identity"),
+    ("surgery type", put("surgery", value=swap("", "flat-head", widths="32")), 3, "flat-head"),
+    ("surgery widths", put("surgery", value=swap("", "flat-head", widths=[10**12])), 3, "flat-head"),
+    ("surgery size", put("surgery", value=swap("", "flat-head", widths=[65536] * 4)), 4, "larger"),
+    ("surgery tokens", put("surgery", value=swap("blocks.0.attn", "orthogonal-attention", tokens=0)), 3, "tokens"),
+    ("surgery matrix", put("surgery", value=swap("blocks.0.attn", "orthogonal-attention", tokens=65536)), 4, "larger"),
+    ("surgery path", put("surgery", value=swap("../..", "identity")), 3, "path"),
+    ("surgery nowhere", put("surgery", value=swap("blocks.9.attn", "identity")), 4, "blocks.9.attn"),
+    ("surgery everywhere", put("surgery", value=swap("", "relu")), 3, "relu"),
+    ("surgery mismatch", put("surgery", value=swap("patch_embed", "l2-attention")), 4, "patch_embed"),
+    ("surgery list", put("surgery", value=[3]), 3, "surgery"),
+    ("lineage", put("lineage", value=step(seed="0")), 3, "lineage"),
+    ("parent", put("lineage", value=step(parent="me")), 3, "parent"),
+    ("deep parameters", put("lineage", value=step(parameters={"a": nested(100)})), 3, "deep"),
+    ("deeper parameters", put("lineage", value=step(parameters={"a": nested(900)})), 3, "deep"),
+    ("long text", put("lineage", value=step(parameters={"a": "x" * 10**6})), 3, "text"),
+    ("evidence", put("evidence", value=[{"command": "certify"}]), 3, "evidence"),
+    ("foreign", put("foreign", value={"a": 1}), 3, "foreign"),
+]
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a pickle that betrays whoever opens it."""
+    (tmp_path / EVIL).write_bytes(pickle.dumps(Evil()))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    assert not (tmp_path / "code-ran").exists()
+
+
+def written(tiny: Checkpoint, spoil: Callable[[Raw], Any]) -> None:
+    raw = json.loads(tiny.record.to_json())
+    spoil(raw)
+    safetensors.torch.save_file(dict(tiny.tensors), "m.safetensors", {"certvit": json.dumps(raw)})
+
+
+def refused(source: str = "m.safetensors", hints: Hints | None = None) -> CertvitError:
+    with pytest.raises(CertvitError) as caught:
+        models.load(open_checkpoint(source, hints))
+    message = caught.value.message + caught.value.hint
+    assert message.isprintable(), message
+    assert len(caught.value.message) < 600
+    return caught.value
+
+
+@pytest.mark.parametrize(("name", "spoil", "code", "named"), RECORDS, ids=[row[0] for row in RECORDS])
+def test_a_record_is_refused_in_one_line(
+    room: Path, tiny: Checkpoint, name: str, spoil: Callable[[Raw], Any], code: int, named: str
+) -> None:
+    written(tiny, spoil)
+    failure = refused()
+    assert failure.code == code, failure
+    assert named in failure.message
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "null", "{", "[" * 100_000, '{"schema":1}', '{"schema":1e400}', "\ufffd"])
+def test_a_text_that_is_no_record(room: Path, tiny: Checkpoint, text: str) -> None:
+    safetensors.torch.save_file(dict(tiny.tensors), "m.safetensors", {"certvit": text})
+    assert refused().code == 3
+
+
+def config(tiny: Checkpoint, spoil: Callable[[Raw], Any]) -> None:
+    """A folder from the hub: the weights without a record, timm's config.json beside them."""
+    raw = {
+        "architecture": "certvit_vit_digits",
+        "num_classes": 10,
+        "model_args": dict(tiny.record.arch_args),
+        "pretrained_cfg": {"input_size": [1, 8, 8], "mean": [0.5], "std": [0.5], "url": "http://x", "file": EVIL},
+    }
+    spoil(raw)
+    safetensors.torch.save_file(dict(tiny.tensors), "model.safetensors")
+    Path("config.json").write_text(json.dumps(raw))
+
+
+CONFIGS: list[tuple[str, Callable[[Raw], Any], int, str]] = [
+    *((f"model_args {key}={str(value)[:20]}", put("model_args", key, value=value), 3, "") for key, value in ARGUMENTS),
+    ("architecture", put("architecture", value="local-dir:."), 3, "architecture"),
+    ("number", put("architecture", value=5), 3, "architecture"),
+    ("classes", put("num_classes", value="ten"), 3, "num_classes"),
+    ("classes as arguments", put("model_args", "num_classes", value="ten"), 3, "num_classes"),
+    ("statistics of 0 to 255", put("pretrained_cfg", "std", value=[127.5]), 4, "255"),
+    ("negative", put("pretrained_cfg", "std", value=[-1]), 4, "std"),
+    ("mean as text", put("pretrained_cfg", "mean", value="0.5"), 3, "mean"),
+    ("size", put("pretrained_cfg", "input_size", value=[1, 10**5, 10**5]), 3, "input_size"),
+    ("size of two", put("pretrained_cfg", "input_size", value=[8, 8]), 3, "input_size"),
+    ("cfg", put("pretrained_cfg", value=[]), 3, "pretrained_cfg"),
+    ("args", put("model_args", value=[]), 3, "model_args"),
+]
+
+
+@pytest.mark.parametrize(("name", "spoil", "code", "named"), CONFIGS, ids=[row[0] for row in CONFIGS])
+def test_a_config_is_refused_in_one_line(
+    room: Path, tiny: Checkpoint, name: str, spoil: Callable[[Raw], Any], code: int, named: str
+) -> None:
+    config(tiny, spoil)
+    failure = refused(".")
+    assert failure.code == code, failure
+    assert named in failure.message
+
+
+def test_a_config_that_passes_says_the_same_network(room: Path, tiny: Checkpoint) -> None:
+    config(tiny, lambda raw: None)
+    images = torch.rand(2, 1, 8, 8)
+    assert torch.equal(models.load(open_checkpoint("."))(images), models.load(tiny)(images))
+
+
+@pytest.mark.parametrize(("key", "value"), ARGUMENTS, ids=[f"{key}={str(value)[:20]}" for key, value in ARGUMENTS])
+def test_the_user_too_names_no_file_in_an_argument(room: Path, tiny: Checkpoint, key: str, value: Any) -> None:
+    with pytest.raises(UsageError):
+        Hints("certvit_vit_digits", {key: value})
+    with pytest.raises(ArchitectureError):
+        models.create("certvit_vit_digits", {key: value}, initialise=False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--std", "inf"],
+        ["--mean", "nan"],
+        ["--std", "-0.5"],
+        ["--std", "0"],
+        ["--std", "127.5"],
+        ["--arch-arg", f"checkpoint_path={EVIL}"],
+        ["--arch-arg", "depth=10000000"],
+    ],
+    ids=" ".join,
+)
+def test_the_users_own_numbers_are_checked(room: Path, tiny: Checkpoint, words: list[str]) -> None:
+    safetensors.torch.save_file(dict(tiny.tensors), "m.safetensors")
+    given = [*words, "--mean", "0.5"] if "--std" in words else [*words, "--std", "0.5"]
+    done = certvit(room, "lipschitz", "m.safetensors", "--arch", "certvit_vit_digits", *given, "--no-estimate")
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert done.stderr.count("certvit:") == 1
+
+
+def test_one_mean_stands_for_every_channel(room: Path) -> None:
+    net = models.create("certvit_4c3f", {}, initialise=True)
+    safetensors.torch.save_file(net.state_dict(), "m.safetensors")
+    channels = models.spec_of(net).size[0]
+    opened = open_checkpoint("m.safetensors", Hints("certvit_4c3f", {}, (0.5,), (0.25,)))
+    assert opened.record.input.mean == (0.5,) * channels
+    assert opened.record.input.std == (0.25,) * channels
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.uint8, torch.bool], ids=str
+)
+def test_weights_are_real_and_floating(room: Path, tiny: Checkpoint, dtype: torch.dtype) -> None:
+    """The imaginary part of complex weights was dropped, and NaN in it went unseen."""
+    tensors = {**tiny.tensors, "head.weight": tiny.tensors["head.weight"].to(dtype)}
+    safetensors.torch.save_file(tensors, "m.safetensors", {"certvit": tiny.record.to_json()})
+    assert "head.weight" in refused().message
+
+
+def test_tensors_of_a_pth_file_have_values_of_their_own(room: Path, tiny: Checkpoint) -> None:
+    """A stride of 0 describes any number of values with four bytes."""
+    torch.save({**tiny.tensors, "head.weight": torch.zeros(1).expand(10**6, 10**6)}, "m.pth")
+    assert "head.weight" in refused("m.pth", Hints("certvit_vit_digits", tiny.record.arch_args, (0.5,), (0.5,))).message
+
+
+def test_a_hub_name_comes_through_the_same_door(room: Path, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[tuple[str, str, Any]] = []
+
+    def download(repository: str, file: str, revision: str | None) -> str:
+        asked.append((repository, file, revision))
+        return str(room / file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    config(tiny, lambda raw: None)
+    assert open_checkpoint("hf-hub:owner/net@v1").record.arch == "certvit_vit_digits"
+    assert asked == [("owner/net", "config.json", "v1"), ("owner/net", "model.safetensors", "v1")]
+    config(tiny, put("model_args", "checkpoint_path", value=EVIL))
+    assert refused("hf-hub:owner/net").code == 3
+
+
+def test_every_replacement_has_typed_arguments() -> None:
+    assert list(SURGERY) == REPLACEMENTS.names()
+
+
+def test_numbers_words_and_lists_of_an_architecture_pass() -> None:
+    given = {
+        "depth": 12,
+        "mlp_ratio": 3,
+        "act_layer": "gelu_tanh",
+        "depths": [2, 2, 18, 2],
+        "qkv_bias": False,
+        "a": None,
+    }
+    assert arch_arguments(given) == given
+    assert arch_arguments({"img_size": (8, 8)}) == {"img_size": [8, 8]}
+    for key in (
+        "drop_path",
+        "drop_path_rate",
+        "transformer_drop_path",
+        "pretrained_window_sizes",
+        "grad_checkpointing",
+    ):
+        assert arch_arguments({key: 0}) == {key: 0}
+    with pytest.raises(Refused):
+        arch_arguments({"proj_drop_path_file": 0})
+
+
+def test_what_is_written_is_read(tiny: Checkpoint, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    strange = Checkpoint(tiny.tensors, replace(tiny.record, dataset="/home/me/photos"))
+    with pytest.raises(CheckpointError, match="dataset"):
+        strange.write(tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arch", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "convit_tiny", "xcit_nano_12_p8_224"]
+)
+def test_timms_networks_are_built_within_what_their_tensors_allow(arch: str) -> None:
+    """The count of values stops what is much larger than its tensors, not what timm computes beside them."""
+    net = models.create(arch, {}, initialise=False)
+    assert (
+        models.create(arch, {}, initialise=False, like=net.state_dict()).state_dict().keys() == net.state_dict().keys()
+    )
+    with pytest.raises(ArchitectureError, match="larger"), Building({"a": torch.zeros(9)}):
+        torch.zeros(10_000, 10_000)
