@@ -1,8 +1,10 @@
 """Datasets: named, or a folder of class folders, as fixed-order batches of pixel images in [0, 1] with their indices."""
 
 import csv
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,23 @@ class Images:
             members = (self.labels == label).nonzero().flatten()
             chosen += members[torch.randperm(len(members), generator=generator)][:count].tolist()
         return self.select(sorted(chosen))
+
+    @cached_property
+    def digests(self) -> dict[int, str]:
+        """Index of each image -> sha256 of its label and its pixels as fetched, the first 16 hex digits."""
+        found: dict[int, str] = {}
+        for indices, pixels, labels in self.batches(256):
+            rows = pixels.detach().cpu().contiguous().numpy()
+            for index, label, row in zip(indices.tolist(), labels.tolist(), rows, strict=True):
+                head = f"{label}\0{row.dtype.str}\0{row.shape}\0"
+                found[index] = hashlib.sha256(head.encode() + row.tobytes()).hexdigest()[:16]
+        return found
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of these images: index, label and pixels of each, in order. The name of the dataset has no part in it."""
+        lines = (f"{index} {digest}\n" for index, digest in self.digests.items())
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """All images and labels at once, for sets that fit in memory."""

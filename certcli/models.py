@@ -186,6 +186,12 @@ def load(
     return model.to(dtype) if dtype is not None else model
 
 
+def load_double(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> PixelModel:
+    """The network in float64, of which certificates speak (on the CPU where the device has no float64)."""
+    place = torch.device(device)
+    return load(checkpoint, "cpu" if place.type == "mps" else place, torch.float64)
+
+
 def tensors_of(model: PixelModel) -> dict[str, Tensor]:
     """The tensors a checkpoint stores: timm's names, without the normalisation, which the record holds."""
     return {name: value.detach().cpu().clone() for name, value in model.net.state_dict().items()}

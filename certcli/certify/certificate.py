@@ -1,8 +1,15 @@
 """A certificate: within its radius no image is classified differently."""
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from certcli.errors import DataError
+from certcli.intervals import Interval, share_interval
 
 LOGIT_SLACK = 1e-10
 """Subtracted from every margin, times (1 + max |logit|): a stated assumption about float64 evaluation, not a proof.
@@ -13,7 +20,11 @@ Certificates speak of the network in real arithmetic; its logits are evaluated i
 
 @dataclass(frozen=True)
 class Certificate:
-    """radius: pixel l2, rounded down. failure: 0.0 for a proof, alpha for a Monte Carlo statement."""
+    """radius: pixel l2, rounded down. failure: 0.0 for a proof, alpha for a Monte Carlo statement.
+
+    prediction: None when the method abstains. rung: which of a method's ways it was that gave the radius. seconds: what this
+    image took, 0.0 where images are certified a batch at a time.
+    """
 
     index: int
     label: int
@@ -21,6 +32,8 @@ class Certificate:
     radius: float
     method: str
     failure: float
+    rung: str = ""
+    seconds: float = 0.0
 
     @property
     def correct(self) -> bool:
@@ -31,17 +44,70 @@ class Certificate:
         return self.correct and (epsilon == 0 or self.radius > epsilon)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "radius": self.radius if math.isfinite(self.radius) else "inf"}
+        """All fields; rung and seconds only where the method gives them. An infinite radius is "inf"."""
+        row = {**asdict(self), "radius": self.radius if math.isfinite(self.radius) else "inf"}
+        return {key: value for key, value in row.items() if key not in ("rung", "seconds") or value}
 
     @staticmethod
-    def from_json(row: dict[str, Any]) -> "Certificate":
-        known = {name: row[name] for name in Certificate.__dataclass_fields__}
-        return Certificate(**{**known, "radius": float(known["radius"])})
+    def from_json(row: Mapping[str, Any], where: str = "the records") -> "Certificate":
+        """Inverse of `to_json`; DataError when the row is no certificate."""
+        try:
+            known = {name: row[name] for name in Certificate.__dataclass_fields__ if name in row}
+            prediction, label, index = row["prediction"], int(row["label"]), int(row["index"])
+            found = Certificate(
+                **{
+                    **known,
+                    "index": index,
+                    "label": label,
+                    "prediction": None if prediction is None else int(prediction),
+                    "radius": float(row["radius"]),
+                    "failure": float(row["failure"]),
+                }
+            )
+        except (KeyError, TypeError, ValueError) as failure:
+            raise DataError(f"{where}: no certificate ({type(failure).__name__}: {failure})") from failure
+        if not found.radius >= 0 or not 0 <= found.failure < 1:
+            raise DataError(f"{where}: no certificate (radius {found.radius}, failure {found.failure})")
+        return found
+
+
+class Certifier(ABC):
+    """A method made ready for one network: images in, certificates out.
+
+    promise: "proof", or "probability 1 - alpha" (with alpha as a number). arithmetic: of the network that the statement is
+    about ("real", "float64", "float32", "bf16"). domain: the images around x it speaks of, "all" or the "box" [0, 1].
+    parameters: what decides its certificates beside network and images. about: facts for the document. title, statement:
+    what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller.
+    """
+
+    method: ClassVar[str]
+    promise: str = "proof"
+    arithmetic: str = "real"
+    domain: str = "all"
+    at_once: int | None = None
+    title: str = ""
+    statement: str = ""
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return {}
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        return {}
+
+    @abstractmethod
+    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
+        """One certificate an image: pixels (b, c, h, w) in [0, 1]. DataError when the network gives NaN there."""
 
 
 @dataclass(frozen=True)
-class Summary:
-    """Shares of the images: correct, and certified and correct at each radius; mean radius of the correct ones."""
+class CertifiedAccuracy:
+    """Shares of the images: correct, and certified and correct at each radius; mean radius, wrong ones counting 0.
+
+    intervals: 95 % Clopper-Pearson, "clean" and each radius, for images that are a sample. abstained: share without a
+    prediction. An infinite radius counts in the shares and is left out of the mean.
+    """
 
     clean: float
     certified: dict[str, float]
@@ -49,24 +115,29 @@ class Summary:
     images: int
     method: str
     failure: float
+    intervals: dict[str, Interval]
+    abstained: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def summarise(certificates: list[Certificate], epsilons: list[float], method: str, failure: float) -> Summary:
-    """Certified accuracy at each radius; wrong predictions count as radius 0 in the average."""
+def certified_accuracy(certificates: Sequence[Certificate], epsilons: Sequence[float]) -> CertifiedAccuracy:
+    """Certificates of one method -> shares at each radius. DataError when there is none."""
+    if not certificates:
+        raise DataError("no image was certified")
     count = len(certificates)
     radii = [certificate.radius if certificate.correct else 0.0 for certificate in certificates]
     finite = [radius for radius in radii if math.isfinite(radius)]
-    return Summary(
-        clean=sum(certificate.correct for certificate in certificates) / count,
-        certified={
-            f"{epsilon:g}": sum(certificate.holds_at(epsilon) for certificate in certificates) / count
-            for epsilon in epsilons
-        },
+    clean = sum(certificate.correct for certificate in certificates)
+    held = {f"{e:g}": sum(certificate.holds_at(e) for certificate in certificates) for e in epsilons}
+    return CertifiedAccuracy(
+        clean=clean / count,
+        certified={name: hits / count for name, hits in held.items()},
         average_radius=sum(finite) / len(finite) if finite else 0.0,
         images=count,
-        method=method,
-        failure=failure,
+        method=certificates[0].method,
+        failure=max(certificate.failure for certificate in certificates),
+        intervals={name: share_interval(hits, count) for name, hits in {"clean": clean, **held}.items()},
+        abstained=sum(certificate.prediction is None for certificate in certificates) / count,
     )

@@ -1,13 +1,17 @@
 """Certificates from the global bound: a margin divided by how fast it can shrink."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import LOGIT_SLACK, Certificate
+from certcli.certify.certificate import LOGIT_SLACK, Certificate, Certifier
+from certcli.checkpoint import Checkpoint
 from certcli.data import Images
-from certcli.errors import DataError
+from certcli.errors import DataError, NoBoundError
+from certcli.lipschitz.propagate import NetworkBound, bound_network
+from certcli.models import load_double
 
 METHOD = "lipschitz"
 
@@ -34,18 +38,40 @@ def certified_radii(logits: Tensor, pairs: Tensor) -> Tensor:
     return radii.amin(dim=1).nan_to_num(nan=0.0, posinf=torch.inf)
 
 
-def certify(model: nn.Module, pairs: Tensor, images: Images, batch_size: int) -> Iterator[list[Certificate]]:
-    """Certificates, batch by batch. model: pixels to logits, float64, eval mode; pairs: proven pair constants."""
-    device = next(model.parameters()).device
-    pairs = pairs.double().to(device)
-    with torch.no_grad():
-        for indices, pixels, labels in images.batches(batch_size):
-            logits = model(pixels.double().to(device))
-            if not torch.isfinite(logits).all():
-                raise DataError("the network gives NaN or infinite logits on these images")
-            radii = certified_radii(logits, pairs)
-            rows = zip(indices.tolist(), labels.tolist(), logits.argmax(1).tolist(), radii.tolist(), strict=True)
-            yield [Certificate(index, label, top, radius, METHOD, 0.0) for index, label, top, radius in rows]
+class LipschitzCertifier(Certifier):
+    """Margins over pair constants. model: pixels to logits, float64, eval mode; bound: proven for exactly that model."""
+
+    method = METHOD
+    statement = "certificates: real arithmetic, float64 evaluation; the bound is proven on [0, 1] images"
+    domain = "box"
+
+    def __init__(self, model: nn.Module, bound: NetworkBound) -> None:
+        if bound.pairs is None:
+            raise NoBoundError(f"no certificate: {bound.bound.why}", "certvit adapt makes a plain ViT Lipschitz")
+        self.model, self.bound = model, bound
+        self._device = next(model.parameters()).device
+        self._pairs = bound.pairs.double().to(self._device)
+        self.title = f"global bound {bound.upper}, per-pair margins"
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        upper = float(self.bound.upper)
+        return {"bound": {"upper": upper if upper < float("inf") else "inf", "text": str(self.bound.upper)}}
+
+    @torch.no_grad()
+    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
+        logits = self.model(pixels.double().to(self._device))
+        if not torch.isfinite(logits).all():
+            raise DataError("the network gives NaN or infinite logits on these images")
+        radii = certified_radii(logits, self._pairs)
+        rows = zip(indices, labels, logits.argmax(1).tolist(), radii.tolist(), strict=True)
+        return [Certificate(index, label, top, radius, METHOD, 0.0) for index, label, top, radius in rows]
+
+
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> LipschitzCertifier:  # noqa: B006
+    """The checkpoint's proven bound, made ready. NoBoundError when none is finite."""
+    model = load_double(checkpoint, device)
+    return LipschitzCertifier(model, bound_network(model, checkpoint.record.input.size, checkpoint.record.classes))
 
 
 def plain_accuracy(model: nn.Module, images: Images, batch_size: int = 256) -> float:

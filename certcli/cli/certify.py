@@ -1,6 +1,5 @@
 """certvit certify: certified accuracy at l2 radii, one record an image."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,7 @@ import typer
 
 from certcli.cli import options
 from certcli.cli.output import Sink, percent
-from certcli.errors import GateError, NoBoundError, UsageError
+from certcli.errors import GateError
 
 
 def certify(
@@ -19,9 +18,11 @@ def certify(
     epsilon: options.Epsilons = [0.25, 0.5, 1.0],
     method: Annotated[str, typer.Option(help="lipschitz (global bound, per-pair margins).")] = "lipschitz",
     minimum: Annotated[
-        float | None, typer.Option("--min-certified", help="Exit 7 below this share at the smallest radius.")
+        str | None,
+        typer.Option("--min-certified", metavar="S[@R]", help="Exit 7 below this share at radius R, else the smallest."),
     ] = None,
     records: options.Records = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the --records of the same run.")] = False,
     attack_records: Annotated[
         Path | None, typer.Option("--attack-records", help="Records of `attack`, drawn above the curve by --plot.")
     ] = None,
@@ -40,56 +41,50 @@ def certify(
     quiet: options.Quiet = False,
 ) -> None:
     """Share of the images that are classified correctly, provably, within each pixel l2 radius."""
-    from certcli.certify.certificate import summarise
-    from certcli.certify.lipschitz import METHOD
-    from certcli.certify.lipschitz import certify as run
-    from certcli.cli.inputs import check_evidence_path, evaluation_images, hints, load_double, pick_device
-    from certcli.cli.records import JsonLines
+    from certcli.certify.certificate import certified_accuracy
+    from certcli.certify.methods import METHODS, prepare, run_of
+    from certcli.certify.methods import certify as certificates_of
+    from certcli.cli import certified
+    from certcli.cli.inputs import check_evidence_path, evaluation_images, hints, pick_device
+    from certcli.evaluation import RecordFile, describe, require_radii
     from certcli.foreign import open_checkpoint
-    from certcli.lipschitz.propagate import bound_network
 
     sink = Sink(as_json, quiet)
-    if method != METHOD:
-        raise UsageError(f"unknown method '{method}'", "one of: lipschitz")
-    radii = sorted(set(epsilon))
-    if not radii or radii[0] < 0:
-        raise UsageError("radii must be >= 0")
+    METHODS[method]  # refuses what is no method before anything is read
+    share, at = certified.parse_gate(minimum, "--min-certified") if minimum is not None else (None, None)
+    radii = require_radii(epsilon if at is None else [*epsilon, at])
     check_evidence_path(output, ckpt, force)
     checkpoint = open_checkpoint(ckpt, hints(arch, arch_arg, mean, std))
-    record = checkpoint.record
-    images = evaluation_images(record, dataset, data_dir, split, limit, seed, sink)
-    model = load_double(checkpoint, pick_device(device))
-    bound = bound_network(model, record.input.size, record.classes)
-    if bound.pairs is None:
-        raise NoBoundError(f"no certificate: {bound.bound.why}", "certvit adapt makes a plain ViT Lipschitz")
-    certificates = []
-    with JsonLines(records, force) as lines, sink.progress("certify", total=len(images)) as bar:
-        for rows in run(model, bound.pairs, images, batch_size):
-            certificates += rows
-            lines.write(row.to_json() for row in rows)
-            bar.advance(len(rows))
-    summary = summarise(certificates, radii, METHOD, 0.0)
-    sink.document(summary.to_json())
-    sink.table(
-        f"{images.name} ({images.split}), {len(images)} images; global bound {bound.upper}, per-pair margins",
-        ["radius (pixel l2)", "certified accuracy"],
-        [("clean", percent(summary.clean))] + [(e, percent(share)) for e, share in summary.certified.items()],
-    )
-    sink.text("certificates: real arithmetic, float64 evaluation; the bound is proven on [0, 1] images")
+    images = evaluation_images(checkpoint.record, dataset, data_dir, split, limit, seed, sink)
+    attacked = {}
+    if attack_records is not None:
+        attacked = certified.attacked_shares(attack_records, checkpoint.digest, images)
+    certifier = prepare(method, checkpoint, pick_device(device), {"seed": seed})
+    run = run_of(certifier, checkpoint, images)
+    rows = []
+    with RecordFile(records, run, images, resume=resume, force=force) as file:
+        if resume:
+            sink.note(f"{records} holds {file.earlier} records of this run")
+        with sink.progress("certify", total=len(images)) as bar:
+            for batch in certificates_of(certifier, images, batch_size, file):
+                rows += batch
+                bar.advance(len(batch))
+    found = certified_accuracy(rows, radii)
+    document = certified.document(found, certifier, checkpoint.digest, describe(images))
+    sink.document(document)
+    certified.table(found, certifier, images, sink)
     if plot is not None:
-        from certcli.report.curve import draw_curves
-
-        attacked = (
-            [] if attack_records is None else [json.loads(line) for line in attack_records.read_text().splitlines()]
-        )
-        draw_curves([c.radius if c.correct else -1.0 for c in certificates], attacked, plot, radii[-1])
+        certified.plot(rows, certifier, attacked, Path(ckpt).stem, images, plot, radii[-1], sink)
         sink.note(f"wrote {plot}")
     if output is not None:
-        parameters = {"dataset": images.name, "split": images.split, "images": len(images), "method": METHOD}
-        checkpoint.with_evidence("certify", parameters, summary.to_json()).write(output, force)
+        about = {"dataset": images.name, "split": images.split, "limit": limit, "seed": seed, "method": method}
+        result = {name: value for name, value in document.items() if name not in ("schema", "command", "checkpoint")}
+        checkpoint.with_evidence("certify", about, result).write(output, force)
         sink.note(f"wrote {output}")
-    if minimum is not None and summary.certified[f"{radii[0]:g}"] < minimum:
-        raise GateError(
-            f"certified accuracy {percent(summary.certified[f'{radii[0]:g}'])} at {radii[0]:g} is below "
-            f"--min-certified {minimum:g}"
-        )
+    if share is not None:
+        reached = found.certified[f"{radii[0] if at is None else at:g}"]
+        if reached < share:
+            raise GateError(
+                f"certified accuracy {percent(reached)} at {radii[0] if at is None else at:g} is below "
+                f"--min-certified {minimum}"
+            )

@@ -164,15 +164,6 @@ def calibration_images(
     return images
 
 
-def load_double(checkpoint: Checkpoint, device: torch.device) -> Any:
-    """The network in float64, in which certificates are computed (on the CPU where the device has no float64)."""
-    import torch
-
-    from certcli import models
-
-    return models.load(checkpoint, "cpu" if device.type == "mps" else device, torch.float64)
-
-
 def remember_dataset(record: Record, images: Images) -> Record:
     """The record with the name of the dataset (never a path) and its class names."""
     names = None if images.classes[0].isdigit() else images.classes

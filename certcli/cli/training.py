@@ -210,11 +210,11 @@ def _proof_seconds(checkpoint: Checkpoint, sample: Images) -> tuple[float, float
     """What the proof at the end will take: the bound, and certifying one image; measured on the starting weights."""
     import torch
 
-    from certcli.cli.inputs import load_double
     from certcli.lipschitz.propagate import bound_network
+    from certcli.models import load_double
 
     started = time.perf_counter()
-    model = load_double(checkpoint, torch.device("cpu"))
+    model = load_double(checkpoint)
     bound_network(model, checkpoint.record.input.size, checkpoint.record.classes)
     proven = time.perf_counter()
     with torch.no_grad():
@@ -227,23 +227,24 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
     """The proven bound, and the validation images certified by it: float64, rounded outward."""
     import torch
 
-    from certcli.certify.certificate import summarise
-    from certcli.certify.lipschitz import METHOD, certify, plain_accuracy
-    from certcli.cli.inputs import load_double
-    from certcli.lipschitz.propagate import bound_network
+    from certcli.certify.certificate import certified_accuracy
+    from certcli.certify.lipschitz import plain_accuracy
+    from certcli.certify.methods import certify, prepare
+    from certcli.errors import NoBoundError
+    from certcli.models import load_double
 
-    model = load_double(checkpoint, torch.device("cpu"))
-    bound = bound_network(model, checkpoint.record.input.size, checkpoint.record.classes)
-    text = {"upper_text": str(bound.upper)}
-    if bound.pairs is None:
-        sink.note(f"no finite bound: {bound.bound.why}")
-        return {"clean": plain_accuracy(model, validation), "certified": 0.0, "upper": "inf", **text}
-    rows = [row for batch in certify(model, bound.pairs, validation, 256) for row in batch]
-    summary = summarise(rows, [epsilon], METHOD, 0.0)
-    upper = float(bound.upper)
+    try:
+        certifier = prepare("lipschitz", checkpoint, torch.device("cpu"))
+    except NoBoundError as failure:
+        sink.note(failure.message)
+        clean = plain_accuracy(load_double(checkpoint), validation)
+        return {"clean": clean, "certified": 0.0, "upper": "inf", "upper_text": "inf"}
+    rows = [row for batch in certify(certifier, validation, 256) for row in batch]
+    found = certified_accuracy(rows, [epsilon])
+    bound = certifier.about["bound"]
     return {
-        "clean": summary.clean,
-        "certified": summary.certified[f"{epsilon:g}"],
-        "upper": upper if upper < float("inf") else "inf",
-        **text,
+        "clean": found.clean,
+        "certified": found.certified[f"{epsilon:g}"],
+        "upper": bound["upper"],
+        "upper_text": bound["text"],
     }

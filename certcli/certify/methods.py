@@ -1,0 +1,63 @@
+"""Certificate methods by name, and the one loop that turns images into certificates.
+
+`prepare(checkpoint, device, options) -> Certifier` is what a method's entry names. options: by name, of all methods; each
+takes what it knows. NoBoundError when the method can say nothing about this network.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from certcli.certify.certificate import Certificate, Certifier
+from certcli.checkpoint import Checkpoint
+from certcli.data import Images
+from certcli.evaluation import RecordFile, Run
+from certcli.registry import Entry, Registry
+
+METHODS = Registry(
+    "method",
+    Entry(
+        "lipschitz",
+        "certcli.certify.lipschitz:prepare",
+        "one proven bound of the whole network, margins pair by pair",
+        "Tsuzuku et al. 2018, Lipschitz-margin training",
+    ),
+)
+
+
+def prepare(method: str, checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> Certifier:  # noqa: B006
+    """The method of that name made ready for the checkpoint. UsageError names the methods that there are."""
+    certifier: Certifier = METHODS.load(method)(checkpoint, device, options)
+    return certifier
+
+
+def run_of(certifier: Certifier, checkpoint: Checkpoint, images: Images) -> Run:
+    """What decides the certificates: network, images, method and its parameters."""
+    stated = {"promise": certifier.promise, "arithmetic": certifier.arithmetic, "domain": certifier.domain}
+    return Run.of(
+        "certify",
+        checkpoint.digest,
+        images,
+        certifier.method,
+        norm="l2",
+        parameters={**stated, **certifier.parameters},
+    )
+
+
+def certify(
+    certifier: Certifier, images: Images, batch_size: int, file: RecordFile | None = None
+) -> Iterator[list[Certificate]]:
+    """Certificates in the order of the images, batch by batch; what `file` holds already is read, not found again."""
+    step = certifier.at_once or batch_size
+    for start in range(0, len(images), step):
+        positions = list(range(start, min(start + step, len(images))))
+        indices = images.indices[positions].tolist()
+        earlier = file.take([(index,) for index in indices]) if file is not None else None
+        if earlier is not None:
+            yield [Certificate.from_json(row) for row in earlier]
+            continue
+        rows = certifier.batch(indices, images.fetch(positions), images.labels[positions].tolist())
+        if file is not None:
+            file.write(row.to_json() for row in rows)
+        yield rows
