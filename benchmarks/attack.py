@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from certcli import data, models
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.attack.summary import Summary, summarise
+from certcli.attack.summary import RobustAccuracy, robust_accuracy
 from certcli.attack.watch import library
 from certcli.threat import Threat
 
@@ -105,8 +105,8 @@ def main() -> None:
     for name, (names, restarts, plain) in WORKLOADS.items():
         settings = AttackSettings(restarts=restarts)
 
-        def ours(names: list[str] = names, settings: AttackSettings = settings) -> Summary:
-            return summarise(attack_images(net, batches, names, threat, settings))
+        def ours(names: list[str] = names, settings: AttackSettings = settings) -> RobustAccuracy:
+            return robust_accuracy(attack_images(net, batches, names, threat, settings))
 
         def theirs(plain: Plain = plain) -> float:
             return plainly(plain(net, threat), net, batches)

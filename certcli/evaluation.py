@@ -49,7 +49,7 @@ class Run:
         return plain
 
     def differences(self, other: "Run") -> Iterator[str]:
-        """"seed is 0 there and 1 here", for everything in which `other` (there) differs from this run (here)."""
+        """ "seed is 0 there and 1 here", for everything in which `other` (there) differs from this run (here)."""
         here, there = dict(_flat(self.to_json())), dict(_flat(other.to_json()))
         for name in [*here, *(name for name in there if name not in here)]:
             if here.get(name) != there.get(name):
@@ -123,10 +123,11 @@ class RecordFile:
         if b"\n" not in data:
             return  # interrupted before its header was whole: nothing is lost by writing it anew
         found, rows, self._ends = _parse(data, path)
-        difference = next(self._run.differences(found), None)
-        if difference is not None:
+        differences = list(self._run.differences(found))
+        if differences:
+            more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
             raise UsageError(
-                f"{path} holds records of another run: {difference}",
+                f"{path} holds records of another run: {'; '.join(differences[:3])}{more}",
                 "repeat that run's options, choose another --records, or pass --force without --resume",
             )
         self._earlier = rows

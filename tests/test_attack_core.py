@@ -30,8 +30,8 @@ from certcli.attack.catalogue import ATTACKS, DETERMINISTIC, L2_ONLY
 from certcli.attack.judge import judge
 from certcli.attack.margin import ascend, lost_margin
 from certcli.attack.run import attack_images
-from certcli.attack.settings import AttackSettings, Planned, plan
-from certcli.attack.summary import curve, summarise
+from certcli.attack.settings import AttackSettings, Planned, planned_attacks
+from certcli.attack.summary import curve, robust_accuracy
 from certcli.attack.watch import undisturbed
 from certcli.threat import Norm, Threat, image_norms
 
@@ -110,7 +110,7 @@ def test_every_attack_on_every_net(name: str, norm: Norm, model: nn.Module) -> N
             assert record.norm == float(image_norms(adversarial.double() - image.double(), norm))
             with torch.no_grad():
                 assert int(model(adversarial).argmax()) == record.adversarial_prediction
-        json.dumps(record.as_json())
+        json.dumps(record.to_json())
 
 
 @pytest.mark.parametrize("name", GENERAL)
@@ -190,7 +190,9 @@ def test_tiny_gradients_still_give_whole_steps() -> None:
     images = pictures(10)
     plain, tiny = Scaled(1.0).eval(), Scaled(1e-12).eval()
     data = batches(images, labelled(plain, images))
-    runs = [summarise(attack_images(net, data, ["pgd"], Threat("l2", 2.0), AttackSettings())) for net in (plain, tiny)]
+    runs = [
+        robust_accuracy(attack_images(net, data, ["pgd"], Threat("l2", 2.0), AttackSettings())) for net in (plain, tiny)
+    ]
     assert runs[0].robust == runs[1].robust == 0.0
 
 
@@ -248,7 +250,9 @@ def test_random_nets_are_attacked_and_judged_on_averages() -> None:
     torch.manual_seed(0)  # the verdict draws from the caller's generator, as the net itself does
     settings = AttackSettings(steps=10, samples=8)
     for norm, radius in (("l2", 1.5), ("linf", 0.3)):
-        summary = summarise(attack_images(model, batches(images, labels), ["eot-pgd"], Threat(norm, radius), settings))
+        summary = robust_accuracy(
+            attack_images(model, batches(images, labels), ["eot-pgd"], Threat(norm, radius), settings)
+        )
         assert summary.robust < summary.clean
     flags = {flag.check.name: flag.raised for flag in checks.inspect_model(model, images, labels)}
     assert flags == {"probabilities": False, "zero gradients": False, "randomness": True}
@@ -296,4 +300,4 @@ def test_every_attack_names_its_source() -> None:
         assert entry.summary
         assert callable(entry.load())
     assert set(ATTACKS.names()) >= DETERMINISTIC | L2_ONLY
-    assert isinstance(plan(["pgd"], SHORT)[0], Planned)
+    assert isinstance(planned_attacks(["pgd"], SHORT)[0], Planned)

@@ -23,9 +23,9 @@ from certcli.attack import checks, examples
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.margin import lost_margin
 from certcli.attack.presets import PRESETS, preset
-from certcli.attack.run import Record, attack_curve, attack_images
-from certcli.attack.settings import AttackSettings, plan
-from certcli.attack.summary import curve, summarise, wilson_interval
+from certcli.attack.run import Attacked, attack_curve, attack_images
+from certcli.attack.settings import AttackSettings, planned_attacks
+from certcli.attack.summary import curve, robust_accuracy
 from certcli.errors import DataError, UsageError
 from certcli.threat import Norm, Threat, image_norms
 
@@ -50,7 +50,7 @@ def test_cascade_asks_each_image_once_and_independence_asks_all() -> None:
     ]
     least = [*attack_images(model, data, ["fab"], Threat("l2", 1.0), AttackSettings(steps=20))]
     assert [record.norm for record in nearest] == [record.norm for record in least]
-    in_turn, separate = summarise(cascade), summarise(alone)
+    in_turn, separate = robust_accuracy(cascade), robust_accuracy(alone)
     assert in_turn.clean == separate.clean == 17 / 20
     assert in_turn.robust == in_turn.attacks["pgd-5"] <= in_turn.attacks["margin-pgd"] <= in_turn.attacks["fgsm"]
     assert separate.robust <= min(separate.attacks.values())
@@ -72,7 +72,7 @@ def test_a_curve_falls_and_carries_what_fell() -> None:
     assert robust[0] > robust[-1]
     assert all(summary.attacks["pgd"] <= summary.attacks["fgsm"] for summary in summaries)
     assert any(record.robust["fgsm"] is False for record in records)
-    first: dict[int, Record] = {}
+    first: dict[int, Attacked] = {}
     for record in records:
         if record.broken_by == "fgsm":
             assert record.robust == {"fgsm": False, "pgd": None}
@@ -81,12 +81,12 @@ def test_a_curve_falls_and_carries_what_fell() -> None:
         elif record.norm is not None:
             first[record.index] = record
     with pytest.raises(DataError, match="several radii"):
-        summarise(records)
+        robust_accuracy(records)
 
 
 def test_plans() -> None:
     settings = AttackSettings(steps=3, seed=9)
-    fgsm, twenty, cut = plan(["fgsm", "margin-pgd-20", "apgd-ce"], settings)
+    fgsm, twenty, cut = planned_attacks(["fgsm", "margin-pgd-20", "apgd-ce"], settings)
     assert (fgsm.attack, fgsm.settings) == ("fgsm", settings)
     assert (twenty.label, twenty.attack, twenty.settings) == (
         "margin-pgd-20",
@@ -96,7 +96,7 @@ def test_plans() -> None:
     assert (cut.attack, cut.settings.steps) == ("apgd-ce", 3)
     for wrong in ([], ["nonsense"], ["pgd-0"], ["nonsense-3"], ["pgd", "pgd"]):
         with pytest.raises(UsageError):
-            plan(wrong, settings)
+            planned_attacks(wrong, settings)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(UsageError, match="Square"):
         ATTACKS.load("square")(model, torch.rand(1, 1, 4, 9), torch.zeros(1).long(), Threat("l2", 0.1), SHORT)
     with pytest.raises(DataError):
-        summarise([])
+        robust_accuracy([])
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -131,7 +131,7 @@ def test_presets_run(name: str) -> None:
     for part in preset(name).parts:
         short = [replace(entry, settings=replace(entry.settings, steps=2)) for entry in part.plan]
         records = attack_images(model, data, short, part.threat, AttackSettings(), independent=True)
-        assert list(summarise(records).attacks) == [entry.label for entry in part.plan]
+        assert list(robust_accuracy(records).attacks) == [entry.label for entry in part.plan]
     assert all(part.threat.radius == 1.58 for part in preset(name).at(1.58).parts)
 
 
@@ -147,15 +147,9 @@ def test_preset_radii_are_the_papers() -> None:
         preset("cifar")
 
 
-def test_margin_and_intervals_agree_with_known_values() -> None:
+def test_margin_agrees_with_known_values() -> None:
     logits = torch.tensor([[1.0, 3.0, -2.0], [-1.0, -5.0, -2.0]])
     assert lost_margin(logits, torch.tensor([1, 0])).tolist() == [-2.0, -1.0]
-    # R: prop.test(5, 10, correct = FALSE), prop.test(0, 10, correct = FALSE)
-    assert wilson_interval(5, 10) == pytest.approx((0.2365931, 0.7634069), abs=1e-6)
-    assert wilson_interval(0, 10) == pytest.approx((0.0, 0.2775328), abs=1e-6)
-    assert wilson_interval(10, 10) == pytest.approx((0.7224672, 1.0), abs=1e-6)
-    with pytest.raises(DataError):
-        wilson_interval(1, 0)
 
 
 def test_checks_of_the_model() -> None:
@@ -181,7 +175,7 @@ def test_margin_sees_through_a_saturated_softmax() -> None:
     images = pictures(20)
     data = batches(images, labelled(model, images))
     robust = {
-        name: summarise(attack_images(model, data, [name], Threat("l2", 0.5), AttackSettings())).robust
+        name: robust_accuracy(attack_images(model, data, [name], Threat("l2", 0.5), AttackSettings())).robust
         for name in ("pgd", "margin-pgd")
     }
     assert robust["margin-pgd"] < robust["pgd"]

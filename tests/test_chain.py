@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from certcli import data, models
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.certify.lipschitz import certified_radii, certify
+from certcli.certify.lipschitz import LipschitzCertifier, certified_radii
+from certcli.certify.methods import certify
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
 from certcli.errors import CertvitError, GateError
@@ -85,7 +86,7 @@ def test_no_attack_succeeds_inside_a_certified_radius(certified: Checkpoint) -> 
     bound = bound_network(model, certified.record.input.size, 10)
     images = data.load("digits", certified.record.input, "val").limit(15)
     assert bound.pairs is not None
-    certificates = [row for rows in certify(model, bound.pairs, images, 64) for row in rows]
+    certificates = [row for rows in certify(LipschitzCertifier(model, bound), images, 64) for row in rows]
     pixels, labels = images.tensors()
     attacked = 0
     for position, certificate in enumerate(certificates):

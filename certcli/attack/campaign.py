@@ -1,19 +1,24 @@
 """An evaluation as stages: which attacks run together, in which norm, at which radii, on which images."""
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from certcli.attack.certified import Certified, require_same_network, select
+from certcli.attack.certified import Certified, require_correct, select
 from certcli.attack.presets import preset
-from certcli.attack.records import RecordFile, run_name
-from certcli.attack.run import Record, attack_curve
-from certcli.attack.settings import AttackSettings, Planned, plan
+from certcli.attack.run import Attacked, attack_curve
+from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.data import Images
 from certcli.errors import DataError, UsageError
+from certcli.evaluation import RecordFile, Run
 from certcli.threat import Norm, Threat
+
+RECORD_KEYS = ("task", "epsilon", "index")
+"""What tells one record of a run from another."""
 
 DEFAULT_ATTACK, DEFAULT_NORM, DEFAULT_RADIUS = "pgd", "l2", 0.5
 
@@ -34,10 +39,6 @@ class Stage:
             for entry in self.plan
         ]
         return replace(self, plan=tuple(known))
-
-    def as_json(self) -> dict[str, Any]:
-        """What decides its results, as plain values: the fields, each attack with its settings."""
-        return asdict(self)
 
 
 def stages_of(
@@ -64,7 +65,7 @@ def stages_of(
         raise UsageError(f"unknown norm '{norm}'", "one of: l2, linf")
     if certified and norm == "linf":
         raise UsageError("certified radii are l2 radii, they bound no linf attack", "leave out --norm")
-    planned = plan(list(names) or [DEFAULT_ATTACK], settings)
+    planned = planned_attacks(list(names) or [DEFAULT_ATTACK], settings)
     if not chosen and not certified:
         chosen = (DEFAULT_RADIUS,)
     return (Stage("linf" if norm == "linf" else "l2", chosen, planned, independent),)
@@ -158,13 +159,43 @@ def parameters_of(tasks: Sequence[Task], settings: AttackSettings, **more: Any) 
     }
 
 
-def run_of(tasks: Sequence[Task], settings: AttackSettings, batch_size: int, **more: Any) -> str:
-    """The name of a run: two runs of one name write the same records, so one may continue the other's file."""
-    work = [[task.stage.as_json(), task.images.indices.tolist(), sorted((task.own or {}).items())] for task in tasks]
-    return run_name({**parameters_of(tasks, settings, **more), "work": work, "batch_size": batch_size})
+def run_of(
+    tasks: Sequence[Task], settings: AttackSettings, batch_size: int, checkpoint: str, images: Images, **more: Any
+) -> Run:
+    """What decides the records. The batch size does: what is attacked together draws from one seed."""
+    spent = {
+        f"task {number} {entry.label}": {**asdict(entry.settings), "attack": entry.attack}
+        for number, task in enumerate(tasks)
+        for entry in task.stage.plan
+    }
+    chosen = {
+        f"task {number} images": {"attacked": _digest(task.images.indices.tolist()), "at": _digest(sorted(own.items()))}
+        for number, task in enumerate(tasks)
+        if (own := task.own or {}) or task.certified
+    }
+    return Run.of(
+        "attack",
+        checkpoint,
+        images,
+        [[entry.label for entry in task.stage.plan] for task in tasks],
+        norm=[task.stage.norm for task in tasks],
+        radii=[list(task.stage.radii) for task in tasks],
+        parameters={
+            **asdict(settings),
+            "independent": [task.stage.independent for task in tasks],
+            "batch_size": batch_size,
+            **more,
+            **chosen,
+            **spent,
+        },
+    )
 
 
-def evaluate(
+def _digest(values: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def run_tasks(
     model: nn.Module,
     tasks: Sequence[Task],
     settings: AttackSettings,
@@ -174,7 +205,7 @@ def evaluate(
     refine_steps: int = 0,
     keep_images: bool = False,
     file: RecordFile | None = None,
-) -> Iterator[tuple[int, list[Record]]]:
+) -> Iterator[tuple[int, list[Attacked]]]:
     """(number of the task, records of one batch), in order; what `file` holds already is read, not attacked again.
 
     Each batch draws from its own seed, so a resumed run gives the records of an uninterrupted one. Images go to the
@@ -185,14 +216,15 @@ def evaluate(
     for number, task in enumerate(tasks):
         for positions, radii in task.portions(batch_size):
             indices = task.images.indices[positions]
-            earlier = file.take(number, indices.tolist(), radii) if file is not None else None
+            wanted = [(number, radius, index) for radius in radii for index in indices.tolist()]
+            earlier = file.take(wanted) if file is not None else None
             if earlier is not None:
-                yield number, earlier
+                yield number, [Attacked.from_json(row) for row in earlier]
                 continue
             pixels, labels = task.images.fetch(positions), task.images.labels[positions]
             batch = (indices, pixels.to(like.device, like.dtype), labels)
             stage = task.stage
-            rows: list[Record] = []
+            rows: list[Attacked] = []
             for row in attack_curve(
                 model,
                 [batch],
@@ -208,9 +240,9 @@ def evaluate(
                 shown = row.fell and not any(other.index == row.index and other.fell for other in rows)
                 rows.append(row if shown else replace(row, image=None, adversarial=None))
             if task.certified:
-                require_same_network(rows)
+                require_correct(rows)
             if file is not None:
-                file.write(number, rows)
+                file.write({**row.to_json(), "task": number} for row in rows)
             yield number, rows
 
 

@@ -1,38 +1,36 @@
 """Certificates as `certify` wrote them: which images may be attacked, and how far, so that no attack may succeed."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from certcli.attack.run import Record
+from certcli.attack.run import Attacked
 from certcli.data import Images
 from certcli.errors import DataError, UsageError
+from certcli.evaluation import PIXELS, read_records, require_same_images, require_same_network
 
 
 @dataclass(frozen=True)
 class Certified:
-    """An image that is classified correctly, provably, within `radius` (pixel l2, may be inf)."""
+    """An image that is classified correctly, provably, within `radius` (pixel l2, may be inf); pixels: its digest."""
 
     index: int
     label: int
     radius: float
+    pixels: str
 
 
-def read_certified(path: Path) -> dict[int, Certified]:
+def read_certified(path: Path, checkpoint: str) -> dict[int, Certified]:
     """Records of `certify` -> index -> certificate, of correct predictions with a radius above 0.
 
-    DataError names the line that is no such record. UsageError for statements with a chance of failure (smoothing): they
-    speak of the smoothed classifier, which is not the network that is attacked.
+    DataError when they are no such records, or of another network than `checkpoint` (its digest). UsageError for statements
+    with a chance of failure (smoothing): they speak of the smoothed classifier, which is not the network that is attacked.
     """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as failure:
-        raise DataError(f"cannot read {path} ({failure})", "certvit certify ... --records FILE writes it") from failure
+    run, rows = read_records(path, "certify")
+    require_same_network(run, checkpoint, path)
     found: dict[int, Certified] = {}
-    for number, line in enumerate(lines, start=1):
+    for number, row in enumerate(rows, start=2):
         try:
-            row = json.loads(line)
             index, label, prediction = int(row["index"]), int(row["label"]), row["prediction"]
             radius, failure_share = float(row["radius"]), float(row["failure"])
         except (ValueError, KeyError, TypeError) as failure:
@@ -48,29 +46,29 @@ def read_certified(path: Path) -> dict[int, Certified]:
         if index in found:
             raise DataError(f"{path} speaks twice of image {index}")
         if prediction == label and radius > 0:
-            found[index] = Certified(index, label, radius)
+            found[index] = Certified(index, label, radius, str(row[PIXELS]))
     return found
 
 
 def select(images: Images, certificates: Mapping[int, Certified], radius: float) -> Images:
-    """The images that are certified beyond `radius`; DataError when a label disagrees: these are other images."""
-    labels = images.labels.tolist()
+    """The images that are certified beyond `radius`; DataError when pixels or label disagree: these are other images."""
+    require_same_images(
+        ({"index": entry.index, PIXELS: entry.pixels} for entry in certificates.values()),
+        images,
+        "the certified records",
+    )
     positions = []
-    for position, index in enumerate(images.indices.tolist()):
-        certificate = certificates.get(index)
-        if certificate is None:
+    for position, (index, label) in enumerate(zip(images.indices.tolist(), images.labels.tolist(), strict=True)):
+        if index not in certificates:
             continue
-        if certificate.label != labels[position]:
-            raise DataError(
-                f"image {index} has label {labels[position]}, the certified records say {certificate.label}",
-                "give the --dataset and --split that were certified",
-            )
-        if certificate.radius > radius:
+        if certificates[index].label != label:
+            raise DataError(f"image {index} has label {label}, the certified records say {certificates[index].label}")
+        if certificates[index].radius > radius:
             positions.append(position)
     return images.select(positions)
 
 
-def require_same_network(records: Iterable[Record]) -> None:
+def require_correct(records: Iterable[Attacked]) -> None:
     """DataError when a certified image is misclassified as it stands: the records are those of another checkpoint."""
     for record in records:
         if not record.correct:

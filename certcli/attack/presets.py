@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from certcli.attack.settings import AttackSettings, Planned, plan
+from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.errors import UsageError
 from certcli.threat import Norm, Threat
 
@@ -35,7 +35,7 @@ class Preset:
 
 
 def _part(norm: Norm, radius: float, *names: str | Planned, step_size: float | None = None) -> Part:
-    return Part(Threat(norm, radius), plan(names, AttackSettings(step_size=step_size)))
+    return Part(Threat(norm, radius), planned_attacks(names, AttackSettings(step_size=step_size)))
 
 
 _CAUCHY_CW = Planned(
@@ -68,7 +68,7 @@ PRESETS = {
                     "linf",
                     8 / 255,
                     Planned("cw-20", "margin-pgd", AttackSettings(steps=20)),
-                    *plan(("pgd-20", "pgd-100"), AttackSettings()),
+                    *planned_attacks(("pgd-20", "pgd-100"), AttackSettings()),
                 ),
             ),
             "The paper gives no step size (here 2.5 radius / steps), and CW a radius in linf: that is read as 20 steps of "

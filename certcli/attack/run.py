@@ -1,6 +1,6 @@
 """From batches to records: attacks in order, each on the images that are still standing."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS, DETERMINISTIC, L2_ONLY
 from certcli.attack.judge import Verdict, judge, predict, refine
-from certcli.attack.settings import AttackSettings, Craft, Planned, plan
+from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
 from certcli.attack.watch import seeded
 from certcli.data import Batch
-from certcli.errors import UsageError
+from certcli.errors import DataError, UsageError
 from certcli.threat import Norm, Threat, image_norms
 
 
 @dataclass(frozen=True)
-class Record:
+class Attacked:
     """One image at one radius. `kind` is the norm's name, `epsilon` the radius in pixel units.
 
     robust: per attack, did the image withstand it? False for a misclassified image; None where the attack was not run,
@@ -52,12 +52,20 @@ class Record:
         """Correct, and broken by no attack."""
         return all(outcome is True for outcome in self.robust.values())
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """All fields but the images, as plain values."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _TENSORS}
+        return {name: getattr(self, name) for name in _STORED}
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> "Attacked":
+        """Inverse of `to_json`; DataError when the row is no such record."""
+        try:
+            return Attacked(**{name: row[name] for name in _STORED})
+        except KeyError as failure:
+            raise DataError(f"a record lacks {failure}", "certvit attack ... --records FILE writes them") from failure
 
 
-_TENSORS = ("image", "adversarial")
+_STORED = tuple(item.name for item in fields(Attacked) if item.name not in ("image", "adversarial"))
 
 
 def attack_images(
@@ -71,7 +79,7 @@ def attack_images(
     refine_steps: int = 0,
     source: nn.Module | None = None,
     keep_images: bool = False,
-) -> Iterator[Record]:
+) -> Iterator[Attacked]:
     """One record an image: is there an attack among `names` with argmax f(x') != y, |x' - x| <= radius?
 
     Misclassified images are not attacked; an image that one attack breaks is not shown to the next, unless
@@ -104,13 +112,13 @@ def attack_curve(
     refine_steps: int = 0,
     source: nn.Module | None = None,
     keep_images: bool = False,
-) -> Iterator[Record]:
+) -> Iterator[Attacked]:
     """One record an image and radius, radii ascending: what breaks an image at one radius breaks it at all larger ones.
 
     So the curve falls by construction, and each image is attacked until its first failure only. UsageError when no
     attack or no radius is named, or a model is in training mode.
     """
-    planned = plan(names, settings)
+    planned = planned_attacks(names, settings)
     if not radii:
         raise UsageError("no radius was given")
     threats = [Threat(norm, radius) for radius in sorted(set(radii))]
@@ -198,12 +206,12 @@ class _Standing:
         self.adversarial[rows[nearer]] = verdict.adversarial[nearer]
         self.found[rows[nearer]] = verdict.adversarial_prediction[nearer]
 
-    def records(self, indices: Tensor, threat: Threat, keep_images: bool) -> Iterator[Record]:
+    def records(self, indices: Tensor, threat: Threat, keep_images: bool) -> Iterator[Attacked]:
         lengths = image_norms(self.adversarial.double() - self.images.double(), "l2").tolist()
         norms = self.norm.tolist()
         for row, index in enumerate(indices.tolist()):
             fallen = norms[row] < float("inf")
-            yield Record(
+            yield Attacked(
                 index=index,
                 label=int(self.labels[row]),
                 prediction=int(self.prediction[row]),

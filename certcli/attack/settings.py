@@ -79,7 +79,7 @@ class Planned:
     settings: AttackSettings
 
 
-def plan(names: Sequence[str | Planned], settings: AttackSettings) -> tuple[Planned, ...]:
+def planned_attacks(names: Sequence[str | Planned], settings: AttackSettings) -> tuple[Planned, ...]:
     """("fgsm", "pgd-20") -> a plan; a trailing number is a step count. UsageError on an unknown or repeated name."""
     planned = [name if isinstance(name, Planned) else _parse(name, settings) for name in names]
     labels = [entry.label for entry in planned]

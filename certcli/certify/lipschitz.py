@@ -68,7 +68,7 @@ class LipschitzCertifier(Certifier):
         return [Certificate(index, label, top, radius, METHOD, 0.0) for index, label, top, radius in rows]
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> LipschitzCertifier:  # noqa: B006
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> LipschitzCertifier:
     """The checkpoint's proven bound, made ready. NoBoundError when none is finite."""
     model = load_double(checkpoint, device)
     return LipschitzCertifier(model, bound_network(model, checkpoint.record.input.size, checkpoint.record.classes))

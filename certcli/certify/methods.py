@@ -26,7 +26,7 @@ METHODS = Registry(
 )
 
 
-def prepare(method: str, checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> Certifier:  # noqa: B006
+def prepare(method: str, checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> Certifier:
     """The method of that name made ready for the checkpoint. UsageError names the methods that there are."""
     certifier: Certifier = METHODS.load(method)(checkpoint, device, options)
     return certifier

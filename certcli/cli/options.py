@@ -44,6 +44,9 @@ Records = Annotated[
         rich_help_panel="Output",
     ),
 ]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue the --records of the same run.", rich_help_panel="Output")
+]
 Epsilons = Annotated[
     list[float],
     typer.Option(

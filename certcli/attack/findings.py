@@ -10,9 +10,9 @@ from torch import nn
 from certcli.attack import checks
 from certcli.attack.campaign import Stage, Task, checked_batch
 from certcli.attack.certified import Certified
-from certcli.attack.run import Record
+from certcli.attack.run import Attacked
 from certcli.attack.settings import AttackSettings
-from certcli.attack.summary import Summary, curve, summarise
+from certcli.attack.summary import RobustAccuracy, curve, robust_accuracy
 from certcli.threat import Threat
 
 MODEL_CHECKED, ATTACK_CHECKED = 32, (8, 32)
@@ -45,10 +45,10 @@ class Part:
     """
 
     stage: Stage
-    summaries: tuple[Summary, ...]
+    summaries: tuple[RobustAccuracy, ...]
     own: tuple[float, float, float] | None = None
 
-    def as_json(self) -> list[dict[str, Any]]:
+    def to_json(self) -> list[dict[str, Any]]:
         own = (
             {}
             if self.own is None
@@ -71,24 +71,24 @@ class Part:
         ]
 
 
-def part_of(task: Task, records: Sequence[Record]) -> Part:
+def part_of(task: Task, records: Sequence[Attacked]) -> Part:
     """Records of one task -> its shares. DataError when there is none."""
     if task.own is None:
         return Part(task.stage, curve(records))
     radii = sorted(task.own.values())
-    summary = summarise([replace(record, epsilon=radii[0]) for record in records])
+    summary = robust_accuracy([replace(record, epsilon=radii[0]) for record in records])
     return Part(task.stage, (summary,), (radii[0], median_low(radii), radii[-1]))
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Findings:
     """The whole evaluation; `first` is what a gate and the short keys of the document speak of."""
 
     parts: tuple[Part, ...]
     flags: tuple[checks.Flag, ...]
 
     @property
-    def first(self) -> Summary:
+    def first(self) -> RobustAccuracy:
         """The first part at its smallest radius."""
         return self.parts[0].summaries[0]
 
@@ -102,7 +102,7 @@ class Outcome:
 
         `flags` are those that are raised, `checks` the names of all that were made.
         """
-        rows = [row for part in self.parts for row in part.as_json()]
+        rows = [row for part in self.parts for row in part.to_json()]
         names = [flag.check.name for flag in self.flags]
         first = rows[0]
         return {
@@ -126,18 +126,18 @@ class Outcome:
         """Rows of the first stage's attacks; with certificates each radius has a part and images of its own."""
         stage = self.parts[0].stage
         same = [part for part in self.parts if part.stage.plan == stage.plan and part.stage.norm == stage.norm]
-        return [row for part in same for row in part.as_json()]
+        return [row for part in same for row in part.to_json()]
 
 
-def outcome_of(
+def findings_of(
     tasks: Sequence[Task],
-    records: Mapping[int, Sequence[Record]],
+    records: Mapping[int, Sequence[Attacked]],
     flags: Sequence[checks.Flag],
     certificates: Mapping[int, Certified] | None = None,
-) -> Outcome:
+) -> Findings:
     """Records by number of the task -> the outcome; with certificates, their records may hold no success at all."""
     if certificates is not None:
         every = [record for rows in records.values() for record in rows]
         radii = {index: certificate.radius for index, certificate in certificates.items()}
         flags = [*flags, checks.certified_above_attacked(every, radii)]
-    return Outcome(tuple(part_of(task, records[number]) for number, task in enumerate(tasks)), tuple(flags))
+    return Findings(tuple(part_of(task, records[number]) for number, task in enumerate(tasks)), tuple(flags))
