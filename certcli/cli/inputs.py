@@ -12,6 +12,7 @@ from certcli.errors import DataError, UsageError
 if TYPE_CHECKING:
     import torch
 
+    from certcli.checkpoint import Checkpoint
     from certcli.cli.output import Sink
     from certcli.data import Images
     from certcli.foreign import Hints
