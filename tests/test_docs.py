@@ -16,6 +16,7 @@ from certcli.nn.surgery import REPLACEMENTS
 from certcli.registry import Registry
 
 ROOT = Path(__file__).parent.parent
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]
 REGISTRIES = [ATTACKS, METHODS, LOSSES, REPLACEMENTS]
 
 
@@ -27,6 +28,36 @@ def test_the_reference_page_is_the_commands() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_in_the_readme(name: str) -> None:
     assert f"certvit {name}" in (ROOT / "README.md").read_text()
+
+
+def _anchors(page: str) -> set[str]:
+    """GitHub's names of a page's headings: lower case, no punctuation, spaces as hyphens; a second one gets -1."""
+    found: list[str] = []
+    for title in re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        found.append(f"{name}-{found.count(name)}" if name in found else name)
+    return set(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_resolves(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert linked == ROOT or ROOT in linked.parents, f"{page.name} links to {target}, outside of the repository"
+        if anchor:
+            assert anchor in _anchors(linked.read_text()), f"{page.name} links to {target}: no such heading"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_lines_outside_tables_can_be_read_in_a_terminal(page: Path) -> None:
+    if page.name == "architectures.md":
+        return  # written by benchmarks/sweep.py
+    lines = page.read_text().splitlines()
+    assert [n for n, line in enumerate(lines, 1) if len(line) > 126 and not line.startswith("|")] == []
 
 
 def _sources(*folders: str) -> dict[Path, str]:
