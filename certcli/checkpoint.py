@@ -1,11 +1,7 @@
 """A checkpoint: tensors and their record. Read whole and checked, written atomically and byte-reproducibly."""
 
-import contextlib
-import errno
 import hashlib
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from certcli.errors import CheckpointError, OutputError, UsageError
+from certcli.errors import CheckpointError
+from certcli.outputs import atomic_file, require_absent
 from certcli.provenance import KEY, Evidence, Record, Step, versions
 from certcli.schema import one_line
 
@@ -130,49 +127,3 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
     separate = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     with atomic_file(path) as temporary:
         save_file(separate, temporary, metadata)
-
-
-def require_absent(path: Path, force: bool) -> None:
-    """UsageError when the output exists already: asked before the work starts, not after it."""
-    if path.is_dir():
-        raise UsageError(f"the output {path} is a folder", "give a file name with -o")
-    if path.exists() and not force:
-        raise UsageError(f"{path} exists already", "choose another -o, or pass --force to replace it")
-    folder = path.parent
-    if not folder.is_dir():
-        raise OutputError(f"cannot write {path}: there is no folder {folder}", f"mkdir -p {folder}")
-    if not os.access(folder, os.W_OK):
-        raise OutputError(f"cannot write {path}: the folder is read-only", "choose another folder with -o")
-
-
-@contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary path in the folder of `path`, renamed to it when the block ends well and removed when it does not."""
-    temporary: Path | None = None
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
-        yield temporary
-        with temporary.open("rb+") as written:
-            os.fsync(written.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's 0600 would hide the result from colleagues
-        os.replace(temporary, path)
-        temporary = None
-        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
-            folder = os.open(path.parent, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
-    except (OSError, SafetensorError) as failure:
-        full = getattr(failure, "errno", None) == errno.ENOSPC or "No space left" in str(failure)
-        reason = "the disk is full" if full else one_line(failure)
-        raise OutputError(f"cannot write {path}: {reason}", "nothing was changed; choose another -o") from failure
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

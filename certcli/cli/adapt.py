@@ -1,12 +1,14 @@
 """certvit adapt: a ViT, DeiT, Swin or ConViT becomes Lipschitz-continuous and keeps what it knew."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from certcli.cli.command import command, group
-from certcli.cli.groups import Calibration, Machine, Output, Source, Talk
+from certcli.cli.groups import Calibration, Machine, Output, Source, Talk, beside
 from certcli.cli.output import Sink, percent
+from certcli.outputs import discard_state, require_own_state
 
 if TYPE_CHECKING:
     from certcli.adapt.run import Adapter
@@ -82,6 +84,7 @@ def adapt(
     """Turn a ViT, DeiT, Swin or ConViT into a Lipschitz-continuous one, block by block, fitted to the old one's outputs."""
     from certcli.adapt.pixels import compact
     from certcli.adapt.run import Adapter
+    from certcli.adapt.state import KEY
     from certcli.cli.plan import open_for_plan, show_plan
 
     sink = talk.sink()
@@ -89,14 +92,15 @@ def adapt(
     if plan.dry_run:
         show_plan(open_for_plan(source, data.seed, sink), settings, plan.bounds, sink)
         return
-    path = output.path(source.ckpt, "adapt")
-    state_path = path.with_name(f"{path.name.removesuffix('.safetensors')}.state.safetensors")
+    path = output.target("adapt", source.ckpt, source, data, state=KEY)
+    state_path = beside(path, "state")
     checkpoint = source.open()
     pixels = compact(batch for _, batch, _ in data.images(checkpoint.record, sink).batches(256))
     adapter = Adapter(checkpoint, settings, pixels, machine.pick())
+    require_own_state(state_path, KEY, adapter.identity, output.force or fitting.resume)
     _fit(adapter, state_path, fitting.resume, sink)
     adapter.result().write(path, output.force)
-    state_path.unlink(missing_ok=True)
+    discard_state(state_path, KEY, adapter.identity)
     parts = [{"path": r.path, "from": r.before, "to": r.after, "error": r.error} for r in adapter.records]
     memory = _peak_memory()
     sink.document({"output": str(path), "replaced": parts, "peak_memory_bytes": memory})
@@ -108,7 +112,7 @@ def adapt(
     sink.text(f"wrote {path}; peak memory {memory / 2**30:.1f} GiB")
 
 
-def _fit(adapter: "Adapter", state_path: Any, resume: bool, sink: Sink) -> None:
+def _fit(adapter: "Adapter", state_path: Path, resume: bool, sink: Sink) -> None:
     """Block by block, each one saved, so that an interrupted run can be gone on with."""
     from certcli.adapt.state import load_state, save_state
 
@@ -145,7 +149,7 @@ def _peak_memory() -> int:
     import resource
     import sys
 
-    peak: Any = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak) * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -12,14 +12,15 @@ own default. A field may be a group again. Two groups of one command may not sha
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
-from typing import Annotated, Any, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 from typer.models import ArgumentInfo, OptionInfo
 
+Mark = TypeVar("Mark")
 PANEL = "__panel__"
 SHARED = ("Images", "Checkpoints of others", "Machine", "Output")
 """Panels that many commands have: after a command's own, in this order everywhere."""
@@ -128,3 +129,23 @@ def info_of(hint: Any) -> OptionInfo | ArgumentInfo | None:
     """Typer's note in an Annotated type."""
     notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return next((note for note in notes if isinstance(note, (OptionInfo, ArgumentInfo))), None)
+
+
+def spelling(name: str, info: Any) -> list[str]:
+    """How an option is written, shortest first; an argument by its metavar."""
+    if isinstance(info, ArgumentInfo):
+        return [info.metavar or name.upper()]
+    # inside Annotated, Typer keeps the first declaration where the default used to be
+    declared = [item for item in (getattr(info, "default", None),) if isinstance(item, str) and item.startswith("-")]
+    declared += list(getattr(info, "param_decls", None) or [])
+    return sorted(declared, key=len) or [f"--{name.replace('_', '-')}"]
+
+
+def marked(groups: Iterable[object], kind: type[Mark]) -> Iterator[tuple[str, Mark, Any]]:
+    """(option, its mark, its value) for every option in these groups that carries a mark of this kind and has a value."""
+    for part in groups:
+        for name, hint in get_type_hints(type(part), include_extras=True).items():
+            value = getattr(part, name)
+            for note in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
+                if isinstance(note, kind) and value is not None:
+                    yield spelling(name, info_of(hint))[-1], note, value

@@ -51,7 +51,7 @@ class Method:
 
 @group("Layers")
 class Layers:
-    """Which layers, and how many at a time."""
+    """Which layers, how many at a time, and a drawing of their curves."""
 
     layers: Annotated[
         list[str], typer.Option(help="Only layers whose path matches this pattern (* and ?); may be repeated.")
@@ -62,6 +62,7 @@ class Layers:
     memory: Annotated[
         str | None, typer.Option(help="Most memory for statistics, e.g. 2G: layers in several passes.")
     ] = None
+    plot: options.Plot = None
 
 
 @command(
@@ -75,7 +76,6 @@ def constrain(
     layers: Layers = Layers(),
     data: Calibration = Calibration(limit=500),
     machine: Machine = Machine(batch_size=50),
-    plot: options.Plot = None,
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
@@ -85,7 +85,7 @@ def constrain(
 
     sink = talk.sink()
     chosen, memory = method.options(), _bytes(layers.memory)
-    path = output.path(source.ckpt, "constrain")
+    path = output.target("constrain", source.ckpt, source, data, layers)
     checkpoint = source.open()
     record = checkpoint.record
     size, classes = record.input.size, record.classes
@@ -103,7 +103,7 @@ def constrain(
         network.rectified_paths(model, size, paths, method.distance),
     )
     before, clean_before = network.network_upper(model, size, classes), constrained.accuracy(model, unseen, record)
-    found = _curves(calibration, chosen, sink) if method.target is not None or plot is not None else {}
+    found = _curves(calibration, chosen, sink) if method.target is not None or layers.plot is not None else {}
     if method.target is not None:
         results = network.meet_target(calibration, size, classes, found, method.target, chosen)
     else:
@@ -120,8 +120,8 @@ def constrain(
     }
     derived = checkpoint.derive(models.tensors_of(model), "constrain", parameters, data.seed)
     derived.write(path, output.force)
-    if plot is not None:
-        constrained.plot(found, results, plot, sink)
+    if layers.plot is not None:
+        constrained.plot(found, results, layers.plot, sink)
     sink.document(constrained.document(path, before, after, clean_before, clean_after, results))
     allowed = f"eta {method.eta:g}" if method.target is None else f"target {method.target:g}"
     title = f"Norms (proven) before and after, prox {method.prox}, beta {method.beta:g}, {allowed}"

@@ -116,7 +116,9 @@ class Distillation:
     """Another network's answers."""
 
     teacher: Annotated[
-        str | None, typer.Option(metavar="CKPT", help="Learn from this network's answers too (distillation).")
+        str | None,
+        typer.Option(metavar="CKPT", help="Learn from this network's answers too (distillation)."),
+        options.Reads(),
     ] = None
     distill_weight: Annotated[float, typer.Option(help="Share of the teacher in the loss.")] = 0.5
     distill_temperature: Annotated[float, typer.Option(help="Temperature of both answers.")] = 2.0

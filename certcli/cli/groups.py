@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from certcli.cli import inputs, options
-from certcli.cli.command import group
+from certcli.cli.command import group, marked
 from certcli.cli.output import Sink
+from certcli.outputs import Outputs
 
 if TYPE_CHECKING:
     import torch
@@ -83,19 +84,48 @@ class Machine:
 
 @group("Output")
 class Output:
-    """The checkpoint to be written."""
+    """The checkpoint to be written, and the one place that compares all that is written with all that is read."""
 
     output: options.Output = None
     force: options.Force = False
 
-    def path(self, source: str, command: str) -> Path:
-        """-o, or <stem>.<command>.safetensors beside the source; checked before any work is done."""
-        return inputs.output_path(self.output, source, command, self.force)
+    def claim(self, *groups: object) -> None:
+        """Before any work: refuse what these groups and -o must not write, or what they read as well."""
+        self._outputs(groups).check()
+
+    def target(self, command: str, source: str, *groups: object, last: bool = False, state: str | None = None) -> Path:
+        """The same for a command that makes a checkpoint: -o, or <stem>.<command>.safetensors beside the source.
+
+        last, state: it also writes the last epoch's file, a state file (whose metadata has this key) beside the output.
+        """
+        path = self.output or inputs.default_output(source, command)
+        outputs = self._outputs(groups)
+        if self.output is None:
+            outputs.writes("-o", path)
+        if last:
+            outputs.writes("-o, the last epoch's file", beside(path, "last"))
+        if state is not None:
+            outputs.keeps_state(beside(path, "state"), state)
+        outputs.check()
+        return path
 
     def check(self, source: str) -> None:
-        """The same checks for commands that write a checkpoint only with -o."""
-        if self.output is not None:
-            self.path(source, "")
+        """The same for one input alone."""
+        inputs.check_evidence_path(self.output, source, self.force)
+
+    def _outputs(self, groups: tuple[object, ...]) -> Outputs:
+        found = Outputs(self.force)
+        resume = any(getattr(part, "resume", False) for part in groups)
+        for option, mark, value in marked((*groups, self), options.Writes):
+            found.writes(option, value, continued=mark.resumable and resume)
+        for option, source, name in marked(groups, options.Reads):
+            (found.reads_folder if source.folder else found.reads)(option, Path(name))
+        return found
+
+
+def beside(path: Path, word: str) -> Path:
+    """<stem>.<word>.safetensors beside an output."""
+    return path.with_name(f"{path.name.removesuffix('.safetensors')}.{word}.safetensors")
 
 
 @group("Output")

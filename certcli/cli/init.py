@@ -53,7 +53,7 @@ def init(architecture: Architecture, output: Output = Output(), talk: Talk = Tal
     """Write a new checkpoint: freshly initialised, or with timm's published weights."""
     sink = talk.sink()
     arch = architecture.arch
-    path = output.path(arch, "init")
+    path = output.target("init", arch, architecture)
     made = architecture.build()
     checkpoint = made.derive(
         made.tensors, "init", {"arch": arch, "pretrained": architecture.pretrained}, architecture.seed

@@ -89,31 +89,25 @@ def fresh(arch: str, arguments: dict[str, Any], given: Hints, seed: int) -> Chec
     return models.initialise(arch, arguments, spec, models.classes_of(net), seed)
 
 
-def output_path(given: Path | None, source: str, command: str, force: bool) -> Path:
-    """Where the result goes: -o, or <stem>.<command>.safetensors beside the input. Checked before any work is done."""
-    from certcli.checkpoint import require_absent
-
+def default_output(source: str, command: str) -> Path:
+    """<stem>.<command>.safetensors beside the source; in the current folder for a network that is named, not read."""
     path = Path(source)
-    if given is None:
-        if path.is_dir():
-            given = path / f"model.{command}.safetensors"
-        else:
-            parent = path.parent if path.exists() else Path()
-            given = (
-                parent
-                / f"{path.name.removesuffix('.safetensors').replace(':', '_').replace('/', '_')}.{command}.safetensors"
-            )
-    inputs = [path, path / "model.safetensors"]
-    if any(candidate.exists() and given.exists() and candidate.samefile(given) for candidate in inputs):
-        raise UsageError(f"the output {given} is the input", "an input file is never modified; choose another -o")
-    require_absent(given, force)
-    return given
+    if path.is_dir():
+        return path / f"model.{command}.safetensors"
+    parent = path.parent if path.exists() else Path()
+    stem = path.name.removesuffix(".safetensors").replace(":", "_").replace("/", "_")
+    return parent / f"{stem}.{command}.safetensors"
 
 
 def check_evidence_path(given: Path | None, source: str, force: bool) -> None:
     """The same checks for commands that write a checkpoint only with -o."""
+    from certcli.outputs import Outputs
+
     if given is not None:
-        output_path(given, source, "", force)
+        outputs = Outputs(force)
+        outputs.reads("CKPT", Path(source))
+        outputs.writes("-o", given)
+        outputs.check()
 
 
 def evaluation_images(

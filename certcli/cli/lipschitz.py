@@ -30,7 +30,9 @@ class Views:
     heads: Annotated[bool, typer.Option("--heads", help="Proven spectral norms of q, k, v head by head.")] = False
     worst: Annotated[bool, typer.Option("--worst", help="Largest constants first.")] = False
     other: Annotated[
-        str | None, typer.Option("--compare", metavar="CKPT", help="A second checkpoint, side by side.")
+        str | None,
+        typer.Option("--compare", metavar="CKPT", help="A second checkpoint, side by side."),
+        options.Reads(),
     ] = None
     formulas: Annotated[
         list[str],
@@ -54,7 +56,9 @@ def lipschitz(
     maximum: Annotated[
         float | None, typer.Option("--max", help="Exit 7 when the bound exceeds this; 5 if there is none.")
     ] = None,
-    verify: Annotated[Path | None, typer.Option(help="Re-check the proof in a report written with --json.")] = None,
+    verify: Annotated[
+        Path | None, typer.Option(help="Re-check the proof in a report written with --json."), options.Reads()
+    ] = None,
     show: Views = Views(),
     slope: Slope = Slope(),
     data: Calibration = Calibration(limit=16),
@@ -71,7 +75,7 @@ def lipschitz(
         raise UsageError("no checkpoint given", "certvit lipschitz CKPT, or certvit lipschitz --verify REPORT.json")
     from certcli.cli.inputs import return_large_blocks
 
-    output.check(source.ckpt)
+    output.claim(source, show, data)
     return_large_blocks()
     audited = views.audit(source, machine)
     lower = views.lower_bound(audited, data, slope.iterations, machine.batch_size, sink) if slope.estimate else None

@@ -1,9 +1,27 @@
 """Options that mean the same in every command. No torch here: `certvit COMMAND --help` must be instant."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Marks an option whose value names what is read: a file or a checkpoint, or (folder) a folder of images."""
+
+    folder: bool = False
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Marks an option whose value names a file to be written: new, or --force, and never an input (`certcli.outputs`).
+
+    resumable: with --resume a file that is there is gone on with.
+    """
+
+    resumable: bool = False
 
 
 def fraction(text: str) -> float:
@@ -16,15 +34,18 @@ def fraction(text: str) -> float:
 
 
 CheckpointArgument = Annotated[
-    str, typer.Argument(metavar="CKPT", help="A .safetensors file, a folder with model.safetensors, or a timm name.")
+    str,
+    typer.Argument(metavar="CKPT", help="A .safetensors file, a folder with model.safetensors, or a timm name."),
+    Reads(),
 ]
-Output = Annotated[Path | None, typer.Option("-o", "--output", help="Checkpoint to write.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="Checkpoint to write."), Writes()]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output file.")]
 Dataset = Annotated[
     str | None,
     typer.Option("--dataset", help="digits, torch/mnist, torch/cifar10, ..., or a folder of class folders."),
+    Reads(folder=True),
 ]
-DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Where torch/... datasets lie.")]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Where torch/... datasets lie."), Reads(folder=True)]
 Split = Annotated[str | None, typer.Option("--split", help="train, val, test; by default the one to evaluate on.")]
 Limit = Annotated[int | None, typer.Option("--limit", help="Use a seeded, class-balanced sample of N images.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of every random choice.")]
@@ -33,7 +54,9 @@ BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images at a
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.")]
 Plot = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the result.", rich_help_panel="Output")
+    Path | None,
+    typer.Option("--plot", metavar="FILE.png", help="Draw the result.", rich_help_panel="Output"),
+    Writes(),
 ]
 Records = Annotated[
     Path | None,
@@ -43,6 +66,7 @@ Records = Annotated[
         help="One JSON line an image, written as it is found.",
         rich_help_panel="Output",
     ),
+    Writes(resumable=True),
 ]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Continue the --records of the same run.", rich_help_panel="Output")

@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.models import ArgumentInfo
 
-from certcli.cli.command import info_of
+from certcli.cli.command import info_of, spelling
 
 
 def reference(commands: dict[str, Callable[..., None]]) -> str:
@@ -38,15 +38,7 @@ def _tables(command: Callable[..., None]) -> Iterator[str]:
 
 
 def _row(parameter: inspect.Parameter, info: Any) -> str:
-    if isinstance(info, ArgumentInfo):
-        spelled = info.metavar or parameter.name.upper()
-    else:
-        # inside Annotated, Typer keeps the first declaration where the default used to be
-        declared = [
-            item for item in (getattr(info, "default", None),) if isinstance(item, str) and item.startswith("-")
-        ]
-        declared += list(getattr(info, "param_decls", None) or [])
-        spelled = ", ".join(sorted(declared, key=len)) or f"--{parameter.name.replace('_', '-')}"
+    spelled = ", ".join(spelling(parameter.name, info))
     return f"| `{spelled}` | {_default(parameter.default)} | {getattr(info, 'help', None) or ''} |"
 
 

@@ -7,7 +7,9 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from certcli.cli.groups import beside
 from certcli.cli.output import Sink, percent
+from certcli.outputs import discard_state, require_own_state
 
 if TYPE_CHECKING:
     from certcli.checkpoint import Checkpoint
@@ -27,15 +29,13 @@ class Training:
     """order: the command's options, in groups; settings: the numbers among them that decide the result."""
 
     def __init__(self, settings: FinetuneSettings, order: Order, sink: Sink) -> None:
-        from certcli.checkpoint import require_absent
+        from certcli.finetune.state import KEY
 
         self.started = time.perf_counter() - min(time.process_time(), LONGEST_START)
         self.settings, self.order, self.sink = settings, order, sink
-        self.path = order.output.path(order.source.ckpt, "finetune")
-        stem = self.path.name.removesuffix(".safetensors")
-        self.state_path = self.path.with_name(f"{stem}.state.safetensors")
-        self.last_path = self.path.with_name(f"{stem}.last.safetensors")
-        require_absent(self.last_path, order.output.force)
+        reads = (order.source, order.data, order.distillation)
+        self.path = order.output.target("finetune", order.source.ckpt, *reads, last=True, state=KEY)
+        self.state_path, self.last_path = beside(self.path, "state"), beside(self.path, "last")
         self.checkpoint = order.source.open()
         self.savable = True
         self.remarked = 0.0
@@ -44,6 +44,7 @@ class Training:
         from certcli import models
         from certcli.errors import OutputError
         from certcli.finetune.loop import Trainer, identity
+        from certcli.finetune.state import KEY
         from certcli.finetune.step import Diverged
 
         train, validation = self._images()
@@ -53,6 +54,7 @@ class Training:
         model = models.load(self.checkpoint, device, writable=True)
         run = identity(self.checkpoint.digest, self.settings, f"{train.name}:{len(train)}")
         trainer = Trainer(model, self.settings, self.checkpoint.record.classes, run, teacher)
+        require_own_state(self.state_path, KEY, run, self.order.output.force or self.order.length.resume)
         if self.order.length.resume:
             self._resume(trainer, run)
         if self.settings.time_budget is not None and trainer.settings.steps is None:
@@ -62,7 +64,7 @@ class Training:
             self._learn(trainer, train, validation)
         except Diverged as failure:
             if trainer.best_epoch < 0:
-                self.state_path.unlink(missing_ok=True)
+                discard_state(self.state_path, KEY, run)
                 raise
             diverged = failure
         try:
@@ -71,7 +73,7 @@ class Training:
             if self.state_path.exists():
                 raise OutputError(failure.message, "make room, then repeat the command with --resume") from failure
             raise
-        self.state_path.unlink(missing_ok=True)  # of no use either way: what diverged would diverge again
+        discard_state(self.state_path, KEY, run)  # of no use either way: what diverged would diverge again
         if diverged is not None:
             self.sink.note(f"wrote {self.path}: the best weights before it, of epoch {trainer.best_epoch}")
             raise diverged

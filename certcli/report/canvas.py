@@ -11,7 +11,7 @@ matplotlib.use("Agg")  # files only: no display is needed or touched
 
 from matplotlib import pyplot
 
-from certcli.checkpoint import atomic_file
+from certcli.outputs import atomic_file
 
 
 @contextmanager
