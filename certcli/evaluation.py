@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from certcli.checkpoint import require_absent
 from certcli.data import Images
 from certcli.errors import DataError, OutputError, UsageError
+from certcli.outputs import require_absent
 
 SCHEMA = "certvit-records/1"
 PIXELS = "pixels"
@@ -102,7 +102,7 @@ class RecordFile:
                 raise UsageError("--resume continues a file of records, and none is named", "--records FILE.jsonl")
             return
         continued = resume and path.exists()
-        require_absent(path, force or continued)
+        require_absent(path, force or continued, "--records")
         if continued:
             self._read(path)
         try:

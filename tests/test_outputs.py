@@ -46,6 +46,10 @@ def refused(folder: Path, words: list[str], named: str) -> None:
     assert contents(folder) == before
 
 
+def link(folder: Path) -> None:
+    (folder / "link.jsonl").symlink_to(M)
+
+
 def hard_link(folder: Path) -> None:
     os.link(folder / M, folder / "hard.png")
 
@@ -79,11 +83,20 @@ CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
     (existing("x.state.safetensors"), ["adapt", M, "-o", "x.safetensors", "--force"], "is none"),
     (existing("x.last.safetensors"), ["finetune", M, "-o", "x.safetensors"], "exists already"),
     # pictures, records and examples where an input was
+    (nothing, ["certify", M, "--plot", M, "--force"], "is the input"),
     (nothing, ["lipschitz", M, "--plot", M, "--force"], "is the input"),
     (nothing, ["lipschitz", M, "--plot", M], "m.safetensors"),
+    (nothing, ["certify", M, "--records", M, "--force"], "is the input"),
+    (link, ["certify", M, "--records", "link.jsonl", "--force"], "is the input"),
     (hard_link, ["constrain", M, "--plot", "hard.png", "--force"], "is the input"),
+    (nothing, ["attack", M, "--records", M, "--force"], "is the input"),
+    (nothing, ["attack", M, "--records", M, "--resume"], "is the input"),
+    (nothing, ["attack", M, "--save-examples", M, "--force"], "is the input"),
+    (nothing, ["attack", M, "--source", "other.safetensors", "-o", "other.safetensors", "--force"], "is the input"),
     (nothing, ["finetune", M, "--teacher", "other.safetensors", "-o", "other.safetensors", "--force"], "is the input"),
+    (nothing, ["certify", M, "--dataset", "photos", "--plot", "photos/a/1.png", "--force"], "among the images"),
     # two outputs, one file
+    (nothing, ["certify", M, "--plot", "new.png", "--records", "./new.png"], "would both write"),
     (nothing, ["constrain", M, "-o", "new.safetensors", "--plot", "new.safetensors"], "would both write"),
     # no files
     (nothing, ["constrain", M, "-o", "/dev/full", "--force"], "device or a pipe"),
@@ -94,6 +107,8 @@ CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
     # the same rule as for checkpoints: new, or --force
     (existing("p.png"), ["lipschitz", M, "--plot", "p.png"], "exists already"),
     (existing("p.png"), ["constrain", M, "--plot", "p.png"], "exists already"),
+    (existing("p.png"), ["certify", M, "--plot", "p.png"], "exists already"),
+    (existing("p.png"), ["attack", M, "--gallery", "p.png"], "exists already"),
 ]
 
 
@@ -114,7 +129,7 @@ def options_marked(name: str, kind: type) -> list[tuple[str, object]]:
 
 PAIRS = [
     (name, output, source)
-    for name in sorted({*COMMANDS} - {"certify", "attack"})
+    for name in COMMANDS
     for output, _ in options_marked(name, Writes)
     for source, note in options_marked(name, Reads)
     if not note.folder and source != "--verify"
@@ -132,7 +147,7 @@ def test_no_output_of_any_command_is_an_input_of_it(folder: Path, name: str, out
     refused(folder, words + (needs.get(source, []) if output != "--gallery" else []), "is the input")
 
 
-@pytest.mark.parametrize("name", sorted({*COMMANDS} - {"certify", "attack"}))
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_path_of_a_command_is_marked(name: str) -> None:
     """An option that takes a path says whether it is read or written: else nothing would compare it."""
     for parameter in inspect.signature(COMMANDS[name]).parameters.values():

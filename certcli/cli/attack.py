@@ -58,7 +58,9 @@ class Attacks:
     ] = False
     refine: Annotated[int, typer.Option(min=0, help="Halvings of each success towards its image: minimal norms.")] = 0
     crafted_on: Annotated[
-        str | None, typer.Option("--source", help="Checkpoint to craft on (transfer); CKPT is tested.")
+        str | None,
+        typer.Option("--source", help="Checkpoint to craft on (transfer); CKPT is tested."),
+        options.Reads(),
     ] = None
     checks: Annotated[bool, typer.Option(help="Check the evaluation itself on a few images.")] = True
 
@@ -96,6 +98,7 @@ class Chosen(Evaluation):
     only_certified: Annotated[
         Path | None,
         typer.Option(metavar="FILE.jsonl", help="Records of `certify`: attack what is certified, at its own radius."),
+        options.Reads(),
     ] = None
 
     def images(self, record: Any, sink: Sink) -> Images:
@@ -113,20 +116,21 @@ class Results:
     records: options.Records = None
     resume: options.Resume = False
     save_examples: Annotated[
-        Path | None, typer.Option("--save-examples", help="Adversarial examples as safetensors.")
+        Path | None, typer.Option("--save-examples", help="Adversarial examples as safetensors."), options.Writes()
     ] = None
     gallery: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw images, perturbations and predictions.")
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw images, perturbations and predictions."),
+        options.Writes(),
     ] = None
-    compare: Annotated[str | None, typer.Option(help="Second checkpoint in the gallery.")] = None
+    compare: Annotated[str | None, typer.Option(help="Second checkpoint in the gallery."), options.Reads()] = None
 
     @property
     def keeps_images(self) -> bool:
         return self.save_examples is not None or self.gallery is not None
 
-    def check(self, chosen: Chosen, force: bool) -> None:
+    def check(self, chosen: Chosen) -> None:
         """UsageError on wishes that contradict, before any work."""
-        from certcli.checkpoint import require_absent
         from certcli.evaluation import require_share
 
         if self.minimum is not None:
@@ -139,9 +143,6 @@ class Results:
             raise UsageError("--compare is drawn in the gallery", "--gallery FILE.png")
         if chosen.limit is not None and chosen.per_class is not None:
             raise UsageError("--limit and --per-class are two ways to choose images", "use one of them")
-        for wanted in (self.save_examples, self.gallery):
-            if wanted is not None:
-                require_absent(wanted, force)
 
 
 @command(
@@ -162,8 +163,8 @@ def attack(
     from certcli.attack.campaign import parameters_of, tasks_of
     from certcli.attack.certified import read_certified
 
-    results.check(chosen, output.force)
-    output.check(source.ckpt)
+    results.check(chosen)
+    output.claim(source, wanted, chosen, results)
     sink, gate = talk.sink(), Gate()
     settings, stages = wanted.plan(chosen.seed, chosen.only_certified is not None)
     checkpoint = source.open()

@@ -27,7 +27,9 @@ class Wanted:
     records: options.Records = None
     resume: options.Resume = False
     attack_records: Annotated[
-        Path | None, typer.Option("--attack-records", help="Records of `attack`, drawn above the curve by --plot.")
+        Path | None,
+        typer.Option("--attack-records", help="Records of `attack`, drawn above the curve by --plot."),
+        options.Reads(),
     ] = None
     plot: options.Plot = None
 
@@ -53,7 +55,7 @@ def certify(
     METHODS[wanted.method]  # refuses what is no method before anything is read
     gate = Gate()
     demand, radii = certified.demand(wanted.minimum, wanted.epsilon)
-    output.check(source.ckpt)
+    output.claim(source, wanted, data)
     sink = talk.sink()
     checkpoint = source.open()
     images = data.images(checkpoint.record, sink)

@@ -109,10 +109,6 @@ class Output:
         outputs.check()
         return path
 
-    def check(self, source: str) -> None:
-        """The same for one input alone."""
-        inputs.check_evidence_path(self.output, source, self.force)
-
     def _outputs(self, groups: tuple[object, ...]) -> Outputs:
         found = Outputs(self.force)
         resume = any(getattr(part, "resume", False) for part in groups)

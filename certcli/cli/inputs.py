@@ -99,17 +99,6 @@ def default_output(source: str, command: str) -> Path:
     return parent / f"{stem}.{command}.safetensors"
 
 
-def check_evidence_path(given: Path | None, source: str, force: bool) -> None:
-    """The same checks for commands that write a checkpoint only with -o."""
-    from certcli.outputs import Outputs
-
-    if given is not None:
-        outputs = Outputs(force)
-        outputs.reads("CKPT", Path(source))
-        outputs.writes("-o", given)
-        outputs.check()
-
-
 def evaluation_images(
     record: Record,
     dataset: str | None,
