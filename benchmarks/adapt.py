@@ -29,7 +29,7 @@ from certcli.checkpoint import Checkpoint
 from certcli.data import Images
 from certcli.errors import CertvitError
 from certcli.foreign import open_checkpoint
-from certcli.lipschitz.propagate import bound_network
+from certcli.lipschitz.network import bound_network
 
 CPU = torch.device("cpu")
 FEW = 250  # enough for the closed forms alone

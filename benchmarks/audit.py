@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from certcli import models
 from certcli.checkpoint import Checkpoint
-from certcli.lipschitz.propagate import bound_network
+from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.spectral import spectral_norms
 
 

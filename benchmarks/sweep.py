@@ -23,8 +23,7 @@ import torch
 from certcli import models
 from certcli.lipschitz.bound import check_proof
 from certcli.lipschitz.estimate import jacobian_norms
-from certcli.lipschitz.propagate import bound_network
-from certcli.lipschitz.rules.table import load_rules
+from certcli.lipschitz.network import bound_network
 
 PER_FAMILY = 2
 MEASURE_BELOW = 1_000_000  # parameters: the slope of tiny networks is searched for
@@ -129,7 +128,6 @@ def _work(queue: Any, family: str, name: str) -> None:
 
 def run(path: Path, only: list[str], seconds: float) -> Iterator[dict[str, Any]]:
     done = {json.loads(line)["name"] for line in path.read_text().splitlines()} if path.exists() else set()
-    load_rules()  # before the forks: one version of the rules for all
     context = multiprocessing.get_context("fork")
     for family, name in sampled():
         if name in done or (only and not any(fnmatch(name, p) or fnmatch(family, p) for p in only)):

@@ -49,6 +49,13 @@ class PixelModel(nn.Module):
         return self.net(self.normalize(pixels))
 
 
+def own_name(model: nn.Module, path: str) -> str:
+    """A module or tensor of `model` by the name that a checkpoint has for it: without PixelModel's own `net.`."""
+    if not isinstance(model, PixelModel):
+        return path
+    return "" if path == "net" else path.removeprefix("net.")
+
+
 def create(
     arch: str, arch_args: Mapping[str, Any], *, initialise: bool, like: Mapping[str, Tensor] | None = None
 ) -> nn.Module:

@@ -16,7 +16,7 @@ from certcli.adapt.start import LeastSquares, center_norm_start, compose_inputs,
 from certcli.adapt.streams import Replaced
 from certcli.checkpoint import Checkpoint
 from certcli.errors import ArchitectureError, DataError, UsageError
-from certcli.lipschitz.propagate import bound_network
+from certcli.lipschitz.network import bound_network
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.norms import CenterNorm, FloorNorm
 

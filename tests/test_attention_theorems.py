@@ -11,7 +11,8 @@ from test_attentions import CPU, PLACES, WIDTH, Lone, network, steepest
 from timm.layers.attention import Attention
 
 from certcli.lipschitz.arithmetic import TrainableArithmetic, lambert_w_upper
-from certcli.lipschitz.propagate import bound_network, propagate, trace_network
+from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.lipschitz.rules.l2 import l2_mixing_constant, lambert_w_of_exp
 from certcli.nn.surgery import REPLACEMENTS
 

@@ -23,7 +23,8 @@ from certcli.checkpoint import Checkpoint
 from certcli.errors import ArchitectureError
 from certcli.lipschitz.arithmetic import TrainableArithmetic
 from certcli.lipschitz.estimate import jacobian_norms
-from certcli.lipschitz.propagate import bound_network, propagate, trace_network
+from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.nn.attention_weights import AttentionWeights
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.surgery import REPLACEMENTS

@@ -14,7 +14,7 @@ from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.estimate import jacobian_norms
 from certcli.lipschitz.formulas import FORMULAS, evaluate
 from certcli.lipschitz.jacobian import block_inputs, block_norms, block_paths, hoelder_bounds
-from certcli.lipschitz.propagate import bound_network
+from certcli.lipschitz.network import bound_network
 from certcli.nn.l2_attention import L2Attention
 
 
@@ -62,10 +62,10 @@ def test_kims_formula_as_printed_is_exceeded_and_our_bound_is_not() -> None:
 def test_block_jacobians_against_the_dense_matrix(plain: Checkpoint) -> None:
     model = models.load(plain, dtype=torch.float64)
     images = data.load("digits", plain.record.input, "val").limit(3).tensors()[0].double()
-    assert block_paths(model) == ["net.blocks.0"]
-    measured = block_norms(model, images, iterations=60)["net.blocks.0"]
-    hoelder = hoelder_bounds(model, images)["net.blocks.0"]
-    x, _ = block_inputs(model, images, ["net.blocks.0"])["net.blocks.0"]
+    assert block_paths(model) == ["blocks.0"]
+    measured = block_norms(model, images, iterations=60)["blocks.0"]
+    hoelder = hoelder_bounds(model, images)["blocks.0"]
+    x, _ = block_inputs(model, images, ["blocks.0"])["blocks.0"]
     for position in range(3):
         dense = torch.autograd.functional.jacobian(model.net.blocks[0], x[[position]])
         exact = float(torch.linalg.matrix_norm(dense.reshape(x[0].numel(), -1), 2))

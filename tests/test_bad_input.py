@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app, run
 from certcli.errors import NoBoundError, OutputError
-from certcli.lipschitz.rules import table as rules
+from certcli.lipschitz.table import rules
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,8 @@ def test_a_read_only_folder(workshop: Path, tmp_path: Path, monkeypatch: pytest.
 
 def test_a_network_without_a_bound_certifies_nothing(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit 5 where a finite bound is demanded; a report that says why, and exit 0, where it is not."""
-    rules.load_rules()
-    monkeypatch.delitem(rules.MODULE_RULES, torch.nn.GELU)
-    monkeypatch.delitem(rules.FUNCTION_RULES, torch.nn.functional.gelu)
+    monkeypatch.delitem(rules.modules, torch.nn.GELU)
+    monkeypatch.delitem(rules.functions, torch.nn.functional.gelu)
     path = str(workshop / "plain.safetensors")
     report = CliRunner().invoke(app, ["lipschitz", path, "--no-estimate", "--json"])
     assert report.exit_code == 0

@@ -18,7 +18,7 @@ from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
 from certcli.errors import CertvitError, GateError
 from certcli.lipschitz.estimate import jacobian_norms
-from certcli.lipschitz.propagate import bound_network
+from certcli.lipschitz.network import bound_network
 from certcli.threat import Threat
 
 STAGES = ["plain", "adapted", "constrained", "certified"]

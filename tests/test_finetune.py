@@ -15,7 +15,7 @@ from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import load_state, save_state
 from certcli.finetune.step import Diverged
 from certcli.finetune.stiefel import StiefelMuon, orthogonal_parameters, orthogonalise, polar_factor, retract
-from certcli.lipschitz.propagate import bound_network
+from certcli.lipschitz.network import bound_network
 
 
 def small_sets(checkpoint: Checkpoint) -> tuple[data.Images, data.Images]:

@@ -92,4 +92,4 @@ def test_random_linear_chains_stay_below_their_bound_and_size(first: int) -> Non
         assert float(torch.linalg.matrix_norm(columns, 2)) <= float(value.base) * (1 + 1e-9) + 1e-12, seed
         corner = net((columns.sum(0) > 0).double().view(1, *IMAGE))
         for axis in range(-corner.dim(), 0):
-            assert float(corner.norm(dim=axis).max()) <= float(value.rows.row(axis)) * (1 + 1e-12), seed
+            assert float(corner.norm(dim=axis).max()) <= float(value.size.fibre_along(axis)) * (1 + 1e-12), seed

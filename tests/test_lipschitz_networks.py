@@ -18,7 +18,8 @@ from timm.models.mlp_mixer import MlpMixer
 from certcli.lipschitz.arithmetic import TrainableArithmetic
 from certcli.lipschitz.bound import LAWS, check_proof
 from certcli.lipschitz.estimate import jacobian_norms, measure
-from certcli.lipschitz.propagate import NetworkBound, bound_network, pair_constants, propagate, trace_network
+from certcli.lipschitz.network import NetworkBound, bound_network, pair_constants
+from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import PixelModel, replace_module
 from certcli.provenance import InputSpec, Replacement
 
@@ -172,13 +173,13 @@ def test_the_trainable_arithmetic_approaches_the_rigorous_one(name: str) -> None
 def test_every_block_has_a_cumulative_constant() -> None:
     result = bounded(build("vit"))
     blocks = [block for block in result.blocks if block[1] == "Block"]
-    assert [path for path, *_ in blocks] == ["net.blocks.0", "net.blocks.1"]
+    assert [path for path, *_ in blocks] == ["blocks.0", "blocks.1"]
     assert all(before < after for _, _, before, after in blocks)
 
 
 def test_a_shared_tensor_is_charged_once() -> None:
-    steps = [step.path for step in bounded(build("resnet")).steps if step.kind == "Conv2d"]
-    assert len(steps) == len(set(steps))
+    paths = [charge.path for charge in bounded(build("resnet")).charges if charge.kind == "Conv2d"]
+    assert len(paths) == len(set(paths))
 
 
 def test_deep_networks_keep_their_logarithm() -> None:

@@ -13,7 +13,7 @@ import certcli.compat  # noqa: F401
 # isort: split
 import timm.layers as timm_layers
 
-from certcli.lipschitz.propagate import bound_network
+from certcli.lipschitz.network import bound_network
 
 IMAGE = (2, 4, 4)
 

@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from certcli.lipschitz.arithmetic import RigorousArithmetic
 from certcli.lipschitz.bound import check_proof
-from certcli.lipschitz.propagate import bound_network, propagate, trace_network
+from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.lipschitz.rules import pointwise
 
 
@@ -73,7 +74,7 @@ def test_no_tensor_is_larger_than_its_size_bounds(name: str) -> None:
     """Norm, fibres along every axis and entries, over the box: corners, random images, constant images."""
     net = build(name)
     outcome = propagate(trace_network(net, IMAGE), RigorousArithmetic())
-    size = outcome.context.settle(outcome.logits).rows
+    size = outcome.context.settle(outcome.logits).size
     generator = torch.Generator().manual_seed(0)
     noise = torch.rand(12, *IMAGE, generator=generator, dtype=torch.float64)
     for image in torch.cat([noise, (noise > 0.5).double(), torch.zeros_like(noise[:1]), torch.ones_like(noise[:1])]):
@@ -82,7 +83,7 @@ def test_no_tensor_is_larger_than_its_size_bounds(name: str) -> None:
         assert float(result.norm()) <= float(size.total) * slack
         assert float(result.abs().max()) <= float(size.peak) * slack
         for axis in range(-result.dim(), 0):
-            assert float(result.norm(dim=axis).max()) <= float(size.row(axis)) * slack
+            assert float(result.norm(dim=axis).max()) <= float(size.fibre_along(axis)) * slack
 
 
 SLOPES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {

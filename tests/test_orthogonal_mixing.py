@@ -11,7 +11,8 @@ from certcli.errors import ArchitectureError
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise
 from certcli.lipschitz.arithmetic import RigorousArithmetic
 from certcli.lipschitz.bound import check_proof
-from certcli.lipschitz.propagate import bound_network, propagate, trace_network
+from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin, TokenShift
 from certcli.nn.reference import TokenMixer
 
@@ -79,7 +80,7 @@ def test_the_bound_is_the_slope(name: str) -> None:
 def test_no_tensor_is_larger_than_its_size_bounds(name: str) -> None:
     net = _build(name)
     outcome = propagate(trace_network(net, IMAGE), RigorousArithmetic())
-    size = outcome.context.settle(outcome.logits).rows
+    size = outcome.context.settle(outcome.logits).size
     noise = torch.rand(8, *IMAGE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for image in torch.cat([noise, noise.round(), torch.zeros_like(noise[:1]), torch.ones_like(noise[:1])]):
         result = net(image[None]).detach()
@@ -87,7 +88,7 @@ def test_no_tensor_is_larger_than_its_size_bounds(name: str) -> None:
         assert float(result.norm()) <= float(size.total) * slack
         assert float(result.abs().max()) <= float(size.peak) * slack
         for axis in (-1, -2):
-            assert float(result.norm(dim=axis).max()) <= float(size.row(axis)) * slack
+            assert float(result.norm(dim=axis).max()) <= float(size.fibre_along(axis)) * slack
 
 
 def test_hard_attention_sorts_pairs_of_tokens_in_each_channel() -> None:

@@ -11,6 +11,8 @@ from certcli.cli.main import COMMANDS
 
 PACKAGE = Path(__file__).parent.parent / "certcli"
 ROOMS = {"adapt", "constrain", "finetune", "certify", "attack", "report"}
+DOMAINS = {"engine": (), "lipschitz": ("engine",), "enclosure": ("engine", "lipschitz")}
+"""What is proven: each folder with those of them that it may import."""
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -44,6 +46,43 @@ def test_imports_run_one_way(path: Path) -> None:
             assert there in ("errors", "registry", "schema", "provenance"), f"{path} imports {name}"
         if here == "nn":
             assert there in ("errors", "registry", "nn", "compat"), f"{path} imports {name}"
+        if here in DOMAINS or here not in ROOMS:  # a domain, or the spine, which knows none
+            assert there not in DOMAINS or there in DOMAINS.get(here, ()), f"{path} imports {name}"
+
+
+def dependencies() -> dict[str, set[str]]:
+    """Every certcli module with those that its file imports, at any depth of it."""
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in MODULES}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        graph[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names} & names.keys()
+            elif isinstance(node, ast.ImportFrom) and node.module in names:
+                parts = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph[name] |= parts & names.keys()
+                if not parts <= names.keys():
+                    graph[name].add(node.module)
+    return graph
+
+
+def test_no_import_circles() -> None:
+    graph = dependencies()
+    while leaves := {name for name, needs in graph.items() if not needs & graph.keys()}:
+        graph = {name: needs for name, needs in graph.items() if name not in leaves}
+    assert not graph, f"these import one another, or what does: {sorted(graph)}"
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if p.relative_to(PACKAGE).parts[0] in DOMAINS], ids=str)
+def test_domains_import_at_the_top_of_their_files(path: Path) -> None:
+    """An import inside a function hides which theorem rests on which."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, (ast.FunctionDef, ast.ClassDef)):
+            for node in ast.walk(function):
+                if isinstance(node, ast.ImportFrom):
+                    assert not (node.module or "").startswith("certcli"), f"{path}:{node.lineno}"
 
 
 @pytest.mark.parametrize(

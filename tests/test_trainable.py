@@ -16,7 +16,8 @@ from certcli.finetune.losses import LOSSES
 from certcli.lipschitz.arithmetic import Matrix, RigorousArithmetic, TrainableArithmetic
 from certcli.lipschitz.convolution import conv_norm
 from certcli.lipschitz.convolution_estimate import Geometry, convolution_estimate
-from certcli.lipschitz.propagate import bound_network, pair_constants, propagate, trace_network
+from certcli.lipschitz.network import bound_network, pair_constants
+from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import PixelModel
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from torch import nn
 from certcli.adapt.families import Family, Half, Step
 from certcli.adapt.start import fold_gain
 from certcli.errors import ArchitectureError
-from certcli.lipschitz.rules.attention import l2_mixing_constant
+from certcli.lipschitz.rules.l2 import l2_mixing_constant
 from certcli.nn.attention_weights import AttentionWeights
 from certcli.nn.heads import FlatHead
 from certcli.nn.l2_attention import L2Attention

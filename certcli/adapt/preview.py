@@ -13,7 +13,7 @@ from certcli.adapt.plan import plan
 from certcli.adapt.run import operate
 from certcli.adapt.settings import AdaptSettings
 from certcli.checkpoint import Checkpoint
-from certcli.lipschitz.propagate import bound_network
+from certcli.lipschitz.network import prove
 from certcli.provenance import Replacement
 
 
@@ -77,7 +77,7 @@ def _cost(model: models.PixelModel, checkpoint: Checkpoint, bounds: bool) -> Cos
     parameters = sum(parameter.numel() for parameter in model.net.parameters())
     log10, why = None, "not asked for"
     if bounds:
-        bound = bound_network(model, checkpoint.record.input.size, checkpoint.record.classes)
+        bound = prove(model, checkpoint.record.classes)
         log10, why = (bound.upper.log10(), "") if bound.upper.finite else (None, bound.bound.why)
     return Cost(parameters, multiply_adds(model, checkpoint.record.input.size), log10, why)
 

@@ -10,7 +10,7 @@ from certcli.certify.certificate import LOGIT_SLACK, Certificate, Certifier
 from certcli.checkpoint import Checkpoint
 from certcli.data import Images
 from certcli.errors import DataError, NoBoundError
-from certcli.lipschitz.propagate import NetworkBound, bound_network
+from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models import load_double
 
 METHOD = "lipschitz"
@@ -71,7 +71,7 @@ class LipschitzCertifier(Certifier):
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> LipschitzCertifier:
     """The checkpoint's proven bound, made ready. NoBoundError when none is finite."""
     model = load_double(checkpoint, device)
-    return LipschitzCertifier(model, bound_network(model, checkpoint.record.input.size, checkpoint.record.classes))
+    return LipschitzCertifier(model, prove(model, checkpoint.record.classes))
 
 
 def plain_accuracy(model: nn.Module, images: Images, batch_size: int = 256) -> float:

@@ -102,15 +102,14 @@ def _power(log10: float | None) -> str:
 
 def _verify(path: Path, ckpt: Any, sink: Sink) -> None:
     """Every fresh audit's bound, proven again from the tensors: a smaller recorded number does not follow from them."""
-    from certcli import models
     from certcli.errors import GateError
-    from certcli.lipschitz.propagate import bound_network
+    from certcli.lipschitz.network import prove_checkpoint
 
     audits = [e for e in ckpt.record.evidence if e.command == "lipschitz" and e.digest == ckpt.digest]
     if not audits:
         sink.note(f"{path.name}: no fresh audit to verify; certvit lipschitz {path} -o FILE adds one")
         return
-    bound = bound_network(models.load(ckpt), ckpt.record.input.size, ckpt.record.classes)
+    bound = prove_checkpoint(ckpt)
     proven = bound.upper.log10() if bound.upper.finite else float("inf")
     for entry in audits:
         recorded = entry.result.get("log10_upper")

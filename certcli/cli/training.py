@@ -212,12 +212,12 @@ def _proof_seconds(checkpoint: Checkpoint, sample: Images) -> tuple[float, float
     """What the proof at the end will take: the bound, and certifying one image; measured on the starting weights."""
     import torch
 
-    from certcli.lipschitz.propagate import bound_network
+    from certcli.lipschitz.network import prove
     from certcli.models import load_double
 
     started = time.perf_counter()
     model = load_double(checkpoint)
-    bound_network(model, checkpoint.record.input.size, checkpoint.record.classes)
+    prove(model, checkpoint.record.classes)
     proven = time.perf_counter()
     with torch.no_grad():
         for _, pixels, _ in sample.batches(256):

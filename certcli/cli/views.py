@@ -44,11 +44,11 @@ def attention_weight(model: Any) -> float | None:
 def audit(source: Source, machine: Machine) -> Audited:
     """A checkpoint's bound, proven."""
     from certcli import models
-    from certcli.lipschitz.propagate import bound_network
+    from certcli.lipschitz.network import prove
 
     checkpoint = source.open()
     model = models.load(checkpoint, machine.pick())
-    found = bound_network(model, checkpoint.record.input.size, checkpoint.record.classes)
+    found = prove(model, checkpoint.record.classes)
     return Audited(Path(source.ckpt).name, checkpoint, model, found)
 
 
@@ -81,45 +81,45 @@ def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
         "attention_weight": attention_weight(model),
         "layers": [
             {
-                "path": step.path.removeprefix("net."),
-                "kind": step.kind,
-                "shape": weight_shape(model, step.path),
-                "upper": number(step.constant),
-                "log10_upper": log10_or_none(step.constant),
-                "log10_cumulative": log10_or_none(step.cumulative),
-                "law": step.law,
-                "why": step.why,
+                "path": charge.path,
+                "kind": charge.kind,
+                "shape": weight_shape(model, charge.path),
+                "upper": number(charge.constant),
+                "log10_upper": log10_or_none(charge.constant),
+                "log10_cumulative": log10_or_none(charge.cumulative),
+                "law": charge.law,
+                "why": charge.why,
             }
-            for step in found.steps
+            for charge in found.charges
         ],
     }
 
 
 def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
     found, model = audited.found, audited.model
-    if not found.steps:
+    if not found.charges:
         return
-    steps = list(found.steps)
+    charges = list(found.charges)
     if not layers:
         _show_blocks(found, worst, sink)
         return
-    total = sum(max(step.constant.log10(), 0.0) for step in steps if float(step.constant) > 0) or 1.0
+    total = sum(max(charge.constant.log10(), 0.0) for charge in charges if float(charge.constant) > 0) or 1.0
     if worst:
-        steps.sort(key=lambda step: step.constant, reverse=True)
+        charges.sort(key=lambda charge: charge.constant, reverse=True)
     sink.table(
         "Layers: proven constant, share of the logarithm, cumulative constant from the pixels",
         ["layer", "kind", "shape", "constant", "share", "cumulative", "why"],
         [
             (
-                step.path.removeprefix("net."),
-                step.kind,
-                "x".join(str(n) for n in weight_shape(model, step.path) or ()),
-                str(step.constant),
-                f"{100 * max(step.constant.log10(), 0.0) / total:.0f} %" if float(step.constant) > 0 else "0 %",
-                str(step.cumulative),
-                step.why,
+                charge.path,
+                charge.kind,
+                "x".join(str(n) for n in weight_shape(model, charge.path) or ()),
+                str(charge.constant),
+                f"{100 * max(charge.constant.log10(), 0.0) / total:.0f} %" if float(charge.constant) > 0 else "0 %",
+                str(charge.cumulative),
+                charge.why,
             )
-            for step in steps
+            for charge in charges
         ],
     )
 
@@ -127,7 +127,7 @@ def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
 def weight_shape(model: Any, path: str) -> list[int] | None:
     """Shape of the layer's own weight, where it has one."""
     try:
-        weight = getattr(model.get_submodule(path), "weight", None)
+        weight = getattr(model.net.get_submodule(path), "weight", None)
     except AttributeError:
         return None
     return None if weight is None else list(weight.shape)
@@ -151,9 +151,9 @@ def show_heads(model: Any, sink: Sink) -> list[dict[str, Any]]:
     sink.table(
         "Spectral norms head by head (proven)",
         ["layer", "map", "heads"],
-        [(row.path.removeprefix("net."), row.map, "  ".join(f"{norm:.3g}" for norm in row.upper)) for row in rows],
+        [(row.path, row.map, "  ".join(f"{norm:.3g}" for norm in row.upper)) for row in rows],
     )
-    return [{"path": row.path.removeprefix("net."), "map": row.map, "upper": list(row.upper)} for row in rows]
+    return [{"path": row.path, "map": row.map, "upper": list(row.upper)} for row in rows]
 
 
 def _ratio(before: Any, after: Any) -> Any:
@@ -201,15 +201,15 @@ def verify_report(path: Path, sink: Sink) -> None:
 def _show_blocks(found: Any, worst: bool, sink: Sink) -> None:
     """One row a block, with its share of the network's logarithm."""
     blocks = [
-        (path.removeprefix("net.") or "(network)", kind, _ratio(before, after), after)
+        (path or "(network)", kind, _ratio(before, after), after)
         for path, kind, before, after in found.blocks
-        if path.removeprefix("net.").count(".") <= 1 and path.removeprefix("net.") not in ("", "net")
+        if path and path.count(".") <= 1
     ]
-    named = {path.removeprefix("net.") for path, *_ in found.blocks}
+    named = {path for path, *_ in found.blocks}
     blocks += [  # single layers outside every block, such as the final norm
-        (step.path.removeprefix("net."), step.kind, step.constant, step.cumulative)
-        for step in found.steps
-        if step.path.removeprefix("net.").count(".") == 0 and step.path.removeprefix("net.") not in named
+        (charge.path, charge.kind, charge.constant, charge.cumulative)
+        for charge in found.charges
+        if charge.path.count(".") == 0 and charge.path not in named
     ]
     if found.blocks and found.upper.finite:
         before_last = found.blocks[-1][3]  # the last scope to close is the network itself, its final map still pending
@@ -244,11 +244,7 @@ def _share(name: str, constant: Any, whole: float, names: list[str]) -> str:
 
 
 def block_constants(found: Any) -> dict[str, Any]:
-    return {
-        path.removeprefix("net."): _ratio(before, after)
-        for path, _, before, after in found.blocks
-        if path.removeprefix("net.").count(".") <= 1
-    }
+    return {path: _ratio(before, after) for path, _, before, after in found.blocks if path.count(".") <= 1}
 
 
 def compare(one: Audited, other: Audited, sink: Sink) -> dict[str, Any]:
@@ -304,7 +300,7 @@ def show_jacobians(model: Any, batches: Any, iterations: int, seed: int, plot: P
         above = float(hoelder[path][0].mean()) if path in hoelder else None
         rows.append(
             {
-                "path": path.removeprefix("net."),
+                "path": path,
                 "mean": float(values.mean()),
                 "deviation": float(values.std(correction=0)),
                 "largest": float(values.max()),
@@ -331,6 +327,6 @@ def show_jacobians(model: Any, batches: Any, iterations: int, seed: int, plot: P
     if plot is not None and rows:
         from certcli.report.violin import draw_violins
 
-        draw_violins({path.removeprefix("net."): torch.cat(parts).tolist() for path, parts in measured.items()}, plot)
+        draw_violins({path: torch.cat(parts).tolist() for path, parts in measured.items()}, plot)
         sink.note(f"wrote {plot}")
     return rows

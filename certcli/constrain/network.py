@@ -13,7 +13,7 @@ from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
 from certcli.constrain.statistics import LayerStatistics, collect_in_passes
 from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
 from certcli.errors import NoBoundError, UsageError
-from certcli.lipschitz.propagate import bound_network
+from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.real import Real
 
 DISTANCES = ("plain", "relu", "auto")

@@ -26,9 +26,9 @@ from torch.nn import functional as F
 
 from certcli.constrain.layers import CHUNK_BYTES, Batches, Enough, module_at, rows, stream
 from certcli.constrain.statistics import LayerStatistics, _ratio
+from certcli.engine.table import runs_known_code
+from certcli.engine.trace import Untraceable
 from certcli.lipschitz.propagate import trace_network
-from certcli.lipschitz.rules.table import runs_known_code
-from certcli.lipschitz.trace import Untraceable
 
 Visit = Callable[[int, Tensor], None]
 """Takes a group and float64 input rows (tokens, in)."""

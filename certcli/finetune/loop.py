@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from certcli.data import Images
+from certcli.engine.table import NoRule
+from certcli.engine.trace import Trace, Untraceable
 from certcli.errors import DataError, NoBoundError
 from certcli.finetune.budget import Costs, measure_steps, plan
 from certcli.finetune.ema import Average
@@ -27,9 +29,8 @@ from certcli.finetune.state import TrainingState
 from certcli.finetune.step import Descent, Diverged
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
 from certcli.lipschitz.arithmetic import TrainableArithmetic
-from certcli.lipschitz.propagate import pair_constants, propagate, trace_network
-from certcli.lipschitz.rules.table import NoRule
-from certcli.lipschitz.trace import Trace, Untraceable
+from certcli.lipschitz.network import pair_constants
+from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import PixelModel
 
 AVERAGE_ITERATIONS = 10

@@ -18,6 +18,7 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 from certcli.errors import UsageError
+from certcli.models import own_name
 from certcli.nn.l2_attention import L2Attention
 
 
@@ -164,7 +165,7 @@ def evaluate(name: str, model: nn.Module, size: tuple[int, ...]) -> Formula:
     layers = function(model, attention_layers(model, size))
     if not layers:
         raise UsageError(f"the network has no layer that the formula '{name}' speaks of")
-    return Formula(name, source, flaw, tuple((path.removeprefix("net."), value) for path, value in layers))
+    return Formula(name, source, flaw, tuple((own_name(model, path), value) for path, value in layers))
 
 
 def attention_layers(model: nn.Module, size: tuple[int, ...]) -> list[Attended]:

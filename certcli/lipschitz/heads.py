@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from certcli.lipschitz.spectral import spectral_norms
+from certcli.models import own_name
 
 
 @dataclass(frozen=True)
@@ -31,5 +32,5 @@ def head_norms(model: nn.Module) -> list[HeadNorms]:
                 continue
             for part, weight in zip(parts, child.weight.detach().chunk(len(parts)), strict=True):
                 norms = spectral_norms(list(weight.chunk(heads)))
-                found.append(HeadNorms(f"{path}.{name}", part, tuple(norms)))
+                found.append(HeadNorms(own_name(model, f"{path}.{name}"), part, tuple(norms)))
     return found

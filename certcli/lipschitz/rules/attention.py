@@ -7,11 +7,11 @@ from typing import Any
 from timm.layers.attention import Attention
 from torch import nn
 
+from certcli.engine.table import NoRule, runs_known_code
 from certcli.lipschitz.arithmetic import Matrix, Scalar
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.l2 import l2_mixing_constant
-from certcli.lipschitz.rules.table import NoRule, module_rule, runs_known_code
 from certcli.lipschitz.spectral import up
+from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 
 
@@ -28,7 +28,7 @@ def _plain(module: Attention) -> bool:
     )
 
 
-@module_rule(Attention, when=_plain)
+@rules.module(Attention, when=_plain)
 def dot_product_attention(
     ctx: Context, module: Attention, x: Value, attn_mask: Any = None, is_causal: bool = False
 ) -> Value:
@@ -43,7 +43,7 @@ def dot_product_attention(
     folded = ctx.fold(x, module.qkv.weight, module.qkv.bias)
     x, qkv = folded, folded.pending
     assert qkv is not None
-    radius = x.rows.value
+    radius = x.size.fibre
     if arith.rigorous and not radius.finite:
         raise NoRule("dot-product attention is not Lipschitz on tokens of unbounded norm (no norm layer before it)")
     weights, bias = qkv.effective(arith), qkv.bias
@@ -59,7 +59,7 @@ def dot_product_attention(
 
     ctx.require(module.proj.in_features == inner, "attention with another inner width")
     sigma_value = arith.sigma(arith.rows(weights, 2 * inner, 3 * inner), f"{ctx.path}.value")
-    score, torn = [], []
+    score, alphas = [], []
     value = arith.sigmas([head(2, h) for h in range(heads)], f"{ctx.path}.value.head")
     pairs = [(head(1, h), head(0, h)) for h in range(heads)]
     for h, product in enumerate(arith.sigma_products(pairs, f"{ctx.path}.score")):
@@ -69,18 +69,18 @@ def dot_product_attention(
             offset = arith.rows(bias, h * width, (h + 1) * width)
             alpha = alpha + arith.length(arith.matmul(arith.transpose(head(1, h)), offset)) * scale
         score.append(a)
-        torn.append(alpha)
+        alphas.append(alpha)
     n = arith.const(float(tokens))
     averaging = arith.sqrt(n) * sigma_value
     moving = radius * radius * arith.root_sum_of_squares([v * a for v, a in zip(value, score, strict=True)])
     pulled = (
         arith.sqrt(n * arith.const(0.5))
         * radius
-        * arith.root_sum_of_squares([v * a for v, a in zip(value, torn, strict=True)])
+        * arith.root_sum_of_squares([v * a for v, a in zip(value, alphas, strict=True)])
     )
     constant = averaging + moving + pulled
 
-    def rows() -> Scalar:
+    def fibre() -> Scalar:
         parts = []
         for h in range(heads):
             part = value[h] * radius
@@ -92,13 +92,10 @@ def dot_product_attention(
 
     shown = f"{float(radius):.4g}" if arith.rigorous else "R"
     mixed = ctx.chain(
-        replace(x, pending=None),
+        replace(x, waiting=None),
         constant,
         f"dot-product attention of {tokens} tokens of norm at most {shown}, before W_O (Theorem 5.1)",
-        rows,
+        fibre,
         shape=(*x.shape[:-1], inner),
     )
-    return ctx.fold_at(mixed, module.proj.weight, module.proj.bias, f"{ctx.path}.proj")
-
-
-__all__ = ["dot_product_attention", "l2_mixing_constant"]
+    return ctx.fold(mixed, module.proj.weight, module.proj.bias, f"{ctx.path}.proj")

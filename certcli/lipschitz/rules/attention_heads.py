@@ -12,10 +12,10 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from certcli.engine.table import NoRule, runs_known_code
 from certcli.lipschitz.arithmetic import Arithmetic, Matrix, Scalar
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.special import positional_mixes
-from certcli.lipschitz.rules.table import NoRule, runs_known_code
+from certcli.lipschitz.rules.convit import positional_mixes
 from certcli.lipschitz.spectral import up
 from certcli.lipschitz.value import Value
 from certcli.nn.attention import LipschitzAttention
@@ -69,13 +69,13 @@ def head_map(ctx: Context, x: Value, layer: nn.Linear, heads: int, name: str) ->
     matrix = pending.effective(ctx.arith)
     if matrix is None:
         raise AssertionError("a linear layer has a matrix")
-    radius = folded.rows.value
-    return replace(folded, pending=None), HeadMap(ctx.arith, matrix, pending.bias, heads, radius, f"{ctx.path}.{name}")
+    radius = folded.size.fibre
+    return replace(folded, waiting=None), HeadMap(ctx.arith, matrix, pending.bias, heads, radius, f"{ctx.path}.{name}")
 
 
 def require_bounded(ctx: Context, x: Value, what: str) -> None:
     """NoRule where nothing bounds the length of a token."""
-    if ctx.arith.rigorous and not x.rows.value.finite:
+    if ctx.arith.rigorous and not x.size.fibre.finite:
         raise NoRule(f"{what} is not Lipschitz on tokens of unbounded norm (no norm layer before it)")
 
 
@@ -161,4 +161,4 @@ def mixed(
     ctx.require(runs_known_code(module.proj, nn.Linear), "a replaced linear layer")
     shape = (*x.shape[:-1], module.num_heads * module.head_dim)
     features = ctx.chain(x, constant, why, lambda: ctx.arith.root_sum_of_squares(norms()), shape=shape)
-    return ctx.fold_at(features, module.proj.weight, module.proj.bias, f"{ctx.path}.proj")
+    return ctx.fold(features, module.proj.weight, module.proj.bias, f"{ctx.path}.proj")

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from certcli.engine.table import NoRule
 from certcli.lipschitz.arithmetic import Scalar, lambert_w_upper
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.attention_heads import combined, gates, head_map, largest, mixed, require_bounded
 from certcli.lipschitz.rules.attention_positions import Prior, exp_twice, position_logits, prior
-from certcli.lipschitz.rules.table import NoRule, module_rule
 from certcli.lipschitz.spectral import up
+from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.attention import LipschitzAttention
 from certcli.nn.l2_attention import L2Attention
@@ -40,15 +41,17 @@ def l2_mixing_constant(tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Tied:
-    """Per head, of P_ij ~ exp(-|z_i - z_j|^2 + B_ij) with b_ij = B_ij - B_ii: what Theorem 6.2 is made of.
+    """Per head, of P_ij ~ exp(-|z_i - z_j|^2 + B_ij): the terms of Theorem 6.2.
 
-    averaging: |P|; spread: S, the largest mean square distance of a row; torn: the root of max_j sum_i S_i s_ij; reach: the
-    root of max_j sum_i s_ij.
+    Its constant is averaging + 2 spread + 2 others, for S_i the largest mean square distance of row i's tokens from z_i and
+    s_ij the largest share of z_j in it. averaging: |P| itself; spread: max_i S_i, how much a token's own move changes its
+    weights; others: sqrt(max_j sum_i S_i s_ij), how much the move of one token changes the weights of all others; reach:
+    the same with S_i = 1, for Theorem 6.3.
     """
 
     averaging: list[Scalar]
     spread: list[Scalar]
-    torn: list[Scalar]
+    others: list[Scalar]
     reach: list[Scalar]
 
 
@@ -61,15 +64,15 @@ def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int
         root = math.sqrt(W_OF_1_OVER_E * (tokens - 1))
         known = (math.sqrt((tokens + 1) / 2), s, math.sqrt(s) * root, root)
         return Tied(*([arith.const(up(value, 8))] * heads for value in known))
-    averaging, spread, torn, reach = _with_bias(biases)
+    averaging, spread, others, reach = _with_bias(biases)
     if arith.rigorous:
         return Tied(
             *(
                 [arith.const(up(value * (1 + _SLACK))) for value in part.tolist()]
-                for part in (averaging, spread, torn, reach)
+                for part in (averaging, spread, others, reach)
             )
         )
-    return Tied(*(list(part.unbind()) for part in (averaging, spread, torn, reach)))
+    return Tied(*(list(part.unbind()) for part in (averaging, spread, others, reach)))
 
 
 def _with_bias(biases: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -85,11 +88,11 @@ def _with_bias(biases: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spread = lambert_w_of_exp(others.logsumexp(dim=-1) - 1)
     reach = lambert_w_of_exp(b - 1).masked_fill(diagonal, 0.0)
     averaging = 1 + torch.sigmoid(others).sum(dim=-2).amax(dim=-1)
-    torn = (spread.unsqueeze(-1) * reach).sum(dim=-2).amax(dim=-1)
+    others = (spread.unsqueeze(-1) * reach).sum(dim=-2).amax(dim=-1)
     return (
         averaging.amax(0).sqrt(),
         spread.amax(dim=-1).amax(0),
-        torn.amax(0).clamp_min(1e-300).sqrt(),
+        others.amax(0).clamp_min(1e-300).sqrt(),
         reach.sum(dim=-2).amax(dim=-1).amax(0).clamp_min(1e-300).sqrt(),
     )
 
@@ -118,27 +121,30 @@ def _tokens(ctx: Context, x: Value, attn_mask: Any, is_causal: bool, what: str) 
 
 @dataclass(frozen=True)
 class Bounded:
-    """Per head, of P_ij ~ exp(-|z_i - z_j|^2 + B_ij) on rows |z| <= R_z, the terms of Theorem 6.3: |P|, and 2 (.. + ..)."""
+    """Per head, of P_ij ~ exp(-|z_i - z_j|^2 + B_ij) on rows |z| <= R_z, the terms of Theorem 6.3.
+
+    averaging: |P|, the factor of |dv|. moving: the factor of R_v |dz|, the weights' own movement.
+    """
 
     averaging: list[Scalar]
-    torn: list[Scalar]
+    moving: list[Scalar]
 
 
 def bounded_rows(ctx: Context, tied: Tied, positions: Prior, radii: list[Scalar], tokens: int) -> Bounded:
     """Theorem 6.3 without its factors R_v: what the logits cannot do on short rows."""
     arith = ctx.arith
     n, half, two = arith.const(float(tokens)), arith.const(0.5), arith.const(2.0)
-    averaging, torn = [], []
+    averaging, moving = [], []
     for h, radius in enumerate(radii):
         grown = exp_twice(arith, two * radius * radius)  # logits of a row lie within 4 R_z^2
         averaging.append(arith.minimum(tied.averaging[h], arith.sqrt(grown * positions.columns[h])))
         peak = arith.sqrt(n * arith.minimum(half, grown * positions.peak[h]))
         steps = arith.minimum(arith.sqrt(tied.spread[h]), radius), arith.minimum(tied.reach[h], two * radius * peak)
-        torn.append(two * (steps[0] + steps[1]))
-    return Bounded(averaging, torn)
+        moving.append(two * (steps[0] + steps[1]))
+    return Bounded(averaging, moving)
 
 
-@module_rule(L2Attention)
+@rules.module(L2Attention)
 def l2_attention(
     ctx: Context, module: L2Attention, x: Value, attn_mask: Any = None, is_causal: bool = False, mask: Any = None
 ) -> Value:
@@ -146,11 +152,11 @@ def l2_attention(
     tokens, arith = _tokens(ctx, x, attn_mask, is_causal, "L2 attention"), ctx.arith
     inputs, query = head_map(ctx, x, module.query, module.num_heads, "query")
     tied, two = tied_logits(ctx, module, mask, tokens), arith.const(2.0)
-    each = [a + two * s + two * t for a, s, t in zip(tied.averaging, tied.spread, tied.torn, strict=True)]
-    if not arith.rigorous or inputs.rows.value.finite:
+    each = [a + two * s + two * t for a, s, t in zip(tied.averaging, tied.spread, tied.others, strict=True)]
+    if not arith.rigorous or inputs.size.fibre.finite:
         radii = [_temperature(ctx, module) * reach for reach in query.reach]
         known = bounded_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
-        short = [a + radius * t for a, radius, t in zip(known.averaging, radii, known.torn, strict=True)]
+        short = [a + radius * t for a, radius, t in zip(known.averaging, radii, known.moving, strict=True)]
         each = [arith.minimum(everywhere, here) for everywhere, here in zip(each, short, strict=True)]
     weights = gates(ctx, module, tokens).averaging(each)
     shown = f"c <= {float(largest(arith, weights)):.3f}" if arith.rigorous else "c"
@@ -158,7 +164,7 @@ def l2_attention(
     return mixed(ctx, module, inputs, combined(arith, [(weights, query)]), why, lambda: query.norms)
 
 
-@module_rule(L2UntiedValueAttention)
+@rules.module(L2UntiedValueAttention)
 def l2_untied_value_attention(
     ctx: Context,
     module: L2UntiedValueAttention,
@@ -176,8 +182,8 @@ def l2_untied_value_attention(
     tied, gate = tied_logits(ctx, module, mask, tokens), gates(ctx, module, tokens)
     radii = [temperature * reach for reach in query.reach]
     known = bounded_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
-    torn = [radius * t * temperature for radius, t in zip(value.reach, known.torn, strict=True)]
-    constant = combined(arith, [(gate.averaging(known.averaging), value), (gate.scale(torn), query)])
+    moving = [radius * t * temperature for radius, t in zip(value.reach, known.moving, strict=True)]
+    constant = combined(arith, [(gate.averaging(known.averaging), value), (gate.scale(moving), query)])
     why = f"L2 attention with untied values of {tokens} tokens{_norm_shown(ctx, inputs)} (Theorem 6.3)"
     return mixed(ctx, module, inputs, constant, why, lambda: value.norms)
 
@@ -188,4 +194,4 @@ def _temperature(ctx: Context, module: LipschitzAttention) -> Scalar:
 
 
 def _norm_shown(ctx: Context, x: Value) -> str:
-    return f" of norm at most {float(x.rows.value):.4g}" if ctx.arith.rigorous else ""
+    return f" of norm at most {float(x.size.fibre):.4g}" if ctx.arith.rigorous else ""

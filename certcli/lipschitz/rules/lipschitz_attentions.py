@@ -6,8 +6,8 @@ from typing import Any
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.attention_heads import combined, gates, head_map, mixed
 from certcli.lipschitz.rules.attention_positions import exp_twice, prior
-from certcli.lipschitz.rules.table import module_rule
 from certcli.lipschitz.spectral import up
+from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.lnorm_attention import LipschitzNormAttention
 from certcli.nn.scsa_attention import EPS, CosineAttention
@@ -19,7 +19,7 @@ def _tokens(ctx: Context, x: Value, attn_mask: Any, is_causal: bool) -> int:
     return int(x.shape[-2])
 
 
-@module_rule(CosineAttention)
+@rules.module(CosineAttention)
 def cosine_attention(
     ctx: Context, module: CosineAttention, x: Value, attn_mask: Any = None, is_causal: bool = False, mask: Any = None
 ) -> Value:
@@ -49,7 +49,7 @@ def cosine_attention(
     return mixed(ctx, module, inputs, constant, why, lambda: nu)
 
 
-@module_rule(LipschitzNormAttention)
+@rules.module(LipschitzNormAttention)
 def lipschitz_norm_attention(
     ctx: Context,
     module: LipschitzNormAttention,

@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from certcli.engine.table import runs_known_code
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.table import module_rule, runs_known_code
+from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
 
@@ -14,7 +15,7 @@ def _plain_maps(module: OrthogonalMixing) -> bool:
     return all(runs_known_code(part, nn.Linear) and part.bias is None for part in module.maps)
 
 
-@module_rule(OrthogonalMixing, when=_plain_maps)
+@rules.module(OrthogonalMixing, when=_plain_maps)
 def orthogonal_mixing(ctx: Context, module: OrthogonalMixing, x: Value) -> Value:
     """[M_h x_h]_h + p: heads are disjoint, so max_h |M_h|, taken from the matrices as they are."""
     arith = ctx.arith
@@ -29,7 +30,7 @@ def orthogonal_mixing(ctx: Context, module: OrthogonalMixing, x: Value) -> Value
     return _mixed(ctx, x, largest, module.shift, why, before=False)
 
 
-@module_rule(TokenMaxMin)
+@rules.module(TokenMaxMin)
 def token_max_min(ctx: Context, module: TokenMaxMin, x: Value) -> Value:
     """The entries of x + p, in another order within each channel at every point: 1."""
     one = ctx.arith.const(1.0)
@@ -40,7 +41,7 @@ def _mixed(ctx: Context, x: Value, constant: Any, shift: Tensor, why: str, befor
     """The value after a mixing of tokens with this constant in every channel, whose shift p comes before or after it."""
     ctx.require(len(x.shape) == 3, "token mixing of something else than tokens")
     x, arith = ctx.settle(x), ctx.arith
-    old = x.rows
+    old = x.size
 
     def moved() -> Any:
         length = arith.length(arith.matrix(shift.reshape(-1, 1)))
@@ -51,7 +52,7 @@ def _mixed(ctx: Context, x: Value, constant: Any, shift: Tensor, why: str, befor
         x,
         constant,
         why,
-        lambda: constant * old.row(-2) + moved(),
+        lambda: constant * old.fibre_along(-2) + moved(),
         axis=-2,
         total=lambda: constant * old.total + moved(),
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from timm.layers import LayerScale, RmsNorm2d
+from timm.layers import RmsNorm2d
 from timm.layers.grn import GlobalResponseNorm
 from timm.layers.norm import LayerNorm as TimmLayerNorm
 from timm.layers.norm import LayerNormFp32, RmsNorm2dFp32, SimpleNorm, SimpleNorm2d, SimpleNorm2dFp32, SimpleNormFp32
@@ -13,28 +13,26 @@ from timm.layers.norm_act import RmsNormAct2d, RmsNormAct2dFp32
 from torch import Tensor, nn
 from torch.nn import functional
 
+from certcli.engine.table import NoRule
 from certcli.lipschitz.context import Context
+from certcli.lipschitz.rules.scales import gain_and_shift
 from certcli.lipschitz.rules.shapes import moved
-from certcli.lipschitz.rules.table import NoRule, find_module_rule, function_rule, method_rule, module_rule
 from certcli.lipschitz.spectral import up
-from certcli.lipschitz.value import Affine, Convolution, Value
-from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.lipschitz.table import rules
+from certcli.lipschitz.value import Value
+from certcli.nn.norms import FloorNorm
 
 
-@module_rule(nn.LayerNorm, TimmLayerNorm, LayerNormFp32)
+@rules.module(nn.LayerNorm, TimmLayerNorm, LayerNormFp32)
 def layer_norm(ctx: Context, module: nn.LayerNorm, x: Value) -> Value:
     return normalise(ctx, x, module.normalized_shape, module.weight, module.bias, module.eps)
 
 
-@function_rule(functional.layer_norm, torch.layer_norm)
+@rules.function(functional.layer_norm, torch.layer_norm)
 def layer_norm_function(
     ctx: Context, x: Value, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> Value:
-    return normalise(ctx, x, normalized_shape, _tensor(ctx, weight), _tensor(ctx, bias), eps)
-
-
-def _tensor(ctx: Context, argument: Any) -> Tensor | None:
-    return None if argument is None else ctx.constant_tensor(argument)
+    return normalise(ctx, x, normalized_shape, ctx.optional_tensor(weight), ctx.optional_tensor(bias), eps)
 
 
 def normalise(
@@ -65,7 +63,7 @@ def normalise(
         steepest = up(1.0 / math.sqrt(eps), 4)
         why = f"normalisation: 1/sqrt(eps), eps = {eps:g}; its scale is folded into the next map"
         normal = _to_sphere(ctx, x, d, steepest, why)
-    return replace(normal, pending=_affine(ctx, d, weight, bias, centered=centered))
+    return replace(normal, waiting=gain_and_shift(ctx, d, weight, bias, centered=centered))
 
 
 def _to_sphere(ctx: Context, x: Value, width: int, slope: float, why: str) -> Value:
@@ -74,7 +72,7 @@ def _to_sphere(ctx: Context, x: Value, width: int, slope: float, why: str) -> Va
     return ctx.chain(x, ctx.arith.const(slope), why, lambda: ctx.arith.const(longest), shape=x.shape)
 
 
-@module_rule(FloorNorm)
+@rules.module(FloorNorm)
 def floor_norm(ctx: Context, module: FloorNorm, x: Value) -> Value:
     """P x / max(s, floor) has slope 1 / floor and rows within sqrt(d), Theorem 4.8; the scale stays pending."""
     floor = float(module.floor.detach().double())
@@ -83,26 +81,15 @@ def floor_norm(ctx: Context, module: FloorNorm, x: Value) -> Value:
     x = ctx.settle(x)
     why = f"normalisation: 1/floor, floor = {floor:.4g}; its scale is folded into the next map"
     normal = _to_sphere(ctx, x, module.width, up(1.0 / floor, 2), why)
-    return replace(normal, pending=_affine(ctx, module.width, module.weight, module.bias, centered=True))
+    return replace(normal, waiting=gain_and_shift(ctx, module.width, module.weight, module.bias, centered=True))
 
 
-def _affine(ctx: Context, width: int, weight: Any, bias: Any, centered: bool) -> Affine:
-    return Affine(
-        axis=-1,
-        width=width,
-        centered=centered,
-        gain=weight,
-        bias=None if bias is None else ctx.arith.matrix(bias.reshape(-1, 1)),
-        source=(ctx.path,),
-    )
-
-
-@module_rule(nn.RMSNorm)
+@rules.module(nn.RMSNorm)
 def rms_norm(ctx: Context, module: Any, x: Value) -> Value:
     return rms_norm_function(ctx, x, module.normalized_shape, module.weight, module.eps)
 
 
-@function_rule(functional.rms_norm, torch.rms_norm)
+@rules.function(functional.rms_norm, torch.rms_norm)
 def rms_norm_function(
     ctx: Context, x: Value, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Value:
@@ -110,11 +97,11 @@ def rms_norm_function(
     if eps is None:
         eps = float(torch.finfo(torch.float32).eps)
         ctx.require(ctx.dtype in (None, torch.float32), "RMSNorm with the default eps of another dtype than float32")
-    scale = weight if isinstance(weight, Tensor) else _tensor(ctx, weight)
+    scale = weight if isinstance(weight, Tensor) else ctx.optional_tensor(weight)
     return normalise(ctx, x, normalized_shape, scale, None, eps, centered=False)
 
 
-@module_rule(RmsNorm2d, RmsNorm2dFp32)
+@rules.module(RmsNorm2d, RmsNorm2dFp32)
 def rms_norm_2d(ctx: Context, module: RmsNorm2d, x: Value) -> Value:
     """RMSNorm over the channels of (b, c, h, w)."""
     x = moved(ctx, ctx.settle(x), (0, 2, 3, 1))
@@ -123,26 +110,26 @@ def rms_norm_2d(ctx: Context, module: RmsNorm2d, x: Value) -> Value:
 
 
 def _parts_have_rules(module: RmsNormAct2d) -> bool:
-    return find_module_rule(module.drop) is not None and find_module_rule(module.act) is not None
+    return rules.find(module.drop) is not None and rules.find(module.act) is not None
 
 
-@module_rule(RmsNormAct2d, RmsNormAct2dFp32, when=_parts_have_rules)
+@rules.module(RmsNormAct2d, RmsNormAct2dFp32, when=_parts_have_rules)
 def rms_norm_act_2d(ctx: Context, module: RmsNormAct2d, x: Value) -> Value:
     """RMSNorm over the channels, dropout, activation."""
     x = rms_norm_2d(ctx, module, x)
     for part in (module.drop, module.act):
-        rule = find_module_rule(part)
+        rule = rules.find(part)
         assert rule is not None
         x = rule.apply(ctx, part, x)
     return x
 
 
-@module_rule(SimpleNorm, SimpleNormFp32)
+@rules.module(SimpleNorm, SimpleNormFp32)
 def simple_norm(ctx: Context, module: SimpleNorm, x: Value) -> Value:
     return _variance_norm(ctx, x, module, -1)
 
 
-@module_rule(SimpleNorm2d, SimpleNorm2dFp32)
+@rules.module(SimpleNorm2d, SimpleNorm2dFp32)
 def simple_norm_2d(ctx: Context, module: SimpleNorm2d, x: Value) -> Value:
     return _variance_norm(ctx, x, module, -3)
 
@@ -152,13 +139,13 @@ def _variance_norm(ctx: Context, x: Value, module: Any, axis: int) -> Value:
     x, arith = ctx.settle(x), ctx.arith
     d, eps = int(module.normalized_shape[0]), float(module.eps)
     ctx.require(d > 1 and eps > 0, "a variance of one feature, or eps = 0")
-    longest = x.rows.row(axis)
+    longest = x.size.fibre_along(axis)
     if arith.rigorous and not longest.finite:
         raise NoRule("division by the deviation without centring, of a tensor without a bound on its size")
     gain = arith.const(1.0) if module.weight is None else ctx.largest_entry(module.weight)
     steepest = arith.const(up(1 / math.sqrt(eps), 4))
     slope = gain * (steepest + longest * arith.const(up(1 / (math.sqrt(d - 1) * eps), 8)))
-    old = x.rows
+    old = x.size
     return ctx.chain(
         x,
         slope,
@@ -170,12 +157,12 @@ def _variance_norm(ctx: Context, x: Value, module: Any, axis: int) -> Value:
     )
 
 
-@module_rule(nn.GroupNorm)
+@rules.module(nn.GroupNorm)
 def group_norm(ctx: Context, module: nn.GroupNorm, x: Value) -> Value:
     return group_norm_function(ctx, x, module.num_groups, module.weight, module.bias, module.eps)
 
 
-@function_rule(functional.group_norm, torch.group_norm)
+@rules.function(functional.group_norm, torch.group_norm)
 def group_norm_function(
     ctx: Context, x: Value, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> Value:
@@ -202,7 +189,7 @@ def group_norm_function(
     )
 
 
-@function_rule(functional.normalize)
+@rules.function(functional.normalize)
 def normalize(ctx: Context, x: Value, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Value:
     """x / max(|x|, eps): inside the ball of radius eps the slope is 1/eps, outside 1/|x|."""
     ctx.require(p == 2 and isinstance(dim, int) and out is None and eps > 0, "normalisation by another norm than l2")
@@ -218,18 +205,18 @@ def normalize(ctx: Context, x: Value, p: float = 2.0, dim: int = 1, eps: float =
     )
 
 
-@method_rule("norm")
-@function_rule(torch.norm, torch.linalg.vector_norm)
+@rules.method("norm")
+@rules.function(torch.norm, torch.linalg.vector_norm)
 def norm(ctx: Context, x: Value, *args: Any, **kwargs: Any) -> Value:
     """|x|_2 along some axes: slope 1."""
     order = args[0] if args else kwargs.get("p", kwargs.get("ord", 2))
     ctx.require(order in (2, 2.0, "fro"), "another norm than l2")
     x = ctx.settle(x)
     one = ctx.arith.const(1.0)
-    return ctx.chain(x, one, "a norm has slope 1", total=lambda: x.rows.total)
+    return ctx.chain(x, one, "a norm has slope 1", total=lambda: x.size.total)
 
 
-@module_rule(GlobalResponseNorm)
+@rules.module(GlobalResponseNorm)
 def global_response_norm(ctx: Context, module: GlobalResponseNorm, x: Value) -> Value:
     """x + beta + gamma x n, n_c = g_c / (mean_c g + eps), g_c = |x_c|: 1 + max |gamma| (2 C + C^(3/2)), Theorem 4.6."""
     x = ctx.settle(x)
@@ -242,128 +229,5 @@ def global_response_norm(ctx: Context, module: GlobalResponseNorm, x: Value) -> 
         x,
         slope,
         f"global response norm: 1 + max |weight| (2 C + C^1.5), C = {int(channels)}",
-        total=lambda: x.rows.total * (arith.const(1.0) + largest * arith.const(channels)) + bias,
+        total=lambda: x.size.total * (arith.const(1.0) + largest * arith.const(channels)) + bias,
     )
-
-
-@module_rule(CenterNorm)
-def center_norm(ctx: Context, module: CenterNorm, x: Value) -> Value:
-    """x -> d/(d-1) diag(weight) P x + bias is linear: pending, and folded into its neighbours."""
-    x = ctx.on_last_axis(x)
-    d = module.width
-    factor = up(d / (d - 1))
-    pending = x.pending
-    if pending is None or pending.matrix is None:
-        x = ctx.settle(x)
-        fresh = replace(_affine(ctx, d, module.weight, module.bias, centered=True), factor=factor)
-        return replace(x, rows=x.rows.along(-1), pending=fresh)
-    matrix = ctx.arith.scale(ctx.arith.scale_rows(ctx.arith.center_rows(pending.matrix), module.weight), factor)
-    bias = ctx.arith.matrix(module.bias.reshape(-1, 1))
-    if pending.bias is not None:
-        carried = ctx.arith.scale_rows(ctx.arith.center_rows(pending.bias), module.weight)
-        bias = ctx.arith.add(bias, ctx.arith.scale(carried, factor))
-    return replace(x, pending=replace(pending, matrix=matrix, bias=bias, source=(*pending.source, ctx.path)))
-
-
-@module_rule(LayerScale)
-def layer_scale(ctx: Context, module: LayerScale, x: Value) -> Value:
-    """x -> gamma * x on the last axis: folded into the linear map before it."""
-    return scale_features(ctx, x, module.gamma, -1)
-
-
-def scale_features(ctx: Context, x: Value, gain: Tensor, axis: int) -> Value:
-    """gain * x along an axis, multiplied into the linear map or convolution that waits there, else pending itself."""
-    gain = gain.reshape(-1)
-    conv = x.deferred
-    if isinstance(conv, Convolution) and axis == -len(conv.stride) - 1:
-        return replace(x, deferred=_scaled_outputs(ctx, conv, gain))
-    pending = x.pending
-    waits = x.deferred is None and pending is not None and pending.index is None and pending.axis == axis
-    if waits and pending is not None and pending.matrix is not None:
-        scaled = replace(
-            pending,
-            matrix=ctx.arith.scale_rows(pending.matrix, gain),
-            bias=None if pending.bias is None else ctx.arith.scale_rows(pending.bias, gain),
-            source=(*pending.source, ctx.path),
-            result=None,
-        )
-        return replace(x, pending=scaled)
-    x = ctx.settle(x)
-    fresh = Affine(axis=axis, width=gain.numel(), gain=gain, source=(ctx.path,))
-    return replace(x, rows=x.rows.along(axis), pending=fresh)
-
-
-def _scaled_outputs(ctx: Context, conv: Convolution, gain: Tensor) -> Convolution:
-    """diag(gain) W: one more rounding an entry."""
-    from certcli.lipschitz.spectral import frobenius_norm, gamma
-
-    rigorous = ctx.arith.rigorous
-    weight = conv.weight.detach().double() if rigorous else conv.weight
-    plain = conv.plain.detach().double() if rigorous else conv.plain
-    same = conv.plain is conv.weight
-    shape = (-1, *[1] * (weight.dim() - 1))
-    weight = weight * gain.to(weight).view(shape)
-    error = 0.0
-    if rigorous:
-        largest = float(gain.detach().double().abs().max())
-        error = up(conv.error * largest + gamma(2) * frobenius_norm(weight), 4)
-    return replace(
-        conv,
-        weight=weight,
-        plain=weight if same else plain * gain.to(plain).view(shape),
-        bias=None if conv.bias is None else conv.bias.to(gain) * gain * (1 + 1e-12),
-        error=error,
-        key=None,
-        source=(*conv.source, ctx.path),
-    )
-
-
-@module_rule(nn.BatchNorm2d, nn.BatchNorm1d)
-def batch_norm(ctx: Context, module: nn.BatchNorm2d, x: Value) -> Value:
-    variance = module.running_var
-    if not module.track_running_stats or variance is None:
-        raise NoRule("BatchNorm with batch statistics")
-    return batch_statistics(ctx, x, module.running_mean, variance, module.weight, module.bias, module.eps)
-
-
-@function_rule(functional.batch_norm)
-def batch_norm_function(
-    ctx: Context,
-    x: Value,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Value:
-    ctx.require(not training and running_var is not None, "BatchNorm with batch statistics")
-    mean, variance = ctx.constant_tensor(running_mean), ctx.constant_tensor(running_var)
-    return batch_statistics(ctx, x, mean, variance, _tensor(ctx, weight), _tensor(ctx, bias), eps)
-
-
-def batch_statistics(
-    ctx: Context, x: Value, mean: Any, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Value:
-    """Eval mode: gain weight / sqrt(var + eps) and a shift per channel, folded into the convolution before it."""
-    ctx.require(bool((variance >= 0).all()) and eps >= 0, "a negative variance")
-    spread = (variance.double() + eps).sqrt()
-    ctx.require(bool((spread > 0).all()), "a variance of 0 without eps")
-    # three roundings: 2^-49 covers them, away from zero, so that gains stay upper bounds of the exact ones
-    gain = (torch.ones_like(spread) if weight is None else weight.double()) / spread * (1 + 2.0**-49)
-    shift = -mean.double() * gain if bias is None else bias.double() - mean.double() * gain
-    if not ctx.arith.rigorous:
-        gain, shift = gain.detach(), shift.detach()
-    axis = 1 - len(x.shape)
-    x = scale_features(ctx, x, gain, axis)
-    conv = x.deferred
-    if isinstance(conv, Convolution):
-        bias_size = shift.abs() * (1 + 1e-12)
-        return replace(x, deferred=replace(conv, bias=bias_size + (0 if conv.bias is None else conv.bias.abs())))
-    pending = x.pending
-    if pending is None:
-        raise AssertionError("a scale is pending")
-    offset = ctx.arith.matrix(shift.reshape(-1, 1))
-    total = offset if pending.bias is None else ctx.arith.add(pending.bias, offset)
-    return replace(x, pending=replace(pending, bias=total, result=None))

@@ -1,30 +1,24 @@
-"""Products of two tensors that both depend on the image, and attention written out of them.
+"""Products of tensors that both depend on the image, and products with constants.
 
-Lip(a b) <= sup |a| Lip(b) + sup |b| Lip(a): finite because every tensor is bounded on the box [0, 1]^pixels. The product of
-queries and keys is not charged at once: with its softmax and its values it is attention, which has a theorem of its own.
-Proofs: docs/bounds.md, sections 5 and 7.
+Lip(a b) <= sup |a| Lip(b) + sup |b| Lip(a): finite because every tensor is bounded on the box [0, 1]^pixels. Proofs:
+docs/bounds.md, section 7.
 """
 
 import math
 import operator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch import Tensor
 
+from certcli.engine.table import NoRule
+from certcli.engine.walk import Constant
 from certcli.lipschitz.arithmetic import Scalar
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.shapes import transpose
-from certcli.lipschitz.rules.table import NoRule, function_rule, method_rule
-from certcli.lipschitz.spectral import up
-from certcli.lipschitz.value import Constant, Probabilities, Scores, Size, Value
-
-
-def _finite(ctx: Context, scalar: Scalar, what: str) -> Scalar:
-    if ctx.arith.rigorous and not scalar.finite:
-        raise NoRule(f"a product of tensors of which one has no bound on its size ({what})")
-    return scalar
+from certcli.lipschitz.rules.written_attention import product_of_matrices
+from certcli.lipschitz.size import Size
+from certcli.lipschitz.table import rules
+from certcli.lipschitz.value import Value
 
 
 def product_of_entries(ctx: Context, a: Value, b: Value) -> Value:
@@ -40,20 +34,20 @@ def product_of_entries(ctx: Context, a: Value, b: Value) -> Value:
     def reach(one: Value, other: Value) -> Scalar:
         """sup |one . d(other)| / |d(other)|."""
         if tuple(other.shape) == shape:
-            return one.rows.peak
+            return one.size.peak
         block = math.prod(shape) // max(1, math.prod(other.shape))
         whole = _spread_total(arith, one, shape)
-        return arith.minimum(whole, one.rows.peak * arith.sqrt(arith.const(float(block))))
+        return arith.minimum(whole, one.size.peak * arith.sqrt(arith.const(float(block))))
 
-    of_a = _finite(ctx, reach(b, a), "the second factor")
-    of_b = _finite(ctx, reach(a, b), "the first factor")
+    of_a = ctx.finite(reach(b, a), "the second factor")
+    of_b = ctx.finite(reach(a, b), "the first factor")
     size = Size(
         arith,
         shape,
         total=lambda: arith.minimum(
-            _spread_total(arith, a, shape) * b.rows.peak, _spread_total(arith, b, shape) * a.rows.peak
+            _spread_total(arith, a, shape) * b.size.peak, _spread_total(arith, b, shape) * a.size.peak
         ),
-        peak=lambda: a.rows.peak * b.rows.peak,
+        peak=lambda: a.size.peak * b.size.peak,
     )
     why = "product of two tensors: sup |b| Lip(a) + sup |a| Lip(b) over the pixel box"
     return ctx.combine([(a, of_a), (b, of_b)], why, size)
@@ -61,243 +55,47 @@ def product_of_entries(ctx: Context, a: Value, b: Value) -> Value:
 
 def _spread_total(arith: Any, x: Value, shape: tuple[int, ...]) -> Scalar:
     times = math.prod(shape) // max(1, math.prod(x.shape))
-    return x.rows.total * arith.sqrt(arith.const(float(times)))
+    return x.size.total * arith.sqrt(arith.const(float(times)))
 
 
-def product_of_matrices(ctx: Context, a: Value, b: Value) -> Value:
-    """a b over the last two axes: attention if one is its softmax; scores, to be charged later, otherwise."""
-    if len(a.shape) < 2 or len(b.shape) < 2:
-        raise NoRule("a product with a vector that depends on the image")
-    if isinstance(a.deferred, Probabilities):
-        scores = a.deferred.scores
-        return attend(ctx, scores.query, scores.key, b, scores.scale, moving=scores.moving)
-    a = ctx.settle(a) if a.deferred is not None else a
-    b = ctx.settle(b) if b.deferred is not None else b
-    if tuple(a.shape[:-2]) != tuple(b.shape[:-2]):
-        leading = tuple(ctx.shape[:-2])
-        a = ctx.spread(ctx.settle(a), (*leading, *a.shape[-2:]))
-        b = ctx.spread(ctx.settle(b), (*leading, *b.shape[-2:]))
-    here = ctx.at((*b.shape[:-2], b.shape[-1], b.shape[-2]))
-    scores = Scores(a, transpose(here, b, -2, -1), ctx.arith.const(1.0))
-    return Value(ctx.unbounded(), Size(ctx.arith, tuple(ctx.shape)), None, None, tuple(ctx.shape), deferred=scores)
+@rules.method("matmul", "bmm")
+@rules.function(torch.matmul, operator.matmul, torch.bmm)
+def matmul(ctx: Context, a: Any, b: Any) -> Value:
+    """A product of matrices; with a constant it is linear, of two that depend on the image see `products`."""
+    if isinstance(a, Value) and isinstance(b, Value):
+        return product_of_matrices(ctx, a, b)
+    if isinstance(a, Value) and isinstance(b, Constant):
+        weight = b.tensor
+        if weight.dim() == 2:
+            return ctx.fold(a, weight.T, None)
+        return _blocks(ctx, ctx.settle(a), weight, left=False)
+    if isinstance(b, Value) and isinstance(a, Constant):
+        return _blocks(ctx, ctx.settle(b), a.tensor, left=True)
+    raise NoRule("a product without a tensor")
 
 
-def settle_attention(ctx: Context, x: Value) -> Value:
-    """Scores or probabilities that are used for something else than attention."""
-    if isinstance(x.deferred, Probabilities):
-        raw = settle_attention(ctx, replace(x, deferred=x.deferred.scores))
-        one = ctx.arith.const(1.0)
-        return ctx.chain(
-            raw, ctx.arith.const(0.5), "slope of softmax at most 1/2", lambda: one, peak=lambda: one, shape=x.shape
-        )
-    scores = x.deferred
-    if not isinstance(scores, Scores):
-        raise AssertionError("nothing of attention is waiting")
-    q, k, arith = ctx.settle(scores.query), ctx.settle(scores.key), ctx.arith
-    of_q = _finite(ctx, scores.scale * _operator_norm(ctx, k), "the second factor")
-    of_k = _finite(ctx, scores.scale * _operator_norm(ctx, q), "the first factor")
-
-    def known() -> Scalar:
-        return scores.scale * arith.minimum(
-            q.rows.total * _operator_norm(ctx, k), k.rows.total * _operator_norm(ctx, q)
-        )
-
-    why = "product of two matrices: sup |b| Lip(a) + sup |a| Lip(b) over the pixel box"
-    parts = [(q, of_q), (k, of_k)] + ([] if scores.moving is None else [(scores.moving, arith.const(1.0))])
-    return ctx.combine(parts, why, Size(arith, x.shape, total=None if scores.shifted else known))
-
-
-def _operator_norm(ctx: Context, x: Value) -> Scalar:
-    """Spectral norm of every matrix (last two axes): at most its Frobenius norm, that is fibre sqrt(count)."""
+def _blocks(ctx: Context, x: Value, weight: Tensor, left: bool) -> Value:
+    """C x or x C, matrix by matrix over the leading axes: the largest norm of a block (they act on disjoint parts)."""
+    ctx.require(len(x.shape) >= 2 and weight.dim() >= 2, "a product with a constant vector")
+    leading = tuple(ctx.shape[:-2])
+    x = ctx.spread(x, (*leading, *x.shape[-2:]))
+    blocks = weight.reshape(-1, *weight.shape[-2:])
     arith = ctx.arith
-    norm = x.rows.total
-    for axis, other in ((-1, -2), (-2, -1)):
-        norm = arith.minimum(norm, x.rows.row(axis) * arith.sqrt(arith.const(float(x.shape[other]))))
-    return norm
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """A tensor of queries, keys or values, split into heads: slope, radius about a centre and norm of a row, by head."""
-
-    source: Value | None  # None: a constant
-    slopes: list[Scalar]
-    radii: list[Scalar]
-    norms: list[Scalar]
-    whole: Scalar
-    layout: tuple[int, ...] = ()  # the axes that the heads lie on, as sizes
-
-
-def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
-    """Per head where a linear map is pending, its features laid out as (.., head, .., 1, width); else all heads alike."""
-    arith = ctx.arith
-    if isinstance(x, Constant):
-        rows = x.tensor.detach().double().reshape(-1, x.tensor.shape[-1])
-        # which row is the longest is decided in floating point: 2^-30 covers it
-        row = arith.length(arith.matrix(rows[rows.norm(dim=-1).argmax()].reshape(-1, 1))) * arith.const(1 + 2.0**-30)
-        return _Heads(None, [arith.const(0.0)], [row], [row], arith.const(0.0))
-    pending = x.pending
-    if pending is not None and pending.matrix is not None and x.deferred is None:
-        index = pending.index
-        if pending.axis == -1 and index is None:
-            index = torch.arange(pending.features).view(1, -1)
-        if index is not None and index.shape[-1] == x.shape[-1] and (index.dim() < 2 or index.shape[-2] == 1):
-            effective = pending.effective(arith)
-            assert effective is not None
-            source, radius = replace(x, pending=None, shape=x.rows.shape), x.rows.value
-            radii, norms = [], []
-            groups = index.reshape(-1, index.shape[-1])
-            parts = [replace(effective, tensor=effective.tensor[features], key=None) for features in groups]
-            slopes = arith.sigmas(parts, f"{ctx.path}.{name}.head")
-            for slope, features in zip(slopes, groups, strict=True):
-                reach = slope * radius
-                radii.append(reach)
-                norms.append(
-                    reach if pending.bias is None else reach + arith.length(
-                        replace(pending.bias, tensor=pending.bias.tensor[features], key=None)
-                    )
-                )  # fmt: skip
-            chosen = groups.flatten()
-            everything = replace(effective, tensor=effective.tensor[chosen], key=None)
-            whole = slopes[0] if len(slopes) == 1 else arith.sigma(everything, f"{ctx.path}.{name}")
-            return _Heads(source, slopes, radii, norms, whole, tuple(index.shape[:-2]))
-    x = ctx.settle(x)
-    one, row = arith.const(1.0), x.rows.row(-1)
-    return _Heads(x, [one], [row], [row], one)
-
-
-@dataclass(frozen=True)
-class Mix:
-    """A head's output keep P(x) v + B v with a constant matrix B: `keep`, and the norm of B."""
-
-    keep: Scalar
-    fixed: Scalar
-
-
-def attend(
-    ctx: Context,
-    query: Value | Constant,
-    key: Value,
-    value: Value,
-    scale: Scalar,
-    mixes: list[Mix] | None = None,
-    moving: Value | None = None,
-) -> Value:
-    """softmax(scale q k^T + constant) v for q (.., n, d), k (.., m, d), v (.., m, e): Theorem 5.2.
-
-    sqrt(n) Lip(v) + scale R_v R_k Lip(q) + sqrt(n/2) scale R_v |q| Lip(k), head by head; R: radius of the rows about any
-    centre. Heads and windows act on disjoint tensors, so their squares add, and the largest window counts.
-    """
-    arith = ctx.arith
-    asked = tuple(query.tensor.shape if isinstance(query, Constant) else query.shape)
-    leading = asked[:-2]
-    if tuple(key.shape[:-2]) != leading or tuple(value.shape[:-2]) != leading:  # one head of keys for all queries
-        key = ctx.spread(ctx.settle(key), (*leading, *key.shape[-2:]))
-        value = ctx.spread(ctx.settle(value), (*leading, *value.shape[-2:]))
-    ctx.require(
-        tuple(key.shape[:-2]) == leading and tuple(value.shape[:-2]) == leading,
-        "attention whose queries, keys and values have different heads",
+    sigma, *others = arith.sigmas([arith.matrix(block) for block in blocks], ctx.path)
+    for other in others:
+        sigma = arith.maximum(sigma, other)
+    axis = -2 if left else -1
+    return ctx.chain(
+        x,
+        sigma,
+        "product with a constant matrix: its spectral norm",
+        lambda: sigma * x.size.fibre_along(axis),
+        axis=axis,
+        total=lambda: sigma * x.size.total,
     )
-    n = arith.const(float(asked[-2]))
-    q, k, v = _heads(ctx, query, "query"), _heads(ctx, key, "key"), _heads(ctx, value, "value")
-    for part in (q, k, v):
-        for norm in part.norms:
-            if arith.rigorous and not norm.finite:
-                raise NoRule("dot-product attention is not Lipschitz on tokens of unbounded norm")
-    split = [part for part in (q, k, v) if len(part.slopes) > 1]
-    alike = len({part.layout for part in split}) <= 1  # else heads of one are not those of another: the largest counts
-    count = max(len(part.slopes) for part in (q, k, v)) if alike else 1
-
-    def each(items: list[Scalar], count: int = count) -> list[Scalar]:
-        if len(items) == count:
-            return items
-        largest = items[0]
-        for item in items[1:]:
-            largest = arith.maximum(largest, item)
-        return [largest] * count
-
-    radius_v, radius_k, norm_q = each(v.radii), each(k.radii), each(q.norms)
-    averaging = arith.sqrt(n)
-    if mixes is not None:
-        radius_v = [mix.keep * radius for mix, radius in zip(mixes, each(v.radii, len(mixes)), strict=True)]
-        radius_k, norm_q = each(k.radii, len(mixes)), each(q.norms, len(mixes))
-        averaging = mixes[0].keep * arith.sqrt(n) + mixes[0].fixed
-        for mix in mixes[1:]:
-            averaging = arith.maximum(averaging, mix.keep * arith.sqrt(n) + mix.fixed)
-    of_v = averaging * v.whole
-    of_q = scale * _together(ctx, [a * b for a, b in zip(radius_v, radius_k, strict=True)], q)
-    of_k = (
-        scale
-        * arith.sqrt(n * arith.const(0.5))
-        * _together(ctx, [a * b for a, b in zip(radius_v, norm_q, strict=True)], k)
-    )
-    largest = v.norms[0]
-    for norm in v.norms[1:]:
-        largest = arith.maximum(largest, norm)
-    # rows of the result are averages of values
-    size = Size(arith, tuple(ctx.shape), None if mixes is not None else (lambda: largest))
-    if mixes is not None:
-        size = Size(arith, tuple(ctx.shape), total=lambda: averaging * largest * _rows_root(ctx, value))
-    why = f"attention of {asked[-2]} queries to {key.shape[-2]} keys (Theorem 5.2)"
-    charged = [(part.source, c) for part, c in ((v, of_v), (q, of_q), (k, of_k)) if part.source is not None]
-    if moving is not None:  # a term of the scores that depends on the image: R_v / sqrt(2)
-        furthest = radius_v[0]
-        for radius in radius_v[1:]:
-            furthest = arith.maximum(furthest, radius)
-        charged.append((moving, furthest * arith.sqrt(arith.const(0.5))))
-    return ctx.combine(charged, why, size)
 
 
-def _rows_root(ctx: Context, value: Value) -> Scalar:
-    """sqrt(number of rows of all heads and windows)."""
-    return ctx.arith.sqrt(ctx.arith.const(float(math.prod(value.shape[:-1]))))
-
-
-def _together(ctx: Context, weights: list[Scalar], part: _Heads) -> Scalar:
-    """sup |(w_h dx_h)_h| / |du|: root of sum (w_h |W_h|)^2, and max w_h |W|."""
-    arith = ctx.arith
-    largest = weights[0]
-    for weight in weights[1:]:
-        largest = arith.maximum(largest, weight)
-    coarse = largest * part.whole
-    if len(part.slopes) != len(weights):
-        return coarse
-    fine = arith.root_sum_of_squares([w * s for w, s in zip(weights, part.slopes, strict=True)])
-    return arith.minimum(coarse, fine)
-
-
-@function_rule(functional.scaled_dot_product_attention)
-def scaled_dot_product_attention(
-    ctx: Context,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Value:
-    ctx.require(isinstance(query, (Value, Constant)), "attention with unusual queries")
-    ctx.require(isinstance(key, Value) and isinstance(value, Value), "attention with constant keys or values")
-    ctx.require(dropout_p == 0 and not enable_gqa, "attention with dropout or grouped queries")
-    moving = None
-    if isinstance(attn_mask, Value):
-        moving = ctx.spread(ctx.settle(attn_mask), (*query.shape[:-1], key.shape[-2]))
-    width = key.shape[-1]
-    factor = ctx.arith.const(up(1 / math.sqrt(width), 2) if scale is None else abs(float(scale)))
-    return attend(ctx, query, key, value, factor, moving=moving)
-
-
-@method_rule("matmul", "bmm")
-@function_rule(operator.matmul, torch.bmm)
-def matmul_operator(ctx: Context, a: Any, b: Any) -> Value:
-    from certcli.lipschitz.rules.linear import matmul
-
-    return matmul(ctx, a, b)
-
-
-@function_rule(torch.einsum)
+@rules.function(torch.einsum)
 def einsum(ctx: Context, equation: str, *operands: Any) -> Value:
     """|einsum(a, b)|_F <= |a|_F |b|_F when every summed index is in both (Cauchy-Schwarz)."""
     operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
@@ -311,8 +109,8 @@ def einsum(ctx: Context, equation: str, *operands: Any) -> Value:
     arith, why = ctx.arith, "product of two tensors: sup |b| Lip(a) + sup |a| Lip(b) over the pixel box"
     if all(isinstance(x, Value) for x in operands):
         a, b = (ctx.settle(x) for x in operands)
-        of_a, of_b = (_finite(ctx, x.rows.total, "einsum") for x in (b, a))
-        size = Size(arith, tuple(ctx.shape), total=lambda: a.rows.total * b.rows.total)
+        of_a, of_b = (ctx.finite(x.size.total, "einsum") for x in (b, a))
+        size = Size(arith, tuple(ctx.shape), total=lambda: a.size.total * b.size.total)
         return ctx.combine([(a, of_a), (b, of_b)], why, size)
     x = next((x for x in operands if isinstance(x, Value)), None)
     other = next((x for x in operands if isinstance(x, Constant)), None)
@@ -321,5 +119,5 @@ def einsum(ctx: Context, equation: str, *operands: Any) -> Value:
     x = ctx.settle(x)
     factor = arith.length(arith.matrix(other.tensor.reshape(-1, 1)))
     return ctx.chain(
-        x, factor, "product with a constant tensor: its Frobenius norm", total=lambda: factor * x.rows.total
+        x, factor, "product with a constant tensor: its Frobenius norm", total=lambda: factor * x.size.total
     )

@@ -5,11 +5,12 @@ from typing import Any
 
 from torch import nn
 
+from certcli.engine.table import runs_known_code
 from certcli.lipschitz.arithmetic import Matrix, Scalar
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.convolution_estimate import Geometry
-from certcli.lipschitz.rules.table import module_rule, runs_known_code
 from certcli.lipschitz.spectral import up
+from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.conv_attention import ConvAttention
 
@@ -26,7 +27,7 @@ def _plain(module: ConvAttention) -> bool:
     )
 
 
-@module_rule(ConvAttention, when=_plain)
+@rules.module(ConvAttention, when=_plain)
 def token_convolution(
     ctx: Context, module: ConvAttention, x: Value, attn_mask: Any = None, is_causal: bool = False
 ) -> Value:
@@ -48,12 +49,12 @@ def token_convolution(
     geometry = Geometry((1,), ((taps // 2, taps // 2),), (1,), 1, (tokens,))
     # the operator is a sum over taps, each off by at most the error of all of them
     sigma = arith.convolution(kernel.contiguous(), up(stacked.error * taps), geometry, f"{ctx.path}.convolution")
-    plain = replace(x, pending=None) if pending is not None else x
+    plain = replace(x, waiting=None) if pending is not None else x
     pieces = [None if layer.bias is None else arith.matrix(layer.bias.reshape(-1, 1)) for layer in (conv, proj)]
 
-    def rows() -> Scalar:
+    def fibre() -> Scalar:
         # a token of the result is [W_O K_t]_t times a window of tokens M u + b, plus W_O b_K + b_O
-        radius = plain.rows.row(-1) if pending is None else plain.rows.value
+        radius = plain.size.fibre_along(-1) if pending is None else plain.size.fibre
         token = radius if before is None else arith.sigma(before, f"{ctx.path}.before") * radius
         if pending is not None and pending.bias is not None:
             token = token + arith.length(pending.bias)
@@ -63,4 +64,4 @@ def token_convolution(
         return longest if pieces[1] is None else longest + arith.length(pieces[1])
 
     why = f"zero-padded convolution of {taps} taps over {tokens} tokens, with the output map folded in"
-    return ctx.chain(plain, sigma, why, rows)
+    return ctx.chain(plain, sigma, why, fibre)

@@ -1,21 +1,19 @@
-"""The network as it is executed: torch.fx's graph of one real forward pass, with every shape known.
+"""torch.fx's tracer, with proxies that carry the concrete tensor of an example forward pass (batch of one).
 
-Proxies carry the concrete tensor of an example forward pass (batch of one), so that timm's control flow on shapes runs as
-it does in use. A value that is read back into Python (`.item()`, `bool(tensor)`) would bake the example into the graph:
-such a network is refused. Tensors that are overwritten in place are tracked by torch's version counters: a later use of
-the old value is refused, because the graph would not show the change.
+timm's control flow on shapes runs as it does in use. A value that is read back into Python (`.item()`, `bool(tensor)`)
+would bake the example into the graph: such a network is refused. Tensors that are overwritten in place are tracked by
+torch's version counters: a later use of the old value is refused, because the graph would not show the change.
 """
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx import _symbolic_trace
-from torch.nn.modules import module as _module
+
+from certcli.models import own_name
 
 _STATIC_ATTRIBUTES = frozenset(
     ("shape", "ndim", "dtype", "device", "is_cuda", "is_mps", "is_xla", "is_cpu", "layout", "requires_grad", "is_quantized",
@@ -43,17 +41,7 @@ class Scope:
     exit: fx.Node | None
 
 
-@dataclass(frozen=True)
-class Trace:
-    """The graph, the concrete value of every constant in it, and the module calls it came from."""
-
-    root: nn.Module
-    graph: fx.Graph
-    constants: Mapping[str, Any]
-    scopes: tuple[Scope, ...]
-
-
-class _Proxy(fx.Proxy):
+class Proxy(fx.Proxy):
     """A proxy with its concrete value: a tensor, or a tuple or list of tensors."""
 
     value: Any
@@ -129,7 +117,12 @@ class _State:
     recording: bool = False
 
 
-class _Tracer(fx.Tracer):
+class Tracer(fx.Tracer):
+    """example: the one image, (1, c, h, w).
+
+    Each node's `meta` holds `path` (its module, or the one that called the operation), `shape` and `dtype`.
+    """
+
     def __init__(self, example: Tensor, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
         self.example = example
@@ -143,8 +136,8 @@ class _Tracer(fx.Tracer):
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         return attr_val  # parameters stay tensors: what depends on no input is computed, not traced
 
-    def proxy(self, node: fx.Node) -> _Proxy:
-        return _Proxy(node, self)
+    def proxy(self, node: fx.Node) -> Proxy:
+        return Proxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor):
@@ -153,7 +146,7 @@ class _Tracer(fx.Tracer):
                 self.state.constants[name] = a
                 self.state.versions[name] = a._version
             return self.create_node("get_attr", name, (), {})
-        if isinstance(a, _Proxy) and not self.state.recording:
+        if isinstance(a, Proxy) and not self.state.recording:
             self._concrete(a)  # the network's result: refused as well if it was overwritten after the graph saw it
         return super().create_arg(a)
 
@@ -165,17 +158,18 @@ class _Tracer(fx.Tracer):
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
-        self.state.stack.append(path)
-        entry = next((a.node for a in args if isinstance(a, _Proxy)), None)
+        name = own_name(self.root, path)
+        self.state.stack.append(name)
+        entry = next((a.node for a in args if isinstance(a, Proxy)), None)
         try:
             result = forward(*args, **kwargs)
         except Untraceable:
             raise
         except Exception as failure:
-            raise Untraceable(f"{path or 'the network'} ({type(m).__name__}): {_reason(failure)}") from failure
+            raise Untraceable(f"{name or 'the network'} ({type(m).__name__}): {reason_of(failure)}") from failure
         self.state.stack.pop()
-        leave = result.node if isinstance(result, _Proxy) else None
-        self.state.scopes.append(Scope(path, type(m).__name__, entry, leave))
+        leave = result.node if isinstance(result, Proxy) else None
+        self.state.scopes.append(Scope(name, type(m).__name__, entry, leave))
         return result
 
     def create_proxy(
@@ -212,13 +206,14 @@ class _Tracer(fx.Tracer):
         self.state.recording = True
         proxy = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
         self.state.recording = False
-        assert isinstance(proxy, _Proxy)
+        assert isinstance(proxy, Proxy)
         proxy.value = value
         proxy.versions = tuple(tensor._version for tensor in _tensors(value))
         proxy.node.meta["shape"] = _shape(value)
         proxy.node.meta["dtype"] = value.dtype if isinstance(value, Tensor) else None
-        proxy.node.meta["scope"] = self.state.stack[-1] if self.state.stack else ""
-        if args and isinstance(args[0], _Proxy) and args[0].value is value and args[0].versions != proxy.versions:
+        within = self.state.stack[-1] if self.state.stack else ""
+        proxy.node.meta["path"] = own_name(self.root, target) if kind == "call_module" else within
+        if args and isinstance(args[0], Proxy) and args[0].value is value and args[0].versions != proxy.versions:
             # written in place: all names of the operand mean the new value from here on; its views stay refused
             args[0].node, args[0].versions = proxy.node, proxy.versions
             return args[0]
@@ -233,7 +228,7 @@ class _Tracer(fx.Tracer):
         return target(*args, **kwargs)
 
     def _concrete(self, value: Any) -> Any:
-        if isinstance(value, _Proxy):
+        if isinstance(value, Proxy):
             if value.versions != tuple(tensor._version for tensor in _tensors(value.value)):
                 raise Untraceable(f"{self._where()}: uses a tensor after it was overwritten in place")
             return value.value
@@ -264,56 +259,5 @@ def _name(target: Any) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
-def _reason(failure: Exception) -> str:
+def reason_of(failure: Exception) -> str:
     return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:160]}"
-
-
-def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]) -> Trace:
-    """The executed graph of `root` on one image (1, c, h, w). Untraceable names the module that cannot be followed.
-
-    `is_leaf` says which modules have a rule of their own; all others are traced through.
-    """
-    refuse_hooks(root)
-    tracer = _Tracer(example, is_leaf)
-    tracer.parameter_names = {id(p): name for name, p in [*root.named_parameters(), *root.named_buffers()]}
-    random_state = torch.get_rng_state()
-    try:
-        with torch.no_grad(), _nothing_wrapped():
-            graph = tracer.trace(root)
-    except Untraceable:
-        raise
-    except Exception as failure:
-        raise Untraceable(f"the network cannot be traced ({_reason(failure)})") from failure
-    if not torch.equal(random_state, torch.get_rng_state()):
-        torch.set_rng_state(random_state)
-        raise Untraceable("the network draws random numbers")
-    for name, constant in tracer.state.constants.items():
-        if constant._version != tracer.state.versions[name]:
-            raise Untraceable(f"the network overwrites '{name}', a tensor that does not depend on the image")
-    output = next(node for node in graph.nodes if node.op == "output").args[0]
-    if not isinstance(output, fx.Node) or not isinstance(output.meta.get("shape"), tuple):
-        raise Untraceable("the network returns something other than one tensor of logits")
-    return Trace(root, graph, tracer.state.constants, tuple(tracer.state.scopes))
-
-
-@contextmanager
-def _nothing_wrapped() -> Iterator[None]:
-    """Functions marked with `torch.fx.wrap` are traced through too: fx would make them opaque."""
-    wrapped = _symbolic_trace._wrapped_fns_to_patch
-    kept = dict(wrapped)
-    wrapped.clear()
-    try:
-        yield
-    finally:
-        wrapped.update(kept)
-
-
-def refuse_hooks(root: nn.Module) -> None:
-    """Untraceable when a module has a hook or is in training mode: it would not run its known forward."""
-    if _module._global_forward_hooks or _module._global_forward_pre_hooks:
-        raise Untraceable("a hook is set for all modules")
-    for path, module in root.named_modules():
-        if module.training:
-            raise Untraceable(f"{path or 'the network'} is in training mode")
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise Untraceable(f"{path or 'the network'} has a forward hook")

@@ -1,4 +1,4 @@
-"""Linear maps: pixel normalisation, linear layers, convolutions. Proofs: docs/bounds.md, sections 1 and 2."""
+"""Convolutions: put off until it is known what scales their channels. Proofs: docs/bounds.md, section 2."""
 
 import math
 from dataclasses import replace
@@ -8,57 +8,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.lipschitz.arithmetic import Scalar
+from certcli.engine.table import NoRule
+from certcli.lipschitz.arithmetic import Matrix, Scalar
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.convolution_estimate import Geometry
-from certcli.lipschitz.rules.table import NoRule, function_rule, module_rule
+from certcli.lipschitz.rules.affine import size_after
+from certcli.lipschitz.size import Lazy, Size
 from certcli.lipschitz.spectral import frobenius_norm, gamma, up
-from certcli.lipschitz.value import Affine, Constant, Convolution, Size, Value
-from certcli.models import PixelNormalize
-
-
-@module_rule(nn.Linear)
-def linear(ctx: Context, module: nn.Linear, x: Value) -> Value:
-    """x -> W x + b on the last axis: pending, so that neighbouring linear maps are multiplied before their norm."""
-    return ctx.fold(x, module.weight, module.bias)
-
-
-@function_rule(functional.linear)
-def linear_function(ctx: Context, x: Any, weight: Any, bias: Any = None) -> Value:
-    ctx.require(isinstance(x, Value), "a linear layer whose weight depends on the image")
-    offset = None if bias is None else ctx.constant_tensor(bias)
-    return ctx.fold(x, ctx.constant_tensor(weight), offset)
-
-
-@module_rule(PixelNormalize)
-def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
-    """x -> (x - mean) / std: a pending gain 1 / std on the channel axis, which the first convolution takes in."""
-    ctx.require(x.pending is None and x.deferred is None, "normalisation is not the first layer")
-    std = module.std.double().flatten()
-    gain = 1.0 / std
-    bias = -module.mean.double().flatten() * gain
-    # one float64 rounding in 1 / std: stepping up makes every gain an upper bound of the exact one
-    gain = torch.nextafter(gain, torch.full_like(gain, float("inf")))
-    pending = Affine(axis=-3, width=len(std), gain=gain, bias=ctx.arith.matrix(bias.reshape(-1, 1)), source=(ctx.path,))
-    # a pixel in [0, 1] becomes a number in [-mean / std, (1 - mean) / std]
-    mean = module.mean.double().flatten()
-    reach = float((torch.maximum(mean.abs(), (1 - mean).abs()) * gain).max()) * (1 + 1e-12)
-    box = Size(ctx.arith, x.shape, peak=lambda: ctx.arith.const(reach)) if ctx.box(x) else None
-    pending = replace(pending, result=box)
-    return replace(x, rows=x.rows.along(-3), pending=pending)
+from certcli.lipschitz.table import rules
+from certcli.lipschitz.value import Affine, Convolution, Value
 
 
 def _pads_with_zeros(module: nn.Conv2d) -> bool:
     return module.padding_mode == "zeros" or not any(_numbers(module.padding, 1))
 
 
-@module_rule(nn.Conv2d, nn.Conv1d, when=_pads_with_zeros)
+@rules.module(nn.Conv2d, nn.Conv1d, when=_pads_with_zeros)
 def conv(ctx: Context, module: nn.Conv2d, x: Value) -> Value:
-    """Zero-padded convolution, deferred: a gain on its input or output channels is multiplied into the weight."""
+    """Zero-padded convolution, put off: a gain on its input or output channels is multiplied into the weight."""
     return convolve(ctx, x, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
 
 
-@function_rule(torch.conv2d, torch.conv1d, functional.conv2d, functional.conv1d)
+@rules.function(torch.conv2d, torch.conv1d, functional.conv2d, functional.conv1d)
 def conv_function(
     ctx: Context,
     x: Any,
@@ -89,15 +60,15 @@ def convolve(
     plain, error = weight, 0.0
     source: tuple[str, ...] = ()
     pending = x.pending
-    if pending is not None and x.deferred is None and groups == 1 and _channel_scale(pending, -axes - 1):
-        entry = ctx.size_after(x)
+    if pending is not None and groups == 1 and _channel_scale(pending, -axes - 1):
+        entry = size_after(ctx, x, pending)
         if pending.gain is not None or pending.centered:
             weight, error = _scaled_inputs(ctx, weight, pending, axes)
             source = pending.source
-        x = replace(x, pending=None)
+        x = replace(x, waiting=None)
     else:
         x = ctx.settle(x)
-        entry = x.rows
+        entry = x.size
     kernel = weight.shape[2:]
     spread = tuple(_numbers(dilation, axes))
     convolution = Convolution(
@@ -111,12 +82,12 @@ def convolve(
         kind=ctx.kind,
         key=id(plain) if weight is plain else None,
         plain=plain,
+        input=x,
         error=error,
         entry=entry,
         source=source,
     )
-    waiting = ctx.unbounded()
-    return replace(x, base=waiting, proof=None, inner=x, deferred=convolution, shape=tuple(ctx.shape))
+    return Value(ctx.unbounded(), x.size, convolution, None, tuple(ctx.shape))
 
 
 def _channel_scale(pending: Affine, axis: int) -> bool:
@@ -138,6 +109,81 @@ def _scaled_inputs(ctx: Context, weight: Tensor, pending: Affine, axes: int) -> 
     return weight, error
 
 
+def scaled_outputs(ctx: Context, conv: Convolution, gain: Tensor) -> Convolution:
+    """diag(gain) W: one more rounding an entry."""
+    rigorous = ctx.arith.rigorous
+    weight = conv.weight.detach().double() if rigorous else conv.weight
+    plain = conv.plain.detach().double() if rigorous else conv.plain
+    same = conv.plain is conv.weight
+    shape = (-1, *[1] * (weight.dim() - 1))
+    weight = weight * gain.to(weight).view(shape)
+    error = 0.0
+    if rigorous:
+        largest = float(gain.detach().double().abs().max())
+        error = up(conv.error * largest + gamma(2) * frobenius_norm(weight), 4)
+    return replace(
+        conv,
+        weight=weight,
+        plain=weight if same else plain * gain.to(plain).view(shape),
+        bias=None if conv.bias is None else conv.bias.to(gain) * gain * (1 + 1e-12),
+        error=error,
+        key=None,
+        source=(*conv.source, ctx.path),
+    )
+
+
+@rules.settles(Convolution)
+def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
+    """Norm of the zero-padded convolution; an output fibre is W times a window plus the bias."""
+    arith, weight = ctx.arith, conv.weight
+    spatial = len(conv.stride)
+    kernel = tuple(weight.shape[2:])
+    patches = kernel == conv.stride and not any(map(any, conv.padding)) and set(conv.dilation) == {1}
+    # the operator is a sum over taps, each off by at most the weight's error
+    perturbation = up(conv.error * math.prod(kernel)) if conv.error else 0.0
+    if patches and conv.groups == 1:
+        matrix = arith.matrix(weight.reshape(weight.shape[0], -1))
+        sigma = arith.sigma(Matrix(matrix.tensor, perturbation, conv.key), conv.path)
+        why = "patches are disjoint: spectral norm of the reshaped kernel"
+    else:
+        size = tuple(conv.input.shape[-spatial:])
+        geometry = Geometry(conv.stride, conv.padding, conv.dilation, conv.groups, size)
+        sigma = arith.convolution(weight, perturbation, geometry, conv.path)
+        why = "zero-padded convolution"
+    axis = -spatial - 1
+    bias = None if conv.bias is None else arith.length(arith.matrix(conv.bias.reshape(-1, 1)))
+    taps = math.prod(kernel)
+    unchanged, entry = conv.plain is weight, conv.entry
+    positions = float(math.prod(x.shape) // x.shape[axis])
+
+    def flat_norm() -> Scalar:
+        """The norm of the kernel as a matrix, as it acts on a window of the tensor before."""
+        if patches and unchanged:
+            return sigma
+        if patches and conv.groups == 1:
+            return arith.sigma(arith.matrix(conv.plain.reshape(len(conv.plain), -1)), f"{conv.path}:plain")
+        return arith.length(arith.matrix(conv.plain.reshape(-1, 1)))
+
+    # in training it is rarely asked for; a proof must not hold on to weights in float64
+    known = flat_norm() if arith.rigorous else None
+    flat = Lazy(flat_norm if known is None else lambda: known)
+
+    def fibre() -> Scalar:
+        window = entry.fibre_along(axis) * arith.sqrt(arith.const(float(taps)))
+        longest = flat.value * arith.minimum(window, entry.total)
+        return longest if bias is None else longest + bias
+
+    def total() -> Scalar:
+        # a pixel lies in at most as many windows as the kernel has taps
+        repeats = arith.const(1.0 if patches else float(taps))
+        whole = sigma if unchanged else flat.value * arith.sqrt(repeats)
+        largest = whole * entry.total
+        return largest if bias is None else largest + bias * arith.sqrt(arith.const(positions))
+
+    folded = f"; with {', '.join(conv.source)} folded in" if conv.source else ""
+    return ctx.charge(conv.input, sigma, why + folded, Size(arith, x.shape, fibre, axis, total), conv.path, conv.kind)
+
+
 def _numbers(value: Any, count: int) -> list[int]:
     if isinstance(value, str):
         return [1]
@@ -157,7 +203,7 @@ def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -
     return tuple((p, p) for p in _numbers(padding, len(kernel)))
 
 
-@module_rule(nn.ConvTranspose2d)
+@rules.module(nn.ConvTranspose2d)
 def transposed_convolution(ctx: Context, module: nn.ConvTranspose2d, x: Value, output_size: Any = None) -> Value:
     ctx.require(module.padding_mode == "zeros", "a transposed convolution with another padding than zeros")
     x = ctx.settle(x)
@@ -169,45 +215,7 @@ def transposed_convolution(ctx: Context, module: nn.ConvTranspose2d, x: Value, o
     bias = None if module.bias is None else ctx.arith.length(ctx.arith.matrix(module.bias.reshape(-1, 1)))
 
     def total() -> Scalar:
-        largest = sigma * x.rows.total
+        largest = sigma * x.size.total
         return largest if bias is None else largest + bias * ctx.arith.const(pixels)
 
     return ctx.chain(x, sigma, "transposed zero-padded convolution", total=total)
-
-
-@function_rule(torch.matmul)
-def matmul(ctx: Context, a: Any, b: Any) -> Value:
-    """A product of matrices; with a constant it is linear, of two that depend on the image see `products`."""
-    from certcli.lipschitz.rules.products import product_of_matrices
-
-    if isinstance(a, Value) and isinstance(b, Value):
-        return product_of_matrices(ctx, a, b)
-    if isinstance(a, Value) and isinstance(b, Constant):
-        weight = b.tensor
-        if weight.dim() == 2:
-            return ctx.fold(a, weight.T, None)
-        return _blocks(ctx, ctx.settle(a), weight, left=False)
-    if isinstance(b, Value) and isinstance(a, Constant):
-        return _blocks(ctx, ctx.settle(b), a.tensor, left=True)
-    raise NoRule("a product without a tensor")
-
-
-def _blocks(ctx: Context, x: Value, weight: Tensor, left: bool) -> Value:
-    """C x or x C, matrix by matrix over the leading axes: the largest norm of a block (they act on disjoint parts)."""
-    ctx.require(len(x.shape) >= 2 and weight.dim() >= 2, "a product with a constant vector")
-    leading = tuple(ctx.shape[:-2])
-    x = ctx.spread(x, (*leading, *x.shape[-2:]))
-    blocks = weight.reshape(-1, *weight.shape[-2:])
-    arith = ctx.arith
-    sigma, *others = arith.sigmas([arith.matrix(block) for block in blocks], ctx.path)
-    for other in others:
-        sigma = arith.maximum(sigma, other)
-    axis = -2 if left else -1
-    return ctx.chain(
-        x,
-        sigma,
-        "product with a constant matrix: its spectral norm",
-        lambda: sigma * x.rows.row(axis),
-        axis=axis,
-        total=lambda: sigma * x.rows.total,
-    )

@@ -6,11 +6,13 @@ import torch
 from timm.models.convit import GPSA
 from torch import Tensor, nn
 
+from certcli.engine.table import runs_known_code
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.products import Mix, attend
-from certcli.lipschitz.rules.shapes import moved, reshaped, select
-from certcli.lipschitz.rules.table import module_rule, runs_known_code
+from certcli.lipschitz.rules.parts import select
+from certcli.lipschitz.rules.shapes import moved, reshaped
+from certcli.lipschitz.rules.written_attention import Mix, attend
 from certcli.lipschitz.spectral import up
+from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 
 
@@ -18,7 +20,7 @@ def _known_parts(module: GPSA) -> bool:
     return all(runs_known_code(part, nn.Linear) for part in (module.qk, module.v, module.proj, module.pos_proj))
 
 
-@module_rule(GPSA, when=_known_parts)
+@rules.module(GPSA, when=_known_parts)
 def gated_positional_attention(ctx: Context, module: GPSA, x: Value) -> Value:
     """W_O [(1 - g_h) P_h(x) v_h + g_h B_h v_h]_h with constant row-stochastic B_h: Theorem 7.1.
 

@@ -1,0 +1,108 @@
+"""The rule table of a domain: which module types, functions and tensor methods have a theorem, and under which options.
+
+A module rule applies to a module that runs exactly the known forward: its type is the registered one (or a subclass that
+changes nothing but its construction), nothing was patched onto the instance, and the options it has are those of the
+theorem. Everything else is traced through to functions and methods, and what has no rule there makes the bound infinite
+and names itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+Rule = Callable[..., Any]
+Register = Callable[[Rule], Rule]
+
+_HARMLESS = frozenset(
+    ("__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate__", "__constants__",
+     "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "extra_repr", "__repr__",
+     "reset_parameters", "_init_weights", "__annotations_cache__", "__annotate_func__")
+)  # fmt: skip
+"""What a subclass may define and still run its parent's forward on its parent's parts."""
+
+
+class NoRule(Exception):
+    """Why nothing can be proven here, in one line."""
+
+
+@dataclass(frozen=True)
+class ModuleRule:
+    kind: type[nn.Module]
+    apply: Rule
+    when: Callable[[Any], bool]
+
+
+class RuleTable:
+    """The theorems of one domain. Its rules are registered by decorators when their files are imported.
+
+    A rule is called with the domain's context, for modules the module, and then the arguments of the traced call, in which
+    tensors that depend on the image are the domain's values and all others `walk.Constant`. It returns the value of the
+    result, or raises NoRule. A rule of `settles` is called with the context, the value, and what waits in it.
+    """
+
+    def __init__(self, domain: str) -> None:
+        self.domain = domain
+        self.modules: dict[type[nn.Module], ModuleRule] = {}
+        self.functions: dict[Any, Rule] = {}
+        self.methods: dict[str, Rule] = {}
+        self.settlers: dict[type, Rule] = {}
+
+    def module(self, *kinds: type[nn.Module], when: Callable[[Any], bool] = lambda module: True) -> Register:
+        """Register a rule for modules of these types for which `when` holds; others are traced through."""
+
+        def register(rule: Rule) -> Rule:
+            for kind in kinds:
+                self.modules[kind] = ModuleRule(kind, rule, when)
+            return rule
+
+        return register
+
+    def function(self, *functions: Any) -> Register:
+        def register(rule: Rule) -> Rule:
+            for function in functions:
+                self.functions[function] = rule
+            return rule
+
+        return register
+
+    def method(self, *names: str) -> Register:
+        def register(rule: Rule) -> Rule:
+            for name in names:
+                self.methods[name] = rule
+            return rule
+
+        return register
+
+    def settles(self, *kinds: type) -> Register:
+        """Register how an operation that was put off is charged when something else than its partner meets it."""
+
+        def register(rule: Rule) -> Rule:
+            for kind in kinds:
+                self.settlers[kind] = rule
+            return rule
+
+        return register
+
+    def find(self, module: nn.Module) -> ModuleRule | None:
+        """The rule of the class whose forward this module runs, or None."""
+        for kind in type(module).__mro__:
+            if kind in self.modules:
+                rule = self.modules[kind]
+                return rule if runs_known_code(module, kind) and rule.when(module) else None
+        return None
+
+    def settler(self, waiting: object) -> Rule:
+        """How this is settled. Every kind of thing that a domain lets wait has such a rule."""
+        return self.settlers[type(waiting)]
+
+
+def runs_known_code(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether `module` is a `kind` whose methods are all `kind`'s own: no override in a subclass, no patch on it."""
+    for cls in type(module).__mro__:
+        if cls is kind:
+            return not any(callable(getattr(type(module), name, None)) for name in vars(module))
+        if any(name not in _HARMLESS for name in vars(cls)):
+            return False
+    return False

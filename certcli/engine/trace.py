@@ -1,0 +1,94 @@
+"""The network as it is executed: torch.fx's graph of one real forward pass, with every shape known."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import _symbolic_trace
+from torch.nn.modules import module as _module
+
+from certcli.engine.table import RuleTable
+from certcli.engine.tracer import Scope, Tracer, Untraceable, reason_of
+from certcli.models import own_name
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The graph, the concrete value of every constant in it, and the module calls it came from."""
+
+    root: nn.Module
+    graph: fx.Graph
+    constants: Mapping[str, Any]
+    scopes: tuple[Scope, ...]
+
+
+def trace_model(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Trace:
+    """The graph of `model` on one image of this size (c, h, w). Untraceable names what cannot be followed.
+
+    tables: of the domains that will walk it. A module is a leaf where each of them has a rule for it; without tables
+    there are none.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    parameter = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    device = parameter.device if parameter is not None else torch.device("cpu")
+    dtype = parameter.dtype if parameter is not None else torch.float32
+    example = torch.full((1, *size), 0.5, dtype=dtype, device=device)
+    if not tables:
+        return trace(model, example, lambda module: False)
+    return trace(model, example, lambda module: all(table.find(module) is not None for table in tables))
+
+
+def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]) -> Trace:
+    """The executed graph of `root` on one image (1, c, h, w). Untraceable names the module that cannot be followed.
+
+    `is_leaf` says which modules have a rule of their own; all others are traced through.
+    """
+    refuse_hooks(root)
+    tracer = Tracer(example, is_leaf)
+    tracer.parameter_names = {id(p): name for name, p in [*root.named_parameters(), *root.named_buffers()]}
+    random_state = torch.get_rng_state()
+    try:
+        with torch.no_grad(), _nothing_wrapped():
+            graph = tracer.trace(root)
+    except Untraceable:
+        raise
+    except Exception as failure:
+        raise Untraceable(f"the network cannot be traced ({reason_of(failure)})") from failure
+    if not torch.equal(random_state, torch.get_rng_state()):
+        torch.set_rng_state(random_state)
+        raise Untraceable("the network draws random numbers")
+    for name, constant in tracer.state.constants.items():
+        if constant._version != tracer.state.versions[name]:
+            own = own_name(root, name)
+            raise Untraceable(f"the network overwrites '{own}', a tensor that does not depend on the image")
+    output = next(node for node in graph.nodes if node.op == "output").args[0]
+    if not isinstance(output, fx.Node) or not isinstance(output.meta.get("shape"), tuple):
+        raise Untraceable("the network returns something other than one tensor of logits")
+    return Trace(root, graph, tracer.state.constants, tuple(tracer.state.scopes))
+
+
+@contextmanager
+def _nothing_wrapped() -> Iterator[None]:
+    """Functions marked with `torch.fx.wrap` are traced through too: fx would make them opaque."""
+    wrapped = _symbolic_trace._wrapped_fns_to_patch
+    kept = dict(wrapped)
+    wrapped.clear()
+    try:
+        yield
+    finally:
+        wrapped.update(kept)
+
+
+def refuse_hooks(root: nn.Module) -> None:
+    """Untraceable when a module has a hook or is in training mode: it would not run its known forward."""
+    if _module._global_forward_hooks or _module._global_forward_pre_hooks:
+        raise Untraceable("a hook is set for all modules")
+    for path, module in root.named_modules():
+        where = own_name(root, path) or "the network"
+        if module.training:
+            raise Untraceable(f"{where} is in training mode")
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise Untraceable(f"{where} has a forward hook")

@@ -1,0 +1,109 @@
+"""Walk a traced graph once: every node gets its domain's value, by its rule or not at all."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from certcli.engine.table import NoRule, Rule, RuleTable
+from certcli.engine.trace import Trace
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor that does not depend on the image: a parameter, or a function of parameters."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """One node of the graph as its rule sees it.
+
+    path: the module at hand, by its name in the checkpoint (for an operation: the module in whose forward it stands).
+    kind: the module's type, or the operation's name. shape, dtype: of the result in the traced forward pass, which had a
+    batch of one; shape is a list of shapes for an operation that returns several tensors.
+    """
+
+    path: str
+    kind: str
+    shape: Any
+    dtype: torch.dtype | None = None
+
+
+class Domain(ABC):
+    """What is computed for each tensor of the network, and by which rules. One object walks one graph once."""
+
+    rules: RuleTable
+
+    @abstractmethod
+    def image(self, shape: tuple[int, ...]) -> Any:
+        """The value of the network's input, (1, c, h, w)."""
+
+    @abstractmethod
+    def context(self, call: Call) -> Any:
+        """What the rule of this call receives first."""
+
+    def result(self, value: Any, call: Call) -> Any:
+        """A rule's result, checked against the shapes that the traced forward pass had."""
+        return value
+
+    def found(self, node: fx.Node, value: Any) -> None:  # noqa: B027 (a domain may keep nothing)
+        """A node has its value; called in the order of execution."""
+
+    def forget(self, node: fx.Node, value: Any) -> None:  # noqa: B027
+        """No later node uses this one's value."""
+
+
+def walk(traced: Trace, domain: Domain) -> Any:
+    """The value of the network's output. NoRule names the module or operation without a theorem."""
+    values: dict[fx.Node, Any] = {}
+    last_use = {argument: node for node in traced.graph.nodes for argument in node.all_input_nodes}
+    empty = True
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = domain.image(tuple(node.meta["shape"]))
+        elif node.op == "get_attr":
+            values[node] = Constant(traced.constants[node.target])
+        elif node.op == "output":
+            if empty:
+                raise NoRule("the network does nothing")
+            return values[node.args[0]]
+        else:
+            values[node] = _visit(traced, node, values, domain)
+            empty = False
+        domain.found(node, values[node])
+        for argument in node.all_input_nodes:  # weights in float64 are large: let go of what is not used again
+            if last_use[argument] is node:
+                domain.forget(argument, values.pop(argument))
+    raise AssertionError("a graph ends in its output")
+
+
+def _visit(traced: Trace, node: fx.Node, values: Mapping[fx.Node, Any], domain: Domain) -> Any:
+    """The value of a module's or an operation's result, by its rule."""
+    args: Any = fx.node.map_arg(node.args, lambda n: values[n])
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: values[n])
+    rule: Rule | None
+    if node.op == "call_module":
+        module = traced.root.get_submodule(str(node.target))
+        found = domain.rules.find(module)
+        rule, args, kind = (None if found is None else found.apply), (module, *args), type(module).__name__
+    elif node.op == "call_method":
+        rule, kind = domain.rules.methods.get(str(node.target)), str(node.target)
+    else:
+        rule, kind = domain.rules.functions.get(node.target), getattr(node.target, "__name__", str(node.target))
+    call = Call(node.meta["path"], kind, node.meta.get("shape"), node.meta.get("dtype"))
+    where = call.path or "the network"
+    if rule is None:
+        what = kind if node.op == "call_module" else f"the operation '{kind}'"
+        raise NoRule(f"{where}: no theorem for {what}")
+    try:
+        value = rule(domain.context(call), *args, **kwargs)
+    except NoRule as reason:
+        raise NoRule(str(reason) if str(reason).startswith(where) else f"{where} ({kind}): {reason}") from None
+    except (TypeError, AttributeError, IndexError, ValueError) as failure:
+        raise NoRule(f"{where} ({kind}): called with arguments its theorem does not know ({failure})") from failure
+    return domain.result(value, call)

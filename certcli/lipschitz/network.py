@@ -1,0 +1,101 @@
+"""The proven bound of a whole network: pixels in [0, 1] -> logits."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certcli.checkpoint import Checkpoint
+from certcli.engine.table import NoRule
+from certcli.engine.trace import Untraceable
+from certcli.lipschitz.arithmetic import RigorousArithmetic
+from certcli.lipschitz.bound import Bound
+from certcli.lipschitz.context import Charge
+from certcli.lipschitz.propagate import Outcome, deep_recursion, propagate, trace_network
+from certcli.lipschitz.real import INF, Real
+from certcli.lipschitz.spectral import gamma, up
+from certcli.models import PixelModel, load
+
+_MANY_CLASSES = 4096  # a matrix of all pairs of 21,841 classes would take 4 GB
+
+
+@dataclass(frozen=True)
+class NetworkBound:
+    """The proven global bound of a network, in pixel units, and what a certificate needs of it.
+
+    pairs: K of `pair_constants`, None without a bound. charges: one a theorem that was applied. blocks: (path, kind, constant
+    before, constant after) of each module that was traced through. Paths are names in the checkpoint.
+    """
+
+    bound: Bound
+    pairs: Tensor | None
+    charges: tuple[Charge, ...]
+    blocks: tuple[tuple[str, str, Real, Real], ...]
+
+    @property
+    def upper(self) -> Real:
+        return self.bound.value
+
+
+def prove(model: PixelModel, classes: int) -> NetworkBound:
+    """The proven bound of a network of so many logits, or inf with the reason."""
+    return bound_network(model, model.input_size, classes)
+
+
+def prove_checkpoint(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> NetworkBound:
+    """The proven bound of a checkpoint's network. ArchitectureError when its tensors and architecture disagree."""
+    return prove(load(checkpoint, device), checkpoint.record.classes)
+
+
+def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> NetworkBound:
+    """`prove` for any module that takes images of this size. Never raises for want of a theorem."""
+    with torch.no_grad(), deep_recursion():
+        try:
+            outcome = propagate(trace_network(model, size), RigorousArithmetic())
+        except (NoRule, Untraceable) as reason:
+            return NetworkBound(Bound("", type(model).__name__, INF, "unbounded", str(reason)), None, (), ())
+        pairs = pair_constants(outcome, classes) if outcome.logits.base.finite else None
+        blocks = tuple(
+            (scope.path, scope.kind, before, after) for scope, before, after in outcome.scopes if after.finite
+        )
+        settled = outcome.context.settle(outcome.logits)
+        if settled.proof is None:
+            raise AssertionError("the rigorous arithmetic always builds a proof")
+        return NetworkBound(settled.proof, pairs, outcome.charges, blocks)
+
+
+def pair_constants(outcome: Outcome, classes: int) -> Any:
+    """K with |(z_i - z_j)(x) - (z_i - z_j)(y)| <= K_ij |x - y| : (k, k), zero diagonal.
+
+    With a final linear map pending, K_ij = base |w_i - w_j|; else sqrt(2) times the constant of all logits. Beyond
+    4096 classes the latter, as one number seen as a matrix (its diagonal, which no margin uses, is not 0).
+    """
+    arith, logits = outcome.context.arith, outcome.logits
+    pending = logits.pending
+    effective = None if pending is None or pending.axis != -1 else pending.effective(arith)
+    if effective is None or effective.shape[0] != classes or (arith.rigorous and classes > _MANY_CLASSES):
+        total = outcome.context.settle(logits).base
+        root = arith.sqrt(arith.const(2.0))
+        if arith.rigorous and classes > _MANY_CLASSES:
+            return torch.tensor(float(total * root), dtype=torch.float64).expand(classes, classes)
+        ones = torch.ones(classes, classes, dtype=torch.float64) - torch.eye(classes, dtype=torch.float64)
+        return ones * float(total * root) if arith.rigorous else ones.to(total) * (total * root)
+    rows = effective.tensor
+    if not arith.rigorous:
+        # differences, not inner products: close rows keep their digits
+        return logits.base * torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").double()
+    largest = float(logits.base)
+    if math.isinf(largest):  # beyond float64
+        return torch.full((classes, classes), math.inf, dtype=torch.float64).fill_diagonal_(0.0)
+    # |w_i - w_j|^2 from the Gram matrix, whose entries are off by at most gamma_d |w_i| |w_j|; + 2 |dE| for the rows' own
+    # error; 1e-12 covers the few roundings that remain, relative to each factor
+    gram = rows @ rows.T
+    square = gram.diagonal()
+    size = square.clamp_min(0.0).sqrt()
+    reach = size.unsqueeze(0) + size.unsqueeze(1)
+    slack = up(8 * gamma(rows.shape[1] + 8), 4) * reach * reach
+    far = (square.unsqueeze(0) + square.unsqueeze(1) - 2 * gram).clamp_min(0.0) + slack
+    pairs = (far.sqrt() * (1 + 1e-12) + 2 * effective.error) * largest * (1 + 1e-12)
+    return pairs.fill_diagonal_(0.0)
