@@ -51,13 +51,16 @@ def test_imports_run_one_way(path: Path) -> None:
 
 
 def dependencies() -> dict[str, set[str]]:
-    """Every certcli module with those that its file imports, at any depth of it."""
+    """Every certcli module with those that its file imports when it runs, at any depth of it."""
     names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in MODULES}
     names = {name.removesuffix(".__init__"): path for name, path in names.items()}
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
         graph[name] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        typing = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+        tree.body = [node for node in tree.body if node not in typing]
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 graph[name] |= {alias.name for alias in node.names} & names.keys()
             elif isinstance(node, ast.ImportFrom) and node.module in names:
