@@ -18,7 +18,7 @@ SPARE_STEPS = 20_000
 
 
 class Building(TorchDispatchMode):
-    """Random in-place fills become no-ops, and so does what scales or clips them: every value is about to be replaced.
+    """Random in-place fills become no-ops, and what scales, clips or judges them too: every value is about to be replaced.
 
     Memory that is never written is never paged in, so building costs none. Tensors with a skipped fill are kept alive
     until the mode ends, so that no other tensor can take over their memory, and be mistaken for them.
@@ -28,7 +28,8 @@ class Building(TorchDispatchMode):
     """
 
     _FILLS = frozenset(f"aten::{name}_" for name in ("normal", "uniform", "random", "trunc_normal"))
-    _AFTERWARDS = frozenset(f"aten::{name}_" for name in ("erfinv", "mul", "add", "clamp", "div", "sub"))
+    _AFTERWARDS = frozenset(f"aten::{name}_" for name in ("erfinv", "mul", "add", "clamp", "div", "sub", "log"))
+    _COMPARISONS = frozenset(("aten::lt", "aten::gt", "aten::le", "aten::ge"))
 
     def __init__(self, like: Mapping[str, Tensor] | None = None, *, initialise: bool = False) -> None:
         super().__init__()
@@ -48,6 +49,9 @@ class Building(TorchDispatchMode):
                 return args[0]
             if name in self._AFTERWARDS and args[0].data_ptr() in self.unset:
                 return args[0]
+            if name in self._COMPARISONS and args[0].data_ptr() in self.unset:
+                # torch draws a truncated normal until no value is out of range: of what was in memory that may be never
+                return torch.zeros((), dtype=torch.bool, device=args[0].device)
         made = 0 if any(result.alias_info is not None for result in func._schema.returns) else _values(args)
         self._take(made)
         outcome = func(*args, **(kwargs or {}))

@@ -1,6 +1,7 @@
 """A checkpoint: tensors and their record. Read whole and checked, written atomically and byte-reproducibly."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,8 +31,13 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 over name, dtype, shape and bytes of every tensor, in the order of names."""
-        return tensors_digest(self.tensors)
+        """sha256 of the function: all that decides the logits of an image, the tensors and what the record makes of them.
+
+        Two checkpoints with the same tensors and another mean, head count or surgery are other networks. Names of classes,
+        the dataset, lineage and evidence decide nothing and do not count.
+        """
+        about = [self.record.function(), tensors_digest(self.tensors)]
+        return hashlib.sha256(json.dumps(about, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @staticmethod
     def read(path: Path) -> "Checkpoint":
@@ -68,6 +74,7 @@ class Checkpoint:
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over name, dtype, shape and bytes of every tensor, in the order of names."""
     hasher = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()

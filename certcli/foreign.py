@@ -60,11 +60,17 @@ def open_checkpoint(source: str, hints: Hints | None = None) -> Checkpoint:
     """A checkpoint from a file, a folder with model.safetensors, a timm name or an `hf-hub:` name."""
     hints = hints or Hints()
     path = Path(source)
-    if path.is_dir():
+    try:
+        found = path.exists()
+    except OSError as failure:
+        raise CheckpointError(
+            f"cannot open {one_line(source)}: {failure.strerror}", "check its name and permissions"
+        ) from failure
+    if found and path.is_dir():
         if not (path / "model.safetensors").is_file():
             raise CheckpointError(f"folder {path} holds no model.safetensors", "name the file itself")
         return _from_file(path / "model.safetensors", hints)
-    if path.is_file():
+    if found:
         return _from_file(path, hints)
     if source.startswith(("hf-hub:", "hf_hub:")):
         return _from_hub(source.partition(":")[2], hints)
@@ -77,6 +83,8 @@ def open_checkpoint(source: str, hints: Hints | None = None) -> Checkpoint:
 
 def _from_file(path: Path, hints: Hints) -> Checkpoint:
     metadata: dict[str, str] = {}
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a regular file")
     if path.suffix in _TORCH_SUFFIXES:
         tensors = _read_torch(path)
     else:

@@ -190,7 +190,39 @@ def load(
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     model = PixelModel(checkpoint.record.input, net).eval().to(device)
-    return model.to(dtype) if dtype is not None else model
+    if dtype is not None:
+        model = model.to(dtype)
+    require_described(model, checkpoint.record)
+    return model
+
+
+@torch.no_grad()
+def require_described(model: PixelModel, record: Record) -> None:
+    """ArchitectureError unless the network maps a (black) image of the record's size to its classes, in finite numbers.
+
+    A record that says two classes of ten logits would certify the smallest of 2 margins instead of 10.
+    """
+    weight = next((value for value in model.parameters() if value.is_floating_point()), None)
+    kind, where = (torch.float32, "cpu") if weight is None else (weight.dtype, weight.device)
+    size = "x".join(map(str, record.input.size))
+    try:
+        logits = model(torch.zeros(1, *record.input.size, dtype=kind, device=where))
+    except Exception as failure:  # whatever shapes and numbers of a file set off in whichever of timm's networks
+        raise ArchitectureError(
+            f"the network does not take an image of size {size} ({one_line(failure)})", "check --arch and --arch-arg"
+        ) from failure
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != 1:
+        raise ArchitectureError("the network does not map an image to one row of logits")
+    if record.classes not in (0, logits.shape[1]):
+        raise ArchitectureError(
+            f"the record says {record.classes} classes, and the network has {logits.shape[1]} logits",
+            "the file was edited, or written by another program; go back to the checkpoint it came from",
+        )
+    if not bool(torch.isfinite(logits).all()):
+        raise ArchitectureError(
+            f"the network's logits of a black image are not finite in {str(kind).removeprefix('torch.')}",
+            "no number about such a network means anything",
+        )
 
 
 def load_double(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> PixelModel:

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from certcli.errors import CheckpointError
-from certcli.schema import Refused, decode_record
+from certcli.schema import Refused, arch_arguments, decode_record
 
 KEY = "certvit"
 SCHEMA = 1
@@ -72,6 +72,21 @@ class Record:
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces, nothing that differs between two equal runs."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    def function(self) -> dict[str, Any]:
+        """What of the record decides the function that the tensors compute, as JSON that is equal for equal functions."""
+        spec = self.input
+        return {
+            "arch": self.arch,
+            "arch_args": arch_arguments(self.arch_args),
+            "classes": self.classes,
+            "surgery": [{"path": item.path, "kind": item.kind, "args": dict(item.args)} for item in self.surgery],
+            "size": list(spec.size),
+            "mean": [float(value) for value in spec.mean],
+            "std": [float(value) for value in spec.std],
+            "interpolation": spec.interpolation,
+            "crop_pct": float(spec.crop_pct),
+        }
 
     @staticmethod
     def from_json(text: str) -> "Record":

@@ -148,6 +148,38 @@ class ConfigFields(Struct):
     pretrained_cfg: PretrainedFields = msgspec.field(default_factory=PretrainedFields)
 
 
+Index = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class OptimiserFields(_Strict):
+    state: dict[Index, Json]
+    param_groups: list[Json]
+
+
+class TrainingFields(_Strict):
+    """The state of a training run, beside its tensors."""
+
+    identity: Digest
+    epoch: Count
+    step: Count
+    best: float
+    best_epoch: int
+    steps: Count | None
+    validation_limit: Count | None
+    optimisers: list[OptimiserFields]
+    parts: list[Name]
+
+
+class AdaptFields(_Strict):
+    """The state of an adaptation, beside its tensors."""
+
+    identity: Digest
+    done: Count
+    epoch: Count
+    records: list[Json]
+
+
 class _Schema(Struct):
     schema: int
 
@@ -156,10 +188,10 @@ def decode_record(text: str, supported: int) -> RecordFields:
     """A record's JSON, or Refused."""
     if len(text) > LONGEST_RECORD:
         raise Refused(f"{len(text):,} characters; a record has at most {LONGEST_RECORD:,}")
-    stated = _decode(text, _Schema).schema
+    stated = decode(text, _Schema).schema
     if stated != supported:
         raise Refused(f"schema {stated}; this certvit reads schema {supported}")
-    fields = _decode(text, RecordFields)
+    fields = decode(text, RecordFields)
     arch_arguments(fields.arch_args)
     require_pixels(fields.input.size, fields.input.mean, fields.input.std)
     if fields.classes == 1:
@@ -178,12 +210,13 @@ def decode_record(text: str, supported: int) -> RecordFields:
 
 def decode_config(text: str | bytes) -> ConfigFields:
     """timm's config.json, or Refused."""
-    config = _decode(text, ConfigFields)
+    config = decode(text, ConfigFields)
     arch_arguments(config.model_args)
     return config
 
 
-def _decode(text: str | bytes, wanted: type[T]) -> T:
+def decode(text: str | bytes, wanted: type[T]) -> T:
+    """JSON as the structure `wanted`, or Refused."""
     try:
         return msgspec.json.decode(text, type=wanted)
     except RecursionError:

@@ -157,7 +157,7 @@ def test_a_foreign_file_is_not_guessed_at(tiny: Checkpoint, tmp_path: Path) -> N
     with pytest.raises(ArchitectureError, match="normalised"):
         open_checkpoint(str(path), Hints("certvit_vit_digits", arguments))
     hints = Hints("certvit_vit_digits", arguments, (0.5,), (0.5,))
-    assert open_checkpoint(str(path), hints).digest == tiny.digest
+    assert tensors_digest(open_checkpoint(str(path), hints).tensors) == tensors_digest(tiny.tensors)
     with pytest.raises(ArchitectureError, match="disagree"):
         open_checkpoint(str(path), Hints("certvit_vit_digits", {**arguments, "depth": 2}, (0.5,), (0.5,)))
     with pytest.raises(ArchitectureError, match="unknown architecture"):
@@ -174,7 +174,7 @@ def test_a_folder_from_the_hub(tiny: Checkpoint, tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     opened = open_checkpoint(str(tmp_path))
-    assert opened.digest == tiny.digest
+    assert tensors_digest(opened.tensors) == tensors_digest(tiny.tensors)
     assert opened.record.foreign == {"format": "pt"}
     del config["pretrained_cfg"]["mean"]  # type: ignore[attr-defined]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -185,7 +185,7 @@ def test_a_folder_from_the_hub(tiny: Checkpoint, tmp_path: Path) -> None:
 def test_pth_files_are_read_without_unpickling_objects(tiny: Checkpoint, tmp_path: Path) -> None:
     hints = Hints("certvit_vit_digits", tiny.record.arch_args, (0.5,), (0.5,))
     torch.save({"state_dict": dict(tiny.tensors)}, tmp_path / "good.pth")
-    assert open_checkpoint(str(tmp_path / "good.pth"), hints).digest == tiny.digest
+    assert tensors_digest(open_checkpoint(str(tmp_path / "good.pth"), hints).tensors) == tensors_digest(tiny.tensors)
     torch.save({"state_dict": Path("an object")}, tmp_path / "evil.pth")
     with pytest.raises(CheckpointError, match="plain tensors"):
         open_checkpoint(str(tmp_path / "evil.pth"), hints)
@@ -196,7 +196,7 @@ def test_building_skips_initialisation_and_loading_restores_every_weight(tiny: C
     first, second = models.load(tiny), models.load(tiny)
     assert torch.equal(first(images), second(images))
     assert models.tensors_of(first).keys() == tiny.tensors.keys()
-    assert tensors_digest(models.tensors_of(first)) == tiny.digest
+    assert tensors_digest(models.tensors_of(first)) == tensors_digest(tiny.tensors)
 
 
 def test_the_same_seed_gives_the_same_checkpoint(tiny: Checkpoint) -> None:

@@ -364,3 +364,10 @@ def test_timms_networks_are_built_within_what_their_tensors_allow(arch: str) -> 
     )
     with pytest.raises(ArchitectureError, match="larger"), Building({"a": torch.zeros(9)}):
         torch.zeros(10_000, 10_000)
+
+
+def test_a_truncated_normal_is_not_drawn_from_what_was_in_memory() -> None:
+    """torch draws again until every value is in range: with skipped draws, a Hiera was never built."""
+    with Building():
+        weight = torch.full((1000,), 1e9)
+        torch.nn.init.trunc_normal_(weight.normal_(), std=0.02)

@@ -18,8 +18,9 @@ from certcli.adapt.start import fold_center_norm
 from certcli.adapt.state import AdaptState, identity
 from certcli.adapt.streams import Replaced
 from certcli.checkpoint import Checkpoint
-from certcli.errors import DataError
+from certcli.errors import CheckpointError, DataError
 from certcli.nn.norms import CenterNorm
+from certcli.schema import one_line
 
 
 class Adapter:
@@ -90,11 +91,16 @@ class Adapter:
 
     def restore(self, state: AdaptState) -> None:
         """Go on after `state`, to the same bytes on a CPU."""
-        self._resumed = state
-        self.records = [Replaced(**record) for record in state.records]
         own = self.student.net.state_dict()
-        for name, tensor in state.net.items():
-            own[name].copy_(tensor)
+        try:
+            self.records = [Replaced(**record) for record in state.records]
+            for name, tensor in state.net.items():
+                own[name].copy_(tensor)
+        except (TypeError, KeyError, RuntimeError) as failure:
+            raise CheckpointError(
+                f"the state does not fit this network ({one_line(failure)})", "drop --resume"
+            ) from failure
+        self._resumed = state
         self.fitter.position = state.done
 
     def result(self) -> Checkpoint:

@@ -12,6 +12,7 @@ from torch import Tensor
 from certcli.adapt.settings import AdaptSettings
 from certcli.checkpoint import read_tensors, tensors_digest, write_safetensors
 from certcli.errors import CheckpointError
+from certcli.schema import AdaptFields, Refused, decode
 
 KEY = "certvit-adapt-state"
 
@@ -45,11 +46,10 @@ def load_state(path: Path, wanted: str) -> AdaptState:
     """The state at `path`; CheckpointError when it is unreadable or belongs to another run."""
     tensors, metadata = read_tensors(path)
     try:
-        about = json.loads(metadata[KEY])
-        found, done, epoch, records = (about[name] for name in ("identity", "done", "epoch", "records"))
-    except (KeyError, ValueError) as failure:
-        raise CheckpointError(f"{path} is not the state of an adaptation") from failure
-    if found != wanted:
+        about = decode(metadata.get(KEY, ""), AdaptFields)
+    except Refused as refusal:
+        raise CheckpointError(f"{path} is not the state of an adaptation ({refusal})") from refusal
+    if about.identity != wanted:
         raise CheckpointError(
             f"{path} belongs to a run with other settings, other images or another starting checkpoint",
             "repeat the command with the options of that run, or drop --resume",
@@ -58,4 +58,4 @@ def load_state(path: Path, wanted: str) -> AdaptState:
     def part(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): v.clone() for name, v in tensors.items() if name.startswith(prefix)}
 
-    return AdaptState(found, int(done), int(epoch), list(records), part("net."), part("distiller."))
+    return AdaptState(about.identity, about.done, about.epoch, about.records, part("net."), part("distiller."))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from certcli.data import Images
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
-from certcli.errors import DataError, NoBoundError
+from certcli.errors import CheckpointError, DataError, NoBoundError
 from certcli.finetune.budget import Costs, measure_steps, plan
 from certcli.finetune.ema import Average
 from certcli.finetune.evaluate import Quality, evaluate
@@ -32,6 +32,7 @@ from certcli.lipschitz.arithmetic import TrainableArithmetic
 from certcli.lipschitz.network import pair_constants
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import PixelModel
+from certcli.schema import one_line
 
 AVERAGE_ITERATIONS = 10
 """Power iterations from the vectors of the weights in training to those of their average, once an epoch."""
@@ -263,7 +264,15 @@ class Trainer:
         )
 
     def restore(self, state: TrainingState) -> None:
-        """Go on after `state`, bit for bit on a CPU."""
+        """Go on after `state`, bit for bit on a CPU. CheckpointError when it is that of another network."""
+        try:
+            self._restore(state)
+        except (KeyError, RuntimeError, TypeError, ValueError) as failure:
+            raise CheckpointError(
+                f"the state does not fit this run ({one_line(failure)})", "drop --resume"
+            ) from failure
+
+    def _restore(self, state: TrainingState) -> None:
         self.settings = replace(self.settings, steps=state.steps, validation_limit=state.validation_limit)
         self.epoch, self.step = state.epoch, state.step
         self.best, self.best_epoch, self.best_net = state.best, state.best_epoch, state.best_net

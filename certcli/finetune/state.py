@@ -10,6 +10,7 @@ from torch import Tensor
 
 from certcli.checkpoint import read_tensors, write_safetensors
 from certcli.errors import CheckpointError
+from certcli.schema import Refused, TrainingFields, decode
 
 KEY = "certvit-state"
 PLAIN = ("identity", "epoch", "step", "best", "best_epoch", "steps", "validation_limit")
@@ -17,7 +18,7 @@ PLAIN = ("identity", "epoch", "step", "best", "best_epoch", "steps", "validation
 
 @dataclass
 class TrainingState:
-    """identity: digest of the parent checkpoint and the settings; a state of another run is refused.
+    """identity: digest of the starting function, the settings and the images; a state of another run is refused.
 
     steps, validation_limit: what a time budget was resolved to. parts: tensors of what the options added, by part:
     the averaged weights, the vectors of penalties and projections, the scale of half-precision gradients.
@@ -67,33 +68,35 @@ def load_state(path: Path, identity: str) -> TrainingState:
     """The state at `path`; CheckpointError when it is unreadable or belongs to another run."""
     tensors, metadata = read_tensors(path)
     try:
-        about = json.loads(metadata[KEY])
-        if about["identity"] != identity:
-            raise CheckpointError(
-                f"{path} belongs to a run with other settings or another starting checkpoint",
-                "repeat the command with the options of that run, or drop --resume",
-            )
-        optimisers, parts = about["optimisers"], about["parts"]
-        plain = {name: about[name] for name in PLAIN}
-    except (KeyError, ValueError) as failure:
-        raise CheckpointError(f"{path} is not the state of a training run") from failure
-    for number, optimiser in enumerate(optimisers):
-        optimiser["state"] = {int(index): values for index, values in optimiser["state"].items()}
+        about = decode(metadata.get(KEY, ""), TrainingFields)
+    except Refused as refusal:
+        raise CheckpointError(f"{path} is not the state of a training run ({refusal})") from refusal
+    if about.identity != identity:
+        raise CheckpointError(
+            f"{path} belongs to a run with other settings, other images or another starting checkpoint",
+            "repeat the command with the options of that run, or drop --resume",
+        )
+    if "generator" not in tensors:
+        raise CheckpointError(f"{path} is not the state of a training run (it holds no generator)")
+    optimisers: list[dict[str, Any]] = []
+    for number, optimiser in enumerate(about.optimisers):
+        entries = {int(index): values for index, values in optimiser.state.items()}
         prefix = f"optimiser.{number}."
         for name, value in tensors.items():
             if name.startswith(prefix):
                 index, _, field_name = name[len(prefix) :].partition(".")
-                optimiser["state"].setdefault(int(index), {})[field_name] = value
+                entries.setdefault(int(index) if index.isdecimal() else -1, {})[field_name] = value
+        optimisers.append({"state": entries, "param_groups": optimiser.param_groups})
 
     def part(prefix: str) -> dict[str, Tensor]:
         return {name[len(prefix) :]: value.clone() for name, value in tensors.items() if name.startswith(prefix)}
 
     return TrainingState(
-        **plain,
+        **{name: getattr(about, name) for name in PLAIN},
         net=part("net."),
         best_net=part("best."),
         optimisers=optimisers,
         vectors=part("vector."),
         generator=tensors["generator"].to(torch.uint8),
-        parts={name: part(f"part.{name}.") for name in parts},
+        parts={name: part(f"part.{name}.") for name in about.parts},
     )
