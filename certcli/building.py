@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from certcli.errors import ArchitectureError
 
 MOST_VALUES = 2**33  # of a network that is built for no tensors: 32 GiB of float32
-SPARE_VALUES = 2**26  # what a constructor may compute beside the parameters: position indices, window masks
-MOST_STEPS = 200_000
-SPARE_STEPS = 20_000
+SPARE_VALUES = 2**26  # what a constructor may make beside the parameters: position indices, window masks
+SPARE_WORK = 2**31  # what it may compute from them in all: some run their first layers once, to learn a shape
+MOST_STEPS = 400_000
+SPARE_STEPS = 4_000
 
 
 class Building(TorchDispatchMode):
@@ -37,7 +38,8 @@ class Building(TorchDispatchMode):
         self.initialise = initialise
         self.stored = None if like is None else sum(tensor.numel() for tensor in like.values())
         self.values = MOST_VALUES if self.stored is None else 8 * self.stored + SPARE_VALUES
-        self.steps = MOST_STEPS if like is None else SPARE_STEPS + 100 * len(like)
+        self.work = MOST_VALUES if self.stored is None else 64 * self.stored + SPARE_WORK
+        self.steps = MOST_STEPS if like is None else SPARE_STEPS + 200 * len(like)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -52,17 +54,16 @@ class Building(TorchDispatchMode):
             if name in self._COMPARISONS and args[0].data_ptr() in self.unset:
                 # torch draws a truncated normal until no value is out of range: of what was in memory that may be never
                 return torch.zeros((), dtype=torch.bool, device=args[0].device)
-        made = 0 if any(result.alias_info is not None for result in func._schema.returns) else _values(args)
-        self._take(made)
-        outcome = func(*args, **(kwargs or {}))
-        if made and isinstance(outcome, Tensor):
-            self._take(max(outcome.numel() - made, 0), 0)
-        return outcome
+        if all(result.alias_info is None for result in func._schema.returns):
+            self._take(_values(args), any(isinstance(part, Tensor) for part in args))
+        return func(*args, **(kwargs or {}))
 
-    def _take(self, values: int, steps: int = 1) -> None:
-        self.values -= values
-        self.steps -= steps
-        if self.values < 0 or self.steps < 0:
+    def _take(self, values: int, computed: bool) -> None:
+        self.steps -= 1
+        self.work -= values
+        if not computed:
+            self.values -= values
+        if min(self.steps, self.work, self.values, self.values - values if computed else 0) < 0:
             about = (
                 "any network here may have" if self.stored is None else f"the {self.stored:,} values that are stored"
             )

@@ -150,11 +150,10 @@ def load_weights(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             f"architecture and tensors disagree: {'; '.join(problems)}",
             "name the architecture with --arch (and --arch-arg key=value), or put timm's config.json beside the file",
         )
-    # half precision is widened, which is exact: the bound and the forward pass speak of the same numbers
-    widened = {
-        name: value.float() if value.is_floating_point() and value.dtype != torch.float64 else value
-        for name, value in tensors.items()
-    }
+    # half precision is widened, and single beside double, which is exact: bound and forward pass speak of the same numbers
+    double = any(value.dtype == torch.float64 for value in tensors.values())
+    wide = torch.float64 if double else torch.float32
+    widened = {name: value.to(wide) if value.is_floating_point() else value for name, value in tensors.items()}
     net.load_state_dict(widened, strict=True, assign=True)
 
 

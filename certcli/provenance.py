@@ -46,7 +46,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A result about the tensors with this digest; about any other tensors it is stale."""
+    """A result about the function with this digest (tensors, architecture, surgery, input, classes); else it is stale."""
 
     command: str
     parameters: Mapping[str, Any]

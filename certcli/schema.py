@@ -160,7 +160,7 @@ class OptimiserFields(_Strict):
 class TrainingFields(_Strict):
     """The state of a training run, beside its tensors."""
 
-    identity: Digest
+    identity: Text
     epoch: Count
     step: Count
     best: float
@@ -174,7 +174,7 @@ class TrainingFields(_Strict):
 class AdaptFields(_Strict):
     """The state of an adaptation, beside its tensors."""
 
-    identity: Digest
+    identity: Text
     done: Count
     epoch: Count
     records: list[Json]

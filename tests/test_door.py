@@ -5,22 +5,29 @@ disagree; 2: the user's own option.
 """
 
 import json
+import os
 import pickle
+import struct
+import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from PIL import Image
 from test_bad_input import certvit
 
-from certcli import models
+from certcli import data, models
 from certcli.building import Building
 from certcli.checkpoint import Checkpoint
-from certcli.errors import ArchitectureError, CertvitError, CheckpointError, UsageError
+from certcli.errors import ArchitectureError, CertvitError, CheckpointError, DataError, UsageError
 from certcli.foreign import Hints, open_checkpoint
 from certcli.nn.surgery import REPLACEMENTS
+from certcli.provenance import InputSpec, Record
 from certcli.schema import SURGERY, Refused, arch_arguments
 
 Raw = dict[str, Any]
@@ -105,7 +112,7 @@ ARGUMENTS: list[tuple[str, Any]] = [
 RECORDS: list[tuple[str, Callable[[Raw], Any], int, str]] = [
     *((f"arch_args {key}={str(value)[:20]}", put("arch_args", key, value=value), 3, "") for key, value in ARGUMENTS),
     ("too large", put("arch_args", "embed_dim", value=60_000), 4, "larger"),
-    ("too deep", put("arch_args", "depth", value=500), 4, ""),
+    ("too deep", put("arch_args", "depth", value=200), 4, ""),
     ("arch hf-hub", put("arch", value="hf-hub:owner/name"), 3, "arch"),
     ("arch hf_hub", put("arch", value="hf_hub:owner/name"), 3, "arch"),
     ("arch local-dir", put("arch", value="local-dir:."), 3, "arch"),
@@ -345,8 +352,6 @@ def test_numbers_words_and_lists_of_an_architecture_pass() -> None:
 
 
 def test_what_is_written_is_read(tiny: Checkpoint, tmp_path: Path) -> None:
-    from dataclasses import replace
-
     strange = Checkpoint(tiny.tensors, replace(tiny.record, dataset="/mnt/photos"))
     with pytest.raises(CheckpointError, match="dataset"):
         strange.write(tmp_path / "a.safetensors")
@@ -371,3 +376,225 @@ def test_a_truncated_normal_is_not_drawn_from_what_was_in_memory() -> None:
     with Building():
         weight = torch.full((1000,), 1e9)
         torch.nn.init.trunc_normal_(weight.normal_(), std=0.02)
+
+
+@pytest.mark.parametrize("classes", [2, 9, 11, 1000])
+def test_the_network_has_the_classes_that_the_record_says(room: Path, tiny: Checkpoint, classes: int) -> None:
+    """With "classes": 1 every image was certified at radius infinity."""
+    written(tiny, put("classes", value=classes))
+    failure = refused()
+    assert failure.code == 4
+    assert "10 logits" in failure.message
+    assert certvit(room, "lipschitz", "m.safetensors", "--no-estimate").returncode == 4
+
+
+def test_the_network_takes_the_image_that_the_record_says(room: Path, tiny: Checkpoint) -> None:
+    written(tiny, put("input", "size", value=[1, 12, 12]))
+    assert refused().code == 4
+
+
+def test_logits_that_overflow_are_refused(room: Path, tiny: Checkpoint) -> None:
+    """Finite weights whose products are not: no number about such a network means anything."""
+    tensors = {**tiny.tensors, "head.weight": torch.full((10, 16), 3e38), "norm.bias": torch.full((16,), 3e38)}
+    with pytest.raises(ArchitectureError, match="not finite"):
+        models.load(Checkpoint(tensors, tiny.record))
+
+
+def test_mixed_and_double_weights_are_one_network(tiny: Checkpoint) -> None:
+    images = torch.rand(2, 1, 8, 8, dtype=torch.float64)
+    wanted = models.load(tiny, dtype=torch.float64)(images)
+    for names in (["head.bias"], list(tiny.tensors)):
+        tensors = dict(tiny.tensors) | {name: tiny.tensors[name].double() for name in names}
+        model = models.load(Checkpoint(tensors, tiny.record))
+        assert {value.dtype for value in model.net.state_dict().values()} == {torch.float64}
+        assert torch.equal(model(images), wanted)
+
+
+FUNCTIONS: list[tuple[str, Callable[[Raw], Any], bool]] = [
+    ("mean", put("input", "mean", value=[0.25]), True),
+    ("std", put("input", "std", value=[0.25]), True),
+    ("interpolation", put("input", "interpolation", value="nearest"), True),
+    ("crop", put("input", "crop_pct", value=0.5), True),
+    ("heads", put("arch_args", "num_heads", value=4), True),
+    ("classes", put("classes", value=11), True),
+    ("arch", put("arch", value="certvit_vit_mnist"), True),
+    ("surgery", put("surgery", value=swap("norm", "identity")), True),
+    ("names", put("class_names", value=list("abcdefghij")), False),
+    ("dataset", put("dataset", value="digits"), False),
+    ("lineage", put("lineage", value=step()), False),
+    ("foreign", put("foreign", value={"format": "pt"}), False),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "other"), FUNCTIONS, ids=[row[0] for row in FUNCTIONS])
+def test_the_digest_covers_the_function(tiny: Checkpoint, name: str, change: Callable[[Raw], Any], other: bool) -> None:
+    """It covered the tensors: results about one mean and std were taken for results about another."""
+    raw = json.loads(tiny.record.to_json())
+    change(raw)
+    changed = Checkpoint(tiny.tensors, Record.from_json(json.dumps(raw)))
+    assert (changed.digest != tiny.digest) == other
+
+
+def test_the_digest_is_the_same_after_writing(tiny: Checkpoint, tmp_path: Path) -> None:
+    """Numbers that JSON writes in another way are the same numbers."""
+    spec = replace(tiny.record.input, mean=(0,), std=(1,), crop_pct=1)
+    before = Checkpoint(
+        tiny.tensors, replace(tiny.record, input=spec, arch_args={**tiny.record.arch_args, "img_size": (8, 8)})
+    )
+    before.write(tmp_path / "a.safetensors")
+    assert Checkpoint.read(tmp_path / "a.safetensors").digest == before.digest
+
+
+def test_results_about_another_function_are_stale(room: Path, tiny: Checkpoint) -> None:
+    """After editing std, `log` still said "these tensors"."""
+    told = tiny.with_evidence("lipschitz", {}, {"log10_upper": 1.0, "upper": 10.0})
+    written(told, put("input", "std", value=[0.25]))
+    done = certvit(room, "log", "m.safetensors", "--json")
+    assert [entry["stale"] for entry in json.loads(done.stdout)["evidence"]] == [True]
+    assert "another network" in certvit(room, "log", "m.safetensors").stdout
+
+
+def test_a_training_state_belongs_to_its_images(tiny: Checkpoint) -> None:
+    """Both trainings resumed after every image had been inverted."""
+    from certcli.finetune.loop import identity
+    from certcli.finetune.settings import FinetuneSettings
+
+    images = data.load("digits", tiny.record.input, "val")
+    inverted = replace(images, fetch=lambda positions: 1 - images.fetch(positions))
+    relabelled = replace(images, labels=images.labels.flip(0))
+    found = [identity(tiny.digest, FinetuneSettings(), images, other) for other in (images, inverted, relabelled)]
+    assert len(set(found)) == 3
+    assert found[0] == identity(tiny.digest, FinetuneSettings(), images, images)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "[" * 99_999, '{"identity": 3}', '{"identity":"x","epoch":"1"}', None]
+)
+def test_a_state_that_is_none(room: Path, tiny: Checkpoint, text: str | None) -> None:
+    from certcli.adapt import state as adapt_state
+    from certcli.finetune import state as finetune_state
+
+    for module in (adapt_state, finetune_state):
+        metadata = None if text is None else {module.KEY: text}
+        safetensors.torch.save_file(dict(tiny.tensors), "s.safetensors", metadata)
+        with pytest.raises(CheckpointError, match="is not the state of"):
+            module.load_state(Path("s.safetensors"), "0" * 64)
+
+
+GREY, COLOUR = InputSpec((1, 8, 8), (0.5,), (0.5,)), InputSpec((3, 8, 8), (0.5,) * 3, (0.5,) * 3)
+
+
+@pytest.mark.parametrize("spec", [GREY, COLOUR], ids=["grey", "colour"])
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+def test_16_bits_a_pixel_are_scaled_not_clipped(room: Path, spec: InputSpec, suffix: str) -> None:
+    """Clipping took 20 digits from 95 to 80 % clean accuracy."""
+    rows = np.linspace(0, 65535, 64).round().astype(np.uint16).reshape(8, 8)
+    for name in ("a", "b"):
+        (room / "d" / name).mkdir(parents=True)
+        Image.fromarray(rows).save(room / "d" / name / f"x.{suffix}")
+    pixels, _ = data.load("d", spec, "all").tensors()
+    expected = torch.from_numpy(rows.astype(np.float32) / 65535).expand(2, spec.size[0], 8, 8)
+    assert float((pixels - expected).abs().max()) <= 1e-6  # float32 of values up to 1
+
+
+def fifo(folder: Path) -> None:
+    os.mkfifo(folder / "a" / "x.png")
+
+
+def bomb(folder: Path) -> None:
+    """A few bytes that say 20,000 x 20,000."""
+    bytes_ = bytearray((folder / "b" / "y.png").read_bytes())
+    bytes_[16:24] = struct.pack(">II", 20_000, 20_000)
+    bytes_[29:33] = struct.pack(">I", zlib.crc32(bytes_[12:29]))
+    (folder / "a" / "x.png").write_bytes(bytes_)
+
+
+def postscript(folder: Path) -> None:
+    (folder / "a" / "x.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(code-ran) (w) file\n")
+
+
+def nowhere(folder: Path) -> None:
+    (folder / "a" / "x.png").symlink_to("no-such-file")
+
+
+def unknown_scale(folder: Path) -> None:
+    Image.new("F", (8, 8), 1000.0).save(folder / "a" / "x.tif")
+
+
+def broken(folder: Path) -> None:
+    good = folder / "b" / "y.png"
+    (folder / "a" / "x.png").write_bytes(good.read_bytes()[:40])
+
+
+def unprintable(folder: Path) -> None:
+    (folder / "a").rename(folder / "\x1b[31m")
+
+
+def table(content: bytes) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        Image.new("L", (8, 8)).save(folder / "y.png")
+        for name in ("a", "b"):
+            for path in (folder / name).iterdir():
+                path.unlink()
+            (folder / name).rmdir()
+        (folder / "labels.csv").write_bytes(content)
+
+    return spoil
+
+
+FOLDERS: list[tuple[str, Callable[[Path], None], str]] = [
+    ("fifo", fifo, "x.png"),
+    ("bomb", bomb, "x.png"),
+    ("postscript", postscript, "x.png"),
+    ("broken link", nowhere, "x.png"),
+    ("unknown scale", unknown_scale, "white"),
+    ("truncated image", broken, "x.png"),
+    ("unprintable class", unprintable, "print"),
+    ("binary table", table(b"file,class\n\xff\xfe\x00,1\n"), "labels.csv"),
+    ("NUL in table", table(b"file,class\ny\0.png,1\n"), ""),
+    ("no columns", table(b""), "labels.csv"),
+    ("short row", table(b"file,class\ny.png\n"), "labels.csv"),
+    ("long row", table(b"file,class\ny.png,1,2,3\nz.png,1,2\n"), "z.png"),
+    ("huge field", table(b"file,class\n" + b"x" * 200_000 + b",1\n"), "labels.csv"),
+    ("outside", table(b"file,class\n../y.png,1\n"), "y.png"),
+    ("absolute", table(b"file,class\n/dev/zero,1\n"), "zero"),
+    ("absent", table(b"file,class\nz.png,1\n"), "z.png"),
+]
+
+
+@pytest.mark.parametrize(("name", "spoil", "named"), FOLDERS, ids=[row[0] for row in FOLDERS])
+def test_a_folder_of_images_is_refused_in_one_line(
+    room: Path, name: str, spoil: Callable[[Path], None], named: str
+) -> None:
+    for number, part in enumerate(("a", "b")):
+        (room / "d" / part).mkdir(parents=True)
+        Image.new("L", (8, 8), 80 * number).save(room / "d" / part / "y.png")
+    spoil(room / "d")
+    with pytest.raises(DataError) as caught:
+        data.load("d", GREY, "all").tensors()
+    assert named in caught.value.message
+    assert caught.value.message.isprintable()
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images in a subfolder without permission would be missing in silence."""
+    (room / "d" / "a" / "closed").mkdir(parents=True)
+    Image.new("L", (8, 8)).save(room / "d" / "a" / "y.png")
+    scandir = os.scandir
+
+    def denied(path: Any = ".") -> Any:
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(DataError, match="Permission denied"):
+        data.load("d", GREY, "all")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "/dev/zero", "/dev/null"], ids=["long", "NUL", "zero", "null"])
+def test_names_that_are_no_files(room: Path, name: str) -> None:
+    with pytest.raises(CheckpointError):
+        open_checkpoint(name)
+    with pytest.raises(DataError):
+        data.load(name, GREY)

@@ -54,7 +54,7 @@ def log(
             "Evidence",
             ["command", "about", "result"],
             [
-                (e.command, "these tensors" if e.digest == ckpt.digest else "STALE: other tensors", _short(e.result))
+                (e.command, "this network" if e.digest == ckpt.digest else "STALE: another network", _short(e.result))
                 for e in record.evidence
             ],
         )
@@ -67,7 +67,7 @@ def _short(values: Any) -> str:
 
 
 def _compare(read: list[tuple[Path, Any]], sink: Sink) -> None:
-    """Fresh evidence only: what was found about other tensors says nothing about these."""
+    """Fresh evidence only: what was found about another network says nothing about this one."""
     rows, radii = [], None
     for path, ckpt in read:
         found = {e.command: e.result for e in ckpt.record.evidence if e.digest == ckpt.digest}

@@ -52,7 +52,7 @@ class Training:
         device = self.order.machine.pick()
         teacher = self._teacher(device)
         model = models.load(self.checkpoint, device, writable=True)
-        run = identity(self.checkpoint.digest, self.settings, f"{train.name}:{len(train)}")
+        run = identity(self.checkpoint.digest, self.settings, train, validation)
         trainer = Trainer(model, self.settings, self.checkpoint.record.classes, run, teacher)
         require_own_state(self.state_path, KEY, run, self.order.output.force or self.order.length.resume)
         if self.order.length.resume:

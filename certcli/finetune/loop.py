@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from certcli.checkpoint import tensors_digest
 from certcli.data import Images
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
@@ -37,6 +38,9 @@ from certcli.schema import one_line
 AVERAGE_ITERATIONS = 10
 """Power iterations from the vectors of the weights in training to those of their average, once an epoch."""
 
+CONTENT = 1024
+"""Images of each set whose pixels stand in a run's identity."""
+
 
 @dataclass(frozen=True)
 class Epoch:
@@ -53,9 +57,13 @@ class Epoch:
     best: bool
 
 
-def identity(parent_digest: str, settings: FinetuneSettings, dataset: str) -> str:
-    """What a resumed run must have in common with the one it goes on with."""
-    text = json.dumps([parent_digest, settings.parameters(), settings.seed, dataset], sort_keys=True, default=str)
+def identity(parent_digest: str, settings: FinetuneSettings, *sets: Images) -> str:
+    """What a resumed run must have in common with the one it goes on with: the function, the settings, the images.
+
+    Of the images every label, and the pixels of CONTENT of each set: a pass over all of a large set would take an epoch.
+    """
+    content = [[images.name, tensors_digest({"": images.labels}), images.limit(CONTENT).digest] for images in sets]
+    text = json.dumps([parent_digest, settings.parameters(), settings.seed, content], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
