@@ -30,6 +30,18 @@ def test_every_command_is_in_the_readme(name: str) -> None:
     assert f"certvit {name}" in (ROOT / "README.md").read_text()
 
 
+def test_every_page_is_in_the_index() -> None:
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"\]\((\w[\w-]*\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    text = "\n".join(_sources("tests").values())
+    for page in (ROOT / "docs").glob("*.md"):
+        for name in re.findall(r"`(test_\w+)(?:\.py)?`", page.read_text()):
+            assert f"def {name}(" in text or (ROOT / "tests" / f"{name}.py").exists(), f"{page.name} names {name}"
+
+
 def _anchors(page: str) -> set[str]:
     """GitHub's names of a page's headings: lower case, no punctuation, spaces as hyphens; a second one gets -1."""
     found: list[str] = []
@@ -101,13 +113,10 @@ def test_functions_that_apply_a_theorem_exist() -> None:
             assert re.search(rf"^ *(def|class) {last}\b", text, re.MULTILINE), f"docs/bounds.md names {name}"
 
 
-def test_rows_and_tests_of_a_theorem_exist() -> None:
-    text = "\n".join(_sources("tests").values())
+def test_rows_of_a_theorem_exist() -> None:
     rows = [name for item in _named("Rows") for name in re.findall(r"^`?([a-z0-9-]+)`?$", item)]
     assert rows
     assert set(rows) <= set(RULES), f"docs/bounds.md names {sorted(set(rows) - set(RULES))}"
-    for name in re.findall(r"`(test_\w+)(?:\.py)?`", (ROOT / "docs" / "bounds.md").read_text()):
-        assert f"def {name}(" in text or (ROOT / "tests" / f"{name}.py").exists(), name
 
 
 def test_every_exit_code_is_documented() -> None:
