@@ -77,7 +77,8 @@ class Certifier(ABC):
     promise: "proof", or "probability 1 - alpha" (with alpha as a number). arithmetic: of the network that the statement is
     about ("real", "float64", "float32", "bf16"). domain: the images around x it speaks of, "all" or the "box" [0, 1].
     parameters: what decides its certificates beside network and images. about: facts for the document. title, statement:
-    what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller.
+    what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller. reach:
+    no radius beyond it can be certified, whatever the network.
     """
 
     method: ClassVar[str]
@@ -85,6 +86,7 @@ class Certifier(ABC):
     arithmetic: str = "real"
     domain: str = "all"
     at_once: int | None = None
+    reach: float = math.inf
     title: str = ""
     statement: str = ""
 

@@ -23,6 +23,12 @@ METHODS = Registry(
         "one proven bound of the whole network, margins pair by pair",
         "Tsuzuku et al. 2018, Lipschitz-margin training",
     ),
+    Entry(
+        "smoothing",
+        "certcli.certify.smoothing:prepare",
+        "the network under Gaussian noise, any network, with probability 1 - alpha an image",
+        "Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing",
+    ),
 )
 
 

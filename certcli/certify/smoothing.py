@@ -1,0 +1,232 @@
+"""Randomised smoothing: what the network says of an image under Gaussian noise, and how far that cannot change.
+
+g(x) = the class that f gives to x + sigma z most often, z ~ N(0, I), pixels unclipped. If the class c is given with
+probability p > 1/2, no image within sigma Phi^-1(p) (pixel l2) has another g. p is bounded from below by drawing.
+Source: Cohen, Rosenfeld & Kolter 2019, Theorem 1 and CERTIFY. Looks, early stops and their proofs: docs/smoothing.md.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from certcli import models
+from certcli.certify import noise
+from certcli.certify.certificate import Certificate, Certifier
+from certcli.checkpoint import Checkpoint
+from certcli.errors import ArchitectureError, DataError, UsageError
+from certcli.intervals import lower_confidence, upper_confidence
+
+METHOD = "smoothing"
+PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
+
+EARLY_SHARE = 0.1
+"""Of alpha, for all looks before the last together, when a certificate may be given early."""
+HOPELESS = 1e-4
+"""An image is given up when p <= 1/2 at this confidence. No certificate is wrong by it: it only abstains."""
+_DOWN = 1 - 1e-12
+"""Relative: scipy's normal quantile errs by a few 1e-16."""
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """sigma of the noise; n0 draws choose the class, `samples` bound its probability, at confidence 1 - alpha an image.
+
+    enough: stop drawing for an image once it is certified beyond this radius (None: draw them all). precision: of the
+    network as it runs. seed: of all noise. UsageError on values that mean nothing or that can certify nothing.
+    """
+
+    sigma: float = 0.25
+    n0: int = 100
+    samples: int = 1000
+    alpha: float = 0.001
+    enough: float | None = None
+    seed: int = 0
+    precision: str = "float32"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sigma < math.inf:
+            raise UsageError(f"--sigma {self.sigma:g} is not a finite number above 0", "--sigma 0.25, or --sigma auto")
+        if not 0 < self.alpha < 1:
+            raise UsageError(f"--alpha {self.alpha:g} is not between 0 and 1", "--alpha 0.001")
+        if min(self.n0, self.samples) < 1:
+            raise UsageError("--n0 and --samples must be at least 1")
+        if self.enough is not None and not 0 <= self.enough < math.inf:
+            raise UsageError(f"--enough {self.enough:g} is not a finite radius >= 0")
+        if not 0 <= self.seed < 1 << 64:
+            raise UsageError(f"--seed {self.seed} is not between 0 and 2^64")
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"unknown precision '{self.precision}'", f"one of: {', '.join(PRECISIONS)}")
+        if self.reach <= 0:
+            least = math.floor(math.log(self._levels[self.samples]) / math.log(0.5)) + 1
+            raise UsageError(
+                f"{self.samples} samples can certify no radius at alpha {self.alpha:g}: all of one class bound p by 1/2",
+                f"--samples {least} is the least, 1000 a good number",
+            )
+        if self.enough is not None and self.enough >= self.reach:
+            raise UsageError(
+                f"--enough {self.enough:g} is beyond {self.reach:.4g}, the largest radius that can be certified",
+                "more --samples, or a larger --sigma",
+            )
+
+    @property
+    def looks(self) -> tuple[int, ...]:
+        """After how many samples the counts are looked at: n0, then doubling, then all. Fixed before anything is drawn."""
+        found = [self.n0 << power for power in range(64) if self.n0 << power < self.samples]
+        return (*found, self.samples)
+
+    @property
+    def _levels(self) -> Mapping[int, float]:
+        """Look -> its part of alpha; a look of level 0 can end in abstention only. They sum to alpha, rounded down."""
+        *early, last = self.looks
+        if self.enough is None or not early:
+            return {**dict.fromkeys(early, 0.0), last: self.alpha}
+        each = self.alpha * EARLY_SHARE / len(early)
+        return {**dict.fromkeys(early, each), last: self.alpha * (1 - EARLY_SHARE) * (1 - 2.0**-50)}
+
+    @property
+    def reach(self) -> float:
+        """The radius when every sample falls into one class: none larger can be certified."""
+        return self.radius(self.samples, self.samples)
+
+    def radius(self, hits: int, drawn: int) -> float:
+        """sigma Phi^-1(p) for the lower bound p that this look may state, rounded down; 0 where p <= 1/2."""
+        from scipy.special import ndtri
+
+        level = self._levels[drawn]
+        p = lower_confidence(hits, drawn, level) if level > 0 else 0.0
+        return max(0.0, self.sigma * float(ndtri(p)) * _DOWN) if p > 0.5 else 0.0
+
+    def hopeless(self, hits: int, drawn: int) -> bool:
+        """No sample that is left could lead to a certificate, or p <= 1/2 at the confidence 1 - HOPELESS."""
+        if self.radius(hits + self.samples - drawn, self.samples) <= 0:
+            return True
+        return upper_confidence(hits, drawn, HOPELESS) <= 0.5
+
+
+class SmoothingCertifier(Certifier):
+    """classify: noisy pixels (r, c, h, w) float32 on `device` -> logits (r, k), the function the statement is about.
+
+    batch_size: noisy images at a time. purpose: of the noise; see `noise`.
+    """
+
+    method = METHOD
+    domain = "all"
+
+    def __init__(
+        self,
+        classify: Callable[[Tensor], Tensor],
+        classes: int,
+        settings: Smoothing,
+        device: torch.device,
+        batch_size: int = 128,
+        purpose: int = noise.CERTIFY,
+        about: Mapping[str, Any] = {},
+    ) -> None:
+        self.settings, self._classify, self._classes = settings, classify, classes
+        self._device, self._batch_size, self._purpose, self._about = device, batch_size, purpose, about
+        self.promise = f"probability {1 - settings.alpha:g}"
+        self.arithmetic = settings.precision
+        self.at_once = max(1, -(-batch_size // settings.n0))
+        self.reach = settings.reach
+        self.title = f"smoothed with sigma {settings.sigma:g}, n = {settings.samples}"
+        self.statement = (
+            f"certificates: of the network smoothed by Gaussian noise, as it runs in {settings.precision}, each with "
+            f"{self.promise}; radii up to {self.reach:.4g} with these samples"
+        )
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return {**asdict(self.settings), "noise": noise.VERSION}
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        return {"sigma": self.settings.sigma, "reach": self.reach, **self._about}
+
+    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
+        """CERTIFY for each image: the class by n0 draws, its probability by further ones, in looks."""
+        started = time.perf_counter()
+        pixels = pixels.to(self._device, torch.float32)
+        first = self.settings.n0
+        everything = range(len(indices))
+        top = self._count(indices, pixels, dict.fromkeys(everything, (0, first))).argmax(dim=1).tolist()
+        counts = torch.zeros(len(indices), self._classes, dtype=torch.int64)
+        radius, drawn = dict.fromkeys(everything, 0.0), dict.fromkeys(everything, first)
+        active, seen = list(everything), 0
+        for look in self.settings.looks:
+            # samples from n0 on: the class was chosen by others, so it is fixed before these are drawn
+            counts += self._count(indices, pixels, dict.fromkeys(active, (first + seen, first + look)))
+            seen, standing = look, []
+            for image in active:
+                hits, drawn[image] = int(counts[image, top[image]]), first + look
+                radius[image] = self.settings.radius(hits, look)
+                done = radius[image] > (self.settings.enough if self.settings.enough is not None else math.inf)
+                if not done and not self.settings.hopeless(hits, look):
+                    standing.append(image)
+            active = standing
+            if not active:
+                break
+        share = (time.perf_counter() - started) / sum(drawn.values())
+        return [
+            Certificate(
+                indices[image],
+                labels[image],
+                top[image] if radius[image] > 0 else None,
+                radius[image],
+                METHOD,
+                self.settings.alpha,
+                seconds=round(share * drawn[image], 6),
+            )
+            for image in everything
+        ]
+
+    @torch.inference_mode()
+    def _count(self, indices: Sequence[int], pixels: Tensor, ranges: Mapping[int, tuple[int, int]]) -> Tensor:
+        """Image -> samples start to stop: how often f gives each class, (b, k) int64 on the CPU."""
+        rows = [(image, sample) for image, (start, stop) in ranges.items() for sample in range(start, stop)]
+        counts = torch.zeros(len(indices) * self._classes, dtype=torch.int64, device=self._device)
+        for start in range(0, len(rows), self._batch_size):
+            part = rows[start : start + self._batch_size]
+            which = torch.tensor([image for image, _ in part], device=self._device)
+            names, samples = [indices[image] for image, _ in part], [sample for _, sample in part]
+            drawn = noise.normals(self.settings.seed, names, samples, pixels.shape[1:], self._device, self._purpose)
+            logits = self._classify(drawn.mul_(self.settings.sigma).add_(pixels[which]))
+            if logits.shape != (len(part), self._classes):
+                raise ArchitectureError(f"the network returns {tuple(logits.shape)} for {len(part)} images")
+            if not torch.isfinite(logits).all():
+                raise DataError("the network gives NaN or infinite logits on noisy images", "try --precision float32")
+            cells = which * self._classes + logits.argmax(dim=1)
+            counts += torch.bincount(cells, minlength=len(counts))
+        return counts.view(len(indices), self._classes).cpu()
+
+
+def classifier(checkpoint: Checkpoint, device: torch.device, precision: str) -> Callable[[Tensor], Tensor]:
+    """Noisy pixels, float32 -> logits. The pixels are normalised in float32, the network runs in `precision`."""
+    kind = PRECISIONS[precision]
+    model = models.load(checkpoint, device, writable=kind != torch.float32)
+    net = model.net.to(kind)
+
+    def classify(noisy: Tensor) -> Tensor:
+        try:
+            logits: Tensor = net(model.normalize(noisy).to(kind))
+        except RuntimeError as failure:
+            if kind == torch.float32 or "memory" in str(failure):
+                raise
+            raise UsageError(
+                f"this network does not run in {precision} ({failure})", "--precision float32"
+            ) from failure
+        return logits.float()
+
+    return classify
+
+
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> SmoothingCertifier:
+    """The checkpoint under noise. options: the fields of `Smoothing`, and batch_size."""
+    names = {item.name for item in fields(Smoothing)}
+    settings = Smoothing(**{name: value for name, value in options.items() if name in names and value is not None})
+    classify = classifier(checkpoint, device, settings.precision)
+    return SmoothingCertifier(classify, checkpoint.record.classes, settings, device, options.get("batch_size", 128))
