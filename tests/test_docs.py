@@ -8,6 +8,7 @@ from lipschitz_cases import RULES
 
 from certcli import errors
 from certcli.attack.catalogue import ATTACKS
+from certcli.certify.methods import METHODS as CERTIFICATES
 from certcli.cli.main import COMMANDS
 from certcli.cli.reference import reference
 from certcli.constrain.methods import METHODS
@@ -17,7 +18,7 @@ from certcli.registry import Registry
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]
-REGISTRIES = [ATTACKS, METHODS, LOSSES, REPLACEMENTS]
+REGISTRIES = [ATTACKS, CERTIFICATES, METHODS, LOSSES, REPLACEMENTS]
 
 
 def test_the_reference_page_is_the_commands() -> None:

@@ -181,12 +181,12 @@ def test_a_figure_compares_the_images_that_both_know(
     whole, common = document(*words), document(*words, "--attack-records", attacked)
     assert whole == common  # the figure changes nothing but itself
     (every, nothing, *_), (some, shares, _, _, title) = drawn
-    assert len(every["certified (proven)"]) == whole["images"] == 396
+    assert len(every["lipschitz: certified (proven)"]) == whole["images"] == 396
     assert nothing == {}
-    assert len(some["certified (proven)"]) == 30
+    assert len(some["lipschitz: certified (proven)"]) == 30
     assert {radius: shares[radius] for radius in (0.1, 0.3)} == {float(r): share for r, share in left["curve"].items()}
     assert shares[0.0] == left["clean"]
-    assert sum(radius > 0.3 for radius in some["certified (proven)"]) / 30 <= left["robust"]
+    assert sum(radius > 0.3 for radius in some["lipschitz: certified (proven)"]) / 30 <= left["robust"]
     assert title == "certified on digits (test)"
     other = workshop / "constrained.safetensors"
     for refused, named in (

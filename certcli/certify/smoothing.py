@@ -207,7 +207,7 @@ class SmoothingCertifier(Certifier):
 def classifier(checkpoint: Checkpoint, device: torch.device, precision: str) -> Callable[[Tensor], Tensor]:
     """Noisy pixels, float32 -> logits. The pixels are normalised in float32, the network runs in `precision`."""
     kind = PRECISIONS[precision]
-    model = models.load(checkpoint, device, writable=kind != torch.float32)
+    model = models.load(checkpoint, device)
     net = model.net.to(kind)
 
     def classify(noisy: Tensor) -> Tensor:
@@ -225,8 +225,22 @@ def classifier(checkpoint: Checkpoint, device: torch.device, precision: str) -> 
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> SmoothingCertifier:
-    """The checkpoint under noise. options: the fields of `Smoothing`, and batch_size."""
+    """The checkpoint under noise. options: the fields of `Smoothing`, batch_size, and for a sigma that is to be chosen
+    ("auto") the images to choose it on and the radii to choose it for.
+    """
     names = {item.name for item in fields(Smoothing)}
-    settings = Smoothing(**{name: value for name, value in options.items() if name in names and value is not None})
+    given = {name: value for name, value in options.items() if name in names and value is not None}
+    automatic = given.get("sigma") == "auto"
+    settings = Smoothing(**{**given, "sigma": 1.0, "enough": None} if automatic else given)
     classify = classifier(checkpoint, device, settings.precision)
-    return SmoothingCertifier(classify, checkpoint.record.classes, settings, device, options.get("batch_size", 128))
+    classes, batch_size = checkpoint.record.classes, options.get("batch_size", 128)
+    about: dict[str, Any] = {}
+    if automatic:
+        from certcli.certify.choice import choose_sigma
+
+        images = options["tuning_images"]()
+        sigma, shares = choose_sigma(classify, classes, settings, device, images, options["radii"], batch_size)
+        settings = Smoothing(**{**given, "sigma": sigma})
+        tried = {f"{tried:g}": share for tried, share in shares.items()}
+        about = {"sigma_chosen": {"split": images.split, "images": len(images), "shares": tried}}
+    return SmoothingCertifier(classify, classes, settings, device, batch_size, about=about)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,17 +11,22 @@ from certcli.cli.output import Gate, Sink, percent
 from certcli.errors import DataError, GateError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
     from certcli.checkpoint import Checkpoint
+    from certcli.cli.groups import Evaluation, Machine
     from certcli.data import Images
+    from certcli.provenance import Record
 
 
 EVIDENCE = (
     "dataset", "clean", "certified", "average_radius", "images", "method", "failure", "promise", "arithmetic", "parameters",
 )  # fmt: skip
 """Keys of the document that a checkpoint keeps."""
+
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -38,79 +44,211 @@ class Demand:
 
 def demand(text: str | None, epsilons: Sequence[float]) -> tuple[Demand, tuple[float, ...]]:
     """ "0.6@1.58", or "0.6" for the smallest radius -> the demand, and all radii. UsageError when it is no share."""
-    from certcli.cli.options import fraction
     from certcli.evaluation import require_radii, require_share
 
     radii, option = require_radii(epsilons), "--min-certified"
     if text is None:
         return Demand(radius=radii[0]), radii
     share, at, radius = text.partition("@")
-    try:
-        wanted = require_share(float(share), option)
-    except ValueError as failure:
-        raise UsageError(f"{option} '{text}' is not SHARE or SHARE@RADIUS", f"{option} 0.6@1.58") from failure
+    wanted = require_share(number(share, option), option)
     if not at:
         return Demand(wanted, radii[0]), radii
-    (there,) = require_radii([fraction(radius)])
+    (there,) = require_radii([number(radius, option)])
     return Demand(wanted, there), require_radii([*radii, there])
 
 
-def collect(
-    certifier: Certifier,
+def number(text: str, option: str) -> float:
+    """A number or a quotient in a longer word; UsageError names the option."""
+    above, _, below = text.partition("/")
+    try:
+        return float(above) / float(below or 1)
+    except (ValueError, ZeroDivisionError) as failure:
+        raise UsageError(
+            f"{option}: '{text}' is no number", "certvit certify --help shows how it is written"
+        ) from failure
+
+
+def require_methods(methods: Sequence[str], records: Path | None) -> None:
+    """UsageError on an unknown or repeated method, on auto beside others, and on records of several in one file."""
+    from certcli.certify.methods import METHODS
+
+    for method in methods:
+        if method != AUTO:
+            METHODS[method]
+    if len(set(methods)) != len(methods) or (AUTO in methods and len(methods) > 1):
+        raise UsageError(f"--method {' '.join(methods)}: name each method once, and auto alone")
+    if records is not None and len(methods) > 1:
+        raise UsageError("a file of records holds one method", "run them one by one, or leave out --records")
+
+
+def settle(
+    methods: Sequence[str],
+    checkpoint: Checkpoint,
+    machine: Machine,
+    images: Images,
+    radii: Sequence[float],
+    sink: Sink,
+) -> tuple[Sequence[str], str | None]:
+    """The methods as named; `auto` becomes the one that is worth having, with the reason, which is shown."""
+    from certcli.certify.choice import choose_method
+
+    if AUTO not in methods:
+        return methods, None
+    least = next((radius for radius in radii if radius > 0), 0.25)
+    choice = choose_method(checkpoint, machine.pick(), images, least, machine.batch_size)
+    sink.text(f"--method {choice.method}: {choice.reason}")
+    return [choice.method], choice.reason
+
+
+def tuning_images(record: Record, data: Evaluation, judged: Images, sink: Sink) -> Images:
+    """A few images of another split than the judged one, where the dataset has one; what was taken is said."""
+    from certcli.certify.choice import TUNED
+    from certcli.cli.inputs import evaluation_images
+
+    quiet = Sink(as_json=True, quiet=True)
+    other = "train" if judged.split in ("val", "validation") else "val"
+    if judged.split != "all":  # a folder without splits: any part of it is judged too
+        try:
+            images = evaluation_images(record, data.dataset, data.data_dir, other, TUNED, data.seed, quiet)
+        except DataError:
+            pass
+        else:
+            sink.note(f"sigma is chosen on {len(images)} images of {images.name} ({images.split})")
+            return images
+    images = judged.limit(TUNED, data.seed)
+    sink.warn(
+        f"sigma is chosen on {len(images)} of the judged images, for want of others: their shares flatter a little"
+    )
+    return images
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one method found. seconds: an image, of this run; None where all was read from --records."""
+
+    certifier: Certifier
+    rows: Sequence[Certificate]
+    found: CertifiedAccuracy
+    seconds: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        certifier = self.certifier
+        return {
+            **self.found.to_json(),
+            "promise": certifier.promise,
+            "arithmetic": certifier.arithmetic,
+            "domain": certifier.domain,
+            **certifier.about,
+            "parameters": dict(certifier.parameters),
+        }
+
+
+def run(
+    method: str,
     checkpoint: Checkpoint,
     images: Images,
+    given: Mapping[str, Any],
+    machine: Machine,
+    radii: Sequence[float],
     records: Path | None,
     resume: bool,
-    batch_size: int,
     force: bool,
     sink: Sink,
-) -> list[Certificate]:
-    """All certificates, shown as a bar and written as they are found."""
-    from certcli.certify.methods import certify, run_of
+) -> Result:
+    """All certificates of one method, shown as a bar and written as they are found."""
+    from certcli.certify.certificate import certified_accuracy
+    from certcli.certify.methods import certify, prepare, run_of
     from certcli.evaluation import RecordFile
 
+    certifier = prepare(method, checkpoint, machine.pick(), given)
+    _require_reach(certifier, radii, sink)
     rows: list[Certificate] = []
     with RecordFile(records, run_of(certifier, checkpoint, images), images, resume=resume, force=force) as file:
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
-        with sink.progress("certify", total=len(images)) as bar:
-            for batch in certify(certifier, images, batch_size, file):
+        started, earlier = time.perf_counter(), file.earlier
+        with sink.progress(f"certify ({method})", total=len(images)) as bar:
+            for batch in certify(certifier, images, machine.batch_size, file):
                 rows += batch
                 bar.advance(len(batch))
-    return rows
+    found = certified_accuracy(rows, radii)
+    if found.abstained == 1:
+        sink.warn("the method abstains on every image: try a smaller --sigma, or finetune --noise first")
+    spent = (time.perf_counter() - started) / (len(rows) - earlier) if len(rows) > earlier else None
+    return Result(certifier, rows, found, spent)
 
 
-def document(found: CertifiedAccuracy, certifier: Certifier, checkpoint: str, images: Images) -> dict[str, Any]:
-    """The one document: what was certified, of which network, on which images, with which promise."""
+def _require_reach(certifier: Certifier, radii: Sequence[float], sink: Sink) -> None:
+    """UsageError when no radius asked for can be certified, whatever the network; a warning when some cannot."""
+    beyond = [f"{radius:g}" for radius in radii if radius >= certifier.reach]
+    if not beyond:
+        return
+    told = f"no radius beyond {certifier.reach:.4g} can be certified with these --samples, --alpha and --sigma"
+    if len(beyond) == len(radii):
+        raise UsageError(
+            f"{told}; asked for {', '.join(beyond)}", "a smaller --epsilon, more --samples, a larger --sigma"
+        )
+    sink.warn(f"{told}: 0 % at {', '.join(beyond)} says nothing about the network")
+
+
+def document(results: Sequence[Result], reason: str | None, checkpoint: str, images: Images) -> dict[str, Any]:
+    """The one document: what was certified, of which network, on which images, with which promise.
+
+    It speaks of the first method; `methods` holds all of them when there are several, `reason` why auto took it.
+    """
     from certcli.evaluation import describe
 
-    stated = {"promise": certifier.promise, "arithmetic": certifier.arithmetic, "domain": certifier.domain}
-    return {
-        "schema": 1,
-        "command": "certify",
-        "checkpoint": checkpoint,
-        "dataset": describe(images),
-        **found.to_json(),
-        **stated,
-        **certifier.about,
-        "parameters": dict(certifier.parameters),
-    }
+    about: dict[str, Any] = {"schema": 1, "command": "certify", "checkpoint": checkpoint, "dataset": describe(images)}
+    found = {**about, **results[0].to_json()}
+    if reason is not None:
+        found["reason"] = reason
+    if len(results) > 1:
+        found["methods"] = [result.to_json() for result in results]
+    return found
 
 
-def table(found: CertifiedAccuracy, certifier: Certifier, images: Images, sink: Sink) -> None:
-    """Certified accuracy at each radius, with intervals for images that are a sample."""
+def table(results: Sequence[Result], images: Images, sink: Sink) -> None:
+    """One method: certified accuracy at each radius with intervals. Several: one row a method."""
+    where = f"{images.name} ({images.split}), {len(images)} images"
+    if len(results) == 1:
+        _table(results[0], where, sink)
+        return
+    radii = list(results[0].found.certified)
+    sink.table(
+        where,
+        ["method", "promise", "clean", *(f"certified at {e}" for e in radii), "average radius", "seconds an image"],
+        [
+            (
+                result.certifier.method,
+                result.certifier.promise,
+                percent(result.found.clean),
+                *(percent(result.found.certified[e]) for e in radii),
+                f"{result.found.average_radius:.4g}",
+                "-" if result.seconds is None else f"{result.seconds:.3g}",
+            )
+            for result in results
+        ],
+    )
+    for result in results:
+        sink.text(f"{result.certifier.method}: {result.certifier.title}. {result.certifier.statement}")
+
+
+def _table(result: Result, where: str, sink: Sink) -> None:
+    found = result.found
 
     def between(name: str) -> str:
         low, high = found.intervals[name]
         return f"{100 * low:.1f} to {100 * high:.1f}"
 
-    sink.table(
-        f"{images.name} ({images.split}), {len(images)} images; {certifier.title}",
-        ["radius (pixel l2)", "certified accuracy", "95 % interval"],
-        [("clean", percent(found.clean), between("clean"))]
-        + [(e, percent(share), between(e)) for e, share in found.certified.items()],
-    )
-    sink.text(certifier.statement)
+    rows = [("clean", percent(found.clean), between("clean"))]
+    rows += [(e, percent(share), between(e)) for e, share in found.certified.items()]
+    columns = ["radius (pixel l2)", "certified accuracy", "95 % interval"]
+    sink.table(f"{where}; {result.certifier.title}", columns, rows)
+    if found.abstained:
+        sink.text(f"abstained: {percent(found.abstained)}")
+    if result.seconds is not None and result.seconds >= 0.01:
+        sink.text(f"{result.seconds:.3g} seconds an image")
+    sink.text(result.certifier.statement)
 
 
 def attacked_shares(path: Path | None, checkpoint: str, images: Images) -> dict[float, dict[int, bool]]:
@@ -126,11 +264,13 @@ def attacked_shares(path: Path | None, checkpoint: str, images: Images) -> dict[
     require_same_network(run, checkpoint, path)
     require_same_images(rows, images, path)
     found: dict[float, dict[int, bool]] = {}
+    clean: dict[int, bool] = {}
     try:
         for row in rows:
             if row["kind"] == "l2" and row["index"] in images.digests:
                 at = found.setdefault(float(row["epsilon"]), {})
                 at[row["index"]] = at.get(row["index"], True) and all(left is True for left in row["robust"].values())
+                clean[row["index"]] = row["prediction"] == row["label"]
     except (KeyError, TypeError, ValueError, AttributeError) as failure:
         raise DataError(f"{path} holds a line that is no record of attack ({failure})") from failure
     common = set.intersection(*map(set, found.values())) if found else set()
@@ -139,14 +279,14 @@ def attacked_shares(path: Path | None, checkpoint: str, images: Images) -> dict[
             f"no image of these was attacked in l2 at all of the radii in {path}",
             "certvit attack this checkpoint on these images, with --epsilon and --records",
         )
+    found.setdefault(0.0, clean)
     return {
         radius: {index: left for index, left in sorted(at.items()) if index in common} for radius, at in found.items()
     }
 
 
 def plot(
-    certificates: Sequence[Certificate],
-    certifier: Certifier,
+    results: Sequence[Result],
     attacked: dict[float, dict[int, bool]],
     network: str,
     images: Images,
@@ -154,23 +294,24 @@ def plot(
     farthest: float,
     sink: Sink,
 ) -> None:
-    """Certified and attacked shares over the images that both know."""
+    """Certified and attacked shares over the images that all know."""
     from certcli.report.curve import draw_certified
 
     common = set(next(iter(attacked.values()))) if attacked else set(images.digests)
-    shown = [certificate for certificate in certificates if certificate.index in common]
-    if len(shown) < len(certificates):
-        sink.note(f"the figure shows the {len(shown)} of {len(certificates)} images that were attacked too")
-    for certificate in shown if certifier.promise == "proof" else ():
-        broken = [r for r, left in attacked.items() if certificate.holds_at(r) and not left[certificate.index]]
-        if broken:
-            sink.warn(
-                f"image {certificate.index} is certified to {certificate.radius:.6g} and broken at {broken[0]:.6g}"
-            )
+    if len(common) < len(images):
+        sink.note(f"the figure shows the {len(common)} of {len(images)} images that were attacked too")
+    curves: dict[str, list[float]] = {}
+    for result in results:
+        certifier = result.certifier
+        shown = [certificate for certificate in result.rows if certificate.index in common]
+        for certificate in shown if certifier.promise == "proof" else ():
+            broken = [r for r, left in attacked.items() if certificate.holds_at(r) and not left[certificate.index]]
+            if broken:
+                told = f"certified to {certificate.radius:.6g} and broken at {broken[0]:.6g}"
+                sink.warn(f"image {certificate.index} is {told}")
+        promise = "proven" if certifier.promise == "proof" else certifier.promise
+        label = f"{certifier.method}: certified ({promise})"
+        curves[label] = [certificate.radius if certificate.correct else -1.0 for certificate in shown]
     shares = {radius: sum(left.values()) / len(left) for radius, left in attacked.items()}
-    if attacked:
-        shares[0.0] = sum(certificate.correct for certificate in shown) / len(shown)
-    label = "certified (proven)" if certifier.promise == "proof" else f"certified ({certifier.promise})"
-    radii = [certificate.radius if certificate.correct else -1.0 for certificate in shown]
-    draw_certified({label: radii}, shares, path, farthest, f"{network} on {images.name} ({images.split})")
+    draw_certified(curves, shares, path, farthest, f"{network} on {images.name} ({images.split})")
     sink.note(f"wrote {path}")

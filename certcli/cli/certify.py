@@ -2,7 +2,7 @@
 
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,7 +17,14 @@ class Wanted:
     """What is certified, at which radii, and what the result must meet."""
 
     epsilon: options.Epsilons = field(default_factory=lambda: [0.25, 0.5, 1.0])
-    method: Annotated[str, typer.Option(help="lipschitz (global bound, per-pair margins).")] = "lipschitz"
+    methods: Annotated[
+        list[str],
+        typer.Option(
+            "--method",
+            help="lipschitz (global bound, proof), smoothing (any network, probability), auto (says which is worth "
+            "having); several: side by side.",
+        ),
+    ] = field(default_factory=lambda: ["lipschitz"])
     minimum: Annotated[
         str | None,
         typer.Option(
@@ -34,43 +41,84 @@ class Wanted:
     plot: options.Plot = None
 
 
+@group("Smoothing")
+class Noise:
+    """Options of --method smoothing; `certify.smoothing.Smoothing` says what they mean and refuses what means nothing."""
+
+    sigma: Annotated[
+        str,
+        typer.Option(metavar="S", help="Standard deviation of the noise, pixel units; auto: by a few other images."),
+    ] = "0.25"
+    n0: Annotated[int, typer.Option("--n0", help="Draws that choose an image's class.")] = 100
+    samples: Annotated[
+        int, typer.Option("--samples", "-n", help="Draws that bound its probability: more, larger radii.")
+    ] = 1000
+    alpha: Annotated[float, typer.Option(help="Chance that a certificate is wrong, each.")] = 0.001
+    enough: Annotated[
+        float | None,
+        typer.Option(parser=options.fraction, metavar="R", help="Draw no more once an image is certified beyond R."),
+    ] = None
+    precision: Annotated[
+        str, typer.Option(help="float32 or bf16: of the network as it runs, which the statement is about.")
+    ] = "float32"
+
+    def given(self) -> dict[str, Any]:
+        """By name, sigma as a number where it is one."""
+        from certcli.cli.certified import number
+
+        sigma = self.sigma if self.sigma == "auto" else number(self.sigma, "--sigma")
+        return {
+            **{name: getattr(self, name) for name in ("n0", "samples", "alpha", "enough", "precision")},
+            "sigma": sigma,
+        }
+
+
 @command(
     "certvit certify m.safetensors -e 36/255 -e 0.5 --records certified.jsonl",
-    "certvit certify m.safetensors --plot curve.png --attack-records attacked.jsonl",
+    "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method smoothing --sigma 0.12 -e 0.12 --limit 50",
     page="certify.md",
 )
 def certify(
     source: Source,
     wanted: Wanted = Wanted(),
+    noise: Noise = Noise(),
     data: Evaluation = Evaluation(),
     machine: Machine = Machine(),
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Share of the images that are classified correctly, provably, within each pixel l2 radius."""
-    from certcli.certify.certificate import certified_accuracy
-    from certcli.certify.methods import METHODS, prepare
+    """Share of the images that are classified correctly, certified, within each pixel l2 radius."""
     from certcli.cli import certified
 
-    METHODS[wanted.method]  # refuses what is no method before anything is read
     gate = Gate()
     demand, radii = certified.demand(wanted.minimum, wanted.epsilon)
+    certified.require_methods(wanted.methods, wanted.records)
     output.claim(source, wanted, data)
     sink = talk.sink()
     checkpoint = source.open()
     images = data.images(checkpoint.record, sink)
     attacked = certified.attacked_shares(wanted.attack_records, checkpoint.digest, images)
-    certifier = prepare(wanted.method, checkpoint, machine.pick(), {"seed": data.seed})
-    rows = certified.collect(
-        certifier, checkpoint, images, wanted.records, wanted.resume, machine.batch_size, output.force, sink
-    )
-    found = certified_accuracy(rows, radii)
-    demand.ask(found, gate)
-    document = certified.document(found, certifier, checkpoint.digest, images)
+    given = {
+        **noise.given(),
+        "seed": data.seed,
+        "batch_size": machine.batch_size,
+        "radii": radii,
+        "tuning_images": lambda: certified.tuning_images(checkpoint.record, data, images, sink),
+    }
+    methods, reason = certified.settle(wanted.methods, checkpoint, machine, images, radii, sink)
+    results = [
+        certified.run(
+            method, checkpoint, images, given, machine, radii, wanted.records, wanted.resume, output.force, sink
+        )
+        for method in methods
+    ]
+    first = results[0]
+    demand.ask(first.found, gate)
+    document = certified.document(results, reason, checkpoint.digest, images)
     sink.document(document, gate)
-    certified.table(found, certifier, images, sink)
+    certified.table(results, images, sink)
     if wanted.plot is not None:
-        certified.plot(rows, certifier, attacked, Path(source.ckpt).stem, images, wanted.plot, radii[-1], sink)
+        certified.plot(results, attacked, Path(source.ckpt).stem, images, wanted.plot, radii[-1], sink)
     if output.output is not None:
         about = {"dataset": images.name, "split": images.split, "limit": data.limit, "seed": data.seed}
         result = {name: document[name] for name in certified.EVIDENCE}
