@@ -25,7 +25,7 @@ METHODS = Registry(
     ),
     Entry(
         "smoothing",
-        "certcli.certify.smoothing:prepare",
+        "certcli.certify.sigma:prepare",
         "the network under Gaussian noise, any network, with probability 1 - alpha an image",
         "Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing",
     ),

@@ -8,7 +8,7 @@ Source: Cohen, Rosenfeld & Kolter 2019, Theorem 1 and CERTIFY. Looks, early stop
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -222,25 +222,3 @@ def classifier(checkpoint: Checkpoint, device: torch.device, precision: str) -> 
         return logits.float()
 
     return classify
-
-
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> SmoothingCertifier:
-    """The checkpoint under noise. options: the fields of `Smoothing`, batch_size, and for a sigma that is to be chosen
-    ("auto") the images to choose it on and the radii to choose it for.
-    """
-    names = {item.name for item in fields(Smoothing)}
-    given = {name: value for name, value in options.items() if name in names and value is not None}
-    automatic = given.get("sigma") == "auto"
-    settings = Smoothing(**{**given, "sigma": 1.0, "enough": None} if automatic else given)
-    classify = classifier(checkpoint, device, settings.precision)
-    classes, batch_size = checkpoint.record.classes, options.get("batch_size", 128)
-    about: dict[str, Any] = {}
-    if automatic:
-        from certcli.certify.choice import choose_sigma
-
-        images = options["tuning_images"]()
-        sigma, shares = choose_sigma(classify, classes, settings, device, images, options["radii"], batch_size)
-        settings = Smoothing(**{**given, "sigma": sigma})
-        tried = {f"{tried:g}": share for tried, share in shares.items()}
-        about = {"sigma_chosen": {"split": images.split, "images": len(images), "shares": tried}}
-    return SmoothingCertifier(classify, classes, settings, device, batch_size, about=about)

@@ -102,7 +102,7 @@ def settle(
 
 def tuning_images(record: Record, data: Evaluation, judged: Images, sink: Sink) -> Images:
     """A few images of another split than the judged one, where the dataset has one; what was taken is said."""
-    from certcli.certify.choice import TUNED
+    from certcli.certify.sigma import TUNED
     from certcli.cli.inputs import evaluation_images
 
     quiet = Sink(as_json=True, quiet=True)
