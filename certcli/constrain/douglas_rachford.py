@@ -31,7 +31,7 @@ class Result:
     weight (out, in) float64, feasible; relative_error the largest over groups of |W X - W0 X|_F / |W0 X|_F;
     primal_residual |Q - P|_F / |W0|_F; objective L(weight) and `lower`, a lower limit (in floating point) of L over all
     feasible matrices, from the dual: objective / lower - 1 is the optimality gap. `rank` of the statistics. `state`: Z,
-    from which the same layer at a neighbouring eta takes a third fewer iterations.
+    from which the same layer at a neighbouring eta takes a third fewer iterations; `basis` of the statistics.
     """
 
     weight: Tensor
@@ -46,6 +46,7 @@ class Result:
     ridge: float
     seconds: float
     state: Tensor | None = None
+    basis: Eigenbasis | None = None
 
 
 def check_options(beta: float, eta: float, relaxation: float) -> None:
@@ -120,6 +121,7 @@ def constrain_matrix(
         ridge=basis.ridge,
         seconds=time.perf_counter() - begun,
         state=run.state,
+        basis=basis,
     )
 
 

@@ -130,31 +130,59 @@ def proven_norm(weight: Tensor, conv: Mapping[str, Any] | None) -> float:
     return spectral_norm(weight.double().flatten(1)) if conv is None else conv_norm(weight, **conv)
 
 
-def rows(module: nn.Module, value: Tensor) -> Iterator[Tensor]:
-    """The layer's input as float64 rows (tokens, in), in pieces of at most CHUNK_BYTES."""
+def rows(module: nn.Module, value: Tensor, dtype: torch.dtype = torch.float64) -> Iterator[Tensor]:
+    """The layer's input as rows (tokens, in), float64 unless told otherwise, in pieces of at most CHUNK_BYTES."""
     if isinstance(module, nn.Linear):
         tokens = value.reshape(-1, value.shape[-1])
         for piece in tokens.split(max(1, CHUNK_BYTES // (8 * tokens.shape[1]))):
-            yield piece.double()
+            yield piece.to(dtype)
         return
     assert isinstance(module, nn.Conv2d)
     images = value if value.dim() == 4 else value[None]
     width = module.weight[0].numel()
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     padding = module._reversed_padding_repeated_twice
-    positions = math.prod(
-        (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
-        for size, before, after, dilation, kernel, stride in zip(
-            images.shape[2:], padding[-2::-2], padding[-1::-2], module.dilation, module.kernel_size, module.stride
-        )
-    )
-    for piece in images.split(max(1, CHUNK_BYTES // (8 * width * positions))):
+    for piece in images.split(max(1, CHUNK_BYTES // (8 * width * _positions(module, images)))):
         padded = F.pad(piece, padding, mode=mode) if any(padding) else piece
         if module.kernel_size == module.stride and module.dilation == (1, 1):
-            yield _disjoint_patches(padded, *module.kernel_size).double()
+            yield _disjoint_patches(padded, *module.kernel_size).to(dtype)
         else:
             patches = F.unfold(padded, module.kernel_size, module.dilation, 0, module.stride)
-            yield patches.mT.reshape(-1, width).double()
+            yield patches.mT.reshape(-1, width).to(dtype)
+
+
+def sampled(module: nn.Module, value: Tensor, count: int, seed: int) -> Iterator[Tensor]:
+    """At most `count` rows of each image's input, in the input's own precision (half precision: float32), in pieces.
+
+    The first row, where a class token stands, and a seeded draw of the others, the same in all images of the batch.
+    """
+    value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(module, nn.Linear):
+        tokens = value.flatten(1, -2) if value.dim() > 2 else value[:, None]
+        yield tokens[:, _drawn(tokens.shape[1], count, generator).to(value.device)].flatten(0, 1)
+        return
+    for piece in rows(module, value, value.dtype):
+        images = piece.unflatten(0, (-1, _positions(module, value)))
+        yield images[:, _drawn(images.shape[1], count, generator).to(value.device)].flatten(0, 1)
+
+
+def _drawn(rows: int, count: int, generator: torch.Generator) -> Tensor:
+    if rows <= count:
+        return torch.arange(rows)
+    others = 1 + torch.randperm(rows - 1, generator=generator)[: count - 1]
+    return torch.cat([torch.zeros(1, dtype=torch.long), others.sort().values])
+
+
+def _positions(module: nn.Conv2d, value: Tensor) -> int:
+    """How many windows an image has."""
+    padding = module._reversed_padding_repeated_twice
+    return math.prod(
+        (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
+        for size, before, after, dilation, kernel, stride in zip(
+            value.shape[-2:], padding[-2::-2], padding[-1::-2], module.dilation, module.kernel_size, module.stride
+        )
+    )
 
 
 def _disjoint_patches(images: Tensor, height: int, width: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from certcli.constrain.douglas_rachford import Result, check_options, constrain_matrix
 from certcli.constrain.methods import METHODS, PENALTIES
+from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.relu import RectifiedStatistics
 from certcli.constrain.statistics import LayerStatistics
 from certcli.errors import UsageError
@@ -23,7 +24,8 @@ class LayerResult:
     kw) matrix, which times sqrt(ceil(kernel / stride)) an axis bounds the operator's. error: largest relative output
     error over the groups, after the cast to the parameter's dtype, by `distance` ("plain", or "relu": one-sided);
     held_out_error on images that took no part. `gap`: how far the norm that was minimised may lie above the least
-    possible one (0.001 = 0.1 %), None when unknown. `ridge` > 0 says that the statistics were rank-deficient.
+    possible one (0.001 = 0.1 %), None when unknown. `ridge`: the isotropic part of the statistics, as a share of their mean
+    eigenvalue. `warm`: for this layer at another eta.
     """
 
     path: str
@@ -47,6 +49,15 @@ class LayerResult:
     seconds: float
     distance: str = "plain"
     surrogate: bool = False
+    warm: "Warm | None" = None
+
+
+@dataclass(frozen=True, eq=False)
+class Warm:
+    """What the same layer at another eta need not find again: where Douglas-Rachford ended, the statistics' eigenbasis."""
+
+    state: Tensor | None
+    basis: Eigenbasis | None
 
 
 def constrain_layers(
@@ -108,13 +119,25 @@ def constrain_layer(
     tolerance: float = 1e-3,
     blocks: int = 1,
     ridge: float | None = None,
+    start: Warm | None = None,
 ) -> LayerResult:
     """One layer of `constrain_layers`: minimise, cast to the parameter's dtype, measure again what was cast."""
     begun = time.perf_counter()
     if prox in PENALTIES:
         penalty = PENALTIES.load(prox)
+        known = start or Warm(None, None)
         result: Result = constrain_matrix(
-            layer, penalty, beta, eta, relaxation, max_iterations, tolerance, ridge=ridge, blocks=blocks
+            layer,
+            penalty,
+            beta,
+            eta,
+            relaxation,
+            max_iterations,
+            tolerance,
+            ridge=ridge,
+            blocks=blocks,
+            basis=known.basis,
+            start=known.state,
         )
     elif isinstance(layer, RectifiedStatistics):
         raise UsageError(f"the one-sided distance does not go with '{prox}'", f"--prox {', '.join(PENALTIES.names())}")
@@ -144,6 +167,7 @@ def constrain_layer(
         seconds=time.perf_counter() - begun,
         distance="relu" if isinstance(layer, RectifiedStatistics) else "plain",
         surrogate=layer.overlapping,
+        warm=Warm(result.state, result.basis),
     )
 
 

@@ -4,11 +4,11 @@ A layer with weight W0 (out x in) and calibration inputs X_j (in x T_j, a column
 |W X_j - W0 X_j|_F^2 = tr(D G_j D^T) with D = W - W0. The cross moments H_j = W0 G_j and energies S_j = tr(W0 G_j W0^T)
 follow from G_j, because the layer's outputs are its own. A convolution is the matrix over its unfolded patches.
 
-The Gram matrices are accumulated in float64 from inputs cast to float64 (exact), so that "the error is at most eta" is
-true to a dozen digits whatever the number of tokens. On a CPU the products cost twice those in float32, about a quarter
-of the whole run on ViT-Tiny. Float32 products summed in float64 were measured too (benchmarks/constrain.py, precision):
-on ViT-Tiny they miss an allowed error of 0.1 % by at most 3e-4 of it, in the patch embedding, whose Gram matrix has
-condition 3e7.
+All tokens: the Gram matrices are accumulated in float64 from inputs cast to float64 (exact), so that "the error is at
+most eta" is true to a dozen digits whatever the number of tokens.
+A sample of tokens: at most so many of each image, drawn anew for each batch; products are taken in the inputs' own
+precision and summed in float64. Both cost a fraction. Float32 products alone (benchmarks/constrain.py, precision) miss an
+allowed error of 0.1 % on ViT-Tiny by at most 3e-4 of it, in the patch embedding, whose Gram matrix has condition 3e7.
 """
 
 import math
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.constrain.layers import Batches, geometry, module_at, proven_norm, refusal, require_finite, rows, stream
+from certcli.constrain.layers import Batches, geometry, module_at, proven_norm, refusal, require_finite, rows, sampled, stream
 from certcli.errors import DataError, UsageError
 
 
@@ -120,6 +120,7 @@ def collect_in_passes(
     groups: int = 1,
     memory_limit_bytes: int | None = None,
     held_out_batches: Batches | None = None,
+    sample: int | None = None,
 ) -> Iterator[dict[str, LayerStatistics]]:
     """Yield the statistics of as many layers as fit the limit, one forward pass over `batches` each time.
 
@@ -133,7 +134,7 @@ def collect_in_passes(
             if source is not None and not callable(source) and iter(source) is source:
                 raise UsageError("several passes are needed, and the batches can be iterated once only")
     for part in passes:
-        yield collect(model, batches, part, groups=groups, held_out_batches=held_out_batches)
+        yield collect(model, batches, part, groups=groups, held_out_batches=held_out_batches, sample=sample)
 
 
 def collect(
@@ -144,8 +145,12 @@ def collect(
     groups: int = 1,
     memory_limit_bytes: int | None = None,
     held_out_batches: Batches | None = None,
+    sample: int | None = None,
 ) -> dict[str, LayerStatistics]:
     """G_j = sum over tokens of x x^T for each layer and mini-batch group j, from one streamed pass.
+
+    sample: at most so many tokens of each image count (None: all, in float64); the first, a class token where there is
+    one, always does.
 
     A batch is a tensor of images, or a tuple whose first floating-point tensor is one; batch number b belongs to
     group b mod `groups`. Memory: 8 * (groups + held out) * in^2 bytes a layer, plus 64 MiB; with `memory_limit_bytes` the
@@ -162,15 +167,16 @@ def collect(
             groups=groups,
             memory_limit_bytes=memory_limit_bytes,
             held_out_batches=held_out_batches,
+            sample=sample,
         )
         return {path: found for part in parts for path, found in part.items()}
     _check(model, paths, groups)
-    sums, count = _accumulate(model, batches, paths, groups)
+    sums, count = _accumulate(model, batches, paths, groups, sample)
     if count < groups:
         raise DataError(f"{groups} groups need at least {groups} batches, there are {count}", "use fewer groups")
     held_out: dict[str, Tensor] = {}
     if held_out_batches is not None:
-        held_out = {path: one.grams[0] for path, one in _accumulate(model, held_out_batches, paths, 1)[0].items()}
+        held_out = {path: one.grams[0] for path, one in _accumulate(model, held_out_batches, paths, 1, sample)[0].items()}
     statistics = {}
     for path in paths:
         if path in sums:
@@ -215,18 +221,24 @@ class _Sums:
     conv: dict[str, Any] | None
 
 
-def _accumulate(model: nn.Module, batches: Batches, paths: Sequence[str], groups: int) -> tuple[dict[str, _Sums], int]:
+def _accumulate(
+    model: nn.Module, batches: Batches, paths: Sequence[str], groups: int, sample: int | None
+) -> tuple[dict[str, _Sums], int]:
     found: dict[str, _Sums] = {}
 
     def visit(number: int, path: str, module: nn.Module, value: Tensor) -> None:
         group = number % groups
-        for columns in rows(module, value):
+        pieces = rows(module, value) if sample is None else sampled(module, value, sample, number)
+        for columns in pieces:
             if path not in found:
                 width = columns.shape[1]
                 grams = torch.zeros(groups, width, width, dtype=torch.float64, device=columns.device)
                 tokens = torch.zeros(groups, dtype=torch.float64, device=columns.device)
                 found[path] = _Sums(grams, tokens, geometry(module, value))
-            found[path].grams[group].addmm_(columns.mT, columns)
+            if columns.dtype == torch.float64:
+                found[path].grams[group].addmm_(columns.mT, columns)
+            else:
+                found[path].grams[group] += columns.mT @ columns
             found[path].tokens[group] += columns.shape[0]
         require_finite(path, found[path].grams[group].diagonal())  # asked now, the first layer to have one is named
 

@@ -50,6 +50,7 @@ def pareto(
     relaxation: float = 1.2,
     max_iterations: int = 200,
     blocks: int = 1,
+    ridge: float | None = None,
 ) -> tuple[Point, ...]:
     """(norm, error) of one layer for each eta, errors ascending, the untouched layer (before, 0) first.
 
@@ -59,11 +60,11 @@ def pareto(
     """
     prox = SAME.get(prox, prox)
     points = [Point(statistics.norm(statistics.weight), 0.0)]
-    basis = eigenbasis(statistics.grams.sum(0)) if prox in PENALTIES else None
+    basis = eigenbasis(statistics.grams.sum(0), ridge) if prox in PENALTIES else None
     state = None
     for eta in sorted(etas):
         if basis is None:
-            norm = constrain_layer(statistics, prox=prox, eta=eta).after
+            norm = constrain_layer(statistics, prox=prox, eta=eta, ridge=ridge).after
         else:
             penalty = PENALTIES.load(prox)
             found = constrain_matrix(
@@ -74,6 +75,7 @@ def pareto(
                 relaxation,
                 max_iterations,
                 CURVE_GAP,
+                ridge=ridge,
                 blocks=blocks,
                 basis=basis,
                 start=state,

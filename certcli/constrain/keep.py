@@ -1,0 +1,123 @@
+"""The largest eta a layer at which the network keeps its first choices, found end to end on images that took no part.
+
+The layers' statistics are gathered once; a round constrains all layers at one eta, each starting where the round before
+ended, and looks at the held-out images' logits. Logits move almost in proportion to eta, so the straight line from the old
+logits through the new ones says at which eta each image's first choice would go (`Witness.reach`), and the next round is
+made there. Two or three rounds suffice.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from certcli.constrain.network import Calibration, Options, constrain_to, write
+from certcli.constrain.parallel import LayerResult, Warm
+from certcli.errors import UsageError
+from certcli.fidelity import Fidelity, Witness
+
+ROUNDS = 5
+"""Most times that all layers are constrained."""
+
+START = 0.02
+"""The first eta that is tried: near what networks of photographs turn out to allow."""
+
+MOST = 0.5
+"""The largest eta that is tried."""
+
+_NEAR = 1.15
+"""Two etas this close are one."""
+
+_SAFE = 0.95
+"""Share of the predicted eta that is tried, for the logits move a little faster than the line says."""
+
+ERROR_SHARE = 4.0
+"""On images without classes the logits may be off by this many times the share of first choices that may change.
+
+First choices say nothing where all such images get the same one. On two networks of photographs that share was 0.4 to 0.5
+of the logits' error on their own images.
+"""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the search ended with: the layers at one `eta`, and what the network then keeps."""
+
+    eta: float
+    results: Sequence[LayerResult]
+    fidelity: Fidelity
+    rounds: int
+
+
+def constrain_keeping(
+    calibration: Calibration,
+    options: Options,
+    keep: float,
+    witness: Witness,
+    report: Callable[[int, float, LayerResult], None] = lambda *_: None,
+) -> Kept:
+    """Constrain at the largest eta found that leaves at least `keep` of the first choices as they were, and write it.
+
+    report(round, eta, result) is called for each layer of each round. The eta is at most MOST, and within 15 % of one
+    that was refused, or the best of ROUNDS. If every round was refused, eta 0: nothing is changed.
+    """
+    if not 0 < keep <= 1:
+        raise UsageError(f"--keep must lie between 0 and 1, not {keep:g}", "--keep 0.95 keeps 95 of 100 first choices")
+    model = calibration.model
+    originals = {path: model.get_submodule(path).weight.detach().clone() for path in calibration.paths}
+    best = Kept(0.0, [], witness.compare(witness.before), 0)
+    refused, eta = MOST * _NEAR, START
+    warm: dict[str, Warm] = {}
+    for turn in range(1, ROUNDS + 1):
+        results = []
+        tried = replace(options, eta=eta)
+        for result in constrain_to(calibration, tried, starts=warm):
+            results.append(result)
+            if result.warm is not None and calibration.memory_limit_bytes is None:
+                warm[result.path] = result.warm
+            report(turn, eta, result)
+        write(model, {result.path: result.weight for result in results})
+        logits = witness.logits(model)
+        write(model, originals)
+        found = witness.compare(logits)
+        if keeps(found, keep, witness):
+            best = Kept(eta, results, found, turn)
+        else:
+            refused = eta
+        best = replace(best, rounds=turn)
+        aim = _SAFE * eta * allowed_share(witness, logits, found, keep)
+        # a prediction outside of what is known, or too close to it, is no news: between the two then
+        if best.eta > 0 and refused <= _NEAR * best.eta:
+            break
+        if not best.eta < aim < refused:
+            if best.eta > 0 and aim <= _NEAR * best.eta:
+                break
+            aim = (best.eta * refused) ** 0.5 if best.eta > 0 else eta / 2
+        eta = min(MOST, aim)
+        if eta <= _NEAR * best.eta:
+            break
+    write(model, {result.path: result.weight for result in best.results})
+    return best
+
+
+def keeps(found: Fidelity, keep: float, witness: Witness) -> bool:
+    """Whether enough first choices stay, and, on images without classes, the logits as well (ERROR_SHARE)."""
+    if not witness.images.classes and found.error > ERROR_SHARE * (1 - keep):
+        return False
+    return found.same >= keep * found.images
+
+
+def allowed_share(witness: Witness, logits: torch.Tensor, found: Fidelity, keep: float) -> float:
+    """The largest t such that z0 + t (z - z0) keeps enough, by the rule of `keeps`; at most 4, which is far."""
+    reach = witness.reach(logits).sort().values
+    may_go = found.images - int(-(-keep * found.images // 1))
+    share = float(reach[may_go]) if may_go < len(reach) else 4.0
+    if not witness.images.classes and found.error > 0:
+        share = min(share, ERROR_SHARE * (1 - keep) / found.error)
+    return min(4.0, share)
+
+
+def parameters(kept: Kept) -> Mapping[str, Any]:
+    """What the lineage says of the search."""
+    return {"eta_found": kept.eta, "rounds": kept.rounds}

@@ -1,0 +1,126 @@
+"""What a changed network keeps of the one it was: end to end, on images that took no part in the change."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certcli import data
+from certcli.calibration import DIGITS, PHOTOGRAPHS
+from certcli.data import Images
+from certcli.errors import DataError
+from certcli.intervals import Interval, share_interval
+from certcli.provenance import Record
+
+FEW = 50
+"""Fewer images than this say little: the interval of an agreement of 98 % is wider than ten points."""
+
+_CHANCE = 2.0
+"""A network right less often than this many times chance on labelled images: the labels hardly mean its classes."""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """same: how many of `images` keep their first choice. error: |z - z0|_F / |z0|_F over all logits z of the images.
+
+    right_before, right_after: how many labels are met, None where no label is known.
+    """
+
+    images: int
+    same: int
+    error: float
+    right_before: int | None = None
+    right_after: int | None = None
+
+    @property
+    def agreement(self) -> float:
+        return self.same / self.images
+
+    def to_json(self) -> dict[str, Any]:
+        """Shares with their 95 % intervals (Clopper & Pearson): what the sample says about all images like these."""
+        found: dict[str, Any] = {
+            "images": self.images,
+            "logits_error": self.error,
+            "agreement": self.agreement,
+            "agreement_interval": list(share_interval(self.same, self.images)),
+        }
+        for name, right in (("accuracy_before", self.right_before), ("accuracy_after", self.right_after)):
+            found[name] = None if right is None else right / self.images
+            found[f"{name}_interval"] = None if right is None else list(share_interval(right, self.images))
+        return found
+
+
+class Witness:
+    """Remembers what a network says about images, to be asked later what has changed. The images are not kept in memory."""
+
+    def __init__(self, model: nn.Module, images: Images, labels: Tensor | None = None, batch_size: int = 50) -> None:
+        """labels (images,) where they mean the network's classes: see `known_labels`. DataError without images."""
+        if len(images) == 0:
+            raise DataError("no image is left to judge the result by", "a larger --limit")
+        self.images, self.labels, self.batch_size = images, labels, batch_size
+        self.before = self.logits(model)
+
+    def logits(self, model: nn.Module) -> Tensor:
+        """(images, classes) float64, on the CPU."""
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        with torch.inference_mode():
+            parts = [model(pixels.to(device)) for _, pixels, _ in self.images.batches(self.batch_size)]
+            found = torch.cat(parts).double().cpu()
+        return found.clone()
+
+    def compare(self, after: Tensor) -> Fidelity:
+        """What logits (images, classes) of the changed network have in common with the first ones."""
+        choice, old = after.argmax(1), self.before.argmax(1)
+        return Fidelity(
+            images=len(old),
+            same=int((choice == old).sum()),
+            error=float((after - self.before).norm() / self.before.norm().clamp_min(1e-300)),
+            right_before=None if self.labels is None else int((old == self.labels).sum()),
+            right_after=None if self.labels is None else int((choice == self.labels).sum()),
+        )
+
+    def reach(self, after: Tensor) -> Tensor:
+        """(images,) the t >= 0 at which z0 + t (z - z0) leaves its first choice, inf where it never does.
+
+        The t at which the first choice stays are an interval, a cut of half-lines: min over classes k of
+        margin_k / (margin_k - margin'_k) where the margin shrinks.
+        """
+        top = self.before.argmax(1, keepdim=True)
+        margin = self.before.gather(1, top) - self.before
+        shrinks = margin - (after.gather(1, top) - after)
+        times = torch.where(shrinks > 0, margin / shrinks.clamp_min(1e-300), torch.inf)
+        return times.scatter(1, top, torch.inf).amin(1)
+
+    def doubts(self, record: Record) -> list[str]:
+        """Why these images may say little about the network: sentences for its user."""
+        found = []
+        count, classes = self.before.shape
+        if count < FEW:
+            found.append(f"only {count} images judge the result, which says little: a larger --limit")
+        if self.images.classes:
+            (_, pixels, _), channels = next(self.images.batches(min(count, 8))), record.input.size[0]
+            if channels == 3 and bool((pixels == pixels[:, :1]).all()):
+                found.append(f"the images of {self.images.name} are grey, the network sees colour")
+        choices = len(self.before.argmax(1).unique())
+        if choices == 1 and count > 1:
+            found.append("all images get the same first choice: their agreement says nothing")
+        if self.labels is not None and classes > 2:
+            right = int((self.before.argmax(1) == self.labels).sum())
+            if share_interval(right, count)[1] < _CHANCE / classes or right == 0:
+                found.append(
+                    f"the network as it was is right on {right} of {count} images, about chance: are these labels its classes?"
+                )
+        return found
+
+
+def known_labels(images: Images, record: Record) -> tuple[Tensor | None, str]:
+    """(labels that mean the network's classes, ""), or (None, why they do not)."""
+    if images.name == PHOTOGRAPHS:
+        return None, ""
+    if images.name == DIGITS and record.dataset is None and record.input.size != (1, 8, 8):
+        return None, "the digits' labels are not this network's classes"
+    try:
+        return data.require_classes(images, record.classes, record.class_names).labels, ""
+    except DataError as failure:
+        return None, failure.message
