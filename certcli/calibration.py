@@ -8,7 +8,6 @@ Source: Lee, Mumford & Huang 2001 (dead leaves); Field 1987 (1/f); Baradad et al
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,10 @@ def synthetic_photographs(spec: InputSpec, count: int, seed: int = 0) -> Images:
     pixels = np.empty((count, *spec.size), dtype=np.uint8)
     for number in range(count):
         random = np.random.default_rng([seed, 1, number])
-        image = _noise(size, 1.0 + 0.5 * random.random(), random)
-        if number % 4:
+        if number % 4 == 0:
+            image = _noise(size, 1.0 + 0.5 * random.random(), random)
+        else:
+            image = bank[int(random.integers(len(bank)))].copy()
             _drop_leaves(image, bank, random)
         image = _blurred(image, int(random.integers(3)))
         if scale > 1:
@@ -126,7 +127,7 @@ def _drop_leaves(image: Array, bank: Sequence[Array], random: np.random.Generato
     """Ellipses and polygons fall on the image, the large ones first; radii follow a power law."""
     channels, height, width = image.shape
     side = min(height, width)
-    radii = np.sort(random.pareto(1.2, int(random.integers(60, 400))) + 0.3)[::-1] * (side / 32)
+    radii = np.sort(random.pareto(1.2, int(random.integers(20, 200))) + 0.3)[::-1] * (side / 24)
     for radius in np.minimum(radii, 0.55 * side):
         x, y = random.uniform(-0.08, 1.08) * width, random.uniform(-0.08, 1.08) * height
         left, right = max(0, int(x - radius)), min(width, int(x + radius) + 2)

@@ -10,7 +10,7 @@ from certcli import data
 from certcli.calibration import DIGITS, PHOTOGRAPHS
 from certcli.data import Images
 from certcli.errors import DataError
-from certcli.intervals import Interval, share_interval
+from certcli.intervals import share_interval
 from certcli.provenance import Record
 
 FEW = 50
@@ -109,7 +109,7 @@ class Witness:
             right = int((self.before.argmax(1) == self.labels).sum())
             if share_interval(right, count)[1] < _CHANCE / classes or right == 0:
                 found.append(
-                    f"the network as it was is right on {right} of {count} images, about chance: are these labels its classes?"
+                    f"the network as it was is right on {right} of {count} images, about chance: are these its classes?"
                 )
         return found
 

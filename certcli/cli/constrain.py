@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from certcli.cli import constrained, options
+from certcli.cli import constrained, kept, options
 from certcli.cli.command import command, group
 from certcli.cli.groups import Calibration, Machine, Output, Source, Talk
-from certcli.cli.output import Sink, percent
+from certcli.cli.output import Sink
 
 if TYPE_CHECKING:
     from certcli.constrain import network
+    from certcli.fidelity import Witness
 
 
 @group("Method")
@@ -20,9 +21,13 @@ class Method:
     """The proximal map and its algorithm, under the paper's names."""
 
     beta: Annotated[float, typer.Option(help="Strength of the proximal map, the same scale for every layer.")] = 0.01
+    keep: Annotated[
+        float, typer.Option(help="Share of first choices to keep on held-out images: the layers' eta is found by it.")
+    ] = 0.95
     eta: Annotated[
-        float, typer.Option(help="Relative output error that each layer may make (the paper allows 0.1).")
-    ] = 0.03
+        float | None,
+        typer.Option(help="Relative output error that each layer may make, in place of --keep (the paper allows 0.1)."),
+    ] = None
     relaxation: Annotated[float, typer.Option(help="lambda of Douglas-Rachford, in (0, 2).")] = 1.2
     prox: Annotated[str, typer.Option(help="spectral, l1 (the paper's), nuclear, clip, ball.")] = "spectral"
     iterations: Annotated[int, typer.Option(min=1, help="At most so many iterations a layer.")] = 200
@@ -37,16 +42,28 @@ class Method:
     ] = "plain"
     per_head: Annotated[bool, typer.Option("--per-head", help="Penalise q, k and v head by head.")] = False
     groups: Annotated[int, typer.Option(min=1, help="Mini-batch groups, each with a constraint of its own.")] = 1
+    ridge: Annotated[
+        float,
+        typer.Option(min=0, help="Isotropic part of the statistics, a share of their mean: no direction moves freely."),
+    ] = 0.3
+    tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of an image that count; 0: all, with products in float64.")
+    ] = 64
 
     def options(self) -> "network.Options":
         """Checked; the core's own object."""
         from certcli.constrain import network
         from certcli.constrain.douglas_rachford import check_options
+        from certcli.constrain.keep import START, check_keep
         from certcli.constrain.methods import METHODS
 
         METHODS[self.prox]
-        check_options(self.beta, self.eta, self.relaxation)
-        return network.Options(self.prox, self.beta, self.eta, self.relaxation, self.iterations, self.per_head)
+        eta = START if self.eta is None else self.eta
+        check_options(self.beta, eta, self.relaxation)
+        check_keep(self.keep)
+        return network.Options(
+            self.prox, self.beta, eta, self.relaxation, self.iterations, self.per_head, self.ridge or None
+        )
 
 
 @group("Layers")
@@ -81,6 +98,7 @@ def constrain(
 ) -> None:
     """Lower each layer's spectral norm as far as its outputs on calibration images allow (Douglas-Rachford)."""
     from certcli import models
+    from certcli.calibration import hold_out
     from certcli.constrain import network
 
     sink = talk.sink()
@@ -92,7 +110,7 @@ def constrain(
     images = data.images(record, sink)
     model = models.load(checkpoint, machine.pick(), writable=True)
     paths, refused = constrained.choose(model, layers.layers, layers.exclude)
-    seen, unseen = constrained.split(images)
+    seen, unseen = hold_out(images)
     calibration = network.Calibration(
         model,
         paths,
@@ -101,16 +119,21 @@ def constrain(
         method.groups,
         memory,
         network.rectified_paths(model, size, paths, method.distance),
+        method.tokens or None,
     )
-    before, clean_before = network.network_upper(model, size, classes), constrained.accuracy(model, unseen, record)
+    witness = kept.witness(model, seen, unseen, record, machine.batch_size, sink)
+    before = network.network_upper(model, size, classes)
     found = _curves(calibration, chosen, sink) if method.target is not None or layers.plot is not None else {}
     if method.target is not None:
         results = network.meet_target(calibration, size, classes, found, method.target, chosen)
-    else:
+    elif method.eta is not None:
         results = _constrain(calibration, chosen, sink)
         network.write(model, {result.path: result.weight for result in results})
+    else:
+        results = _keeping(calibration, chosen, method.keep, witness, sink)
     constrained.remarks(results, sorted(set(paths) - calibration.called), refused, sink)
-    after, clean_after = network.network_upper(model, size, classes), constrained.accuracy(model, unseen, record)
+    after = network.network_upper(model, size, classes)
+    end_to_end = kept.told(witness, model, took_part=not len(unseen))
     parameters = {
         **asdict(method),
         "layers": layers.layers,
@@ -118,17 +141,18 @@ def constrain(
         "calibration": images.name,
         "images": len(images),
     }
+    if method.eta is None and method.target is None:
+        parameters["eta"] = max((result.eta for result in results), default=0.0)
     derived = checkpoint.derive(models.tensors_of(model), "constrain", parameters, data.seed)
-    derived.write(path, output.force)
+    derived.with_evidence("constrain", {"calibration": images.name}, end_to_end).write(path, output.force)
     if layers.plot is not None:
         constrained.plot(found, results, layers.plot, sink)
-    sink.document(constrained.document(path, before, after, clean_before, clean_after, results))
-    allowed = f"eta {method.eta:g}" if method.target is None else f"target {method.target:g}"
+    sink.document(constrained.document(path, before, after, end_to_end, results))
+    kept.show(end_to_end, sink)
+    sink.text(f"network's bound: {before} -> {after}")
+    allowed = f"target {method.target:g}" if method.target is not None else f"eta {parameters['eta']:.3g}"
     title = f"Norms (proven) before and after, prox {method.prox}, beta {method.beta:g}, {allowed}"
     constrained.table(title, results, sink)
-    sink.text(f"network's bound: {before} -> {after}")
-    if clean_before is not None:
-        sink.text(f"accuracy on {len(unseen)} held-out images: {percent(clean_before)} -> {percent(clean_after)}")
     sink.text(f"wrote {path}")
 
 
@@ -152,6 +176,25 @@ def _constrain(calibration: "network.Calibration", chosen: "network.Options", si
             results.append(result)
             bar.advance(remark=result.path)
     return results
+
+
+def _keeping(
+    calibration: "network.Calibration", chosen: "network.Options", keep: float, witness: "Witness", sink: Sink
+) -> list[Any]:
+    """The layers at the largest eta that keeps enough; what was found is said."""
+    from certcli.constrain.keep import ROUNDS, constrain_keeping
+
+    with sink.progress("constrain", total=len(calibration.paths) * ROUNDS) as bar:
+        found = constrain_keeping(
+            calibration,
+            chosen,
+            keep,
+            witness,
+            lambda turn, eta, result: bar.advance(remark=f"round {turn}, eta {eta:.3g}: {result.path}"),
+        )
+    if not found.results:
+        sink.warn(f"no eta that was tried keeps {100 * keep:g} % of the first choices: nothing is changed")
+    return list(found.results)
 
 
 def _bytes(text: str | None) -> int | None:

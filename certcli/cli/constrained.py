@@ -8,9 +8,7 @@ from certcli.cli.output import Sink, percent
 from certcli.cli.views import log10_or_none, number
 
 if TYPE_CHECKING:
-    from certcli.data import Images
     from certcli.models import PixelModel
-    from certcli.provenance import Record
 
 CONVERGED = 0.01
 """A layer whose norm may lie more than this share above the least possible one is named."""
@@ -41,44 +39,17 @@ def choose(model: "PixelModel", layers: Sequence[str], exclude: Sequence[str]) -
     return paths, refused
 
 
-def split(images: "Images") -> tuple["Images", "Images"]:
-    """(to calibrate on, held out): every fifth image is held out, for the order is by class in many datasets."""
-    held_out = set(range(0, len(images), 5)) if len(images) >= 10 else set()
-    return images.select([row for row in range(len(images)) if row not in held_out]), images.select(sorted(held_out))
-
-
-def accuracy(model: "PixelModel", images: "Images", record: "Record") -> float | None:
-    """Clean accuracy where the calibration images have the network's labels."""
-    import torch
-
-    from certcli import data
-    from certcli.errors import DataError
-
-    try:
-        labelled = data.require_classes(images, record.classes, record.class_names)
-    except DataError:
-        return None
-    if record.dataset is None and labelled.name == "digits":
-        return None  # the default images: their ten labels are not those of a foreign network
-    right, device = 0, next(model.parameters()).device
-    with torch.no_grad():
-        for _, pixels, labels in labelled.batches(64):
-            right += int((model(pixels.to(device)).argmax(1).cpu() == labels).sum())
-    return right / len(labelled) if len(labelled) else None
-
-
-def document(
-    path: Path, before: Any, after: Any, clean_before: float | None, clean_after: float | None, results: Sequence[Any]
-) -> dict[str, Any]:
-    """The JSON report. primal_residual, gap: how far from converged; error: see distance."""
+def document(path: Path, before: Any, after: Any, kept: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
+    """The JSON report. kept: end to end; primal_residual, gap: how far from converged; error: see distance."""
     return {
         "output": str(path),
+        "kept": dict(kept),
         "upper_before": number(before),
         "upper_after": number(after),
         "log10_upper_before": log10_or_none(before),
         "log10_upper_after": log10_or_none(after),
-        "clean_before": clean_before,
-        "clean_after": clean_after,
+        "clean_before": kept["accuracy_before"],
+        "clean_after": kept["accuracy_after"],
         "layers": [
             {
                 "path": short(r.path),
@@ -129,12 +100,9 @@ def remarks(results: Sequence[Any], absent: Sequence[str], refused: Mapping[str,
         sink.warn(f"never called as a module, hence unchanged: {', '.join(map(short, absent))}")
     for path, reason in refused.items():
         sink.warn(f"left as it is: {short(path)}: {reason}")
-    thin = [short(r.path) for r in results if r.ridge > 0]
+    thin = [short(r.path) for r in results if r.rank < r.inputs]
     if thin:
-        sink.note(
-            f"fewer independent inputs than width in {_some(thin)}: regularised "
-            f"(a ridge of {max(r.ridge for r in results):g} of the mean eigenvalue); more, or more varied, images help"
-        )
+        sink.note(f"fewer independent inputs than width in {_some(thin)}: more, or more varied, images help")
     slow = [short(r.path) for r in results if r.gap is not None and r.gap > CONVERGED]
     if slow:
         sink.note(f"stopped with the norm possibly over 1 % above the least in {_some(slow)}: --iterations for more")

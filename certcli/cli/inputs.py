@@ -127,23 +127,21 @@ def evaluation_images(
 def calibration_images(
     record: Record, dataset: str | None, data_dir: Path | None, limit: int, seed: int, sink: Sink
 ) -> Images:
-    """Images to calibrate on, labels unused: --dataset, else the one it was trained on, else the embedded digits."""
-    from certcli import data
+    """Images to calibrate on, labels unused; which default serves which network is `certcli.calibration`'s to say."""
+    from certcli import calibration
 
-    name = dataset or record.dataset or "digits"
-    try:
-        images = data.load(name, record.input, "train", data_dir)
-    except DataError:
-        if dataset is not None:
-            raise
-        images = data.load("digits", record.input, "train")
-    images = images.limit(limit, seed)
-    origin = "" if dataset else ", by default" if record.dataset is None else ", which the checkpoint was trained on"
+    images = calibration.calibration_images(record, limit, seed, dataset, data_dir)
+    if dataset is not None:
+        origin = ""
+    elif record.dataset in (images.name, f"torch/{images.name}"):
+        origin = ", which the checkpoint was trained on"
+    else:
+        origin = ", by default: --dataset takes images like those it was trained on"
     sink.note(f"calibration images: {len(images)} of {images.name} ({images.split}){origin}")
     if images.note:
         sink.note(images.note)
-    if dataset is None and images.name == "digits" and record.dataset != "digits":
-        sink.warn("the default calibration images are digits: give --dataset with images like those it was trained on")
+    if dataset is None and record.dataset is not None and record.dataset not in (images.name, f"torch/{images.name}"):
+        sink.warn(f"the checkpoint was trained on {record.dataset}, which is not found here: --dataset, --data-dir")
     return images
 
 

@@ -6,7 +6,7 @@ logits through the new ones says at which eta each image's first choice would go
 made there. Two or three rounds suffice.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,10 +62,10 @@ def constrain_keeping(
     report(round, eta, result) is called for each layer of each round. The eta is at most MOST, and within 15 % of one
     that was refused, or the best of ROUNDS. If every round was refused, eta 0: nothing is changed.
     """
-    if not 0 < keep <= 1:
-        raise UsageError(f"--keep must lie between 0 and 1, not {keep:g}", "--keep 0.95 keeps 95 of 100 first choices")
+    check_keep(keep)
     model = calibration.model
-    originals = {path: model.get_submodule(path).weight.detach().clone() for path in calibration.paths}
+    parameters: dict[str, Any] = {path: model.get_submodule(path).weight for path in calibration.paths}
+    originals = {path: parameter.detach().clone() for path, parameter in parameters.items()}
     best = Kept(0.0, [], witness.compare(witness.before), 0)
     refused, eta = MOST * _NEAR, START
     warm: dict[str, Warm] = {}
@@ -118,6 +118,7 @@ def allowed_share(witness: Witness, logits: torch.Tensor, found: Fidelity, keep:
     return min(4.0, share)
 
 
-def parameters(kept: Kept) -> Mapping[str, Any]:
-    """What the lineage says of the search."""
-    return {"eta_found": kept.eta, "rounds": kept.rounds}
+def check_keep(keep: float) -> None:
+    """UsageError unless 0 < keep <= 1."""
+    if not 0 < keep <= 1:
+        raise UsageError(f"--keep must lie between 0 and 1, not {keep:g}", "--keep 0.95 keeps 95 of 100 first choices")

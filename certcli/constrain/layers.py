@@ -162,6 +162,7 @@ def sampled(module: nn.Module, value: Tensor, count: int, seed: int) -> Iterator
         tokens = value.flatten(1, -2) if value.dim() > 2 else value[:, None]
         yield tokens[:, _drawn(tokens.shape[1], count, generator).to(value.device)].flatten(0, 1)
         return
+    assert isinstance(module, nn.Conv2d)
     for piece in rows(module, value, value.dtype):
         images = piece.unflatten(0, (-1, _positions(module, value)))
         yield images[:, _drawn(images.shape[1], count, generator).to(value.device)].flatten(0, 1)

@@ -20,7 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.constrain.layers import Batches, geometry, module_at, proven_norm, refusal, require_finite, rows, sampled, stream
+from certcli.constrain.layers import (
+    Batches,
+    geometry,
+    module_at,
+    proven_norm,
+    refusal,
+    require_finite,
+    rows,
+    sampled,
+    stream,
+)
 from certcli.errors import DataError, UsageError
 
 
@@ -176,7 +186,9 @@ def collect(
         raise DataError(f"{groups} groups need at least {groups} batches, there are {count}", "use fewer groups")
     held_out: dict[str, Tensor] = {}
     if held_out_batches is not None:
-        held_out = {path: one.grams[0] for path, one in _accumulate(model, held_out_batches, paths, 1, sample)[0].items()}
+        held_out = {
+            path: one.grams[0] for path, one in _accumulate(model, held_out_batches, paths, 1, sample)[0].items()
+        }
     statistics = {}
     for path in paths:
         if path in sums:

@@ -1,0 +1,56 @@
+"""What `constrain` and `adapt` say first: what the network keeps, end to end, on images that took no part."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from certcli.cli.output import Sink
+
+if TYPE_CHECKING:
+    from certcli.data import Images
+    from certcli.fidelity import Witness
+    from certcli.models import PixelModel
+    from certcli.provenance import Record
+
+
+def witness(
+    model: "PixelModel", images: "Images", held_out: "Images", record: "Record", batch_size: int, sink: Sink
+) -> "Witness":
+    """The original network's word on the held-out images; on all of them where there are too few to hold any out."""
+    from certcli.fidelity import Witness, known_labels
+
+    judges = held_out if len(held_out) else images
+    if not len(held_out):
+        sink.warn(f"{len(images)} images are too few to hold any out: what is kept is measured on those that took part")
+    labels, why = known_labels(judges, record)
+    if why:
+        sink.note(f"accuracy is not measured: {why}")
+    found = Witness(model, judges, labels, batch_size)
+    for doubt in found.doubts(record):
+        sink.warn(doubt)
+    return found
+
+
+def told(witness: "Witness", model: "PixelModel", took_part: bool) -> dict[str, Any]:
+    """The JSON form of what `model` keeps."""
+    found = witness.compare(witness.logits(model)).to_json()
+    return {**found, "dataset": witness.images.name, "took_part": took_part}
+
+
+def show(kept: Mapping[str, Any], sink: Sink) -> None:
+    """The headline, in sentences."""
+    where = "that took part" if kept["took_part"] else "that took no part"
+    share = between(kept["agreement"], kept["agreement_interval"])
+    sink.text(
+        f"kept, on {kept['images']} images of {kept['dataset']} {where}: first choice on {share}, "
+        f"logits to {100 * kept['logits_error']:.1f} %"
+    )
+    if kept["accuracy_after"] is not None:
+        before, after = (
+            between(kept[f"accuracy_{when}"], kept[f"accuracy_{when}_interval"]) for when in ("before", "after")
+        )
+        sink.text(f"accuracy on them: {before} -> {after}")
+
+
+def between(share: float, interval: list[float]) -> str:
+    """\"79.0 % (70 to 86)\": a share with its 95 % interval."""
+    return f"{100 * share:.1f} % ({100 * interval[0]:.0f} to {100 * interval[1]:.0f})"

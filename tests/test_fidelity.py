@@ -1,0 +1,160 @@
+"""End to end: what counts as kept, how far a network may go, what `constrain --keep` finds, which doubts are said."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from certcli import data, models
+from certcli.calibration import synthetic_photographs
+from certcli.checkpoint import Checkpoint
+from certcli.cli.main import app
+from certcli.data import Images
+from certcli.fidelity import Fidelity, Witness, known_labels
+from certcli.provenance import InputSpec
+
+CPU = torch.device("cpu")
+
+
+def images_of(pixels: Tensor, labels: Tensor | None = None, classes: tuple[str, ...] = ("a", "b", "c")) -> Images:
+    count = len(pixels)
+    labels = torch.zeros(count, dtype=torch.long) if labels is None else labels
+    return Images("own", "train", classes, labels, torch.arange(count), lambda positions: pixels[list(positions)])
+
+
+@pytest.fixture
+def witness() -> Witness:
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.rand(40, 3, 4, 4, generator=generator)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3)).eval()
+    with torch.no_grad():
+        labels = net(pixels).argmax(1)
+    return Witness(net, images_of(pixels), labels)
+
+
+def test_what_is_kept_is_counted(witness: Witness) -> None:
+    assert witness.compare(witness.before) == Fidelity(40, 40, 0.0, 40, 40)
+    after = witness.before.clone()
+    after[:10] = -after[:10]
+    found = witness.compare(after)
+    assert found.same < 40
+    assert found.right_after == found.same  # the labels are the old first choices
+    assert found.error == pytest.approx(float(2 * witness.before[:10].norm() / witness.before.norm()))
+    low, high = found.to_json()["agreement_interval"]
+    assert low < found.agreement < high
+
+
+def test_the_reach_is_where_a_first_choice_goes(witness: Witness) -> None:
+    """On both sides of each image's t the straight line from old to new logits says so itself."""
+    after = witness.before + torch.randn(witness.before.shape, generator=torch.Generator().manual_seed(1)).double()
+    reach = witness.reach(after)
+    old = witness.before.argmax(1)
+    for shift, stays in ((1 - 1e-6, True), (1 + 1e-6, False)):
+        for row in reach.isfinite().nonzero().flatten().tolist():
+            there = witness.before[row] + shift * reach[row] * (after[row] - witness.before[row])
+            assert (int(there.argmax()) == int(old[row])) == stays
+    assert bool(reach.isfinite().any())
+
+
+DOUBTS = {
+    "few": (lambda pixels: images_of(pixels[:20]), None, "only 20 images"),
+    "grey": (lambda pixels: images_of(pixels[:, :1].expand(-1, 3, -1, -1)), None, "are grey"),
+    "one choice": (lambda pixels: images_of(pixels[:1].expand(60, -1, -1, -1)), None, "same first choice"),
+    "another network's classes": (lambda pixels: images_of(pixels), "wrong", "about chance"),
+}
+
+
+@pytest.mark.parametrize(("make", "labels", "said"), DOUBTS.values(), ids=DOUBTS)
+def test_images_that_say_little_are_doubted(tiny: Checkpoint, make: Any, labels: str | None, said: str) -> None:
+    record = replace(tiny.record, input=InputSpec((3, 4, 4), (0.5,) * 3, (0.5,) * 3))
+    pixels = torch.rand(60, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3)).eval()
+    with torch.no_grad():
+        wrong = (net(pixels).argmax(1) + 1) % 3
+    found = Witness(net, make(pixels), wrong if labels else None).doubts(record)
+    assert any(said in doubt for doubt in found), found
+    fine = Witness(net, images_of(pixels), None).doubts(record)
+    assert fine == []
+
+
+def test_labels_count_only_where_they_mean_the_network_s_classes(plain: Checkpoint, tiny: Checkpoint) -> None:
+    digits = data.load("digits", plain.record.input, "train").limit(20)
+    assert known_labels(digits, plain.record)[0] is not None
+    colour = replace(tiny.record, input=InputSpec((3, 32, 32), (0.5,) * 3, (0.5,) * 3))
+    assert known_labels(data.load("digits", colour.input, "train").limit(20), colour)[0] is None
+    assert known_labels(synthetic_photographs(colour.input, 2), colour) == (None, "")
+    labels, why = known_labels(digits, replace(plain.record, classes=7, class_names=None))
+    assert labels is None
+    assert "10 classes" in why
+
+
+@pytest.mark.parametrize("keep", [0.8, 0.98])
+def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, keep: float) -> None:
+    """As many first choices stay as were asked for, judged by the written file, and a lower --keep lowers the norms more."""
+    source, out = workshop / "plain.safetensors", tmp_path / "out.safetensors"
+    words = ["constrain", source, "--keep", keep, "--limit", 400, "--json", "-o", out]
+    outcome = CliRunner().invoke(app, [str(word) for word in words])
+    assert outcome.exit_code == 0, outcome.exception
+    report = json.loads(outcome.stdout)
+    kept = report["kept"]
+    assert kept["images"] == 80
+    assert not kept["took_part"]
+    old, new = (models.load(Checkpoint.read(path), CPU) for path in (source, out))
+    images = data.load("digits", Checkpoint.read(source).record.input, "train").limit(400, 0)
+    pixels, labels = images.select(range(0, 400, 5)).tensors()
+    with torch.no_grad():
+        before, after = old(pixels), new(pixels)
+    same = float((before.argmax(1) == after.argmax(1)).double().mean())
+    assert same == kept["agreement"] >= keep
+    # kernels on batches of another size differ by some 1e-6 of the logits
+    assert kept["logits_error"] == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-3)
+    assert kept["accuracy_before"] == float((before.argmax(1) == labels).double().mean())
+    assert kept["accuracy_after"] == float((after.argmax(1) == labels).double().mean())
+    assert all(layer["after"] <= layer["before"] for layer in report["layers"])
+    assert len({layer["eta"] for layer in report["layers"]}) == 1
+    # not timid: at least a tenth off the product of the layers' norms
+    ratio = torch.tensor([layer["after"] / layer["before"] for layer in report["layers"]]).prod()
+    assert float(ratio) < 0.9
+    (evidence,) = [entry for entry in Checkpoint.read(out).record.evidence if entry.command == "constrain"]
+    assert evidence.result["agreement"] == kept["agreement"]
+
+
+def test_without_data_a_network_of_photographs_is_judged_on_synthetic_ones(tmp_path: Path) -> None:
+    source, out = tmp_path / "net.safetensors", tmp_path / "out.safetensors"
+    runner = CliRunner()
+    small = [part for pair in ("embed_dim=16", "depth=1", "num_heads=2") for part in ("--arch-arg", pair)]
+    assert runner.invoke(app, ["init", "certvit_vit_cifar10", *small, "-o", str(source)]).exit_code == 0
+    found = runner.invoke(app, ["constrain", str(source), "--beta", "0.01", "--limit", "60", "--json", "-o", str(out)])
+    assert found.exit_code == 0, found.exception
+    kept = json.loads(found.stdout)["kept"]
+    assert (kept["dataset"], kept["accuracy_after"]) == ("synthetic photographs", None)
+    assert kept["agreement"] >= 0.95
+    assert kept["logits_error"] <= 4 * 0.05 + 1e-9
+    assert "only 12 images" in found.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_too_few_images_to_hold_any_out_are_said(tiny: Checkpoint, tmp_path: Path, count: int) -> None:
+    source = tmp_path / "tiny.safetensors"
+    tiny.write(source)
+    words = ["constrain", source, "--limit", count, "--json", "-o", tmp_path / "out.safetensors"]
+    outcome = CliRunner().invoke(app, [str(word) for word in words])
+    assert outcome.exit_code == 0, outcome.exception
+    assert json.loads(outcome.stdout)["kept"]["took_part"] is True
+    assert "too few to hold any out" in outcome.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize("keep", [0, 1.5])
+def test_a_share_is_a_share(tiny: Checkpoint, tmp_path: Path, keep: float) -> None:
+    source = tmp_path / "tiny.safetensors"
+    tiny.write(source)
+    outcome = CliRunner().invoke(app, ["constrain", str(source), "--keep", str(keep)])
+    assert outcome.exit_code != 0
+    assert "--keep must lie between 0 and 1" in str(outcome.exception) + outcome.output
