@@ -22,7 +22,7 @@ class Method:
 
     beta: Annotated[float, typer.Option(help="Strength of the proximal map, the same scale for every layer.")] = 0.01
     keep: Annotated[
-        float, typer.Option(help="Share of first choices to keep on held-out images: the layers' eta is found by it.")
+        float, typer.Option(help="Share of first choices to keep, on held-out images: the layers' eta is found by it.")
     ] = 0.95
     eta: Annotated[
         float | None,
@@ -48,7 +48,7 @@ class Method:
     ] = 0.3
     tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of an image that count; 0: all, with products in float64.")
-    ] = 64
+    ] = 50
 
     def options(self) -> "network.Options":
         """Checked; the core's own object."""
@@ -91,7 +91,7 @@ def constrain(
     source: Source,
     method: Method = Method(),
     layers: Layers = Layers(),
-    data: Calibration = Calibration(limit=500),
+    data: Calibration = Calibration(limit=300),
     machine: Machine = Machine(batch_size=50),
     output: Output = Output(),
     talk: Talk = Talk(),

@@ -44,6 +44,10 @@ def show(kept: Mapping[str, Any], sink: Sink) -> None:
         f"kept, on {kept['images']} images of {kept['dataset']} {where}: first choice on {share}, "
         f"logits to {100 * kept['logits_error']:.1f} %"
     )
+    if kept["dataset"] == "synthetic photographs":
+        sink.note(
+            "synthetic photographs have no class, their first choices are near ties: --dataset for a true agreement"
+        )
     if kept["accuracy_after"] is not None:
         before, after = (
             between(kept[f"accuracy_{when}"], kept[f"accuracy_{when}_interval"]) for when in ("before", "after")

@@ -6,6 +6,7 @@ logits through the new ones says at which eta each image's first choice would go
 made there. Two or three rounds suffice.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,11 +33,12 @@ _NEAR = 1.15
 _SAFE = 0.95
 """Share of the predicted eta that is tried, for the logits move a little faster than the line says."""
 
-ERROR_SHARE = 4.0
+ERROR_SHARE = 2.0
 """On images without classes the logits may be off by this many times the share of first choices that may change.
 
-First choices say nothing where all such images get the same one. On two networks of photographs that share was 0.4 to 0.5
-of the logits' error on their own images.
+First choices among classes that an image does not show are near ties, and fall long before those of a network's own images
+do. Measured on two networks of photographs (1,000 and 10 classes): the share of their own images that changed its first
+choice was .44 to .56 of the logits' error on synthetic ones, for errors from 5 to 15 %.
 """
 
 
@@ -57,7 +59,7 @@ def constrain_keeping(
     witness: Witness,
     report: Callable[[int, float, LayerResult], None] = lambda *_: None,
 ) -> Kept:
-    """Constrain at the largest eta found that leaves at least `keep` of the first choices as they were, and write it.
+    """Constrain at the largest eta found that leaves at least `keep` of the first choices as they were (`keeps`), and write it.
 
     report(round, eta, result) is called for each layer of each round. The eta is at most MOST, and within 15 % of one
     that was refused, or the best of ROUNDS. If every round was refused, eta 0: nothing is changed.
@@ -102,20 +104,19 @@ def constrain_keeping(
 
 
 def keeps(found: Fidelity, keep: float, witness: Witness) -> bool:
-    """Whether enough first choices stay, and, on images without classes, the logits as well (ERROR_SHARE)."""
-    if not witness.images.classes and found.error > ERROR_SHARE * (1 - keep):
-        return False
+    """Whether enough first choices stay; on images without classes, whether the logits do (ERROR_SHARE)."""
+    if not witness.images.classes:
+        return found.error <= ERROR_SHARE * (1 - keep)
     return found.same >= keep * found.images
 
 
 def allowed_share(witness: Witness, logits: torch.Tensor, found: Fidelity, keep: float) -> float:
     """The largest t such that z0 + t (z - z0) keeps enough, by the rule of `keeps`; at most 4, which is far."""
+    if not witness.images.classes:
+        return min(4.0, ERROR_SHARE * (1 - keep) / max(found.error, 1e-12))
     reach = witness.reach(logits).sort().values
-    may_go = found.images - int(-(-keep * found.images // 1))
-    share = float(reach[may_go]) if may_go < len(reach) else 4.0
-    if not witness.images.classes and found.error > 0:
-        share = min(share, ERROR_SHARE * (1 - keep) / found.error)
-    return min(4.0, share)
+    may_go = found.images - math.ceil(keep * found.images)
+    return min(4.0, float(reach[may_go]))
 
 
 def check_keep(keep: float) -> None:
