@@ -59,7 +59,7 @@ def constrain_keeping(
     witness: Witness,
     report: Callable[[int, float, LayerResult], None] = lambda *_: None,
 ) -> Kept:
-    """Constrain at the largest eta found that leaves at least `keep` of the first choices as they were (`keeps`), and write it.
+    """Constrain at the largest eta found that leaves `keep` of the first choices as they were (`keeps`), and write it.
 
     report(round, eta, result) is called for each layer of each round. The eta is at most MOST, and within 15 % of one
     that was refused, or the best of ROUNDS. If every round was refused, eta 0: nothing is changed.
