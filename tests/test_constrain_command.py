@@ -16,7 +16,8 @@ from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
 from certcli.constrain.layers import constrainable
 from certcli.constrain.network import Calibration, Options, constrain_to, network_upper, write
-from certcli.errors import DataError
+from certcli.constrain.statistics import collect
+from certcli.errors import CertvitError, DataError
 from certcli.lipschitz.spectral import spectral_norm
 
 IMAGES = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -95,15 +96,17 @@ def test_too_few_images_are_said(tiny: Checkpoint, tmp_path: Path, images: int, 
 
 
 def test_activations_that_overflow_are_refused_by_name(tiny: Checkpoint, tmp_path: Path) -> None:
-    """The weights are finite: only a forward pass shows it."""
+    """The weights are finite: only a forward pass shows it, of a black image when the file is opened or of the images."""
     model = models.load(tiny, torch.device("cpu"), writable=True)
     model.get_submodule("net.blocks.0.mlp.fc1").weight.data.fill_(3e38)
+    with pytest.raises(DataError, match=r"'net\.blocks\.0\.mlp\.fc2' holds NaN or infinite"):
+        collect(model, [torch.rand(2, *tiny.record.input.size)], constrainable(model))
     broken = replace(tiny, tensors=models.tensors_of(model))
     source, out = tmp_path / "huge.safetensors", tmp_path / "out.safetensors"
     broken.write(source)
     outcome = CliRunner().invoke(app, ["constrain", str(source), "--limit", "20", "-o", str(out)])
-    assert isinstance(outcome.exception, DataError)
-    assert "'net.blocks.0.mlp.fc2' holds NaN or infinite" in outcome.exception.message
+    assert isinstance(outcome.exception, CertvitError)
+    assert "not finite" in outcome.exception.message
     assert not out.exists()
 
 
