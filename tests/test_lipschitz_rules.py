@@ -107,3 +107,38 @@ def test_slope_constants_are_above_the_largest_slope_and_close_to_it(name: str) 
     # between grid points of distance h = 1e-4 a slope is at most h/2 sup|f''| higher, and sup|f''| < 1 where f is smooth;
     # at a maximum that is smooth the excess is h^2, below 1e-8
     assert largest - 1e-8 <= constant <= largest * 1.0002
+
+
+def cancelling_batch_norm() -> nn.Module:
+    """y = x - mean + bias = x + 2, computed as x - mean (1 + 2^-49) + bias = x."""
+    net = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(1, eps=0.0)).double().eval()
+    net[1].running_mean.fill_(2.0**50)
+    net[1].bias.data.fill_(2.0**50 + 2)
+    return net
+
+
+def cancelling_linear() -> nn.Module:
+    """y = (x + 2^50) - 2^50 - 2 = x - 2, computed as (x + 2^50) (1 + 2^-49) - 2^50 - 2 = x."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(1, 1), nn.BatchNorm1d(1, eps=0.0)).double().eval()
+    net[1].weight.data.fill_(1.0)
+    net[1].bias.data.fill_(2.0**50)
+    net[2].bias.data.fill_(-(2.0**50) - 2)
+    return net
+
+
+@pytest.mark.parametrize("make", [cancelling_batch_norm, cancelling_linear])
+def test_shifts_that_cancel_keep_their_size(make: Callable[[], nn.Module]) -> None:
+    """The square of a number up to 3 in size has slopes up to 6; at the image 0, where float64 is exact, the slope is 4."""
+
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) ** 2
+
+    net = Squared().eval()
+    found = float(slope(net, torch.zeros(1, 1, 1, dtype=torch.float64)).detach())
+    assert found == 4
+    assert found <= float(bound_network(net, (1, 1, 1), 1).upper)

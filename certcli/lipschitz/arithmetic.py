@@ -23,6 +23,10 @@ Scalar = Any
 """`Real` in the rigorous arithmetic, a 0-d float64 tensor in the trainable one; both add, multiply and compare."""
 
 
+GAIN_SLACK = 2.0**-47
+"""Relative: what a gain or factor may be off by (2^-49: quotients and roots, rounded away from zero), and its product."""
+
+
 @dataclass(frozen=True)
 class Matrix:
     """The exact matrix lies within `error` (spectral norm) of `tensor`. A vector is a matrix with one column."""
@@ -111,19 +115,19 @@ class Arithmetic(ABC):
         return self._inexact(tensor, a.error + b.error + gamma(2) * self._norm(tensor))
 
     def scale_columns(self, a: Matrix, gains: Tensor) -> Matrix:
-        """a diag(gains): one rounding an entry."""
+        """a diag(gains): one rounding an entry, and GAIN_SLACK of what was rounded before."""
         tensor = a.tensor * gains.to(a.tensor).view(1, -1)
-        return self._inexact(tensor, gamma(2) * self._norm(tensor) + a.error * self._largest(gains))
+        return self._inexact(tensor, GAIN_SLACK * self._norm(tensor) + a.error * self._largest(gains))
 
     def scale_rows(self, a: Matrix, gains: Tensor) -> Matrix:
         """diag(gains) a."""
         tensor = a.tensor * gains.to(a.tensor).view(-1, 1)
-        return self._inexact(tensor, gamma(2) * self._norm(tensor) + a.error * self._largest(gains))
+        return self._inexact(tensor, GAIN_SLACK * self._norm(tensor) + a.error * self._largest(gains))
 
     def scale(self, a: Matrix, factor: float) -> Matrix:
         """factor * a."""
         tensor = a.tensor * factor
-        return self._inexact(tensor, gamma(2) * self._norm(tensor) + a.error * abs(factor))
+        return self._inexact(tensor, GAIN_SLACK * self._norm(tensor) + a.error * abs(factor))
 
     def center_columns(self, a: Matrix) -> Matrix:
         """a P with P = I - 11^T/d: subtract every row's mean. Mean and difference round within gamma_{d+3} |a|_F."""

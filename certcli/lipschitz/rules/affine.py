@@ -11,6 +11,7 @@ from torch.nn import functional
 from certcli.lipschitz.arithmetic import Matrix, Scalar
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.size import Size
+from certcli.lipschitz.spectral import frobenius_norm, up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Value
 from certcli.models import PixelNormalize
@@ -38,7 +39,10 @@ def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
     bias = -module.mean.double().flatten() * gain
     # one float64 rounding in 1 / std: stepping up makes every gain an upper bound of the exact one
     gain = torch.nextafter(gain, torch.full_like(gain, float("inf")))
-    pending = Affine(axis=-3, width=len(std), gain=gain, bias=ctx.arith.matrix(bias.reshape(-1, 1)), source=(ctx.path,))
+    shift = ctx.arith.matrix(bias.reshape(-1, 1))
+    if ctx.arith.rigorous:  # a quotient and a product, each rounded once
+        shift = replace(shift, error=up(2.0**-51 * frobenius_norm(bias)))
+    pending = Affine(axis=-3, width=len(std), gain=gain, bias=shift, source=(ctx.path,))
     # a pixel in [0, 1] becomes a number in [-mean / std, (1 - mean) / std]
     mean = module.mean.double().flatten()
     reach = float((torch.maximum(mean.abs(), (1 - mean).abs()) * gain).max()) * (1 + 1e-12)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.table import NoRule
-from certcli.lipschitz.arithmetic import Matrix, Scalar
+from certcli.lipschitz.arithmetic import GAIN_SLACK, Matrix, Scalar
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.convolution_estimate import Geometry
 from certcli.lipschitz.rules.affine import size_after
@@ -100,7 +100,7 @@ def _scaled_inputs(ctx: Context, weight: Tensor, pending: Affine, axes: int) -> 
     weight = weight.detach().double() if rigorous else weight
     if pending.gain is not None:
         weight = weight * pending.gain.to(weight).view(1, -1, *[1] * axes)
-        error = up(gamma(2) * frobenius_norm(weight), 4) if rigorous else 0.0
+        error = up(GAIN_SLACK * frobenius_norm(weight), 4) if rigorous else 0.0
     if pending.centered:
         # every output channel's mean over the input channels is taken off; the mean's error is gamma_{c+3} of the whole
         if rigorous:
@@ -120,7 +120,7 @@ def scaled_outputs(ctx: Context, conv: Convolution, gain: Tensor) -> Convolution
     error = 0.0
     if rigorous:
         largest = float(gain.detach().double().abs().max())
-        error = up(conv.error * largest + gamma(2) * frobenius_norm(weight), 4)
+        error = up(conv.error * largest + GAIN_SLACK * frobenius_norm(weight), 4)
     return replace(
         conv,
         weight=weight,

@@ -11,7 +11,7 @@ from torch.nn import functional
 from certcli.engine.table import NoRule
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.convolution import scaled_outputs
-from certcli.lipschitz.spectral import up
+from certcli.lipschitz.spectral import frobenius_norm, up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Convolution, Value
 from certcli.nn.norms import CenterNorm
@@ -109,18 +109,23 @@ def batch_statistics(
     ctx.require(bool((spread > 0).all()), "a variance of 0 without eps")
     # three roundings: 2^-49 covers them, away from zero, so that gains stay upper bounds of the exact ones
     gain = (torch.ones_like(spread) if weight is None else weight.double()) / spread * (1 + 2.0**-49)
-    shift = -mean.double() * gain if bias is None else bias.double() - mean.double() * gain
+    carried = mean.double() * gain
+    shift = -carried if bias is None else bias.double() - carried
+    # the difference may cancel: it is off by the gain's slack and three roundings, relative to its terms
+    error = (carried.abs() + (0.0 if bias is None else bias.double().abs())) * 2.0**-48
     if not ctx.arith.rigorous:
-        gain, shift = gain.detach(), shift.detach()
+        gain, shift, error = gain.detach(), shift.detach(), torch.zeros_like(error)
     axis = 1 - len(x.shape)
     x = scale_features(ctx, x, gain, axis)
     conv = x.waiting
     if isinstance(conv, Convolution):
-        bias_size = shift.abs() * (1 + 1e-12)
+        bias_size = (shift.abs() + error) * (1 + 1e-12)
         return replace(x, waiting=replace(conv, bias=bias_size + (0 if conv.bias is None else conv.bias.abs())))
     pending = x.pending
     if pending is None:
         raise AssertionError("a scale is pending")
     offset = ctx.arith.matrix(shift.reshape(-1, 1))
+    if ctx.arith.rigorous:
+        offset = replace(offset, error=frobenius_norm(error))
     total = offset if pending.bias is None else ctx.arith.add(pending.bias, offset)
     return replace(x, waiting=replace(pending, bias=total, result=None))
