@@ -58,6 +58,12 @@ def pipe(folder: Path) -> None:
     os.mkfifo(folder / "pipe.png")
 
 
+def device(folder: Path) -> None:
+    """A link to one: code that replaces what it should not then replaces a link in the test's folder, not the device."""
+    (folder / "device.safetensors").symlink_to("/dev/full")
+    (folder / "device.png").symlink_to("/dev/null")
+
+
 def dangling(folder: Path) -> None:
     (folder / "gone.png").symlink_to("nowhere.png")
 
@@ -99,8 +105,8 @@ CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
     (nothing, ["certify", M, "--plot", "new.png", "--records", "./new.png"], "would both write"),
     (nothing, ["constrain", M, "-o", "new.safetensors", "--plot", "new.safetensors"], "would both write"),
     # no files
-    (nothing, ["constrain", M, "-o", "/dev/full", "--force"], "device or a pipe"),
-    (nothing, ["lipschitz", M, "--plot", "/dev/null", "--force"], "device or a pipe"),
+    (device, ["constrain", M, "-o", "device.safetensors", "--force"], "device or a pipe"),
+    (device, ["lipschitz", M, "--plot", "device.png", "--force"], "device or a pipe"),
     (pipe, ["lipschitz", M, "--plot", "pipe.png", "--force"], "device or a pipe"),
     (nothing, ["lipschitz", M, "--plot", "photos", "--force"], "is a folder"),
     (dangling, ["lipschitz", M, "--plot", "gone.png", "--force"], "leads nowhere"),
