@@ -3,12 +3,20 @@
 The summary and the source serve `--help`, the documentation and the tests, none of which may import torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 from certcli.errors import UsageError
+
+
+def one_of(name: str, known: Iterable[str]) -> str:
+    """A hint: the names there are, and first of all the one that was probably meant."""
+    names = list(known)
+    near = get_close_matches(name, names, 1)
+    return (f"did you mean '{near[0]}'? " if near else "") + f"one of: {', '.join(names)}"
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class Registry:
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
-            raise UsageError(f"unknown {self.kind} '{name}'", f"one of: {', '.join(self._entries)}")
+            raise UsageError(f"unknown {self.kind} '{name}'", one_of(name, self._entries))
         return self._entries[name]
 
     def __iter__(self) -> Iterator[Entry]:

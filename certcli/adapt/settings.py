@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from certcli.errors import UsageError
+from certcli.registry import one_of
 
 ATTENTIONS = {
     "l2": "l2-attention",
@@ -53,7 +54,7 @@ class AdaptSettings:
             ("--activation", self.activation, ACTIVATIONS),
         ):
             if value not in known:
-                raise UsageError(f"unknown {name} '{value}'", f"one of: {', '.join(known)}")
+                raise UsageError(f"unknown {name} '{value}'", one_of(value, known))
         if self.epochs < -1 or self.distill_epochs < 0 or self.lr <= 0 or self.batch_size < 1:
             raise UsageError("--epochs must be at least -1, --distill at least 0, --lr and --batch-size positive")
         if self.norm_floor is not None and not (self.norm == "floor" and 0 < self.norm_floor < float("inf")):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.errors import UsageError
+from certcli.registry import one_of
 from certcli.threat import Norm, Threat
 
 
@@ -93,5 +94,5 @@ PRESETS = {
 def preset(name: str) -> Preset:
     """The preset of that name; UsageError with the known names when there is none."""
     if name not in PRESETS:
-        raise UsageError(f"unknown preset '{name}'", f"one of: {', '.join(PRESETS)}")
+        raise UsageError(f"unknown preset '{name}'", one_of(name, PRESETS))
     return PRESETS[name]

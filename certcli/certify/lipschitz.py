@@ -55,8 +55,11 @@ class LipschitzCertifier(Certifier):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        upper = float(self.bound.upper)
-        return {"bound": {"upper": upper if upper < float("inf") else "inf", "text": str(self.bound.upper)}}
+        upper = self.bound.upper
+        shown = float(upper)  # infinite where float64 is too small for it, too: then the logarithm tells its size
+        log10 = upper.log10() if upper.finite and upper > 0.0 else None
+        bound = {"upper": shown if shown < float("inf") else "inf", "log10_upper": log10}
+        return {"bound": {**bound, "upper_finite": bool(upper.finite), "upper_text": str(upper)}}
 
     @torch.no_grad()
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:

@@ -111,7 +111,10 @@ class Results:
     """What is written beside the document, and what it must meet."""
 
     minimum: Annotated[
-        float | None, typer.Option("--min-robust", help="Exit 7 below this share at the smallest radius.")
+        float | None,
+        typer.Option(
+            "--min-robust", parser=options.share, metavar="A", help="Exit 7 below this share at the smallest radius."
+        ),
     ] = None
     records: options.Records = None
     resume: options.Resume = False
@@ -131,10 +134,6 @@ class Results:
 
     def check(self, chosen: Chosen) -> None:
         """UsageError on wishes that contradict, before any work."""
-        from certcli.evaluation import require_share
-
-        if self.minimum is not None:
-            require_share(self.minimum, "--min-robust")
         if self.resume and self.keeps_images:
             raise UsageError(
                 "--resume knows no images of what was attacked before", "leave out --save-examples, --gallery"

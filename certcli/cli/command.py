@@ -12,6 +12,7 @@ own default. A field may be a group again. Two groups of one command may not sha
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -19,6 +20,8 @@ from functools import wraps
 from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 from typer.models import ArgumentInfo, OptionInfo
+
+from certcli.errors import UsageError
 
 Mark = TypeVar("Mark")
 PANEL = "__panel__"
@@ -59,6 +62,10 @@ def command(*examples: str, page: str) -> Callable[[Callable[..., None]], Callab
 
         @wraps(function)
         def expanded(**given: Any) -> None:
+            for name, value in given.items():
+                if isinstance(value, float) and not math.isfinite(value):  # float("nan") parses, and passes every gate
+                    option = spelling(name, info_of(flat[name].annotation))[-1]
+                    raise UsageError(f"{option} {value} is not a finite number", f"certvit {function.__name__} --help")
             built = {name: _build(kind, given) for name, kind in groups.items()}
             function(**built, **given)
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from certcli.cli.output import Sink, percent
-from certcli.cli.views import log10_or_none, number
+from certcli.cli.output import Sink, percent, stated
 
 if TYPE_CHECKING:
     from certcli.models import PixelModel
@@ -44,10 +43,8 @@ def document(path: Path, before: Any, after: Any, kept: Mapping[str, Any], resul
     return {
         "output": str(path),
         "kept": dict(kept),
-        "upper_before": number(before),
-        "upper_after": number(after),
-        "log10_upper_before": log10_or_none(before),
-        "log10_upper_after": log10_or_none(after),
+        **stated("upper_before", before),
+        **stated("upper_after", after),
         "clean_before": kept["accuracy_before"],
         "clean_after": kept["accuracy_after"],
         "layers": [

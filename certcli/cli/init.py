@@ -39,6 +39,8 @@ class Architecture:
         if self.pretrained:
             if self.classes is not None:
                 raise UsageError("--pretrained keeps the published classes", "drop --classes, or fine-tune afterwards")
+            if given.mean or given.std:
+                raise UsageError("--pretrained keeps the published mean and std", "drop --mean and --std")
             return open_checkpoint(self.arch, given)
         arguments = parse_arguments(self.arch_arg) | ({} if self.classes is None else {"num_classes": self.classes})
         return fresh(self.arch, arguments, given, self.seed)

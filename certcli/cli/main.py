@@ -11,8 +11,9 @@ import typer
 
 from certcli import __version__
 from certcli.cli import adapt, attack, certify, constrain, finetune, init, lipschitz, log
-from certcli.cli.output import Sink
-from certcli.errors import CertvitError, Interrupted
+from certcli.cli.output import Sink, plain
+from certcli.cli.streams import Interrupts, guarded
+from certcli.errors import CertvitError, Interrupted, UsageError
 
 app = typer.Typer(
     name="certvit",
@@ -69,33 +70,60 @@ def about(
 
 
 def run() -> None:
-    """The console script. Exit codes: docs/exit-codes.md."""
-    # Threads that spin while they wait cost a factor of ten as soon as another process wants the cores (measured: 109 s
-    # against 8 s for ten epochs on two busy cores); this must be said before torch loads OpenMP.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    """Parse and do; every way to end is one line and a documented exit code (docs/exit-codes.md)."""
     Sink.concluded = False
-    try:
-        app()
-    except CertvitError as failure:
-        _report(failure.message, failure.hint, failure.code)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; so do we, quietly
-        sys.exit(0)
-    except MemoryError:
-        _report("out of memory", "try a smaller --batch-size or --limit", 1)
-    except Exception as failure:
-        if os.environ.get("CERTVIT_DEBUG"):
-            raise
-        reason = (str(failure).splitlines() or [""])[0][:300]
-        _report(f"a bug: {type(failure).__name__}: {reason}", "run again with CERTVIT_DEBUG=1 for a traceback", 1)
-
-
-def _report(message: str, hint: str, code: int) -> None:
-    if "--json" in sys.argv and not Sink.concluded:
-        sys.stdout.write(json.dumps({"error": message, "hint": hint, "code": code}) + "\n")
-    sys.stderr.write(f"certvit: {message}" + (f"\n  hint: {hint}" if hint else "") + "\n")
+    with guarded() as out, Interrupts() as interrupts:
+        code = _run(interrupts)
+        out.flush()
+        if out.failure and code == 0:
+            code = _report(f"cannot write to stdout: {out.failure}", "the result is lost; write it to a file", 8)
     sys.exit(code)
 
 
+def _run(interrupts: Interrupts) -> int:
+    try:
+        returned = app(prog_name="certvit", standalone_mode=False)
+        code = returned if isinstance(returned, int) else 0
+        return _report("interrupted", "", code) if code == Interrupted.code else code
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        return _report("interrupted", "", Interrupted.code)
+    except CertvitError as failure:
+        return _report(failure.message, failure.hint, failure.code)
+    except MemoryError:
+        return _report("out of memory", "try a smaller --batch-size or --limit", 1)
+    except Exception as failure:
+        if os.environ.get("CERTVIT_DEBUG"):
+            raise
+        if interrupts.seen or isinstance(failure, typer.Abort):
+            return _report("interrupted", "", Interrupted.code)
+        if hasattr(failure, "format_message"):  # Typer's own: a wrong option, a missing argument
+            return _usage(failure)
+        reason = (str(failure).splitlines() or [""])[0][:300]
+        return _report(
+            f"a bug: {type(failure).__name__}: {reason}", "run again with CERTVIT_DEBUG=1 for a traceback", 1
+        )
+
+
+def _usage(failure: Any) -> int:
+    """A usage error as one line and the command whose help says more; help that was shown instead is no error to name."""
+    if type(failure).__name__ == "NoArgsIsHelpError":
+        return UsageError.code
+    context = getattr(failure, "ctx", None)
+    words = context.command_path if context is not None else "certvit"
+    message = " ".join(failure.format_message().split()).rstrip(".")
+    return _report(message[:1].lower() + message[1:], f"{words} --help", UsageError.code)
+
+
+def _report(message: str, hint: str, code: int) -> int:
+    if "--json" in sys.argv and not Sink.concluded:
+        sys.stdout.write(json.dumps({"error": message, "hint": hint, "code": code}) + "\n")
+    sys.stderr.write(plain(f"certvit: {message}" + (f"\n  hint: {hint}" if hint else "")) + "\n")
+    return code
+
+
 if __name__ == "__main__":
-    run()
+    from certcli.__main__ import run as start
+
+    start()

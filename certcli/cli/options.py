@@ -1,5 +1,6 @@
 """Options that mean the same in every command. No torch here: `certvit COMMAND --help` must be instant."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -25,12 +26,26 @@ class Writes:
 
 
 def fraction(text: str) -> float:
-    """A number, or a quotient as in 8/255."""
+    """A radius: finite and >= 0, a number or a quotient as in 8/255."""
     try:
         above, _, below = str(text).partition("/")
-        return float(above) / float(below or 1)
+        value = float(above) / float(below or 1)
     except (ValueError, ZeroDivisionError) as failure:
         raise typer.BadParameter(f"'{text}' is neither a number nor a quotient such as 8/255") from failure
+    if not 0 <= value < math.inf:
+        raise typer.BadParameter(f"{text} is not a finite number >= 0, as radii are")
+    return value
+
+
+def share(text: str) -> float:
+    """A share of the images, as gates demand it: in [0, 1]."""
+    try:
+        value = float(text)
+    except ValueError as failure:
+        raise typer.BadParameter(f"'{text}' is not a number") from failure
+    if not 0 <= value <= 1:
+        raise typer.BadParameter(f"{text} is no share of the images: 0.9 demands 90 %")
+    return value
 
 
 CheckpointArgument = Annotated[

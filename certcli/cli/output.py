@@ -9,8 +9,32 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from certcli.errors import CertvitError
+
+LONGEST_WHOLE = 24
+"""Characters of a cell that is never wrapped; longer ones, with blanks in them, are remarks."""
+NARROWEST_REMARK = 30
+"""Columns of a terminal that remarks must have, to stand in a table."""
+
+
+def plain(text: str) -> str:
+    """Text as a terminal may have it: every character that is not printable (escapes, directions) spelled out."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def stated(name: str, value: Any) -> dict[str, Any]:
+    """A proven bound for JSON. `name` is "inf" both where there is none and where float64 is too small for it; which of
+    the two, `<name>_finite` says, and then `log10_<name>` and `<name>_text` hold its size.
+    """
+    shown = float(value)
+    return {
+        name: shown if shown < float("inf") else "inf",
+        f"log10_{name}": value.log10() if value.finite and value > 0.0 else None,
+        f"{name}_finite": bool(value.finite),
+        f"{name}_text": str(value),
+    }
 
 
 class Gate:
@@ -45,8 +69,8 @@ class Sink:
     def __init__(self, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
         self.quiet = quiet
-        self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._out = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 160)
+        self._err = Console(file=sys.stderr, highlight=False)
         Sink.concluded = False
 
     def document(self, data: Mapping[str, Any], gate: Gate | None = None) -> None:
@@ -61,45 +85,82 @@ class Sink:
             sys.stdout.flush()
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Rows of cells: names and numbers stay whole, headings and remarks are wrapped between words.
+
+        Where remarks (a last column of sentences) would be squeezed into a strip they follow the table, a line each.
+        """
         if self.as_json:
             return
+        cells = [[plain(cell) for cell in row] for row in rows]
+        last = len(columns) - 1
+        remarks = [n for n in range(1, last + 1) if any(" " in row[n] and len(row[n]) > LONGEST_WHOLE for row in cells)]
+        widths = _widths(columns, cells, remarks, self._out.width)
+        below = [last] if last in remarks and (widths is None or widths[last] < NARROWEST_REMARK) else []
+        if below:
+            widths = _widths(columns[:-1], [row[:-1] for row in cells], remarks[:-1], self._out.width)
         table = Table(header_style="bold", box=None, pad_edge=False)
-        for number, column in enumerate(columns):
-            table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        width = None if sys.stdout.isatty() else 160
-        console = Console(file=sys.stdout, highlight=False, width=width)
-        console.print(title, style="bold", markup=False)  # as Table's own title it would wrap at the table's width
-        console.print(table)
+        for number, column in enumerate(columns[: len(columns) - len(below)]):
+            side: Any = "left" if number == 0 or number in remarks else "right"
+            table.add_column(column, justify=side, overflow="fold", width=widths[number] if widths else None)
+        for row in cells:
+            table.add_row(*(Text(cell) for cell in row[: len(columns) - len(below)]))
+        self._print(self._out, title, "bold")  # as Table's own title it would wrap at the table's width
+        self._out.print(table)
+        for row in cells if below else []:
+            if row[-1]:
+                self._print(self._out, f"{row[0]}: {row[-1]}")
 
     def text(self, line: str) -> None:
         """A sentence that belongs to the result."""
         if not self.as_json:
-            self._out.print(line, markup=False)
+            self._print(self._out, line)
 
     def note(self, line: str) -> None:
         """A remark: which images were used, where the file went."""
         if not self.quiet:
-            self._err.print(line, markup=False, style="dim")
+            self._print(self._err, line, "dim")
 
     def warn(self, line: str) -> None:
-        self._err.print(line, markup=False, style="yellow")
+        self._print(self._err, line, "yellow")
+
+    def _print(self, console: Console, line: str, style: str = "") -> None:
+        """The one place where words meet a terminal: no markup, no escapes; wrapped between words where a person reads."""
+        console.print(Text(plain(line), style), soft_wrap=not console.is_terminal)
 
     @contextmanager
     def progress(self, label: str, total: int | None) -> Iterator["Bar"]:
         """A bar with time left on stderr; silent with --quiet or when stderr is not a terminal."""
         silent = self.quiet or not sys.stderr.isatty()
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[remark]}"),
+            TextColumn("{task.fields[remark]}", markup=False),
         )
         with Progress(*columns, console=self._err, transient=True, disable=silent) as progress:
             yield Bar(progress, progress.add_task(label, total=total, remark=""))
+
+
+def _widths(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], remarks: Sequence[int], room: int
+) -> list[int] | None:
+    """Of each column: as wide as its cells, and less where headings and remarks can wrap; None where that does not fit."""
+    wide, least = [], []
+    for number, column in enumerate(columns):
+        cells = [row[number] for row in rows]
+        words = [part for cell in cells for part in cell.split()] if number in remarks else cells
+        wide.append(max(map(len, [column, *cells])))
+        least.append(max(map(len, [*column.split(), *words]), default=1))
+    over = sum(wide) + 2 * (len(columns) - 1) - room
+    while over > 0:
+        slack, number = max((wide[n] - least[n], n) for n in range(len(columns)))
+        if slack == 0:
+            return None
+        wide[number] -= 1
+        over -= 1
+    return wide
 
 
 class Bar:
@@ -109,7 +170,7 @@ class Bar:
         self._progress, self._task = progress, task
 
     def advance(self, steps: int = 1, remark: str = "") -> None:
-        self._progress.update(self._task, advance=steps, remark=remark)
+        self._progress.update(self._task, advance=steps, remark=plain(remark))
 
 
 def percent(share: float | None) -> str:

@@ -240,13 +240,13 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
     except NoBoundError as failure:
         sink.note(failure.message)
         clean = plain_accuracy(load_double(checkpoint), validation)
-        return {"clean": clean, "certified": 0.0, "upper": "inf", "upper_text": "inf"}
+        nothing = {"upper": "inf", "log10_upper": None, "upper_finite": False, "upper_text": "inf"}
+        return {"clean": clean, "certified": 0.0, **nothing}
     rows = [row for batch in certify(certifier, validation, 256) for row in batch]
     found = certified_accuracy(rows, [epsilon])
     bound = certifier.about["bound"]
     return {
         "clean": found.clean,
         "certified": found.certified[f"{epsilon:g}"],
-        "upper": bound["upper"],
-        "upper_text": bound["text"],
+        **bound,
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.groups import Calibration, Machine, Source
-from certcli.cli.output import Gate, Sink
+from certcli.cli.output import Gate, Sink, stated
 from certcli.errors import CheckpointError, GateError
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
         "schema": 1,
         "checkpoint": audited.checkpoint.digest,
         "arch": audited.checkpoint.record.arch,
-        "upper": number(found.upper),
-        "log10_upper": log10_or_none(found.upper),
+        **stated("upper", found.upper),
         "lower": lower,
         "why": found.bound.why,
         "attention_weight": attention_weight(model),
@@ -84,9 +83,8 @@ def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
                 "path": charge.path,
                 "kind": charge.kind,
                 "shape": weight_shape(model, charge.path),
-                "upper": number(charge.constant),
-                "log10_upper": log10_or_none(charge.constant),
-                "log10_cumulative": log10_or_none(charge.cumulative),
+                **stated("upper", charge.constant),
+                "log10_cumulative": stated("cumulative", charge.cumulative)["log10_cumulative"],
                 "law": charge.law,
                 "why": charge.why,
             }
@@ -131,16 +129,6 @@ def weight_shape(model: Any, path: str) -> list[int] | None:
     except AttributeError:
         return None
     return None if weight is None else list(weight.shape)
-
-
-def number(value: Any) -> float | str:
-    """A bound for JSON: "inf" when there is none, or when it is beyond float64."""
-    shown = float(value)
-    return shown if shown < float("inf") else "inf"
-
-
-def log10_or_none(value: Any) -> float | None:
-    return value.log10() if value.finite and value > 0.0 else None
 
 
 def show_heads(model: Any, sink: Sink) -> list[dict[str, Any]]:

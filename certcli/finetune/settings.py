@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from certcli.errors import UsageError
 from certcli.finetune.losses import LOSSES
 from certcli.finetune.projections import PROJECTIONS
+from certcli.registry import one_of
 
 OPTIMISERS = ("adamw", "sgd", "stiefel")
 SCHEDULES = ("cosine", "steps")
@@ -134,7 +135,7 @@ class FinetuneSettings:
         for name, known in CHOICES.items():
             value = getattr(self, name)
             if value is not None and value not in known:
-                raise UsageError(f"unknown {name.replace('_', ' ')} '{value}'", f"one of: {', '.join(known)}")
+                raise UsageError(f"unknown {name.replace('_', ' ')} '{value}'", one_of(value, known))
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from certcli.errors import UsageError
 from certcli.models import own_name
 from certcli.nn.l2_attention import L2Attention
+from certcli.registry import one_of
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ FORMULAS: dict[str, tuple[Evaluate, str, str]] = {
 def evaluate(name: str, model: nn.Module, size: tuple[int, ...]) -> Formula:
     """One published formula on this network; UsageError for a name that is not in the table, or without a layer for it."""
     if name not in FORMULAS:
-        raise UsageError(f"unknown formula '{name}'", f"one of: {', '.join(FORMULAS)}")
+        raise UsageError(f"unknown formula '{name}'", one_of(name, FORMULAS))
     function, source, flaw = FORMULAS[name]
     layers = function(model, attention_layers(model, size))
     if not layers:

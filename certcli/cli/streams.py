@@ -1,0 +1,89 @@
+"""The two standard streams as they are in the world: closed, full, read by `head`, of an encoding that lacks a character."""
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class Guarded:
+    """A text stream whose writes never fail: what cannot be written is dropped, and `failure` says why.
+
+    A command whose reader has left (`certvit log m.safetensors | head -1`) finishes: files are written, gates judged.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.failure: str | None = None if stream is not None else "it is closed"
+        self._stream: Any = open(os.devnull, "w") if stream is None else stream  # noqa: SIM115 (as long as the process)
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            self._stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text: str) -> int:
+        self._safely(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._safely(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _safely(self, action: Callable[[], Any]) -> None:
+        if self.failure is not None:
+            return
+        try:
+            action()
+        except (OSError, ValueError) as failure:
+            number = getattr(failure, "errno", None)
+            self.failure = "" if number == errno.EPIPE else getattr(failure, "strerror", None) or str(failure)
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                # what the buffer still holds goes nowhere, else the interpreter fails over it as it ends
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+                self._stream.flush()
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[Guarded]:
+    """sys.stdout and sys.stderr replaced by guarded ones for the time of the block; yields that of stdout."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: else a file opened later would become the stream
+    before = sys.stdout, sys.stderr
+    out: Any = Guarded(sys.stdout)
+    err: Any = Guarded(sys.stderr)
+    sys.stdout, sys.stderr = out, err
+    try:
+        yield out
+    finally:
+        out.flush()
+        err.flush()
+        sys.stdout, sys.stderr = before
+
+
+class Interrupts:
+    """Whether Ctrl-C was pressed: an import that it breaks off may raise anything but KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def __enter__(self) -> "Interrupts":
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is signal.default_int_handler:  # not where a shell has told us to ignore it
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if signal.getsignal(signal.SIGINT) == self._handle:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
