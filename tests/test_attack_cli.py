@@ -128,8 +128,6 @@ REFUSED = [
     (["--preset", "cauchy", "-e", 1.0], "cauchy"),
     (["-a", "pgd", "-a", "pgd"], "twice"),
     (["--norm", "l1"], "l1"),
-    (["-e", -0.1], "-0.1"),
-    (["-e", "nan"], "nan"),
     (["--step-size", 0], "step_size"),
     (["-a", "cw", "--norm", "linf"], "cw"),
     (["--resume"], "--records"),

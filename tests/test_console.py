@@ -63,6 +63,8 @@ USAGE = [
     (["certify", "m", "-e", "inf"], "inf"),
     (["certify", "m", "-e", "-1"], "-1"),
     (["attack", "m", "-e", "1/0"], "1/0"),
+    (["attack", "m", "-e", "-0.1"], "-0.1"),
+    (["attack", "m", "-e", "nan"], "nan"),
     (["certify", "m", "--min-certified", "nan"], "nan"),
     (["certify", "m", "--min-certified", "90"], "90"),
     (["attack", "m", "--min-robust", "nan"], "nan"),
