@@ -23,7 +23,8 @@ LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
 
 def initialised(arch: str, arguments: dict, seed: int = 0) -> Checkpoint:
     net = models.create(arch, arguments, initialise=False)
-    return models.initialise(arch, arguments, models.spec_of(net, size=models.input_size_of(net)), 10, seed)
+    spec = models.spec_of(net, size=models.input_size_of(net))
+    return models.initialise(arch, arguments, spec, models.classes_of(net), seed)
 
 
 @pytest.fixture(scope="module")
