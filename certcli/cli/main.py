@@ -124,6 +124,4 @@ def _report(message: str, hint: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    from certcli.__main__ import run as start
-
-    start()
+    run()
