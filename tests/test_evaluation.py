@@ -289,3 +289,21 @@ def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
     for wrong in ({"radius": -1}, {"radius": "nan"}, {"failure": 1}, {"label": "x"}):
         with pytest.raises(DataError):
             Certificate.from_json({**rows[1].to_json(), **wrong})
+
+
+def test_log_says_over_how_many_images_and_which_are_not_the_same(workshop: Path, tmp_path: Path) -> None:
+    """A share beside a share of other images, or of a statement of chance, says so."""
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    document("certify", workshop / "certified.safetensors", "-e", 0.1, "-o", one)
+    document("attack", one, "-a", "fgsm", "-e", 0.3, "--limit", 20, "--no-checks", "-o", tmp_path / "both.safetensors")
+    noise = ("--method", "smoothing", "--n0", 4, "--samples", 20, "--limit", 5, "-e", 0.1)
+    document("certify", workshop / "plain.safetensors", *noise, "-o", two)
+    lines = certvit("log", tmp_path / "both.safetensors", two).stdout.splitlines()
+    (first,) = [line for line in lines if line.startswith("both")]
+    assert "n = 396" in first
+    assert "at 0.3, n = 20" in first
+    (second,) = [line for line in lines if line.startswith("two")]
+    assert "(probability 0.999)" in second
+    assert any(line.startswith("not the same images: 396 of digits (test); 20 of digits (test); 5") for line in lines)
+    alike = certvit("log", one, one).stdout
+    assert "not the same" not in alike

@@ -86,18 +86,38 @@ def normals(
     purpose: int = CERTIFY,
 ) -> Tensor:
     """Standard normal noise of image images[r], sample samples[r] in row r: (r, *shape) float32."""
-    count = math.prod(shape)
+    nothing = torch.zeros(len(images), *shape, device=device)
+    return noisy(nothing, 1.0, seed, images, samples, purpose)
+
+
+def noisy(
+    pixels: Tensor,
+    sigma: float,
+    seed: int,
+    images: Sequence[int],
+    samples: Sequence[int],
+    purpose: int = CERTIFY,
+    which: Sequence[int] | None = None,
+) -> Tensor:
+    """Row r: pixels[which[r]] + sigma z, with the noise z of image images[r], sample samples[r]: (r, c, h, w) float32.
+
+    which: row of `pixels` for each row, r itself unless given.
+    """
+    shape, device = pixels.shape[1:], pixels.device
+    count, flat = math.prod(shape), pixels.flatten(1)
     half = -(-count // 2)
-    found = torch.empty(len(images), 2 * half, device=device)
+    found = torch.empty(len(images), count, device=device)
     # a few rows at a time on a CPU: what fits in its caches is several times as fast
     step = max(1, _CACHED // max(count, 1)) if device.type == "cpu" else max(1, len(images))
     for start in range(0, len(images), step):
         rows = slice(start, start + step)
         drawn = words(seed, images[rows], samples[rows], 2 * half, device, purpose)
         # 31 bits, so that small u keep all their digits: |z| reaches 6.66; the sign bit would cost the tail its resolution
-        radius = (drawn[:, :half] & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).log_().mul_(-2).sqrt_()
+        radius = (drawn[:, :half] & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).log_().mul_(-2).sqrt_().mul_(sigma)
         angle = drawn[:, half:].float().mul_(math.pi * 2.0**-31)
         # into tensors of their own: torch computes strided ones by another routine, which may differ in the last digit
-        found[rows, :half] = torch.cos(angle).mul_(radius)
-        found[rows, half:] = angle.sin_().mul_(radius)
-    return found[:, :count].reshape(len(images), *shape)
+        first, second = torch.cos(angle).mul_(radius), angle.sin_().mul_(radius)
+        base = flat[rows] if which is None else flat[list(which[rows])]
+        torch.add(base[:, :half], first, out=found[rows, :half])
+        torch.add(base[:, half:], second[:, : count - half], out=found[rows, half:])
+    return found.view(len(images), *shape)

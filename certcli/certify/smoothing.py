@@ -191,15 +191,15 @@ class SmoothingCertifier(Certifier):
         counts = torch.zeros(len(indices) * self._classes, dtype=torch.int64, device=self._device)
         for start in range(0, len(rows), self._batch_size):
             part = rows[start : start + self._batch_size]
-            which = torch.tensor([image for image, _ in part], device=self._device)
-            names, samples = [indices[image] for image, _ in part], [sample for _, sample in part]
-            drawn = noise.normals(self.settings.seed, names, samples, pixels.shape[1:], self._device, self._purpose)
-            logits = self._classify(drawn.mul_(self.settings.sigma).add_(pixels[which]))
+            which, samples = [image for image, _ in part], [sample for _, sample in part]
+            names = [indices[image] for image in which]
+            drawn = noise.noisy(pixels, self.settings.sigma, self.settings.seed, names, samples, self._purpose, which)
+            logits = self._classify(drawn)
             if logits.shape != (len(part), self._classes):
                 raise ArchitectureError(f"the network returns {tuple(logits.shape)} for {len(part)} images")
             if not torch.isfinite(logits).all():
                 raise DataError("the network gives NaN or infinite logits on noisy images", "try --precision float32")
-            cells = which * self._classes + logits.argmax(dim=1)
+            cells = torch.tensor(which, device=self._device) * self._classes + logits.argmax(dim=1)
             counts += torch.bincount(cells, minlength=len(counts))
         return counts.view(len(indices), self._classes).cpu()
 

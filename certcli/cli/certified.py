@@ -1,4 +1,4 @@
-"""What `certify` shows: its document, its table, its figure, its gates."""
+"""What `certify` does between its options and its result: the demand, the methods, what they found."""
 
 from __future__ import annotations
 
@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from certcli.cli.groups import Evaluation, Machine
     from certcli.data import Images
     from certcli.provenance import Record
-
-
-EVIDENCE = (
-    "dataset", "clean", "certified", "average_radius", "images", "method", "failure", "promise", "arithmetic", "parameters",
-)  # fmt: skip
-"""Keys of the document that a checkpoint keeps."""
 
 
 AUTO = "auto"
@@ -191,66 +185,6 @@ def _require_reach(certifier: Certifier, radii: Sequence[float], sink: Sink) -> 
     sink.warn(f"{told}: 0 % at {', '.join(beyond)} says nothing about the network")
 
 
-def document(results: Sequence[Result], reason: str | None, checkpoint: str, images: Images) -> dict[str, Any]:
-    """The one document: what was certified, of which network, on which images, with which promise.
-
-    It speaks of the first method; `methods` holds all of them when there are several, `reason` why auto took it.
-    """
-    from certcli.evaluation import describe
-
-    about: dict[str, Any] = {"schema": 1, "command": "certify", "checkpoint": checkpoint, "dataset": describe(images)}
-    found = {**about, **results[0].to_json()}
-    if reason is not None:
-        found["reason"] = reason
-    if len(results) > 1:
-        found["methods"] = [result.to_json() for result in results]
-    return found
-
-
-def table(results: Sequence[Result], images: Images, sink: Sink) -> None:
-    """One method: certified accuracy at each radius with intervals. Several: one row a method."""
-    where = f"{images.name} ({images.split}), {len(images)} images"
-    if len(results) == 1:
-        _table(results[0], where, sink)
-        return
-    radii = list(results[0].found.certified)
-    sink.table(
-        where,
-        ["method", "promise", "clean", *(f"certified at {e}" for e in radii), "average radius", "seconds an image"],
-        [
-            (
-                result.certifier.method,
-                result.certifier.promise,
-                percent(result.found.clean),
-                *(percent(result.found.certified[e]) for e in radii),
-                f"{result.found.average_radius:.4g}",
-                "-" if result.seconds is None else f"{result.seconds:.3g}",
-            )
-            for result in results
-        ],
-    )
-    for result in results:
-        sink.text(f"{result.certifier.method}: {result.certifier.title}. {result.certifier.statement}")
-
-
-def _table(result: Result, where: str, sink: Sink) -> None:
-    found = result.found
-
-    def between(name: str) -> str:
-        low, high = found.intervals[name]
-        return f"{100 * low:.1f} to {100 * high:.1f}"
-
-    rows = [("clean", percent(found.clean), between("clean"))]
-    rows += [(e, percent(share), between(e)) for e, share in found.certified.items()]
-    columns = ["radius (pixel l2)", "certified accuracy", "95 % interval"]
-    sink.table(f"{where}; {result.certifier.title}", columns, rows)
-    if found.abstained:
-        sink.text(f"abstained: {percent(found.abstained)}")
-    if result.seconds is not None and result.seconds >= 0.01:
-        sink.text(f"{result.seconds:.3g} seconds an image")
-    sink.text(result.certifier.statement)
-
-
 def attacked_shares(path: Path | None, checkpoint: str, images: Images) -> dict[float, dict[int, bool]]:
     """Records of `attack` -> radius -> index -> withstood all l2 attacks there; images attacked at every radius only.
 
@@ -283,35 +217,3 @@ def attacked_shares(path: Path | None, checkpoint: str, images: Images) -> dict[
     return {
         radius: {index: left for index, left in sorted(at.items()) if index in common} for radius, at in found.items()
     }
-
-
-def plot(
-    results: Sequence[Result],
-    attacked: dict[float, dict[int, bool]],
-    network: str,
-    images: Images,
-    path: Path,
-    farthest: float,
-    sink: Sink,
-) -> None:
-    """Certified and attacked shares over the images that all know."""
-    from certcli.report.curve import draw_certified
-
-    common = set(next(iter(attacked.values()))) if attacked else set(images.digests)
-    if len(common) < len(images):
-        sink.note(f"the figure shows the {len(common)} of {len(images)} images that were attacked too")
-    curves: dict[str, list[float]] = {}
-    for result in results:
-        certifier = result.certifier
-        shown = [certificate for certificate in result.rows if certificate.index in common]
-        for certificate in shown if certifier.promise == "proof" else ():
-            broken = [r for r, left in attacked.items() if certificate.holds_at(r) and not left[certificate.index]]
-            if broken:
-                told = f"certified to {certificate.radius:.6g} and broken at {broken[0]:.6g}"
-                sink.warn(f"image {certificate.index} is {told}")
-        promise = "proven" if certifier.promise == "proof" else certifier.promise
-        label = f"{certifier.method}: certified ({promise})"
-        curves[label] = [certificate.radius if certificate.correct else -1.0 for certificate in shown]
-    shares = {radius: sum(left.values()) / len(left) for radius, left in attacked.items()}
-    draw_certified(curves, shares, path, farthest, f"{network} on {images.name} ({images.split})")
-    sink.note(f"wrote {path}")

@@ -88,7 +88,7 @@ def certify(
     talk: Talk = Talk(),
 ) -> None:
     """Share of the images that are classified correctly, certified, within each pixel l2 radius."""
-    from certcli.cli import certified
+    from certcli.cli import certified, certified_view
 
     gate = Gate()
     demand, radii = certified.demand(wanted.minimum, wanted.epsilon)
@@ -114,14 +114,14 @@ def certify(
     ]
     first = results[0]
     demand.ask(first.found, gate)
-    document = certified.document(results, reason, checkpoint.digest, images)
+    document = certified_view.document(results, reason, checkpoint.digest, images)
     sink.document(document, gate)
-    certified.table(results, images, sink)
+    certified_view.table(results, images, sink)
     if wanted.plot is not None:
-        certified.plot(results, attacked, Path(source.ckpt).stem, images, wanted.plot, radii[-1], sink)
+        certified_view.plot(results, attacked, Path(source.ckpt).stem, images, wanted.plot, radii[-1], sink)
     if output.output is not None:
         about = {"dataset": images.name, "split": images.split, "limit": data.limit, "seed": data.seed}
-        result = {name: document[name] for name in certified.EVIDENCE}
+        result = {name: document[name] for name in certified_view.EVIDENCE}
         checkpoint.with_evidence("certify", about, result).write(output.output, output.force)
         sink.note(f"wrote {output.output}")
     gate.enforce()

@@ -67,31 +67,63 @@ def _short(values: Any) -> str:
 
 
 def _compare(read: list[tuple[Path, Any]], sink: Sink) -> None:
-    """Fresh evidence only: what was found about another network says nothing about this one."""
-    rows, radii = [], None
-    for path, ckpt in read:
-        found = {e.command: e.result for e in ckpt.record.evidence if e.digest == ckpt.digest}
-        certified, attacked, audit = found.get("certify"), found.get("attack"), found.get("lipschitz")
-        radius = next(iter(sorted(certified["certified"], key=float)), None) if certified else None
-        radii = radii or radius or (f"{attacked['epsilon']:g}" if attacked else None)
+    """Fresh evidence only: what was found about another network says nothing about this one.
+
+    Each share says over how many images it is, and its radius where that is not the column's.
+    """
+    rows, seen = [], {}
+    found = [
+        {entry.command: entry.result for entry in ckpt.record.evidence if entry.digest == ckpt.digest}
+        for _, ckpt in read
+    ]
+    radius = _radius(found)
+    for (path, _), results in zip(read, found, strict=True):
+        certified, attacked, audit = (results.get(command) for command in ("certify", "attack", "lipschitz"))
+        for judged in ("certify", "attack"):
+            if (images := (results.get(judged) or {}).get("dataset")) is not None:
+                seen[images["digest"]] = f"{images['images']} of {images['name']} ({images['split']})"
         weight = audit.get("attention_weight") if audit else None
         rows.append(
             (
                 path.name.partition(".")[0],
-                percent((certified or attacked or {}).get("clean")),
-                percent(attacked["robust"]) if attacked else "-",
-                percent(certified["certified"][radius]) if certified and radius else "-",
+                _share(certified or attacked, (certified or attacked or {}).get("clean")),
+                _share(attacked, attacked and attacked["robust"], attacked and f"{attacked['epsilon']:g}", radius),
+                _certified(certified, radius),
                 _power(audit.get("log10_upper")) if audit else "-",
                 f"{audit['lower']:.3g}" if audit and audit.get("lower") is not None else "-",
                 "-" if weight is None else f"{weight:.2g}",
             )
         )
-    at = f" at {radii}" if radii else ""
+    at = f" at {radius}" if radius else ""
     sink.table(
-        "Stages (proven unless it says measured; radii pixel l2)",
+        "Stages (proven unless it says measured or probability; radii pixel l2)",
         ["stage", "clean", f"attacked{at}", f"certified{at}", "Lipschitz bound", "slope measured", "attention weight"],
         rows,
     )
+    if len(seen) > 1:
+        sink.text(f"not the same images: {'; '.join(seen.values())}")
+
+
+def _radius(found: list[dict[str, Any]]) -> str | None:
+    """The column's radius: the smallest certified, else the first attacked."""
+    certified = [radius for results in found for radius in results.get("certify", {}).get("certified", {})]
+    attacked = [f"{results['attack']['epsilon']:g}" for results in found if "attack" in results]
+    return min(certified, key=float) if certified else next(iter(attacked), None)
+
+
+def _share(result: Any, share: float | None, radius: str | None = None, column: str | None = None) -> str:
+    if result is None:
+        return "-"
+    return f"{percent(share)}{f' at {radius}' if radius != column else ''}, n = {result['images']}"
+
+
+def _certified(result: Any, column: str | None) -> str:
+    """The share at the column's radius, else at this entry's smallest; a statement of chance says so."""
+    if result is None or not result["certified"]:
+        return "-"
+    radius = column if column in result["certified"] else min(result["certified"], key=float)
+    chance = f" ({result.get('promise', 'probability')})" if result.get("failure") else ""
+    return _share(result, result["certified"][radius], radius, column) + chance
 
 
 def _power(log10: float | None) -> str:

@@ -32,7 +32,7 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except KeyboardInterrupt as stop:
-            hint = "nothing half-written was left; adapt, finetune and attack go on with --resume"
+            hint = "nothing half-written was left; adapt, finetune, certify and attack go on with --resume"
             raise Interrupted("interrupted", hint) from stop
 
     return wrapped
