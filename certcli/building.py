@@ -55,7 +55,7 @@ class Building(TorchDispatchMode):
                 # torch draws a truncated normal until no value is out of range: of what was in memory that may be never
                 return torch.zeros((), dtype=torch.bool, device=args[0].device)
         if all(result.alias_info is None for result in func._schema.returns):
-            self._take(_values(args), any(isinstance(part, Tensor) for part in args))
+            self._take(_values(name, args), any(isinstance(part, Tensor) for part in args))
         return func(*args, **(kwargs or {}))
 
     def _take(self, values: int, computed: bool) -> None:
@@ -72,13 +72,23 @@ class Building(TorchDispatchMode):
             )
 
 
-def _values(args: tuple[Any, ...]) -> int:
+_POINTWISE = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("add", "sub", "rsub", "mul", "div", "pow", "eq", "ne", "lt", "gt", "le", "ge", "where", "maximum", "minimum"),
+        *("remainder", "floor_divide", "fmod", "atan2", "hypot", "bitwise_and", "bitwise_or", "bitwise_xor"),
+        *("logical_and", "logical_or", "logical_xor", "mm"),  # mm: (n, 1) times (1, m)
+    )
+)
+
+
+def _values(name: str, args: tuple[Any, ...]) -> int:
     """How many values an operation on these arguments makes, before it is run: from a size, or of tensors broadcast."""
     shapes = [tuple(part.shape) for part in args if isinstance(part, Tensor)]
     if shapes:
         most = max(map(math.prod, shapes))
-        if len(shapes) > 1:
-            with contextlib.suppress(RuntimeError):  # not an operation that broadcasts
+        if len(shapes) > 1 and name in _POINTWISE:
+            with contextlib.suppress(RuntimeError):  # mm of shapes that do not broadcast
                 most = max(most, math.prod(torch.broadcast_shapes(*shapes)))
         sizes = [part for part in args if isinstance(part, (list, tuple)) and part]
         sizes = [part for part in sizes if all(isinstance(side, int) for side in part)]
@@ -87,6 +97,5 @@ def _values(args: tuple[Any, ...]) -> int:
         if all(isinstance(side, int) for side in args[0]):
             return math.prod(args[0])
         return sum(part.numel() for part in args[0] if isinstance(part, Tensor))
-    return int(
-        max((abs(part) for part in args if isinstance(part, (int, float)) and not isinstance(part, bool)), default=1)
-    )
+    numbers = [abs(part) for part in args if isinstance(part, (int, float)) and not isinstance(part, bool)]
+    return int(max(numbers, default=1))

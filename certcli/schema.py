@@ -100,7 +100,7 @@ class ReplacementFields(_Strict):
 class StepFields(_Strict):
     command: Text
     parameters: Json
-    seed: int
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     versions: dict[Text, Text]
     parent: Digest | None
 
@@ -180,6 +180,90 @@ class AdaptFields(_Strict):
     records: list[Json]
 
 
+Number = float | Annotated[str, Meta(max_length=64)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class ProofFields(Struct):
+    """One node of a proof."""
+
+    path: str
+    kind: str
+    value: tuple[float | Literal["inf"], Annotated[int, Meta(ge=-(10**9), le=10**9)]]
+    law: str
+    parts: list[Annotated[int, Meta(ge=0)]]
+
+    def as_dict(self) -> Json:
+        return {"path": one_line(self.path), "value": list(self.value), "law": self.law, "parts": self.parts}
+
+
+class LayerFields(Struct):
+    path: str
+    upper: Number
+    log10_upper: float | None
+    log10_cumulative: float | None
+
+
+class ReportFields(Struct):
+    """A report of `certvit lipschitz --json`: what of it can be checked."""
+
+    schema: Literal[1]
+    checkpoint: Digest
+    arch: Name
+    input: tuple[Channels, Side, Side]
+    upper: Number
+    log10_upper: float | None
+    layers: list[LayerFields]
+    proof: list[ProofFields]
+
+    def upper_text(self, root: Any) -> str:
+        """What stands for a bound that no float64 holds."""
+        return "inf" if self.upper == "inf" else str(root)
+
+
+class BoundResult(Struct):
+    """Evidence of `lipschitz`."""
+
+    upper: Number
+    log10_upper: float | None
+    lower: float | None = None
+
+
+class TrainingResult(Struct):
+    """Evidence of `finetune`."""
+
+    clean: Share
+    certified: Share
+    upper: Number
+    upper_text: str
+
+
+class CertifiedDataset(Struct):
+    name: str
+    split: str
+    images: int
+    digest: Digest
+
+
+class CertifiedResult(Struct):
+    """Evidence of `certify`."""
+
+    dataset: CertifiedDataset
+    clean: Share
+    certified: dict[str, Share]
+    average_radius: float
+    images: int
+    method: str
+    parameters: Json
+
+
+class AttackedResult(Struct):
+    """Evidence of `attack`."""
+
+    clean: Share
+    robust: Share
+
+
 class _Schema(Struct):
     schema: int
 
@@ -228,6 +312,14 @@ def decode(text: str | bytes, wanted: type[T]) -> T:
 def is_name(text: str) -> bool:
     """Whether this can be the name of a registered architecture: no path, no URL, no source such as `hf-hub:`."""
     return len(text) <= 128 and re.match(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z", text) is not None
+
+
+def convert(value: Any, wanted: type[T]) -> T:
+    """Values that were JSON as the structure `wanted`, or Refused."""
+    try:
+        return msgspec.convert(value, wanted)
+    except (msgspec.ValidationError, RecursionError) as failure:
+        raise Refused(one_line(failure)) from failure
 
 
 def one_line(failure: object) -> str:
@@ -299,9 +391,9 @@ def surgery_arguments(path: str, kind: str, args: Json) -> None:
     if (path == "") != (kind == "flat-head"):
         raise Refused(f"surgery '{kind}' at '{path}'")
     try:
-        msgspec.convert(args, SURGERY[kind])
-    except (msgspec.ValidationError, RecursionError) as failure:
-        raise Refused(f"surgery '{kind}' at '{path}': {one_line(failure)}") from failure
+        convert(args, SURGERY[kind])
+    except Refused as refusal:
+        raise Refused(f"surgery '{kind}' at '{path}': {refusal}") from refusal
 
 
 def require_pixels(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float]) -> None:

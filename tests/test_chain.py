@@ -160,7 +160,7 @@ def test_report_proof_can_be_rechecked_and_a_tampered_one_fails(workshop: Path, 
     assert report["upper"] < 1e4
     path = tmp_path / "report.json"
     path.write_text(json.dumps(report))
-    assert certvit("lipschitz", "--verify", path, "--json")["verified"] is True
+    assert certvit("lipschitz", "--verify", path, "--json")["laws_hold"] is True
     report["proof"][-1]["value"][1] -= 1  # half the bound
     path.write_text(json.dumps(report))
     certvit("lipschitz", "--verify", path, "--json", code=1)

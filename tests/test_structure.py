@@ -11,7 +11,7 @@ from certcli.cli.main import COMMANDS
 
 PACKAGE = Path(__file__).parent.parent / "certcli"
 ROOMS = {"adapt", "constrain", "finetune", "certify", "attack", "report"}
-DOMAINS = {"engine": (), "lipschitz": ("engine",), "enclosure": ("engine", "lipschitz")}
+DOMAINS = {"engine": (), "lipschitz": ("engine",), "enclosure": ("engine", "lipschitz"), "verification": ("lipschitz",)}
 """What is proven: each folder with those of them that it may import."""
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -57,7 +57,9 @@ def lipschitz(
         float | None, typer.Option("--max", help="Exit 7 when the bound exceeds this; 5 if there is none.")
     ] = None,
     verify: Annotated[
-        Path | None, typer.Option(help="Re-check the proof in a report written with --json."), options.Reads()
+        Path | None,
+        typer.Option(help="Check a report of --json: with CKPT from its weights; without, its laws only."),
+        options.Reads(),
     ] = None,
     show: Views = Views(),
     slope: Slope = Slope(),
@@ -69,7 +71,9 @@ def lipschitz(
     """Audit a checkpoint: |f(x) - f(y)| <= upper * |x - y| for all images in [0, 1], proven; some pair has slope >= lower."""
     sink = talk.sink()
     if verify is not None:
-        views.verify_report(verify, sink)
+        from certcli.cli.verified import verify_report
+
+        verify_report(verify, source, machine, sink)
         return
     if not source.ckpt:
         raise UsageError("no checkpoint given", "certvit lipschitz CKPT, or certvit lipschitz --verify REPORT.json")

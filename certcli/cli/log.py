@@ -5,17 +5,37 @@ from typing import Annotated, Any
 
 import typer
 
-from certcli.cli.command import command
-from certcli.cli.groups import Talk
-from certcli.cli.output import Sink, percent
+from certcli.cli import options
+from certcli.cli.command import command, group
+from certcli.cli.groups import Machine, Talk
+from certcli.cli.output import Gate, Sink, percent
 
 
-@command("certvit log m.safetensors", "certvit log *.safetensors --verify", page="results.md")
+@group("Verification")
+class Verification:
+    """What of the evidence is checked again, and on which images."""
+
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Prove bounds and certify again; exit 7 unless all of the evidence was verified."
+        ),
+    ] = False
+    sample: Annotated[
+        int | None, typer.Option("--sample", min=1, metavar="N", help="Certify N images again, not all: an interval.")
+    ] = None
+    proven_only: Annotated[
+        bool, typer.Option("--proven-only", help="Do not ask for measured results (attack), which are not run again.")
+    ] = False
+    dataset: options.Dataset = None
+    data_dir: options.DataDir = None
+
+
+@command("certvit log m.safetensors", "certvit log *.safetensors --verify --sample 500", page="threat-model.md")
 def log(
     checkpoints: Annotated[list[Path], typer.Argument(metavar="CKPT...", help="Checkpoints that certvit wrote.")],
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Prove the bounds again and compare; exit 7 where evidence does not hold.")
-    ] = False,
+    asked: Verification = Verification(),
+    machine: Machine = Machine(),
     talk: Talk = Talk(),
 ) -> None:
     """Lineage and evidence of a checkpoint; with several, one row each: accuracy, attacks, certificates, bound."""
@@ -34,9 +54,17 @@ def log(
         }
         for path, ckpt in read
     ]
-    if verify:
-        for path, ckpt in read:
-            _verify(path, ckpt, sink)
+    if asked.verify:
+        from certcli.cli.verified import Asked, verify_checkpoints
+
+        gate = Gate()
+        wanted = Asked(asked.dataset, asked.data_dir, asked.sample, not asked.proven_only, machine)
+        found = verify_checkpoints({str(path): ckpt for path, ckpt in read}, wanted, gate, sink)
+        documents = [{**document, "verification": claims} for document, claims in zip(documents, found, strict=True)]
+        sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
+        gate.enforce()
+        sink.text("verified: all of the evidence")
+        return
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
     if len(read) > 1:
         _compare(read, sink)
@@ -130,24 +158,3 @@ def _power(log10: float | None) -> str:
     if log10 is None:
         return "none"
     return f"{10**log10:.3g}" if log10 < 5 else f"10^{log10:.1f}"
-
-
-def _verify(path: Path, ckpt: Any, sink: Sink) -> None:
-    """Every fresh audit's bound, proven again from the tensors: a smaller recorded number does not follow from them."""
-    from certcli.errors import GateError
-    from certcli.lipschitz.network import prove_checkpoint
-
-    audits = [e for e in ckpt.record.evidence if e.command == "lipschitz" and e.digest == ckpt.digest]
-    if not audits:
-        sink.note(f"{path.name}: no fresh audit to verify; certvit lipschitz {path} -o FILE adds one")
-        return
-    bound = prove_checkpoint(ckpt)
-    proven = bound.upper.log10() if bound.upper.finite else float("inf")
-    for entry in audits:
-        recorded = entry.result.get("log10_upper")
-        recorded = float("inf") if recorded is None else float(recorded)
-        if recorded < proven - 1e-6:  # libraries differ in the last digits; 1e-6 in the logarithm is 2e-6 of the bound
-            raise GateError(
-                f"{path.name}: the recorded bound 10^{recorded:.6f} does not follow; proven is 10^{proven:.6f}"
-            )
-    sink.note(f"{path.name}: the bound was proven again")

@@ -1,13 +1,11 @@
 """An audit and its views: layers, blocks, two checkpoints side by side, published formulas, Jacobians of blocks."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.groups import Calibration, Machine, Source
-from certcli.cli.output import Gate, Sink, stated
-from certcli.errors import CheckpointError, GateError
+from certcli.cli.output import Sink, stated
 
 if TYPE_CHECKING:
     from certcli.checkpoint import Checkpoint
@@ -74,6 +72,7 @@ def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
         "schema": 1,
         "checkpoint": audited.checkpoint.digest,
         "arch": audited.checkpoint.record.arch,
+        "input": list(audited.checkpoint.record.input.size),
         **stated("upper", found.upper),
         "lower": lower,
         "why": found.bound.why,
@@ -161,29 +160,6 @@ def explain(audited: Audited, lower: float | None, share: float | None, sink: Si
         sink.text(f"an image whose margin is 1 is certified within r = {radius:.3g} at least; pair by pair, further")
     if share is not None and share < 0.01:
         sink.text(f"attention has little weight here: at most {share:.2g} of a block's residual sum")
-
-
-def verify_report(path: Path, sink: Sink) -> None:
-    """Every composition in a report's proof, checked again without torch."""
-    from certcli.lipschitz.bound import check_proof
-
-    try:
-        proof = json.loads(path.read_text())["proof"]
-        problems = check_proof(proof)
-    except (OSError, ValueError, KeyError, TypeError) as failure:
-        raise CheckpointError(
-            f"{path} is not a report of `certvit lipschitz --json`", "write one, then verify it"
-        ) from failure
-    gate = Gate()
-    gate.demand(
-        not problems, GateError(f"the proof in {path} does not hold: {len(problems)} of {len(proof)} steps fail")
-    )
-    sink.document({"verified": not problems, "nodes": len(proof), "problems": problems}, gate)
-    for problem in problems:
-        sink.text(problem)
-    gate.enforce()
-    theorems = sum(row["law"] == "theorem" for row in proof)
-    sink.text(f"{len(proof)} steps hold; {theorems} of them are theorems about weights, which a re-audit checks")
 
 
 def _show_blocks(found: Any, worst: bool, sink: Sink) -> None:

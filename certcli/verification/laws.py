@@ -1,0 +1,58 @@
+"""A report of `certvit lipschitz --json` by itself: its laws and its headline. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from certcli.lipschitz.bound import check_proof
+from certcli.lipschitz.real import ZERO, Real
+from certcli.schema import ReportFields
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """problems: what does not hold, a line each. leaves: whether the theorems about weights were proven again."""
+
+    nodes: int
+    theorems: int
+    leaves: bool
+    problems: tuple[str, ...]
+
+    @property
+    def laws_hold(self) -> bool:
+        return not self.problems
+
+    @property
+    def verified(self) -> bool:
+        """Everything, the leaves too; laws alone verify nothing about a network."""
+        return self.leaves and not self.problems
+
+
+def verify_laws(report: ReportFields) -> Verdict:
+    """Whether the report hangs together; its leaves are unchecked."""
+    return Verdict(len(report.proof), theorems(report), False, tuple(check_laws(report)))
+
+
+def theorems(report: ReportFields) -> int:
+    """How many leaves follow from weights."""
+    return sum(row.law == "theorem" for row in report.proof)
+
+
+def check_laws(report: ReportFields) -> Iterator[str]:
+    """What is wrong with the report by itself: a law that does not hold, a root that is not the headline."""
+    if not report.proof:
+        yield "the proof is empty"
+        return
+    yield from check_proof([row.as_dict() for row in report.proof])
+    used = {part for row in report.proof for part in row.parts} | {len(report.proof) - 1}
+    if len(used) < len(report.proof):
+        yield f"{len(report.proof) - len(used)} nodes of the proof belong to nothing"
+    root = Real.from_json(list(report.proof[-1].value))
+    if report.upper != (float(root) if float(root) < float("inf") else report.upper_text(root)):
+        yield f"the headline upper {report.upper} is not the root of the proof, {root}"
+    log10 = root.log10() if root.finite and root > ZERO else None
+    if log10 is None or report.log10_upper is None:
+        wrong = log10 is not report.log10_upper
+    else:
+        wrong = abs(log10 - report.log10_upper) > 1e-12 * max(1.0, abs(log10))  # a logarithm's last digits
+    if wrong:
+        yield f"the headline log10_upper {report.log10_upper} is not that of the root of the proof, {log10}"

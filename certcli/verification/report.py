@@ -1,0 +1,71 @@
+"""A report of `certvit lipschitz --json` and the checkpoint it is about: every leaf proven again from the weights."""
+
+from collections.abc import Iterator
+
+import torch
+
+from certcli.checkpoint import Checkpoint
+from certcli.lipschitz.network import NetworkBound, prove_checkpoint
+from certcli.lipschitz.real import ZERO, Real
+from certcli.schema import LayerFields, ReportFields
+from certcli.verification.laws import Verdict, check_laws, theorems
+
+SLACK = 1e-6
+"""Relative: how far a stated number may lie below the one proven again. A norm is proven from a power iteration and a
+residual, whose last digits differ between BLAS libraries, thread counts and devices by some 1e-12; 1e-6 is far above that,
+and far below what a forged number would have to gain."""
+
+
+def verify(report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Verdict:
+    """The report's laws and headline, its leaves, root and layers proven again."""
+    problems = tuple(check_laws(report)) or tuple(check_weights(report, checkpoint, device))
+    return Verdict(len(report.proof), theorems(report), True, problems)
+
+
+def check_weights(report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Iterator[str]:
+    """What of the report does not follow from these weights; the engine proves everything again."""
+    record = checkpoint.record
+    if report.checkpoint != checkpoint.digest:
+        yield f"the report is about network {report.checkpoint[:16]}, this is {checkpoint.digest[:16]}"
+        return
+    if (report.arch, report.input) != (record.arch, record.input.size):
+        yield f"the report is about {report.arch} on {report.input}, this is {record.arch} on {record.input.size}"
+    found = prove_checkpoint(checkpoint, device)
+    rows = found.bound.to_json()
+    if len(rows) != len(report.proof):
+        yield f"the report's proof has {len(report.proof)} steps, that of these weights {len(rows)}"
+        return
+    for number, (stated, proven) in enumerate(zip(report.proof, rows, strict=True)):
+        where = f"node {number} ({proven['path']})"
+        names = ("path", "kind", "law", "parts")
+        different = next((name for name in names if getattr(stated, name) != proven[name]), None)
+        if different is not None:
+            yield f"{where}: {different} is {getattr(stated, different)!a}, of these weights {proven[different]!a}"
+        elif below(Real.from_json(list(stated.value)), Real.from_json(proven["value"])):
+            told, again = Real.from_json(list(stated.value)), Real.from_json(proven["value"])
+            yield f"{where}: {told.log10():.9f} is stated (log10), {again.log10():.9f} is proven"
+    yield from _check_layers(report.layers, found)
+
+
+def _check_layers(layers: list[LayerFields], found: NetworkBound) -> Iterator[str]:
+    if [layer.path for layer in layers] != [charge.path for charge in found.charges]:
+        yield "the report's layers are not those that these weights have"
+        return
+    for layer, charge in zip(layers, found.charges, strict=True):
+        for stated, proven in ((layer.log10_upper, charge.constant), (layer.log10_cumulative, charge.cumulative)):
+            if below_log10(stated, proven):
+                yield f"layer {layer.path}: 10^{stated} is stated, 10^{proven.log10():.9f} is proven"
+        if isinstance(layer.upper, float) and below(Real(layer.upper), charge.constant):
+            yield f"layer {layer.path}: {layer.upper} is stated, {charge.constant} is proven"
+
+
+def below(stated: Real, proven: Real) -> bool:
+    """Whether a stated bound lies below the proven one by more than SLACK."""
+    return stated * (1 + SLACK) < proven
+
+
+def below_log10(stated: float | None, proven: Real) -> bool:
+    """The same for a logarithm; None stands for a bound that is 0 or infinite."""
+    if stated is None:
+        return False
+    return not proven.finite or (proven > ZERO and stated < proven.log10() - SLACK / 3)  # log10(1 + SLACK) > SLACK / 3
