@@ -180,7 +180,6 @@ class AdaptFields(_Strict):
     records: list[Json]
 
 
-Number = float | Annotated[str, Meta(max_length=64)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -189,7 +188,7 @@ class ProofFields(Struct):
 
     path: str
     kind: str
-    value: tuple[float | Literal["inf"], Annotated[int, Meta(ge=-(10**9), le=10**9)]]
+    value: tuple[Annotated[float, Meta(ge=0)] | Literal["inf"], Annotated[int, Meta(ge=-(10**9), le=10**9)]]
     law: str
     parts: list[Annotated[int, Meta(ge=0)]]
 
@@ -199,7 +198,7 @@ class ProofFields(Struct):
 
 class LayerFields(Struct):
     path: str
-    upper: Number
+    upper: float | Literal["inf"]
     log10_upper: float | None
     log10_cumulative: float | None
 
@@ -211,20 +210,18 @@ class ReportFields(Struct):
     checkpoint: Digest
     arch: Name
     input: tuple[Channels, Side, Side]
-    upper: Number
+    upper: float | Literal["inf"]
     log10_upper: float | None
+    upper_finite: bool
+    upper_text: str
     layers: list[LayerFields]
     proof: list[ProofFields]
-
-    def upper_text(self, root: Any) -> str:
-        """What stands for a bound that no float64 holds."""
-        return "inf" if self.upper == "inf" else str(root)
 
 
 class BoundResult(Struct):
     """Evidence of `lipschitz`."""
 
-    upper: Number
+    upper: float | Literal["inf"]
     log10_upper: float | None
     lower: float | None = None
 
@@ -234,7 +231,8 @@ class TrainingResult(Struct):
 
     clean: Share
     certified: Share
-    upper: Number
+    upper: float | Literal["inf"]
+    log10_upper: float | None
     upper_text: str
 
 

@@ -10,6 +10,7 @@ import pytest
 from test_bad_input import Done, certvit
 
 from certcli.checkpoint import Checkpoint
+from certcli.cli.output import stated
 from certcli.lipschitz.bound import LAWS
 from certcli.lipschitz.real import Real
 from certcli.provenance import Evidence
@@ -37,7 +38,7 @@ def follow(raw: Raw) -> None:
         if row["law"] != "theorem":
             row["value"] = LAWS[row["law"]]([values[part] for part in row["parts"]]).to_json()
         values.append(Real.from_json(row["value"]))
-    raw["upper"], raw["log10_upper"] = float(values[-1]), values[-1].log10()
+    raw.update(stated("upper", values[-1]))
 
 
 def leaf(raw: Raw) -> Raw:
@@ -92,6 +93,14 @@ def headline_none(raw: Raw) -> None:
     raw["log10_upper"] = None
 
 
+def headline_text(raw: Raw) -> None:
+    raw["upper_text"] = "0.1"
+
+
+def headline_infinite(raw: Raw) -> None:
+    raw.update(upper="inf", log10_upper=None, upper_finite=False, upper_text="inf")
+
+
 def layer(raw: Raw) -> None:
     raw["layers"][0]["log10_upper"] -= 1
 
@@ -118,6 +127,8 @@ REPORTS: list[tuple[Callable[[Raw], None], bool]] = [
     (headline, False),
     (headline_log, False),
     (headline_none, False),
+    (headline_text, False),
+    (headline_infinite, False),
     (layer, True),
     (layers, True),
     (other_size, True),
@@ -249,6 +260,7 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("lipschitz upper", change("lipschitz", "upper", value=0.5), "refuted"),
     ("lipschitz lower", change("lipschitz", "lower", value=1e9), "refuted"),
     ("finetune bound", change("finetune", "upper", value=0.5), "refuted"),
+    ("finetune log", change("finetune", "log10_upper", value=-1.0), "refuted"),
     ("finetune text", change("finetune", "upper_text", value="0.5"), "refuted"),
     ("finetune share", change("finetune", "certified", value=1.0), "refuted"),
     ("finetune clean", change("finetune", "clean", value=1.0), "refuted"),

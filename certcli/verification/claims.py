@@ -118,8 +118,6 @@ def _bound(where: str, result: BoundResult, proven: Real) -> Claim:
     wrong = below_log10(result.log10_upper, proven)
     if isinstance(result.upper, float):
         wrong = wrong or not result.upper >= 0 or below(Real(result.upper), proven)
-    elif result.upper != "inf":
-        wrong = wrong or _text_below(result.upper, proven)
     if wrong:
         return Claim(where, told, "refuted", f"it does not follow from the weights; proven is {proven}")
     if result.lower is not None and proven * (1 + SLACK) < Real(max(result.lower, 0.0)):
@@ -139,11 +137,11 @@ def _text_below(text: str, proven: Real) -> bool:
 
 def _training(checkpoint: Checkpoint, entry: Evidence, where: str, proven: Real, certify: Certify) -> Iterator[Claim]:
     result = convert(entry.result, TrainingResult)
-    if result.upper == "inf" and result.upper_text == "inf":
+    if result.upper == result.upper_text == "inf" and result.log10_upper is None:
         bound = Claim(where, "no bound", "verified", f"nothing is claimed; proven is {proven}")
     else:
         low = isinstance(result.upper, float) and (not result.upper >= 0 or below(Real(result.upper), proven))
-        wrong = low or _text_below(result.upper_text, proven)
+        wrong = low or below_log10(result.log10_upper, proven) or _text_below(result.upper_text, proven)
         told = f"bound {result.upper_text}"
         bound = Claim(where, told, "refuted" if wrong else "verified", f"proven again: {proven}")
     yield bound

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from certcli.lipschitz.bound import check_proof
 from certcli.lipschitz.real import ZERO, Real
-from certcli.schema import ReportFields
+from certcli.schema import ReportFields, one_line
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,10 @@ def check_laws(report: ReportFields) -> Iterator[str]:
     if len(used) < len(report.proof):
         yield f"{len(report.proof) - len(used)} nodes of the proof belong to nothing"
     root = Real.from_json(list(report.proof[-1].value))
-    if report.upper != (float(root) if float(root) < float("inf") else report.upper_text(root)):
+    if report.upper != (float(root) if float(root) < float("inf") else "inf"):
         yield f"the headline upper {report.upper} is not the root of the proof, {root}"
+    if (report.upper_finite, report.upper_text) != (root.finite, str(root)):
+        yield f"the headline is '{one_line(report.upper_text)}', the root of the proof {root}"
     log10 = root.log10() if root.finite and root > ZERO else None
     if log10 is None or report.log10_upper is None:
         wrong = log10 is not report.log10_upper
