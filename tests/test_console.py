@@ -109,6 +109,7 @@ def test_a_failed_gate_is_in_the_one_document(workshop: Path, words: list[str], 
     found, out, err = certvit(words[0], workshop / "plain.safetensors", *words[1:], "--json", "--quiet")
     assert found == code
     document = only_document(out)
+    assert (document["schema"], document["command"]) == (1, words[0])
     assert document["gate"]["passed"] is False
     assert reason in document["gate"]["reasons"][0]
     assert reason in err

@@ -85,7 +85,7 @@ def adapt(
     from certcli.adapt.pixels import compact
     from certcli.adapt.run import Adapter
     from certcli.adapt.state import KEY
-    from certcli.cli.plan import open_for_plan, show_plan
+    from certcli.cli.dry_run import open_for_plan, show_plan
 
     sink = talk.sink()
     settings = _settings(surgery, fitting, machine.batch_size, data.seed)

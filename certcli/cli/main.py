@@ -24,11 +24,12 @@ app = typer.Typer(
 )
 
 
-def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
+def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., None]:
     """Ctrl-C as one of our errors: Typer would turn it into its own message and exit code 1."""
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
+        Sink.command = name
         try:
             command(*args, **kwargs)
         except KeyboardInterrupt as stop:
@@ -49,7 +50,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "log": log.log,
 }
 for _name, _command in COMMANDS.items():
-    app.command(_name, epilog=getattr(_command, "epilog", None))(_interruptible(_command))
+    app.command(_name, epilog=getattr(_command, "epilog", None))(_interruptible(_name, _command))
 
 
 def _version(asked: bool) -> None:

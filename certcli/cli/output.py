@@ -13,6 +13,8 @@ from rich.text import Text
 
 from certcli.errors import CertvitError
 
+SCHEMA = 1
+"""Of the documents: raised when a key that scripts may rely on changes its meaning."""
 LONGEST_WHOLE = 24
 """Characters of a cell that is never wrapped; longer ones, with blanks in them, are remarks."""
 NARROWEST_REMARK = 30
@@ -65,6 +67,7 @@ class Sink:
     """
 
     concluded = False
+    command = ""
 
     def __init__(self, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
@@ -75,7 +78,8 @@ class Sink:
 
     def document(self, data: Mapping[str, Any], gate: Gate | None = None) -> None:
         """The one JSON document, or nothing for a person (who gets a table); `gate`: of a command that has gates."""
-        self.record(data if gate is None else {**data, "gate": gate.to_json()})
+        envelope = {"schema": SCHEMA, "command": Sink.command, **data}
+        self.record(envelope if gate is None else {**envelope, "gate": gate.to_json()})
         Sink.concluded = True
 
     def record(self, data: Mapping[str, Any]) -> None:
