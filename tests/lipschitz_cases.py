@@ -175,7 +175,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "sigmoid": lambda: on_tokens(nn.Sigmoid(), HardSigmoid()),
     "leaky": lambda: on_tokens(nn.LeakyReLU(-1.5), nn.PReLU(), nn.ELU(2.0), nn.SELU()),
     "clamp": lambda: on_tokens(f(lambda m, x: x.clamp(0.1, 0.4))),
-    "softplus": lambda: on_tokens(nn.Softplus()),
+    "softplus": lambda: on_tokens(nn.Softplus(threshold=50.0)),
     "softmax": lambda: on_tokens(f(lambda m, x: (3 * x).softmax(-1))),
     "square": lambda: on_tokens(f(lambda m, x: x**2 + torch.square(x))),
     "maxmin": lambda: on_tokens(nn.Linear(8, 8), MaxMin()),
@@ -206,7 +206,9 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "conv-reflect": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect")),
     "conv-circular": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")),
     "roll-pad-flip": lambda: f(lambda m, x: functional.pad(torch.roll(x, (1, 2), (2, 3)).flip(2), (1, 0, 2, 1))),
-    "roll-flat": lambda: on_tokens(nn.LayerNorm(8, eps=1e-2), f(lambda m, x: torch.roll(x, 3)), nn.Linear(8, 3)),
+    "roll-flat": lambda: on_tokens(
+        nn.LayerNorm(8, eps=1e-2), f(lambda m, x: torch.roll(x.reshape(1, 4, 8), 3)), nn.Linear(8, 3)
+    ),
     "masked": lambda: on_tokens(f(lambda m, x: x.masked_fill(m.mask, 5.0), mask=torch.rand(1, 4, 8) > 0.5)),
     "upsample": lambda: nn.Sequential(nn.Upsample(scale_factor=2), nn.Upsample((5, 3), mode="bilinear")),
     "resize": lambda: f(lambda m, x: functional.interpolate(x, (7, 3), mode="bicubic", antialias=True)),

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from certcli.engine import pinned
+
 Rule = Callable[..., Any]
 Register = Callable[[Rule], Rule]
 
@@ -54,6 +56,7 @@ class RuleTable:
 
         def register(rule: Rule) -> Rule:
             for kind in kinds:
+                pinned.pin(kind)
                 self.modules[kind] = ModuleRule(kind, rule, when)
             return rule
 
@@ -99,10 +102,12 @@ class RuleTable:
 
 
 def runs_known_code(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether `module` is a `kind` whose methods are all `kind`'s own: no override in a subclass, no patch on it."""
+    """Whether `module` is a `kind` whose methods are all `kind`'s own: no override in a subclass, no patch on either."""
     for cls in type(module).__mro__:
         if cls is kind:
-            return not any(callable(getattr(type(module), name, None)) for name in vars(module))
+            return pinned.unchanged(kind) and not any(
+                callable(getattr(type(module), name, None)) for name in vars(module)
+            )
         if any(name not in _HARMLESS for name in vars(cls)):
             return False
     return False

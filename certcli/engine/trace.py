@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as _module
 
+from certcli.engine.pinned import patched
 from certcli.engine.table import RuleTable
 from certcli.engine.tracer import Scope, Tracer, Untraceable, reason_of
 from certcli.models import own_name
@@ -31,14 +32,19 @@ def trace_model(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> 
     tables: of the domains that will walk it. A module is a leaf where each of them has a rule for it; without tables
     there are none.
     """
+    example = example_of(model, size)
+    if not tables:
+        return trace(model, example, lambda module: False)
+    return trace(model, example, lambda module: all(table.find(module) is not None for table in tables))
+
+
+def example_of(model: nn.Module, size: tuple[int, ...]) -> Tensor:
+    """A grey image in the precision and on the device of the model's parameters: (1, c, h, w)."""
     tensors = [*model.parameters(), *model.buffers()]
     parameter = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     device = parameter.device if parameter is not None else torch.device("cpu")
     dtype = parameter.dtype if parameter is not None else torch.float32
-    example = torch.full((1, *size), 0.5, dtype=dtype, device=device)
-    if not tables:
-        return trace(model, example, lambda module: False)
-    return trace(model, example, lambda module: all(table.find(module) is not None for table in tables))
+    return torch.full((1, *size), 0.5, dtype=dtype, device=device)
 
 
 def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]) -> Trace:
@@ -46,6 +52,7 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
 
     `is_leaf` says which modules have a rule of their own; all others are traced through.
     """
+    refuse_patched_library()
     refuse_hooks(root)
     tracer = Tracer(example, is_leaf)
     tracer.parameter_names = {id(p): name for name, p in [*root.named_parameters(), *root.named_buffers()]}
@@ -56,7 +63,11 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     except Untraceable:
         raise
     except Exception as failure:
+        if tracer.state.refused is not None:
+            raise tracer.state.refused from failure
         raise Untraceable(f"the network cannot be traced ({reason_of(failure)})") from failure
+    if tracer.state.refused is not None:  # the network caught it and went another way
+        raise tracer.state.refused
     if not torch.equal(random_state, torch.get_rng_state()):
         torch.set_rng_state(random_state)
         raise Untraceable("the network draws random numbers")
@@ -80,6 +91,13 @@ def _nothing_wrapped() -> Iterator[None]:
         yield
     finally:
         wrapped.update(kept)
+
+
+def refuse_patched_library() -> None:
+    """Untraceable when a function of torch was replaced: modules with a rule would run it unseen."""
+    name = patched()
+    if name is not None:
+        raise Untraceable(f"{name} was replaced: it is not torch's own")
 
 
 def refuse_hooks(root: nn.Module) -> None:

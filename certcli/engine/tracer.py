@@ -17,7 +17,7 @@ from certcli.models import own_name
 
 _STATIC_ATTRIBUTES = frozenset(
     ("shape", "ndim", "dtype", "device", "is_cuda", "is_mps", "is_xla", "is_cpu", "layout", "requires_grad", "is_quantized",
-     "is_sparse", "is_nested", "is_meta", "names", "itemsize", "nbytes", "is_mkldnn")
+     "is_sparse", "is_sparse_csr", "is_nested", "is_meta", "is_leaf", "names", "itemsize", "nbytes", "is_mkldnn")
 )  # fmt: skip
 _STATIC_METHODS = frozenset(
     ("size", "dim", "numel", "nelement", "ndimension", "stride", "is_floating_point", "is_complex", "is_contiguous",
@@ -42,15 +42,29 @@ class Scope:
 
 
 class Proxy(fx.Proxy):
-    """A proxy with its concrete value: a tensor, or a tuple or list of tensors."""
+    """A proxy with its concrete value: a tensor, or a tuple or list of tensors.
+
+    It says of itself what its value would: `isinstance` and `hasattr` branch as they do in use.
+    """
 
     value: Any
     versions: tuple[int, ...]
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.__dict__["value"]) if "value" in self.__dict__ else type(self)
+
     def __getattr__(self, name: str) -> Any:
+        if "value" not in self.__dict__:  # fx is still making it
+            return fx.Proxy.__getattr__(self, name)
+        known = getattr(self.value, name)  # AttributeError where the tensor has none
         if name in _STATIC_ATTRIBUTES:
-            return getattr(self.value, name)
-        return super().__getattr__(name)
+            return known
+        if isinstance(known, Tensor):
+            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        if callable(known):
+            return fx.proxy.Attribute(self, name)
+        raise self.tracer.refusal(f"the network reads '{name}' of a tensor")
 
     def __len__(self) -> int:
         return len(self.value)
@@ -86,7 +100,7 @@ class Proxy(fx.Proxy):
     def __bool__(self) -> bool:
         if isinstance(self.value, (tuple, list)):
             return bool(self.value)
-        raise Untraceable("the network branches on the value of a tensor")
+        raise self.tracer.refusal("the network branches on the value of a tensor")
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -99,12 +113,23 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
+def _constants(value: Any) -> list[Tensor]:
+    """The tensors in the arguments of a call that are not traced."""
+    if isinstance(value, fx.Proxy):
+        return []
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _constants(item)]
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in _constants(item)]
+    return [value] if isinstance(value, Tensor) else []
+
+
 def _holds_proxy(value: Any) -> bool:
+    if isinstance(value, fx.Proxy):
+        return True
     if isinstance(value, Mapping):
         return any(_holds_proxy(item) for item in value.values())
-    if isinstance(value, (tuple, list)):
-        return any(_holds_proxy(item) for item in value)
-    return isinstance(value, fx.Proxy)
+    return isinstance(value, (tuple, list)) and any(_holds_proxy(item) for item in value)
 
 
 @dataclass
@@ -115,6 +140,7 @@ class _State:
     stack: list[str] = field(default_factory=list)
     entered: bool = False
     recording: bool = False
+    refused: Untraceable | None = None
 
 
 class Tracer(fx.Tracer):
@@ -136,18 +162,27 @@ class Tracer(fx.Tracer):
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         return attr_val  # parameters stay tensors: what depends on no input is computed, not traced
 
+    def refusal(self, reason: str) -> Untraceable:
+        """To be raised. It stands even when the network catches it: what follows is not what would have run."""
+        failure = Untraceable(reason)
+        self.state.refused = self.state.refused or failure
+        return failure
+
     def proxy(self, node: fx.Node) -> Proxy:
         return Proxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
+        if isinstance(a, fx.Proxy):
+            if not self.state.recording and type(a) is Proxy:
+                self._concrete(a)  # the network's result: refused as well if it was overwritten after the graph saw it
+            return a.node
         if isinstance(a, Tensor):
-            name = self.parameter_names.get(id(a)) or f"constant_{len(self.state.constants)}"
+            # no module can have an attribute of this name: a dot in front
+            name = self.parameter_names.get(id(a)) or f".{len(self.state.constants)}"
             if name not in self.state.constants:
                 self.state.constants[name] = a
                 self.state.versions[name] = a._version
             return self.create_node("get_attr", name, (), {})
-        if isinstance(a, Proxy) and not self.state.recording:
-            self._concrete(a)  # the network's result: refused as well if it was overwritten after the graph saw it
         return super().create_arg(a)
 
     def call_module(
@@ -185,7 +220,7 @@ class Tracer(fx.Tracer):
         if kind == "placeholder":
             if self.state.entered:
                 if not args:
-                    raise Untraceable("the network takes more than one input")
+                    raise self.refusal("the network takes more than one input")
                 return args[0]  # an option, at its default
             self.state.entered = True
             value: Any = self.example
@@ -199,8 +234,8 @@ class Tracer(fx.Tracer):
                 if kind == "call_function" and target in (getattr, torch._assert, len):
                     return value
                 if value is None:  # an assignment into a part of a tensor: the graph would not show it
-                    raise Untraceable(f"{self._where()}: {_name(target)} writes into a tensor")
-                raise Untraceable(f"{self._where()}: {_name(target)} reads a tensor's value back into Python")
+                    raise self.refusal(f"{self._where()}: {_name(target)} writes into a tensor")
+                raise self.refusal(f"{self._where()}: {_name(target)} reads a tensor's value back into Python")
             if kind != "call_module" and target in _SHAPE_ONLY and not _holds_proxy((args[1:], kwargs)):
                 return value
         self.state.recording = True
@@ -220,17 +255,23 @@ class Tracer(fx.Tracer):
         return proxy
 
     def _execute(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fixed = [(tensor, tensor._version) for tensor in _constants((args, kwargs))]
         args, kwargs = self._concrete(args), self._concrete(kwargs)
         if kind == "call_module":
-            return self.root.get_submodule(target).forward(*args, **kwargs)  # hooks were refused before
-        if kind == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs)
+            value = self.root.get_submodule(target).forward(*args, **kwargs)  # hooks were refused before
+        elif kind == "call_method":
+            value = getattr(args[0], target)(*args[1:], **kwargs)
+        else:
+            value = target(*args, **kwargs)
+        if any(tensor._version != version for tensor, version in fixed):
+            # the name that the network has for it would go on meaning a constant
+            raise self.refusal(f"{self._where()}: {_name(target)} writes into a tensor what depends on the image")
+        return value
 
     def _concrete(self, value: Any) -> Any:
-        if isinstance(value, Proxy):
+        if type(value) is Proxy:
             if value.versions != tuple(tensor._version for tensor in _tensors(value.value)):
-                raise Untraceable(f"{self._where()}: uses a tensor after it was overwritten in place")
+                raise self.refusal(f"{self._where()}: uses a tensor after it was overwritten in place")
             return value.value
         if isinstance(value, tuple):
             items = [self._concrete(item) for item in value]

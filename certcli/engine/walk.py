@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from certcli.engine.table import NoRule, Rule, RuleTable
 from certcli.engine.trace import Trace
+from certcli.errors import CertvitError
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,10 @@ def walk(traced: Trace, domain: Domain) -> Any:
     values: dict[fx.Node, Any] = {}
     last_use = {argument: node for node in traced.graph.nodes for argument in node.all_input_nodes}
     empty = True
+    precision: torch.dtype | None = None
     for node in traced.graph.nodes:
         if node.op == "placeholder":
+            precision = node.meta["dtype"]
             values[node] = domain.image(tuple(node.meta["shape"]))
         elif node.op == "get_attr":
             values[node] = Constant(traced.constants[node.target])
@@ -73,7 +76,7 @@ def walk(traced: Trace, domain: Domain) -> Any:
                 raise NoRule("the network does nothing")
             return values[node.args[0]]
         else:
-            values[node] = _visit(traced, node, values, domain)
+            values[node] = _visit(traced, node, values, domain, precision)
             empty = False
         domain.found(node, values[node])
         for argument in node.all_input_nodes:  # weights in float64 are large: let go of what is not used again
@@ -82,8 +85,10 @@ def walk(traced: Trace, domain: Domain) -> Any:
     raise AssertionError("a graph ends in its output")
 
 
-def _visit(traced: Trace, node: fx.Node, values: Mapping[fx.Node, Any], domain: Domain) -> Any:
-    """The value of a module's or an operation's result, by its rule."""
+def _visit(
+    traced: Trace, node: fx.Node, values: Mapping[fx.Node, Any], domain: Domain, precision: torch.dtype | None
+) -> Any:
+    """The value of a module's or an operation's result, by its rule. precision: the image's, in which the net computes."""
     args: Any = fx.node.map_arg(node.args, lambda n: values[n])
     kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: values[n])
     rule: Rule | None
@@ -104,6 +109,11 @@ def _visit(traced: Trace, node: fx.Node, values: Mapping[fx.Node, Any], domain: 
         value = rule(domain.context(call), *args, **kwargs)
     except NoRule as reason:
         raise NoRule(str(reason) if str(reason).startswith(where) else f"{where} ({kind}): {reason}") from None
-    except (TypeError, AttributeError, IndexError, ValueError) as failure:
+    except CertvitError as reason:  # weights that are infinite or NaN, a sum too long for the error bounds
+        raise NoRule(f"{where} ({kind}): {reason}") from reason
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RuntimeError) as failure:
         raise NoRule(f"{where} ({kind}): called with arguments its theorem does not know ({failure})") from failure
+    if call.dtype not in (None, torch.float32, torch.float64, precision):
+        # to integers it jumps; in half precision it is no longer the function of real numbers that a theorem is about
+        raise NoRule(f"{where} ({kind}): a result in {call.dtype}")
     return domain.result(value, call)

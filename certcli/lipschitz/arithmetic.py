@@ -16,8 +16,11 @@ from torch import Tensor
 from certcli.lipschitz.convolution import conv_norm
 from certcli.lipschitz.convolution_estimate import Geometry, convolution_estimate
 from certcli.lipschitz.power import COLD, block_norms, leading, warm
-from certcli.lipschitz.real import INF, ZERO, Real, as_real
+from certcli.lipschitz.real import INF, ONE, ZERO, Real, as_real
 from certcli.lipschitz.spectral import frobenius_norm, gamma, spectral_norm, up
+
+UNDERFLOW = 2.0**-1022
+"""What one product loses at most when it falls below the numbers that float64 has with full precision, or to 0."""
 
 Scalar = Any
 """`Real` in the rigorous arithmetic, a 0-d float64 tensor in the trainable one; both add, multiply and compare."""
@@ -107,39 +110,46 @@ class Arithmetic(ABC):
     def matmul(self, a: Matrix, b: Matrix) -> Matrix:
         """a b. |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), and the errors of a and b are carried along."""
         size_a, size_b = self._norm(a.tensor), self._norm(b.tensor)
-        error = gamma(a.tensor.shape[1] + 2) * size_a * size_b + a.error * size_b + b.error * size_a + a.error * b.error
+        (rows, inner), columns = a.shape, b.shape[1]
+        error = self._error(
+            inner * max(rows, columns),
+            (gamma(inner + 2), size_a, size_b),
+            (a.error, size_b),
+            (b.error, size_a),
+            (a.error, b.error),
+        )
         return self._inexact(a.tensor @ b.tensor, error)
 
     def add(self, a: Matrix, b: Matrix) -> Matrix:
         tensor = a.tensor + b.tensor
-        return self._inexact(tensor, a.error + b.error + gamma(2) * self._norm(tensor))
+        return self._inexact(tensor, self._error(0, (a.error,), (b.error,), (gamma(2), self._norm(tensor))))
 
     def scale_columns(self, a: Matrix, gains: Tensor) -> Matrix:
         """a diag(gains): one rounding an entry, and GAIN_SLACK of what was rounded before."""
         tensor = a.tensor * gains.to(a.tensor).view(1, -1)
-        return self._inexact(tensor, GAIN_SLACK * self._norm(tensor) + a.error * self._largest(gains))
+        return self._inexact(tensor, self._scaled_error(a, tensor, self._largest(gains)))
 
     def scale_rows(self, a: Matrix, gains: Tensor) -> Matrix:
         """diag(gains) a."""
         tensor = a.tensor * gains.to(a.tensor).view(-1, 1)
-        return self._inexact(tensor, GAIN_SLACK * self._norm(tensor) + a.error * self._largest(gains))
+        return self._inexact(tensor, self._scaled_error(a, tensor, self._largest(gains)))
 
     def scale(self, a: Matrix, factor: float) -> Matrix:
         """factor * a."""
         tensor = a.tensor * factor
-        return self._inexact(tensor, GAIN_SLACK * self._norm(tensor) + a.error * abs(factor))
+        return self._inexact(tensor, self._scaled_error(a, tensor, abs(factor)))
 
     def center_columns(self, a: Matrix) -> Matrix:
         """a P with P = I - 11^T/d: subtract every row's mean. Mean and difference round within gamma_{d+3} |a|_F."""
         d = a.tensor.shape[1]
         tensor = a.tensor - a.tensor.mean(dim=1, keepdim=True)
-        return self._inexact(tensor, 2 * gamma(d + 3) * self._norm(a.tensor) + a.error)
+        return self._inexact(tensor, self._centred_error(a, d))
 
     def center_rows(self, a: Matrix) -> Matrix:
         """P a: subtract every column's mean."""
         d = a.tensor.shape[0]
         tensor = a.tensor - a.tensor.mean(dim=0, keepdim=True)
-        return self._inexact(tensor, 2 * gamma(d + 3) * self._norm(a.tensor) + a.error)
+        return self._inexact(tensor, self._centred_error(a, d))
 
     def rows(self, a: Matrix, start: int, stop: int) -> Matrix:
         return Matrix(a.tensor[start:stop], a.error)
@@ -149,6 +159,28 @@ class Arithmetic(ABC):
 
     def transpose(self, a: Matrix) -> Matrix:
         return Matrix(a.tensor.T, a.error)
+
+    def _scaled_error(self, a: Matrix, scaled: Tensor, largest: float) -> float:
+        """Of diag(g) a or a diag(g): GAIN_SLACK of every entry, and the error of a."""
+        return self._error(scaled.numel(), (GAIN_SLACK, self._norm(scaled)), (a.error, largest))
+
+    def _centred_error(self, a: Matrix, d: int) -> float:
+        return self._error(a.tensor.numel(), (2 * gamma(d + 3), self._norm(a.tensor)), (a.error,))
+
+    def _error(self, products: int, *terms: tuple[float, ...]) -> float:
+        """Sum of products of the terms' factors, rounded up, and what so many products of entries lose by underflow.
+
+        In numbers that neither overflow nor underflow: of weights near 1e-160 the error is made of nothing else.
+        """
+        if not self.rigorous:
+            return 0.0
+        total = as_real(UNDERFLOW) * float(products)
+        for factors in terms:
+            term = ONE
+            for factor in factors:
+                term = term * factor
+            total = total + term
+        return float(total)
 
     def _largest(self, gains: Tensor) -> float:
         return float(gains.detach().abs().max()) if self.rigorous else 0.0
@@ -191,7 +223,7 @@ class RigorousArithmetic(Arithmetic):
         return as_real(abs(float(parameter.detach().double())))
 
     def _inexact(self, tensor: Tensor, error: float) -> Matrix:
-        return Matrix(tensor, up(error, 32))  # thirty-two steps cover the roundings of the error's own sum
+        return Matrix(tensor, error)
 
     def _norm(self, tensor: Tensor) -> float:
         return frobenius_norm(tensor)
@@ -207,7 +239,7 @@ class RigorousArithmetic(Arithmetic):
             return self.sigma(self.matmul(self.transpose(a), b))
         gram = self.matmul(a, self.transpose(a))
         scale = float(gram.tensor.diagonal().abs().max())
-        if scale == 0 and a.error == 0:
+        if scale == 0 and a.error == 0 and self._norm(a.tensor) == 0:
             return ZERO
         jitter = torch.eye(m, dtype=torch.float64, device=gram.tensor.device) * (1e-14 * m * scale)
         factor, info = torch.linalg.cholesky_ex((gram.tensor + gram.tensor.T) / 2 + jitter)

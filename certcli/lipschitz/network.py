@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint import Checkpoint
+from certcli.engine.replay import replayed
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Untraceable
-from certcli.lipschitz.arithmetic import RigorousArithmetic
+from certcli.lipschitz.arithmetic import UNDERFLOW, RigorousArithmetic
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.context import Charge
-from certcli.lipschitz.propagate import Outcome, deep_recursion, propagate, trace_network
+from certcli.lipschitz.propagate import Outcome, deep_recursion, propagate
 from certcli.lipschitz.real import INF, Real
-from certcli.lipschitz.spectral import gamma, up
+from certcli.lipschitz.spectral import gamma, scale_to_unit, up
+from certcli.lipschitz.table import rules
 from certcli.models import PixelModel, load
 
 _MANY_CLASSES = 4096  # a matrix of all pairs of 21,841 classes would take 4 GB
@@ -51,11 +53,12 @@ def prove_checkpoint(checkpoint: Checkpoint, device: torch.device | str = "cpu")
 
 def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> NetworkBound:
     """`prove` for any module that takes images of this size. Never raises for want of a theorem."""
+    try:
+        with replayed(model, size, rules) as traced:
+            outcome = propagate(traced, RigorousArithmetic())
+    except (NoRule, Untraceable) as reason:
+        return NetworkBound(Bound("", type(model).__name__, INF, "unbounded", str(reason)), None, (), ())
     with torch.no_grad(), deep_recursion():
-        try:
-            outcome = propagate(trace_network(model, size), RigorousArithmetic())
-        except (NoRule, Untraceable) as reason:
-            return NetworkBound(Bound("", type(model).__name__, INF, "unbounded", str(reason)), None, (), ())
         pairs = pair_constants(outcome, classes) if outcome.logits.base.finite else None
         blocks = tuple(
             (scope.path, scope.kind, before, after) for scope, before, after in outcome.scopes if after.finite
@@ -90,12 +93,17 @@ def pair_constants(outcome: Outcome, classes: int) -> Any:
     if math.isinf(largest):  # beyond float64
         return torch.full((classes, classes), math.inf, dtype=torch.float64).fill_diagonal_(0.0)
     # |w_i - w_j|^2 from the Gram matrix, whose entries are off by at most gamma_d |w_i| |w_j|; + 2 |dE| for the rows' own
-    # error; 1e-12 covers the few roundings that remain, relative to each factor
-    gram = rows @ rows.T
+    # error; 1e-12 covers the few roundings that remain, relative to each factor. Entries are of ordinary size: a square
+    # neither overflows nor underflows to anything that counts beside the largest row
+    scaled, exponent = scale_to_unit(rows)
+    gram = (
+        torch.zeros(classes, classes, dtype=torch.float64, device=rows.device) if scaled is None else scaled @ scaled.T
+    )
     square = gram.diagonal()
     size = square.clamp_min(0.0).sqrt()
     reach = size.unsqueeze(0) + size.unsqueeze(1)
-    slack = up(8 * gamma(rows.shape[1] + 8), 4) * reach * reach
+    slack = up(8 * gamma(rows.shape[1] + 8), 4) * reach * reach + rows.shape[1] * UNDERFLOW
     far = (square.unsqueeze(0) + square.unsqueeze(1) - 2 * gram).clamp_min(0.0) + slack
-    pairs = (far.sqrt() * (1 + 1e-12) + 2 * effective.error) * largest * (1 + 1e-12)
+    distances = torch.ldexp(far.sqrt() * (1 + 1e-12), torch.tensor(exponent, device=rows.device))
+    pairs = (distances + 2 * effective.error + UNDERFLOW) * (1 + 1e-12) * largest * (1 + 1e-12) + UNDERFLOW
     return pairs.fill_diagonal_(0.0)

@@ -102,6 +102,7 @@ class Scores:
     """scale * q k^T + a constant, for q (..., n, d) and k (..., m, d): waits for its softmax.
 
     shifted: the constant is not 0. moving: a tensor of the scores' shape added to them that depends on the image.
+    replaced: finite constants stand in fixed places, where scores were.
     """
 
     query: "Value"
@@ -109,6 +110,7 @@ class Scores:
     scale: Scalar
     shifted: bool = False
     moving: "Value | None" = None
+    replaced: bool = False
 
 
 @dataclass(frozen=True)

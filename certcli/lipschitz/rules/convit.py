@@ -17,7 +17,11 @@ from certcli.lipschitz.value import Value
 
 
 def _known_parts(module: GPSA) -> bool:
-    return all(runs_known_code(part, nn.Linear) for part in (module.qk, module.v, module.proj, module.pos_proj))
+    maps = (module.qk, module.v, module.proj, module.pos_proj)
+    return all(runs_known_code(part, nn.Linear) for part in maps) and all(
+        any(runs_known_code(part, kind) for kind in (nn.Dropout, nn.Identity))
+        for part in (module.attn_drop, module.proj_drop)
+    )
 
 
 @rules.module(GPSA, when=_known_parts)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.table import NoRule
-from certcli.lipschitz.arithmetic import GAIN_SLACK, Matrix, Scalar
+from certcli.lipschitz.arithmetic import GAIN_SLACK, UNDERFLOW, Matrix, Scalar
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.convolution_estimate import Geometry
 from certcli.lipschitz.rules.affine import size_after
@@ -100,11 +100,12 @@ def _scaled_inputs(ctx: Context, weight: Tensor, pending: Affine, axes: int) -> 
     weight = weight.detach().double() if rigorous else weight
     if pending.gain is not None:
         weight = weight * pending.gain.to(weight).view(1, -1, *[1] * axes)
-        error = up(GAIN_SLACK * frobenius_norm(weight), 4) if rigorous else 0.0
+        error = up(GAIN_SLACK * frobenius_norm(weight) + weight.numel() * UNDERFLOW, 4) if rigorous else 0.0
     if pending.centered:
         # every output channel's mean over the input channels is taken off; the mean's error is gamma_{c+3} of the whole
         if rigorous:
-            error = up(error + 2 * gamma(weight.shape[1] + 3) * frobenius_norm(weight), 4)
+            mean = 2 * gamma(weight.shape[1] + 3) * frobenius_norm(weight)
+            error = up(error + mean + weight.numel() * UNDERFLOW, 4)
         weight = weight - weight.mean(dim=1, keepdim=True)
     return weight, error
 
@@ -120,7 +121,7 @@ def scaled_outputs(ctx: Context, conv: Convolution, gain: Tensor) -> Convolution
     error = 0.0
     if rigorous:
         largest = float(gain.detach().double().abs().max())
-        error = up(conv.error * largest + GAIN_SLACK * frobenius_norm(weight), 4)
+        error = up(conv.error * largest + GAIN_SLACK * frobenius_norm(weight) + (weight.numel() + 1) * UNDERFLOW, 4)
     return replace(
         conv,
         weight=weight,

@@ -16,8 +16,19 @@ from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Value
 
 
-@rules.method("expand", "expand_as", "repeat", "tile", "repeat_interleave", "broadcast_to")
-@rules.function(torch.tile, torch.repeat_interleave, torch.broadcast_to)
+@rules.method("repeat_interleave")
+@rules.function(torch.repeat_interleave)
+def repeat_in_place(
+    ctx: Context, x: Value, repeats: Any, dim: int | None = None, *, output_size: int | None = None
+) -> Value:
+    """Every entry as often as its place says: sqrt of the largest number."""
+    x = ctx.settle(x)
+    times = repeats if isinstance(repeats, int) else int(ctx.constant_tensor(repeats).max())
+    return _copies(ctx, x, times, "places")
+
+
+@rules.method("expand", "expand_as", "repeat", "tile", "broadcast_to")
+@rules.function(torch.tile, torch.broadcast_to)
 def repeat(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
     """Every entry t times: sqrt(t)."""
     x = ctx.settle(x, keep=Affine)
@@ -40,6 +51,8 @@ def repeat(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
 @rules.function(functional.pad)
 def pad(ctx: Context, x: Value, padding: Any, mode: str = "constant", value: float | None = None) -> Value:
     """Constants around a tensor (or a crop, for negative numbers) move nothing."""
+    ctx.require(value is None or isinstance(value, (int, float)), "padding with what is not a number")
+    ctx.require(value is None or math.isfinite(value), f"padding with {value}")
     if mode != "constant":
         return _mirrored(ctx, ctx.settle(x), padding, mode)
     if x.pending is not None and x.pending.index is None and x.pending.axis != -1 and x.pending.bias is None:

@@ -1,5 +1,6 @@
 """Multiples and entrywise products: gates, gains, temperatures. Proofs: docs/bounds.md, section 8."""
 
+import math
 import operator
 from dataclasses import replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 
 from certcli.engine.walk import Constant
+from certcli.lipschitz.arithmetic import UNDERFLOW
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.products import product_of_entries
 from certcli.lipschitz.rules.scales import scale_features
@@ -83,9 +85,10 @@ def divide(ctx: Context, a: Any, b: Any, rounding_mode: Any = None) -> Value:
     if isinstance(b, Constant):
         ctx.require(bool((b.tensor != 0).all()), "a division by zero")
         inverse = 1.0 / b.tensor.detach().double()
-        return _by_tensor(ctx, a, inverse * (1 + 2.0**-50))
+        return _by_tensor(ctx, a, inverse * (1 + 2.0**-50) + inverse.sign() * UNDERFLOW)
     ctx.require(b != 0, "a division by zero")
-    return by_number(ctx, a, (1.0 / float(b)) * (1 + 2.0**-50))
+    inverse = 1.0 / float(b)
+    return by_number(ctx, a, inverse * (1 + 2.0**-50) + math.copysign(UNDERFLOW, inverse))
 
 
 @rules.method("neg")

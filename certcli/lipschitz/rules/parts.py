@@ -87,6 +87,8 @@ def pieces(ctx: Context, x: Value, *how: Any, dim: int | None = None, **_: Any) 
     axis = (how[1] if dim is None and len(how) > 1 else dim or 0) % len(x.shape)
     x = ctx.settle(x, keep=Affine)
     whole = tuple(slice(None) for _ in range(axis))
+    # lengths of pieces that go back add up to more than there is
+    ctx.require(sum(shape[axis] for shape in ctx.shape) == x.shape[axis], "pieces that overlap")
     parts, start = [], 0
     for shape in ctx.shape:
         stop = start + shape[axis]

@@ -198,7 +198,11 @@ def hard_sigmoid_function(ctx: Context, x: Value, inplace: bool = False) -> Valu
 
 @rules.module(nn.Softplus)
 def softplus(ctx: Context, module: nn.Softplus, x: Value) -> Value:
+    """log(1 + exp(beta x)) / beta; beyond beta x = threshold torch returns x, a jump that must not be seen (section 3)."""
     ctx.require(module.beta > 0, "softplus with beta <= 0")
+    threshold, precision = float(module.threshold), torch.finfo(ctx.dtype or torch.float64).eps / 2
+    seen = not threshold > 0 or math.log1p(math.exp(-threshold)) > precision * threshold
+    ctx.require(not seen, f"softplus jumps at its threshold of {threshold:g} by more than {ctx.dtype} rounds")
     x = ctx.settle(x)
     shift = ctx.arith.const(up(math.log(2.0) / module.beta, 2))
     return ctx.chain(x, ctx.arith.const(1.0), "slope of softplus at most 1", peak=lambda: x.size.peak + shift)

@@ -18,7 +18,7 @@ from certcli.lipschitz.value import Value
 @rules.module(nn.MaxPool2d)
 def max_pool_module(ctx: Context, module: nn.MaxPool2d, x: Value) -> Value:
     ctx.require(not module.return_indices, "max pooling that returns indices")
-    return max_pool(ctx, x, module.kernel_size, module.stride, module.padding, module.dilation)
+    return max_pool(ctx, x, module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
 
 
 @rules.function(functional.max_pool2d, torch.max_pool2d)
@@ -37,6 +37,9 @@ def max_pool(
     x = ctx.settle(x)
     kernel = pair(kernel_size)
     steps = pair(stride if stride not in (None, [], ()) else kernel_size)
+    plane = torch.zeros(1, *x.shape[-2:])
+    pooled = functional.max_pool2d(plane, kernel, steps, pair(padding), pair(dilation), ceil_mode)
+    ctx.require(bool(torch.isfinite(pooled).all()), "a window of max pooling that lies in the padding")
     count = math.prod(windows_of(k, s, d) for k, s, d in zip(kernel, steps, pair(dilation), strict=True))
     factor = ctx.arith.const(up(math.sqrt(count), 1))
     return ctx.chain(

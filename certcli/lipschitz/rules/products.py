@@ -97,7 +97,7 @@ def _blocks(ctx: Context, x: Value, weight: Tensor, left: bool) -> Value:
 
 @rules.function(torch.einsum)
 def einsum(ctx: Context, equation: str, *operands: Any) -> Value:
-    """|einsum(a, b)|_F <= |a|_F |b|_F when every summed index is in both (Cauchy-Schwarz)."""
+    """|einsum(a, b)|_F <= |a|_F |b|_F when every summed index is in both (Cauchy-Schwarz), of the same size."""
     operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     ctx.require(len(operands) == 2 and "." not in equation and "->" in equation, f"einsum '{equation}'")
     inputs, output = equation.replace(" ", "").split("->")
@@ -106,9 +106,20 @@ def einsum(ctx: Context, equation: str, *operands: Any) -> Value:
         ctx.require(len(set(labels)) == len(labels), f"einsum '{equation}' with a diagonal")
     for label in {*first, *second}:
         ctx.require(label in output or (label in first and label in second), f"einsum '{equation}' with a plain sum")
+    shapes = [tuple(x.tensor.shape if isinstance(x, Constant) else x.shape) for x in operands]
+    sizes: dict[str, int] = {}
+    for labels, shape in zip((first, second), shapes, strict=True):
+        for label, size in zip(labels, shape, strict=True):
+            sizes[label] = max(size, sizes.get(label, 0))
+    # an axis of size 1 is repeated where the other operand is longer
+    repeated = [tuple(sizes[label] for label in labels) for labels in (first, second)]
+    operands = tuple(
+        Constant(x.tensor.expand(shape)) if isinstance(x, Constant) else ctx.spread(ctx.settle(x), shape)
+        for x, shape in zip(operands, repeated, strict=True)
+    )
     arith, why = ctx.arith, "product of two tensors: sup |b| Lip(a) + sup |a| Lip(b) over the pixel box"
     if all(isinstance(x, Value) for x in operands):
-        a, b = (ctx.settle(x) for x in operands)
+        a, b = operands
         of_a, of_b = (ctx.finite(x.size.total, "einsum") for x in (b, a))
         size = Size(arith, tuple(ctx.shape), total=lambda: a.size.total * b.size.total)
         return ctx.combine([(a, of_a), (b, of_b)], why, size)
@@ -116,7 +127,6 @@ def einsum(ctx: Context, equation: str, *operands: Any) -> Value:
     other = next((x for x in operands if isinstance(x, Constant)), None)
     if x is None or other is None:
         raise NoRule(f"einsum '{equation}'")
-    x = ctx.settle(x)
     factor = arith.length(arith.matrix(other.tensor.reshape(-1, 1)))
     return ctx.chain(
         x, factor, "product with a constant tensor: its Frobenius norm", total=lambda: factor * x.size.total

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.table import NoRule
+from certcli.lipschitz.arithmetic import UNDERFLOW
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.convolution import scaled_outputs
 from certcli.lipschitz.spectral import frobenius_norm, up
@@ -108,11 +109,13 @@ def batch_statistics(
     spread = (variance.double() + eps).sqrt()
     ctx.require(bool((spread > 0).all()), "a variance of 0 without eps")
     # three roundings: 2^-49 covers them, away from zero, so that gains stay upper bounds of the exact ones
-    gain = (torch.ones_like(spread) if weight is None else weight.double()) / spread * (1 + 2.0**-49)
+    numerator = torch.ones_like(spread) if weight is None else weight.double()
+    gain = numerator / spread * (1 + 2.0**-49) + numerator.sign() * UNDERFLOW  # the last for gains below 1e-308
     carried = mean.double() * gain
     shift = -carried if bias is None else bias.double() - carried
     # the difference may cancel: it is off by the gain's slack and three roundings, relative to its terms
     error = (carried.abs() + (0.0 if bias is None else bias.double().abs())) * 2.0**-48
+    error = error + 4 * UNDERFLOW * (1 + mean.double().abs())
     if not ctx.arith.rigorous:
         gain, shift, error = gain.detach(), shift.detach(), torch.zeros_like(error)
     axis = 1 - len(x.shape)

@@ -91,6 +91,8 @@ def reshaped(ctx: Context, x: Value, after: Shape) -> Value:
         return x
     if math.prod(before) == 0:
         raise NoRule("a tensor without entries")
+    if not before:  # a number
+        return replace(x, shape=after, size=x.size.arranged(after, None))
     runs = groups(before, after)
     if x.pending is not None:
         pending = _reshape_pending(x, x.pending, after, runs)

@@ -116,14 +116,18 @@ def add_product(ctx: Context, x: Any, a: Any, b: Any, value: float = 1.0) -> Val
 @rules.method("masked_fill", "masked_fill_")
 @rules.function(torch.masked_fill)
 def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
-    """Constants in fixed places move nothing; in scores they are a mask."""
+    """Constants in fixed places move nothing; -inf in scores is a mask, a number there takes scores away (Theorem 5.2)."""
     ctx.constant_tensor(mask)
     ctx.require(tuple(x.shape) == tuple(ctx.shape), "a mask that repeats the tensor")
+    ctx.require(not isinstance(value, Value), "filling with a number that depends on the image")
+    filling = float(ctx.constant_tensor(value)) if not isinstance(value, (int, float)) else float(value)
+    ctx.require(not math.isnan(filling) and filling != math.inf, f"filling with {filling}")
     if isinstance(x.waiting, Scores):
-        return replace(x, waiting=replace(x.waiting, shifted=True))
+        return replace(x, waiting=replace(x.waiting, shifted=True, replaced=x.waiting.replaced or filling > -math.inf))
+    ctx.require(filling > -math.inf, "filling with -inf")
     x = ctx.settle(x)
     old = x.size
-    known = isinstance(value, (int, float)) and value == 0
+    known = filling == 0
     size = Size(ctx.arith, x.shape, lambda: old.fibre, old.axis, lambda: old.total, lambda: old.peak)
     return replace(x, size=size if known else Size(ctx.arith, x.shape))
 

@@ -29,7 +29,7 @@ def product_of_matrices(ctx: Context, a: Value, b: Value) -> Value:
         raise NoRule("a product with a vector that depends on the image")
     if isinstance(a.waiting, Probabilities):
         scores = a.waiting.scores
-        return attend(ctx, scores.query, scores.key, b, scores.scale, moving=scores.moving)
+        return attend(ctx, scores.query, scores.key, b, scores.scale, moving=scores.moving, centred=not scores.replaced)
     a, b = ctx.settle(a, keep=Affine), ctx.settle(b, keep=Affine)
     if tuple(a.shape[:-2]) != tuple(b.shape[:-2]):
         leading = tuple(ctx.shape[:-2])
@@ -162,11 +162,13 @@ def attend(
     scale: Scalar,
     mixes: list[Mix] | None = None,
     moving: Value | None = None,
+    centred: bool = True,
 ) -> Value:
     """softmax(scale q k^T + constant) v for q (.., n, d), k (.., m, d), v (.., m, e): Theorem 5.2.
 
     sqrt(n) Lip(v) + scale R_v R_k Lip(q) + sqrt(n/2) scale R_v |q| Lip(k), head by head; R: radius of the rows about any
-    centre. Heads and windows act on disjoint tensors, so their squares add, and the largest window counts.
+    centre, R_k about 0 unless `centred`: where numbers replace scores, only a part of each row moves. Heads and windows act
+    on disjoint tensors, so their squares add, and the largest window counts.
     """
     arith = ctx.arith
     asked = tuple(query.tensor.shape if isinstance(query, Constant) else query.shape)
@@ -196,11 +198,12 @@ def attend(
             largest = arith.maximum(largest, item)
         return [largest] * count
 
-    radius_v, radius_k, norm_q = each(v.radii), each(k.radii), each(q.norms)
+    reach_k = k.radii if centred else k.norms
+    radius_v, radius_k, norm_q = each(v.radii), each(reach_k), each(q.norms)
     averaging = arith.sqrt(n)
     if mixes is not None:
         radius_v = [mix.keep * radius for mix, radius in zip(mixes, each(v.radii, len(mixes)), strict=True)]
-        radius_k, norm_q = each(k.radii, len(mixes)), each(q.norms, len(mixes))
+        radius_k, norm_q = each(reach_k, len(mixes)), each(q.norms, len(mixes))
         averaging = mixes[0].keep * arith.sqrt(n) + mixes[0].fixed
         for mix in mixes[1:]:
             averaging = arith.maximum(averaging, mix.keep * arith.sqrt(n) + mix.fixed)

@@ -1,0 +1,119 @@
+"""Library code as it was when certvit was imported. Theorems speak of that code: what was patched since has none.
+
+A class is pinned when it gets a rule: its methods, their code, and the functions that they name. torch's functions, the
+methods of tensors and those of `nn.Module` are pinned here. What was patched before certvit was imported shows by the
+module that the code comes from.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Names = dict[str, tuple[Any, CodeType | None]]
+
+
+def _code(value: Any) -> tuple[Any, CodeType | None]:
+    """What is pinned of a name: the object, and the code in it, which can be exchanged as well."""
+    inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return value, inner.__code__ if isinstance(inner, FunctionType) else None
+
+
+def _callables(space: Mapping[str, Any]) -> Names:
+    kinds = (property, staticmethod, classmethod)
+    return {name: _code(value) for name, value in list(space.items()) if callable(value) or isinstance(value, kinds)}
+
+
+def _resolved(kind: type, names: list[str]) -> Names:
+    """The attributes of a class, each from the first base that has it, unbound."""
+    spaces = [vars(base) for base in kind.__mro__]
+    found = ((name, next((space[name] for space in spaces if name in space), None)) for name in names)
+    return {name: _code(value) for name, value in found}
+
+
+_TORCH = sorted({*dir(torch._C._VariableFunctions), *torch.functional.__all__} & vars(torch).keys())
+
+
+def _library() -> dict[str, Names]:
+    """By the name of its owner."""
+    return {
+        "torch": {name: _code(vars(torch).get(name)) for name in _TORCH},
+        "torch.nn.functional": _callables({name: vars(functional).get(name) for name in _FUNCTIONAL}),
+        "torch.Tensor": _resolved(Tensor, _TENSOR),
+        "torch.nn.Module": _resolved(nn.Module, _MODULE),
+    }
+
+
+_FUNCTIONAL, _TENSOR, _MODULE = sorted(_callables(vars(functional))), dir(Tensor), dir(nn.Module)
+_PINNED = _library()
+_CLASSES: dict[type, list[Names]] = {}
+_GLOBALS: dict[type, list[tuple[dict[str, Any], Names]]] = {}
+
+
+def patched() -> str | None:
+    """The first function of torch that is not what it was, by its name."""
+    for owner, names in _library().items():
+        if names != _PINNED[owner]:
+            kept = _PINNED[owner]
+            return f"{owner}.{next(name for name in kept if names.get(name) != kept[name])}"
+    for owner, names in _PINNED.items():
+        for name, (value, _) in names.items():
+            if isinstance(value, FunctionType) and not _known_library(value):
+                return f"{owner}.{name}"
+    return None
+
+
+def _known_library(function: FunctionType) -> bool:
+    top = str(function.__module__).partition(".")[0]
+    return top in ("torch", "typing_extensions") or top in sys.stdlib_module_names
+
+
+def pin(kind: type[nn.Module]) -> None:
+    """Keep the code of this class as it is now."""
+    if kind not in _CLASSES:
+        _CLASSES[kind] = [_callables(vars(base)) for base in _bases(kind)]
+        _GLOBALS[kind] = list(_named(kind))
+
+
+def unchanged(kind: type[nn.Module]) -> bool:
+    """Whether the class runs the code that it ran when it was pinned, and that code is its library's own."""
+    pin(kind)
+    if [_callables(vars(base)) for base in _bases(kind)] != _CLASSES[kind]:
+        return False
+    if any({name: _code(space.get(name)) for name in names} != names for space, names in _GLOBALS[kind]):
+        return False
+    top = kind.__module__.partition(".")[0]
+    forward = getattr(kind, "forward", None)
+    return not isinstance(forward, FunctionType) or forward.__module__.partition(".")[0] in (top, "torch")
+
+
+def _bases(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if base not in (nn.Module, object)]
+
+
+def _named(kind: type[nn.Module]) -> Iterator[tuple[dict[str, Any], Names]]:
+    """The functions that the methods of a class call by name, and those that these call, by the module they stand in."""
+    waiting = [value for base in _bases(kind) for value in vars(base).values() if isinstance(value, FunctionType)]
+    seen: set[int] = set()
+    while waiting:
+        function = waiting.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        space = function.__globals__
+        named = {name: space[name] for name in _names(function.__code__) if callable(space.get(name))}
+        if named:
+            yield space, _callables(named)
+        local = [value for value in named.values() if isinstance(value, FunctionType)]
+        waiting += [value for value in local if value.__module__.partition(".")[0] in ("timm", "certcli")]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)

@@ -1,0 +1,278 @@
+"""Is the traced graph the network? It is executed beside the model, and everything that the model could hide is looked at.
+
+The bound is one of the graph. It is the network's if the network runs that graph on every image, so here it is *run*: on a
+few images, one by one, in a batch, and again after it was run. Looked at are
+
+- the logits of graph and model, which must agree to rounding,
+- the operations that the model applies to the image and to what is made of it: the graph's, in the same order and of the
+  same shapes, on every image. A branch that no example shows is seen by what it reads: none of these may return a number,
+- the state of the model before and after: tensors by their content, attributes, training mode, hooks,
+- the generators of random numbers.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from certcli.engine.state import differs, state_of
+from certcli.engine.table import RuleTable
+from certcli.engine.trace import Trace, example_of, refuse_hooks, trace_model
+from certcli.engine.tracer import Untraceable, reason_of
+from certcli.models import own_name
+
+_READERS = frozenset(
+    (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__, Tensor.untyped_storage)
+)
+"""What takes a tensor's numbers out of torch without an operation of torch's."""
+
+_FROM_SHAPE = ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
+"""Operations whose result depends on the shape alone: the trace takes it for a constant."""
+
+SAME_SHAPE = 64.0
+"""Units of the last place, of the largest logit: the same kernels on the same numbers, of which reductions may be split
+over threads in another way. In all runs seen the difference was 0."""
+
+Operations = list[tuple[str, list[tuple[int, ...]], list[Any]]]
+
+
+class _Reads(Exception):
+    """The network takes a number out of a tensor that depends on the image."""
+
+
+class _Follow(TorchDispatchMode):
+    """The operations on the image and on what is made of it, in order, with the shapes of their results and their numbers."""
+
+    def __init__(self, image: Tensor) -> None:
+        super().__init__()
+        self.operations: Operations = []
+        self.known: dict[int, Tensor] = {id(image): image}  # kept alive: no other tensor may take an id over
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in _FROM_SHAPE or not any(id(tensor) in self.known for tensor in _tensors((args, kwargs))):
+            return result
+        made = list(_tensors(result))
+        if not made and result is not None:
+            raise _Reads(name)
+        self.known.update((id(tensor), tensor) for tensor in made)
+        numbers = [value for value in args if isinstance(value, (bool, int, float))]
+        self.operations.append((name, [tuple(tensor.shape) for tensor in made], numbers))
+        return result
+
+
+class _Readers(TorchFunctionMode):
+    """Refuses what reads a tensor that `follow` knows."""
+
+    def __init__(self, follow: _Follow) -> None:
+        super().__init__()
+        self.follow = follow
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _READERS and any(id(tensor) in self.follow.known for tensor in _tensors((args, kwargs))):
+            raise _Reads(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+@contextmanager
+def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Iterator[Trace]:
+    """`trace_model` for the body; at its end the graph is the network as far as running both can tell.
+
+        with replayed(model, size, rules) as traced:
+            found = walk(traced, domain)
+
+    Untraceable says what differs, but only where the body had no reason of its own to refuse: that one names a module.
+    Costs two runs of the graph and six of the model, besides reading its state three times.
+    """
+    with torch.no_grad(), _random_states_kept():
+        images = _images(model, size)
+        refuse_hooks(model)
+        _warm_up(model, images[0])
+        before = state_of(model)
+        traced = trace_model(model, size, *tables)
+        _require_same_state(before, model)  # names what changes before the logits do
+        yield traced
+        logits = [_compared(traced, model, image) for image in images]
+        _require_same_batch(model, images, logits)
+        again, _ = _run(model, images[0])
+        if not _close(again, logits[0], SAME_SHAPE):
+            raise Untraceable("the network returns other logits when it is run again")
+        _require_same_state(before, model)
+
+
+def _warm_up(model: nn.Module, image: Tensor) -> None:
+    """A first run may fill a cache (timm's relative positions): what changes afterwards is the network's own."""
+    try:
+        model(image)
+    except Exception as failure:
+        raise Untraceable(f"the network does not run on one image ({reason_of(failure)})") from failure
+
+
+def _images(model: nn.Module, size: tuple[int, ...]) -> list[Tensor]:
+    """Noise, and a saturated image; the first two of a fixed generator."""
+    example = example_of(model, size)
+    generator = torch.Generator().manual_seed(20)
+    noise = [torch.rand(example.shape, generator=generator, dtype=torch.float64) for _ in range(2)]
+    return [image.to(example) for image in (noise[0], noise[1].round())]
+
+
+def _compared(traced: Trace, model: nn.Module, image: Tensor) -> Tensor:
+    """The logits of one image, the same by model and graph, by the same operations."""
+    logits, operations = _run(model, image)
+    if not torch.isfinite(logits).all():
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        wrong = next((name for name, tensor in tensors if not torch.isfinite(tensor).all()), None)
+        cause = "" if wrong is None else f": '{own_name(model, wrong)}' holds infinite numbers or NaN"
+        raise Untraceable(f"the logits of a random image are not finite{cause}")
+    replay, steps = _run(lambda x: _execute(traced, x), image)
+    if operations != steps:
+        raise Untraceable(f"the network runs another graph than its trace: {_first_difference(operations, steps)}")
+    if not _close(logits, replay, SAME_SHAPE):
+        raise Untraceable(f"the traced graph returns other logits than the network: {_apart(logits, replay)}")
+    return logits
+
+
+def _run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, Operations]:
+    image = image.clone()
+    follow = _Follow(image)
+    try:
+        with _Readers(follow), follow:
+            result = function(image)
+    except _Reads as what:
+        raise Untraceable(f"the network reads a tensor's value back into Python ({what})") from None
+    except Untraceable:
+        raise
+    except Exception as failure:
+        raise Untraceable(f"the network does not run ({reason_of(failure)})") from failure
+    if not isinstance(result, Tensor):
+        raise Untraceable("the network returns something other than one tensor of logits")
+    return result, follow.operations
+
+
+def _execute(traced: Trace, image: Tensor) -> Any:
+    """The graph on an image: modules with a rule as they are, constants as they were traced."""
+    values: dict[fx.Node, Any] = {}
+    last_use = {argument: node for node in traced.graph.nodes for argument in node.all_input_nodes}
+    for node in traced.graph.nodes:
+        args: Any = fx.node.map_arg(node.args, lambda n: values[n])
+        kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: values[n])
+        if node.op == "placeholder":
+            values[node] = image
+        elif node.op == "get_attr":
+            values[node] = traced.constants[node.target]
+        elif node.op == "call_module":
+            values[node] = traced.root.get_submodule(str(node.target))(*args, **kwargs)
+        elif node.op == "call_method":
+            values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        elif node.op == "call_function":
+            values[node] = node.target(*args, **kwargs)
+        else:
+            return args[0]
+        for argument in node.all_input_nodes:
+            if last_use[argument] is node:
+                values.pop(argument)
+    raise AssertionError("a graph ends in its output")
+
+
+def _require_same_batch(model: nn.Module, images: list[Tensor], logits: list[Tensor]) -> None:
+    """An image's logits do not depend on what stands beside it. A network for single images is left alone.
+
+    Other batches are computed by other kernels: sqrt(eps) of the largest logit is far above their rounding, and far below
+    what a network does that mixes images.
+    """
+    try:
+        together = model(torch.cat(images))
+    except Exception:
+        return  # it takes one image only: no wrong logits come of that
+    alone = torch.cat(logits)
+    if not isinstance(together, Tensor) or together.shape != alone.shape or logits[0].shape[0] != 1:
+        return
+    if not _close(together, alone, torch.finfo(alone.dtype).eps ** -0.5):
+        raise Untraceable(f"the logits of an image depend on its batch: {_apart(together, alone)}")
+
+
+def _close(a: Tensor, b: Tensor, units: float) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    scale = float(torch.maximum(a.abs().max(), b.abs().max())) if a.numel() else 0.0
+    return bool(((a - b).abs() <= units * torch.finfo(a.dtype).eps * scale).all())
+
+
+def _apart(a: Tensor, b: Tensor) -> str:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{tuple(a.shape)} of {a.dtype}, {tuple(b.shape)} of {b.dtype}"
+    return f"they differ by {float((a - b).abs().max()):.3g}"
+
+
+def _first_difference(ran: Operations, traced: Operations) -> str:
+    for number, (one, other) in enumerate(zip(ran, traced)):
+        if one != other:
+            return f"step {number + 1} is {_shown(*one)}, in the trace {_shown(*other)}"
+    longer, verb = (ran, "more") if len(ran) > len(traced) else (traced, "fewer")
+    return f"{abs(len(ran) - len(traced))} {verb} operations, from {longer[min(len(ran), len(traced))][0]}"
+
+
+def _shown(name: str, shapes: list[tuple[int, ...]], numbers: list[Any]) -> str:
+    return f"{name}{tuple(numbers) if numbers else ''} to {', '.join(map(str, shapes)) or 'nothing'}"
+
+
+def _require_same_state(before: dict[str, Any], model: nn.Module) -> None:
+    name = differs(before, state_of(model))
+    if name is not None:
+        raise Untraceable(f"{name} changes while the network runs")
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Untraceable when the body draws from a generator that the process shares; they are put back either way."""
+    numpy = sys.modules.get("numpy")
+    cuda = torch.cuda.is_initialized()
+
+    def states() -> list[Any]:
+        found: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
+        found.append([state.tolist() for state in torch.cuda.get_rng_state_all()] if cuda else None)
+        if numpy is not None:
+            name, keys, *rest = numpy.random.get_state()
+            found.append((name, keys.tolist(), *rest))
+        return found
+
+    kept, kept_torch = states(), torch.get_rng_state()
+    kept_cuda = torch.cuda.get_rng_state_all() if cuda else []
+    try:
+        try:
+            yield
+        except Untraceable as other:
+            if states() != kept:
+                raise Untraceable("the network draws random numbers") from other
+            raise
+        if states() != kept:
+            raise Untraceable("the network draws random numbers")
+    finally:
+        random.setstate(kept[0])
+        torch.set_rng_state(kept_torch)
+        if cuda:
+            torch.cuda.set_rng_state_all(kept_cuda)
+        if numpy is not None:
+            numpy.random.set_state(kept[3])

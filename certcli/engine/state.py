@@ -1,0 +1,107 @@
+"""What a model consists of besides its code: a description that is equal exactly when nothing in it changed."""
+
+import random
+import zlib
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certcli.models import own_name
+
+_DEPTH = 6
+"""How deep containers and objects in attributes are followed; below, an object counts by its identity."""
+
+_BLOCK = 1024
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """By name: every tensor's content, every attribute of every module, and what its forward has around it."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        where = own_name(model, path) if path else ""
+        for name, value in vars(module).items():
+            seen: set[int] = set()
+            if name in ("_parameters", "_buffers", "_modules"):
+                for inner, item in value.items():
+                    found[f"{where}.{inner}"] = (
+                        id(item) if isinstance(item, nn.Module) else _described(item, seen, _DEPTH)
+                    )
+            else:
+                found[f"{where}.{name}"] = _described(value, seen, _DEPTH)
+    return found
+
+
+def differs(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """The first name whose value changed, came or went."""
+    for name in [*before, *(name for name in after if name not in before)]:
+        if before.get(name, _described) != after.get(name, _described):
+            place, _, attribute = name.rpartition(".")
+            shown = {"training": "the training mode", "_forward_hooks": "a forward hook"}.get(
+                attribute, f"'{attribute}'"
+            )
+            return f"{shown} of {place}" if place else shown
+    return None
+
+
+def _described(value: Any, seen: set[int], depth: int) -> Any:
+    if value is None or isinstance(
+        value, (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
+    ):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return id(value) if value.is_meta else (id(value), tuple(value.shape), str(value.dtype), digest(value))
+    if isinstance(value, nn.Module):
+        return id(value)
+    if id(value) in seen or depth == 0:
+        return id(value)
+    seen.add(id(value))
+    if isinstance(value, (tuple, list, set, frozenset)):
+        items = [_described(item, seen, depth - 1) for item in value]
+        return sorted(map(repr, items)) if isinstance(value, (set, frozenset)) else items
+    if isinstance(value, dict):
+        return [(repr(key), _described(item, seen, depth - 1)) for key, item in value.items()]
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+        return id(value), [
+            _described(item, seen, depth - 1) for item in (*cells, value.__defaults__, value.__kwdefaults__)
+        ]
+    if type(value).__module__.partition(".")[0] == "numpy":
+        state = getattr(value, "bit_generator", value)
+        return repr(getattr(state, "state", None)) + repr(getattr(value, "tobytes", bytes)())
+    if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
+        return id(value)
+    return id(value), [(name, _described(item, seen, depth - 1)) for name, item in vars(value).items()]
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def digest(tensor: Tensor) -> int:
+    """A checksum of content and place: sums over blocks of bytes and across them. Memory is read twice, as fast as it can be.
+
+    It has to see a network that writes into its own tensors; against somebody who looks for collisions it is no shield.
+    """
+    flat = tensor.detach().reshape(-1)
+    if tensor.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    if flat.numel() == 0:
+        return 0
+    raw = flat.contiguous().view(torch.uint8)
+    whole = len(raw) // (4 * _BLOCK) * (4 * _BLOCK)
+    rest = zlib.crc32(bytes(raw[whole:].tolist()))
+    if not whole:
+        return rest
+    blocks = raw[:whole].view(torch.int32).view(-1, _BLOCK)
+    sums = torch.cat([blocks.sum(0, dtype=torch.int64), blocks.sum(1, dtype=torch.int64)])
+    return zlib.crc32(sums.cpu().numpy().tobytes(), rest)
