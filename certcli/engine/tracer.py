@@ -47,6 +47,7 @@ class Proxy(fx.Proxy):
     It says of itself what its value would: `isinstance` and `hasattr` branch as they do in use.
     """
 
+    tracer: "Tracer"
     value: Any
     versions: tuple[int, ...]
 

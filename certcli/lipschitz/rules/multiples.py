@@ -87,8 +87,8 @@ def divide(ctx: Context, a: Any, b: Any, rounding_mode: Any = None) -> Value:
         inverse = 1.0 / b.tensor.detach().double()
         return _by_tensor(ctx, a, inverse * (1 + 2.0**-50) + inverse.sign() * UNDERFLOW)
     ctx.require(b != 0, "a division by zero")
-    inverse = 1.0 / float(b)
-    return by_number(ctx, a, inverse * (1 + 2.0**-50) + math.copysign(UNDERFLOW, inverse))
+    quotient = 1.0 / float(b)
+    return by_number(ctx, a, quotient * (1 + 2.0**-50) + math.copysign(UNDERFLOW, quotient))
 
 
 @rules.method("neg")
