@@ -78,7 +78,9 @@ RULES: dict[str, Trap] = {
     ),
     "padded with the image": (lambda: f(lambda m, x: functional.pad(x, (9, 9), value=x.sum())), "pad"),
     "softplus with a jump": (lambda: nn.Sequential(nn.Softplus(beta=2.0, threshold=0.5)), "threshold"),
-    "softplus as torch has it": (lambda: nn.Sequential(statistics(nn.BatchNorm2d(2)), Times(40.0), nn.Softplus()), "threshold"),
+    "softplus as torch has it": (
+        lambda: nn.Sequential(statistics(nn.BatchNorm2d(2)), Times(40.0), nn.Softplus()), "threshold",
+    ),
     "softplus without": (lambda: nn.Sequential(Times(40.0), nn.Softplus(threshold=50.0)), None),
     "softplus at rest in float32": (lambda: nn.Sequential(Times(40.0), nn.Softplus()).float(), None),
     "pooling of nothing": (
