@@ -172,7 +172,7 @@ def test_what_is_printable_stays_as_it_is() -> None:
     assert plain("a\x1bb\x9bc\udcff") == "a\\x1bb\\x9bc\\udcff"
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_names_and_numbers_stay_whole_in_a_narrow_terminal(width: int) -> None:
     written = io.StringIO()
     sink = Sink(False, False)

@@ -11,14 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from certcli.cli.tables import Layout
 from certcli.errors import CertvitError
 
 SCHEMA = 1
 """Of the documents: raised when a key that scripts may rely on changes its meaning."""
-LONGEST_WHOLE = 24
-"""Characters of a cell that is never wrapped; longer ones, with blanks in them, are remarks."""
-NARROWEST_REMARK = 30
-"""Columns of a terminal that remarks must have, to stand in a table."""
 
 
 def plain(text: str) -> str:
@@ -89,28 +86,22 @@ class Sink:
             sys.stdout.flush()
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Rows of cells: names and numbers stay whole, headings and remarks are wrapped between words.
-
-        Where remarks (a last column of sentences) would be squeezed into a strip they follow the table, a line each.
-        """
+        """Rows of cells, laid out for the terminal (`certcli.cli.tables`)."""
         if self.as_json:
             return
         cells = [[plain(cell) for cell in row] for row in rows]
-        last = len(columns) - 1
-        remarks = [n for n in range(1, last + 1) if any(" " in row[n] and len(row[n]) > LONGEST_WHOLE for row in cells)]
-        widths = _widths(columns, cells, remarks, self._out.width)
-        below = [last] if last in remarks and (widths is None or widths[last] < NARROWEST_REMARK) else []
-        if below:
-            widths = _widths(columns[:-1], [row[:-1] for row in cells], remarks[:-1], self._out.width)
-        table = Table(header_style="bold", box=None, pad_edge=False)
-        for number, column in enumerate(columns[: len(columns) - len(below)]):
-            side: Any = "left" if number == 0 or number in remarks else "right"
-            table.add_column(column, justify=side, overflow="fold", width=widths[number] if widths else None)
-        for row in cells:
-            table.add_row(*(Text(cell) for cell in row[: len(columns) - len(below)]))
+        layout = Layout(columns, cells, self._out.width)
         self._print(self._out, title, "bold")  # as Table's own title it would wrap at the table's width
-        self._out.print(table)
-        for row in cells if below else []:
+        for part in layout.parts():
+            table = Table(header_style="bold", box=None, pad_edge=False)
+            for place, number in enumerate(part.columns):
+                side: Any = "left" if number == 0 or number in layout.sentences else "right"
+                width = part.widths[place] if part.widths else None
+                table.add_column(columns[number], justify=side, overflow="fold", width=width)
+            for row in cells:
+                table.add_row(*(Text(row[number]) for number in part.columns))
+            self._out.print(table)
+        for row in cells if layout.below else []:
             if row[-1]:
                 self._print(self._out, f"{row[0]}: {row[-1]}")
 
@@ -145,26 +136,6 @@ class Sink:
         )
         with Progress(*columns, console=self._err, transient=True, disable=silent) as progress:
             yield Bar(progress, progress.add_task(label, total=total, remark=""))
-
-
-def _widths(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], remarks: Sequence[int], room: int
-) -> list[int] | None:
-    """Of each column: as wide as its cells, and less where headings and remarks can wrap; None where that does not fit."""
-    wide, least = [], []
-    for number, column in enumerate(columns):
-        cells = [row[number] for row in rows]
-        words = [part for cell in cells for part in cell.split()] if number in remarks else cells
-        wide.append(max(map(len, [column, *cells])))
-        least.append(max(map(len, [*column.split(), *words]), default=1))
-    over = sum(wide) + 2 * (len(columns) - 1) - room
-    while over > 0:
-        slack, number = max((wide[n] - least[n], n) for n in range(len(columns)))
-        if slack == 0:
-            return None
-        wide[number] -= 1
-        over -= 1
-    return wide
 
 
 class Bar:

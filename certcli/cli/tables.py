@@ -1,0 +1,77 @@
+"""How a table fits a terminal: names and numbers stay whole, headings and sentences are wrapped between their words.
+
+What does not fit side by side stands one below the other: sentences of a last column follow the table, a line each, and the
+columns that are left over make a second table under the same names.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+LONGEST_WHOLE = 24
+"""Characters of a cell that is never wrapped; longer ones, with blanks in them, are sentences."""
+NARROWEST_SENTENCES = 30
+"""Characters a line that sentences must have, to stand in a table."""
+GAP = 2
+
+
+@dataclass(frozen=True)
+class Part:
+    """Columns of a table that are drawn side by side; widths: None where even names must be broken."""
+
+    columns: tuple[int, ...]
+    widths: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A table for `room` characters a line."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    room: int
+
+    @cached_property
+    def sentences(self) -> frozenset[int]:
+        """Columns with cells that may be wrapped."""
+        return frozenset(
+            number
+            for number in range(1, len(self.columns))
+            if any(" " in row[number] and len(row[number]) > LONGEST_WHOLE for row in self.rows)
+        )
+
+    @cached_property
+    def below(self) -> bool:
+        """Whether the last column's sentences follow the table."""
+        last = len(self.columns) - 1
+        if last not in self.sentences:
+            return False
+        widths = self._widths(range(len(self.columns)))
+        return widths is None or widths[last] < NARROWEST_SENTENCES
+
+    def parts(self) -> Iterator[Part]:
+        left = list(range(1, len(self.columns) - self.below))
+        while True:
+            count = len(left)
+            while count > 1 and self._widths((0, *left[:count])) is None:
+                count -= 1
+            numbers = (0, *left[:count])
+            yield Part(numbers, self._widths(numbers))
+            left = left[count:]
+            if not left:
+                return
+
+    def _widths(self, numbers: Sequence[int]) -> tuple[int, ...] | None:
+        """As wide as the cells, and less where headings and sentences can wrap; None where that does not fit."""
+        wide, least = [], []
+        for number in numbers:
+            cells = [row[number] for row in self.rows]
+            words = [word for cell in cells for word in cell.split()] if number in self.sentences else cells
+            wide.append(max(map(len, [self.columns[number], *cells])))
+            least.append(max(map(len, [*self.columns[number].split(), *words]), default=1))
+        for _ in range(sum(wide) + GAP * (len(wide) - 1) - self.room):
+            slack, place = max((wide[place] - least[place], place) for place in range(len(wide)))
+            if slack == 0:
+                return None
+            wide[place] -= 1
+        return tuple(wide)
