@@ -280,7 +280,11 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
 
 
 def _folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
-    """A folder of class folders, or one that holds train/, val/, test/ of such folders."""
+    """A folder of class folders, or one that holds train/, val/, test/ of such folders; named as the folder itself is."""
+    return replace(_part_of_folder(folder, spec, split), name=folder.resolve().name)
+
+
+def _part_of_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
     parts = [part for part in ("train", "val", "test") if (folder / part).is_dir()]
     if (folder / "validation").is_dir() and "val" not in parts:
         parts.append("validation")

@@ -89,6 +89,16 @@ def test_folder_with_splits(tmp_path: Path) -> None:
         data.load(root, COLOUR, "holdout")
 
 
+def test_a_folder_is_named_as_itself_whatever_its_splits(tmp_path: Path) -> None:
+    """Not "val": a record of two datasets that are both called val says nothing."""
+    root = tmp_path / "flowers"
+    for split in ("train", "val"):
+        make_folder(root / split, {"a": 2, "b": 2})
+    for split in ("train", "val"):
+        images = data.load(str(root), COLOUR, split)
+        assert (images.name, images.split) == ("flowers", split)
+
+
 def test_synset_folders_are_mapped_to_imagenet_indices(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "in", {"n02102040": 1, "n01440764": 1})
     images = data.require_classes(data.load(str(folder), COLOUR), 1000)
