@@ -188,6 +188,8 @@ def test_a_figure_compares_the_images_that_both_know(
     assert shares[0.0] == left["clean"]
     assert sum(radius > 0.3 for radius in some["lipschitz: certified (proven)"]) / 30 <= left["robust"]
     assert title == "certified on digits (test)"
+    told = f"n = 30 of these): {100 * left['clean']:.1f} % at 0, {100 * left['curve']['0.1']:.1f} % at 0.1"
+    assert told in certvit(*words, "--attack-records", attacked).stdout
     other = workshop / "constrained.safetensors"
     for refused, named in (
         (("certify", other), "another network"),

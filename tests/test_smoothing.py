@@ -267,6 +267,7 @@ def test_auto_says_which_certificate_is_worth_having(workshop: Path, stem: str, 
     found = document(*words)
     assert found["method"] == method
     assert because in found["reason"]
+    assert [part["method"] for part in found.get("methods", [found])] == [method, *["lipschitz"] * (stem == "plain")]
     assert certvit(*words).stdout.startswith(f"--method {method}: ")
 
 

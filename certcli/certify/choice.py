@@ -18,10 +18,11 @@ TRIED = 256
 
 @dataclass(frozen=True)
 class Choice:
-    """The method that is worth having, and why in a sentence."""
+    """The method that is worth having, and why in a sentence. beside: others that cost next to nothing."""
 
     method: str
     reason: str
+    beside: tuple[str, ...] = ()
 
 
 def choose_method(
@@ -40,4 +41,4 @@ def choose_method(
     )
     if share >= USEFUL * found.clean and share > 0:
         return Choice("lipschitz", f"{told}, with proof")
-    return Choice("smoothing", f"{told}; noise certifies more, with probability")
+    return Choice("smoothing", f"{told}; noise may certify more, with probability", ("lipschitz",))

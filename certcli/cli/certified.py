@@ -91,7 +91,7 @@ def settle(
     least = next((radius for radius in radii if radius > 0), 0.25)
     choice = choose_method(checkpoint, machine.pick(), images, least, machine.batch_size)
     sink.text(f"--method {choice.method}: {choice.reason}")
-    return [choice.method], choice.reason
+    return [choice.method, *choice.beside], choice.reason
 
 
 def tuning_images(record: Record, data: Evaluation, judged: Images, sink: Sink) -> Images:

@@ -35,12 +35,21 @@ def document(results: Sequence[Result], reason: str | None, checkpoint: str, ima
     return found
 
 
-def table(results: Sequence[Result], images: Images, sink: Sink) -> None:
-    """One method: certified accuracy at each radius with intervals. Several: one row a method."""
+def table(results: Sequence[Result], images: Images, attacked: dict[float, dict[int, bool]], sink: Sink) -> None:
+    """One method: certified accuracy at each radius with intervals. Several: one row a method. Below, what attacks left."""
     where = f"{images.name} ({images.split}), {len(images)} images"
     if len(results) == 1:
         _table(results[0], where, sink)
-        return
+    else:
+        _side_by_side(results, where, sink)
+    if attacked:
+        left = ", ".join(
+            f"{percent(sum(at.values()) / len(at))} at {radius:g}" for radius, at in sorted(attacked.items())
+        )
+        sink.text(f"attacked (measured, the network itself, n = {len(next(iter(attacked.values())))} of these): {left}")
+
+
+def _side_by_side(results: Sequence[Result], where: str, sink: Sink) -> None:
     radii = list(results[0].found.certified)
     sink.table(
         where,

@@ -106,17 +106,16 @@ def certify(
         "tuning_images": lambda: certified.tuning_images(checkpoint.record, data, images, sink),
     }
     methods, reason = certified.settle(wanted.methods, checkpoint, machine, images, radii, sink)
+    files = [(wanted.records, wanted.resume)] + [(None, False)] * (len(methods) - 1)  # records are of the first
     results = [
-        certified.run(
-            method, checkpoint, images, given, machine, radii, wanted.records, wanted.resume, output.force, sink
-        )
-        for method in methods
+        certified.run(method, checkpoint, images, given, machine, radii, records, resume, output.force, sink)
+        for method, (records, resume) in zip(methods, files, strict=True)
     ]
     first = results[0]
     demand.ask(first.found, gate)
     document = certified_view.document(results, reason, checkpoint.digest, images)
     sink.document(document, gate)
-    certified_view.table(results, images, sink)
+    certified_view.table(results, images, attacked, sink)
     if wanted.plot is not None:
         certified_view.plot(results, attacked, Path(source.ckpt).stem, images, wanted.plot, radii[-1], sink)
     if output.output is not None:
