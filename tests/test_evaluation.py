@@ -250,15 +250,14 @@ def test_a_failed_gate_prints_one_document(proven: Path) -> None:
     ids=" ".join,
 )
 def test_gates_and_radii_that_mean_nothing_are_refused(proven: Path, words: list[str]) -> None:
-    failure = certvit("certify", proven, *words).exception
-    assert isinstance(failure, UsageError), failure
-    if words[0] == "-e":
-        assert isinstance(certvit("attack", proven, *words).exception, UsageError)
+    for command in ("certify", "attack") if words[0] == "-e" else ("certify",):
+        failure = certvit(command, proven, *words).exception
+        assert getattr(failure, "code", None) == 2, failure  # ours, or of the parser of options
 
 
 @pytest.mark.parametrize("share", ["nan", "90", "-0.5"])
 def test_shares_of_attack_that_mean_nothing_are_refused(proven: Path, share: str) -> None:
-    assert isinstance(certvit("attack", proven, "--min-robust", share).exception, UsageError)
+    assert getattr(certvit("attack", proven, "--min-robust", share).exception, "code", None) == 2
 
 
 def test_shards_cover_the_images_and_change_no_certificate(certified: Checkpoint) -> None:

@@ -198,10 +198,10 @@ NONSENSE = [
 
 @pytest.mark.parametrize(("words", "named"), NONSENSE, ids=lambda value: " ".join(value) if value else "")
 def test_wishes_that_mean_nothing_are_refused(workshop: Path, words: list[str], named: str) -> None:
-    failure = certvit("certify", workshop / "plain.safetensors", "--method", "smoothing", *words).exception
-    assert isinstance(failure, UsageError), failure
-    assert failure.code == 2
-    assert named in failure.message + failure.hint
+    done = certvit("certify", workshop / "plain.safetensors", "--method", "smoothing", *words)
+    failure = done.exception
+    assert getattr(failure, "code", None) == 2, failure  # ours, or of the parser of options
+    assert named in (failure.message + failure.hint if isinstance(failure, UsageError) else done.output)
 
 
 # the command
