@@ -120,6 +120,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "other norm": (lambda: Net(lambda m, x: functional.normalize(x, p=1.0)), "norm"),
     "norm without eps": (lambda: nn.LayerNorm(4, eps=0.0), "eps"),
     "batch statistics": (lambda: nn.BatchNorm2d(2, track_running_stats=False), "batch statistics"),
+    "a number without axes": (lambda: Net(lambda m, x: x.mean()), "single number"),
     "two outputs": (lambda: Net(lambda m, x: (x, x)), "something other than one tensor"),
     "half precision": (lambda: Net(lambda m, x: x.to(torch.float16).float()), "float16"),
     "dtype view": (lambda: Net(lambda m, x: x.view(torch.int32).float()), "dtype"),

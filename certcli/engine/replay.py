@@ -168,6 +168,8 @@ def _run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, Oper
         raise Untraceable(f"the network does not run ({reason_of(failure)})") from failure
     if not isinstance(result, Tensor):
         raise Untraceable("the network returns something other than one tensor of logits")
+    if not result.dim():
+        raise Untraceable("the network returns a single number for all images of a batch")
     return result, follow.operations
 
 
