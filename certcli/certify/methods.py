@@ -24,6 +24,12 @@ METHODS = Registry(
         "Tsuzuku et al. 2018, Lipschitz-margin training",
     ),
     Entry(
+        "local",
+        "certcli.certify.local:prepare",
+        "small networks as they are: an enclosure of each image's neighbourhood, proven, seconds to minutes an image",
+        "Bonaert et al. 2021, Fast and precise certification of transformers (zonotopes); second order: ours",
+    ),
+    Entry(
         "smoothing",
         "certcli.certify.sigma:prepare",
         "the network under Gaussian noise, any network, with probability 1 - alpha an image",

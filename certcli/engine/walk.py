@@ -26,13 +26,14 @@ class Call:
 
     path: the module at hand, by its name in the checkpoint (for an operation: the module in whose forward it stands).
     kind: the module's type, or the operation's name. shape, dtype: of the result in the traced forward pass, which had a
-    batch of one; shape is a list of shapes for an operation that returns several tensors.
+    batch of one; shape is a list of shapes for an operation that returns several tensors. node: the node itself.
     """
 
     path: str
     kind: str
     shape: Any
     dtype: torch.dtype | None = None
+    node: fx.Node | None = None
 
 
 class Domain(ABC):
@@ -47,6 +48,10 @@ class Domain(ABC):
     @abstractmethod
     def context(self, call: Call) -> Any:
         """What the rule of this call receives first."""
+
+    def read(self, node: fx.Node, argument: fx.Node, value: Any) -> Any:
+        """The value of `argument` as the rule of `node` receives it."""
+        return value
 
     def result(self, value: Any, call: Call) -> Any:
         """A rule's result, checked against the shapes that the traced forward pass had."""
@@ -89,8 +94,8 @@ def _visit(
     traced: Trace, node: fx.Node, values: Mapping[fx.Node, Any], domain: Domain, precision: torch.dtype | None
 ) -> Any:
     """The value of a module's or an operation's result, by its rule. precision: the image's, in which the net computes."""
-    args: Any = fx.node.map_arg(node.args, lambda n: values[n])
-    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: values[n])
+    args: Any = fx.node.map_arg(node.args, lambda n: domain.read(node, n, values[n]))
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: domain.read(node, n, values[n]))
     rule: Rule | None
     if node.op == "call_module":
         module = traced.root.get_submodule(str(node.target))
@@ -100,7 +105,7 @@ def _visit(
         rule, kind = domain.rules.methods.get(str(node.target)), str(node.target)
     else:
         rule, kind = domain.rules.functions.get(node.target), getattr(node.target, "__name__", str(node.target))
-    call = Call(node.meta["path"], kind, node.meta.get("shape"), node.meta.get("dtype"))
+    call = Call(node.meta["path"], kind, node.meta.get("shape"), node.meta.get("dtype"), node)
     where = call.path or "the network"
     if rule is None:
         what = kind if node.op == "call_module" else f"the operation '{kind}'"

@@ -1,0 +1,136 @@
+"""Which tokens are read later: a classifier that looks at one token needs the last block for that token alone."""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from certcli.engine.trace import Trace
+
+_IDENTITY = (nn.Identity, nn.Dropout)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A network up to its last two layers. trace: up to the norm's input; norm, head: None where there is no such layer.
+
+    token: of the tensor before the norm, the only one that the head reads.
+    """
+
+    trace: Trace
+    norm: nn.Module | None
+    head: nn.Linear | None
+    token: int | None
+
+
+def split(traced: Trace, norms: tuple[type[nn.Module], ...]) -> Ending:
+    """Take the last linear layer off the graph, and the norm before it, up to dropout and the choice of one token."""
+    final = _source(next(node for node in traced.graph.nodes if node.op == "output"))
+    node, _ = _skip(traced, final, choose=False)
+    head = _module(traced, node)
+    if not isinstance(head, nn.Linear) or type(head) is not nn.Linear:
+        return Ending(traced, None, None, None)
+    before = _source(node)
+    node, token = _skip(traced, before, choose=True)
+    norm = _module(traced, node)
+    if norm is not None and type(norm) in norms and (token is not None or len(_source(node).meta["shape"]) == 2):
+        return Ending(_until(traced, _source(node)), norm, head, token)
+    return Ending(_until(traced, before), None, head, None)
+
+
+def _skip(traced: Trace, node: fx.Node, *, choose: bool) -> tuple[fx.Node, int | None]:
+    """The node before layers that do nothing, and before the choice of one token."""
+    token = None
+    while True:
+        if type(_module(traced, node)) in _IDENTITY:
+            node = _source(node)
+        elif choose and token is None and chosen_token(node) is not None and len(node.meta["shape"]) == 2:
+            token, node = chosen_token(node), _source(node)
+        else:
+            return node, token
+
+
+def _source(node: fx.Node) -> fx.Node:
+    assert isinstance(node.args[0], fx.Node)
+    return node.args[0]
+
+
+def _module(traced: Trace, node: fx.Node) -> nn.Module | None:
+    return traced.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _until(traced: Trace, last: fx.Node) -> Trace:
+    """The graph whose output is `last`."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in traced.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        if node is last:
+            break
+    graph.output(copies[last])
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op not in ("placeholder", "output"):
+            graph.erase_node(node)
+    return replace(traced, graph=graph, scopes=())
+
+
+def chosen_token(node: fx.Node) -> int | None:
+    """r where the node is x[:, r] or x[:, r, ...] of a tensor (1, n, d)."""
+    if node.op != "call_function" or node.target is not operator.getitem:
+        return None
+    shape, index = _source(node).meta.get("shape"), node.args[1]
+    if not isinstance(shape, tuple) or len(shape) != 3 or not isinstance(index, tuple) or len(index) < 2:
+        return None
+    return index[1] % shape[1] if index[0] == slice(None) and type(index[1]) is int else None
+
+
+def tokens_read(
+    traced: Trace, token: int | None, tokenwise: Callable[[nn.Module], bool], queries: Callable[[nn.Module], bool]
+) -> dict[fx.Node, int | None]:
+    """Of every node's value, the only token that is computed (None: all), when `token` is read of the last one.
+
+    Backwards through what acts on tokens one by one: `tokenwise` modules, and sums and products with what has as many;
+    `queries` modules compute single tokens from all. What can do neither is computed for all tokens, and cut when read.
+    """
+    nodes = list(traced.graph.nodes)
+    wanted: dict[fx.Node, int | None] = {_source(nodes[-1]): token}
+    for node in reversed(nodes[:-1]):
+        module = _module(traced, node)
+        able = _pointwise(traced, node) if module is None else tokenwise(module) or queries(module)
+        if not able:
+            wanted[node] = None
+        for argument in node.all_input_nodes:
+            asked = reads(traced, node, wanted.get(node), tokenwise)
+            wanted[argument] = asked if wanted.get(argument, asked) == asked else None
+    return wanted
+
+
+def reads(traced: Trace, node: fx.Node, token: int | None, tokenwise: Callable[[nn.Module], bool]) -> int | None:
+    """The token that `node` reads of its arguments when only `token` of its own is asked for."""
+    if chosen_token(node) is not None:
+        return chosen_token(node)
+    if token is None:
+        return None
+    module = _module(traced, node)
+    if module is not None:
+        return token if tokenwise(module) else None
+    return token if _pointwise(traced, node) else None
+
+
+_POINTWISE: tuple[Any, ...] = (operator.add, operator.iadd, operator.sub, operator.mul, torch.add, torch.sub, torch.mul)
+
+
+def _pointwise(traced: Trace, node: fx.Node) -> bool:
+    """A sum or product of tensors (1, n, d), or with a constant that broadcasts to one."""
+    shape = node.meta.get("shape")
+    if node.target not in _POINTWISE or node.kwargs or not isinstance(shape, tuple) or len(shape) != 3:
+        return False
+    for argument in node.args:
+        if not isinstance(argument, fx.Node):
+            return False
+        if argument.op != "get_attr" and argument.meta.get("shape") != shape:
+            return False
+    return True

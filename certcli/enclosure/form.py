@@ -1,0 +1,216 @@
+"""Affine forms: everything that the images of a ball can be, at one tensor of the network.
+
+A form is the set of all  c + A e + Q vec(e e^T) + B n + s,  where e (|e|_2 <= 1) places the image in its ball, n (|n|_inf <=
+1) are box symbols, and s is any tensor with |s| <= slack entry by entry. e and n mean the same in every form of a walk, so
+differences of forms cancel. vec(e e^T) lists e_a^2 and sqrt(2) e_a e_b (a < b): its l2 norm is |e|^2 <= 1. Source of the
+l2 + box form: Bonaert et al. 2021 (multi-norm zonotopes); the columns for e e^T are ours. Proofs: docs/local.md.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.rounding import gamma, norm1, norm2, up
+
+Linear = Callable[[Tensor], Tensor]
+_fresh_names = itertools.count()
+
+
+class Unbounded(Exception):
+    """The neighbourhood is too large for a finite enclosure; the message names the place."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """ball: entries of e. squares: whether e e^T has columns. limit: box symbols a form may carry after a residual sum."""
+
+    ball: int
+    squares: bool
+    limit: int
+
+    @property
+    def square(self) -> int:
+        return self.ball * (self.ball + 1) // 2 if self.squares else 0
+
+    @cached_property
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """(a, b) of each column of Q, a <= b."""
+        index = torch.triu_indices(self.ball, self.ball)
+        return index[0], index[1]
+
+
+@dataclass(frozen=True)
+class Form:
+    """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: name and size of each run of box symbols."""
+
+    space: Space
+    centre: Tensor
+    gens: Tensor
+    slack: Tensor
+    blocks: tuple[tuple[int, int], ...] = ()
+    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.centre.shape)
+
+    @property
+    def fixed(self) -> int:
+        """Columns before the box symbols."""
+        return self.space.ball + self.space.square
+
+    @property
+    def ball(self) -> Tensor:
+        return self.gens[: self.space.ball]
+
+    @property
+    def box(self) -> Tensor:
+        return self.gens[self.fixed :]
+
+    def _once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        if name not in self._cache:
+            self._cache[name] = compute()
+        return self._cache[name]
+
+    @property
+    def ball_radius(self) -> Tensor:
+        """sup |A e| entry by entry."""
+        return self._once("ball", lambda: norm2(self.ball))
+
+    @property
+    def rest_radius(self) -> Tensor:
+        """sup |Q vec(e e^T) + B n + s| entry by entry."""
+        return self._once(
+            "rest", lambda: up(norm2(self.gens[self.space.ball : self.fixed]) + norm1(self.box) + self.slack)
+        )
+
+    @property
+    def radius(self) -> Tensor:
+        return self._once("radius", lambda: up(self.ball_radius + self.rest_radius))
+
+    @property
+    def size(self) -> Tensor:
+        """Above |c| + sum of all |columns|'s share: what rounding errors are relative to."""
+        return self._once("size", lambda: up(self.centre.abs() + self.radius))
+
+    def interval(self) -> tuple[Tensor, Tensor]:
+        """Entrywise bounds, rounded outward."""
+        away = up(self.radius + gamma(4) * self.size)
+        return self.centre - away, self.centre + away
+
+    def linear(self, apply: Linear, absolute: Linear | None = None, terms: int = 0) -> "Form":
+        """The form of L x, for a linear map given on batches (k, *s) -> (k, *t), and of |L| where it is not a selection.
+
+        terms: the longest inner product in L; 0 for a selection or rearrangement of entries (|L| = L, no rounding).
+        """
+        centre = apply(self.centre[None])[0]
+        gens = apply(self.gens)
+        if absolute is None:
+            return Form(self.space, centre, gens, apply(self.slack[None])[0], self.blocks)
+        error = self.slack + gamma(terms) * self.size
+        return Form(self.space, centre, gens, up(absolute(error[None])[0], terms), self.blocks)
+
+    def shift(self, constant: Tensor) -> "Form":
+        """x + constant (broadcast to the shape of x)."""
+        slack = up(self.slack + gamma(0) * (self.centre.abs() + constant.abs()))
+        return Form(self.space, self.centre + constant, self.gens, slack, self.blocks)
+
+    def scale(self, factor: Tensor) -> "Form":
+        """factor * x entry by entry (broadcast to the shape of x), for an exact factor."""
+        slack = up(factor.abs() * (self.slack + gamma(1) * self.size))
+        return Form(self.space, self.centre * factor, self.gens * factor, slack, self.blocks)
+
+    def __add__(self, other: "Form") -> "Form":
+        x, y = Form.aligned([self, other])
+        slack = up(self.slack + other.slack + gamma(0) * (self.size + other.size))
+        return Form(self.space, x.centre + y.centre, x.gens + y.gens, slack, x.blocks)
+
+    def solid(self) -> "Form":
+        """The slack of every entry as a box symbol of its own: later maps can cancel it."""
+        count = self.centre.numel()
+        gens = self.gens.new_zeros(len(self.gens) + count, *self.shape)
+        gens[: len(self.gens)] = self.gens
+        gens[len(self.gens) :].view(count, count).diagonal().copy_(self.slack.flatten())
+        return Form(
+            self.space, self.centre, gens, torch.zeros_like(self.slack), (*self.blocks, (next(_fresh_names), count))
+        )
+
+    def worked(self) -> "Form":
+        """`solid` where the slack is more than rounding errors: what a map that mixes entries should be given."""
+        return self.solid() if bool((self.slack > 1e-9 * self.radius).any()) else self
+
+    @staticmethod
+    def aligned(forms: list["Form"]) -> list["Form"]:
+        """The same forms over one list of box symbols; columns that a form lacks are zero."""
+        blocks: dict[int, int] = {}
+        for form in forms:
+            blocks |= dict(form.blocks)
+        return [_over(form, tuple(blocks.items())) for form in forms]
+
+    def reduced(self) -> "Form":
+        """Box symbols brought below the limit: the columns nearest to an axis are boxed entry by entry (Girard).
+
+        Slack becomes symbols where it is worth it, so that no rounding error is counted once a layer again and again.
+        """
+        limit, count = self.space.limit, self.centre.numel()
+        box = self.box
+        if len(box) + count <= limit:
+            return self.worked()
+        flat = box.flatten(1).abs()
+        loss = flat.sum(1) - flat.amax(1)
+        keep = max(0, min(limit - count, len(box)))
+        order = torch.argsort(loss, descending=True)
+        kept, boxed = order[:keep].sort().values, order[keep:]
+        slack = up(self.slack + norm1(box[boxed]))
+        gens = torch.cat([self.gens[: self.fixed], box[kept]])
+        # names of their own: a column that another form still holds is treated as independent of it, which only widens
+        blocks = ((next(_fresh_names), keep),) if keep else ()
+        return Form(self.space, self.centre, gens, slack, blocks).solid()
+
+
+def _over(x: Form, blocks: tuple[tuple[int, int], ...]) -> Form:
+    if x.blocks == blocks:
+        return x
+    start, offsets = x.fixed, {}
+    for name, count in x.blocks:
+        offsets[name] = start
+        start += count
+    gens = x.gens.new_zeros(x.fixed + sum(count for _, count in blocks), *x.shape)
+    gens[: x.fixed] = x.gens[: x.fixed]
+    start = x.fixed
+    for name, count in blocks:
+        if name in offsets:
+            gens[start : start + count] = x.gens[offsets[name] : offsets[name] + count]
+        start += count
+    return replace(x, gens=gens, blocks=blocks, _cache=x._cache)
+
+
+def l2_ball(image: Tensor, radius: float, *, squares_up_to: int, limit: int) -> Form:
+    """All images within l2 distance `radius` of `image` (1, c, h, w): radius * identity as A."""
+    count = image.numel()
+    space = Space(count, count <= squares_up_to, limit)
+    gens = image.new_zeros(count + space.square, *image.shape)
+    gens[:count].view(count, count).diagonal().fill_(radius)
+    return Form(space, image, gens, torch.zeros_like(image))
+
+
+def linf_ball(image: Tensor, radius: float, *, limit: int) -> Form:
+    """All images with every pixel within `radius` of `image`'s."""
+    empty = Form(Space(0, False, limit), image, image.new_zeros(0, *image.shape), torch.full_like(image, radius))
+    return empty.solid()
+
+
+def folded(products: Tensor, space: Space) -> Tensor:
+    """Columns for e e^T of the quadratic forms e^T T e: (m, m, *s) -> (m (m + 1) / 2, *s).
+
+    e^T T e = sum_a T_aa e_a^2 + sum_{a<b} (T_ab + T_ba) / sqrt(2) * sqrt(2) e_a e_b.
+    """
+    first, second = space.pairs
+    weight = torch.where(first == second, 0.5, math.sqrt(0.5)).to(products)
+    both = products[first, second] + products[second, first]
+    return both * weight.view(-1, *[1] * (products.dim() - 2))

@@ -1,0 +1,35 @@
+"""How many box symbols fit into memory, estimated before anything is allocated."""
+
+import os
+
+import torch
+
+from certcli.enclosure.domain import LocalNetwork
+
+_COPIES = 5
+"""Arrays of the largest kind that are alive at once, temporaries of one operation included (measured: 4)."""
+
+
+def available(device: torch.device) -> float:
+    """Bytes that may be used: 60 % of what is free on the device, or of the machine's memory."""
+    if device.type == "cuda":
+        return 0.6 * torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as facts:
+            free = next(line for line in facts if line.startswith("MemAvailable"))
+        return 0.6 * 1024 * int(free.split()[1])
+    except (OSError, StopIteration, ValueError):
+        pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**20
+        return 0.3 * pages * 4096
+
+
+def affordable(network: LocalNetwork, squares_up_to: int, symbols: int, budget: float) -> int | None:
+    """`symbols`, or fewer that fit; None when not even the smallest number does.
+
+    A residual sum keeps at least a symbol an entry. On the way through a block every nonlinear result brings its own.
+    """
+    pixels, stream, largest, fresh = network.sizes()
+    squares = pixels * (pixels + 1) // 2 if pixels <= squares_up_to else 0
+    room = budget / (8 * _COPIES * largest) - pixels - squares - fresh
+    kept = min(symbols, int(room))
+    return max(kept, stream) if kept >= min(symbols, stream) and room >= stream else None

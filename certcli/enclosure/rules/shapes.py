@@ -1,0 +1,112 @@
+"""Operations that move, choose or average entries: run as they are, on the centre, the slack and every column."""
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.demand import chosen_token
+from certcli.enclosure.form import Form
+from certcli.enclosure.table import Context, rules
+from certcli.engine.table import NoRule
+from certcli.engine.walk import Constant
+
+_METHODS = (
+    *("reshape", "view", "flatten", "unflatten", "permute", "transpose", "contiguous", "squeeze", "unsqueeze"),
+    *("unbind", "chunk", "split", "select", "narrow", "clone"),
+)
+_FUNCTIONS = (
+    torch.reshape, torch.flatten, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, torch.unbind,
+    torch.chunk, torch.split, torch.select, torch.narrow, torch.clone,
+)  # fmt: skip
+
+
+def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """function(x, ...) for a function that moves or drops entries of one tensor."""
+    if not isinstance(x, Form):
+        raise NoRule("a rearrangement of something else than one tensor")
+
+    def run(t: Tensor) -> Any:
+        return function(t, *args, **kwargs)
+
+    centre, slack = run(x.centre), run(x.slack)
+    columns = torch.vmap(run)(x.gens)
+    if isinstance(centre, Tensor):
+        return Form(x.space, centre, columns, slack, x.blocks)
+    return [Form(x.space, c, g, s, x.blocks) for c, g, s in zip(centre, columns, slack, strict=True)]
+
+
+def _register() -> None:
+    for name in _METHODS:
+        function = getattr(Tensor, name)
+        rules.method(name)(lambda ctx, x, *args, _run=function, **kwargs: arranged(_run, x, *args, **kwargs))
+    for function in _FUNCTIONS:
+        rules.function(function)(lambda ctx, x, *args, _run=function, **kwargs: arranged(_run, x, *args, **kwargs))
+
+
+_register()
+
+
+@rules.function(operator.getitem)
+def item(ctx: Context, x: Any, index: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return x[index]
+    if chosen_token(ctx.node) is not None and x.shape[1] == 1:
+        index = (index[0], 0, *index[2:])  # the only token that was kept is the one that is read
+    return arranged(operator.getitem, x, index)
+
+
+@rules.method("expand")
+def expand(ctx: Context, x: Any, *sizes: Any) -> Any:
+    return arranged(Tensor.expand, x, *sizes)
+
+
+@rules.method("mean")
+def mean_method(ctx: Context, x: Form, dim: Any, keepdim: bool = False) -> Form:
+    return mean(ctx, x, dim, keepdim)
+
+
+@rules.function(torch.mean)
+def mean(ctx: Context, x: Form, dim: Any, keepdim: bool = False) -> Form:
+    dims = [d % len(x.shape) for d in ([dim] if isinstance(dim, int) else dim)]
+    if 0 in dims:
+        raise NoRule("a mean over the batch")
+    terms = math.prod(x.shape[d] for d in dims)
+
+    def average(t: Tensor) -> Tensor:
+        return t.mean([d + 1 for d in dims], keepdim)
+
+    return x.linear(average, average, terms=terms + 2)
+
+
+@rules.function(torch.cat, torch.concat)
+def cat(ctx: Context, parts: Any, dim: int = 0) -> Form:
+    tensors = [part.tensor if isinstance(part, Constant) else part for part in parts]
+    first = next(part for part in tensors if isinstance(part, Form))
+    axis = dim % len(first.shape)
+    if axis == 0:
+        raise NoRule("a concatenation along the batch")
+    return joined(tensors, axis)
+
+
+def joined(parts: list[Form | Tensor], axis: int) -> Form:
+    """torch.cat of forms and constants along an axis >= 1 of the tensor."""
+    forms = Form.aligned([part for part in parts if isinstance(part, Form)])
+    like, waiting = forms[0], iter(forms)
+    full = []
+    for part in parts:
+        if isinstance(part, Form):
+            full.append(next(waiting))
+        else:
+            constant = part.to(like.centre)
+            none = constant.new_zeros(len(like.gens), *constant.shape)
+            full.append(Form(like.space, constant, none, torch.zeros_like(constant), like.blocks))
+    return Form(
+        like.space,
+        torch.cat([part.centre for part in full], axis),
+        torch.cat([part.gens for part in full], axis + 1),
+        torch.cat([part.slack for part in full], axis),
+        like.blocks,
+    )
