@@ -169,6 +169,14 @@ def read_metadata(path: Path) -> dict[str, str]:
     return found if isinstance(found, dict) else {}
 
 
+def last_command(path: Path) -> str | None:
+    """The command that wrote a checkpoint, by its own record; None for any other file."""
+    try:
+        return str(json.loads(read_metadata(path)["certvit"])["lineage"][-1]["command"])
+    except (KeyError, ValueError, TypeError, IndexError, RecursionError):
+        return None
+
+
 def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:
     """UsageError when `path` holds the state of another run of the command, unless --force: hours of work may lie in it."""
     if path.exists() and not force and not is_state_of(path, key, identity):

@@ -16,7 +16,7 @@ from certcli.cli.command import info_of, spelling
 from certcli.cli.main import COMMANDS, app
 from certcli.cli.options import Reads, Writes
 from certcli.errors import UsageError
-from certcli.outputs import Outputs, discard_state, read_metadata, require_own_state
+from certcli.outputs import Outputs, discard_state, last_command, read_metadata, require_own_state
 
 M = "m.safetensors"
 
@@ -183,6 +183,21 @@ def test_a_state_is_replaced_and_deleted_by_its_own_run_only(tmp_path: Path) -> 
     require_own_state(path, "key", "mine", force=False)
     discard_state(path, "key", "mine")
     assert not path.exists()
+
+
+def test_a_last_epoch_is_deleted_only_where_a_training_run_wrote_it(folder: Path) -> None:
+    """--force replaces the files of an earlier run; what else bears the name of one is left where it is."""
+    words = ["finetune", M, "--dataset", "digits", "--loss", "ce", "--steps", "1", "--limit", "40"]
+    words += ["--validation-limit", "20", "-o", "x.safetensors", "--force", "--quiet"]
+    last = folder / "x.last.safetensors"
+    last.write_bytes(b"precious")
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert last.read_bytes() == b"precious"
+    assert last_command(last) is None
+    shutil.copy(M, last)  # of a training run, by its lineage
+    assert last_command(last) == "finetune"
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert not last.exists()
 
 
 @pytest.mark.parametrize(

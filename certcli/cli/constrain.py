@@ -32,7 +32,7 @@ class Method:
     prox: Annotated[str, typer.Option(help="spectral, l1 (the paper's), nuclear, clip, ball.")] = "spectral"
     iterations: Annotated[int, typer.Option(min=1, help="At most so many iterations a layer.")] = 200
     target: Annotated[
-        float | None, typer.Option(help="Bring the network's proven bound to this, at the least output error.")
+        float | None, typer.Option(min=0, help="Bring the network's proven bound to this, at the least output error.")
     ] = None
     distance: Annotated[
         str,
@@ -206,5 +206,5 @@ def _bytes(text: str | None) -> int | None:
     scale = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:].upper(), 1)
     try:
         return int(float(text.rstrip("kKmMgG")) * scale)
-    except ValueError as failure:
+    except (ValueError, OverflowError) as failure:
         raise UsageError(f"--memory '{text}' is not a size", "--memory 500M, or --memory 2G") from failure

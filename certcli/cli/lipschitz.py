@@ -54,7 +54,7 @@ class Views:
 def lipschitz(
     source: Source = Source(ckpt=""),
     maximum: Annotated[
-        float | None, typer.Option("--max", help="Exit 7 when the bound exceeds this; 5 if there is none.")
+        float | None, typer.Option("--max", min=0, help="Exit 7 when the bound exceeds this; 5 if there is none.")
     ] = None,
     verify: Annotated[
         Path | None,

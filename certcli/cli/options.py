@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+MOST_IMAGES = 2**24  # at a time: more than any memory holds
+
 
 @dataclass(frozen=True)
 class Reads:
@@ -65,7 +67,7 @@ Split = Annotated[str | None, typer.Option("--split", help="train, val, test; by
 Limit = Annotated[int | None, typer.Option("--limit", help="Use a seeded, class-balanced sample of N images.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of every random choice.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images at a time.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, max=MOST_IMAGES, help="Images at a time.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.")]
 Plot = Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.groups import beside
 from certcli.cli.output import Sink, percent
-from certcli.outputs import discard_state, require_own_state
+from certcli.outputs import discard_state, last_command, require_own_state
 
 if TYPE_CHECKING:
     from certcli.checkpoint import Checkpoint
@@ -186,8 +186,8 @@ class Training:
             self._derived(trainer, trainer.last_net(), train).write(self.last_path, self.order.output.force)
             report["last"] = str(self.last_path)
             line = f"; {self.last_path}: the last epoch, {last}"
-        elif self.order.output.force:
-            self.last_path.unlink(missing_ok=True)  # of the run that this one replaces
+        elif self.order.output.force and last_command(self.last_path) == "finetune":
+            self.last_path.unlink()  # of the run that this one replaces
         if finished:
             self.sink.document(report)
             self.sink.text(
