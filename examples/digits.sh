@@ -14,7 +14,7 @@ certvit init certvit_vit_digits -o init.safetensors
 certvit finetune init.safetensors --dataset digits --loss ce --epochs 45 --lr 2e-3 --noise 0.1 -o plain.safetensors
 
 # 2. Lipschitz parts in place of the old ones, each fitted to what it replaces.
-certvit adapt plain.safetensors --norm fold --activation maxmin --head 128,128 -o adapted.safetensors
+certvit adapt plain.safetensors --goal certify --limit 2000 --norm fold --activation maxmin --head 128,128 -o adapted.safetensors
 
 # 3. Lower spectral norms, same outputs on calibration images.
 certvit constrain adapted.safetensors --beta 0.01 -o constrained.safetensors

@@ -10,7 +10,7 @@ out=${2:-mnist-pretrained-output}
 mkdir -p "$out"
 cd "$out"
 images=(--dataset torch/mnist --data-dir "$data")
-parts=(--norm fold --residual weighted --activation maxmin --head 512,512,256)
+parts=(--goal certify --limit 2000 --norm fold --residual weighted --activation maxmin --head 512,512,256)
 certified=(--loss margin --epsilon 1.58 --epochs 12 --batch-size 256)
 
 # 1. A plain ViT (LayerNorm, dot-product attention, GELU), trained as anyone would.

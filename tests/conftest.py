@@ -35,7 +35,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-o", folder / "plain.safetensors",
     )  # fmt: skip
     certvit(
-        "adapt", folder / "plain.safetensors", "--norm", "fold", "--activation", "maxmin", "--head", "32,32",
+        "adapt", folder / "plain.safetensors", "--goal", "certify", "--norm", "fold", "--activation", "maxmin",
+        "--head", "32,32",
         "--epochs", 1, "--limit", 300, "-o", folder / "adapted.safetensors",
     )  # fmt: skip
     certvit(

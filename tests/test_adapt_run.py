@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from certcli import data
+from certcli import data, models
 from certcli.adapt.pixels import compact, varied
 from certcli.adapt.preview import multiply_adds, preview
 from certcli.adapt.run import Adapter
@@ -129,7 +129,7 @@ def test_a_plan_on_the_command_line_downloads_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("timm.create_model", _refuse_pretrained())
-    words = ["adapt", "vit_tiny_patch16_224", "--arch-arg", "depth=1", "--no-bounds", "--dry-run"]
+    words = ["adapt", "vit_tiny_patch16_224", "--goal", "certify", "--arch-arg", "depth=1", "--no-bounds", "--dry-run"]
     told = certvit(*words, "--json", "--quiet")
     assert told.exit_code == 0, told.output
     document = json.loads(told.stdout)
@@ -210,3 +210,41 @@ def test_varied_images_stay_pixels_and_depend_on_the_generator_alone(channels: i
     assert float(first.min()) >= 0
     assert float(first.max()) <= 1
     assert torch.equal(first, images) == (channels == 1)
+
+
+GOALS = {
+    "keep": (["--goal", "keep"], ("keep", "floor", "keep", 0)),
+    "by default": ([], ("keep", "floor", "keep", 0)),
+    "certify": (["--goal", "certify", "--epochs", 1], ("l2", "center", "convex", 1)),
+    "what is named wins": (["--attention", "scsa", "--epochs", 1], ("scsa", "floor", "keep", 1)),
+}
+
+
+@pytest.mark.parametrize(("words", "chosen"), GOALS.values(), ids=GOALS)
+def test_a_goal_chooses_the_parts_and_what_is_kept_is_told(
+    workshop: Path, tmp_path: Path, words: list[str], chosen: tuple[str, str, str, int]
+) -> None:
+    """The headline is that of the written file on images that took no part."""
+    source, out = workshop / "plain.safetensors", tmp_path / "out.safetensors"
+    outcome = certvit("adapt", source, *words, "--limit", 300, "--json", "-o", out)
+    assert outcome.exit_code == 0, outcome.exception
+    report, written = json.loads(outcome.stdout), Checkpoint.read(out)
+    step = written.record.lineage[-1].parameters
+    assert tuple(step[name] for name in ("attention", "norm", "residual", "epochs")) == chosen
+    old, new = (models.load(Checkpoint.read(path), CPU) for path in (source, out))
+    pixels, labels = data.load("digits", written.record.input, "train").limit(300, 0).select(range(0, 300, 5)).tensors()
+    with torch.no_grad():
+        before, after = old(pixels), new(pixels)
+    kept = report["kept"]
+    assert kept["agreement"] == float((before.argmax(1) == after.argmax(1)).double().mean())
+    assert kept["accuracy_after"] == float((after.argmax(1) == labels).double().mean())
+    # kernels on batches of another size differ by some 1e-6 of the logits
+    assert kept["logits_error"] == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-3)
+    assert report["log10_upper_after"] < report["log10_upper_before"]
+    if chosen[0] == "keep":
+        assert kept["agreement"] >= 0.95
+
+
+def test_an_unknown_goal_is_refused_before_any_work(workshop: Path) -> None:
+    refused = certvit("adapt", workshop / "plain.safetensors", "--goal", "win")
+    assert "unknown --goal 'win'" in str(refused.exception)

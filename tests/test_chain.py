@@ -125,7 +125,7 @@ def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(workshop: Path, 
     source = workshop / "certified.safetensors"
     certvit("lipschitz", source, "--limit", 4, "-o", audited)
     by_command = {entry["command"]: entry["stale"] for entry in certvit("log", audited, "--json")["evidence"]}
-    assert by_command == {"constrain": True, "finetune": False, "lipschitz": False}
+    assert by_command == {"adapt": True, "constrain": True, "finetune": False, "lipschitz": False}
     assert Checkpoint.read(audited).digest == Checkpoint.read(source).digest
     certvit("log", audited, "--verify")
     forged = Checkpoint.read(audited)
@@ -138,7 +138,7 @@ def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(workshop: Path, 
     changed = tmp_path / "changed.safetensors"
     certvit("constrain", audited, "--eta", 0.2, "--limit", 100, "-o", changed)
     by_command = {entry["command"]: entry["stale"] for entry in certvit("log", changed, "--json")["evidence"]}
-    assert by_command == {"constrain": False, "finetune": True, "lipschitz": True}
+    assert by_command == {"adapt": True, "constrain": False, "finetune": True, "lipschitz": True}
 
 
 def test_constrain_as_printed_on_the_card(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

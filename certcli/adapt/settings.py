@@ -21,6 +21,16 @@ NORMS = {"center": "center-norm", "floor": "floor-norm", "fold": "center-norm", 
 RESIDUALS = {"convex": "convex-block", "weighted": "weighted-block", "keep": None}
 ACTIVATIONS = {"keep": None, "maxmin": "maxmin", "relu": "relu"}
 DISTILL = 5
+GOALS = {
+    "keep": {"attention": "keep", "norm": "floor", "residual": "keep"},
+    "certify": {"attention": "l2", "norm": "center", "residual": "convex"},
+}
+"""--goal -> what is replaced unless told otherwise.
+
+keep: the network goes on answering as it did. Dot-product attention is Lipschitz once a floor bounds the rows that it
+reads, and the closed forms fit all that a floor changes. certify: parts of small constants, for networks that are trained
+against their bound afterwards.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,3 +85,18 @@ class AdaptSettings:
         if self.norm_floor is None:
             del values["norm_floor"]
         return values
+
+
+def settings_for(goal: str, **given: Any) -> AdaptSettings:
+    """AdaptSettings of a goal; what is None in `given` is the goal's to choose. UsageError for an unknown goal.
+
+    epochs: none for the goal `keep` where nothing is replaced but norms by floors, which the closed forms fit; else 3.
+    """
+    if goal not in GOALS:
+        raise UsageError(f"unknown --goal '{goal}'", f"one of: {', '.join(GOALS)}")
+    chosen: dict[str, Any] = {**GOALS[goal], **{name: value for name, value in given.items() if value is not None}}
+    if "epochs" not in chosen:
+        same = chosen["attention"] in ("keep", "dp") and chosen["norm"] in ("keep", "floor")
+        same = same and chosen.get("activation", "keep") == "keep" and not chosen.get("head")
+        chosen["epochs"] = 0 if goal == "keep" and same else 3
+    return AdaptSettings(**chosen)

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from certcli.cli import kept
 from certcli.cli.command import command, group
 from certcli.cli.groups import Calibration, Machine, Output, Source, Talk, beside
 from certcli.cli.output import Sink, percent
+from certcli.cli.views import log10_or_none, number
 from certcli.outputs import discard_state, require_own_state
 
 if TYPE_CHECKING:
@@ -19,19 +21,24 @@ if TYPE_CHECKING:
 class Surgery:
     """What takes the place of what."""
 
-    attention: Annotated[
-        str, typer.Option(help="l2 (Kim et al., tied), l2-untied-value, scsa, lnorm, conv, orthogonal; keep or dp.")
-    ] = "l2"
-    norm: Annotated[
+    goal: Annotated[
         str,
+        typer.Option(help="keep: the network answers as it did; certify: parts for training against the bound."),
+    ] = "keep"
+    attention: Annotated[
+        str | None,
+        typer.Option(help="l2 (Kim et al., tied), l2-untied-value, scsa, lnorm, conv, orthogonal; keep or dp."),
+    ] = None
+    norm: Annotated[
+        str | None,
         typer.Option(
             help="center, floor (LayerNorm above a floor), fold (center, multiplied into the next map), keep."
         ),
-    ] = "center"
+    ] = None
     norm_floor: Annotated[
         float | None, typer.Option(help="Floor of --norm floor; by default each layer's 5 % quantile on the images.")
     ] = None
-    residual: Annotated[str, typer.Option(help="convex: (1-t)x + t f; weighted: x + a f; or keep.")] = "convex"
+    residual: Annotated[str | None, typer.Option(help="convex: (1-t)x + t f; weighted: x + a f; or keep.")] = None
     activation: Annotated[str, typer.Option(help="keep, or of slope 1: relu, maxmin (loses no gradient norm).")] = (
         "keep"
     )
@@ -45,9 +52,11 @@ class Fitting:
     """How the new parts learn what the old ones did."""
 
     epochs: Annotated[
-        int,
-        typer.Option(min=-1, help="AdamW epochs a block; 0: surgery with closed-form starts; -1: without images."),
-    ] = 3
+        int | None,
+        typer.Option(
+            min=-1, help="AdamW epochs a block; 0: closed forms only; -1: no images. 3, or 0 where only norms change."
+        ),
+    ] = None
     distill: Annotated[
         int | None,
         typer.Option(min=0, help="Epochs on the old network's logits, at the end; 5, or 0 without --epochs."),
@@ -68,7 +77,8 @@ class Plan:
 
 @command(
     "certvit adapt m.safetensors --dry-run",
-    "certvit adapt m.safetensors --attention scsa --norm floor -o lipschitz.safetensors",
+    "certvit adapt m.safetensors --dataset photos/ -o lipschitz.safetensors",
+    "certvit adapt m.safetensors --goal certify --norm fold --activation maxmin --head 128,128",
     page="adapt.md",
 )
 def adapt(
@@ -76,7 +86,7 @@ def adapt(
     surgery: Surgery = Surgery(),
     fitting: Fitting = Fitting(),
     plan: Plan = Plan(),
-    data: Calibration = Calibration(limit=2000),
+    data: Calibration = Calibration(limit=400),
     machine: Machine = Machine(batch_size=64),
     output: Output = Output(),
     talk: Talk = Talk(),
@@ -85,7 +95,9 @@ def adapt(
     from certcli.adapt.pixels import compact
     from certcli.adapt.run import Adapter
     from certcli.adapt.state import KEY
+    from certcli.calibration import hold_out
     from certcli.cli.dry_run import open_for_plan, show_plan
+    from certcli.lipschitz.network import prove
 
     sink = talk.sink()
     settings = _settings(surgery, fitting, machine.batch_size, data.seed)
@@ -95,15 +107,33 @@ def adapt(
     path = output.target("adapt", source.ckpt, source, data, state=KEY)
     state_path = beside(path, "state")
     checkpoint = source.open()
-    pixels = compact(batch for _, batch, _ in data.images(checkpoint.record, sink).batches(256))
+    images = data.images(checkpoint.record, sink)
+    seen, unseen = hold_out(images)
+    pixels = compact(batch for _, batch, _ in seen.batches(256))
     adapter = Adapter(checkpoint, settings, pixels, machine.pick())
+    witness = kept.witness(adapter.teacher, seen, unseen, checkpoint.record, machine.batch_size, sink)
     require_own_state(state_path, KEY, adapter.identity, output.force or fitting.resume)
     _fit(adapter, state_path, fitting.resume, sink)
-    adapter.result().write(path, output.force)
+    end_to_end = kept.told(witness, adapter.student, took_part=not len(unseen))
+    before, after = (prove(model, checkpoint.record.classes).upper for model in (adapter.teacher, adapter.student))
+    adapter.result().with_evidence("adapt", {"calibration": images.name}, end_to_end).write(path, output.force)
     discard_state(state_path, KEY, adapter.identity)
     parts = [{"path": r.path, "from": r.before, "to": r.after, "error": r.error} for r in adapter.records]
     memory = _peak_memory()
-    sink.document({"output": str(path), "replaced": parts, "peak_memory_bytes": memory})
+    sink.document(
+        {
+            "output": str(path),
+            "kept": end_to_end,
+            "upper_before": number(before),
+            "upper_after": number(after),
+            "log10_upper_before": log10_or_none(before),
+            "log10_upper_after": log10_or_none(after),
+            "replaced": parts,
+            "peak_memory_bytes": memory,
+        }
+    )
+    kept.show(end_to_end, sink)
+    sink.text(f"network's bound: {before} -> {after}")
     sink.table(
         "Adapted parts, with their relative output error on the calibration images",
         ["part", "was", "is", "error"],
@@ -127,9 +157,10 @@ def _fit(adapter: "Adapter", state_path: Path, resume: bool, sink: Sink) -> None
 
 
 def _settings(surgery: Surgery, fitting: Fitting, batch_size: int, seed: int) -> "AdaptSettings":
-    from certcli.adapt.settings import AdaptSettings
+    from certcli.adapt.settings import settings_for
 
-    return AdaptSettings(
+    return settings_for(
+        surgery.goal,
         attention=surgery.attention,
         norm=surgery.norm,
         residual=surgery.residual,
