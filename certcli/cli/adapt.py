@@ -8,8 +8,7 @@ import typer
 from certcli.cli import kept
 from certcli.cli.command import command, group
 from certcli.cli.groups import Calibration, Machine, Output, Source, Talk, beside
-from certcli.cli.output import Sink, percent
-from certcli.cli.views import log10_or_none, number
+from certcli.cli.output import Sink, percent, stated
 from certcli.outputs import discard_state, require_own_state
 
 if TYPE_CHECKING:
@@ -114,9 +113,10 @@ def adapt(
     witness = kept.witness(adapter.teacher, seen, unseen, checkpoint.record, machine.batch_size, sink)
     require_own_state(state_path, KEY, adapter.identity, output.force or fitting.resume)
     _fit(adapter, state_path, fitting.resume, sink)
+    result = adapter.result()  # first: it folds norms, and what is told is of the network as it is written
     end_to_end = kept.told(witness, adapter.student, took_part=not len(unseen))
     before, after = (prove(model, checkpoint.record.classes).upper for model in (adapter.teacher, adapter.student))
-    adapter.result().with_evidence("adapt", {"calibration": images.name}, end_to_end).write(path, output.force)
+    result.with_evidence("adapt", {"calibration": images.name}, end_to_end).write(path, output.force)
     discard_state(state_path, KEY, adapter.identity)
     parts = [{"path": r.path, "from": r.before, "to": r.after, "error": r.error} for r in adapter.records]
     memory = _peak_memory()
@@ -124,10 +124,8 @@ def adapt(
         {
             "output": str(path),
             "kept": end_to_end,
-            "upper_before": number(before),
-            "upper_after": number(after),
-            "log10_upper_before": log10_or_none(before),
-            "log10_upper_after": log10_or_none(after),
+            **stated("upper_before", before),
+            **stated("upper_after", after),
             "replaced": parts,
             "peak_memory_bytes": memory,
         }

@@ -19,7 +19,7 @@ class Slope:
     """The measured slope beside the proven one."""
 
     estimate: Annotated[bool, typer.Option("--estimate/--no-estimate", help="Measure a lower bound on images.")] = True
-    iterations: Annotated[int, typer.Option(min=1, help="Power iterations an image.")] = 20
+    iterations: Annotated[int, typer.Option(min=1, help="Most power iterations an image.")] = 20
 
 
 @group("Views")
@@ -63,7 +63,7 @@ def lipschitz(
     ] = None,
     show: Views = Views(),
     slope: Slope = Slope(),
-    data: Calibration = Calibration(limit=16),
+    data: Calibration = Calibration(limit=8),
     machine: Machine = Machine(batch_size=8),
     output: Output = Output(),
     talk: Talk = Talk(),
