@@ -41,7 +41,9 @@ class AdaptSettings:
     None keeps it; a tuple of widths puts the tokens side by side into a MaxMin MLP of these widths (() is one linear
     layer). epochs: AdamW epochs a block after the closed forms; 0 is surgery with closed-form starts, -1 surgery with
     starts from the weights alone, which need no images. distill: epochs of end-to-end training on the old logits after
-    the blocks; None is 5, or none where epochs is not positive. lr: relative to the size of each tensor.
+    the blocks; None is 5, or none where epochs is not positive. lr: relative to the size of each tensor. refit: False
+    where nothing but LayerNorms is replaced, by floors below every deviation seen, so that there is nothing to fit
+    (`floors.py`).
     """
 
     attention: str = "l2"
@@ -55,6 +57,7 @@ class AdaptSettings:
     batch_size: int = 64
     seed: int = 0
     norm_floor: float | None = None
+    refit: bool = True
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -84,19 +87,22 @@ class AdaptSettings:
         values["head"] = None if self.head is None else list(self.head)
         if self.norm_floor is None:
             del values["norm_floor"]
+        if self.refit:
+            del values["refit"]
         return values
 
 
 def settings_for(goal: str, **given: Any) -> AdaptSettings:
     """AdaptSettings of a goal; what is None in `given` is the goal's to choose. UsageError for an unknown goal.
 
-    epochs: none for the goal `keep` where nothing is replaced but norms by floors, which the closed forms fit; else 3.
+    Where the goal is `keep` and nothing is replaced but norms by floors, floors below every deviation seen leave nothing to
+    fit: `refit` is False, unless epochs or a floor are given. Else epochs are 3.
     """
     if goal not in GOALS:
         raise UsageError(f"unknown --goal '{goal}'", f"one of: {', '.join(GOALS)}")
     chosen: dict[str, Any] = {**GOALS[goal], **{name: value for name, value in given.items() if value is not None}}
-    if "epochs" not in chosen:
-        same = chosen["attention"] in ("keep", "dp") and chosen["norm"] in ("keep", "floor")
-        same = same and chosen.get("activation", "keep") == "keep" and not chosen.get("head")
-        chosen["epochs"] = 0 if goal == "keep" and same else 3
+    replaced = [chosen.get("residual"), chosen.get("activation", "keep"), chosen.get("head") or "keep"]
+    same = chosen["attention"] in ("keep", "dp") and chosen["norm"] == "floor" and set(replaced) == {"keep"}
+    if goal == "keep" and same and not {"epochs", "norm_floor"} & set(chosen):
+        chosen |= {"epochs": 0, "refit": False}
     return AdaptSettings(**chosen)
