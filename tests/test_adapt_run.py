@@ -254,7 +254,10 @@ def test_an_unknown_goal_is_refused_before_any_work(workshop: Path) -> None:
 def test_floors_lie_below_every_deviation_that_was_seen(workshop: Path, tmp_path: Path) -> None:
     """On the calibration images and on blank ones the network is the same function, up to LayerNorm's eps."""
     source, out = workshop / "plain.safetensors", tmp_path / "out.safetensors"
-    assert certvit("adapt", source, "--limit", 100, "-o", out).exit_code == 0
+    outcome = certvit("adapt", source, "--limit", 100, "--json", "-o", out)
+    assert outcome.exit_code == 0, outcome.exception
+    parts = json.loads(outcome.stdout)["replaced"]
+    assert 0 < sum(part["error"] for part in parts) < 1e-3
     old, new = (models.load(Checkpoint.read(path), CPU) for path in (source, out))
     images = data.load("digits", Checkpoint.read(source).record.input, "train").limit(100, 0)
     seen = images.select([row for row in range(100) if row % 5]).tensors()[0]
@@ -262,8 +265,8 @@ def test_floors_lie_below_every_deviation_that_was_seen(workshop: Path, tmp_path
     with torch.no_grad():
         for pixels in (seen, blank):
             before, after = old(pixels), new(pixels)
-            # eps = 1e-6 in each norm; float32
-            assert float((after - before).norm() / before.norm()) < 1e-4
+            # each norm differs by eps / (2 floor^2) at most, which later layers may turn into ten times as much
+            assert float((after - before).norm() / before.norm()) < 10 * sum(part["error"] for part in parts)
     floors = [float(value) for name, value in Checkpoint.read(out).tensors.items() if name.endswith("floor")]
     assert floors
     assert min(floors) > 1e-3
