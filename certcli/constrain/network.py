@@ -13,7 +13,7 @@ from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
 from certcli.constrain.statistics import LayerStatistics, collect_in_passes
 from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
 from certcli.errors import NoBoundError, UsageError
-from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.network import bound_network, trial_upper
 from certcli.lipschitz.real import Real
 
 DISTANCES = ("plain", "relu", "auto")
@@ -182,7 +182,7 @@ def budget(
         for path, norm in norms.items():
             largest = found[path][0].norm
             weights[path].data.copy_(originals[path] * (norm / largest if largest > 0 else 1.0))
-        upper = network_upper(model, size, classes)
+        upper = trial_upper(model, size)
         return upper.log10() if upper > 0.0 else -math.inf
 
     try:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from certcli.engine.state import differs, state_of
 from certcli.engine.table import RuleTable
@@ -52,22 +53,26 @@ class _Follow(TorchDispatchMode):
     def __init__(self, image: Tensor) -> None:
         super().__init__()
         self.operations: Operations = []
-        self.known: dict[int, Tensor] = {id(image): image}  # kept alive: no other tensor may take an id over
+        self.known = WeakTensorKeyDictionary({image: None})
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in _FROM_SHAPE or not any(id(tensor) in self.known for tensor in _tensors((args, kwargs))):
+        if name in _FROM_SHAPE or not self.knows(args, kwargs):
             return result
         made = list(_tensors(result))
         if not made and result is not None:
             raise _Reads(name)
-        self.known.update((id(tensor), tensor) for tensor in made)
+        self.known.update((tensor, None) for tensor in made)
         numbers = [value for value in args if isinstance(value, (bool, int, float))]
         self.operations.append((name, [tuple(tensor.shape) for tensor in made], numbers))
         return result
+
+    def knows(self, *arguments: Any) -> bool:
+        """Whether one of these depends on the image."""
+        return any(tensor in self.known for tensor in _tensors(arguments))
 
 
 class _Readers(TorchFunctionMode):
@@ -80,7 +85,7 @@ class _Readers(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _READERS and any(id(tensor) in self.follow.known for tensor in _tensors((args, kwargs))):
+        if func in _READERS and self.follow.knows(args, kwargs):
             raise _Reads(func.__name__)
         return func(*args, **(kwargs or {}))
 

@@ -44,16 +44,13 @@ class Scope:
 class Proxy(fx.Proxy):
     """A proxy with its concrete value: a tensor, or a tuple or list of tensors.
 
-    It says of itself what its value would: `isinstance` and `hasattr` branch as they do in use.
+    It has the attributes of its value. It cannot be an instance of its class: torch would take it for one in C++, and crash;
+    what branches on that is found by running graph and network side by side.
     """
 
     tracer: "Tracer"
     value: Any
     versions: tuple[int, ...]
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self.__dict__["value"]) if "value" in self.__dict__ else type(self)
 
     def __getattr__(self, name: str) -> Any:
         if "value" not in self.__dict__:  # fx is still making it

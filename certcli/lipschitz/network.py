@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from certcli.checkpoint import Checkpoint
 from certcli.engine.replay import replayed
 from certcli.engine.table import NoRule
-from certcli.engine.trace import Untraceable
+from certcli.engine.trace import Untraceable, trace_model
 from certcli.lipschitz.arithmetic import UNDERFLOW, RigorousArithmetic
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.context import Charge
@@ -67,6 +67,16 @@ def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> Netw
         if settled.proof is None:
             raise AssertionError("the rigorous arithmetic always builds a proof")
         return NetworkBound(settled.proof, pairs, outcome.charges, blocks)
+
+
+def trial_upper(model: nn.Module, size: tuple[int, ...]) -> Real:
+    """The bound of the trace alone, not replayed: for the steps of a search whose result is proven again. Never shown."""
+    with torch.no_grad(), deep_recursion():
+        try:
+            outcome = propagate(trace_model(model, size, rules), RigorousArithmetic())
+        except (NoRule, Untraceable):
+            return INF
+        return outcome.context.settle(outcome.logits).base
 
 
 def pair_constants(outcome: Outcome, classes: int) -> Any:
