@@ -121,6 +121,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "norm without eps": (lambda: nn.LayerNorm(4, eps=0.0), "eps"),
     "batch statistics": (lambda: nn.BatchNorm2d(2, track_running_stats=False), "batch statistics"),
     "a number without axes": (lambda: Net(lambda m, x: x.mean()), "single number"),
+    "scores of unknown size as logits": (
+        lambda: Net(lambda m, x: (lambda y: y @ y.transpose(-1, -2))(x.masked_fill(m.store > 0, 0.3))),
+        "no bound on its size",
+    ),
     "two outputs": (lambda: Net(lambda m, x: (x, x)), "something other than one tensor"),
     "half precision": (lambda: Net(lambda m, x: x.to(torch.float16).float()), "float16"),
     "dtype view": (lambda: Net(lambda m, x: x.view(torch.int32).float()), "dtype"),

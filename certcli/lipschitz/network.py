@@ -56,6 +56,8 @@ def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> Netw
     try:
         with replayed(model, size, rules) as traced:
             outcome = propagate(traced, RigorousArithmetic())
+        with torch.no_grad(), deep_recursion():  # what still waits may have no theorem of its own
+            settled = outcome.context.settle(outcome.logits)
     except (NoRule, Untraceable) as reason:
         return NetworkBound(Bound("", type(model).__name__, INF, "unbounded", str(reason)), None, (), ())
     with torch.no_grad(), deep_recursion():
@@ -63,7 +65,6 @@ def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> Netw
         blocks = tuple(
             (scope.path, scope.kind, before, after) for scope, before, after in outcome.scopes if after.finite
         )
-        settled = outcome.context.settle(outcome.logits)
         if settled.proof is None:
             raise AssertionError("the rigorous arithmetic always builds a proof")
         return NetworkBound(settled.proof, pairs, outcome.charges, blocks)
