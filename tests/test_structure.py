@@ -95,7 +95,7 @@ def test_help_imports_no_torch(words: list[str]) -> None:
     code = (
         "import sys\nfrom certcli.cli.main import app\n"
         f"try:\n    app({[*words, '--help']!r})\nexcept SystemExit as stop:\n    assert stop.code == 0, stop.code\n"
-        "heavy = {'torch', 'timm', 'torchattacks', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'timm', 'torchattacks', 'matplotlib', 'numpy', 'msgspec'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -9,7 +9,6 @@ from certcli.cli import kept
 from certcli.cli.command import command, group
 from certcli.cli.groups import Calibration, Machine, Output, Source, Talk, beside
 from certcli.cli.output import Sink, percent, stated
-from certcli.outputs import discard_state, require_own_state
 
 if TYPE_CHECKING:
     from certcli.adapt.run import Adapter
@@ -97,6 +96,7 @@ def adapt(
     from certcli.calibration import hold_out
     from certcli.cli.dry_run import open_for_plan, show_plan
     from certcli.lipschitz.network import prove
+    from certcli.outputs import discard_state, require_own_state
 
     sink = talk.sink()
     settings = _settings(surgery, fitting, machine.batch_size, data.seed)

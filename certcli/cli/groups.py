@@ -11,7 +11,6 @@ import typer
 from certcli.cli import inputs, options
 from certcli.cli.command import group, marked
 from certcli.cli.output import Sink
-from certcli.outputs import Outputs
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint import Checkpoint
     from certcli.data import Images
     from certcli.foreign import Hints
+    from certcli.outputs import Outputs
     from certcli.provenance import Record
 
 
@@ -110,6 +110,8 @@ class Output:
         return path
 
     def _outputs(self, groups: tuple[object, ...]) -> Outputs:
+        from certcli.outputs import Outputs
+
         found = Outputs(self.force)
         resume = any(getattr(part, "resume", False) for part in groups)
         for option, mark, value in marked((*groups, self), options.Writes):
