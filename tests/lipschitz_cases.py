@@ -124,6 +124,37 @@ def squeeze_excite(net: nn.Module, x: Tensor) -> Tensor:
     return y * net.parts[1](y.mean((2, 3), keepdim=True)).sigmoid()
 
 
+CURVES: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = [
+    (nn.Hardsigmoid(), functional.hardsigmoid),  # the first: without a second derivative in torch
+    (nn.GELU("tanh"), lambda x: functional.gelu(x, approximate="tanh")),
+    (nn.GELU(), functional.gelu),
+    (nn.SiLU(), functional.silu),
+    (nn.Mish(), functional.mish),
+    (nn.Hardswish(), functional.hardswish),
+    (nn.ReLU(), lambda x: functional.relu(x, inplace=False)),
+    (nn.ReLU6(), functional.relu6),
+    (nn.Tanhshrink(), functional.tanhshrink),
+    (nn.Softsign(), functional.softsign),
+    (nn.Tanh(), lambda x: x.tanh()),
+    (nn.Hardtanh(0.5, 2.0), lambda x: functional.hardtanh(x, 0.5, max_val=2.0)),
+    (nn.Hardtanh(-0.5, 2.0), lambda x: functional.hardtanh(x, -0.5, 2.0, False)),
+    (nn.LeakyReLU(-1.5), lambda x: functional.leaky_relu(x, -1.5)),
+    (nn.RReLU(1.0, 3.0), lambda x: functional.rrelu(x, 1.0, upper=3.0)),
+    (nn.ELU(2.0), lambda x: functional.elu(x, alpha=2.0)),
+    (nn.CELU(0.3), lambda x: functional.celu(x, 0.3)),
+    (nn.SELU(), functional.selu),
+    (nn.Softshrink(0.2), lambda x: functional.softshrink(x, lambd=0.2)),
+    (nn.Sigmoid(), torch.sigmoid),
+    (nn.Softplus(3.0, 40.0), lambda x: functional.softplus(x, 3.0, threshold=40.0)),
+    (nn.LogSigmoid(), functional.logsigmoid),
+]
+"""Activations as modules and as functions, with odd options: one curve each."""
+
+
+def _side_by_side(net: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([part(x[:, 0, :3]) for part in net.parts], dim=1)
+
+
 RULES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: on_tokens(nn.Linear(8, 5)),
     "linear-twice": lambda: on_tokens(nn.Linear(8, 16), nn.Linear(16, 5)),
@@ -174,8 +205,9 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "hard-mish": lambda: on_tokens(HardMish(), scale=8.0),
     "sigmoid": lambda: on_tokens(nn.Sigmoid(), HardSigmoid()),
     "leaky": lambda: on_tokens(nn.LeakyReLU(-1.5), nn.PReLU(), nn.ELU(2.0), nn.SELU()),
+    "curves": lambda: on_tokens(f(_side_by_side, *[module for module, _ in CURVES[1:]]), scale=6.0),
     "clamp": lambda: on_tokens(f(lambda m, x: x.clamp(0.1, 0.4))),
-    "softplus": lambda: on_tokens(nn.Softplus(threshold=50.0)),
+    "softplus": lambda: on_tokens(nn.Softplus(2.0, threshold=40.0)),
     "softmax": lambda: on_tokens(f(lambda m, x: (3 * x).softmax(-1))),
     "square": lambda: on_tokens(f(lambda m, x: x**2 + torch.square(x))),
     "maxmin": lambda: on_tokens(nn.Linear(8, 8), MaxMin()),
@@ -282,6 +314,41 @@ RULES: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(8, 6), replaced("conv-attention", timm_layers.Attention(6, 2, qkv_bias=True))
     ),
     "attention-pool": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.AttentionPoolLatent(8, num_heads=2)),
+    "spellings": lambda: f(_spellings),
+    "axes": lambda: on_tokens(nn.Linear(8, 6), f(_axes), nn.Linear(4, 3)),
+    "parts": lambda: on_tokens(nn.Linear(8, 6), f(_parts_of)),
+    "choice": lambda: on_tokens(f(_choice, mask=torch.rand(4, 8) > 0.5, row=torch.randn(8))),
+    "choice-of-scores": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), f(_choice_of_scores, *linears(), mask=torch.ones(4, 4).tril() > 0)
+    ),
+    "larger": lambda: on_tokens(f(_larger, nn.Linear(8, 8), row=torch.randn(8))),
+    "add-product": lambda: on_tokens(f(_add_product, nn.Linear(8, 3), t=torch.randn(8, 3), s=torch.randn(3))),
+    "add-products": lambda: on_tokens(
+        f(lambda m, x: torch.baddbmm(m.t, x, m.parts[0](x).transpose(1, 2), beta=2.0, alpha=-0.5), nn.Linear(8, 8),
+          t=torch.randn(1, 4, 4)), scale=2.0
+    ),
+    "lerp": lambda: on_tokens(f(_lerp, nn.Linear(8, 8), row=torch.randn(8), share=torch.rand(4, 1) * 3 - 1)),
+    "deviations": lambda: on_tokens(f(_deviations), scale=3.0),
+    "variances": lambda: on_tokens(f(_variances), scale=3.0),
+    "fold": lambda: f(_folded),
+    "conv-3d": lambda: nn.Sequential(
+        f(lambda m, x: x.unsqueeze(2).expand(-1, -1, 3, -1, -1)), nn.Conv3d(2, 4, (2, 3, 3), padding=1, groups=2),
+        nn.Conv3d(4, 3, 2, stride=(1, 2, 2), dilation=(1, 1, 2)),
+    ),
+    "conv-3d-patches": lambda: f(
+        lambda m, x: m.parts[0](x.reshape(-1, 1, 2, 4, 4)), nn.Conv3d(1, 4, (2, 2, 2), stride=(2, 2, 2))
+    ),
+    "adaptive-max": lambda: f(
+        lambda m, x: torch.cat(
+            [m.parts[0](x).flatten(1), functional.adaptive_max_pool1d(x.flatten(2), 5).flatten(1)], dim=1
+        ),
+        nn.AdaptiveMaxPool2d((3, None)),
+    ),
+    "adaptive-3d": lambda: f(
+        lambda m, x: m.parts[0](x.unsqueeze(1)).flatten(1) + m.parts[1](x.unsqueeze(1)).flatten(1),
+        nn.AdaptiveMaxPool3d((1, 3, 2)), nn.AdaptiveAvgPool3d((1, 3, 2)),
+    ),
+    "adaptive-1d": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), nn.AdaptiveAvgPool1d(3), nn.AdaptiveAvgPool1d(1)),
     "convex": lambda: on_tokens(f(lambda m, x: m.parts[0](x, m.parts[1](x)), ConvexResidual(), nn.Linear(8, 8))),
     "weighted": lambda: on_tokens(f(lambda m, x: m.parts[0](x, m.parts[1](x)), WeightedResidual(), nn.Linear(8, 8))),
 }  # fmt: skip
@@ -307,6 +374,86 @@ def _two_names(net: nn.Module, x: Tensor) -> Tensor:
     y += x
     y.mul_(1.5)
     return y + z
+
+
+def _spellings(net: nn.Module, x: Tensor) -> Tensor:
+    """torch's keywords and NumPy's, in place of positions."""
+    y = (
+        torch.permute(input=x, dims=(0, 2, 3, 1))
+        .transpose(dim0=1, dim1=2)
+        .flip(dims=(1, -1))
+        .permute(dims=(0, 3, 1, 2))
+    )
+    y = torch.cat(tensors=[y, x.swapaxes(axis0=2, axis1=3)], axis=1).roll(shifts=1, dims=2)
+    z = y.mean(axis=(2, 3), keepdims=True) - torch.sum(input=y, axis=1, keepdim=True).softmax(axis=2)
+    w = torch.stack(tensors=(y, torch.add(input=y, other=z, alpha=2)), axis=-1)
+    return w.sum(axis=-1).amax(axis=1).unsqueeze(dim=1) + torch.flatten(input=y, start_dim=2).reshape(
+        shape=(1, 4, 4, 4)
+    )
+
+
+def _axes(net: nn.Module, x: Tensor) -> Tensor:
+    """(b, 4, 6) -> (b, 6, 4), folded into the maps before and after."""
+    y = x.movedim(-1, 1)
+    return y + torch.moveaxis(torch.swapdims(y, 1, 2), (0, 1, 2), (0, 2, 1))
+
+
+def _parts_of(net: nn.Module, x: Tensor) -> Tensor:
+    y = x.narrow(dim=2, start=-3, length=2) * 3 + torch.narrow(x, -1, 1, 2)
+    return torch.cat([y.flatten(1), torch.select(x, 1, -2), 2 * x.select(dim=2, index=1)], dim=-1)
+
+
+def _choice(net: nn.Module, x: Tensor) -> Tensor:
+    y = torch.where(net.mask, x, 0.3 * x.flip(1))  # entries of either
+    y = y.where(net.mask[:, :1], net.row)  # rows of a constant
+    return torch.where(net.mask[:1], x[:, :1], y) + torch.where(net.mask, 2.0, y)
+
+
+def _choice_of_scores(net: nn.Module, x: Tensor) -> Tensor:
+    q, k, v = net.parts[0](x).chunk(3, dim=-1)
+    scores = torch.where(net.mask, q @ k.transpose(1, 2), -torch.inf)
+    # no constant added to the scores, but one in their place
+    finite = torch.where(net.mask, q @ k.transpose(1, 2), -0.5)
+    return net.parts[1](scores.softmax(dim=-1) @ v) + finite.softmax(dim=-1) @ v
+
+
+def _larger(net: nn.Module, x: Tensor) -> Tensor:
+    y = torch.maximum(x, net.parts[0](x)).minimum(torch.tensor(1.5)) + torch.max(net.row, x)
+    return torch.cat([y, torch.minimum(x[:, :1], x).clamp_max(0.5)], dim=1) - torch.clamp_min(x, -0.2).amax(
+        dim=(1, 2), keepdim=True
+    )
+
+
+def _deviations(net: nn.Module, x: Tensor) -> Tensor:
+    y = x.std(dim=-1) + 2 * torch.std(x, (1, 2), False).unsqueeze(-1)
+    spread, middle = torch.std_mean(x, dim=(1, 2), correction=3, keepdim=True)
+    return torch.cat([y, (spread - middle)[..., 0], x.std(1, unbiased=False)], dim=1)
+
+
+def _variances(net: nn.Module, x: Tensor) -> Tensor:
+    y = torch.var(x, -1, unbiased=False) - x.var(1, keepdim=True).squeeze(1)[:, :4]
+    spread, middle = torch.var_mean(x, axis=1, correction=0)
+    return torch.cat([y, 0.1 * spread - middle, x.var(dim=[1, 2], correction=30).unsqueeze(1)], dim=1)
+
+
+def _folded(net: nn.Module, x: Tensor) -> Tensor:
+    blocks = functional.unfold(x, 2, stride=2)
+    y = functional.fold(blocks.repeat(1, 1, 4)[..., :9], (4, 5), kernel_size=(2, 2), dilation=(1, 2), stride=1)
+    return y.mean((2, 3)) + functional.fold(blocks, output_size=4, kernel_size=2, padding=1, stride=3).mean(
+        (1, 2, 3)
+    ).unsqueeze(1)
+
+
+def _add_product(net: nn.Module, x: Tensor) -> Tensor:
+    rows = x.reshape(-1, 8)
+    y = torch.addmm(input=net.s, mat1=rows, mat2=net.t, beta=-2.0, alpha=3.0)
+    z = torch.addmm(net.parts[0](rows), rows[:, :4] @ net.t[:4], torch.eye(3).to(x), beta=0.5)
+    return (y.addmm(rows, net.t) + z).reshape(-1, 12)
+
+
+def _lerp(net: nn.Module, x: Tensor) -> Tensor:
+    y = torch.lerp(x, net.parts[0](x), 1.7)
+    return y.lerp(net.row, 0.25) + torch.lerp(net.row.expand_as(x), y, net.share)
 
 
 LOOSE_START = 1.5

@@ -99,6 +99,12 @@ def copied_into_buffer(net: nn.Module, x: Tensor) -> Tensor:
     return net.store + x
 
 
+def masked_row(net: nn.Module, x: Tensor) -> Tensor:
+    rows = functional.normalize(x.reshape(1, 4, 8), dim=-1)
+    scores = torch.where(torch.arange(4).view(4, 1) > 0, rows @ rows.transpose(1, 2), -torch.inf)
+    return scores.softmax(dim=-1) @ rows
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "hook": (with_hook, "1 has a forward hook"),
     "training": (in_training, "1 is in training mode"),
@@ -126,6 +132,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "no bound on its size",
     ),
     "two outputs": (lambda: Net(lambda m, x: (x, x)), "something other than one tensor"),
+    "mask of the image": (lambda: Net(lambda m, x: torch.where(x.bool(), x, 2.0)), "bool"),
+    "row masked altogether": (lambda: Net(masked_row), "masked altogether"),
+    "softplus with a jump": (lambda: Net(lambda m, x: functional.softplus(x, threshold=3.0)), "jumps"),
+    "softplus in float64": (lambda: Net(lambda m, x: functional.softplus(x)).double(), "jumps"),
+    "activation that is NaN": (lambda: Net(lambda m, x: functional.leaky_relu(x, float("nan"))), "not a number"),
+    "random slopes": (lambda: Net(lambda m, x: functional.rrelu(x, 0.5, 0.5, training=True)), "random"),
+    "deviation of one": (lambda: Net(lambda m, x: x[:, :1].var(dim=1, keepdim=True) + x), "too few"),
+    "indices of maxima": (lambda: Net(lambda m, x: x.max(dim=1)[0]), "indices"),
+    "option given twice": (lambda: Net(lambda m, x: x.reshape(4, 8).softmax(1, dim=1)), "softmax"),
+    "weights of the image": (lambda: Net(lambda m, x: torch.lerp(x, 2 * x, x)), "weights that depend"),
     "half precision": (lambda: Net(lambda m, x: x.to(torch.float16).float()), "float16"),
     "dtype view": (lambda: Net(lambda m, x: x.view(torch.int32).float()), "dtype"),
     "written by hand": (lambda: Net(lambda m, x: x.detach().numpy()), "numpy"),

@@ -13,7 +13,7 @@ from certcli.lipschitz.convolution import conv_norm
 from certcli.lipschitz.estimate import jacobian_norms
 from certcli.lipschitz.formulas import Attended, autolip, certvit, evaluate, lnformer, specformer
 from certcli.lipschitz.network import bound_network
-from certcli.lipschitz.rules import pointwise
+from certcli.lipschitz.rules import activations
 from certcli.nn.l2_attention import L2Attention
 
 D, DH = 6, 3
@@ -42,7 +42,7 @@ def test_gelu_is_steeper_than_printed() -> None:
     x = torch.tensor(math.sqrt(2), dtype=torch.float64)
     steepest = slope(functional.gelu, x.reshape(1))
     assert steepest > 1.1289
-    assert steepest <= pointwise.GELU_SLOPE
+    assert steepest <= activations.GELU_SLOPE
 
 
 def test_kims_formula_as_printed_is_exceeded_and_our_bound_is_not() -> None:

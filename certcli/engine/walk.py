@@ -105,6 +105,8 @@ def _visit(
         rule, kind = domain.rules.methods.get(str(node.target)), str(node.target)
     else:
         rule, kind = domain.rules.functions.get(node.target), getattr(node.target, "__name__", str(node.target))
+    if node.op != "call_module":
+        args, kwargs = _as_documented(args, kwargs)
     call = Call(node.meta["path"], kind, node.meta.get("shape"), node.meta.get("dtype"), node)
     where = call.path or "the network"
     if rule is None:
@@ -122,3 +124,23 @@ def _visit(
         # to integers it jumps; in half precision it is no longer the function of real numbers that a theorem is about
         raise NoRule(f"{where} ({kind}): a result in {call.dtype}")
     return domain.result(value, call)
+
+
+_SPELLINGS = {"axis": "dim", "keepdims": "keepdim"}
+_FIRST, _SECOND = ("input", "x", "a", "x1"), ("other", "x2")
+
+
+def _as_documented(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call of torch's with NumPy's spellings undone, and the tensors it is about without their names.
+
+    torch takes `axis` for `dim` and `keepdims` for `keepdim` wherever it has them, and its operands by name as well. A
+    rule that is then called with a name twice has not been understood, and refuses.
+    """
+    named = {_SPELLINGS.get(name, name): value for name, value in kwargs.items()}
+    if len(named) < len(kwargs):
+        raise NoRule("an option is given twice")
+    for place, names in enumerate((_FIRST, _SECOND)):
+        given = next((name for name in names if name in named), None)
+        if given is not None and len(args) == place:
+            args = (*args, named.pop(given))
+    return args, named

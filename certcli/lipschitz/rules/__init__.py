@@ -4,11 +4,16 @@ import certcli.compat  # noqa: F401 (before anything here imports timm)
 
 # isort: split
 from certcli.lipschitz.rules import (  # noqa: F401 (for their decorators)
+    activations,
+    adaptive,
     affine,
     attention,
+    blends,
+    choices,
     convit,
     convolution,
     copies,
+    deviations,
     l2,
     lipschitz_attentions,
     mixing,

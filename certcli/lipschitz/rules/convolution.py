@@ -23,13 +23,13 @@ def _pads_with_zeros(module: nn.Conv2d) -> bool:
     return module.padding_mode == "zeros" or not any(_numbers(module.padding, 1))
 
 
-@rules.module(nn.Conv2d, nn.Conv1d, when=_pads_with_zeros)
+@rules.module(nn.Conv2d, nn.Conv1d, nn.Conv3d, when=_pads_with_zeros)
 def conv(ctx: Context, module: nn.Conv2d, x: Value) -> Value:
     """Zero-padded convolution, put off: a gain on its input or output channels is multiplied into the weight."""
     return convolve(ctx, x, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
 
 
-@rules.function(torch.conv2d, torch.conv1d, functional.conv2d, functional.conv1d)
+@rules.function(torch.conv2d, torch.conv1d, torch.conv3d, functional.conv2d, functional.conv1d, functional.conv3d)
 def conv_function(
     ctx: Context,
     x: Any,
@@ -146,6 +146,9 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
         matrix = arith.matrix(weight.reshape(weight.shape[0], -1))
         sigma = arith.sigma(Matrix(matrix.tensor, perturbation, conv.key), conv.path)
         why = "patches are disjoint: spectral norm of the reshaped kernel"
+    elif spatial > 2:
+        sigma = _by_windows(ctx, conv, perturbation)
+        why = "spectral norm of the reshaped kernel, times the root of how many windows a voxel lies in"
     else:
         size = tuple(conv.input.shape[-spatial:])
         geometry = Geometry(conv.stride, conv.padding, conv.dilation, conv.groups, size)
@@ -183,6 +186,21 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
 
     folded = f"; with {', '.join(conv.source)} folded in" if conv.source else ""
     return ctx.charge(conv.input, sigma, why + folded, Size(arith, x.shape, fibre, axis, total), conv.path, conv.kind)
+
+
+def _by_windows(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:
+    """max over groups of |W| sqrt(windows a voxel lies in), W the kernel as a matrix: first of the bounds of section 2.3."""
+    arith, kernel = ctx.arith, conv.weight.shape[2:]
+    matrix = arith.matrix(conv.weight.reshape(conv.weight.shape[0], -1))
+    rows = matrix.shape[0] // conv.groups
+    parts = [arith.rows(matrix, g * rows, (g + 1) * rows) for g in range(conv.groups)]
+    parts = [replace(part, error=part.error + perturbation) for part in parts] if perturbation else parts
+    largest, *others = arith.sigmas(parts, conv.path)
+    for other in others:
+        largest = arith.maximum(largest, other)
+    taps = zip(kernel, conv.stride, conv.dilation, strict=True)
+    count = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in taps)
+    return largest * arith.sqrt(arith.const(float(count)))
 
 
 def _numbers(value: Any, count: int) -> list[int]:

@@ -27,7 +27,7 @@ def repeat_in_place(
     return _copies(ctx, x, times, "places")
 
 
-@rules.method("expand", "expand_as", "repeat", "tile", "broadcast_to")
+@rules.method("expand", "repeat", "tile", "broadcast_to")
 @rules.function(torch.tile, torch.broadcast_to)
 def repeat(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
     """Every entry t times: sqrt(t)."""
@@ -46,6 +46,12 @@ def repeat(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
         total=lambda: factor * x.size.total,
         peak=lambda: x.size.peak,
     )
+
+
+@rules.method("expand_as")
+def repeat_like(ctx: Context, x: Any, other: Any) -> Any:
+    """Of the other tensor only its shape counts, which is that of the result."""
+    return repeat(ctx, x) if isinstance(x, Value) else Constant(ctx.constant_tensor(x).expand(ctx.shape))
 
 
 @rules.function(functional.pad)
@@ -105,6 +111,24 @@ def windows_of(kernel: int, stride: int, dilation: int) -> int:
 def sliding_windows(ctx: Context, x: Value, dimension: int, size: int, step: int) -> Value:
     """Overlapping slices: an entry lies in at most ceil(size / step) of them."""
     return _copies(ctx, ctx.settle(x), windows_of(size, step, 1), "windows")
+
+
+@rules.function(functional.fold)
+def fold(
+    ctx: Context, x: Value, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
+) -> Value:
+    """The transpose of `unfold`: a pixel is a sum over the windows that it lies in."""
+    taps = zip(pair(kernel_size), pair(stride), pair(dilation), strict=True)
+    times = math.prod(windows_of(k, s, d) for k, s, d in taps)
+    x, arith = ctx.settle(x), ctx.arith
+    factor = arith.const(up(math.sqrt(times), 1))
+    return ctx.chain(
+        x,
+        factor,
+        f"a pixel is a sum over at most {times} windows: sqrt({times})",
+        total=lambda: factor * x.size.total,
+        peak=lambda: arith.const(float(times)) * x.size.peak,
+    )
 
 
 @rules.function(functional.unfold)

@@ -102,13 +102,23 @@ def _part(ctx: Context, x: Value, index: tuple[Any, ...], shape: Shape) -> Value
     return part
 
 
-@rules.method("select", "narrow")
-def narrow(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
-    x = ctx.settle(x)
-    return replace(x, shape=ctx.shape, size=x.size.arranged(ctx.shape, None))
+@rules.method("narrow")
+@rules.function(torch.narrow)
+def narrow(ctx: Context, x: Value, dim: int, start: Any, length: int) -> Value:
+    ctx.require(type(start) is int, "a part that begins where a tensor says")
+    axis = dim % len(x.shape)
+    first = start + (x.shape[axis] if start < 0 else 0)
+    return _part(ctx, x, (*[slice(None)] * axis, slice(first, first + length)), ctx.shape)
 
 
-@rules.function(torch.cat, torch.concat, torch.stack)
+@rules.method("select")
+@rules.function(torch.select)
+def select_one(ctx: Context, x: Value, dim: int, index: Any) -> Value:
+    ctx.require(type(index) is int, "a part that a tensor chooses")
+    return _part(ctx, x, (*[slice(None)] * (dim % len(x.shape)), index), ctx.shape)
+
+
+@rules.function(torch.cat, torch.concat, torch.concatenate, torch.stack)
 def concatenate(ctx: Context, tensors: Sequence[Any], dim: int = 0) -> Value:
     """Tensors side by side: squares of the constants add; constants such as class tokens add nothing."""
     values = [ctx.settle(tensor) for tensor in tensors if isinstance(tensor, Value)]

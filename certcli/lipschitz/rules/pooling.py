@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.copies import pair, windows_of
-from certcli.lipschitz.rules.reductions import extreme, mean
 from certcli.lipschitz.spectral import gamma, up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
@@ -93,7 +92,7 @@ def average_pool(
         ].T
         for size, k, s, p in zip(x.shape[-2:], kernel, steps, pads, strict=True)
     ]
-    return _separable(ctx, x, matrices, "average over windows")
+    return separable(ctx, x, matrices, "average over windows")
 
 
 @rules.module(nn.AvgPool1d)
@@ -117,27 +116,11 @@ def average_pool_1d(
     step = pair(stride if stride not in (None, [], ()) else kernel_size)[0]
     line = torch.eye(x.shape[-1], dtype=torch.float64).unsqueeze(0)
     matrix = functional.avg_pool1d(line, kernel, step, pad, ceil_mode, count_include_pad)[0].T
-    return _separable(ctx, x, [matrix], "average over windows")
+    return separable(ctx, x, [matrix], "average over windows")
 
 
-@rules.module(nn.AdaptiveAvgPool2d)
-def adaptive_module(ctx: Context, module: nn.AdaptiveAvgPool2d, x: Value) -> Value:
-    return adaptive_average(ctx, x, module.output_size)
-
-
-@rules.function(functional.adaptive_avg_pool2d)
-def adaptive_average(ctx: Context, x: Value, output_size: Any) -> Value:
-    if tuple(ctx.shape[-2:]) == (1, 1):
-        return mean(ctx, x, (-2, -1), keepdim=True)
-    matrices = [
-        functional.adaptive_avg_pool1d(torch.eye(size, dtype=torch.float64).unsqueeze(0), int(out))[0].T
-        for size, out in zip(x.shape[-2:], ctx.shape[-2:], strict=True)
-    ]
-    return _separable(ctx, x, matrices, "average over adaptive windows")
-
-
-def _separable(ctx: Context, x: Value, matrices: list[Tensor], why: str, averages: bool = True) -> Value:
-    """Kronecker product of two matrices. averages: their rows are non-negative with sums of at most 1."""
+def separable(ctx: Context, x: Value, matrices: list[Tensor], why: str, averages: bool = True) -> Value:
+    """Kronecker product of matrices on the last axes. averages: their rows are non-negative with sums of at most 1."""
     x, arith = ctx.settle(x), ctx.arith
     factor = arith.const(1.0)
     for matrix in matrices:
@@ -146,7 +129,7 @@ def _separable(ctx: Context, x: Value, matrices: list[Tensor], why: str, average
         exact = arith.sigma(arith.matrix(matrix), f"{ctx.path}:average")
         factor = factor * (exact + arith.const(up(size * gamma(64), 4)))
     old = x.size
-    spatial = old.axis in (-1, -2)
+    spatial = -old.axis <= len(matrices)
     return ctx.chain(
         x,
         factor,
@@ -156,17 +139,6 @@ def _separable(ctx: Context, x: Value, matrices: list[Tensor], why: str, average
         total=lambda: old.total * factor,
         peak=(lambda: old.peak) if averages else None,
     )
-
-
-@rules.module(nn.AdaptiveMaxPool2d)
-def adaptive_max(ctx: Context, module: nn.AdaptiveMaxPool2d, x: Value) -> Value:
-    return adaptive_max_function(ctx, x, module.output_size, module.return_indices)
-
-
-@rules.function(functional.adaptive_max_pool2d)
-def adaptive_max_function(ctx: Context, x: Value, output_size: Any, return_indices: bool = False) -> Value:
-    ctx.require(not return_indices and tuple(ctx.shape[-2:]) == (1, 1), "adaptive max pooling to more than one pixel")
-    return extreme(ctx, x)
 
 
 @rules.module(nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)
@@ -208,7 +180,7 @@ def interpolate(
         ctx.require(tuple(resized.shape) == (new, old), "interpolation to another size than expected")
         matrices.append(resized)
     x = ctx.settle(x)
-    return _separable(ctx, x, matrices, f"{mode} interpolation", averages=False)
+    return separable(ctx, x, matrices, f"{mode} interpolation", averages=False)
 
 
 def _factors(scale_factor: Any) -> tuple[float, float]:

@@ -58,8 +58,8 @@ def _spread_total(arith: Any, x: Value, shape: tuple[int, ...]) -> Scalar:
     return x.size.total * arith.sqrt(arith.const(float(times)))
 
 
-@rules.method("matmul", "bmm")
-@rules.function(torch.matmul, operator.matmul, torch.bmm)
+@rules.method("matmul", "bmm", "mm")
+@rules.function(torch.matmul, operator.matmul, torch.bmm, torch.mm)
 def matmul(ctx: Context, a: Any, b: Any) -> Value:
     """A product of matrices; with a constant it is linear, of two that depend on the image see `products`."""
     if isinstance(a, Value) and isinstance(b, Value):

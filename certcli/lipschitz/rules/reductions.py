@@ -73,13 +73,3 @@ def extreme(ctx: Context, x: Value, dim: Any = None, keepdim: bool = False) -> V
     """max over some axes: |max a - max b| <= max |a - b|, slope 1."""
     x = ctx.settle(x)
     return ctx.chain(x, ctx.arith.const(1.0), "a maximum has slope 1", total=lambda: x.size.total)
-
-
-@rules.function(torch.maximum, torch.minimum)
-def larger(ctx: Context, a: Any, b: Any) -> Value:
-    """|max(a, b) - max(a', b')| <= max(|a - a'|, |b - b'|): with a constant slope 1, else root of the sum of squares."""
-    ctx.require(isinstance(a, Value) and isinstance(b, Value), "a maximum with a constant")
-    a, b = ctx.spread(ctx.settle(a), tuple(ctx.shape)), ctx.spread(ctx.settle(b), tuple(ctx.shape))
-    one = ctx.arith.const(1.0)
-    size = type(a.size)(ctx.arith, tuple(ctx.shape), total=lambda: a.size.total + b.size.total)
-    return ctx.combine([(a, one), (b, one)], "a maximum of two has slope 1 in each", size)

@@ -102,7 +102,7 @@ def reshaped(ctx: Context, x: Value, after: Shape) -> Value:
     axis: int | None = None
     factor = 1.0
     for left, right in runs:
-        if x.size.axis % len(before) in left and right:
+        if before and x.size.axis % len(before) in left and right:
             axis = max((a for a in right if after[a] > 1), default=right[-1])
             factor = math.prod(before[a] for a in left if a != x.size.axis % len(before))
             # splitting alone cuts fibres into parts; merging lays `factor` of them end to end
@@ -158,15 +158,29 @@ def _flat(items: Sequence[Any]) -> list[int]:
 
 @rules.method("permute")
 @rules.function(torch.permute)
-def permute(ctx: Context, x: Value, *dims: Any) -> Value:
+def permute(ctx: Context, x: Value, *order_of: Any, dims: Any = ()) -> Value:
     rank = len(x.shape)
-    order = [d % rank for d in _flat(dims)]
+    order = [d % rank for d in _flat((*order_of, dims))]
     ctx.require(sorted(order) == list(range(rank)), "permute with unusual arguments")
     return moved(ctx, x, order)
 
 
-@rules.method("transpose", "swapaxes", "swapdims")
-@rules.function(torch.transpose, torch.swapaxes)
+@rules.method("movedim", "moveaxis")
+@rules.function(torch.movedim, torch.moveaxis)
+def move_axes(ctx: Context, x: Value, source: Any, destination: Any) -> Value:
+    """A permutation; torch itself says which, on a tensor whose sides tell the axes apart."""
+    sides = torch.empty(tuple(range(len(x.shape))), device="meta")
+    return moved(ctx, x, list(sides.movedim(source, destination).shape))
+
+
+@rules.method("swapaxes")
+@rules.function(torch.swapaxes)
+def swap_axes(ctx: Context, x: Value, axis0: int, axis1: int) -> Value:
+    return transpose(ctx, x, axis0, axis1)
+
+
+@rules.method("transpose", "swapdims")
+@rules.function(torch.transpose, torch.swapdims)
 def transpose(ctx: Context, x: Value, dim0: int, dim1: int) -> Value:
     order = list(range(len(x.shape)))
     order[dim0], order[dim1] = order[dim1], order[dim0]
@@ -199,8 +213,8 @@ def roll(ctx: Context, x: Value, shifts: Any, dims: Any = None) -> Value:
 
 @rules.method("flip")
 @rules.function(torch.flip)
-def flip(ctx: Context, x: Value, *dims: Any) -> Value:
-    return _along_tokens(ctx, x, _flat(dims))
+def flip(ctx: Context, x: Value, *axes: Any, dims: Any = ()) -> Value:
+    return _along_tokens(ctx, x, _flat((*axes, dims)))
 
 
 def _along_tokens(ctx: Context, x: Value, dims: list[int]) -> Value:
