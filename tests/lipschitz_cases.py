@@ -388,7 +388,7 @@ def _spellings(net: nn.Module, x: Tensor) -> Tensor:
     z = y.mean(axis=(2, 3), keepdims=True) - torch.sum(input=y, axis=1, keepdim=True).softmax(axis=2)
     w = torch.stack(tensors=(y, torch.add(input=y, other=z, alpha=2)), axis=-1)
     return w.sum(axis=-1).amax(axis=1).unsqueeze(dim=1) + torch.flatten(input=y, start_dim=2).reshape(
-        shape=(1, 4, 4, 4)
+        shape=(-1, 4, 4, 4)
     )
 
 
