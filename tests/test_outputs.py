@@ -76,6 +76,13 @@ def existing(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_bytes(b"precious") and None
 
 
+def from_the_hub(folder: Path) -> None:
+    """A folder with model.safetensors and config.json, as downloads are."""
+    (folder / "hub").mkdir()
+    shutil.copy(folder / M, folder / "hub" / "model.safetensors")
+    (folder / "hub" / "config.json").write_text("{}")
+
+
 def nothing(folder: Path) -> None:
     pass
 
@@ -101,6 +108,13 @@ CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
     (nothing, ["attack", M, "--source", "other.safetensors", "-o", "other.safetensors", "--force"], "is the input"),
     (nothing, ["finetune", M, "--teacher", "other.safetensors", "-o", "other.safetensors", "--force"], "is the input"),
     (nothing, ["certify", M, "--dataset", "photos", "--plot", "photos/a/1.png", "--force"], "among the images"),
+    (from_the_hub, ["constrain", "hub", "-o", "hub/model.safetensors", "--force"], "is the input"),
+    (from_the_hub, ["lipschitz", "hub", "--plot", "hub/config.json", "--force"], "is the input"),
+    (
+        from_the_hub,
+        ["lipschitz", "hub/model.safetensors", "--plot", "hub/../hub/config.json", "--force"],
+        "is the input",
+    ),
     # two outputs, one file
     (nothing, ["certify", M, "--plot", "new.png", "--records", "./new.png"], "would both write"),
     (nothing, ["constrain", M, "-o", "new.safetensors", "--plot", "new.safetensors"], "would both write"),
@@ -151,6 +165,20 @@ def test_no_output_of_any_command_is_an_input_of_it(folder: Path, name: str, out
     needs = {"--compare": ["--gallery", "g.png"]} if name == "attack" else {}
     words = [name, M, *([] if source == "CKPT" else [source, read]), output, read, "--force"]
     refused(folder, words + (needs.get(source, []) if output != "--gallery" else []), "is the input")
+
+
+FOLDERS = [
+    (name, output, source)
+    for name in COMMANDS
+    for output, _ in options_marked(name, Writes)
+    for source, note in options_marked(name, Reads)
+    if note.folder
+]
+
+
+@pytest.mark.parametrize(("name", "output", "source"), FOLDERS, ids=[" ".join(words) for words in FOLDERS])
+def test_no_output_of_any_command_is_one_of_its_images(folder: Path, name: str, output: str, source: str) -> None:
+    refused(folder, [name, M, source, "photos", output, "photos/a/1.png", "--force"], "among the images")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
