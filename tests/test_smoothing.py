@@ -12,9 +12,10 @@ from scipy import stats
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from certcli.certify import noise
+from certcli.certify import methods, noise
 from certcli.certify.certificate import Certificate
 from certcli.certify.smoothing import HOPELESS, Smoothing, SmoothingCertifier
+from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
 from certcli.errors import CertvitError, UsageError
 from certcli.evaluation import read_records
@@ -202,6 +203,23 @@ def test_wishes_that_mean_nothing_are_refused(workshop: Path, words: list[str], 
     failure = done.exception
     assert getattr(failure, "code", None) == 2, failure  # ours, or of the parser of options
     assert named in (failure.message + failure.hint if isinstance(failure, UsageError) else done.output)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sigma": "auto"},
+        {"sigma": "x"},
+        {"samples": 1e3},
+        {"samples": 10**12},
+        {"n0": True},
+        {"alpha": [1]},
+        {"precision": 3},
+    ],
+)
+def test_parameters_from_a_file_are_not_believed(certified: Checkpoint, given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        methods.prepare("smoothing", certified, CPU, given)
 
 
 # the command

@@ -13,6 +13,7 @@ from certcli.certify.methods import certify
 from certcli.certify.smoothing import Smoothing, SmoothingCertifier, classifier
 from certcli.checkpoint import Checkpoint
 from certcli.data import Images
+from certcli.errors import UsageError
 
 SIGMAS = (0.06, 0.12, 0.25, 0.5, 1.0)
 TUNED = 12
@@ -58,6 +59,8 @@ def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, 
     classify = classifier(checkpoint, device, settings.precision)
     classes, batch_size = checkpoint.record.classes, options.get("batch_size", 128)
     about: dict[str, Any] = {}
+    if automatic and "tuning_images" not in options:
+        raise UsageError("there are no images to choose a sigma on", "name it: --sigma 0.25")
     if automatic:
         images = options["tuning_images"]()
         sigma, shares = choose_sigma(classify, classes, settings, device, images, options["radii"], batch_size)

@@ -8,7 +8,7 @@ Source: Cohen, Rosenfeld & Kolter 2019, Theorem 1 and CERTIFY. Looks, early stop
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from certcli.intervals import lower_confidence, upper_confidence
 METHOD = "smoothing"
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
+MOST = 10_000_000
+"""Draws an image; none is ever drawn so often, and a file that asks for more is not to be trusted."""
 EARLY_SHARE = 0.1
 """Of alpha, for all looks before the last together, when a certificate may be given early."""
 HOPELESS = 1e-4
@@ -49,12 +51,18 @@ class Smoothing:
     precision: str = "float32"
 
     def __post_init__(self) -> None:
+        for item in fields(self):  # they also come from records and evidence, which anyone may have written
+            value = getattr(self, item.name)
+            kinds = {"precision": str, "n0": int, "samples": int, "seed": int}.get(item.name, (int, float))
+            optional = item.name == "enough" and value is None
+            if not optional and (not isinstance(value, kinds) or isinstance(value, bool)):
+                raise UsageError(f"--{item.name} {value!r} is not of its kind")
         if not 0 < self.sigma < math.inf:
             raise UsageError(f"--sigma {self.sigma:g} is not a finite number above 0", "--sigma 0.25, or --sigma auto")
         if not 0 < self.alpha < 1:
             raise UsageError(f"--alpha {self.alpha:g} is not between 0 and 1", "--alpha 0.001")
-        if min(self.n0, self.samples) < 1:
-            raise UsageError("--n0 and --samples must be at least 1")
+        if min(self.n0, self.samples) < 1 or max(self.n0, self.samples) > MOST:
+            raise UsageError(f"--n0 and --samples must be between 1 and {MOST:,}")
         if self.enough is not None and not 0 <= self.enough < math.inf:
             raise UsageError(f"--enough {self.enough:g} is not a finite radius >= 0")
         if not 0 <= self.seed < 1 << 64:
