@@ -178,6 +178,19 @@ def test_what_has_no_relaxation_is_named() -> None:
         LocalCertifier(model, SIZE)
 
 
+def test_a_network_that_is_not_its_trace_has_no_certificate() -> None:
+    """The tracer shows it something that is no Tensor; on images it does something else."""
+
+    class Shy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 3 * x if type(x) is Tensor else x
+
+    model = network("plain")
+    model.net.norm_pre = Shy().eval()
+    with pytest.raises(NoBoundError, match="no local certificate"):
+        LocalCertifier(model, SIZE)
+
+
 def test_attention_with_options_is_followed_through_its_parts() -> None:
     model, pixels = network("qk norm"), image()
     local = LocalNetwork(model, SIZE)

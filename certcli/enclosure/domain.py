@@ -13,8 +13,8 @@ from certcli.enclosure.form import Form
 from certcli.enclosure.margins import linear_margins, normalised_margins
 from certcli.enclosure.rules.layers import NORMS, QUERIES, TOKENWISE
 from certcli.enclosure.table import Context, rules
+from certcli.engine.replay import replayed
 from certcli.engine.table import NoRule
-from certcli.engine.trace import trace_model
 from certcli.engine.walk import Call, Constant, Domain, walk
 
 Watch = Callable[[fx.Node, Any, int | None], None]
@@ -65,10 +65,11 @@ class LocalNetwork:
     """A network traced once, ready for the neighbourhoods of many images. NoRule, Untraceable name what has no relaxation."""
 
     def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
-        self.ending = split(trace_model(model, size, rules), NORMS)
-        self.wanted = tokens_read(self.ending.trace, self.ending.token, tokenwise, queries)
-        self._require_rules()
         self.size = size
+        with replayed(model, size, rules) as traced:  # what is enclosed is the network, not only its trace
+            self.ending = split(traced, NORMS)
+            self.wanted = tokens_read(self.ending.trace, self.ending.token, tokenwise, queries)
+            self._require_rules()
 
     def _require_rules(self) -> None:
         """NoRule names the first operation that has none, before any image is read."""
