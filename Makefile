@@ -1,9 +1,10 @@
 # make demo: install, then the whole chain on embedded real images.   make test: install, lint, types, tests.
+# make soundness: the long campaigns.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test check clean
+.PHONY: install demo test check soundness clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +24,10 @@ check: install
 
 test: check
 	$(BIN)/python -m pytest
+
+# long campaigns beside the tests: hostile files
+soundness: install
+	$(BIN)/python tests/fuzz.py --count 100000
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-output

@@ -19,6 +19,7 @@ from certcli.provenance import KEY, Evidence, Record, Step, versions
 from certcli.schema import one_line
 
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+LONGEST_NAME = 256
 INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
 
@@ -109,13 +110,17 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
-    """CheckpointError when a tensor is of a type that certvit does not compute with, or holds NaN or infinity.
+    """CheckpointError when a tensor is of a type that certvit does not compute with, holds NaN or infinity, or has no name.
 
     No number computed from such a tensor would mean anything: torch drops imaginary parts, and quantised weights (float8)
     have scales elsewhere.
     """
     for name in sorted(tensors):
         tensor = tensors[name]
+        if not name.isprintable() or len(name) > LONGEST_NAME:
+            raise CheckpointError(
+                f"{where} has a tensor whose name does not print or fit a line: {one_line(name)[:80]}"
+            )
         if tensor.dtype not in FLOATS and tensor.dtype not in INTEGERS:
             raise CheckpointError(
                 f"tensor '{one_line(name)}' of {where} is {str(tensor.dtype).removeprefix('torch.')}: not a type of weights",
