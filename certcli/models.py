@@ -46,7 +46,14 @@ class PixelModel(nn.Module):
         self.input_size = spec.size
 
     def forward(self, pixels: Tensor) -> Tensor:
+        if pixels.dtype == torch.float32 and self.is_double:
+            pixels = pixels.double()  # exact
         return self.net(self.normalize(pixels))
+
+    @property
+    def is_double(self) -> bool:
+        """Whether the network computes in float64, as that of a file with float64 weights does."""
+        return next((weight.dtype for weight in self.net.parameters()), None) == torch.float64
 
 
 def own_name(model: nn.Module, path: str) -> str:
@@ -262,18 +269,25 @@ def classes_of(net: nn.Module) -> int:
     return int(getattr(net, "num_classes", 0))
 
 
-def spec_of(net: nn.Module, *, size: tuple[int, int, int] | None = None) -> InputSpec:
-    """The input that a timm model's own configuration names."""
+def spec_of(
+    net: nn.Module,
+    *,
+    size: tuple[int, int, int] | None = None,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+) -> InputSpec:
+    """The input that a timm model's own configuration names, where it is not given; one value stands for every channel."""
     config = getattr(net, "pretrained_cfg", None) or {}
     input_size = size or tuple(config.get("input_size") or ())
-    mean, std = config.get("mean"), config.get("std")
+    mean, std = mean or config.get("mean"), std or config.get("std")
     if len(input_size) != 3 or not mean or not std:
         raise UsageError("the architecture does not say its input size, mean or std", "give --mean and --std")
     channels = int(input_size[0])
+    mean, std = (tuple(values) * channels if len(values) == 1 else values for values in (mean, std))
     if not len(mean) == len(std) == channels:
         raise UsageError(
-            f"the architecture has mean and std of {len(mean)} channels for {channels} input channels",
-            "give --mean and --std, one value a channel",
+            f"mean and std have {len(mean)} and {len(std)} values for {channels} input channels",
+            "give --mean and --std, one value or one a channel",
         )
     return InputSpec(
         size=(channels, int(input_size[1]), int(input_size[2])),

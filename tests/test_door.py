@@ -282,6 +282,18 @@ def test_the_users_own_numbers_are_checked(room: Path, tiny: Checkpoint, words: 
     assert done.stderr.count("certvit:") == 1
 
 
+def test_one_mean_stands_for_every_channel_of_a_new_network(room: Path) -> None:
+    done = certvit(room, "init", "certvit_4c3f", "--mean", "0.5", "--std", "0.25", "-o", "m.safetensors")
+    assert done.returncode == 0, done.stderr
+    spec = Checkpoint.read(room / "m.safetensors").record.input
+    assert (spec.mean, spec.std) == ((0.5,) * spec.size[0], (0.25,) * spec.size[0])
+    words = ["--arch-arg", "in_chans=1", "--arch-arg", "img_size=28", "--mean", "0.5", "--std", "0.5"]
+    words += ["-o", "grey.safetensors"]
+    done = certvit(room, "init", "certvit_vit_cifar10", *words)
+    assert done.returncode == 0, done.stderr
+    assert Checkpoint.read(room / "grey.safetensors").record.input == InputSpec((1, 28, 28), (0.5,), (0.5,))
+
+
 def test_one_mean_stands_for_every_channel(room: Path) -> None:
     net = models.create("certvit_4c3f", {}, initialise=True)
     safetensors.torch.save_file(net.state_dict(), "m.safetensors")
@@ -408,6 +420,21 @@ def test_mixed_and_double_weights_are_one_network(tiny: Checkpoint) -> None:
         model = models.load(Checkpoint(tensors, tiny.record))
         assert {value.dtype for value in model.net.state_dict().values()} == {torch.float64}
         assert torch.equal(model(images), wanted)
+
+
+def test_commands_take_a_file_of_double_weights(room: Path, tiny: Checkpoint) -> None:
+    tensors = {name: value.double() for name, value in tiny.tensors.items()}
+    Checkpoint(tensors, tiny.record).write(room / "m.safetensors")
+    data_ = ["--dataset", "digits", "--limit", "32"]
+    for words in (
+        ["lipschitz", *data_],
+        ["attack", *data_, "-a", "fgsm"],
+        ["finetune", *data_, "--loss", "ce", "--epochs", "1"],
+    ):
+        done = certvit(room, words[0], "m.safetensors", *words[1:])
+        assert done.returncode == 0, (words, done.stderr)
+    adapted = certvit(room, "adapt", "m.safetensors", *data_, "--epochs", "0")
+    assert adapted.returncode == 0, adapted.stderr
 
 
 FUNCTIONS: list[tuple[str, Callable[[Raw], Any], bool]] = [

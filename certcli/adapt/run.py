@@ -38,7 +38,9 @@ class Adapter:
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
         self.images = images[order].to(device)
         self.record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
-        self.teacher = models.load(checkpoint, device)
+        self.teacher = models.load(
+            checkpoint, device, torch.float32
+        )  # the student is new: no digit of float64 survives
         self.student, scales = operate(checkpoint, settings, self.teacher)
         family = family_of(self.teacher.net)
         self.fitter = Fitter(self.teacher, self.student, family, scales, settings, self.images)

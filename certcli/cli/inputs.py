@@ -84,15 +84,7 @@ def fresh(arch: str, arguments: dict[str, Any], given: Hints, seed: int) -> Chec
     from certcli import models
 
     net = models.create(arch, arguments, initialise=False)
-    spec = models.spec_of(net, size=models.input_size_of(net))
-    channels = spec.size[0]
-    mean, std = (
-        own if values is None else values * channels if len(values) == 1 else values
-        for values, own in ((given.mean, spec.mean), (given.std, spec.std))
-    )
-    if not len(mean) == len(std) == channels:
-        raise UsageError(f"--mean and --std do not fit {channels} channels", "one value, or one a channel")
-    spec = replace(spec, mean=mean, std=std)
+    spec = models.spec_of(net, size=models.input_size_of(net), mean=given.mean, std=given.std)
     return models.initialise(arch, arguments, spec, models.classes_of(net), seed)
 
 
