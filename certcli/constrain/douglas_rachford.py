@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from certcli.constrain.projection import ROUNDING, Eigenbasis, eigenbasis, project, pull_inside, shrinkage
+from certcli.constrain.projection import ROUNDING, Eigenbasis, eigenbasis, project, pull_inside, pull_to, shrinkage
 from certcli.constrain.prox import Penalty, per_head
 from certcli.constrain.relu import RectifiedStatistics
 from certcli.constrain.statistics import LayerStatistics, energy
@@ -16,6 +16,12 @@ from certcli.errors import UsageError
 
 CHECK_EVERY = 10
 """Iterations between two evaluations of the optimality gap, each of which costs two sets of singular values."""
+
+SINGLE_FROM = 2**15
+"""Entries of a matrix from which it is iterated in float32, which takes half the time."""
+
+SINGLE_GAP = 1e-4
+"""Smallest tolerance that float32, with its rounding of 1e-7 an operation, is trusted to reach."""
 
 ROUNDS = 15
 """Most updates of the weights of several groups."""
@@ -161,36 +167,40 @@ def _one_group(centre: Tensor, basis: Eigenbasis, radius: float, settings: _Sett
     """Exact projection onto one ellipsoid tr(D G D^T) <= radius, from `state`.
 
     A right-invariant penalty runs in the eigenbasis of G, where the projection scales columns and no product is left.
+    Large matrices are iterated in float32; the point that is judged and returned is made feasible in float64, and its
+    objective and the lower limit are computed there.
     """
-    rotation = basis.vectors
     turned = not settings.penalty.right_invariant
-    centre, state = centre @ rotation, state @ rotation
 
     def back(matrix: Tensor) -> Tensor:
-        return matrix @ rotation.mT if turned else matrix
+        return matrix @ basis.vectors.mT.to(matrix) if turned else matrix
 
-    size = float(centre.norm())
-    strength = settings.beta * settings.penalty.pace * settings.dual(back(centre))
+    exact, state = centre @ basis.vectors, state @ basis.vectors
+    single = exact.numel() >= SINGLE_FROM and settings.tolerance >= SINGLE_GAP
+    start, state = (part.to(torch.float32 if single else torch.float64) for part in (exact, state))
+    rotation, size = basis.vectors.to(start), float(exact.norm())
+    strength = settings.beta * settings.penalty.pace * settings.dual(back(exact))
     prox = settings.prox()
-    t, residual, objective, lower, iteration, feasible = 0.0, math.inf, math.inf, 0.0, 0, centre
+    t, residual, objective, lower, iteration, moved = 0.0, math.inf, math.inf, 0.0, 0, torch.zeros_like(exact)
     while iteration < settings.max_iterations:
         iteration += 1
         near = prox(back(state), strength)
         near = near @ rotation if turned else near
-        displacement = 2 * near - state - centre
+        displacement = 2 * near - state - start
         factors, t = shrinkage(displacement, basis, radius, t)
         displacement = displacement * factors
-        feasible = centre + displacement
-        change = feasible - near
+        change = start + displacement - near
         state = state + settings.relaxation * change
         if iteration % CHECK_EVERY == 0 or iteration == settings.max_iterations:
-            normal = -displacement * basis.values
-            lower = max(lower, _dual_value(normal, displacement, centre, radius, settings.dual(back(normal))))
-            objective = settings.value(back(feasible))
+            moved = pull_to(displacement.double(), basis, radius)
+            normal = -moved * basis.values
+            lower = max(lower, _dual_value(normal, moved, exact, radius, settings.dual(back(normal))))
+            objective = settings.value(back(exact + moved))
             residual = float(change.norm()) / size
             if objective <= (1 + settings.tolerance) * lower:
                 break
-    return _Run(feasible @ rotation.mT, state @ rotation.mT, iteration, residual, objective, lower)
+    weight, state = (exact + moved) @ basis.vectors.mT, state.double() @ basis.vectors.mT
+    return _Run(weight, state, iteration, residual, objective, lower)
 
 
 def _dual_value(normal: Tensor, displacement: Tensor, centre: Tensor, radius: float, size: float) -> float:

@@ -18,7 +18,7 @@ from certcli.constrain.parallel import LayerResult, Warm
 from certcli.errors import UsageError
 from certcli.fidelity import Fidelity, Witness
 
-ROUNDS = 5
+ROUNDS = 4
 """Most times that all layers are constrained."""
 
 START = 0.02
@@ -27,10 +27,10 @@ START = 0.02
 MOST = 0.5
 """The largest eta that is tried."""
 
-_NEAR = 1.15
+_NEAR = 1.25
 """Two etas this close are one."""
 
-_SAFE = 0.95
+_SAFE = 0.9
 """Share of the predicted eta that is tried, for the logits move a little faster than the line says."""
 
 ERROR_SHARE = 2.0
@@ -61,7 +61,7 @@ def constrain_keeping(
 ) -> Kept:
     """Constrain at the largest eta found that leaves `keep` of the first choices as they were (`keeps`), and write it.
 
-    report(round, eta, result) is called for each layer of each round. The eta is at most MOST, and within 15 % of one
+    report(round, eta, result) is called for each layer of each round. The eta is at most MOST, and within 25 % of one
     that was refused, or the best of ROUNDS. If every round was refused, eta 0: nothing is changed.
     """
     check_keep(keep)
@@ -97,6 +97,8 @@ def constrain_keeping(
                 break
             aim = (best.eta * refused) ** 0.5 if best.eta > 0 else eta / 2
         eta = min(MOST, aim)
+        if best.eta == 0 and turn == ROUNDS - 1:
+            eta /= 2  # the last chance to keep enough and change something
         if eta <= _NEAR * best.eta:
             break
     write(model, {result.path: result.weight for result in best.results})

@@ -85,12 +85,20 @@ def shrinkage(displacement: Tensor, basis: Eigenbasis, radius: float, start: flo
     energies = values * squares
     t = multiplier(energies, values, radius, start) if radius > 0 else np.inf
     if t == 0:
-        return torch.ones_like(basis.values), 0.0
+        return torch.ones_like(displacement[0]), 0.0
     factors = np.where(values > 0, 1.0 / (1.0 + t * values), 1.0) if t < np.inf else np.where(values > 0, 0.0, 1.0)
     total = float((energies * factors * factors).sum())
     if total > radius * (1.0 - ROUNDING):
         factors = np.where(values > 0, factors * np.sqrt(radius / total) * (1.0 - ROUNDING), factors)
     return torch.from_numpy(factors).to(displacement), t
+
+
+def pull_to(displacement: Tensor, basis: Eigenbasis, radius: float) -> Tensor:
+    """s D with the largest s <= 1 inside the ellipsoid, D (out, in) in the eigenbasis: what rounding left outside."""
+    total = float((displacement * displacement * basis.values).sum())
+    if total <= radius * (1.0 - ROUNDING):
+        return displacement
+    return displacement * (np.sqrt(radius / total) * (1.0 - ROUNDING))
 
 
 def project_one(matrix: Tensor, centre: Tensor, basis: Eigenbasis, radius: float) -> Tensor:
