@@ -16,9 +16,6 @@ from certcli.provenance import Record
 FEW = 50
 """Fewer images than this say little: the interval of an agreement of 98 % is wider than ten points."""
 
-_CHANCE = 2.0
-"""A network right less often than this many times chance on labelled images: the labels hardly mean its classes."""
-
 
 @dataclass(frozen=True)
 class Fidelity:
@@ -105,9 +102,9 @@ class Witness:
         choices = len(self.before.argmax(1).unique())
         if choices == 1 and count > 1:
             found.append("all images get the same first choice: their agreement says nothing")
-        if self.labels is not None and classes > 2:
+        if self.labels is not None:
             right = int((self.before.argmax(1) == self.labels).sum())
-            if share_interval(right, count)[1] < _CHANCE / classes or right == 0:
+            if share_interval(right, count)[0] <= 1 / classes:
                 found.append(
                     f"the network as it was is right on {right} of {count} images, about chance: are these its classes?"
                 )
