@@ -83,7 +83,22 @@ def softmax(x: Form) -> Form:
     size = x.radius[..., None]
     loss = gamma(2 * count + 8) * (slope.abs() @ size + slope.abs().sum(-1, keepdim=True) * size)
     total = Form(space, torch.stack(centre, -1), gens, up(torch.stack(slack, -1) + loss[..., 0]), x.blocks)
-    return apply(RECIPROCAL, total, torch.stack(least, -1), torch.stack(most, -1))
+    low, high = torch.stack(least, -1), torch.stack(most, -1)
+    return capped(apply(RECIPROCAL, total, low, high), (1 / high) * (1 - gamma(4)), up(1 / low, 4))
+
+
+def capped(x: Form, low: Tensor, high: Tensor) -> Form:
+    """x, or the middle of [low, high] with nothing but slack where that is narrower."""
+    half = up((high - low) / 2, 2) + gamma(4) * high.abs()
+    narrower = half < x.rest_radius  # what the ball part says is shared with other entries and stays worth more
+    zero = torch.zeros((), dtype=x.centre.dtype, device=x.centre.device)
+    return Form(
+        x.space,
+        torch.where(narrower, (low + high) / 2, x.centre),
+        torch.where(narrower, zero, x.gens),
+        torch.where(narrower, half, x.slack),
+        x.blocks,
+    )
 
 
 def _distances(flat: Tensor, x: Form) -> tuple[Tensor, Tensor]:
