@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from certcli.enclosure.attention import attend, average, scores, softmax
 from certcli.enclosure.form import Form, Space
-from certcli.enclosure.functions import EXP, GELU, GELU_TANH, RECIPROCAL, RSQRT, SQRT
+from certcli.enclosure.functions import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT
 from certcli.enclosure.normalisation import centred, layer_norm, signs
 from certcli.enclosure.pointwise import apply, relu
 from certcli.enclosure.products import product, squares, times
@@ -55,6 +55,7 @@ CASES = (
     Case("GELU", ((1, 3, 4),), lambda x: apply(GELU, x), F.gelu),
     Case("tanh GELU", ((1, 3, 4),), lambda x: apply(GELU_TANH, x), lambda x: F.gelu(x, approximate="tanh")),
     Case("exp", ((1, 3, 4),), lambda x: apply(EXP, x), torch.exp),
+    Case("log", ((1, 3, 4),), lambda x: apply(LOG, x), torch.log, positive=True),
     Case("reciprocal", ((1, 3, 4),), lambda x: apply(RECIPROCAL, x), torch.reciprocal, positive=True),
     Case("rsqrt", ((1, 3, 4),), lambda x: apply(RSQRT, x), torch.rsqrt, positive=True),
     Case("sqrt", ((1, 3, 4),), lambda x: apply(SQRT, x), torch.sqrt, positive=True),

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.form import Form, Space
-from certcli.enclosure.functions import EXP, GELU, GELU_TANH, RECIPROCAL, RSQRT, SQRT, Function
+from certcli.enclosure.functions import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT, Function
 from certcli.enclosure.margins import lower_bounds
 from certcli.enclosure.pointwise import apply
 from certcli.enclosure.products import squares
+from certcli.enclosure.quadratic import matrices, quadratic_radius
 from certcli.enclosure.rules.layers import affine
 from tests.enclosure_cases import BALL, BOX, CASES, Case, evaluate, forms
 
@@ -100,6 +101,14 @@ def test_lower_bounds_are_below_the_minimum() -> None:
     assert (bound >= x.centre - x.radius).all()
 
 
+def test_quadratic_radius_is_above_the_spectral_norm_and_near_it() -> None:
+    columns = torch.randn(BALL * (BALL + 1) // 2, 7, 5, generator=torch.Generator().manual_seed(0)).double()
+    truth = torch.linalg.matrix_norm(matrices(columns, BALL), 2).view(7, 5)
+    found = quadratic_radius(columns, BALL)
+    assert (found >= truth).all()
+    assert (found <= BALL**0.125 * truth).all()
+
+
 def exact(values: Tensor) -> list[Fraction]:
     return [Fraction(value) for value in values.flatten().tolist()]
 
@@ -127,13 +136,14 @@ def test_rounding_of_linear_maps_and_products_is_covered() -> None:
     assert 0 < abs(truth - Fraction(total.centre.item())) <= Fraction(total.slack.item())
 
 
-@pytest.mark.parametrize("f", [EXP, GELU, RECIPROCAL, RSQRT, SQRT], ids=lambda f: f.name)
+@pytest.mark.parametrize("f", [EXP, GELU, LOG, RECIPROCAL, RSQRT, SQRT], ids=lambda f: f.name)
 def test_rounding_of_functions_is_covered(f: Function) -> None:
     """At a neighbourhood of one point the form is the value to 50 digits, up to its slack."""
     mpmath = pytest.importorskip("mpmath")
     truth = {
         "exp": mpmath.exp,
         "GELU": lambda v: v * mpmath.erfc(-v / mpmath.sqrt(2)) / 2,
+        "log": mpmath.log,
         "1/x": lambda v: 1 / v,
         "1/sqrt(x)": lambda v: 1 / mpmath.sqrt(v),
         "sqrt(x)": mpmath.sqrt,
@@ -146,7 +156,7 @@ def test_rounding_of_functions_is_covered(f: Function) -> None:
             assert abs(truth[f.name](mpmath.mpf(value)) - c) <= slack <= 1e-10 * (1 + abs(c) + abs(value) / value**2)
 
 
-@pytest.mark.parametrize("f", [EXP, GELU, GELU_TANH, RECIPROCAL, RSQRT, SQRT], ids=lambda f: f.name)
+@pytest.mark.parametrize("f", [EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT], ids=lambda f: f.name)
 def test_derivatives_are_those_of_the_function(f: Function) -> None:
     x = torch.linspace(0.3, 4, 50).double() if f.relative else torch.linspace(-4, 4, 50).double()
     x.requires_grad_(True)

@@ -22,6 +22,7 @@ METHOD = "local"
 RUNG = "zonotope"
 SQUARES = 128
 """Pixels up to which e e^T has columns of its own: 8,256 of them."""
+_FEWEST = 64
 _HINT = "--method smoothing takes any network; certvit adapt replaces layers"
 
 
@@ -46,15 +47,19 @@ class LocalCertifier(Certifier):
         kept = affordable(self.network, SQUARES, symbols, available(self._device))
         if kept is None:
             raise NoBoundError("no local certificate: enclosures of this network do not fit into memory", _HINT)
-        self.symbols, self.reduced = kept, kept < symbols
+        self.symbols, self.asked = kept, symbols
         self.title = f"an enclosure of each image's neighbourhood, {kept:,} box symbols from block to block"
-        if self.reduced:
-            self.title += f" (of {symbols:,}: memory)"
+        if kept < symbols:
+            self.title += f" (not {symbols:,}: memory)"
         self._guess = 1e-2
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        return {"symbols": self.symbols, "steps": self.steps}
+        return {"symbols": self.asked, "steps": self.steps}
+
+    @property
+    def rung(self) -> str:
+        return RUNG if self.symbols == self.asked else f"{RUNG}, {self.symbols} symbols"
 
     @torch.no_grad()
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
@@ -67,7 +72,7 @@ class LocalCertifier(Certifier):
             top = int(logits.argmax())
             radius = self.radius(image[None], top) if top == label else 0.0
             seconds = round(time.perf_counter() - started, 3)
-            found.append(Certificate(index, label, top, radius, METHOD, 0.0, rung=RUNG, seconds=seconds))
+            found.append(Certificate(index, label, top, radius, METHOD, 0.0, rung=self.rung, seconds=seconds))
         return found
 
     def radius(self, image: Tensor, label: int) -> float:
@@ -82,6 +87,15 @@ class LocalCertifier(Certifier):
             start = l2_ball(image, radius, squares_up_to=SQUARES, limit=self.symbols)
             return bool((self.network.margins(start, label) > 0).all())  # False with NaN
         except Unbounded:
+            return False
+        except (MemoryError, RuntimeError) as failure:
+            if "memory" not in str(failure).lower() and "alloc" not in str(failure).lower():
+                raise
+            if self.symbols < _FEWEST:
+                raise NoBoundError(
+                    "no local certificate: enclosures of this network do not fit into memory", _HINT
+                ) from failure
+            self.symbols //= 2  # the order is reduced, the rung says so, and this radius counts as not proven
             return False
         except NoRule as reason:
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from certcli.enclosure.form import Form, Unbounded, folded
-from certcli.enclosure.functions import EXP, RECIPROCAL
-from certcli.enclosure.pointwise import Fit, apply, chosen, fits
+from certcli.enclosure.form import Form, Unbounded
+from certcli.enclosure.functions import EXP, LOG
+from certcli.enclosure.pointwise import apply
 from certcli.enclosure.products import product
 from certcli.enclosure.rounding import gamma, up
 
@@ -38,53 +38,48 @@ def _average_square(a: Tensor, b: Tensor) -> Tensor:
 
 
 def softmax(x: Form) -> Form:
-    """p_ij = 1 / sum_k exp(x_ik - x_ij) on the last axis, from the differences alone."""
+    """p_j = exp(z_j - log sum_k exp z_k) on the last axis, for z_j = x_j - sum_k w_k x_k with w near p.
+
+    At w = p the sum does not move to first order, so that its logarithm costs next to nothing. Differences of scores give
+    bounds beside it: p_j = 1 / sum_k exp(x_k - x_j).
+    """
     x = x.solid()
-    space, count = x.space, x.shape[-1]
-    rows = x.shape[:-1]
+    low, high = _bounds(x)
+    weight = x.centre.softmax(-1)
+    z = x.linear(
+        lambda t: t - (weight * t).sum(-1, keepdim=True),
+        lambda t: t + (weight * t).sum(-1, keepdim=True),
+        terms=x.shape[-1] + 4,
+    )
+    if not bool((z.radius <= _FARTHEST).all()):
+        raise Unbounded("scores that differ by more than exp can follow")
+    below, above = z.interval()
+    terms = x.shape[-1] + 256
+    least = below.exp().sum(-1, keepdim=True) * (1 - gamma(terms))
+    most = above.exp().sum(-1, keepdim=True) * (1 + gamma(terms))
+    total = apply(EXP, z).linear(
+        lambda t: t.sum(-1, keepdim=True), lambda t: t.sum(-1, keepdim=True), terms=x.shape[-1]
+    )
+    level = apply(LOG, total, least, most).solid()  # one symbol a row, shared by its probabilities
+    share = z + level.linear(
+        lambda t: -t.expand(*t.shape[:-1], x.shape[-1]), lambda t: t.expand(*t.shape[:-1], x.shape[-1])
+    )
+    bottom, top = low.log() - 2.0**-40 * (1 + low.log().abs()), high.log() + 2.0**-40 * (1 + high.log().abs())
+    return capped(apply(EXP, share, bottom, top.clamp_max(0.0)), low, high)
+
+
+def _bounds(x: Form) -> tuple[Tensor, Tensor]:
+    """Bounds of p_j = 1 / sum_k exp(x_k - x_j) from the intervals of the differences."""
+    count = x.shape[-1]
     flat = x.gens.flatten(1, -2).permute(1, 2, 0).contiguous()  # (rows, k, columns)
-    balls, rests = _distances(flat, x)
-    columns, slopes, centre, slack, least, most = [], [], [], [], [], []
-    for j in range(count):
-        ball, rest = balls[..., j, :].view(x.shape), rests[..., j, :].view(x.shape)
-        distance = x.centre - x.centre[..., j : j + 1]
-        apart = gamma(0) * (x.centre.abs() + x.centre[..., j : j + 1].abs())  # what `distance` may be off by
-        rest = up(rest + apart)
-        reach = up(ball + rest)
-        if not bool((reach <= _FARTHEST).all()):
-            raise Unbounded("scores that differ by more than exp can follow")
-        low, high = distance - up(reach), distance + up(reach)
-        # low and high themselves are rounded
-        low, high = low - gamma(0) * low.abs(), high + gamma(0) * high.abs()
-        fit = _pick(distance, low, high, ball, rest, space.squares)
-        own = torch.arange(count, device=x.centre.device) == j  # exp(0) = 1 exactly
-        constant = torch.where(own, 1.0, fit.constant)
-        slope = torch.where(own, 0.0, fit.slope)
-        curve = torch.where(own, 0.0, fit.curve)
-        error = torch.where(own, 0.0, fit.error) + slope.abs() * apart
-        error = error + curve.abs() * (2 * ball * rest + rest * rest / 2)
-        spread = constant.abs() + slope.abs() * reach + curve.abs() * (ball * ball + rest * rest)
-        centre.append((constant + curve * rest * rest / 2).sum(-1))
-        slack.append(up(error.sum(-1) + gamma(count + 8) * spread.sum(-1), count + 8))
-        slopes.append(slope)
-        least.append((torch.where(own, 1.0, low.exp()).sum(-1) * (1 - gamma(count + 256))).clamp_min(1.0))
-        most.append(torch.where(own, 1.0, high.exp()).sum(-1) * (1 + gamma(count + 256)))
-        if space.squares:
-            gap = (flat[..., : space.ball] - flat[:, j : j + 1, : space.ball]).mT  # (rows, m, k)
-            square = (gap * curve.flatten(0, -2)[:, None]) @ gap.mT
-            columns.append(folded(square.movedim(0, -1).reshape(space.ball, space.ball, *rows), space))
-    slope = torch.stack(slopes, -2)  # (*rows, j, k)
-    # sum_k slope_jk (g_k - g_j) for all columns g at once
-    steep = slope.flatten(0, -3)
-    mixed = steep @ flat - flat * steep.sum(-1, keepdim=True)
-    gens = mixed.permute(2, 0, 1).reshape(x.gens.shape)
-    if space.squares:
-        gens[space.ball : x.fixed] += torch.stack(columns, -1)
-    size = x.radius[..., None]
-    loss = gamma(2 * count + 8) * (slope.abs() @ size + slope.abs().sum(-1, keepdim=True) * size)
-    total = Form(space, torch.stack(centre, -1), gens, up(torch.stack(slack, -1) + loss[..., 0]), x.blocks)
-    low, high = torch.stack(least, -1), torch.stack(most, -1)
-    return capped(apply(RECIPROCAL, total, low, high), (1 / high) * (1 - gamma(4)), up(1 / low, 4))
+    reach = _distances(flat, x).view(*x.shape[:-1], count, count)  # (*rows, j, k)
+    distance = x.centre[..., None, :] - x.centre[..., :, None]
+    reach = up(reach + gamma(0) * (x.centre[..., None, :].abs() + x.centre[..., :, None].abs()))
+    reach = reach * (1 - torch.eye(count, dtype=reach.dtype, device=reach.device))  # x_j - x_j = 0
+    terms = count + 256
+    least = (distance - reach).exp().sum(-1) * (1 - gamma(terms)) - gamma(4)
+    most = (distance + reach).exp().sum(-1) * (1 + gamma(terms))
+    return (1 - gamma(4)) / most, up(1 / least.clamp_min(1.0), 4).clamp_max(1.0)
 
 
 def capped(x: Form, low: Tensor, high: Tensor) -> Form:
@@ -101,19 +96,14 @@ def capped(x: Form, low: Tensor, high: Tensor) -> Form:
     )
 
 
-def _distances(flat: Tensor, x: Form) -> tuple[Tensor, Tensor]:
-    """sup |A e| and sup |Q vec(e e^T) + B n| of all differences x_k - x_j: (rows, j, k), from columns (rows, k, g)."""
+def _distances(flat: Tensor, x: Form) -> Tensor:
+    """sup |x_k - x_j - (c_k - c_j)|: (rows, j, k), from the columns (rows, k, g) of a form without slack."""
     ball, fixed, exact = x.space.ball, x.fixed, "donot_use_mm_for_euclid_dist"
     near = [
         up(torch.cdist(part, part, p=p, compute_mode=exact), part.shape[-1] + 4)
         for part, p in ((flat[..., :ball], 2.0), (flat[..., ball:fixed], 2.0), (flat[..., fixed:], 1.0))
     ]
-    return near[0], up(near[1] + near[2])
-
-
-def _pick(distance: Tensor, low: Tensor, high: Tensor, ball: Tensor, rest: Tensor, bend: bool) -> Fit:
-    flat, bent = fits(EXP, distance, low, high)
-    return chosen(flat, bent, ball, rest) if bend else flat
+    return up(near[0] + near[1] + near[2], 4)
 
 
 def average(p: Form, v: Form) -> Form:

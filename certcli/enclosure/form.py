@@ -7,14 +7,13 @@ l2 + box form: Bonaert et al. 2021 (multi-norm zonotopes); the columns for e e^T
 """
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from certcli.enclosure.quadratic import quadratic_radius
 from certcli.enclosure.rounding import gamma, norm1, norm2, up
 
 Linear = Callable[[Tensor], Tensor]
@@ -36,12 +35,6 @@ class Space:
     @property
     def square(self) -> int:
         return self.ball * (self.ball + 1) // 2 if self.squares else 0
-
-    @cached_property
-    def pairs(self) -> tuple[Tensor, Tensor]:
-        """(a, b) of each column of Q, a <= b."""
-        index = torch.triu_indices(self.ball, self.ball)
-        return index[0], index[1]
 
 
 @dataclass(frozen=True)
@@ -83,11 +76,18 @@ class Form:
         return self._once("ball", lambda: norm2(self.ball))
 
     @property
+    def square(self) -> Tensor:
+        return self.gens[self.space.ball : self.fixed]
+
+    @property
+    def box_radius(self) -> Tensor:
+        """sup |B n + s| entry by entry."""
+        return self._once("box", lambda: up(norm1(self.box) + self.slack))
+
+    @property
     def rest_radius(self) -> Tensor:
         """sup |Q vec(e e^T) + B n + s| entry by entry."""
-        return self._once(
-            "rest", lambda: up(norm2(self.gens[self.space.ball : self.fixed]) + norm1(self.box) + self.slack)
-        )
+        return self._once("rest", lambda: up(quadratic_radius(self.square, self.space.ball) + self.box_radius))
 
     @property
     def radius(self) -> Tensor:
@@ -96,7 +96,9 @@ class Form:
     @property
     def size(self) -> Tensor:
         """Above |c| + sum of all |columns|'s share: what rounding errors are relative to."""
-        return self._once("size", lambda: up(self.centre.abs() + self.radius))
+        return self._once(
+            "size", lambda: up(self.centre.abs() + self.ball_radius + norm2(self.square) + self.box_radius)
+        )
 
     def interval(self) -> tuple[Tensor, Tensor]:
         """Entrywise bounds, rounded outward."""
@@ -142,7 +144,7 @@ class Form:
 
     def worked(self) -> "Form":
         """`solid` where the slack is more than rounding errors: what a map that mixes entries should be given."""
-        return self.solid() if bool((self.slack > 1e-9 * self.radius).any()) else self
+        return self.solid() if bool((self.slack > 1e-9 * (self.ball_radius + self.box_radius)).any()) else self
 
     @staticmethod
     def aligned(forms: list["Form"]) -> list["Form"]:
@@ -203,14 +205,3 @@ def linf_ball(image: Tensor, radius: float, *, limit: int) -> Form:
     """All images with every pixel within `radius` of `image`'s."""
     empty = Form(Space(0, False, limit), image, image.new_zeros(0, *image.shape), torch.full_like(image, radius))
     return empty.solid()
-
-
-def folded(products: Tensor, space: Space) -> Tensor:
-    """Columns for e e^T of the quadratic forms e^T T e: (m, m, *s) -> (m (m + 1) / 2, *s).
-
-    e^T T e = sum_a T_aa e_a^2 + sum_{a<b} (T_ab + T_ba) / sqrt(2) * sqrt(2) e_a e_b.
-    """
-    first, second = space.pairs
-    weight = torch.where(first == second, 0.5, math.sqrt(0.5)).to(products)
-    both = products[first, second] + products[second, first]
-    return both * weight.view(-1, *[1] * (products.dim() - 2))

@@ -53,6 +53,7 @@ def _tanh_second(x: Tensor) -> Tensor:
 
 
 EXP = Function("exp", torch.exp, torch.exp, torch.exp, 0.0)
+LOG = Function("log", torch.log, lambda x: 1 / x, lambda x: -1 / (x * x), 0.0, relative=True)
 RECIPROCAL = Function("1/x", lambda x: 1 / x, lambda x: -1 / (x * x), lambda x: 2 / x**3, 0.0, relative=True)
 RSQRT = Function("1/sqrt(x)", torch.rsqrt, lambda x: -0.5 * x**-1.5, lambda x: 0.75 * x**-2.5, 0.0, relative=True)
 SQRT = Function("sqrt(x)", torch.sqrt, lambda x: 0.5 * x**-0.5, lambda x: -0.25 * x**-1.5, 0.0, relative=True)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from certcli.enclosure.form import Form
 from certcli.enclosure.normalisation import signs
+from certcli.enclosure.quadratic import matrices
 from certcli.enclosure.rounding import gamma, norm1, norm2, up
 
 
@@ -13,8 +14,7 @@ def lower_bounds(x: Form) -> Tensor:
     space = x.space
     below = x.ball_radius + norm1(x.box) + x.slack
     if space.squares:
-        columns = x.gens[space.ball : x.fixed]
-        below = below + torch.minimum(norm2(columns), _descent(columns, x))
+        below = below + torch.minimum(norm2(x.square), _descent(x.square, x))
     return x.centre - up(below + gamma(4) * x.centre.abs(), 8)
 
 
@@ -23,19 +23,14 @@ def _descent(columns: Tensor, x: Form) -> Tensor:
 
     From a computed M = V diag(l) V^T + R: e^T M e >= min(0, l_min) (1 + |V^T V - I|_F) - |R|_F, whatever V and l are.
     """
-    first, second = x.space.pairs
     m = x.space.ball
-    flat = columns.flatten(1).T  # (entries, pairs)
-    weight = torch.where(first == second, 1.0, 0.5**0.5).to(flat)
-    matrix = flat.new_zeros(len(flat), m, m)
-    matrix[:, first, second] = flat * weight
-    matrix[:, second, first] = flat * weight
+    matrix = matrices(columns, m)
     if not bool(torch.isfinite(matrix).all()):
         return torch.full_like(x.centre, torch.inf)
     values, vectors = torch.linalg.eigh(matrix)
     largest = values.abs().amax(-1)
     rest = matrix - (vectors * values[:, None]) @ vectors.mT
-    skew = vectors.mT @ vectors - torch.eye(m, dtype=flat.dtype, device=flat.device)
+    skew = vectors.mT @ vectors - torch.eye(m, dtype=matrix.dtype, device=matrix.device)
     lost = gamma(m * m + m) * (4 * m * largest + torch.linalg.vector_norm(matrix, dim=(1, 2)))
     turned = 1 + torch.linalg.vector_norm(skew, dim=(1, 2)) + gamma(m * m) * m
     bound = (

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from certcli.enclosure.form import Form, Unbounded
 from certcli.enclosure.functions import Function
+from certcli.enclosure.quadratic import pairs, weights
 from certcli.enclosure.rounding import FUNCTION, TINY, gamma, up
 
 _POINTS = 17
@@ -109,8 +110,8 @@ def apply_fit(x: Form, fit: Fit) -> Form:
     spread = up(fit.slope.abs() * x.radius + fit.constant.abs() + TINY)
     if x.space.squares:
         ball, rest, bend = x.ball_radius, x.rest_radius, fit.curve.abs()
-        first, second = x.space.pairs
-        weight = torch.where(first == second, 1.0, 2**0.5).to(x.centre).view(-1, *[1] * x.centre.dim())
+        first, second = pairs(x.space.ball)
+        weight = weights(x.space.ball, diagonal=1.0, beside=2**0.5, like=x.centre, axes=x.centre.dim())
         columns = x.ball[first] * x.ball[second] * (weight * fit.curve)
         gens[x.space.ball : x.fixed] += columns
         centre = centre + fit.curve * (rest * rest) / 2

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from certcli.enclosure.form import Form, folded
+from certcli.enclosure.form import Form
+from certcli.enclosure.quadratic import folded
 from certcli.enclosure.rounding import gamma, up
 
 Contract = Callable[[Tensor, Tensor], Tensor]
@@ -29,7 +30,7 @@ def product(x: Form, y: Form, contract: Contract, terms: int, frobenius: Contrac
         + contract(x.rest_radius, y.radius)
     )
     if space.squares:
-        gens[space.ball : x.fixed] += folded(contract(x.ball[:, None], y.ball[None]), space)
+        gens[space.ball : x.fixed] += folded(contract(x.ball[:, None], y.ball[None]))
     elif space.ball:
         sized = contract(x.ball_radius, y.ball_radius)
         if frobenius is not None:
@@ -60,7 +61,7 @@ def squares(x: Form) -> Form:
     if space.squares:
         columns = x.ball.movedim(0, -2)  # (*s, m, d)
         gram = (columns @ columns.mT).movedim((-2, -1), (0, 1))[..., None]
-        gens[space.ball : x.fixed] += folded(gram, space)
+        gens[space.ball : x.fixed] += folded(gram)
     elif space.ball:
         columns = x.ball.movedim(0, -1)  # (*s, d, m)
         gram = columns @ columns.mT

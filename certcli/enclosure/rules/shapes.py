@@ -40,7 +40,8 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _register() -> None:
     for name in _METHODS:
-        function = getattr(Tensor, name)
+        # columns are not laid out as the traced tensor was: a view of it may need a copy here
+        function = Tensor.reshape if name == "view" else getattr(Tensor, name)
         rules.method(name)(lambda ctx, x, *args, _run=function, **kwargs: arranged(_run, x, *args, **kwargs))
     for function in _FUNCTIONS:
         rules.function(function)(lambda ctx, x, *args, _run=function, **kwargs: arranged(_run, x, *args, **kwargs))
