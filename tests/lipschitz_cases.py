@@ -265,6 +265,13 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "attention-qk-norm": lambda: on_tokens(
         nn.LayerNorm(8, eps=0.1), timm_layers.Attention(8, 2, qk_norm=True, norm_layer=nn.LayerNorm)
     ),
+    "attention-torch": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), f(_torch_attention, *(nn.MultiheadAttention(8, h, batch_first=h > 1) for h in (2, 1, 4)),
+                                    mask=torch.ones(4, 4).triu(1) > 0, shift=torch.randn(4, 4))
+    ),
+    "attention-torch-layer": lambda: on_tokens(
+        nn.TransformerEncoderLayer(8, 2, 12, 0.1, nn.GELU(), 0.1, batch_first=True, norm_first=True)
+    ),
     "attention-written": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(written_out, *linears())),
     "attention-masked": lambda: on_tokens(
         nn.LayerNorm(8, eps=0.1), f(lambda m, x: written_out(m, x, mask=True), *linears(), mask=torch.randn(2, 4, 4))
@@ -401,6 +408,15 @@ def _axes(net: nn.Module, x: Tensor) -> Tensor:
 def _parts_of(net: nn.Module, x: Tensor) -> Tensor:
     y = x.narrow(dim=2, start=-3, length=2) * 3 + torch.narrow(x, -1, 1, 2)
     return torch.cat([y.flatten(1), torch.select(x, 1, -2), 2 * x.select(dim=2, index=1)], dim=-1)
+
+
+def _torch_attention(net: nn.Module, x: Tensor) -> Tensor:
+    """Batch first and last, with weights and without, with masks that are yes or no, numbers, and of keys."""
+    y, _ = net.parts[0](x, x, x, attn_mask=net.mask)
+    z = x.transpose(0, 1)
+    z = net.parts[1](z, z, z, need_weights=False, attn_mask=net.shift)[0].transpose(0, 1)
+    w, _ = net.parts[2](x, x, x, net.mask[1:2].expand(len(x), -1), need_weights=False)
+    return y + 2 * z - w
 
 
 def _choice(net: nn.Module, x: Tensor) -> Tensor:

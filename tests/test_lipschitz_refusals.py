@@ -99,6 +99,13 @@ def copied_into_buffer(net: nn.Module, x: Tensor) -> Tensor:
     return net.store + x
 
 
+def attends(net: nn.Module, x: Tensor, factor: float = 1.0) -> Tensor:
+    rows = functional.normalize(x.reshape(-1, 4, 8), dim=-1)
+    others = rows if factor == 1.0 else rows * factor
+    out, weights = net.odd(rows, others, others)
+    return out if factor != 1.0 else out + weights.sum()
+
+
 def masked_row(net: nn.Module, x: Tensor) -> Tensor:
     rows = functional.normalize(x.reshape(1, 4, 8), dim=-1)
     scores = torch.where(torch.arange(4).view(4, 1) > 0, rows @ rows.transpose(1, 2), -torch.inf)
@@ -142,6 +149,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "indices of maxima": (lambda: Net(lambda m, x: x.max(dim=1)[0]), "indices"),
     "option given twice": (lambda: Net(lambda m, x: x.reshape(4, 8).softmax(1, dim=1)), "softmax"),
     "weights of the image": (lambda: Net(lambda m, x: torch.lerp(x, 2 * x, x)), "weights that depend"),
+    "attention weights": (lambda: Net(attends, odd=nn.MultiheadAttention(8, 2, batch_first=True)), "weights are used"),
+    "attention to another": (
+        lambda: Net(lambda m, x: attends(m, x, 2), odd=nn.MultiheadAttention(8, 2, batch_first=True)),
+        "different tensors",
+    ),
+    "attention with a bias of keys": (
+        lambda: Net(lambda m, x: m.odd(x[0], x[0], x[0])[0], odd=nn.MultiheadAttention(4, 2, add_bias_kv=True)),
+        "multi_head_attention_forward",
+    ),
     "half precision": (lambda: Net(lambda m, x: x.to(torch.float16).float()), "float16"),
     "dtype view": (lambda: Net(lambda m, x: x.view(torch.int32).float()), "dtype"),
     "written by hand": (lambda: Net(lambda m, x: x.detach().numpy()), "numpy"),

@@ -226,6 +226,8 @@ class Tracer(fx.Tracer):
             return super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
         else:
             value = self._execute(kind, target, args, kwargs)
+            if value is None and target is operator.getitem:
+                return None  # of several results one that is left out: attention weights that were not asked for
             if not _tensors(value):
                 if kind == "call_method" and target in _STATIC_METHODS:
                     return value

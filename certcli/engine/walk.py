@@ -21,6 +21,13 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Unproven:
+    """One of several results, of which nothing is proven. An error where it is used, and only there."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Call:
     """One node of the graph as its rule sees it.
 
@@ -94,8 +101,15 @@ def _visit(
     traced: Trace, node: fx.Node, values: Mapping[fx.Node, Any], domain: Domain, precision: torch.dtype | None
 ) -> Any:
     """The value of a module's or an operation's result, by its rule. precision: the image's, in which the net computes."""
-    args: Any = fx.node.map_arg(node.args, lambda n: domain.read(node, n, values[n]))
-    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: domain.read(node, n, values[n]))
+
+    def known(argument: fx.Node) -> Any:
+        value = values[argument]
+        if isinstance(value, Unproven):
+            raise NoRule(f"{node.meta['path'] or 'the network'}: {value.reason}")
+        return domain.read(node, argument, value)
+
+    args: Any = fx.node.map_arg(node.args, known)
+    kwargs: Any = fx.node.map_arg(node.kwargs, known)
     rule: Rule | None
     if node.op == "call_module":
         module = traced.root.get_submodule(str(node.target))

@@ -4,10 +4,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
 from timm.layers.attention import Attention
-from torch import nn
+from torch import Tensor, nn
 
 from certcli.engine.table import NoRule, runs_known_code
+from certcli.engine.walk import Unproven
 from certcli.lipschitz.arithmetic import Matrix, Scalar
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.spectral import up
@@ -32,15 +34,67 @@ def _plain(module: Attention) -> bool:
 def dot_product_attention(
     ctx: Context, module: Attention, x: Value, attn_mask: Any = None, is_causal: bool = False
 ) -> Value:
+    ctx.require(not isinstance(attn_mask, Value), "an attention mask that depends on the image")
+    qkv, proj = (module.qkv.weight, module.qkv.bias), (module.proj.weight, module.proj.bias)
+    return self_attention(ctx, x, qkv, proj, module.num_heads, int(x.shape[-2]), "proj")
+
+
+def _covered(module: nn.MultiheadAttention) -> bool:
+    """One matrix for queries, keys and values, no keys or values of its own; else traced through, and refused by name."""
+    extras = (module.bias_k, module.bias_v, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    return (
+        all(part is None for part in extras)
+        and not module.add_zero_attn
+        and isinstance(module.in_proj_weight, Tensor)
+        and isinstance(module.out_proj, nn.Linear)  # of which torch reads the weight and the bias only
+        and module.embed_dim == module.num_heads * module.head_dim
+    )
+
+
+@rules.module(nn.MultiheadAttention, when=_covered)
+def multihead_attention(
+    ctx: Context,
+    module: nn.MultiheadAttention,
+    query: Any,
+    key: Any,
+    value: Any,
+    key_padding_mask: Any = None,
+    need_weights: bool = True,
+    attn_mask: Any = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> list[Any]:
+    """torch's own, of one tensor with itself: the same function on its fast path and off it; masks are constants."""
+    ctx.require(isinstance(query, Value) and query is key and key is value, "attention between different tensors")
+    ctx.require(attn_mask is None or key_padding_mask is None, "two masks at once")
+    for mask in (attn_mask, key_padding_mask):
+        if mask is not None:
+            hidden = ctx.constant_tensor(mask)
+            hidden = hidden if hidden.dtype == torch.bool else torch.where(hidden == -torch.inf, True, hidden * 0 != 0)
+            ctx.require(not bool(hidden.all(dim=-1).any()), "a softmax over nothing (a row masked altogether)")
+    ctx.require(len(query.shape) in (2, 3), "tokens of another shape than (b, n, d)")
+    tokens = query.shape[1 if len(query.shape) == 3 and module.batch_first else 0]
+    qkv, proj = (module.in_proj_weight, module.in_proj_bias), (module.out_proj.weight, module.out_proj.bias)
+    result = self_attention(ctx.at(tuple(query.shape)), query, qkv, proj, module.num_heads, int(tokens), "out_proj")
+    return [result, Unproven("attention weights are used, of which nothing is proven")]
+
+
+def self_attention(
+    ctx: Context,
+    x: Value,
+    qkv_map: tuple[Tensor, Tensor | None],
+    out_map: tuple[Tensor, Tensor | None],
+    heads: int,
+    tokens: int,
+    name: str,
+) -> Value:
     """Theorem 5.1: on tokens with |u_i| <= R (after a LayerNorm, R = sqrt d) dot-product attention is Lipschitz.
 
     sqrt(n) |W_O| |W_V| + R^2 (...) + sqrt(n/2) R (...), with A_h = W_K,h^T W_Q,h / sqrt(dh) and the norm's scale folded in.
-    A mask is a constant in the scores, under which the theorem holds as well.
+    A mask is a constant in the scores, under which the theorem holds as well. name: of the module of the output map.
     """
-    ctx.require(not isinstance(attn_mask, Value), "an attention mask that depends on the image")
-    arith, heads = ctx.arith, module.num_heads
-    tokens = int(x.shape[-2])
-    folded = ctx.fold(x, module.qkv.weight, module.qkv.bias)
+    arith = ctx.arith
+    folded = ctx.fold(x, *qkv_map)
     x, qkv = folded, folded.pending
     assert qkv is not None
     radius = x.size.fibre
@@ -57,7 +111,7 @@ def dot_product_attention(
         start = kind * inner + h * width
         return arith.rows(weights, start, start + width)
 
-    ctx.require(module.proj.in_features == inner, "attention with another inner width")
+    ctx.require(out_map[0].shape[1] == inner, "attention with another inner width")
     sigma_value = arith.sigma(arith.rows(weights, 2 * inner, 3 * inner), f"{ctx.path}.value")
     score, alphas = [], []
     value = arith.sigmas([head(2, h) for h in range(heads)], f"{ctx.path}.value.head")
@@ -98,4 +152,4 @@ def dot_product_attention(
         fibre,
         shape=(*x.shape[:-1], inner),
     )
-    return ctx.fold(mixed, module.proj.weight, module.proj.bias, f"{ctx.path}.proj")
+    return ctx.fold(mixed, *out_map, f"{ctx.path}.{name}")
