@@ -1,6 +1,7 @@
 """Record -> network, strictly. Pixel normalisation is layer one; nothing is initialised that will be overwritten."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -248,6 +249,12 @@ def initialise(arch: str, arch_args: Mapping[str, Any], spec: InputSpec, classes
         net = create(arch, arch_args, initialise=True)
     record = Record(arch=arch, arch_args=arch_arguments(arch_args), input=spec, classes=classes)
     tensors = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    limits = dict(net.named_buffers())
+    for name in (
+        tensors.keys() & limits.keys()
+    ):  # timm's way to say "clip nothing": no finite number is beyond the largest
+        if tensors[name].is_floating_point():
+            tensors[name] = tensors[name].nan_to_num(nan=math.nan)
     return Checkpoint(tensors, record)
 
 

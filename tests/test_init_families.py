@@ -1,0 +1,30 @@
+"""`init` of any timm name: what a freshly built network holds can be written, read back, and is the same function."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from certcli import models
+from certcli.checkpoint import Checkpoint
+from certcli.provenance import InputSpec
+
+
+def test_limits_that_clip_nothing_are_stored_as_the_largest_numbers(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """As timm's Gemma 4: buffers of infinity until published weights are loaded. On finite numbers nothing changes."""
+
+    class Clipped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+            self.register_buffer("low", torch.tensor(-torch.inf))
+            self.register_buffer("high", torch.tensor(torch.inf))
+
+    monkeypatch.setattr(models, "create", lambda arch, arguments, *, initialise: Clipped())
+    spec = InputSpec(size=(1, 2, 2), mean=(0.0,), std=(1.0,))
+    made = models.initialise("clipped", {}, spec, 3, 0)
+    made.write(tmp_path / "a.safetensors")
+    back = Checkpoint.read(tmp_path / "a.safetensors")
+    assert back.digest == made.digest
+    x = torch.tensor([-3e38, -1.0, 0.0, 3e38])
+    assert torch.equal(x.clamp(back.tensors["low"], back.tensors["high"]), x)
