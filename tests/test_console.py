@@ -288,4 +288,4 @@ def test_one_mean_stands_for_every_channel(tmp_path: Path) -> None:
     assert Checkpoint.read(path).record.input.mean == (0.5, 0.5, 0.5)
     code, _, err = certvit("init", "certvit_vit_cifar10", "--mean", "0.5,0.5", "-o", tmp_path / "other.safetensors")
     assert code == 2
-    assert "3 channels" in err
+    assert "3 input channels" in err
