@@ -265,6 +265,8 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("finetune share", change("finetune", "certified", value=1.0), "refuted"),
     ("finetune clean", change("finetune", "clean", value=1.0), "refuted"),
     ("attack", attacked(0.8), "not checked"),
+    ("adapt", lambda checkpoint: checkpoint.with_evidence("adapt", {}, {"agreement": 1.0}), "not checked"),
+    ("certify for ever", change("certify", "parameters", value={"samples": 10**12}), "refuted"),
     ("attack above clean", attacked(0.95), "refuted"),
     ("strange", strange, "not checked"),
     ("no evidence", without_evidence, "nothing was verified"),

@@ -125,7 +125,9 @@ def _certifier(checkpoint: Checkpoint, asked: Asked, sink: Sink) -> Any:
             chosen = images.limit(asked.sample, seed)
         device, batch = asked.machine.pick(), asked.machine.batch_size
         try:
-            certifier = prepare(wanted.method, checkpoint, device, {**wanted.options, "seed": wanted.seed})
+            certifier = prepare(
+                wanted.method, checkpoint, device, {**wanted.options, "seed": wanted.seed, "batch_size": batch}
+            )
         except NoBoundError:
             return Again([(correct, 0.0) for correct in _right(checkpoint, chosen, device, batch)], len(images))
         with sink.progress("certify again", total=len(chosen)) as bar:

@@ -25,6 +25,11 @@ Status = Literal["verified", "refuted", "not checked"]
 SAMPLE_ALPHA = 1e-3
 """Two-sided: an honest share is refuted by a sample once in 1,000 times at most."""
 
+MEASURED = ("adapt", "constrain")
+"""Commands whose evidence is what the network kept on images that took no part."""
+MOST_DRAWS = 10**7
+"""Of one image: a file may not ask for days of sampling."""
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -106,8 +111,10 @@ def _check(
             yield Claim(where, told, "refuted", "an attack leaves no more images than were right before it")
         else:
             yield Claim(where, told, "not checked", "measured: run `certvit attack` again", asked=measured)
+    elif entry.command in MEASURED:
+        yield Claim(where, "what was kept", "not checked", "measured on images: run the command again", asked=measured)
     else:
-        yield Claim(where, "a result", "not checked", "no command of certvit writes such evidence", asked=True)
+        yield Claim(where, "a result", "not checked", "no command of certvit writes such evidence")
 
 
 def _bound(where: str, result: BoundResult, proven: Real) -> Claim:
@@ -164,6 +171,8 @@ def _certified(entry: Evidence, where: str, certify: Certify) -> Iterator[Claim]
         or not isinstance(split, (str, type(None)))
     ):
         raise Refused("split, limit or seed are of another type")
+    if any(isinstance(value, (int, float)) and not abs(value) <= MOST_DRAWS for value in result.parameters.values()):
+        raise Refused("a parameter of the method is out of range")
     shares = {"clean": result.clean, **result.certified}
     wanted = Wanted(split, limit, seed, result.method, result.parameters, result.dataset.digest)
     yield from _again(where, shares, result.average_radius, result.images, wanted, certify)
