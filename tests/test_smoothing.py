@@ -116,14 +116,14 @@ def test_early_stops_change_no_certificate_but_to_an_abstention() -> None:
         def hopeless(self, hits: int, drawn: int) -> bool:
             return False
 
-    heights = torch.linspace(-0.4, 0.8, 200)
+    heights = torch.linspace(-0.4, 0.8, 100)
     pixels = (heights / math.sqrt(2)).view(-1, 1, 1, 1).expand(-1, 1, 1, 2)
-    values = {"sigma": 0.5, "n0": 8, "samples": 256, "alpha": 0.01}
+    values = {"sigma": 0.5, "n0": 8, "samples": 128, "alpha": 0.01}
     early, whole = certificates(Smoothing(**values), pixels), certificates(Patient(**values), pixels)
     changed = [(one, other) for one, other in zip(early, whole, strict=True) if one.radius != other.radius]
     assert all(one.prediction is None for one, _ in changed)
     # each of at most 5 looks gives up an image that could be certified with probability HOPELESS
-    assert len(changed) <= stats.binom.ppf(1 - 1e-6, 200, 5 * HOPELESS)
+    assert len(changed) <= stats.binom.ppf(1 - 1e-6, 100, 5 * HOPELESS)
     spent = [sum(row.seconds for row in rows) for rows in (early, whole)]
     assert spent[0] > 0
     assert any(row.prediction is None for row in early)
