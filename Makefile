@@ -25,10 +25,11 @@ check: install
 test: check
 	$(BIN)/python -m pytest
 
-# long campaigns beside the tests: hostile files, random networks with odd options
+# long campaigns beside the tests: hostile files, random networks with odd options, local certificates
 soundness: install
 	$(BIN)/python tests/fuzz.py --count 100000
 	$(BIN)/python benchmarks/soundness.py --seconds 600
+	$(BIN)/python -m tests.local_campaign --seconds 600
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-output

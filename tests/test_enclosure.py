@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.enclosure.form import Form, Space
+from certcli.enclosure.form import Form, Space, Unbounded
 from certcli.enclosure.functions import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT, Function
 from certcli.enclosure.margins import lower_bounds
 from certcli.enclosure.pointwise import apply
@@ -87,6 +87,13 @@ def test_without_columns_for_squares_second_order_is_left(case: Case) -> None:
     large, small = (case.relax(*forms(case, size, False, 0)) for size in (1e-2, 1e-3))
     left = [float((form.box.abs().sum(0) + form.slack).sum()) for form in (large, small)]
     assert left[1] < left[0] / 50, left
+
+
+@pytest.mark.parametrize("f", [LOG, RECIPROCAL, RSQRT, SQRT], ids=lambda f: f.name)
+def test_powers_of_what_reaches_zero_are_refused(f: Function) -> None:
+    (x,) = forms(next(case for case in CASES if case.name == f.name or case.positive), 4.0, True, 0)
+    with pytest.raises(Unbounded):
+        apply(f, x)
 
 
 def test_lower_bounds_are_below_the_minimum() -> None:

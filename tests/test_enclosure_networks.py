@@ -1,5 +1,7 @@
 """Whole networks: every node stays in its enclosure, attacks at the certified radius find nothing."""
 
+from contextlib import nullcontext, suppress
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -11,7 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from certcli.certify.local import LocalCertifier
 from certcli.enclosure.domain import LocalNetwork
-from certcli.enclosure.form import Form, l2_ball, linf_ball
+from certcli.enclosure.form import Form, Unbounded, l2_ball, linf_ball
 from certcli.enclosure.memory import affordable
 from certcli.enclosure.search import certified_radius
 from certcli.errors import NoBoundError
@@ -83,15 +85,21 @@ def directions(model: nn.Module, pixels: Tensor, label: int, count: int) -> Tens
     return every / every.norm(dim=1, keepdim=True)
 
 
-def largest_share(local: LocalNetwork, pixels: Tensor, label: int, radius: float, squares: int, symbols: int) -> float:
-    """Over all nodes and directions: distance from the form at this direction, over what the form leaves free."""
+def largest_share(
+    local: LocalNetwork, pixels: Tensor, label: int, radius: float, squares: int, symbols: int, *, partial: bool = False
+) -> float:
+    """Over all nodes and directions: distance from the form at this direction, over what the form leaves free.
+
+    partial: a walk may end as Unbounded; the nodes before that are checked.
+    """
     forms: dict[fx.Node, tuple[Form, int | None]] = {}
 
     def watch(node: fx.Node, value: object, token: int | None) -> None:
         if isinstance(value, Form):
             forms[node] = (value, token)
 
-    local.margins(l2_ball(pixels, radius, squares_up_to=squares, limit=symbols), label, watch)
+    with suppress(Unbounded) if partial else nullcontext():
+        local.margins(l2_ball(pixels, radius, squares_up_to=squares, limit=symbols), label, watch)
     worst = 0.0
     for e in directions(local.ending.trace.root, pixels, label, 8):
         values = node_values(local, pixels + radius * e.view_as(pixels))

@@ -125,7 +125,7 @@ def apply(f: Function, x: Form, low: Tensor | None = None, high: Tensor | None =
     below, above = x.interval()
     low = below if low is None else torch.maximum(low, below)
     high = above if high is None else torch.minimum(high, above)
-    if not bool((low <= high).all()):  # also with NaN
+    if not bool((low <= high).all()) or (f.relative and not bool((low > 0).all())):  # also with NaN
         raise Unbounded(f"{f.name} of something without bounds")
     return apply_fit(x, best_fit(f, x, low, high))
 
