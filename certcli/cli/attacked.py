@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from certcli.attack.settings import AttackSettings
     from certcli.attack.showcase import Exhibit
     from certcli.checkpoint import Checkpoint
-    from certcli.cli.attack import Results
+    from certcli.cli.attack_options import Results
     from certcli.data import Images
 
 _BUG = "a certificate and a counterexample cannot both be right: report it with --save-examples"
