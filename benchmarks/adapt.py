@@ -26,9 +26,9 @@ from certcli.adapt.pixels import as_pixels, compact
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import AdaptSettings
 from certcli.checkpoint import Checkpoint
-from certcli.data import Images
 from certcli.errors import CertvitError
 from certcli.foreign import open_checkpoint
+from certcli.images import Images
 from certcli.lipschitz.network import bound_network
 
 CPU = torch.device("cpu")

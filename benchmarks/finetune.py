@@ -18,9 +18,9 @@ from collections.abc import Callable
 import torch
 
 from certcli import models
-from certcli.data import Images
 from certcli.finetune.loop import Trainer
 from certcli.finetune.settings import FinetuneSettings
+from certcli.images import Images
 from certcli.provenance import Record, Replacement
 
 ARCHITECTURE = "certvit_vit_cifar10"

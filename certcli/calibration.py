@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from certcli import data
-from certcli.data import Images
 from certcli.errors import DataError
+from certcli.images import Images
 from certcli.provenance import InputSpec, Record
 
 PHOTOGRAPHS = "synthetic photographs"

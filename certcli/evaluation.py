@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from certcli.data import Images
 from certcli.errors import DataError, OutputError, UsageError
+from certcli.images import Images
 from certcli.outputs import require_absent
 
 SCHEMA = "certvit-records/1"

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from certcli import data
 from certcli.calibration import DIGITS, PHOTOGRAPHS
-from certcli.data import Images
 from certcli.errors import DataError
+from certcli.images import Images
 from certcli.intervals import share_interval
 from certcli.provenance import Record
 

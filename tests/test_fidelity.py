@@ -15,8 +15,8 @@ from certcli.calibration import synthetic_photographs
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
 from certcli.constrain.keep import ERROR_SHARE
-from certcli.data import Images
 from certcli.fidelity import Fidelity, Witness, known_labels
+from certcli.images import Images
 from certcli.provenance import InputSpec
 
 CPU = torch.device("cpu")

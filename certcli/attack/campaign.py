@@ -12,9 +12,9 @@ from certcli.attack.certified import Certified, require_correct, select
 from certcli.attack.presets import preset
 from certcli.attack.run import Attacked, attack_curve
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
-from certcli.data import Images
 from certcli.errors import DataError, UsageError
 from certcli.evaluation import RecordFile, Run
+from certcli.images import Images
 from certcli.threat import Norm, Threat
 
 RECORD_KEYS = ("task", "epsilon", "index")

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from certcli.attack.run import Attacked
-from certcli.data import Images
 from certcli.errors import DataError, UsageError
 from certcli.evaluation import PIXELS, read_records, require_same_images, require_same_network
+from certcli.images import Images
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from certcli.attack.catalogue import ATTACKS, DETERMINISTIC, L2_ONLY
 from certcli.attack.judge import Verdict, judge, predict, refine
 from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
 from certcli.attack.watch import seeded
-from certcli.data import Batch
 from certcli.errors import DataError, UsageError
+from certcli.images import Batch
 from certcli.threat import Norm, Threat, image_norms
 
 

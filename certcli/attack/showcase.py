@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from certcli.attack.campaign import Stage
 from certcli.attack.run import Attacked, attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.data import Images
+from certcli.images import Images
 from certcli.threat import Norm, Threat, image_norms
 
 ROWS = 4

@@ -7,8 +7,8 @@ import torch
 from certcli.certify.certificate import certified_accuracy
 from certcli.certify.methods import certify, prepare
 from certcli.checkpoint import Checkpoint
-from certcli.data import Images
 from certcli.errors import NoBoundError
+from certcli.images import Images
 
 USEFUL = 0.1
 """Share of the correctly classified images that a bound must certify to be worth more than a statement of chance."""

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from certcli.certify.certificate import LOGIT_SLACK, Certificate, Certifier
 from certcli.checkpoint import Checkpoint
-from certcli.data import Images
 from certcli.errors import DataError, NoBoundError
+from certcli.images import Images
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models import load_double
 

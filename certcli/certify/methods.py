@@ -11,8 +11,8 @@ import torch
 
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.checkpoint import Checkpoint
-from certcli.data import Images
 from certcli.evaluation import RecordFile, Run
+from certcli.images import Images
 from certcli.registry import Entry, Registry
 
 METHODS = Registry(

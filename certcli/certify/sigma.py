@@ -12,8 +12,8 @@ from certcli.certify.certificate import certified_accuracy
 from certcli.certify.methods import certify
 from certcli.certify.smoothing import Smoothing, SmoothingCertifier, classifier
 from certcli.checkpoint import Checkpoint
-from certcli.data import Images
 from certcli.errors import UsageError
+from certcli.images import Images
 
 SIGMAS = (0.06, 0.12, 0.25, 0.5, 1.0)
 TUNED = 12

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from certcli.attack.campaign import Stage
     from certcli.attack.settings import AttackSettings
     from certcli.cli.output import Sink
-    from certcli.data import Images
+    from certcli.images import Images
 
 
 @group("Attacks")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from certcli.attack.showcase import Exhibit
     from certcli.checkpoint import Checkpoint
     from certcli.cli.attack_options import Results
-    from certcli.data import Images
+    from certcli.images import Images
 
 _BUG = "a certificate and a counterexample cannot both be right: report it with --save-examples"
 

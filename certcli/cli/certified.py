@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
     from certcli.checkpoint import Checkpoint
     from certcli.cli.groups import Evaluation, Machine
-    from certcli.data import Images
+    from certcli.images import Images
     from certcli.provenance import Record
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from certcli.cli.certified import Result
-    from certcli.data import Images
+    from certcli.images import Images
 
 EVIDENCE = (
     "dataset", "clean", "certified", "average_radius", "images", "method", "failure", "promise", "arithmetic", "parameters",

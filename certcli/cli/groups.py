@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from certcli.checkpoint import Checkpoint
-    from certcli.data import Images
     from certcli.foreign import Hints
+    from certcli.images import Images
     from certcli.outputs import Outputs
     from certcli.provenance import Record
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from certcli.checkpoint import Checkpoint
     from certcli.cli.output import Sink
-    from certcli.data import Images
     from certcli.foreign import Hints
+    from certcli.images import Images
     from certcli.provenance import Record
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from certcli.cli.output import Sink
 
 if TYPE_CHECKING:
-    from certcli.data import Images
     from certcli.fidelity import Witness
+    from certcli.images import Images
     from certcli.models import PixelModel
     from certcli.provenance import Record
 

@@ -14,9 +14,9 @@ from certcli.outputs import discard_state, last_command, require_own_state
 if TYPE_CHECKING:
     from certcli.checkpoint import Checkpoint
     from certcli.cli.finetune_options import Order
-    from certcli.data import Images
     from certcli.finetune.loop import Epoch, Trainer
     from certcli.finetune.settings import FinetuneSettings
+    from certcli.images import Images
     from certcli.models import PixelModel
 
 REMARK_SECONDS = 10.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from certcli.data import Images
+from certcli.images import Images
 
 
 @dataclass(frozen=True)

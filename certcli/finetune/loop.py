@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint import tensors_digest
-from certcli.data import Images
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
 from certcli.errors import CheckpointError, DataError, NoBoundError
@@ -29,6 +28,7 @@ from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import TrainingState
 from certcli.finetune.step import Descent, Diverged
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
+from certcli.images import Images
 from certcli.lipschitz.arithmetic import TrainableArithmetic
 from certcli.lipschitz.network import pair_constants
 from certcli.lipschitz.propagate import propagate, trace_network

@@ -8,12 +8,12 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, softmax
 
-from certcli.data import Images
 from certcli.errors import ArchitectureError, UsageError
 from certcli.finetune.adversarial import Adversary
 from certcli.finetune.augment import Mix, augment, mix
 from certcli.finetune.losses import LOSSES
 from certcli.finetune.settings import FinetuneSettings
+from certcli.images import Images
 from certcli.models import PixelModel
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from certcli.data import Images
 from certcli.errors import CertvitError
 from certcli.finetune.objective import Batch, Objective
 from certcli.finetune.penalties import SpectralPenalty
 from certcli.finetune.projections import WeightProjection
 from certcli.finetune.sam import climbed
 from certcli.finetune.settings import FinetuneSettings
+from certcli.images import Images
 from certcli.models import PixelModel
 
 

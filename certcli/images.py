@@ -1,0 +1,117 @@
+"""Labelled images in a fixed order, whatever they come from."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from certcli.errors import DataError
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""(indices (b,) int64, images (b, c, h, w) float32 in [0, 1], labels (b,) int64)"""
+
+VALIDATION_SHARE = 0.1
+_SPLIT_SEED = 20260101  # fixed for ever: the validation images of a dataset must be the same in every run
+
+
+@dataclass(frozen=True)
+class Images:
+    """Labelled images in a fixed order. `fetch(positions)` returns pixel images (b, c, h, w) in [0, 1]."""
+
+    name: str
+    split: str
+    classes: tuple[str, ...]
+    labels: Tensor
+    indices: Tensor
+    fetch: Callable[[Sequence[int]], Tensor]
+    note: str = ""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        """All images once, in order. `indices` are positions in the whole split, whatever --limit selected."""
+        for start in range(0, len(self), batch_size):
+            positions = list(range(start, min(start + batch_size, len(self))))
+            yield self.indices[positions], self.fetch(positions), self.labels[positions]
+
+    def select(self, positions: Sequence[int]) -> "Images":
+        """The images at these positions, in this order, keeping their indices."""
+        chosen = list(positions)
+        return replace(
+            self,
+            labels=self.labels[chosen],
+            indices=self.indices[chosen],
+            fetch=lambda asked: self.fetch([chosen[position] for position in asked]),
+        )
+
+    def limit(self, count: int | None, seed: int = 0) -> "Images":
+        """A seeded, class-balanced sample of `count` images, in the order of the split."""
+        if count is None or count >= len(self):
+            return self
+        if count < 1:
+            raise DataError(f"a limit of {count} images leaves none")
+        return self.select(sorted(_balanced(self.labels, count, seed)))
+
+    def per_class(self, count: int, seed: int = 0) -> "Images":
+        """`count` images of every class."""
+        chosen: list[int] = []
+        generator = torch.Generator().manual_seed(seed)
+        for label in self.labels.unique().tolist():
+            members = (self.labels == label).nonzero().flatten()
+            chosen += members[torch.randperm(len(members), generator=generator)][:count].tolist()
+        return self.select(sorted(chosen))
+
+    @cached_property
+    def digests(self) -> dict[int, str]:
+        """Index of each image -> sha256 of its label and its pixels as fetched, the first 16 hex digits."""
+        found: dict[int, str] = {}
+        for indices, pixels, labels in self.batches(256):
+            rows = pixels.detach().cpu().contiguous().numpy()
+            for index, label, row in zip(indices.tolist(), labels.tolist(), rows, strict=True):
+                head = f"{label}\0{row.dtype.str}\0{row.shape}\0"
+                found[index] = hashlib.sha256(head.encode() + row.tobytes()).hexdigest()[:16]
+        return found
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of these images: index, label and pixels of each, in order. The name of the dataset has no part in it."""
+        lines = (f"{index} {digest}\n" for index, digest in self.digests.items())
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """All images and labels at once, for sets that fit in memory."""
+        return torch.cat([images for _, images, _ in self.batches(1024)]), self.labels
+
+
+def _balanced(labels: Tensor, count: int, seed: int) -> list[int]:
+    """Positions of `count` images, the classes in turn, each class in a seeded random order."""
+    generator = torch.Generator().manual_seed(seed)
+    classes = labels.unique()
+    queues = []
+    # the classes in a random order too: of a set with one image a class, the first N would all be neighbours
+    for label in classes[torch.randperm(len(classes), generator=generator)].tolist():
+        members = (labels == label).nonzero().flatten()
+        queues.append(members[torch.randperm(len(members), generator=generator)].tolist())
+    chosen: list[int] = []
+    depth = 0
+    while len(chosen) < count:
+        chosen += [queue[depth] for queue in queues if depth < len(queue)][: count - len(chosen)]
+        depth += 1
+    return chosen
+
+
+def split_training(labels: Tensor, split: str) -> Tensor:
+    """Positions of the fixed 90 % (train) or 10 % (val) of a training set that has no validation split of its own."""
+    count = max(1, round(VALIDATION_SHARE * len(labels)))
+    validation = torch.zeros(len(labels), dtype=torch.bool)
+    validation[_balanced(labels, count, _SPLIT_SEED)] = True
+    return (validation if split == "val" else ~validation).nonzero().flatten()
+
+
+def require_split(name: str, split: str, known: Sequence[str]) -> None:
+    if split not in known:
+        raise DataError(f"dataset '{name}' has no split '{split}'", f"--split {' or '.join(known)}")
