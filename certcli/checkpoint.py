@@ -13,10 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from certcli.errors import CheckpointError
+from certcli.errors import CheckpointError, one_line
 from certcli.outputs import atomic_file, require_absent
 from certcli.provenance import KEY, Evidence, Record, Step, versions
-from certcli.schema import one_line
 
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 LONGEST_NAME = 256

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from certcli.errors import DataError
+from certcli.errors import DataError, one_line
 from certcli.folders import load_folder
 from certcli.images import Images, require_split, split_training
 from certcli.provenance import InputSpec
-from certcli.schema import one_line
 
 
 def load(name: str, spec: InputSpec, split: str | None = None, data_dir: Path | None = None) -> Images:

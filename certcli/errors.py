@@ -58,3 +58,13 @@ class Interrupted(CertvitError):
     """Ctrl-C. 128 + SIGINT, as shells have it."""
 
     code = 130
+
+
+class Refused(ValueError):
+    """A value that does not pass, in one line; the caller knows which file or option it came from."""
+
+
+def one_line(failure: object) -> str:
+    """The first line of a message, printable and not longer than a line."""
+    text = (str(failure).splitlines() or [type(failure).__name__])[0]
+    return "".join(character if character.isprintable() else "?" for character in text)[:200]

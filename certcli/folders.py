@@ -11,10 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from certcli.errors import DataError
+from certcli.errors import DataError, one_line
 from certcli.images import Images, require_split, split_training
 from certcli.provenance import InputSpec
-from certcli.schema import one_line
 
 IMAGE_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"))
 

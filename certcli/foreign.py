@@ -17,20 +17,11 @@ import certcli.compat  # noqa: F401 (before timm: torchvision must be importable
 import timm
 
 from certcli import models
+from certcli.arch_args import arch_arguments
 from certcli.checkpoint import Checkpoint, read_tensors, require_numbers
-from certcli.errors import ArchitectureError, CheckpointError, UsageError
+from certcli.errors import ArchitectureError, CheckpointError, Refused, UsageError, one_line
 from certcli.provenance import KEY, InputSpec, Record
-from certcli.schema import (
-    LONGEST_RECORD,
-    LONGEST_TEXT,
-    Refused,
-    arch_arguments,
-    decode_config,
-    is_name,
-    one_line,
-    require_pixels,
-    require_statistics,
-)
+from certcli.schema import LONGEST_RECORD, LONGEST_TEXT, decode_config, is_name, require_pixels, require_statistics
 
 _TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 

@@ -14,12 +14,13 @@ import certcli.compat
 import timm
 
 import certcli.nn.reference  # noqa: F401 (registers our reference nets with timm)
+from certcli.arch_args import arch_arguments
 from certcli.building import Building
 from certcli.checkpoint import FLOATS, INTEGERS, Checkpoint
-from certcli.errors import ArchitectureError, CertvitError, UsageError
+from certcli.errors import ArchitectureError, CertvitError, Refused, UsageError, one_line
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.provenance import InputSpec, Record, Replacement
-from certcli.schema import Refused, arch_arguments, is_name, one_line, surgery_arguments
+from certcli.schema import is_name, surgery_arguments
 
 
 class PixelNormalize(nn.Module):

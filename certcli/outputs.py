@@ -18,8 +18,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from certcli.errors import OutputError, UsageError
-from certcli.schema import one_line
+from certcli.errors import OutputError, UsageError, one_line
 
 LONGEST_HEADER = 100_000_000
 """Bytes of a safetensors header, as the format's own reader limits them."""

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from certcli.errors import CheckpointError
-from certcli.schema import Refused, arch_arguments, decode_record
+from certcli.arch_args import arch_arguments
+from certcli.errors import CheckpointError, Refused
+from certcli.schema import decode_record
 
 KEY = "certvit"
 SCHEMA = 1

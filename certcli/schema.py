@@ -6,19 +6,18 @@ file, a URL, a callable or weights, and no number in it may ask for more than a 
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from certcli.arch_args import LARGEST_SIDE, LARGEST_SIZE, MOST_LAYERS, arch_arguments
+from certcli.errors import Refused, one_line
+
 MOST_CHANNELS = 256
-LARGEST_SIDE = 4096
 LARGEST_IMAGE = 2**24  # values, channels x height x width
 MOST_CLASSES = 65_536
-LARGEST_SIZE = 65_536  # of any integer in an architecture's arguments: the widest layer, the most classes
-MOST_LAYERS = 512  # of an argument that repeats a module
-MOST_ENTRIES = 1024  # of all lists in an architecture's arguments
 LONGEST_RECORD = 16 * 2**20  # characters
 LONGEST_TEXT = 65_536  # characters of one string
 DEEPEST = 24  # brackets inside each other, in what a step or a result says of itself
@@ -38,10 +37,6 @@ PerChannel = Annotated[list[float], Meta(min_length=1, max_length=MOST_CHANNELS)
 Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 Json = dict[str, Any]
 T = TypeVar("T")
-
-
-class Refused(ValueError):
-    """A value that does not pass, in one line; the caller knows which file or option it came from."""
 
 
 class _Strict(Struct, forbid_unknown_fields=True):
@@ -318,68 +313,6 @@ def convert(value: Any, wanted: type[T]) -> T:
         return msgspec.convert(value, wanted)
     except (msgspec.ValidationError, RecursionError) as failure:
         raise Refused(one_line(failure)) from failure
-
-
-def one_line(failure: object) -> str:
-    """The first line of a message, printable and not longer than a line."""
-    text = (str(failure).splitlines() or [type(failure).__name__])[0]
-    return "".join(character if character.isprintable() else "?" for character in text)[:200]
-
-
-# What names a file, a URL, a callable, weights, a device, or a result other than logits. Swin v2's pretrained window
-# sizes and every drop_path are numbers of the architecture.
-_FORBIDDEN = re.compile(
-    r"_|checkpoint|pretrained(?!_window_sizes?\Z)|cache_|feature(s_only|_cls|_cfg)|out_indices|scriptable|exportable|no_jit"
-    r"|pruned|(device|dtype)\Z"
-    r"|(.*_)?(cfg|config|fn|func|cls|file|filename|dir|url|hub|id|weights|state_dict|args|kwargs|filter)s?\Z"
-    r"|(?!(.*_)?drop_path\Z)(.*_)?paths?\Z"
-)
-_REPEATS = re.compile(r".*(depth|layers|blocks|repeats|stages|num_rep|branches|levels|block_num|num_block)")
-_SIZES = re.compile(r".*(img_size|input_size|resolution|feat_size|grid_size|window|patch_size|stride|kernel)")
-_WORD = re.compile(r"[A-Za-z0-9_.+\-]{0,64}\Z")
-_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
-
-
-def arch_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an architecture as JSON scalars and lists, or Refused: no file, URL, callable or weights."""
-    if len(given) > 128:
-        raise Refused(f"{len(given)} architecture arguments")
-    found: dict[str, Any] = {}
-    for key, value in given.items():
-        if not isinstance(key, str) or (not _KEY.match(key) and not key.startswith("_")):
-            raise Refused(f"architecture argument {one_line(repr(key))[:80]} is no name of an argument")
-        if _FORBIDDEN.match(key):
-            raise Refused(f"architecture argument '{key}' is not taken from a file or the command line")
-        found[key] = _argument(key, value, [MOST_ENTRIES], 3)
-    return found
-
-
-def _argument(key: str, value: Any, entries: list[int], depth: int) -> Any:
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        most = MOST_LAYERS if _REPEATS.match(key) else LARGEST_SIDE if _SIZES.match(key) else LARGEST_SIZE
-        if not -most <= value <= most:
-            raise Refused(f"architecture argument '{key}' is {_short(value)}, beyond {most:,}")
-        return value
-    if isinstance(value, float):
-        if not math.isfinite(value) or abs(value) > 1e6:
-            raise Refused(f"architecture argument '{key}' is {value}")
-        return value
-    if isinstance(value, str):
-        if not _WORD.match(value):
-            raise Refused(f"architecture argument '{key}' is {one_line(repr(value))[:80]}: only plain words pass")
-        return value
-    if isinstance(value, (list, tuple)) and depth:
-        entries[0] -= len(value)
-        if entries[0] < 0:
-            raise Refused(f"architecture argument '{key}' has more than {MOST_ENTRIES:,} entries")
-        return [_argument(key, item, entries, depth - 1) for item in value]
-    raise Refused(f"architecture argument '{key}' is a {type(value).__name__}: only JSON scalars and lists pass")
-
-
-def _short(value: int) -> str:
-    return str(value) if abs(value) < 10**18 else "an integer of more than 18 digits"
 
 
 def surgery_arguments(path: str, kind: str, args: Json) -> None:

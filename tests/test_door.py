@@ -22,13 +22,14 @@ from PIL import Image
 from test_bad_input import certvit
 
 from certcli import data, models
+from certcli.arch_args import arch_arguments
 from certcli.building import Building
 from certcli.checkpoint import Checkpoint
-from certcli.errors import ArchitectureError, CertvitError, CheckpointError, DataError, UsageError
+from certcli.errors import ArchitectureError, CertvitError, CheckpointError, DataError, Refused, UsageError
 from certcli.foreign import Hints, open_checkpoint
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.provenance import InputSpec, Record
-from certcli.schema import SURGERY, Refused, arch_arguments
+from certcli.schema import SURGERY
 
 Raw = dict[str, Any]
 EVIL = "evil.pth"

@@ -72,5 +72,11 @@ def test_products_beyond_float64_keep_their_logarithm() -> None:
     assert str(total).endswith("e+30000")
 
 
+@given(reals)
+def test_what_is_shown_is_a_bound_too(a: Real) -> None:
+    exact = Fraction(a.mantissa) * Fraction(2) ** a.exponent
+    assert exact <= Fraction(str(a)) <= exact * Fraction(101, 100)  # three digits at least
+
+
 def test_sum_of_nothing_is_zero() -> None:
     assert real_sum([]) == ZERO

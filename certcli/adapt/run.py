@@ -19,9 +19,8 @@ from certcli.adapt.start import fold_center_norm
 from certcli.adapt.state import AdaptState, identity
 from certcli.adapt.streams import Replaced
 from certcli.checkpoint import Checkpoint
-from certcli.errors import CheckpointError, DataError
+from certcli.errors import CheckpointError, DataError, one_line
 from certcli.nn.norms import CenterNorm
-from certcli.schema import one_line
 
 
 class Adapter:

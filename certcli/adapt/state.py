@@ -11,8 +11,8 @@ from torch import Tensor
 
 from certcli.adapt.settings import AdaptSettings
 from certcli.checkpoint import read_tensors, tensors_digest, write_safetensors
-from certcli.errors import CheckpointError
-from certcli.schema import AdaptFields, Refused, decode
+from certcli.errors import CheckpointError, Refused
+from certcli.schema import AdaptFields, decode
 
 KEY = "certvit-adapt-state"
 

@@ -22,7 +22,8 @@ LARGEST_REPORT = 256 * 2**20
 
 def verify_report(path: Path, source: Source, machine: Machine, sink: Sink) -> None:
     """A report's laws and, where its checkpoint is named too, all of it from the weights; GateError where it fails."""
-    from certcli.schema import Refused, ReportFields, decode
+    from certcli.errors import Refused
+    from certcli.schema import ReportFields, decode
     from certcli.verification.laws import verify_laws
 
     try:

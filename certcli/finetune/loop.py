@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from certcli.checkpoint import tensors_digest
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
-from certcli.errors import CheckpointError, DataError, NoBoundError
+from certcli.errors import CheckpointError, DataError, NoBoundError, one_line
 from certcli.finetune.budget import Costs, measure_steps, plan
 from certcli.finetune.ema import Average
 from certcli.finetune.evaluate import Quality, evaluate
@@ -33,7 +33,6 @@ from certcli.lipschitz.arithmetic import TrainableArithmetic
 from certcli.lipschitz.network import pair_constants
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import PixelModel
-from certcli.schema import one_line
 
 AVERAGE_ITERATIONS = 10
 """Power iterations from the vectors of the weights in training to those of their average, once an epoch."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint import read_tensors, write_safetensors
-from certcli.errors import CheckpointError
-from certcli.schema import Refused, TrainingFields, decode
+from certcli.errors import CheckpointError, Refused
+from certcli.schema import TrainingFields, decode
 
 KEY = "certvit-state"
 PLAIN = ("identity", "epoch", "step", "best", "best_epoch", "steps", "validation_limit")

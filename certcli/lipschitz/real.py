@@ -8,6 +8,7 @@ JSON is re-checked with this file alone.
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import total_ordering
 from typing import Any
 
@@ -114,13 +115,24 @@ class Real:
         return math.log10(self.mantissa) + self.exponent * math.log10(2)
 
     def __str__(self) -> str:
+        """A few digits, rounded up: what is read off a report is a bound too."""
         if not self.finite:
             return "inf"
-        if self.mantissa == 0 or 1e-3 <= float(self) < 1e5:
-            return f"{float(self):.4g}"
-        log = self.log10()
-        whole = math.floor(log)
-        return f"{10 ** (log - whole):.2f}e{whole:+d}"
+        if self.mantissa == 0:
+            return "0"
+        exact = Fraction(self.mantissa) * Fraction(2) ** self.exponent
+        near = 1e-3 <= float(self) < 1e5
+        digits = 4 if near else 3
+        whole = math.floor(self.log10())
+        first = _ceil(exact, digits - 1 - whole)
+        if first < 10 ** (digits - 1):  # the logarithm is rounded: just below a power of ten
+            whole -= 1
+            first = _ceil(exact, digits - 1 - whole)
+        if near:
+            return f"{float(first * Fraction(10) ** (whole - digits + 1)):.4g}"
+        if first == 10**digits:
+            first, whole = first // 10, whole + 1
+        return f"{first // 100}.{first % 100:02d}e{whole:+d}"
 
     def to_json(self) -> list[Any]:
         """[mantissa, exponent], exact (a JSON number round-trips a float64), or "inf"."""
@@ -130,6 +142,11 @@ class Real:
     def from_json(pair: list[Any]) -> "Real":
         mantissa, exponent = pair
         return INF if mantissa == "inf" else Real(float(mantissa), int(exponent))
+
+
+def _ceil(exact: Fraction, places: int) -> int:
+    """The least integer that is not below exact * 10^places."""
+    return math.ceil(exact * Fraction(10) ** places)
 
 
 def as_real(value: "Real | float | int") -> Real:

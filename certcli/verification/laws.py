@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from certcli.errors import one_line
 from certcli.lipschitz.bound import check_proof
 from certcli.lipschitz.real import ZERO, Real
-from certcli.schema import ReportFields, one_line
+from certcli.schema import ReportFields
 
 
 @dataclass(frozen=True)
