@@ -23,7 +23,7 @@ check: install
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadscope
 
 # long campaigns beside the tests: hostile files, random networks with odd options, local certificates
 soundness: install

@@ -21,6 +21,7 @@ from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, robust_accuracy
 from certcli.attack.watch import library
+from certcli.images import Batch
 from certcli.threat import Threat
 
 RADIUS = 0.2
@@ -65,7 +66,7 @@ WORKLOADS: dict[str, tuple[list[str], int, Plain]] = {
 }
 
 
-def plainly(attacks: list[Callable[[Tensor, Tensor], Tensor]], net: nn.Module, batches: list[data.Batch]) -> float:
+def plainly(attacks: list[Callable[[Tensor, Tensor], Tensor]], net: nn.Module, batches: list[Batch]) -> float:
     robust = total = 0
     torch.manual_seed(0)
     for _, images, labels in batches:

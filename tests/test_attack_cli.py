@@ -22,6 +22,7 @@ from certcli.attack.settings import AttackSettings
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
 from certcli.errors import CertvitError, DataError, UsageError
+from certcli.images import Batch
 from certcli.report.gallery import Picture, draw_gallery
 from certcli.threat import Threat, image_norms
 
@@ -193,7 +194,7 @@ def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
     complete = parts.read_bytes().count(b"\n") - 1
     attacked: list[int] = []
 
-    def counted(model: object, batches: list[data.Batch], *words: object, **more: object) -> object:
+    def counted(model: object, batches: list[Batch], *words: object, **more: object) -> object:
         attacked.append(len(batches[0][0]))
         return attack_curve(model, batches, *words, **more)
 
