@@ -11,7 +11,7 @@ from certcli import data, models
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
 from certcli.lipschitz.bound import Bound
-from certcli.lipschitz.formulas import FORMULAS, evaluate
+from certcli.lipschitz.formulas import FORMULAS, formula_value
 from certcli.lipschitz.jacobian import block_inputs, block_norms, block_paths, hoelder_bounds
 
 
@@ -23,7 +23,7 @@ def report(*words: object) -> dict:
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_formulas_are_labelled_and_are_no_bounds(plain: Checkpoint, name: str) -> None:
-    result = evaluate(name, models.load(plain), plain.record.input.size)
+    result = formula_value(name, models.load(plain), plain.record.input.size)
     assert result.flaw
     assert result.source
     assert not isinstance(result, Bound)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from certcli.constrain.layers import constrainable
 from certcli.constrain.parallel import constrain_layer
-from certcli.constrain.statistics import collect, collect_in_passes, plan
+from certcli.constrain.statistics import collect, collect_in_passes, passes_within
 from certcli.errors import DataError, UsageError
 
 # Statistics
@@ -79,7 +79,7 @@ def test_statistics_of_a_network(net: Net) -> None:
 def test_a_memory_limit_splits_the_work_and_changes_nothing(net: Net) -> None:
     called = [path for path in PATHS if path != "hidden"]
     limit = 8 * 16 * 16  # fc2's own statistics
-    assert plan(net, called, memory_limit_bytes=limit) == [["embed"], ["fc1"], ["fc2"], ["head"]]
+    assert passes_within(net, called, memory_limit_bytes=limit) == [["embed"], ["fc1"], ["fc2"], ["head"]]
     whole = collect(net, IMAGES.split(3), PATHS)
     for parts in (
         collect(net, lambda: iter(IMAGES.split(3)), PATHS, memory_limit_bytes=limit),

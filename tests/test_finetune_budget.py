@@ -20,9 +20,9 @@ from certcli.finetune.budget import (
     FEWEST_VALIDATION_IMAGES,
     MARGIN,
     Costs,
+    affordable_steps,
     measure_steps,
     parse_duration,
-    plan,
 )
 from certcli.finetune.loop import Trainer
 from certcli.finetune.settings import FinetuneSettings
@@ -68,7 +68,7 @@ def test_what_is_no_length_of_time(text: str) -> None:
 @pytest.mark.parametrize("validation", [100, 50_000])
 def test_a_plan_fits_its_time_and_wastes_little(available: float, step: float, image: float, validation: int) -> None:
     costs, batches = Costs(step, image, 0.05, 0.2, 2 * image), 37
-    made = plan(available, costs, batches, validation)
+    made = affordable_steps(available, costs, batches, validation)
     images = made.validation_limit or validation
 
     def seconds(steps: int) -> float:

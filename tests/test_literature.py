@@ -11,7 +11,7 @@ from torch.nn import functional
 from certcli.lipschitz.arithmetic import lambert_w_upper
 from certcli.lipschitz.convolution import conv_norm
 from certcli.lipschitz.estimate import jacobian_norms
-from certcli.lipschitz.formulas import Attended, autolip, certvit, evaluate, lnformer, specformer
+from certcli.lipschitz.formulas import Attended, autolip, certvit, formula_value, lnformer, specformer
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.rules import activations
 from certcli.nn.l2_attention import L2Attention
@@ -65,7 +65,7 @@ def test_kims_formula_as_printed_is_exceeded_and_our_bound_is_not() -> None:
     apart = (1.278 * 3**0.5) ** 0.5 / 20 * functional.normalize(attention.query.weight.data[0], dim=0)
     x = torch.stack([torch.zeros(D, dtype=torch.float64), apart]).unsqueeze(0)
     found = float(jacobian_norms(net, x, 60).max())
-    printed = evaluate("l2former", net, (2, D)).layers[0][1]
+    printed = formula_value("l2former", net, (2, D)).layers[0][1]
     assert found > 5 * printed
     assert found <= float(bound_network(net, (2, D), D).upper)
 

@@ -15,7 +15,7 @@ from timm.models.convit import GPSA, MHSA
 from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
 from torch import nn
 
-from certcli.adapt.families import Family, Half, Step
+from certcli.adapt.families import Family, Half, Section
 from certcli.adapt.start import fold_gain
 from certcli.errors import ArchitectureError
 from certcli.lipschitz.rules.l2 import l2_mixing_constant
@@ -110,7 +110,7 @@ def start_norm(new: Any, old: Any, scale: float, floor: float | None) -> None:
 
 
 def _carry_block(
-    old: Step, new: Step, scale: float, scales: Scales, halves: int, tokens: int, floor: float | None
+    old: Section, new: Section, scale: float, scales: Scales, halves: int, tokens: int, floor: float | None
 ) -> float:
     attention = new.module.attn
     if hasattr(attention, "start"):

@@ -26,8 +26,8 @@ Half = Literal[1, 2]
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step of the body, stream -> stream: a block, a patch merging, or the class token joining the stream."""
+class Section:
+    """One section of the body, stream -> stream: a block, a patch merging, or the class token joining the stream."""
 
     path: str
     kind: Literal["block", "merge", "tokens"]
@@ -41,7 +41,7 @@ class Family:
 
     name: str
     embed: Callable[[Any, Tensor], Tensor]
-    body: Callable[[Any], list[Step]]
+    body: Callable[[Any], list[Section]]
     end: Callable[[Any, Tensor], Tensor]
     embed_norms: tuple[str, ...]
     end_norms: tuple[str, ...]
@@ -53,8 +53,8 @@ def _vit_embed(net: Any, x: Tensor) -> Tensor:
     return embedded
 
 
-def _blocks(net: Any) -> list[Step]:
-    return [Step(f"blocks.{index}", "block", block, block) for index, block in enumerate(net.blocks)]
+def _blocks(net: Any) -> list[Section]:
+    return [Section(f"blocks.{index}", "block", block, block) for index, block in enumerate(net.blocks)]
 
 
 def _vit_end(net: Any, x: Tensor) -> Tensor:
@@ -67,13 +67,13 @@ def _swin_embed(net: Any, x: Tensor) -> Tensor:
     return embedded
 
 
-def _swin_body(net: Any) -> list[Step]:
+def _swin_body(net: Any) -> list[Section]:
     steps = []
     for number, stage in enumerate(net.layers):
         path = f"layers.{number}"
         if not isinstance(stage.downsample, nn.Identity):
-            steps.append(Step(f"{path}.downsample", "merge", stage.downsample, stage.downsample))
-        steps += [Step(f"{path}.blocks.{i}", "block", block, block) for i, block in enumerate(stage.blocks)]
+            steps.append(Section(f"{path}.downsample", "merge", stage.downsample, stage.downsample))
+        steps += [Section(f"{path}.blocks.{i}", "block", block, block) for i, block in enumerate(stage.blocks)]
     return steps
 
 
@@ -82,7 +82,7 @@ def _convit_embed(net: Any, x: Tensor) -> Tensor:
     return net.pos_drop(embedded + net.pos_embed if net.use_pos_embed else embedded)
 
 
-def _convit_body(net: Any) -> list[Step]:
+def _convit_body(net: Any) -> list[Section]:
     """Patches alone through the positional blocks; the class token joins them after these."""
 
     def join(x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def _convit_body(net: Any) -> list[Step]:
 
     steps = _blocks(net)
     if net.local_up_to_layer < len(net.blocks):
-        steps.insert(net.local_up_to_layer, Step("cls_token", "tokens", None, join))
+        steps.insert(net.local_up_to_layer, Section("cls_token", "tokens", None, join))
     return steps
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from certcli.adapt.carry import HalfScale, Scales, input_maps, output_map
 from certcli.adapt.descend import descend
 from certcli.adapt.ending import Ending
-from certcli.adapt.families import Family, Half, Step, attended, run_half
+from certcli.adapt.families import Family, Half, Section, attended, run_half
 from certcli.adapt.pixels import as_pixels
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import LeastSquares, compose_inputs
@@ -62,7 +62,7 @@ class Fitter(Streams):
             yield records
 
     @torch.no_grad()
-    def _adapt(self, index: int, old: Step, new: Step) -> Replaced | None:
+    def _adapt(self, index: int, old: Section, new: Section) -> Replaced | None:
         if new.kind == "tokens":
             self.move(old.run, new.run)
             return None
@@ -86,7 +86,7 @@ class Fitter(Streams):
         self.move(None, new.run)
         return Replaced(new.path, _name(old.module), describe(new.module), self.error(last))
 
-    def _enough(self, step: Step) -> int:
+    def _enough(self, step: Section) -> int:
         """Images whose tokens determine the widest least-squares problem of this step."""
         widest = step.module.mlp.fc2.in_features if step.kind == "block" else step.module.reduction.in_features
         tokens = self.old[0].numel() // self.old.shape[-1]
@@ -134,7 +134,7 @@ class Fitter(Streams):
         for (after,) in self.chunks(y):
             after.copy_(run_half(new, half, after))
 
-    def _merge(self, old: Step, new: Step, x: Tensor, y: Tensor) -> None:
+    def _merge(self, old: Section, new: Section, x: Tensor, y: Tensor) -> None:
         """Patch merging: its norm, then its map by least squares."""
         reduction: nn.Linear = new.module.reduction
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from certcli import models
-from certcli.adapt.families import Family, Step, family_of, require_known_blocks, token_counts
+from certcli.adapt.families import Family, Section, family_of, require_known_blocks, token_counts
 from certcli.adapt.settings import ACTIVATIONS, ATTENTIONS, NORMS, RESIDUALS, AdaptSettings
 from certcli.errors import ArchitectureError
 from certcli.provenance import Record, Replacement
@@ -50,7 +50,7 @@ def _norm_plan(parent: nn.Module, path: str, name: str, settings: AdaptSettings)
     return [] if kind is None or isinstance(norm, nn.Identity) else [Replacement(path, kind)]
 
 
-def _block_plan(step: Step, settings: AdaptSettings, attention_args: Mapping[str, Any]) -> list[Replacement]:
+def _block_plan(step: Section, settings: AdaptSettings, attention_args: Mapping[str, Any]) -> list[Replacement]:
     path, block = step.path, step.module
     found = [*_norm_plan(block, f"{path}.norm1", "norm1", settings)]
     found += _norm_plan(block, f"{path}.norm2", "norm2", settings)

@@ -224,9 +224,9 @@ def compare(one: Audited, other: Audited, sink: Sink) -> dict[str, Any]:
 
 def show_formula(name: str, audited: Audited, worst: bool, sink: Sink) -> dict[str, Any]:
     """A published formula, labelled for what it is."""
-    from certcli.lipschitz.formulas import evaluate
+    from certcli.lipschitz.formulas import formula_value
 
-    result = evaluate(name, audited.model, audited.checkpoint.record.input.size)
+    result = formula_value(name, audited.model, audited.checkpoint.record.input.size)
     layers = sorted(result.layers, key=lambda row: -row[1]) if worst else result.layers
     sink.table(
         f"{result.name} (NOT a certificate): {result.source}",

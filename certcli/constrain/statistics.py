@@ -97,7 +97,7 @@ def _ratio(error: Tensor, reference: Tensor) -> Tensor:
     return torch.where(error > 0, (error / reference).sqrt(), torch.zeros_like(error))
 
 
-def plan(
+def passes_within(
     model: nn.Module, paths: Sequence[str], *, copies: int = 1, memory_limit_bytes: int | None = None
 ) -> list[list[str]]:
     """Split `paths`, in order, into passes whose Gram matrices (copies * in^2 float64 each) fit the limit.
@@ -138,7 +138,7 @@ def collect_in_passes(
     `batches` that can be iterated again (a list, a loader, or a function that returns an iterator).
     """
     copies = groups + (held_out_batches is not None)
-    passes = plan(model, paths, copies=copies, memory_limit_bytes=memory_limit_bytes)
+    passes = passes_within(model, paths, copies=copies, memory_limit_bytes=memory_limit_bytes)
     if len(passes) > 1:
         for source in (batches, held_out_batches):
             if source is not None and not callable(source) and iter(source) is source:

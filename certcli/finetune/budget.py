@@ -62,7 +62,7 @@ def measure_steps(step: Callable[[], object], budget: float) -> float:
     return statistics.fmean(seconds)
 
 
-def plan(available: float, costs: Costs, batches: int, validation: int) -> Plan:
+def affordable_steps(available: float, costs: Costs, batches: int, validation: int) -> Plan:
     """The most steps with  steps * step + epochs * (evaluation + saving) + proof <= MARGIN * available, at least one.
 
     available: seconds left of the budget; batches: steps an epoch; validation: images. Each epoch, also a begun one, is

@@ -18,7 +18,7 @@ from certcli.checkpoint import tensors_digest
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
 from certcli.errors import CheckpointError, DataError, NoBoundError, one_line
-from certcli.finetune.budget import Costs, measure_steps, plan
+from certcli.finetune.budget import Costs, affordable_steps, measure_steps
 from certcli.finetune.ema import Average
 from certcli.finetune.evaluate import Quality, evaluate
 from certcli.finetune.losses import NEEDS_BOUND
@@ -243,7 +243,7 @@ class Trainer:
         image_seconds = (time.perf_counter() - clock) / len(sample)
         self.restore(before)
         costs = replace(around, step=step_seconds, image=image_seconds)
-        made = plan(budget - (time.perf_counter() - started), costs, self.batches(train), len(validation))
+        made = affordable_steps(budget - (time.perf_counter() - started), costs, self.batches(train), len(validation))
         self.settings = replace(self.settings, steps=made.steps, validation_limit=made.validation_limit)
 
     def _net_state(self) -> dict[str, Tensor]:

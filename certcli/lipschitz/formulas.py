@@ -158,7 +158,7 @@ FORMULAS: dict[str, tuple[Evaluate, str, str]] = {
 }
 
 
-def evaluate(name: str, model: nn.Module, size: tuple[int, ...]) -> Formula:
+def formula_value(name: str, model: nn.Module, size: tuple[int, ...]) -> Formula:
     """One published formula on this network; UsageError for a name that is not in the table, or without a layer for it."""
     if name not in FORMULAS:
         raise UsageError(f"unknown formula '{name}'", one_of(name, FORMULAS))
