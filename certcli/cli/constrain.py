@@ -22,8 +22,12 @@ class Method:
 
     beta: Annotated[float, typer.Option(help="Strength of the proximal map, the same scale for every layer.")] = 0.01
     keep: Annotated[
-        float, typer.Option(help="Share of first choices to keep, on held-out images: the layers' eta is found by it.")
-    ] = 0.95
+        float | None,
+        typer.Option(
+            help="Share of first choices to keep, on held-out images: the layers' eta is found by it. 0.98 unless given; "
+            "0.95 on images made on the spot."
+        ),
+    ] = None
     eta: Annotated[
         float | None,
         typer.Option(help="Relative output error that each layer may make, in place of --keep (the paper allows 0.1)."),
@@ -60,7 +64,8 @@ class Method:
         METHODS[self.prox]
         eta = START if self.eta is None else self.eta
         check_options(self.beta, eta, self.relaxation)
-        check_keep(self.keep)
+        if self.keep is not None:
+            check_keep(self.keep)
         return network.Options(
             self.prox, self.beta, eta, self.relaxation, self.iterations, self.per_head, self.ridge or None
         )
@@ -100,6 +105,7 @@ def constrain(
     from certcli import models
     from certcli.calibration import hold_out
     from certcli.constrain import network
+    from certcli.constrain.keep import usual_share
 
     sink = talk.sink()
     chosen, memory = method.options(), _bytes(layers.memory)
@@ -108,6 +114,7 @@ def constrain(
     record = checkpoint.record
     size, classes = record.input.size, record.classes
     images = data.images(record, sink)
+    keep = usual_share(images) if method.keep is None else method.keep
     model = models.load(checkpoint, machine.pick(), writable=True)
     paths, refused = constrained.choose(model, layers.layers, layers.exclude)
     seen, unseen = hold_out(images)
@@ -130,12 +137,13 @@ def constrain(
         results = _constrain(calibration, chosen, sink)
         network.write(model, {result.path: result.weight for result in results})
     else:
-        results = _keeping(calibration, chosen, method.keep, witness, sink)
+        results = _keeping(calibration, chosen, keep, witness, sink)
     constrained.remarks(results, sorted(set(paths) - calibration.called), refused, sink)
     after = network.network_upper(model, size, classes)
     end_to_end = kept.told(witness, model, took_part=not len(unseen))
     parameters = {
         **asdict(method),
+        "keep": keep,
         "layers": layers.layers,
         "exclude": layers.exclude,
         "calibration": images.name,
