@@ -154,10 +154,7 @@ def _from_config(config: Path, hints: Hints, metadata: Mapping[str, str]) -> Rec
 
 
 def _from_hints(hints: Hints, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> Record:
-    if hints.mean is None or hints.std is None:
-        raise ArchitectureError(
-            f"{path} does not say how its images were normalised", "pass --mean and --std, one value a channel"
-        )
+    """--arch and what goes with it; mean, std, crop and interpolation are timm's own for that name unless given."""
     arguments = dict(hints.arch_args)
     head = tensors.get("head.weight", tensors.get("head.fc.weight"))
     if "num_classes" not in arguments and head is not None and head.dim():
@@ -165,11 +162,18 @@ def _from_hints(hints: Hints, tensors: Mapping[str, Tensor], metadata: Mapping[s
     assert hints.arch is not None
     net = models.create(hints.arch, arguments, initialise=False, like=tensors)
     config: Mapping[str, Any] = getattr(net, "pretrained_cfg", None) or {}
+    mean, std = hints.mean or config.get("mean"), hints.std or config.get("std")
+    if not mean or not std:
+        raise ArchitectureError(
+            f"{path} does not say how its images were normalised, and timm has no configuration of '{hints.arch}'",
+            "pass --mean and --std, one value a channel",
+        )
     size = models.input_size_of(net) or tuple(config.get("input_size") or (0, 0, 0))
-    channels = arguments.get("in_chans", max(size[0], len(hints.mean), len(hints.std)))
+    channels = arguments.get("in_chans", max(size[0], len(hints.mean or ()), len(hints.std or ())))
     side = arguments.get("img_size") or size[1:]
     height, width = (side, side) if isinstance(side, int) else tuple(side)
-    spec = _input((channels, int(height), int(width)), hints.mean, hints.std)
+    view = (str(config.get("interpolation") or "bicubic"), float(config.get("crop_pct") or 1.0))
+    spec = _input((channels, int(height), int(width)), mean, std, *view)
     return Record(hints.arch, arguments, spec, models.classes_of(net), foreign=_short(metadata))
 
 

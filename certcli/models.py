@@ -18,6 +18,7 @@ from certcli.arch_args import arch_arguments
 from certcli.building import Building
 from certcli.checkpoint import FLOATS, INTEGERS, Checkpoint
 from certcli.errors import ArchitectureError, CertvitError, Refused, UsageError, one_line
+from certcli.nn import words
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.provenance import InputSpec, Record, Replacement
 from certcli.schema import is_name, surgery_arguments
@@ -85,18 +86,30 @@ def _create(arch: str, arch_args: Mapping[str, Any]) -> nn.Module:
         )
     try:
         arguments = arch_arguments(arch_args)
+        return _construct(arch, words.with_layers(arguments)).eval()
     except Refused as refusal:
         raise ArchitectureError(
             str(refusal), "an architecture is described by numbers, switches and words"
         ) from refusal
-    try:
-        return timm.create_model(arch, pretrained=False, **arguments).eval()
     except CertvitError:
         raise
     except Exception as failure:  # whatever these arguments set off in whichever of timm's constructors
         raise ArchitectureError(
             f"timm cannot build '{arch}' with {one_line(arguments)}: {one_line(failure)}", "check --arch and --arch-arg"
         ) from failure
+
+
+def _construct(arch: str, arguments: dict[str, Any]) -> nn.Module:
+    """timm's constructor; `norm_eps` is set afterwards where it does not know the word."""
+    try:
+        return timm.create_model(arch, pretrained=False, **arguments)
+    except TypeError as failure:
+        if words.NORM_EPS not in arguments or not words.takes_no_norm_eps(failure):
+            raise
+    eps = arguments.pop(words.NORM_EPS)
+    net = timm.create_model(arch, pretrained=False, **arguments)
+    words.set_norm_eps(net, eps)
+    return net
 
 
 def build(record: Record, *, initialise: bool = False, like: Mapping[str, Tensor] | None = None) -> nn.Module:

@@ -60,6 +60,24 @@ class FloorNorm(nn.Module):
         return str(self.width)
 
 
+class TokenBatchNorm(nn.BatchNorm1d):
+    """BatchNorm of every feature over all tokens of all images: (b, n, d) -> (b, n, d). An affine map in eval mode.
+
+    Its tensors have the names of any norm's, `weight` and `bias`, and BatchNorm's statistics beside them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 3:
+            raise ArchitectureError("norm_layer=batchnorm is for tokens (b, n, d)", "maps take norm_layer=batchnorm2d")
+        if self.training:
+            return super().forward(x.transpose(1, 2)).transpose(1, 2)
+        mean, variance = self.running_mean, self.running_var
+        if mean is None or variance is None:
+            raise ArchitectureError("a BatchNorm without statistics depends on the batch")
+        scale = (variance + self.eps).rsqrt() if self.weight is None else self.weight * (variance + self.eps).rsqrt()
+        return (x - mean) * scale if self.bias is None else (x - mean) * scale + self.bias
+
+
 def norm_width(old: nn.Module) -> int:
     """The width of a LayerNorm over the last dimension; ArchitectureError for any other norm."""
     shape = getattr(old, "normalized_shape", None)

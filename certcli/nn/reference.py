@@ -1,7 +1,9 @@
 """Reference networks, registered with timm under `certvit_*`. What each is, and whether it has working attention:
 
-- `certvit_vit_*`: plain timm vision transformers (dot-product attention, LayerNorm); the last four with the sizes of
-  CertViT's Table 4. The table does not give the number of heads; ours are width / 32 (digits: / 16), width / 64 at 384.
+- `certvit_vit_*`: plain timm vision transformers (dot-product attention, LayerNorm); `mnist` to `tinyimagenet` with the
+  sizes of CertViT's Table 4. The table does not give the number of heads; ours are width / 32 (digits: / 16), width / 64
+  at 384.
+- `certvit_vit_ibp_3_3_8`, `pgd_2_3_16`: the vision transformers of VNN-COMP 2023, without norms or with BatchNorm.
 - `certvit_4c3f`, `6c2f`, `8c2f`: the small CNNs of the certified-training literature (Lee et al. 2020, BCP). No attention.
 - `certvit_lip_*`: Lipschitz by design: patches, MaxMin blocks on tokens, a MaxMin head over all tokens. No attention.
 - `certvit_sort_mnist`: Lipschitz by design, and hard attention is the only way between tokens: each channel of a token
@@ -90,6 +92,34 @@ def certvit_vit_tinyimagenet(pretrained: bool = False, **given: Any) -> nn.Modul
     """Plain ViT for TinyImageNet, CertViT Table 4: patch 4, width 384, depth 12, MLP ratio 3."""
     shape = {"patch_size": 4, "embed_dim": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 3.0}
     return _vit(_config(3, 64, 200, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), shape, given)
+
+
+def _competition_vit(shape: dict[str, Any], given: dict[str, Any]) -> nn.Module:
+    config = _config(3, 32, 10, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+    plain = {
+        "embed_dim": 48,
+        "mlp_ratio": 2.0,
+        "act_layer": nn.ReLU,
+        "norm_layer": nn.Identity,
+        "global_pool": "avg",
+        "pool_include_prefix": True,
+        "fc_norm": False,
+    }
+    return _vit(config, {**plain, **shape}, given)
+
+
+@register_model
+def certvit_vit_ibp_3_3_8(pretrained: bool = False, **given: Any) -> nn.Module:
+    """VNN-COMP 2023's norm-free ViT for CIFAR-10: depth 3, 3 heads, patch 8, width 48, ReLU, the mean of all tokens.
+
+    `norm_layer=batchnorm` for its sisters whose BatchNorm is not folded into their weights."""
+    return _competition_vit({"patch_size": 8, "depth": 3, "num_heads": 3}, given)
+
+
+@register_model
+def certvit_vit_pgd_2_3_16(pretrained: bool = False, **given: Any) -> nn.Module:
+    """The smaller one of VNN-COMP 2023: depth 2, 3 heads, patch 16."""
+    return _competition_vit({"patch_size": 16, "depth": 2, "num_heads": 3}, given)
 
 
 class SmallConvNet(nn.Module):
