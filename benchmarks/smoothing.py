@@ -9,7 +9,8 @@ import time
 import torch
 
 from certcli.certify import noise
-from certcli.certify.smoothing import Smoothing, SmoothingCertifier, classifier
+from certcli.certify.smoothed import classifier
+from certcli.certify.smoothing import Smoothing, SmoothingCertifier
 from certcli.foreign import open_checkpoint
 
 

@@ -4,9 +4,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from certcli.errors import DataError
 from certcli.intervals import Interval, share_interval
@@ -16,6 +17,11 @@ LOGIT_SLACK = 1e-10
 
 Certificates speak of the network in real arithmetic; its logits are evaluated in float64.
 """
+
+
+AGAIN = 1e-6
+"""Relative: how far a stated radius may lie above the one found again. Sums in another order (BLAS, threads, device) move a
+radius by some 1e-12; 1e-6 is far above that, and far below what a forged radius would have to gain."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +77,30 @@ class Certificate:
         return found
 
 
+@dataclass(frozen=True)
+class Confirmation:
+    """What became of one claim: verified, refuted, or not checked, and why."""
+
+    status: Literal["verified", "refuted", "not checked"]
+    why: str
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """How claims are checked. seed: of noise that nobody who wrote them can have known. level: chance, at most, that one
+    test of one claim refutes it although it is true.
+    """
+
+    seed: int
+    level: float
+
+
 class Certifier(ABC):
     """A method made ready for one network: images in, certificates out.
 
     promise: "proof", or "probability 1 - alpha" (with alpha as a number). arithmetic: of the network that the statement is
     about ("real", "float64", "float32", "bf16"). domain: the images around x it speaks of, "all" or the "box" [0, 1].
+    failure: of each certificate, as it states it.
     parameters: what decides its certificates beside network and images. about: facts for the document. title, statement:
     what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller. reach:
     no radius beyond it can be certified, whatever the network.
@@ -83,6 +108,7 @@ class Certifier(ABC):
 
     method: ClassVar[str]
     promise: str = "proof"
+    failure: float = 0.0
     arithmetic: str = "real"
     domain: str = "all"
     at_once: int | None = None
@@ -101,6 +127,30 @@ class Certifier(ABC):
     @abstractmethod
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
         """One certificate an image: pixels (b, c, h, w) in [0, 1]. DataError when the network gives NaN there."""
+
+    @property
+    @abstractmethod
+    def attacked(self) -> nn.Module:
+        """Pixels -> logits, with gradients: what an attack on the certified classifier climbs on."""
+
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+        """Each claim beside a certificate of the same image found again: pixels (b, c, h, w), a row a claim."""
+        found = self.batch([claim.index for claim in claims], pixels, [claim.label for claim in claims])
+        return [_compare(claim, again) for claim, again in zip(claims, found, strict=True)]
+
+    def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
+        """Whether the classifier still gives the claimed class at images (b, c, h, w) within the claimed radii."""
+        with torch.no_grad():
+            found = self.attacked(nearby).argmax(dim=1).tolist()
+        return [top == claim.prediction for top, claim in zip(found, claims, strict=True)]
+
+
+def _compare(claim: Certificate, again: Certificate) -> Confirmation:
+    if claim.prediction != again.prediction:
+        return Confirmation("refuted", f"class {claim.prediction} is stated, the network says {again.prediction}")
+    if claim.radius > again.radius * (1 + AGAIN):
+        return Confirmation("refuted", f"radius {claim.radius:.6g} is stated, {again.radius:.6g} is found")
+    return Confirmation("verified", f"radius {again.radius:.6g} is found again")
 
 
 @dataclass(frozen=True)

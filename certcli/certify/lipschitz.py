@@ -61,6 +61,10 @@ class LipschitzCertifier(Certifier):
         bound = {"upper": shown if shown < float("inf") else "inf", "log10_upper": log10}
         return {"bound": {**bound, "upper_finite": bool(upper.finite), "upper_text": str(upper)}}
 
+    @property
+    def attacked(self) -> nn.Module:
+        return self.model
+
     @torch.no_grad()
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
         logits = self.model(pixels.double().to(self._device))

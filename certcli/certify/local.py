@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmation, Doubt
 from certcli.checkpoint import Checkpoint
 from certcli.enclosure.domain import LocalNetwork
 from certcli.enclosure.form import Unbounded, l2_ball
@@ -73,6 +73,27 @@ class LocalCertifier(Certifier):
             radius = self.radius(image[None], top) if top == label else 0.0
             seconds = round(time.perf_counter() - started, 3)
             found.append(Certificate(index, label, top, radius, METHOD, 0.0, rung=self.rung, seconds=seconds))
+        return found
+
+    @property
+    def attacked(self) -> nn.Module:
+        return self.model
+
+    @torch.no_grad()
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+        """The stated radius is proven again, by one enclosure: a search begun elsewhere may end at another radius."""
+        found = []
+        for claim, image in zip(claims, pixels.double().to(self._device), strict=True):
+            top = int(self.model(image[None])[0].argmax())
+            if top != claim.prediction:
+                told = Confirmation("refuted", f"class {claim.prediction} is stated, the network says {top}")
+            elif claim.radius == 0 or self.proven(image[None], top, claim.radius * (1 - AGAIN)):
+                told = Confirmation("verified", f"radius {claim.radius:.6g} is proven again")
+            elif self.symbols < self.asked:
+                told = Confirmation("not checked", f"memory lasts for {self.symbols} symbols only")
+            else:
+                told = Confirmation("refuted", f"radius {claim.radius:.6g} is stated, and not proven by this method")
+            found.append(told)
         return found
 
     def radius(self, image: Tensor, label: int) -> float:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 VERSION = "philox4x64-10/1"
-CERTIFY, TUNE = 0, 1
-"""Purposes: noise that chooses a sigma must not be the noise that certifies with it."""
+CERTIFY, TUNE, CONFIRM, ATTACK, NEARBY = range(5)
+"""Purposes: noise that chooses a sigma, or that an attack climbs on, must not be the noise that certifies or judges."""
 
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)

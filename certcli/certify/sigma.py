@@ -1,18 +1,20 @@
 """--method smoothing made ready: the sigma that is named, or one that suits a few images."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from certcli.certify import noise
 from certcli.certify.certificate import certified_accuracy
+from certcli.certify.denoiser import Denoiser, read_denoiser
 from certcli.certify.methods import certify
-from certcli.certify.smoothing import Smoothing, SmoothingCertifier, classifier
+from certcli.certify.smoothed import classifier
+from certcli.certify.smoothing import Smoothing, SmoothingCertifier
 from certcli.checkpoint import Checkpoint
-from certcli.errors import UsageError
+from certcli.errors import DataError, UsageError
 from certcli.images import Images
 
 SIGMAS = (0.06, 0.12, 0.25, 0.5, 1.0)
@@ -23,7 +25,7 @@ TUNE_N0, TUNE_SAMPLES, TUNE_ALPHA = 16, 64, 0.5
 
 
 def choose_sigma(
-    classify: Callable[[Tensor], Tensor],
+    classify: nn.Module,
     classes: int,
     settings: Smoothing,
     device: torch.device,
@@ -48,17 +50,35 @@ def choose_sigma(
     return best, {sigma: share for sigma, (share, _) in shares.items()}
 
 
+def _denoiser(checkpoint: Checkpoint, options: Mapping[str, Any]) -> Denoiser | None:
+    """The denoiser that is named (denoiser_file); where records state one (denoiser, its digest), it must be that one."""
+    file, stated = options.get("denoiser_file"), options.get("denoiser")
+    if file is None and stated is None:
+        return None
+    if file is None:
+        told = f"these certificates are of the network behind a denoiser, digest {str(stated)[:16]}"
+        raise DataError(told, "name its file: --denoiser FILE")
+    net = read_denoiser(file, checkpoint.record.input.size[0])
+    if stated is not None and stated != net.digest:
+        raise DataError(
+            f"{file} is another denoiser (digest {net.digest[:16]}) than that of the records: {str(stated)[:16]}"
+        )
+    return net
+
+
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> SmoothingCertifier:
     """The checkpoint under noise. options: the fields of `Smoothing`, batch_size, and for a sigma that is to be chosen
-    ("auto") the images to choose it on and the radii to choose it for.
+    ("auto") the images to choose it on and the radii to choose it for; denoiser_file, and denoiser as records state it.
     """
     names = {item.name for item in fields(Smoothing)}
     given = {name: value for name, value in options.items() if name in names and value is not None}
     automatic = given.get("sigma") == "auto"
     settings = Smoothing(**{**given, "sigma": 1.0, "enough": None} if automatic else given)
-    classify = classifier(checkpoint, device, settings.precision)
+    denoiser = _denoiser(checkpoint, options)
+    classify = classifier(checkpoint, device, settings.precision, denoiser)
     classes, batch_size = checkpoint.record.classes, options.get("batch_size", 128)
     about: dict[str, Any] = {}
+    stated = {} if denoiser is None else {"denoiser": denoiser.digest}
     if automatic and "tuning_images" not in options:
         raise UsageError("there are no images to choose a sigma on", "name it: --sigma 0.25")
     if automatic:
@@ -67,4 +87,4 @@ def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, 
         settings = Smoothing(**{**given, "sigma": sigma})
         tried = {f"{tried:g}": share for tried, share in shares.items()}
         about = {"sigma_chosen": {"split": images.split, "images": len(images), "shares": tried}}
-    return SmoothingCertifier(classify, classes, settings, device, batch_size, about=about)
+    return SmoothingCertifier(classify, classes, settings, device, batch_size, about=about, stated=stated)

@@ -7,22 +7,20 @@ Source: Cohen, Rosenfeld & Kolter 2019, Theorem 1 and CERTIFY. Looks, early stop
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from certcli import models
 from certcli.certify import noise
-from certcli.certify.certificate import Certificate, Certifier
-from certcli.checkpoint import Checkpoint
+from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt
+from certcli.certify.smoothed import PRECISIONS, Smoothed
 from certcli.errors import ArchitectureError, DataError, UsageError
 from certcli.intervals import lower_confidence, upper_confidence
 
 METHOD = "smoothing"
-PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 MOST = 10_000_000
 """Draws an image; none is ever drawn so often, and a file that asks for more is not to be trusted."""
@@ -32,6 +30,8 @@ HOPELESS = 1e-4
 """An image is given up when p <= 1/2 at this confidence. No certificate is wrong by it: it only abstains."""
 _DOWN = 1 - 1e-12
 """Relative: scipy's normal quantile errs by a few 1e-16."""
+_SAME = 1e-9
+"""Relative: radii of one count, computed by two versions of scipy; those of neighbouring counts differ by far more."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,19 @@ class Smoothing:
         p = lower_confidence(hits, drawn, level) if level > 0 else 0.0
         return max(0.0, self.sigma * float(ndtri(p)) * _DOWN) if p > 0.5 else 0.0
 
+    def states(self, radius: float) -> bool:
+        """Whether there is a count of hits at which CERTIFY with these settings states this radius."""
+        for look in self.looks:
+            low, high = 0, look
+            while low < high:  # the fewest hits that give this radius
+                middle = (low + high) // 2
+                low, high = (low, middle) if self.radius(middle, look) >= radius * (1 - _SAME) else (middle + 1, high)
+            found = self.radius(low, look)
+            ends = look == self.samples or (self.enough is not None and found > self.enough)
+            if ends and abs(found - radius) <= radius * _SAME:
+                return True
+        return False
+
     def hopeless(self, hits: int, drawn: int) -> bool:
         """No sample that is left could lead to a certificate, or p <= 1/2 at the confidence 1 - HOPELESS."""
         if self.radius(hits + self.samples - drawn, self.samples) <= 0:
@@ -119,7 +132,7 @@ class Smoothing:
 class SmoothingCertifier(Certifier):
     """classify: noisy pixels (r, c, h, w) float32 on `device` -> logits (r, k), the function the statement is about.
 
-    batch_size: noisy images at a time. purpose: of the noise; see `noise`.
+    batch_size: noisy images at a time. purpose: of the noise; see `noise`. stated: further parameters (a denoiser's digest).
     """
 
     method = METHOD
@@ -127,21 +140,24 @@ class SmoothingCertifier(Certifier):
 
     def __init__(
         self,
-        classify: Callable[[Tensor], Tensor],
+        classify: nn.Module,
         classes: int,
         settings: Smoothing,
         device: torch.device,
         batch_size: int = 128,
         purpose: int = noise.CERTIFY,
         about: Mapping[str, Any] = {},
+        stated: Mapping[str, Any] = {},
     ) -> None:
         self.settings, self._classify, self._classes = settings, classify, classes
         self._device, self._batch_size, self._purpose, self._about = device, batch_size, purpose, about
-        self.promise = f"probability {1 - settings.alpha:g}"
+        self._stated = stated
+        self.promise, self.failure = f"probability {1 - settings.alpha:g}", settings.alpha
         self.arithmetic = settings.precision
         self.at_once = max(1, -(-batch_size // settings.n0))
         self.reach = settings.reach
-        self.title = f"smoothed with sigma {settings.sigma:g}, n = {settings.samples}"
+        behind = ", behind a denoiser" if "denoiser" in stated else ""
+        self.title = f"smoothed with sigma {settings.sigma:g}, n = {settings.samples}{behind}"
         self.statement = (
             f"certificates: of the network smoothed by Gaussian noise, as it runs in {settings.precision}, each with "
             f"{self.promise}; radii up to {self.reach:.4g} with these samples"
@@ -149,7 +165,7 @@ class SmoothingCertifier(Certifier):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        return {**asdict(self.settings), "noise": noise.VERSION}
+        return {**asdict(self.settings), "noise": noise.VERSION, **self._stated}
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -192,16 +208,62 @@ class SmoothingCertifier(Certifier):
             for image in everything
         ]
 
+    @property
+    def attacked(self) -> nn.Module:
+        return Smoothed(self._classify, self.settings.sigma, self.settings.seed)
+
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+        """Fresh noise: a claim says p >= Phi(R / sigma). It is refuted where so few hits have at most the chance `level`."""
+        from scipy.special import ndtr
+
+        found, hits = [], self._hits(claims, pixels, doubt.seed, noise.CONFIRM)
+        for claim, count in zip(claims, hits, strict=True):
+            told = f"{count} of {self.settings.samples} fresh draws are of class {claim.prediction}"
+            least = float(ndtr(claim.radius / self.settings.sigma))
+            if not self.settings.states(claim.radius):
+                told = f"no count of hits gives the radius {claim.radius!r} with these parameters"
+                found.append(Confirmation("refuted", told))
+            elif _chance_of_so_few(count, self.settings.samples, least) <= doubt.level:
+                found.append(Confirmation("refuted", f"{told}, {least:.4f} of all are stated"))
+            else:
+                found.append(Confirmation("verified", told))
+        return found
+
+    def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
+        """Inside a true radius the class has more than half of the draws: fails where so few have the chance `level`."""
+        samples = self.settings.samples
+        hits = self._hits(claims, nearby, doubt.seed, noise.NEARBY)
+        return [_chance_of_so_few(count, samples, 0.5) > doubt.level for count in hits]
+
+    def _hits(self, claims: Sequence[Certificate], pixels: Tensor, seed: int, purpose: int) -> list[int]:
+        """How many of `samples` draws at each image are of the claimed class."""
+        ranges = dict.fromkeys(range(len(claims)), (0, self.settings.samples))
+        pixels = pixels.to(self._device, torch.float32)
+        counts = self._count([claim.index for claim in claims], pixels, ranges, seed, purpose)
+        return [
+            int(row[claim.prediction]) if claim.prediction is not None and claim.prediction < self._classes else 0
+            for row, claim in zip(counts, claims, strict=True)
+        ]
+
     @torch.inference_mode()
-    def _count(self, indices: Sequence[int], pixels: Tensor, ranges: Mapping[int, tuple[int, int]]) -> Tensor:
+    def _count(
+        self,
+        indices: Sequence[int],
+        pixels: Tensor,
+        ranges: Mapping[int, tuple[int, int]],
+        seed: int | None = None,
+        purpose: int | None = None,
+    ) -> Tensor:
         """Image -> samples start to stop: how often f gives each class, (b, k) int64 on the CPU."""
+        seed = self.settings.seed if seed is None else seed
+        purpose = self._purpose if purpose is None else purpose
         rows = [(image, sample) for image, (start, stop) in ranges.items() for sample in range(start, stop)]
         counts = torch.zeros(len(indices) * self._classes, dtype=torch.int64, device=self._device)
         for start in range(0, len(rows), self._batch_size):
             part = rows[start : start + self._batch_size]
             which, samples = [image for image, _ in part], [sample for _, sample in part]
             names = [indices[image] for image in which]
-            drawn = noise.noisy(pixels, self.settings.sigma, self.settings.seed, names, samples, self._purpose, which)
+            drawn = noise.noisy(pixels, self.settings.sigma, seed, names, samples, purpose, which)
             logits = self._classify(drawn)
             if logits.shape != (len(part), self._classes):
                 raise ArchitectureError(f"the network returns {tuple(logits.shape)} for {len(part)} images")
@@ -212,21 +274,8 @@ class SmoothingCertifier(Certifier):
         return counts.view(len(indices), self._classes).cpu()
 
 
-def classifier(checkpoint: Checkpoint, device: torch.device, precision: str) -> Callable[[Tensor], Tensor]:
-    """Noisy pixels, float32 -> logits. The pixels are normalised in float32, the network runs in `precision`."""
-    kind = PRECISIONS[precision]
-    model = models.load(checkpoint, device)
-    net = model.net.to(kind)
+def _chance_of_so_few(hits: int, draws: int, p: float) -> float:
+    """P[Binomial(draws, p) <= hits]."""
+    from scipy.special import betaincc
 
-    def classify(noisy: Tensor) -> Tensor:
-        try:
-            logits: Tensor = net(model.normalize(noisy).to(kind))
-        except RuntimeError as failure:
-            if kind == torch.float32 or "memory" in str(failure):
-                raise
-            raise UsageError(
-                f"this network does not run in {precision} ({failure})", "--precision float32"
-            ) from failure
-        return logits.float()
-
-    return classify
+    return 1.0 if hits >= draws else float(betaincc(hits + 1, draws - hits, p))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 EVIDENCE = (
     "dataset", "clean", "certified", "average_radius", "images", "method", "failure", "promise", "arithmetic", "parameters",
 )  # fmt: skip
-"""Keys of the document that a checkpoint keeps."""
+"""Keys that a checkpoint keeps, of each method."""
 
 
 def document(results: Sequence[Result], reason: str | None, checkpoint: str, images: Images) -> dict[str, Any]:
@@ -33,6 +33,14 @@ def document(results: Sequence[Result], reason: str | None, checkpoint: str, ima
     if len(results) > 1:
         found["methods"] = [result.to_json() for result in results]
     return found
+
+
+def evidence(result: Result, images: Images) -> dict[str, Any]:
+    """What a checkpoint keeps of one method."""
+    from certcli.evaluation import describe
+
+    found = {**result.to_json(), "dataset": describe(images)}
+    return {name: found[name] for name in EVIDENCE}
 
 
 def table(results: Sequence[Result], images: Images, attacked: dict[float, dict[int, bool]], sink: Sink) -> None:

@@ -35,8 +35,19 @@ class Wanted:
     resume: options.Resume = False
     attack_records: Annotated[
         Path | None,
-        typer.Option("--attack-records", help="Records of `attack`, drawn above the curve by --plot."),
+        typer.Option("--attack-records", help="Records of `attack`: shown beside, drawn above the curve by --plot."),
         options.Reads(),
+    ] = None
+    verify: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Check these --records: certify again with other noise, attack inside each radius; exit 7 if refuted.",
+        ),
+        options.Reads(),
+    ] = None
+    sample: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With --verify: check N records, drawn afresh.")
     ] = None
     plot: options.Plot = None
 
@@ -61,6 +72,11 @@ class Noise:
     precision: Annotated[
         str, typer.Option(help="float32 or bf16: of the network as it runs, which the statement is about.")
     ] = "float32"
+    denoiser: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A DnCNN in safetensors that noisy images pass first, for plain networks."),
+        options.Reads(),
+    ] = None
 
     def given(self) -> dict[str, Any]:
         """By name, sigma as a number where it is one."""
@@ -70,12 +86,14 @@ class Noise:
         return {
             **{name: getattr(self, name) for name in ("n0", "samples", "alpha", "enough", "precision")},
             "sigma": sigma,
+            "denoiser_file": self.denoiser,
         }
 
 
 @command(
     "certvit certify m.safetensors -e 36/255 -e 0.5 --records certified.jsonl",
     "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method smoothing --sigma 0.12 -e 0.12 --limit 50",
+    "certvit certify m.safetensors --verify certified.jsonl --sample 100",
     page="certify.md",
 )
 def certify(
@@ -88,8 +106,14 @@ def certify(
     talk: Talk = Talk(),
 ) -> None:
     """Share of the images that are classified correctly, certified, within each pixel l2 radius."""
-    from certcli.cli import certified, certified_view
+    from certcli.cli import certified, certified_view, rechecked
 
+    if wanted.verify is not None or wanted.sample is not None:
+        asked = rechecked.Asked(wanted.verify, wanted.sample, wanted.methods, noise.denoiser)
+        asked.require_alone(records=wanted.records, plot=wanted.plot, attack_records=wanted.attack_records)
+        asked.require_alone(min_certified=wanted.minimum, output=output.output, resume=wanted.resume or None)
+        rechecked.verify_records(asked, source, data, machine, talk.sink())
+        return
     gate = Gate()
     demand, radii = certified.demand(wanted.minimum, wanted.epsilon)
     certified.require_methods(wanted.methods, wanted.records)
@@ -120,7 +144,9 @@ def certify(
         certified_view.plot(results, attacked, Path(source.ckpt).stem, images, wanted.plot, radii[-1], sink)
     if output.output is not None:
         about = {"dataset": images.name, "split": images.split, "limit": data.limit, "seed": data.seed}
-        result = {name: document[name] for name in certified_view.EVIDENCE}
-        checkpoint.with_evidence("certify", about, result).write(output.output, output.force)
+        for result in reversed(results):  # the first named comes last, where `log` looks for it
+            evidence = certified_view.evidence(result, images)
+            checkpoint = checkpoint.with_evidence("certify", {**about, "method": result.certifier.method}, evidence)
+        checkpoint.write(output.output, output.force)
         sink.note(f"wrote {output.output}")
     gate.enforce()

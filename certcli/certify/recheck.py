@@ -1,0 +1,116 @@
+"""Records of certificates, checked against the network: found again, and attacked inside their radii."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt
+from certcli.errors import DataError
+from certcli.evaluation import Run
+from certcli.images import Images
+
+FALSE_ALARM = 1e-4
+"""Chance, at most, that a file whose statements are all true is refuted: shared equally by its tests, two a record."""
+
+Attack = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
+"""model, images (1, c, h, w), classes (1,), radius -> images within that radius (pixel l2), hoped to be of another class."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One record and what became of it. attacked: whether an attack inside its radius was tried."""
+
+    claim: Certificate
+    status: str
+    why: str
+    attacked: bool = False
+
+
+def read_claims(
+    rows: Sequence[Mapping[str, Any]], images: Images, certifier: Certifier, where: str
+) -> list[Certificate]:
+    """The certificates of a file about these images, in its order; DataError when it is none, or speaks twice of an image."""
+    claims = [Certificate.from_json(row, where) for row in rows]
+    labels = dict(zip(images.indices.tolist(), images.labels.tolist(), strict=True))
+    seen: set[int] = set()
+    for claim in claims:
+        if claim.index not in labels:
+            raise DataError(f"{where} speaks of image {claim.index}, which is not among these images")
+        if claim.index in seen:
+            raise DataError(f"{where} speaks twice of image {claim.index}")
+        seen.add(claim.index)
+    return claims
+
+
+def require_same_way(run: Run, now: Run, where: str) -> None:
+    """DataError when the records were made in another way than their method makes them with the parameters they state."""
+    differences = list(replace(now, dataset=run.dataset).differences(run))
+    if differences:
+        raise DataError(f"{where} states what its method does not: {'; '.join(differences[:3])}", "certify again")
+
+
+def recheck(
+    certifier: Certifier, claims: Sequence[Certificate], images: Images, seed: int, attack: Attack, batch_size: int
+) -> Iterator[Checked]:
+    """Every claim in turn. seed: of fresh noise. A claim that is found again is then attacked inside its radius."""
+    doubt = Doubt(seed, FALSE_ALARM / max(1, 2 * len(claims)))
+    positions = {index: position for position, index in enumerate(images.indices.tolist())}
+    step = certifier.at_once or batch_size
+    for start in range(0, len(claims), step):
+        part = claims[start : start + step]
+        places = [positions[claim.index] for claim in part]
+        pixels, labels = images.fetch(places), images.labels[places].tolist()
+        plain = [_plainly_wrong(claim, label, certifier) for claim, label in zip(part, labels, strict=True)]
+        open_rows = [row for row, why in enumerate(plain) if why is None]
+        confirmed = dict.fromkeys(range(len(part)), Confirmation("not checked", ""))
+        if open_rows:
+            found = certifier.confirm([part[row] for row in open_rows], pixels[open_rows], doubt)
+            confirmed.update(zip(open_rows, found, strict=True))
+        for row, claim in enumerate(part):
+            why = plain[row]
+            told = confirmed[row] if why is None else why
+            if told.status == "verified" and claim.radius > 0:
+                yield _attacked(certifier, claim, pixels[row : row + 1], told, doubt, attack)
+            else:
+                yield Checked(claim, told.status, told.why)
+
+
+def _plainly_wrong(claim: Certificate, label: int, certifier: Certifier) -> Confirmation | None:
+    """What no method of this kind states, or what states nothing."""
+    if claim.label != label:
+        return Confirmation("refuted", f"label {claim.label} is stated, the image has {label}")
+    if claim.method != certifier.method:
+        return Confirmation("refuted", f"its method is {claim.method}, that of the file {certifier.method}")
+    if claim.failure != certifier.failure:
+        return Confirmation("refuted", f"it states a chance of failure of {claim.failure:g}, not {certifier.failure:g}")
+    if claim.radius > certifier.reach:
+        return Confirmation(
+            "refuted", f"radius {claim.radius:.6g} is beyond {certifier.reach:.6g}, the largest possible"
+        )
+    if claim.prediction is None:
+        if claim.radius > 0:
+            return Confirmation("refuted", "it states a radius and no class")
+        return Confirmation("not checked", "it abstains: nothing is stated")
+    return None
+
+
+def _attacked(
+    certifier: Certifier, claim: Certificate, image: Tensor, told: Confirmation, doubt: Doubt, attack: Attack
+) -> Checked:
+    assert claim.prediction is not None
+    model = certifier.attacked
+    weight = next(model.parameters(), image)
+    pixels = image.to(weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32)
+    classes = torch.tensor([claim.prediction], device=pixels.device)
+    radius = min(claim.radius, math.sqrt(image.numel()))  # the box is no longer than that
+    found = attack(model, pixels, classes, radius)
+    length = float((found.double() - pixels.double()).norm())
+    if length > radius or certifier.stands([claim], found, doubt)[0]:
+        return Checked(claim, "verified", f"{told.why}; no attack inside it succeeded", True)
+    return Checked(
+        claim, "refuted", f"an image at distance {length:.6g} is of another class (stated: {radius:.6g})", True
+    )
