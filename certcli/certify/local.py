@@ -1,4 +1,4 @@
-"""Certificates of a network as it is, one image at a time: what it can do on the ball around that image."""
+"""Certificates of a network as it is, image by image: what it can do on the ball around each."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,16 @@ from certcli.checkpoint import Checkpoint
 from certcli.enclosure.domain import LocalNetwork
 from certcli.enclosure.form import Unbounded, l2_ball
 from certcli.enclosure.memory import affordable, available
+from certcli.enclosure.norms.network import NormsNetwork
 from certcli.enclosure.search import certified_radius
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
-from certcli.errors import DataError, NoBoundError
+from certcli.errors import DataError, NoBoundError, UsageError
 from certcli.models import load_double
 
 METHOD = "local"
-RUNG = "zonotope"
+NORMS, ZONOTOPE, AUTO = "norms", "zonotope", "auto"
+EFFORTS = (NORMS, ZONOTOPE, AUTO)
 SQUARES = 128
 """Pixels up to which e e^T has columns of its own: 8,256 of them."""
 _FEWEST = 64
@@ -27,53 +29,131 @@ _HINT = "--method smoothing takes any network; certvit adapt replaces layers"
 
 
 class LocalCertifier(Certifier):
-    """Enclosures of the ball around each image, in float64 with every rounding counted.
+    """What each image's neighbourhood can become, in float64 with every rounding counted.
 
+    effort: "norms" (balls around one forward pass, any size, many images at once), "zonotope" (affine forms, small
+    networks), "auto" (zonotopes where they fit into memory; norms for networks and images for which they say nothing).
     symbols: box symbols a tensor may carry from block to block; fewer where memory does not last, which the rung says.
     steps: bisections after the first bracket, 4: within 4 % or so of the largest radius this rung can prove.
     """
 
     method = METHOD
     statement = "certificates: proven image by image; real arithmetic, every rounding of float64 counted"
-    at_once = 1
 
-    def __init__(self, model: nn.Module, size: tuple[int, int, int], *, symbols: int = 8000, steps: int = 4) -> None:
-        self.model, self.steps = model, steps
-        self._device = next(model.parameters()).device
-        try:
-            self.network = LocalNetwork(model, size)
-        except (NoRule, Untraceable) as reason:
-            raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
-        kept = affordable(self.network, SQUARES, symbols, available(self._device))
-        if kept is None:
-            raise NoBoundError("no local certificate: enclosures of this network do not fit into memory", _HINT)
-        self.symbols, self.asked = kept, symbols
-        self.title = f"an enclosure of each image's neighbourhood, {kept:,} box symbols from block to block"
-        if kept < symbols:
-            self.title += f" (not {symbols:,}: memory)"
+    def __init__(
+        self,
+        model: nn.Module,
+        size: tuple[int, int, int],
+        *,
+        effort: str = AUTO,
+        symbols: int = 8000,
+        steps: int = 4,
+    ) -> None:
+        if effort not in EFFORTS:
+            raise UsageError(f"--effort {effort}: one of {', '.join(EFFORTS)}")
+        self.model, self.steps, self.effort, self.asked = model, steps, effort, symbols
+        self._size, self._device = size, next(model.parameters()).device
+        self._norms: NormsNetwork | None = None
         self._guess = 1e-2
+        self._zonotope = self._enclosed() if effort != NORMS else None
+        if self._zonotope is None:
+            self._balls()
+            self.title = "balls of norms around one forward pass"
+            if effort == AUTO:
+                self.title += f" ({self._why})"
+            return
+        self.at_once = 1
+        self.title = f"an enclosure of each image's neighbourhood, {self.symbols:,} box symbols from block to block"
+        if self.symbols < symbols:
+            self.title += f" (not {symbols:,}: memory)"
+
+    def _enclosed(self) -> LocalNetwork | None:
+        """The network for zonotopes; None where `auto` does without. NoBoundError where they were asked for."""
+        try:
+            network = LocalNetwork(self.model, self._size)
+        except (NoRule, Untraceable) as reason:
+            self._why = str(reason)
+            if self.effort == AUTO:
+                return None
+            raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
+        kept = affordable(network, SQUARES, self.asked, available(self._device))
+        if kept is None:
+            self._why = "enclosures of this network do not fit into memory"
+            if self.effort == AUTO:
+                return None
+            raise NoBoundError(f"no local certificate: {self._why}", f"--effort {NORMS} fits; {_HINT}")
+        self.symbols = kept
+        return network
+
+    def _balls(self) -> NormsNetwork:
+        if self._norms is None:
+            try:
+                self._norms = NormsNetwork(self.model, self._size)
+            except (NoRule, Untraceable) as reason:
+                raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
+        return self._norms
+
+    @property
+    def network(self) -> LocalNetwork:
+        """The network for zonotopes, where there is one."""
+        assert self._zonotope is not None
+        return self._zonotope
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        return {"symbols": self.asked, "steps": self.steps}
+        return {"effort": self.effort, "symbols": self.asked, "steps": self.steps}
 
     @property
     def rung(self) -> str:
-        return RUNG if self.symbols == self.asked else f"{RUNG}, {self.symbols} symbols"
+        """The way that zonotopes were used."""
+        return ZONOTOPE if self.symbols == self.asked else f"{ZONOTOPE}, {self.symbols} symbols"
 
     @torch.no_grad()
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
-        found = []
-        for index, image, label in zip(indices, pixels.double().to(self._device), labels, strict=True):
-            started = time.perf_counter()
-            logits = self.model(image[None])[0]
-            if not torch.isfinite(logits).all():
-                raise DataError("the network gives NaN or infinite logits on these images")
-            top = int(logits.argmax())
-            radius = self.radius(image[None], top) if top == label else 0.0
-            seconds = round(time.perf_counter() - started, 3)
-            found.append(Certificate(index, label, top, radius, METHOD, 0.0, rung=self.rung, seconds=seconds))
-        return found
+        images = pixels.double().to(self._device)
+        started = time.perf_counter()
+        logits = self.model(images)
+        if not torch.isfinite(logits).all():
+            raise DataError("the network gives NaN or infinite logits on these images")
+        tops = logits.argmax(1)
+        found: list[tuple[float, str]] = [(0.0, NORMS if self._zonotope is None else self.rung)] * len(images)
+        right = [i for i, label in enumerate(labels) if int(tops[i]) == label]
+        if self._zonotope is None:
+            radii = self.by_norms(images[right], tops[right]).tolist() if right else []
+            for i, radius in zip(right, radii, strict=True):
+                found[i] = (radius, NORMS)
+        else:
+            for i in right:
+                found[i] = self._best(images[i : i + 1], tops[i : i + 1])
+        seconds = round((time.perf_counter() - started) / max(1, len(images)), 3)
+        return [
+            Certificate(index, label, top, radius, METHOD, 0.0, rung=rung, seconds=seconds)
+            for index, label, top, (radius, rung) in zip(indices, labels, tops.tolist(), found, strict=True)
+        ]
+
+    def _best(self, image: Tensor, label: Tensor) -> tuple[float, str]:
+        """The radius of one image, and the rung that gave it."""
+        radius = self.radius(image, int(label))
+        if radius == 0 and self.effort == AUTO:
+            try:
+                below = float(self.by_norms(image, label))
+            except NoBoundError:
+                below = 0.0
+            if below > 0:
+                return below, NORMS
+        return radius, self.rung
+
+    def by_norms(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Radii (b,) by balls of norms, a few images at a time."""
+        network = self._balls()
+        step = network.at_once(available(self._device))
+        try:
+            parts = [
+                network.radii(*part, self.steps) for part in zip(images.split(step), labels.split(step), strict=True)
+            ]
+        except NoRule as reason:
+            raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
+        return torch.cat(parts)
 
     @property
     def attacked(self) -> nn.Module:
@@ -123,6 +203,7 @@ class LocalCertifier(Certifier):
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> LocalCertifier:
-    """The checkpoint's network traced for local enclosures. NoBoundError names what has no relaxation."""
+    """The checkpoint's network traced for local certificates. NoBoundError names what has no theorem."""
     model = load_double(checkpoint, device)
-    return LocalCertifier(model, checkpoint.record.input.size)
+    chosen = {name: options[name] for name in ("effort",) if name in options}
+    return LocalCertifier(model, checkpoint.record.input.size, **chosen)

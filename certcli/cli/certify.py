@@ -9,6 +9,7 @@ import typer
 from certcli.cli import options
 from certcli.cli.command import command, group
 from certcli.cli.groups import Evaluation, Machine, Output, Source, Talk
+from certcli.cli.local_options import Local
 from certcli.cli.output import Gate
 
 
@@ -100,6 +101,7 @@ def certify(
     source: Source,
     wanted: Wanted = Wanted(),
     noise: Noise = Noise(),
+    local: Local = Local(),
     data: Evaluation = Evaluation(),
     machine: Machine = Machine(),
     output: Output = Output(),
@@ -124,6 +126,7 @@ def certify(
     attacked = certified.attacked_shares(wanted.attack_records, checkpoint.digest, images)
     given = {
         **noise.given(),
+        **local.given(),
         "seed": data.seed,
         "batch_size": machine.batch_size,
         "radii": radii,

@@ -14,7 +14,8 @@ from certcli.enclosure.margins import linear_margins, normalised_margins
 from certcli.enclosure.rules.layers import NORMS, QUERIES, TOKENWISE
 from certcli.enclosure.table import Context, rules
 from certcli.engine.replay import replayed
-from certcli.engine.table import NoRule
+from certcli.engine.table import NoRule, RuleTable
+from certcli.engine.trace import Trace
 from certcli.engine.walk import Call, Constant, Domain, walk
 
 Watch = Callable[[fx.Node, Any, int | None], None]
@@ -25,15 +26,15 @@ class Enclosure(Domain):
 
     rules = rules
 
-    def __init__(self, ending: Ending, wanted: dict[fx.Node, int | None], start: Form, watch: Watch | None) -> None:
+    def __init__(self, ending: Ending, wanted: dict[fx.Node, int | None], start: Any, watch: Watch | None) -> None:
         self.ending, self.wanted, self.start, self.watch = ending, wanted, start, watch
 
-    def image(self, shape: tuple[int, ...]) -> Form:
+    def image(self, shape: tuple[int, ...]) -> Any:
         if shape != self.start.shape:
             raise AssertionError(f"images of shape {shape}, not {self.start.shape}")
         return self.start
 
-    def context(self, call: Call) -> Context:
+    def context(self, call: Call) -> Any:
         assert call.node is not None
         return Context(call.node, self.wanted.get(call.node))
 
@@ -44,7 +45,7 @@ class Enclosure(Domain):
         if isinstance(value, Constant):
             many = value.tensor.dim() == 3 and value.tensor.shape[1] > 1
             return Constant(value.tensor[:, asked : asked + 1]) if many else value
-        return value.linear(lambda t: t[:, :, asked : asked + 1])
+        return value.choose(asked)
 
     def found(self, node: fx.Node, value: Any) -> None:
         if self.watch is not None:
@@ -61,6 +62,15 @@ def queries(module: nn.Module) -> bool:
     return type(module) in QUERIES
 
 
+def require_rules(traced: Trace, table: RuleTable) -> None:
+    """NoRule names the first operation that has none, before any image is read."""
+    for node in traced.graph.nodes:
+        known = table.methods if node.op == "call_method" else table.functions
+        if node.op in ("call_method", "call_function") and node.target not in known:
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
+            raise NoRule(f"{node.meta.get('path') or 'the network'}: no relaxation for the operation '{name}'")
+
+
 class LocalNetwork:
     """A network traced once, ready for the neighbourhoods of many images. NoRule, Untraceable name what has no relaxation."""
 
@@ -69,15 +79,7 @@ class LocalNetwork:
         with replayed(model, size, rules) as traced:  # what is enclosed is the network, not only its trace
             self.ending = split(traced, NORMS)
             self.wanted = tokens_read(self.ending.trace, self.ending.token, tokenwise, queries)
-            self._require_rules()
-
-    def _require_rules(self) -> None:
-        """NoRule names the first operation that has none, before any image is read."""
-        for node in self.ending.trace.graph.nodes:
-            known = rules.methods if node.op == "call_method" else rules.functions
-            if node.op in ("call_method", "call_function") and node.target not in known:
-                name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
-                raise NoRule(f"{node.meta.get('path') or 'the network'}: no relaxation for the operation '{name}'")
+            require_rules(self.ending.trace, rules)
 
     def sizes(self) -> tuple[int, int, int, int]:
         """Entries: of an image, of the largest sum of two tensors, of the largest tensor at all; symbols made in a block."""
@@ -114,8 +116,7 @@ class LocalNetwork:
         head: Any = self.ending.head
         with torch.no_grad():
             if self.ending.token is not None and form.shape[1] > 1:
-                token = self.ending.token
-                form = form.linear(lambda t: t[:, :, token : token + 1])
+                form = form.choose(self.ending.token)
             form = form.linear(lambda t: t.reshape(len(t), 1, t.shape[-1]))
             if head is None:
                 eye = torch.eye(form.shape[-1], dtype=torch.float64, device=form.centre.device)

@@ -117,6 +117,10 @@ class Form:
         error = self.slack + gamma(terms) * self.size
         return Form(self.space, centre, gens, up(absolute(error[None])[0], terms), self.blocks)
 
+    def choose(self, token: int) -> "Form":
+        """The token at this place of axis 1 alone."""
+        return self.linear(lambda t: t[:, :, token : token + 1])
+
     def shift(self, constant: Tensor) -> "Form":
         """x + constant (broadcast to the shape of x)."""
         slack = up(self.slack + gamma(0) * (self.centre.abs() + constant.abs()))

@@ -90,7 +90,7 @@ def convolution(ctx: Context, module: nn.Conv2d, x: Form) -> Form:
     return out if module.bias is None else out.shift(module.bias.view(-1, 1, 1))
 
 
-def _plain(module: Any) -> bool:
+def plain(module: Any) -> bool:
     """timm's attention without options; others are traced through."""
     identities = [getattr(module, name, None) for name in ("q_norm", "k_norm", "norm")]
     return (
@@ -103,7 +103,7 @@ def _plain(module: Any) -> bool:
     )
 
 
-@rules.module(Attention, when=_plain)
+@rules.module(Attention, when=plain)
 def attention(ctx: Context, module: Any, x: Form, attn_mask: Any = None, is_causal: bool = False) -> Form:
     """timm's multi-head attention, for the queries that are read later."""
     if attn_mask is not None or is_causal:

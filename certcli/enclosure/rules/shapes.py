@@ -5,7 +5,7 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from certcli.enclosure.demand import chosen_token
 from certcli.enclosure.form import Form
@@ -17,7 +17,9 @@ _METHODS = (
     *("reshape", "view", "flatten", "unflatten", "permute", "transpose", "contiguous", "squeeze", "unsqueeze"),
     *("unbind", "chunk", "split", "select", "narrow", "clone"),
 )
-_FUNCTIONS = (
+# columns are not laid out as the traced tensor was: a view of it may need a copy here
+ARRANGING_METHODS = {name: Tensor.reshape if name == "view" else getattr(Tensor, name) for name in _METHODS}
+ARRANGING_FUNCTIONS = (
     torch.reshape, torch.flatten, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, torch.unbind,
     torch.chunk, torch.split, torch.select, torch.narrow, torch.clone,
 )  # fmt: skip
@@ -39,11 +41,9 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _register() -> None:
-    for name in _METHODS:
-        # columns are not laid out as the traced tensor was: a view of it may need a copy here
-        function = Tensor.reshape if name == "view" else getattr(Tensor, name)
+    for name, function in ARRANGING_METHODS.items():
         rules.method(name)(lambda ctx, x, *args, _run=function, **kwargs: arranged(_run, x, *args, **kwargs))
-    for function in _FUNCTIONS:
+    for function in ARRANGING_FUNCTIONS:
         rules.function(function)(lambda ctx, x, *args, _run=function, **kwargs: arranged(_run, x, *args, **kwargs))
 
 
@@ -54,9 +54,12 @@ _register()
 def item(ctx: Context, x: Any, index: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return x[index]
-    if chosen_token(ctx.node) is not None and x.shape[1] == 1:
-        index = (index[0], 0, *index[2:])  # the only token that was kept is the one that is read
-    return arranged(operator.getitem, x, index)
+    return arranged(operator.getitem, x, untokened(ctx.node, x.shape, index))
+
+
+def untokened(node: fx.Node, shape: tuple[int, ...], index: Any) -> Any:
+    """The index where only one token was kept: it is the one that is read."""
+    return (index[0], 0, *index[2:]) if chosen_token(node) is not None and shape[1] == 1 else index
 
 
 @rules.method("expand")
