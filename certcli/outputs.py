@@ -25,6 +25,9 @@ LONGEST_HEADER = 100_000_000
 WRITTEN = frozenset((".safetensors", ".jsonl", ".json", ".html"))
 """What certvit writes and no dataset consists of: such a file may be replaced inside a folder of images."""
 
+FIGURES = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
+"""Formats of figures, by the ending of the file's name."""
+
 
 @dataclass(frozen=True)
 class Named:
@@ -41,6 +44,7 @@ class Outputs:
         self.force = force
         self._read: list[Named] = []
         self._folders: list[Named] = []
+        self._figures: list[Named] = []
         self._written: list[tuple[Named, bool]] = []
 
     def reads(self, option: str, path: Path) -> None:
@@ -58,6 +62,11 @@ class Outputs:
         """continued: a regular file that is there already is gone on with, --force or not."""
         self._written.append((Named(option, path), continued))
 
+    def draws(self, option: str, path: Path) -> None:
+        """A figure; its ending names the format."""
+        self._figures.append(Named(option, path))
+        self.writes(option, path)
+
     def keeps_state(self, path: Path, key: str) -> None:
         """A state file: new, or one that carries `key`, as every state of this command does."""
         if os.path.lexists(path) and read_metadata(path).get(key) is None:
@@ -68,7 +77,8 @@ class Outputs:
         self.writes("the state", path, continued=True)
 
     def check(self) -> None:
-        """UsageError for a path that is read as well, written twice, there already or no file; OutputError for its folder."""
+        """UsageError for a path that is read as well, written twice, there already or no file, a figure of no known format;
+        OutputError for its folder."""
         for position, (output, continued) in enumerate(self._written):
             require_absent(output.path, self.force or continued, output.option)
             for source in self._read:
@@ -88,6 +98,10 @@ class Outputs:
                     raise UsageError(
                         f"{other.option} and {output.option} would both write {output.path}", "give each its own file"
                     )
+        for drawn in self._figures:
+            if drawn.path.suffix.lower() not in FIGURES:
+                told = f"{drawn.option} {drawn.path}: a figure's name ends in {', '.join(FIGURES)}"
+                raise UsageError(told, f"{drawn.option} {drawn.path.with_suffix('.png')}")
 
 
 def same_file(one: Path, other: Path) -> bool:

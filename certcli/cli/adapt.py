@@ -114,7 +114,7 @@ def adapt(
     require_own_state(state_path, KEY, adapter.identity, output.force or fitting.resume)
     _fit(adapter, state_path, fitting.resume, sink)
     result = adapter.result()  # first: it folds norms, and what is told is of the network as it is written
-    end_to_end = kept.told(witness, adapter.student, took_part=not len(unseen))
+    end_to_end = kept.told(witness, adapter.student, checkpoint.record, took_part=not len(unseen))
     before, after = (prove(model, checkpoint.record.classes).upper for model in (adapter.teacher, adapter.student))
     result.with_evidence("adapt", {"calibration": images.name}, end_to_end).write(path, output.force)
     discard_state(state_path, KEY, adapter.identity)

@@ -122,8 +122,8 @@ class Results:
     ] = None
     gallery: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", help="Draw images, perturbations and predictions."),
-        options.Writes(),
+        typer.Option(metavar="FILE", help="Draw images, perturbations and predictions: FILE.png, .svg or .pdf."),
+        options.Writes(figure=True),
     ] = None
     compare: Annotated[str | None, typer.Option(help="Second checkpoint in the gallery."), options.Reads()] = None
 

@@ -115,7 +115,8 @@ class Session:
             second = beside(shown, self.load(compared), stem, stage, self.settings.seed)
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
-        _draw(gathered, class_names(self.images, record.classes, record.class_names), results.gallery)
+        names = class_names(self.images, record.classes, record.class_names)
+        _draw(gathered, names, results.gallery, f"{name} on {self.images.name} ({self.images.split})")
         self.sink.note(f"wrote {results.gallery}")
 
 
@@ -157,7 +158,7 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
             )
 
 
-def _draw(rows: list[list[Exhibit]], names: list[str], path: Path) -> None:
+def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str) -> None:
     from certcli.report.gallery import Picture, draw_gallery
 
     def picture(shown: Exhibit) -> Picture:
@@ -175,5 +176,5 @@ def _draw(rows: list[list[Exhibit]], names: list[str], path: Path) -> None:
             norm=told,
         )
 
-    title = "image, perturbation, adversarial image; below them the predictions, green when right"
+    title = f"{about}: {len(rows)} attacked images\nimage, perturbation, their sum; classes in blue where right"
     draw_gallery([[picture(shown) for shown in row] for row in rows], path, title)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,8 +25,8 @@ class Method:
     keep: Annotated[
         float | None,
         typer.Option(
-            help="Share of first choices to keep, on held-out images: the layers' eta is found by it. 0.98 unless given; "
-            "0.95 on images made on the spot."
+            help="Share of first choices to keep, on images that take no part: the layers' eta is found by it. 0.98 "
+            "unless given; 0.95 on images made on the spot."
         ),
     ] = None
     eta: Annotated[
@@ -140,7 +141,7 @@ def constrain(
         results = _keeping(calibration, chosen, keep, witness, sink)
     constrained.remarks(results, sorted(set(paths) - calibration.called), refused, sink)
     after = network.network_upper(model, size, classes)
-    end_to_end = kept.told(witness, model, took_part=not len(unseen))
+    end_to_end = kept.told(witness, model, record, took_part=not len(unseen))
     parameters = {
         **asdict(method),
         "keep": keep,
@@ -154,7 +155,8 @@ def constrain(
     derived = checkpoint.derive(models.tensors_of(model), "constrain", parameters, data.seed)
     derived.with_evidence("constrain", {"calibration": images.name}, end_to_end).write(path, output.force)
     if layers.plot is not None:
-        constrained.plot(found, results, layers.plot, sink)
+        network_name, where = Path(source.ckpt).stem, f"{len(seen)} images of {images.name} ({images.split})"
+        constrained.plot(found, results, layers.plot, f"{network_name}: norm against output error on {where}", sink)
     sink.document(constrained.document(path, before, after, end_to_end, results))
     kept.show(end_to_end, sink)
     sink.text(f"network's bound: {before} -> {after}")

@@ -1,4 +1,4 @@
-"""What `certvit constrain` chooses and reports: images held out, layers before and after, what did not converge."""
+"""What `certvit constrain` chooses and reports: layers before and after, what did not converge."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,7 +73,7 @@ def document(path: Path, before: Any, after: Any, kept: Mapping[str, Any], resul
 def table(title: str, results: Sequence[Any], sink: Sink) -> None:
     sink.table(
         title,
-        ["layer", "before", "after", "error", "held out", "iterations", "residual", "gap", "s"],
+        ["layer", "before", "after", "error", "on others", "iterations", "gap"],
         [
             (
                 short(r.path) + (" (relu)" if r.distance == "relu" else ""),
@@ -82,13 +82,16 @@ def table(title: str, results: Sequence[Any], sink: Sink) -> None:
                 percent(r.error) + ("" if r.feasible else " infeasible"),
                 percent(r.held_out_error),
                 str(r.iterations),
-                f"{r.primal_residual:.0e}",
-                "-" if r.gap is None else f"{100 * r.gap:.2g} %",
-                f"{r.seconds:.2f}",
+                _gap(r.gap),
             )
             for r in results
         ],
     )
+
+
+def _gap(gap: float | None) -> str:
+    """How far above the least norm at most; what is smaller than a tenth of a percent is as good as none."""
+    return "-" if gap is None else "< 0.1 %" if gap < 0.001 else percent(gap)
 
 
 def remarks(results: Sequence[Any], absent: Sequence[str], refused: Mapping[str, str], sink: Sink) -> None:
@@ -119,12 +122,13 @@ def _some(paths: Sequence[str]) -> str:
     return f"{len(paths)} layer{'s' if len(paths) > 1 else ''} ({paths[0]}{', ...' if len(paths) > 1 else ''})"
 
 
-def plot(found: Mapping[str, Any], results: Sequence[Any], path: Path, sink: Sink) -> None:
+def plot(found: Mapping[str, Any], results: Sequence[Any], path: Path, title: str, sink: Sink) -> None:
     from certcli.report.pareto import draw_curves
 
     draw_curves(
         {short(name): [(point.error, point.norm) for point in curve] for name, curve in found.items()},
         {short(r.path): (r.error, r.after) for r in results},
         path,
+        title,
     )
     sink.note(f"wrote {path}")

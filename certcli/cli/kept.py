@@ -30,18 +30,26 @@ def witness(
     return found
 
 
-def told(witness: "Witness", model: "PixelModel", took_part: bool) -> dict[str, Any]:
-    """The JSON form of what `model` keeps."""
-    found = witness.compare(witness.logits(model)).to_json()
-    return {**found, "dataset": witness.images.name, "took_part": took_part}
+def told(witness: "Witness", model: "PixelModel", record: "Record", took_part: bool) -> dict[str, Any]:
+    """The JSON form of what `model` keeps. trained_on: the network has seen these images, by its record's word."""
+    images = witness.images
+    trained = (
+        record.dataset is not None
+        and images.split == "train"
+        and record.dataset in (images.name, f"torch/{images.name}")
+    )
+    about = {"dataset": images.name, "split": images.split, "took_part": took_part, "trained_on": trained}
+    return {**witness.compare(witness.logits(model)).to_json(), **about}
 
 
 def show(kept: Mapping[str, Any], sink: Sink) -> None:
     """The headline, in sentences."""
-    where = "that took part" if kept["took_part"] else "that took no part"
+    where = "that took part" if kept["took_part"] else "that took no part in this"
+    if kept["trained_on"]:
+        where += ", though in training"
     share = between(kept["agreement"], kept["agreement_interval"])
     sink.text(
-        f"kept, on {kept['images']} images of {kept['dataset']} {where}: first choice on {share}, "
+        f"kept, on {kept['images']} images of {kept['dataset']} ({kept['split']}) {where}: first choice on {share}, "
         f"logits to {100 * kept['logits_error']:.1f} %"
     )
     if kept["dataset"] == "synthetic photographs":

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from certcli.cli import options, views
+from certcli.cli import jacobians, options, views
 from certcli.cli.command import command, group
 from certcli.cli.groups import Calibration, Machine, Output, Source, Talk
 from certcli.cli.output import Gate, Sink
@@ -89,11 +89,6 @@ def lipschitz(
     views.explain(audited, lower, report["attention_weight"], sink)
     gate = _gate(audited, maximum)
     sink.document({**report, "proof": audited.found.bound.to_json()}, gate)
-    if show.plot is not None and not show.jacobian:
-        from certcli.report.layers import draw_layers
-
-        draw_layers([(row["path"], row["log10_upper"]) for row in report["layers"]], show.plot)
-        sink.note(f"wrote {show.plot}")
     if output.output is not None:
         result = {name: report[name] for name in ("upper", "log10_upper", "lower", "why", "attention_weight")}
         about = {"images": data.limit if slope.estimate else 0}
@@ -109,14 +104,40 @@ def _beside(
     found: dict[str, Any] = {}
     if show.heads:
         found["heads"] = views.show_heads(audited.model, sink)
-    if show.other is not None:
-        found["compare"] = views.compare(audited, views.audit(replace(source, ckpt=show.other), machine), sink)
+    other = None if show.other is None else views.audit(replace(source, ckpt=show.other), machine)
+    if other is not None:
+        found["compare"] = views.compare(audited, other, sink)
     found["formulas"] = [views.show_formula(name, audited, show.worst, sink) for name in show.formulas]
     if show.jacobian:
-        images = data.images(audited.checkpoint.record, sink)
-        batches = (pixels.to(machine.pick()) for _, pixels, _ in images.batches(machine.batch_size))
-        found["jacobian"] = views.show_jacobians(audited.model, batches, slope.iterations, data.seed, show.plot, sink)
+        found["jacobian"] = _jacobians(audited, other, show, slope, data, machine, sink)
+    elif show.plot is not None:
+        views.draw(audited, other, show.plot, sink)
     return found
+
+
+def _jacobians(
+    audited: Audited, other: Audited | None, show: Views, slope: Slope, data: Calibration, machine: Machine, sink: Sink
+) -> list[dict[str, Any]]:
+    """Measured at the same images for both networks; the first one's part of the report."""
+    record, device = audited.checkpoint.record, machine.pick()
+    if other is not None and other.checkpoint.record.input.size != record.input.size:
+        raise UsageError("--jacobian --compare needs networks of one input size", "leave out --compare or --jacobian")
+    images = data.images(record, sink)
+    measured = [
+        jacobians.measure(
+            name,
+            network.model,
+            lambda: (pixels.to(device) for _, pixels, _ in images.batches(machine.batch_size)),
+            slope.iterations,
+            data.seed,
+        )
+        for name, network in zip(views.labels(audited, other), [audited, *([other] if other else [])], strict=True)
+    ]
+    for found in measured:
+        jacobians.show(found, sink)
+    if show.plot is not None:
+        jacobians.draw(measured, f"{len(images)} images of {images.name} ({images.split})", show.plot, sink)
+    return measured[0].to_json()
 
 
 def _gate(audited: Audited, maximum: float | None) -> Gate:

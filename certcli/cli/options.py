@@ -21,10 +21,11 @@ class Reads:
 class Writes:
     """Marks an option whose value names a file to be written: new, or --force, and never an input (`certcli.outputs`).
 
-    resumable: with --resume a file that is there is gone on with.
+    resumable: with --resume a file that is there is gone on with. figure: the ending names the format.
     """
 
     resumable: bool = False
+    figure: bool = False
 
 
 def fraction(text: str) -> float:
@@ -72,8 +73,10 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on s
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.")]
 Plot = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="FILE.png", help="Draw the result.", rich_help_panel="Output"),
-    Writes(),
+    typer.Option(
+        "--plot", metavar="FILE", help="Draw the result: FILE.png, FILE.svg or FILE.pdf.", rich_help_panel="Output"
+    ),
+    Writes(figure=True),
 ]
 Records = Annotated[
     Path | None,

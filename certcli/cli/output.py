@@ -1,6 +1,7 @@
 """The one sink: stdout is data (tables for a person, JSON for a program), stderr is talk."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from rich.text import Text
 from certcli.cli.tables import Layout
 from certcli.errors import CertvitError
 
+WIDE = 160
+"""Characters a line where nobody says how many there are."""
 SCHEMA = 1
 """Of the documents: raised when a key that scripts may rely on changes its meaning."""
 
@@ -69,7 +72,8 @@ class Sink:
     def __init__(self, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
         self.quiet = quiet
-        self._out = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 160)
+        self._begun = False  # something is on stdout: a table stands apart from it
+        self._out = Console(file=sys.stdout, highlight=False, width=_width())
         self._err = Console(file=sys.stderr, highlight=False)
         Sink.concluded = False
 
@@ -91,23 +95,26 @@ class Sink:
             return
         cells = [[plain(cell) for cell in row] for row in rows]
         layout = Layout(columns, cells, self._out.width)
+        if self._begun:
+            self._out.print()
+        self._begun = True
         self._print(self._out, title, "bold")  # as Table's own title it would wrap at the table's width
         for part in layout.parts():
             table = Table(header_style="bold", box=None, pad_edge=False)
             for place, number in enumerate(part.columns):
-                side: Any = "left" if number == 0 or number in layout.sentences else "right"
+                side: Any = "right" if number in layout.numbers else "left"
                 width = part.widths[place] if part.widths else None
                 table.add_column(columns[number], justify=side, overflow="fold", width=width)
             for row in cells:
                 table.add_row(*(Text(row[number]) for number in part.columns))
             self._out.print(table)
-        for row in cells if layout.below else []:
-            if row[-1]:
-                self._print(self._out, f"{row[0]}: {row[-1]}")
+        for sentence, names in layout.remarks.items():
+            self._print(self._out, f"{', '.join(names)}: {sentence}")
 
     def text(self, line: str) -> None:
         """A sentence that belongs to the result."""
         if not self.as_json:
+            self._begun = True
             self._print(self._out, line)
 
     def note(self, line: str) -> None:
@@ -120,7 +127,7 @@ class Sink:
 
     def _print(self, console: Console, line: str, style: str = "") -> None:
         """The one place where words meet a terminal: no markup, no escapes; wrapped between words where a person reads."""
-        console.print(Text(plain(line), style), soft_wrap=not console.is_terminal)
+        console.print(Text(plain(line), style), soft_wrap=not console.is_terminal and "COLUMNS" not in os.environ)
 
     @contextmanager
     def progress(self, label: str, total: int | None) -> Iterator["Bar"]:
@@ -148,5 +155,11 @@ class Bar:
         self._progress.update(self._task, advance=steps, remark=plain(remark))
 
 
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
+def _width() -> int | None:
+    """Characters a line: the terminal's or COLUMNS, as rich finds them; without both (a file, a pipe) WIDE."""
+    return None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else WIDE
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """A share in percent; what rounds to nothing has no sign."""
+    return "-" if share is None else f"{round(100 * share, digits) + 0.0:.{digits}f} %"

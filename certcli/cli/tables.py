@@ -1,10 +1,12 @@
 """How a table fits a terminal: names and numbers stay whole, headings and sentences are wrapped between their words.
 
-What does not fit side by side stands one below the other: sentences of a last column follow the table, a line each, and the
-columns that are left over make a second table under the same names.
+What does not fit side by side stands one below the other: sentences of a last column follow the table, a line each (equal
+ones once, for all their rows), and the columns that are left over make a second table under the same names. Numbers stand
+right, words left.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +15,8 @@ LONGEST_WHOLE = 24
 NARROWEST_SENTENCES = 30
 """Characters a line that sentences must have, to stand in a table."""
 GAP = 2
+_NUMBER = re.compile(r"[<>=~]*\s*[-+]?(\d|inf\b|none\b|$)")
+"""What a cell of a column of numbers begins with; one that has none says "-", "none" or nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,27 @@ class Layout:
         widths = self._widths(range(len(self.columns)))
         return widths is None or widths[last] < NARROWEST_SENTENCES
 
+    @cached_property
+    def numbers(self) -> frozenset[int]:
+        """Columns in which every cell is a number, or stands for one that is not there."""
+        return frozenset(
+            number
+            for number in range(1, len(self.columns))
+            if number not in self.sentences and all(_NUMBER.match(row[number]) for row in self.rows)
+        )
+
+    @cached_property
+    def remarks(self) -> Mapping[str, list[str]]:
+        """The sentences that follow the table: each with the first cells of the rows that say it, in their order."""
+        found: dict[str, list[str]] = {}
+        for row in self.rows if self.below else []:
+            if row[-1]:
+                found.setdefault(row[-1], []).append(row[0])
+        return found
+
     def parts(self) -> Iterator[Part]:
         left = list(range(1, len(self.columns) - self.below))
-        while True:
+        while left or not self.below:
             count = len(left)
             while count > 1 and self._widths((0, *left[:count])) is None:
                 count -= 1

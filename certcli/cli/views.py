@@ -1,11 +1,12 @@
-"""An audit and its views: layers, blocks, two checkpoints side by side, published formulas, Jacobians of blocks."""
+"""An audit and its views: layers, blocks, two checkpoints side by side, published formulas."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from certcli.cli import blocks
 from certcli.cli.groups import Calibration, Machine, Source
-from certcli.cli.output import Sink, stated
+from certcli.cli.output import Sink, percent, stated
 
 if TYPE_CHECKING:
     from certcli.checkpoint import Checkpoint
@@ -98,7 +99,7 @@ def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
         return
     charges = list(found.charges)
     if not layers:
-        _show_blocks(found, worst, sink)
+        blocks.show(found, worst, sink)
         return
     total = sum(max(charge.constant.log10(), 0.0) for charge in charges if float(charge.constant) > 0) or 1.0
     if worst:
@@ -112,7 +113,7 @@ def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
                 charge.kind,
                 "x".join(str(n) for n in weight_shape(model, charge.path) or ()),
                 str(charge.constant),
-                f"{100 * max(charge.constant.log10(), 0.0) / total:.0f} %" if float(charge.constant) > 0 else "0 %",
+                percent(max(charge.constant.log10(), 0.0) / total if float(charge.constant) > 0 else 0.0, 0),
                 str(charge.cumulative),
                 charge.why,
             )
@@ -137,14 +138,10 @@ def show_heads(model: Any, sink: Sink) -> list[dict[str, Any]]:
     rows = head_norms(model)
     sink.table(
         "Spectral norms head by head (proven)",
-        ["layer", "map", "heads"],
-        [(row.path, row.map, "  ".join(f"{norm:.3g}" for norm in row.upper)) for row in rows],
+        ["layer and map", "heads"],
+        [(f"{row.path} {row.map}", "  ".join(f"{norm:.3g}" for norm in row.upper)) for row in rows],
     )
     return [{"path": row.path, "map": row.map, "upper": list(row.upper)} for row in rows]
-
-
-def _ratio(before: Any, after: Any) -> Any:
-    return after / before if before.finite and after.finite and float(before) > 0 else after
 
 
 def explain(audited: Audited, lower: float | None, share: float | None, sink: Sink) -> None:
@@ -162,63 +159,28 @@ def explain(audited: Audited, lower: float | None, share: float | None, sink: Si
         sink.text(f"attention has little weight here: at most {share:.2g} of a block's residual sum")
 
 
-def _show_blocks(found: Any, worst: bool, sink: Sink) -> None:
-    """One row a block, with its share of the network's logarithm."""
-    blocks = [
-        (path or "(network)", kind, _ratio(before, after), after)
-        for path, kind, before, after in found.blocks
-        if path and path.count(".") <= 1
-    ]
-    named = {path for path, *_ in found.blocks}
-    blocks += [  # single layers outside every block, such as the final norm
-        (charge.path, charge.kind, charge.constant, charge.cumulative)
-        for charge in found.charges
-        if charge.path.count(".") == 0 and charge.path not in named
-    ]
-    if found.blocks and found.upper.finite:
-        before_last = found.blocks[-1][3]  # the last scope to close is the network itself, its final map still pending
-        if before_last.finite and before_last > 0.0:
-            blocks.append(("(last linear map)", "Linear", found.upper / before_last, found.upper))
-    whole = abs(found.upper.log10()) if found.upper.finite and float(found.upper.mantissa) > 0 else 0.0
-    names = [row[0] for row in blocks]
-    if worst:
-        blocks.sort(key=lambda row: row[2], reverse=True)
-    sink.table(
-        "Blocks: proven constant, share of the network's logarithm, cumulative constant from the pixels",
-        ["block", "kind", "constant", "share", "cumulative"],
-        [
-            (
-                name,
-                kind,
-                str(constant),
-                _share(name, constant, whole, names),
-                str(after),
-            )
-            for name, kind, constant, after in blocks
-        ],
-    )
+def labels(one: Audited, other: Audited | None) -> list[str]:
+    """What the networks are called side by side: two files of one name are told apart."""
+    names = [Path(audited.name).name.removesuffix(".safetensors") for audited in (one, other) if audited is not None]
+    return [names[0], f"{names[1]} (compared)"] if len(set(names)) < len(names) else names
 
 
-def _share(name: str, constant: Any, whole: float, names: list[str]) -> str:
-    """Of the logarithm; not for a container whose parts have rows of their own."""
-    contains = any(other.startswith(name + ".") for other in names)
-    if contains or whole < 1e-9 or not constant.finite or constant == 0.0:
-        return ""
-    return f"{100 * constant.log10() / whole:.0f} %"
+def draw(one: Audited, other: Audited | None, path: Path, sink: Sink) -> None:
+    """Constants layer by layer, of both networks where there are two."""
+    from certcli.report.layers import draw_layers
 
-
-def block_constants(found: Any) -> dict[str, Any]:
-    return {path: _ratio(before, after) for path, _, before, after in found.blocks if path.count(".") <= 1}
+    drawn = {}
+    for label, audited in zip(labels(one, other), [one] if other is None else [one, other], strict=True):
+        rows = report_of(audited, None)["layers"]
+        drawn[f"{label}: bound {audited.found.upper}"] = [(row["path"], row["log10_upper"]) for row in rows]
+    draw_layers(drawn, path, "Where the bound comes from, layer by layer")
+    sink.note(f"wrote {path}")
 
 
 def compare(one: Audited, other: Audited, sink: Sink) -> dict[str, Any]:
     """Two audits side by side, block by block."""
     first, second = one.found, other.found
-    left, right = block_constants(first), block_constants(second)
-    paths = list(dict.fromkeys([*left, *right]))
-    rows = [(path or "(network)", str(left.get(path, "-")), str(right.get(path, "-"))) for path in paths]
-    rows.append(("upper bound", str(first.upper), str(second.upper)))
-    sink.table("Constants side by side (proven)", ["block", one.name, other.name], rows)
+    blocks.side_by_side(dict(zip(labels(one, other), (first, second), strict=True)), sink)
     return {"other_log10_upper": second.upper.log10() if second.upper.finite else None, "other_why": second.bound.why}
 
 
@@ -242,55 +204,3 @@ def show_formula(name: str, audited: Audited, worst: bool, sink: Sink) -> dict[s
         "log10_total": result.log10_total,
         "layers": [{"path": path, "value": value} for path, value in result.layers],
     }
-
-
-def show_jacobians(model: Any, batches: Any, iterations: int, seed: int, plot: Path | None, sink: Sink) -> list[Any]:
-    """Largest singular value of every block at real images; the Hoelder bound beside it on small nets."""
-    import torch
-
-    from certcli.lipschitz.jacobian import block_norms, hoelder_bounds
-
-    measured: dict[str, list[torch.Tensor]] = {}
-    hoelder: dict[str, list[torch.Tensor]] = {}
-    for images in batches:
-        for path, values in block_norms(model, images, iterations, seed).items():
-            measured.setdefault(path, []).append(values.cpu())
-        if not hoelder:  # dense Jacobians of one batch are comparison enough
-            for path, values in hoelder_bounds(model, images[:2]).items():
-                hoelder.setdefault(path, []).append(values.cpu())
-    rows = []
-    for path, parts in measured.items():
-        values = torch.cat(parts)
-        above = float(hoelder[path][0].mean()) if path in hoelder else None
-        rows.append(
-            {
-                "path": path,
-                "mean": float(values.mean()),
-                "deviation": float(values.std(correction=0)),
-                "largest": float(values.max()),
-                "hoelder_bound_mean": above,
-                "images": len(values),
-            }
-        )
-    sink.table(
-        "Largest singular value of each block's Jacobian at real images (measured, not a bound)",
-        ["block", "mean", "deviation", "largest", "sqrt(norm1 norminf)"],
-        [
-            (
-                str(row["path"]),
-                f"{row['mean']:.4g}",
-                f"{row['deviation']:.3g}",
-                f"{row['largest']:.4g}",
-                "-" if row["hoelder_bound_mean"] is None else f"{row['hoelder_bound_mean']:.4g}",
-            )
-            for row in rows
-        ],
-    )
-    if not rows:
-        sink.text("no repeated blocks found in this network")
-    if plot is not None and rows:
-        from certcli.report.violin import draw_violins
-
-        draw_violins({path: torch.cat(parts).tolist() for path, parts in measured.items()}, plot)
-        sink.note(f"wrote {plot}")
-    return rows

@@ -3,10 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from certcli.report.canvas import figure
-
-_CERTIFIED = ("#4477aa", "#228833", "#aa3377", "#66ccee")
-_ATTACKED = "#cc6677"
+from certcli.report.canvas import SERIES, VERMILION, figure
 
 
 def draw_certified(
@@ -18,9 +15,9 @@ def draw_certified(
     """
     count = len(next(iter(certified.values())))
     end = 1.15 * max([farthest, *attacked]) or 1.0
-    with figure(path, (6.4, 4.0)) as axes:
+    with figure(path, (6.4, 4.2), title) as axes:
         grid = [end * step / 400 for step in range(401)]
-        for (label, radii), color in zip(certified.items(), _CERTIFIED * len(certified)):
+        for (label, radii), color in zip(certified.items(), SERIES * len(certified)):
             share = [100 * sum(radius > at or (at == 0 and radius >= 0) for radius in radii) / count for at in grid]
             axes.fill_between(grid, share, step="post", color=color, alpha=0.15)
             axes.step(grid, share, where="post", color=color, label=f"{label}, n = {count}")
@@ -28,11 +25,10 @@ def draw_certified(
             points = [(at, 100 * share) for at, share in sorted(attacked.items())]
             points.append((end, points[-1][1]))
             # what withstands a radius withstands smaller ones: between two radii the left value is an upper bound
-            axes.step(*zip(*points), where="post", color=_ATTACKED, label=f"attacked (measured), n = {count}")
-            axes.plot(*zip(*points[:-1]), linestyle="none", marker="o", markersize=4, color=_ATTACKED)
+            axes.step(*zip(*points), where="post", color=VERMILION, label=f"attacked (measured), n = {count}")
+            axes.plot(*zip(*points[:-1]), linestyle="none", marker="o", markersize=4, color=VERMILION)
         axes.set_xlim(0, end)
         axes.set_ylim(0, 102)
         axes.set_xlabel("radius (l2, pixels in [0, 1])")
         axes.set_ylabel("accuracy (%)")
-        axes.set_title(title, fontsize=9)
-        axes.legend(frameon=False)
+        axes.legend()

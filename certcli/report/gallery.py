@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from certcli.report.canvas import figure
+from certcli.report.canvas import BLUE, VERMILION, figure
 
-_RIGHT, _WRONG = "#228833", "#cc3311"
+_RIGHT, _WRONG = BLUE, VERMILION
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,9 @@ def draw_gallery(rows: Sequence[Sequence[Picture]], path: Path, title: str) -> N
     Each perturbation is drawn around grey, magnified until its largest change of a pixel fills the range.
     """
     networks = len(rows[0])
-    with figure(path, (1.0 + 2.1 * 3 * networks, 0.6 + 2.5 * len(rows))) as whole:
+    with figure(path, (1.0 + 2.1 * 3 * networks, 0.6 + 2.5 * len(rows)), title) as whole:
         canvas = whole.figure
         whole.remove()
-        canvas.suptitle(title, fontsize=9)
         for pictures, axes in zip(rows, canvas.subplots(len(rows), 3 * networks, squeeze=False), strict=True):
             for number, picture in enumerate(pictures):
                 _triple(picture, axes[3 * number : 3 * number + 3])
@@ -49,8 +48,8 @@ def _triple(picture: Picture, axes: Sequence[Any]) -> None:
     _show(left, picture.image)
     _show(middle, 0.5 + factor * delta)
     _show(right, picture.adversarial)
-    left.set_title(picture.heading, fontsize=8, loc="left")
-    middle.set_title(f"shown {factor:.3g} times", fontsize=8, loc="left")
+    left.set_title(picture.heading, fontsize=10, loc="left")
+    middle.set_title(f"shown {factor:.3g} times", fontsize=10, loc="left")
     _caption(left, picture.clean_class, _RIGHT if picture.clean_right else _WRONG)
     _caption(middle, picture.norm, "#333333")
     _caption(right, picture.found_class, _RIGHT if picture.found_right else _WRONG)
@@ -69,4 +68,4 @@ def _show(axes: Any, image: Tensor) -> None:
 
 
 def _caption(axes: Any, text: str, colour: str) -> None:
-    axes.set_xlabel(text if len(text) <= 34 else text[:33] + "…", fontsize=8, color=colour)
+    axes.set_xlabel(text if len(text) <= 34 else text[:33] + "…", fontsize=10, color=colour)
