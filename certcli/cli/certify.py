@@ -119,7 +119,7 @@ def certify(
     gate = Gate()
     demand, radii = certified.demand(wanted.minimum, wanted.epsilon)
     certified.require_methods(wanted.methods, wanted.records)
-    output.claim(source, wanted, data)
+    output.claim(source, wanted, noise, data)
     sink = talk.sink()
     checkpoint = source.open()
     images = data.images(checkpoint.record, sink)
