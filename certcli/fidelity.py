@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from certcli import data
 from certcli.calibration import DIGITS, PHOTOGRAPHS
+from certcli.doubts import image_doubts
 from certcli.errors import DataError
 from certcli.images import Images
 from certcli.intervals import share_interval
@@ -95,10 +96,7 @@ class Witness:
         count, classes = self.before.shape
         if count < FEW:
             found.append(f"only {count} images judge the result, which says little: a larger --limit")
-        if self.images.classes:
-            (_, pixels, _), channels = next(self.images.batches(min(count, 8))), record.input.size[0]
-            if channels == 3 and bool((pixels == pixels[:, :1]).all()):
-                found.append(f"the images of {self.images.name} are grey, the network sees colour")
+        found += [doubt for doubt in image_doubts(self.images, record.input.size[0]) if count > 1]
         choices = len(self.before.argmax(1).unique())
         if choices == 1 and count > 1:
             found.append("all images get the same first choice: their agreement says nothing")

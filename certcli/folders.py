@@ -59,7 +59,24 @@ def _class_folder(folder: Path, spec: InputSpec, split: str) -> Images:
     def fetch(positions: Sequence[int]) -> Tensor:
         return torch.stack([decode(paths[position]) for position in positions])
 
-    return Images(folder.name, split, tuple(classes), torch.tensor(labels), torch.arange(len(paths)), fetch)
+    note = _sizes(paths, spec)
+    return Images(folder.name, split, tuple(classes), torch.tensor(labels), torch.arange(len(paths)), fetch, note)
+
+
+def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:
+    """A note where one of a few images is smaller than what the network takes, or has the colours that it does not see."""
+    channels, height, width = spec.size
+    for path in paths[:: max(1, len(paths) // 8)]:
+        try:
+            with Image.open(path, formats=Decoder.FORMATS) as image:
+                (across, down), bands = image.size, image.getbands()
+        except (OSError, ValueError, Image.DecompressionBombError):
+            continue  # said when it is read
+        if across < width or down < height:
+            return f"images such as {path.name}, {down}x{across}, are enlarged to {height}x{width}"
+        if channels == 1 and len(bands) >= 3:
+            return f"images such as {path.name} are in colour, and the network sees grey"
+    return ""
 
 
 def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str]]:

@@ -1,10 +1,11 @@
 """Checkpoints that certvit did not write: a downloaded file, a folder from the hub, a timm or hf-hub name.
 
-Nothing is guessed. Heads, mean or standard deviation cannot be read off tensors; what is missing is named.
+Heads, mean or standard deviation cannot be read off tensors: what was taken from where is told with the checkpoint
+(`Opened.reading`), what is missing is named, and where a file fits two networks the user is asked.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,27 @@ import timm
 from certcli import models
 from certcli.arch_args import arch_arguments
 from certcli.checkpoint import Checkpoint, read_tensors, require_numbers
+from certcli.described import config_beside, config_path, describe, require_consistent
 from certcli.errors import ArchitectureError, CheckpointError, Refused, UsageError, one_line
-from certcli.provenance import KEY, InputSpec, Record
-from certcli.schema import LONGEST_RECORD, LONGEST_TEXT, decode_config, is_name, require_pixels, require_statistics
+from certcli.provenance import KEY, Record
+from certcli.reading import RECORD, Reading, reading_of, rival
+from certcli.schema import LONGEST_TEXT, is_name, require_statistics
 
 _TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 
 
 @dataclass(frozen=True)
 class Hints:
-    """What the user says about a foreign file: --arch, --arch-arg, --mean, --std."""
+    """What the user says about a foreign file: --arch, --arch-arg, --mean, --std.
+
+    as_stated: whether that and config.json are believed where the tensors fit another network too.
+    """
 
     arch: str | None = None
     arch_args: Mapping[str, Any] = field(default_factory=dict)
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    as_stated: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -43,12 +50,28 @@ class Hints:
             raise UsageError(str(refusal), "see --arch-arg, --mean and --std; pixels are in [0, 1]") from refusal
 
     @property
-    def given(self) -> bool:
-        return bool(self.arch or self.arch_args or self.mean or self.std)
+    def given(self) -> list[str]:
+        """The options that say something about the network, as they are spelled."""
+        named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std}
+        arguments = [f"--arch-arg {key}" for key in self.arch_args]
+        return [option for option, value in named.items() if value] + arguments
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint, and what was assumed in reading it."""
+
+    checkpoint: Checkpoint
+    reading: Reading
 
 
 def open_checkpoint(source: str, hints: Hints | None = None) -> Checkpoint:
     """A checkpoint from a file, a folder with model.safetensors, a timm name or an `hf-hub:` name."""
+    return read(source, hints).checkpoint
+
+
+def read(source: str, hints: Hints | None = None) -> Opened:
+    """`open_checkpoint`, and what is assumed of the network. ArchitectureError where the file fits two networks."""
     hints = hints or Hints()
     path = Path(source)
     try:
@@ -72,7 +95,7 @@ def open_checkpoint(source: str, hints: Hints | None = None) -> Checkpoint:
     )
 
 
-def _from_file(path: Path, hints: Hints) -> Checkpoint:
+def _from_file(path: Path, hints: Hints) -> Opened:
     metadata: dict[str, str] = {}
     if not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
@@ -81,20 +104,49 @@ def _from_file(path: Path, hints: Hints) -> Checkpoint:
     else:
         tensors, metadata = read_tensors(path)
     if KEY in metadata:
-        return Checkpoint(tensors, Record.from_json(metadata[KEY]))
-    config = path.parent / "config.json"
-    if hints.arch is None and config.is_file():
-        record = _from_config(config, hints, metadata)
-    elif hints.arch is not None:
-        record = _from_hints(hints, tensors, metadata, path)
-    else:
+        return _with_record(Checkpoint(tensors, Record.from_json(metadata[KEY])), path, hints)
+    config, doubts = config_beside(path, hints)
+    if hints.arch is None and config is None:
         raise ArchitectureError(f"{path} {_appearance(tensors)}", _MISSING_HINT)
-    checkpoint = Checkpoint(tensors, record)
-    models.load_weights(models.build(record, like=tensors), tensors)  # refuse now what would not load later
-    return checkpoint
+    description = describe(path, hints, config, tensors)
+    record = replace(description.record, foreign=_short(metadata))
+    net = models.build(record, like=tensors)
+    try:
+        models.load_weights(net, tensors)  # refuse now what would not load later
+    except ArchitectureError as failure:
+        if hints.arch is None and not hints.arch_args:
+            raise ArchitectureError(
+                failure.message, f"does {config_path(path)} belong to another file? Name the architecture with --arch"
+            ) from failure
+        raise
+    if config is not None:
+        require_consistent(config, net, config_path(path), hints)
+    if not hints.as_stated:
+        why = rival(record, tensors, hints.arch_args)
+        if why is not None:
+            raise ArchitectureError(
+                f"which network is {path.name}? {why}",
+                "--as-stated if it was trained with these arguments; else leave them out",
+            )
+        if config is not None and (why := rival(record, tensors, config.model_args)) is not None:
+            doubts.append(f"config.json is believed: {why}")
+    reading = reading_of(net, record, description.origins, doubts=doubts)
+    return Opened(Checkpoint(tensors, reading.noted(record)), reading)
 
 
-_MISSING_HINT = "put timm's config.json beside it, or pass --arch NAME --arch-arg num_heads=... --mean ... --std ..."
+def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> Opened:
+    """A file of certvit's own: its record says everything, whatever the options say."""
+    doubts = []
+    if hints.given:
+        doubts.append(f"{path.name} carries its own record: {', '.join(hints.given)} ignored")
+    net = models.build(checkpoint.record, like=checkpoint.tensors)
+    return Opened(checkpoint, reading_of(net, checkpoint.record, {}, RECORD, doubts))
+
+
+_MISSING_HINT = (
+    "put timm's config.json beside it, or pass --arch NAME, with --arch-arg num_heads=... --mean ... --std ... where it is "
+    "not timm's own"
+)
 
 
 def _appearance(tensors: Mapping[str, Tensor]) -> str:
@@ -109,84 +161,6 @@ def _appearance(tensors: Mapping[str, Tensor]) -> str:
         f"looks like a timm vision transformer (width {width}, depth {depth}, patch {patch}, {channels} channels), but "
         "its number of heads, mean and std cannot be known from its tensors"
     )
-
-
-def _from_config(config: Path, hints: Hints, metadata: Mapping[str, str]) -> Record:
-    """timm's config.json: architecture, model_args, num_classes and pretrained_cfg."""
-    try:
-        if config.stat().st_size > LONGEST_RECORD:
-            raise Refused(f"more than {LONGEST_RECORD:,} bytes")
-        stated = decode_config(config.read_bytes())
-    except (Refused, OSError) as failure:
-        raise CheckpointError(
-            f"{config} cannot be used: {one_line(failure)}", "it needs what timm writes: architecture, num_classes, ..."
-        ) from failure
-    about = stated.pretrained_cfg
-    arguments = dict(stated.model_args)
-    if stated.num_classes is not None:
-        arguments.setdefault("num_classes", stated.num_classes)
-    missing = [
-        name
-        for name, value in (
-            ("input_size", about.input_size),
-            ("mean", hints.mean or about.mean),
-            ("std", hints.std or about.std),
-        )
-        if value is None
-    ]
-    classes = arguments.get("num_classes", about.num_classes)
-    if classes is None:
-        missing.append("num_classes")
-    if missing:
-        raise ArchitectureError(f"{config} does not say {', '.join(missing)}", "add it, or pass --mean and --std")
-    assert about.input_size is not None
-    if not isinstance(classes, int):
-        raise CheckpointError(f"{config} cannot be used: num_classes is no number")
-    spec = _input(
-        about.input_size,
-        hints.mean or about.mean or (),
-        hints.std or about.std or (),
-        about.interpolation,
-        about.crop_pct,
-    )
-    arguments |= hints.arch_args
-    return Record(stated.architecture, arguments, spec, classes, foreign=_short(metadata))
-
-
-def _from_hints(hints: Hints, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> Record:
-    """--arch and what goes with it; mean, std, crop and interpolation are timm's own for that name unless given."""
-    arguments = dict(hints.arch_args)
-    head = tensors.get("head.weight", tensors.get("head.fc.weight"))
-    if "num_classes" not in arguments and head is not None and head.dim():
-        arguments["num_classes"] = int(head.shape[0])
-    assert hints.arch is not None
-    net = models.create(hints.arch, arguments, initialise=False, like=tensors)
-    config: Mapping[str, Any] = getattr(net, "pretrained_cfg", None) or {}
-    mean, std = hints.mean or config.get("mean"), hints.std or config.get("std")
-    if not mean or not std:
-        raise ArchitectureError(
-            f"{path} does not say how its images were normalised, and timm has no configuration of '{hints.arch}'",
-            "pass --mean and --std, one value a channel",
-        )
-    size = models.input_size_of(net) or tuple(config.get("input_size") or (0, 0, 0))
-    channels = arguments.get("in_chans", max(size[0], len(hints.mean or ()), len(hints.std or ())))
-    side = arguments.get("img_size") or size[1:]
-    height, width = (side, side) if isinstance(side, int) else tuple(side)
-    view = (str(config.get("interpolation") or "bicubic"), float(config.get("crop_pct") or 1.0))
-    spec = _input((channels, int(height), int(width)), mean, std, *view)
-    return Record(hints.arch, arguments, spec, models.classes_of(net), foreign=_short(metadata))
-
-
-def _input(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float], *rest: Any) -> InputSpec:
-    """One value of mean or std stands for every channel; ArchitectureError when they fit no image in [0, 1]."""
-    means, stds = (list(values) * size[0] if len(values) == 1 else list(values) for values in (mean, std))
-    try:
-        require_pixels(size, means, stds)
-    except Refused as refusal:
-        raise ArchitectureError(
-            str(refusal), "one mean and one positive std a channel, of pixels in [0, 1]"
-        ) from refusal
-    return InputSpec(size, tuple(means), tuple(stds), *rest)
 
 
 def _short(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -217,7 +191,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _from_hub(name: str, hints: Hints) -> Checkpoint:
+def _from_hub(name: str, hints: Hints) -> Opened:
     """The files of a hub's repository through the same door as a downloaded folder: timm would also unpickle what it holds.
 
     name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.
@@ -236,7 +210,7 @@ def _from_hub(name: str, hints: Hints) -> Checkpoint:
     return _from_file(path, hints)
 
 
-def _from_timm(name: str, hints: Hints) -> Checkpoint:
+def _from_timm(name: str, hints: Hints) -> Opened:
     """Pretrained weights through timm's own loader."""
     if name.startswith("certvit_"):
         raise CheckpointError(f"{name} has no published weights", f"certvit init {name} -o {name}.safetensors")
@@ -249,8 +223,23 @@ def _from_timm(name: str, hints: Hints) -> Checkpoint:
         ) from failure
     about: Any = net.pretrained_cfg or {}
     arch = str(about.get("architecture", name)).split(".")[0]
-    spec = models.spec_of(net, size=models.input_size_of(net))
+    spec = models.spec_of(net, size=models.input_size_of(net), mean=hints.mean, std=hints.std)
     record = Record(arch=arch, arch_args=dict(hints.arch_args), input=spec, classes=models.classes_of(net))
     tensors = {key: value.detach().clone() for key, value in net.state_dict().items()}
     require_numbers(tensors, name)
-    return Checkpoint(tensors, record)
+    why = None if hints.as_stated else rival(record, tensors, hints.arch_args)
+    if why is not None:
+        raise ArchitectureError(f"{name} is not published with these arguments: {why}", "--as-stated if it is meant")
+    doubts = [] if hints.arch is None else [f"{name} names its architecture: --arch ignored"]
+    doubts += [
+        f"{name} was published with {option[2:]} {published}, {option} says otherwise"
+        for option, given, published in (
+            ("--mean", hints.mean, about.get("mean")),
+            ("--std", hints.std, about.get("std")),
+        )
+        if given is not None and published is not None and set(given) != set(published)
+    ]
+    origins = dict.fromkeys(hints.arch_args, "--arch-arg")
+    origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
+    reading = reading_of(net, record, origins, "timm's own", doubts)
+    return Opened(Checkpoint(tensors, reading.noted(record)), reading)

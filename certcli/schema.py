@@ -129,8 +129,8 @@ class PretrainedFields(Struct):
     input_size: tuple[Channels, Side, Side] | None = None
     mean: PerChannel | None = None
     std: PerChannel | None = None
-    interpolation: Interpolation = "bicubic"
-    crop_pct: CropPct = 1.0
+    interpolation: Interpolation | None = None
+    crop_pct: CropPct | None = None
     num_classes: Classes | None = None
 
 
@@ -139,6 +139,8 @@ class ConfigFields(Struct):
 
     architecture: Name
     num_classes: Classes | None = None
+    num_features: Any = None
+    global_pool: Any = None
     model_args: Json = {}
     pretrained_cfg: PretrainedFields = msgspec.field(default_factory=PretrainedFields)
 

@@ -175,7 +175,8 @@ def test_a_folder_from_the_hub(tiny: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     opened = open_checkpoint(str(tmp_path))
     assert tensors_digest(opened.tensors) == tensors_digest(tiny.tensors)
-    assert opened.record.foreign == {"format": "pt"}
+    assert opened.record.foreign.keys() == {"format", "assumed"}
+    assert "heads 2 (config.json)" in opened.record.foreign["assumed"]
     del config["pretrained_cfg"]["mean"]  # type: ignore[attr-defined]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ArchitectureError, match="mean"):

@@ -1,18 +1,28 @@
 """What is read of others' files: networks by words, what is assumed of them, and traps in which a wrong network fits."""
 
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from certcli import models
+from certcli.doubts import chance_doubt, image_doubts
 from certcli.enclosure.domain import LocalNetwork
 from certcli.enclosure.form import l2_ball
 from certcli.errors import ArchitectureError
+from certcli.foreign import Hints, open_checkpoint, read
+from certcli.images import Images
 from certcli.lipschitz.network import prove
 from certcli.nn.norms import TokenBatchNorm
 from certcli.provenance import InputSpec
+from certcli.reading import OWN, RECORD
+from tests.test_console import certvit
 
 RGB = InputSpec((3, 32, 32), (0.5,) * 3, (0.5,) * 3)
 
@@ -79,3 +89,174 @@ def test_eps_is_that_of_every_norm() -> None:
     assert {module.eps for module in net.modules() if isinstance(module, nn.LayerNorm)} == {1e-5}
     own = models.create("convnext_atto", {"norm_eps": 1e-3}, initialise=False)  # timm's constructor knows the word
     assert 1e-3 in {getattr(module, "eps", None) for module in own.modules()}
+
+
+@dataclass(frozen=True)
+class Trap:
+    """A file called `name` with the weights of certvit_vit_digits, beside it `config`, read with `hints`."""
+
+    hints: Hints
+    said: str
+    name: str = "model.safetensors"
+    config: dict[str, Any] | None = None
+    beside: str = ""
+
+
+ARCH = "certvit_vit_digits"
+CONFIG: dict[str, Any] = {
+    "architecture": ARCH,
+    "num_classes": 10,
+    "num_features": 64,
+    "global_pool": "token",
+    "pretrained_cfg": {"input_size": [1, 8, 8], "mean": [0.5], "std": [0.5], "crop_pct": 0.9},
+}
+
+
+def given(**arguments: Any) -> Hints:
+    return Hints(ARCH, arguments)
+
+
+def trap_file(trap: Trap, folder: Path) -> str:
+    net = models.create(ARCH, {}, initialise=True)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(3.0)  # attention and GELU far from linear
+    save_file(net.state_dict(), folder / trap.name)
+    if trap.beside:
+        save_file(net.state_dict(), folder / trap.beside)
+    if trap.config is not None:
+        (folder / "config.json").write_text(json.dumps(trap.config))
+    return str(folder / trap.name)
+
+
+QUESTIONS = {
+    "heads": Trap(given(num_heads=8), r"num_heads=8 and without \(heads 4\)"),
+    "heads, with a config": Trap(Hints(None, {"num_heads": 8}), "num_heads=8", config=CONFIG),
+    "activation": Trap(given(act_layer="relu"), r"act_layer=relu and without \(activation GELU\)"),
+    "pooling": Trap(given(global_pool="avg", fc_norm=False), r"pooling token"),
+    "eps": Trap(given(norm_eps=1.0), "norm_eps=1"),
+    "config of another architecture": Trap(Hints(), "is called vit_tiny", "vit_tiny_patch16_224.safetensors", CONFIG),
+    "config of another family": Trap(Hints(), "the file is called deit", "deit-a1b2.safetensors", CONFIG),
+    "config of the file beside it": Trap(Hints(), "lies there too", "n.safetensors", CONFIG, "model.safetensors"),
+    "config of other features": Trap(Hints(), "num_features 192", config={**CONFIG, "num_features": 192}),
+    "config of another pooling": Trap(Hints(), "global_pool avg", config={**CONFIG, "global_pool": "avg"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_file_that_fits_two_networks_is_a_question(name: str, tmp_path: Path) -> None:
+    trap = QUESTIONS[name]
+    path = trap_file(trap, tmp_path)
+    with pytest.raises(ArchitectureError, match=trap.said) as asked:
+        open_checkpoint(path, trap.hints)
+    assert asked.value.code == 4
+    assert "--as-stated" in asked.value.hint
+    open_checkpoint(path, replace(trap.hints, as_stated=True))  # the answer
+
+
+WARNINGS = {
+    "statistics": Trap(Hints(None, {}, (0.4,)), "--mean says 0.4, config.json 0.5: the option is taken", config=CONFIG),
+    "arguments": Trap(
+        Hints(None, {"drop_rate": 0.1}), "drop_rate says 0.1, config.json 0.2",
+        config={**CONFIG, "model_args": {"drop_rate": 0.2}},
+    ),
+    "architecture": Trap(given(), "config.json vit_tiny_patch16_224: it is not used",
+                         config={**CONFIG, "architecture": "vit_tiny_patch16_224"}),
+    "config of the file beside it": Trap(given(), "lies there too", "n.safetensors", CONFIG, "model.safetensors"),
+    "a config that departs": Trap(Hints(), "config.json is believed: the tensors fit .* num_heads=8",
+                                  config={**CONFIG, "model_args": {"num_heads": 8}}),
+    "a broken config": Trap(given(), "not used: .*config.json", config={"architecture": 5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_what_is_overruled_is_said(name: str, tmp_path: Path) -> None:
+    trap = WARNINGS[name]
+    opened = read(trap_file(trap, tmp_path), trap.hints)
+    assert len(opened.reading.doubts) == 1
+    assert re.search(trap.said, opened.reading.doubts[0])
+
+
+AGREED = {
+    "nothing given": Trap(given(), ""),
+    "the same heads": Trap(given(num_heads=4), ""),
+    "torch's eps": Trap(given(norm_eps=1e-5), ""),
+    "a config": Trap(Hints(), "", config=CONFIG),
+    "a config by name": Trap(given(), "", config=CONFIG),
+    "one mean for all": Trap(Hints(None, {}, (0.5,), (0.5,)), "", config=CONFIG),
+    "a lone file of another name": Trap(Hints(), "", "best.safetensors", CONFIG),
+}
+
+
+@pytest.mark.parametrize("name", AGREED)
+def test_what_agrees_is_no_question(name: str, tmp_path: Path) -> None:
+    trap = AGREED[name]
+    assert read(trap_file(trap, tmp_path), trap.hints).reading.doubts == ()
+
+
+def test_a_network_of_ones_own_needs_no_confirmation(tmp_path: Path) -> None:
+    own = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "in_chans": 1, "num_classes": 10}
+    net = models.create("vit_tiny_patch16_224", {**own, "num_heads": 4}, initialise=True)
+    save_file(net.state_dict(), tmp_path / "m.safetensors")
+    hints = Hints("vit_tiny_patch16_224", {**own, "num_heads": 4, "act_layer": "relu"}, (0.5,), (0.5,))
+    assert read(str(tmp_path / "m.safetensors"), hints).reading.doubts == ()
+
+
+def test_each_fact_says_where_it_came_from(tmp_path: Path) -> None:
+    hints = Hints(None, {"norm_eps": 1e-5}, (0.25,))
+    told = read(trap_file(Trap(hints, "", config=CONFIG), tmp_path), hints)
+    facts = {fact.name: (fact.value, fact.origin) for fact in told.reading.facts}
+    assert facts == {
+        "architecture": (ARCH, "config.json"),
+        "heads": ("4", OWN),
+        "norm": ("LayerNorm eps 1e-05", "--arch-arg"),
+        "activation": ("GELU", OWN),
+        "pooling": ("token", OWN),
+        "mean": ("0.25", "--mean"),
+        "std": ("0.5", "config.json"),
+        "images": ("1x8x8 bicubic, crop 0.9", "config.json"),
+    }
+    told.checkpoint.write(tmp_path / "ours.safetensors")
+    again = read(str(tmp_path / "ours.safetensors"), Hints(ARCH, {"num_heads": 8}, (0.1,)))
+    assert {fact.origin for fact in again.reading.facts} == {RECORD}
+    assert again.reading.doubts == (
+        "ours.safetensors carries its own record: --arch, --mean, --arch-arg num_heads ignored",
+    )
+    assert again.checkpoint.digest == told.checkpoint.digest
+    assert "1e-05 (--arch-arg)" in again.checkpoint.record.foreign["assumed"]
+
+
+def test_every_report_says_it(tmp_path: Path) -> None:
+    path = trap_file(Trap(Hints(), "", config=CONFIG), tmp_path)
+    code, out, err = certvit("lipschitz", path, "--mean", "0.4", "--no-estimate", "--json")
+    assert code == 0
+    network = json.loads(out)["network"]
+    assert network["mean"] == {"value": "0.4", "from": "--mean"}
+    assert network["doubts"] == ["--mean says 0.4, config.json 0.5: the option is taken"]
+    assert network["doubts"][0] in err
+    code, out, _ = certvit(
+        "certify", path, "--dataset", "digits", "--limit", "20", "--method", "lipschitz", "-e", "0.1"
+    )
+    assert out.startswith("network: certvit_vit_digits (config.json); heads 4")
+
+
+PHOTOGRAPHS = [(30, "color"), (30, "grey"), (1, "color")]
+
+
+@pytest.mark.parametrize(("count", "kind"), PHOTOGRAPHS)
+def test_images_that_say_little_are_said(count: int, kind: str) -> None:
+    pixels = torch.rand(count, 3 if kind == "color" else 1, 4, 4).expand(-1, 3, -1, -1)
+    labels = torch.zeros(count, dtype=torch.long)
+    images = Images("some", "test", ("a", "b"), labels, torch.arange(count), lambda chosen: pixels[list(chosen)])
+    said = " ".join(image_doubts(images, 3))
+    assert ("are grey" in said) == (kind == "grey")
+    assert ("one image" in said) == (count == 1)
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "classes", "doubted"),
+    [(0, 8, 1000, True), (2, 8, 10, False), (0, 8, 10, True), (10, 100, 10, True), (30, 100, 10, False), (1, 1, 10, False),
+     (0, 1, 10, False), (50, 100, 2, True), (20, 30, 2, False), (480, 1000, 2, True)],
+)  # fmt: skip
+def test_an_accuracy_about_chance_is_doubted(right: int, count: int, classes: int, doubted: bool) -> None:
+    assert (chance_doubt(right, count, classes) is not None) == doubted

@@ -105,7 +105,7 @@ def adapt(
         return
     path = output.target("adapt", source.ckpt, source, data, state=KEY)
     state_path = beside(path, "state")
-    checkpoint = source.open()
+    checkpoint = source.open(sink)
     images = data.images(checkpoint.record, sink)
     seen, unseen = hold_out(images)
     pixels = compact(batch for _, batch, _ in seen.batches(256))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from certcli.cli import attacked
+from certcli.cli import attacked, inputs
 from certcli.cli.attack_options import Attacks, Chosen, Results
 from certcli.cli.command import command
 from certcli.cli.groups import Machine, Output, Source, Talk
@@ -38,7 +38,7 @@ def attack(
     output.claim(source, wanted, chosen, results)
     sink, gate = talk.sink(), Gate()
     settings, stages = wanted.plan(chosen.seed, chosen.only_certified is not None)
-    checkpoint = source.open()
+    checkpoint = source.open(sink)
     crafted_on, compared = (_second(path, checkpoint, source.ckpt) for path in (wanted.crafted_on, results.compare))
     certificates = None
     if chosen.only_certified is not None:
@@ -58,6 +58,8 @@ def attack(
     attacked.gate_of(findings, results.minimum, gate)
     sink.document(document, gate)
     attacked.table(sink, findings, f"{images.name} ({images.split})", crafted_on is not None, certificates is not None)
+    if certificates is None:
+        inputs.doubt_accuracy(document["clean"], images, checkpoint, sink)
     session.show(found, results, compared, Path(source.ckpt).stem, output.force)
     if output.output is not None:
         parameters = parameters_of(tasks, settings, **told)

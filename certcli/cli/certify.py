@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from certcli.cli import options
+from certcli.cli import inputs, options
 from certcli.cli.command import command, group
 from certcli.cli.groups import Evaluation, Machine, Output, Source, Talk
 from certcli.cli.local_options import Local
@@ -121,7 +121,7 @@ def certify(
     certified.require_methods(wanted.methods, wanted.records)
     output.claim(source, wanted, noise, data)
     sink = talk.sink()
-    checkpoint = source.open()
+    checkpoint = source.open(sink)
     images = data.images(checkpoint.record, sink)
     attacked = certified.attacked_shares(wanted.attack_records, checkpoint.digest, images)
     given = {
@@ -143,6 +143,8 @@ def certify(
     document = certified_view.document(results, reason, checkpoint.digest, images)
     sink.document(document, gate)
     certified_view.table(results, images, attacked, sink)
+    if methods[0] != "smoothing":  # whose network is another one: this one under noise
+        inputs.doubt_accuracy(first.found.clean, images, checkpoint, sink)
     if wanted.plot is not None:
         certified_view.plot(results, attacked, Path(source.ckpt).stem, images, wanted.plot, radii[-1], sink)
     if output.output is not None:

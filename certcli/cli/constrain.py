@@ -111,7 +111,7 @@ def constrain(
     sink = talk.sink()
     chosen, memory = method.options(), _bytes(layers.memory)
     path = output.target("constrain", source.ckpt, source, data, layers)
-    checkpoint = source.open()
+    checkpoint = source.open(sink)
     record = checkpoint.record
     size, classes = record.input.size, record.classes
     images = data.images(record, sink)

@@ -22,7 +22,7 @@ def open_for_plan(source: "Source", seed: int, sink: Sink) -> "Checkpoint":
     from certcli.cli.inputs import fresh
 
     if Path(source.ckpt).exists() or not timm.is_model(source.ckpt):
-        return source.open()
+        return source.open(sink)
     sink.note("nothing is downloaded for a plan: the bounds are those of random weights")
     given = source.hints()
     return fresh(source.ckpt, dict(given.arch_args), given, seed)

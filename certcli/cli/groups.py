@@ -31,14 +31,21 @@ class Source:
     arch_arg: options.ArchArg = field(default_factory=list)
     mean: options.Mean = None
     std: options.Std = None
+    norm_eps: options.NormEps = None
+    as_stated: options.AsStated = False
 
     def hints(self) -> Hints:
-        return inputs.hints(self.arch, self.arch_arg, self.mean, self.std)
+        return inputs.hints(self.arch, self.arch_arg, self.mean, self.std, self.norm_eps, self.as_stated)
 
-    def open(self) -> Checkpoint:
-        from certcli.foreign import open_checkpoint
+    def open(self, sink: Sink) -> Checkpoint:
+        """The checkpoint; what is assumed in reading it is said, and stands in the document."""
+        from certcli.foreign import read
 
-        return open_checkpoint(self.ckpt, self.hints())
+        opened = read(self.ckpt, self.hints())
+        for doubt in opened.reading.doubts:
+            sink.warn(doubt)
+        sink.assumes(opened.reading.line(), opened.reading.to_json())
+        return opened.checkpoint
 
 
 @group("Images")

@@ -46,10 +46,18 @@ def return_large_blocks() -> None:
             ctypes.CDLL(None).mallopt(-3, 4 * 2**20)  # M_MMAP_THRESHOLD
 
 
-def hints(arch: str | None, arch_args: list[str], mean: str | None, std: str | None) -> Hints:
+def hints(
+    arch: str | None,
+    arch_args: list[str],
+    mean: str | None,
+    std: str | None,
+    norm_eps: float | None = None,
+    as_stated: bool = False,
+) -> Hints:
     from certcli.foreign import Hints
 
-    return Hints(arch, parse_arguments(arch_args), _floats("--mean", mean), _floats("--std", std))
+    arguments = parse_arguments(arch_args) | ({} if norm_eps is None else {"norm_eps": norm_eps})
+    return Hints(arch, arguments, _floats("--mean", mean), _floats("--std", std), as_stated)
 
 
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:
@@ -120,7 +128,25 @@ def evaluation_images(
         sink.note(images.note)
     if dataset is None:
         sink.note(f"images: {images.name} ({images.split}), which the checkpoint was trained on")
-    return images.limit(limit, seed)
+    chosen = images.limit(limit, seed)
+    doubt_images(chosen, record, sink)
+    return chosen
+
+
+def doubt_images(images: Images, record: Record, sink: Sink) -> None:
+    """Say why these images may say little about this network."""
+    from certcli.doubts import image_doubts
+
+    for doubt in image_doubts(images, record.input.size[0]):
+        sink.warn(doubt)
+
+
+def doubt_accuracy(share: float, images: Images, checkpoint: Checkpoint, sink: Sink) -> None:
+    """Say it where the share of right answers is about chance, or far below what the record knows."""
+    from certcli.doubts import accuracy_doubts
+
+    for doubt in accuracy_doubts(round(share * len(images)), len(images), checkpoint):
+        sink.warn(doubt)
 
 
 def calibration_images(

@@ -81,8 +81,8 @@ def lipschitz(
 
     output.claim(source, show, data)
     return_large_blocks()
-    audited = views.audit(source, machine)
-    lower = views.lower_bound(audited, data, slope.iterations, machine.batch_size, sink) if slope.estimate else None
+    audited = views.audit(source, machine, sink)
+    lower = _slope(audited, slope, data, machine, sink) if slope.estimate else None
     report = views.report_of(audited, lower)
     views.show_bound(audited, show.layers, show.worst, sink)
     report |= _beside(audited, source, show, slope, data, machine, sink)
@@ -97,6 +97,24 @@ def lipschitz(
     gate.enforce()
 
 
+def _slope(audited: Audited, slope: Slope, data: Calibration, machine: Machine, sink: Sink) -> float:
+    """The measured slope; what speaks against the images, and of labels given by name how many the network meets, is said."""
+    from certcli.cli.inputs import doubt_accuracy, doubt_images
+    from certcli.fidelity import known_labels
+
+    record = audited.checkpoint.record
+    images = data.images(record, sink)
+    doubt_images(images, record, sink)
+    labels, why = known_labels(images, record) if data.dataset is not None else (None, "")
+    if why:
+        sink.warn(why)
+    if labels is not None:
+        right = views.right_on(audited.model, images, labels, machine.batch_size)
+        sink.note(f"right on {right} of these {len(images)} images")
+        doubt_accuracy(right / len(images), images, audited.checkpoint, sink)
+    return views.lower_bound(audited, images, slope.iterations, machine.batch_size, data.seed, sink)
+
+
 def _beside(
     audited: Audited, source: Source, show: Views, slope: Slope, data: Calibration, machine: Machine, sink: Sink
 ) -> dict[str, Any]:
@@ -104,7 +122,7 @@ def _beside(
     found: dict[str, Any] = {}
     if show.heads:
         found["heads"] = views.show_heads(audited.model, sink)
-    other = None if show.other is None else views.audit(replace(source, ckpt=show.other), machine)
+    other = None if show.other is None else views.audit(replace(source, ckpt=show.other), machine, sink)
     if other is not None:
         found["compare"] = views.compare(audited, other, sink)
     found["formulas"] = [views.show_formula(name, audited, show.worst, sink) for name in show.formulas]

@@ -101,3 +101,10 @@ Arch = Annotated[str | None, typer.Option("--arch", help="timm architecture of a
 ArchArg = Annotated[list[str], typer.Option("--arch-arg", metavar="KEY=VALUE", help="Argument of --arch.")]
 Mean = Annotated[str | None, typer.Option("--mean", help="Pixel mean of a foreign file, e.g. 0.5 or 0.48,0.45,0.41.")]
 Std = Annotated[str | None, typer.Option("--std", help="Pixel standard deviation of a foreign file.")]
+NormEps = Annotated[
+    float | None, typer.Option("--norm-eps", help="eps of every norm of a foreign file, where it is not timm's own.")
+]
+AsStated = Annotated[
+    bool,
+    typer.Option("--as-stated", help="Believe --arch-arg and config.json where the tensors fit another network too."),
+]

@@ -76,10 +76,18 @@ class Sink:
         self._out = Console(file=sys.stdout, highlight=False, width=_width())
         self._err = Console(file=sys.stderr, highlight=False)
         Sink.concluded = False
+        self._network: Mapping[str, Any] | None = None
+
+    def assumes(self, line: str, network: Mapping[str, Any]) -> None:
+        """What every result here rests on: a line above it, and `network` in the document (the first of several)."""
+        self.text(line)
+        self._network = self._network or network
 
     def document(self, data: Mapping[str, Any], gate: Gate | None = None) -> None:
         """The one JSON document, or nothing for a person (who gets a table); `gate`: of a command that has gates."""
         envelope = {"schema": SCHEMA, "command": Sink.command, **data}
+        if self._network is not None:
+            envelope["network"] = self._network
         self.record(envelope if gate is None else {**envelope, "gate": gate.to_json()})
         Sink.concluded = True
 

@@ -36,7 +36,7 @@ class Training:
         reads = (order.source, order.data, order.distillation)
         self.path = order.output.target("finetune", order.source.ckpt, *reads, last=True, state=KEY)
         self.state_path, self.last_path = beside(self.path, "state"), beside(self.path, "last")
-        self.checkpoint = order.source.open()
+        self.checkpoint = order.source.open(sink)
         self.savable = True
         self.remarked = 0.0
 
@@ -80,6 +80,7 @@ class Training:
 
     def _images(self) -> tuple[Images, Images]:
         from certcli import data
+        from certcli.cli.inputs import doubt_images
         from certcli.errors import DataError
 
         record = self.checkpoint.record
@@ -94,6 +95,7 @@ class Training:
             )
             for split in ("train", "val")
         )
+        doubt_images(train, record, self.sink)
         return train.limit(self.order.data.limit, self.settings.seed), validation
 
     def _teacher(self, device: Any) -> PixelModel | None:

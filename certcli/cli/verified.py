@@ -37,7 +37,7 @@ def verify_report(path: Path, source: Source, machine: Machine, sink: Sink) -> N
     if source.ckpt:
         from certcli.verification.report import verify
 
-        found = verify(report, source.open(), machine.pick())
+        found = verify(report, source.open(sink), machine.pick())
     else:
         found = verify_laws(report)
     gate = Gate()

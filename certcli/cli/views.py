@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli import blocks
-from certcli.cli.groups import Calibration, Machine, Source
+from certcli.cli.groups import Machine, Source
 from certcli.cli.output import Sink, percent, stated
 
 if TYPE_CHECKING:
     from certcli.checkpoint import Checkpoint
+    from certcli.images import Images
     from certcli.models import PixelModel
 
 
@@ -40,27 +41,36 @@ def attention_weight(model: Any) -> float | None:
     return max(shares) if shares else None
 
 
-def audit(source: Source, machine: Machine) -> Audited:
+def audit(source: Source, machine: Machine, sink: Sink) -> Audited:
     """A checkpoint's bound, proven."""
     from certcli import models
     from certcli.lipschitz.network import prove
 
-    checkpoint = source.open()
+    checkpoint = source.open(sink)
     model = models.load(checkpoint, machine.pick())
     found = prove(model, checkpoint.record.classes)
     return Audited(Path(source.ckpt).name, checkpoint, model, found)
 
 
-def lower_bound(audited: Audited, data: Calibration, iterations: int, batch_size: int, sink: Sink) -> float:
+def right_on(model: Any, images: "Images", labels: Any, batch_size: int) -> int:
+    """How many labels the network meets."""
+    import torch
+
+    device = next(model.parameters()).device
+    with torch.inference_mode():
+        choices = [model(pixels.to(device)).argmax(1).cpu() for _, pixels, _ in images.batches(batch_size)]
+    return int((torch.cat(choices) == labels).sum())
+
+
+def lower_bound(audited: Audited, images: "Images", iterations: int, batch_size: int, seed: int, sink: Sink) -> float:
     """The largest slope that was found at images: measured, no bound."""
     from certcli.lipschitz.estimate import measure
 
-    images = data.images(audited.checkpoint.record, sink)
     device = next(audited.model.parameters()).device
     batches = (pixels.to(device) for _, pixels, _ in images.batches(batch_size))
     best = 0.0
     with sink.progress("measured slope", total=-(-len(images) // batch_size)) as bar:
-        for found in measure(audited.model, batches, iterations, data.seed):
+        for found in measure(audited.model, batches, iterations, seed):
             best = found.value
             bar.advance(remark=f">= {best:.4g}")
     return best
