@@ -57,7 +57,7 @@ def verify_records(asked: Asked, source: Source, data: Evaluation, machine: Mach
 
     assert asked.records is not None
     run, rows = read_records(asked.records, "certify")
-    checkpoint = source.open()
+    checkpoint = source.open(sink)
     require_same_network(run, checkpoint.digest, asked.records)
     method, parameters = _stated(run, asked)
     images = _images(run, checkpoint, data, asked.records, sink)
