@@ -187,9 +187,28 @@ def test_a_figure_compares_the_images_that_both_know(
     assert {radius: shares[radius] for radius in (0.1, 0.3)} == {float(r): share for r, share in left["curve"].items()}
     assert shares[0.0] == left["clean"]
     assert sum(radius > 0.3 for radius in some["lipschitz: certified (proven)"]) / 30 <= left["robust"]
-    assert title == "certified on digits (test)"
-    told = f"n = 30 of these): {100 * left['clean']:.1f} % at 0, {100 * left['curve']['0.1']:.1f} % at 0.1"
-    assert told in certvit(*words, "--attack-records", attacked).stdout
+    assert title == "certified on digits (test), n = 30"
+    told = f"30 of these images: {100 * left['clean']:.1f} % at 0, {100 * left['curve']['0.1']:.1f} % at 0.1"
+    shown = certvit(*words, "--attack-records", attacked).stdout
+    assert told in shown
+    (clean,) = [line for line in shown.splitlines() if line.startswith("clean ")]
+    assert f"{100 * left['clean']:.1f} %" in clean
+    several = certvit(
+        *words,
+        "--method",
+        "lipschitz",
+        "--method",
+        "smoothing",
+        "--method",
+        "local",
+        "--limit",
+        2,
+        "--attack-records",
+        attacked,
+    )
+    assert "local is left out: no local certificate" in several.stderr
+    (above,) = [line for line in several.stdout.splitlines() if line.startswith("attack ")]
+    assert "measured" in above
     other = workshop / "constrained.safetensors"
     for refused, named in (
         (("certify", other), "another network"),

@@ -82,16 +82,16 @@ def settle(
     images: Images,
     radii: Sequence[float],
     sink: Sink,
-) -> tuple[Sequence[str], str | None]:
-    """The methods as named; `auto` becomes the one that is worth having, with the reason, which is shown."""
+) -> tuple[Sequence[str], str | None, Mapping[str, Any]]:
+    """The methods as named; `auto` becomes the one that is worth having, with the reason, which is shown, and its options."""
     from certcli.certify.choice import choose_method
 
     if AUTO not in methods:
-        return methods, None
+        return methods, None, {}
     least = next((radius for radius in radii if radius > 0), 0.25)
     choice = choose_method(checkpoint, machine.pick(), images, least, machine.batch_size)
     sink.text(f"--method {choice.method}: {choice.reason}")
-    return [choice.method, *choice.beside], choice.reason
+    return [choice.method, *choice.beside], choice.reason, {"effort": choice.effort}
 
 
 def tuning_images(record: Record, data: Evaluation, judged: Images, sink: Sink) -> Images:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from certcli.cli.output import Sink, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from certcli.cli.certified import Result
     from certcli.images import Images
@@ -44,55 +44,60 @@ def evidence(result: Result, images: Images) -> dict[str, Any]:
 
 
 def table(results: Sequence[Result], images: Images, attacked: dict[float, dict[int, bool]], sink: Sink) -> None:
-    """One method: certified accuracy at each radius with intervals. Several: one row a method. Below, what attacks left."""
+    """One method: certified accuracy at each radius with intervals. Several: one row a method. What attacks left is above."""
     where = f"{images.name} ({images.split}), {len(images)} images"
+    left = {f"{radius:g}": sum(at.values()) / len(at) for radius, at in attacked.items()}
     if len(results) == 1:
-        _table(results[0], where, sink)
+        _table(results[0], where, left, sink)
     else:
-        _side_by_side(results, where, sink)
+        _side_by_side(results, where, left, sink)
     if attacked:
-        left = ", ".join(
-            f"{percent(sum(at.values()) / len(at))} at {radius:g}" for radius, at in sorted(attacked.items())
-        )
-        sink.text(f"attacked (measured, the network itself, n = {len(next(iter(attacked.values())))} of these): {left}")
+        count, told = len(next(iter(attacked.values()))), "what attacks leave of the network itself, without noise"
+        shown = ", ".join(f"{percent(left[f'{radius:g}'])} at {radius:g}" for radius in sorted(attacked))
+        sink.text(f"attacked (measured): {told}, {count} of these images: {shown}")
 
 
-def _side_by_side(results: Sequence[Result], where: str, sink: Sink) -> None:
+def _side_by_side(results: Sequence[Result], where: str, left: Mapping[str, float], sink: Sink) -> None:
     radii = list(results[0].found.certified)
+    above = ("attack", "measured", percent(left.get("0")), *(percent(left.get(e)) for e in radii), "-", "-")
     sink.table(
         where,
         ["method", "promise", "clean", *(f"certified at {e}" for e in radii), "average radius", "seconds an image"],
         [
-            (
-                result.certifier.method,
-                result.certifier.promise,
-                percent(result.found.clean),
-                *(percent(result.found.certified[e]) for e in radii),
-                f"{result.found.average_radius:.4g}",
-                "-" if result.seconds is None else f"{result.seconds:.3g}",
-            )
-            for result in results
+            *([above] if left else []),
+            *(
+                (
+                    result.certifier.method,
+                    result.certifier.promise,
+                    percent(result.found.clean),
+                    *(percent(result.found.certified[e]) for e in radii),
+                    f"{result.found.average_radius:.4g}",
+                    "-" if result.seconds is None else f"{result.seconds:.3g}",
+                )
+                for result in results
+            ),
         ],
     )
     for result in results:
         sink.text(f"{result.certifier.method}: {result.certifier.title}. {result.certifier.statement}")
 
 
-def _table(result: Result, where: str, sink: Sink) -> None:
+def _table(result: Result, where: str, left: Mapping[str, float], sink: Sink) -> None:
     found = result.found
 
-    def between(name: str) -> str:
+    def row(radius: str, name: str, share: float) -> tuple[str, ...]:
         low, high = found.intervals[name]
-        return f"{100 * low:.1f} to {100 * high:.1f}"
+        beside = (percent(left.get("0" if name == "clean" else name)),) if left else ()
+        return radius, *beside, percent(share), f"{100 * low:.1f} to {100 * high:.1f}"
 
-    rows = [("clean", percent(found.clean), between("clean"))]
-    rows += [(e, percent(share), between(e)) for e, share in found.certified.items()]
-    columns = ["radius (pixel l2)", "certified accuracy", "95 % interval"]
+    rows = [row("clean", "clean", found.clean), *(row(e, e, share) for e, share in found.certified.items())]
+    beside = ["after attacks"] if left else []
+    columns = ["radius (pixel l2)", *beside, "certified accuracy", "95 % interval"]
     sink.table(f"{where}; {result.certifier.title}", columns, rows)
     if found.abstained:
         sink.text(f"abstained: {percent(found.abstained)}")
-    if result.seconds is not None and result.seconds >= 0.01:
-        sink.text(f"{result.seconds:.3g} seconds an image")
+    taken = f"; {result.seconds:.3g} seconds an image" if result.seconds is not None and result.seconds >= 0.01 else ""
+    sink.text(f"average radius: {found.average_radius:.4g} (0 where the prediction is wrong){taken}")
     sink.text(result.certifier.statement)
 
 
@@ -124,5 +129,5 @@ def plot(
         label = f"{certifier.method}: certified ({promise})"
         curves[label] = [certificate.radius if certificate.correct else -1.0 for certificate in shown]
     shares = {radius: sum(left.values()) / len(left) for radius, left in attacked.items()}
-    draw_certified(curves, shares, path, farthest, f"{network} on {images.name} ({images.split})")
+    draw_certified(curves, shares, path, farthest, f"{network} on {images.name} ({images.split}), n = {len(common)}")
     sink.note(f"wrote {path}")

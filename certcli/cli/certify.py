@@ -109,6 +109,7 @@ def certify(
 ) -> None:
     """Share of the images that are classified correctly, certified, within each pixel l2 radius."""
     from certcli.cli import certified, certified_view, rechecked
+    from certcli.errors import NoBoundError
 
     if wanted.verify is not None or wanted.sample is not None:
         asked = rechecked.Asked(wanted.verify, wanted.sample, wanted.methods, noise.denoiser)
@@ -132,12 +133,21 @@ def certify(
         "radii": radii,
         "tuning_images": lambda: certified.tuning_images(checkpoint.record, data, images, sink),
     }
-    methods, reason = certified.settle(wanted.methods, checkpoint, machine, images, radii, sink)
+    methods, reason, chosen = certified.settle(wanted.methods, checkpoint, machine, images, radii, sink)
+    given |= chosen
     files = [(wanted.records, wanted.resume)] + [(None, False)] * (len(methods) - 1)  # records are of the first
-    results = [
-        certified.run(method, checkpoint, images, given, machine, radii, records, resume, output.force, sink)
-        for method, (records, resume) in zip(methods, files, strict=True)
-    ]
+    results: list[certified.Result] = []
+    for method, (records, resume) in zip(methods, files, strict=True):
+        try:
+            found = certified.run(
+                method, checkpoint, images, given, machine, radii, records, resume, output.force, sink
+            )
+        except NoBoundError as failure:
+            if not results:  # gate and document speak of the first: no other may stand in its place
+                raise
+            sink.warn(f"{method} is left out: {failure.message}")
+        else:
+            results.append(found)
     first = results[0]
     demand.ask(first.found, gate)
     document = certified_view.document(results, reason, checkpoint.digest, images)
@@ -146,7 +156,7 @@ def certify(
     if methods[0] != "smoothing":  # whose network is another one: this one under noise
         inputs.doubt_accuracy(first.found.clean, images, checkpoint, sink)
     if wanted.plot is not None:
-        certified_view.plot(results, attacked, Path(source.ckpt).stem, images, wanted.plot, radii[-1], sink)
+        certified_view.plot(results, attacked, _name(source.ckpt), images, wanted.plot, radii[-1], sink)
     if output.output is not None:
         about = {"dataset": images.name, "split": images.split, "limit": data.limit, "seed": data.seed}
         for result in reversed(results):  # the first named comes last, where `log` looks for it
@@ -155,3 +165,9 @@ def certify(
         checkpoint.write(output.output, output.force)
         sink.note(f"wrote {output.output}")
     gate.enforce()
+
+
+def _name(ckpt: str) -> str:
+    """A network as a figure names it: its file's stem, or that of the folder it lies in."""
+    path = Path(ckpt)
+    return path.parent.name if path.stem == "model" and path.parent.name else path.stem
