@@ -24,6 +24,7 @@ SMOOTHING = ("--method", "smoothing", "--sigma", 0.1, "--n0", 16, "--samples", 1
 MADE: dict[str, tuple[str, tuple[object, ...]]] = {
     "lipschitz": ("certified", ("-e", 0.1)),
     "local": ("plain", ("--method", "local", "-e", 0.01)),
+    "norms": ("plain", ("--method", "local", "--effort", "norms", "-e", 0.001)),
     "smoothing": ("plain", SMOOTHING),
 }
 
@@ -103,14 +104,14 @@ def abstaining(row: Row) -> None:
 
 
 FORGERIES: list[tuple[Callable[[Row], None], tuple[str, ...]]] = [
-    (grown, ("lipschitz", "smoothing")),  # of local, a search that began elsewhere may have found it
-    (doubled, ("lipschitz", "local", "smoothing")),
-    (other_class, ("lipschitz", "local", "smoothing")),
-    (other_label, ("lipschitz", "local", "smoothing")),
-    (certain, ("lipschitz", "local", "smoothing")),
-    (other_method, ("lipschitz", "local", "smoothing")),
-    (beyond, ("lipschitz", "local", "smoothing")),
-    (abstaining, ("lipschitz", "local", "smoothing")),
+    (grown, ("lipschitz", "norms", "smoothing")),  # of local, a search that began elsewhere may have found it
+    (doubled, ("lipschitz", "local", "norms", "smoothing")),
+    (other_class, ("lipschitz", "local", "norms", "smoothing")),
+    (other_label, ("lipschitz", "local", "norms", "smoothing")),
+    (certain, ("lipschitz", "local", "norms", "smoothing")),
+    (other_method, ("lipschitz", "local", "norms", "smoothing")),
+    (beyond, ("lipschitz", "local", "norms", "smoothing")),
+    (abstaining, ("lipschitz", "local", "norms", "smoothing")),
     (all_hits, ("smoothing",)),
 ]
 
