@@ -293,7 +293,7 @@ def test_auto_says_which_certificate_is_worth_having(
     assert because in found["reason"]
     assert [part["method"] for part in found.get("methods", [found])] == methods
     if stem == "certified":
-        assert f"\n--method {methods[0]}: " in certvit(*words).stdout
+        assert f"--method {methods[0]}: " in certvit(*words).stdout
 
 
 def test_sigma_is_chosen_on_other_images_with_other_noise(workshop: Path) -> None:
