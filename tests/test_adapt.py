@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from certcli import data, models
 from certcli.adapt.families import family_of
+from certcli.adapt.keep import Keeper
 from certcli.adapt.plan import plan
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import ATTENTIONS, AdaptSettings, settings_for
@@ -54,11 +55,26 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """One small member of each family."""
 
+_SIZES = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 5}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cait": ("cait_xxs24_224", _SIZES),
+    "xcit": ("xcit_nano_12_p16_224", _SIZES),
+    "beit": ("beit_base_patch16_224", _SIZES),
+    "beit2": ("beitv2_base_patch16_224", _SIZES),
+    "eva": ("eva_giant_patch14_224", _SIZES),
+    "eva02": ("eva02_tiny_patch14_224", _SIZES),
+    "relative": ("vit_relpos_small_patch16_224", _SIZES),
+    "swin2": ("swinv2_tiny_window8_256", {"img_size": 32, "window_size": 2, "embed_dim": 8, "depths": (1, 1),
+                                          "num_heads": (2, 2), "num_classes": 5}),
+    "efficientformer": ("efficientformer_l1", {"depths": (1, 1, 1, 2), "embed_dims": (8, 8, 8, 16), "num_classes": 5}),
+}  # fmt: skip
+"""Families that `--goal keep` serves and whose attentions are not replaced: (name, arguments)."""
+
 
 def make(name: str) -> Checkpoint:
     """Random weights, larger than those that timm starts from: the identity would be too easy to adapt."""
-    arch, arguments = SMALL[name]
-    side = arguments["img_size"]
+    arch, arguments = (SMALL | OTHERS)[name]
+    side = arguments.get("img_size", 224)
     spec = models.spec_of(models.create(arch, arguments, initialise=False), size=(3, side, side))
     fresh = models.initialise(arch, arguments, spec, 5, seed=0)
     generator = torch.Generator().manual_seed(1)
@@ -78,6 +94,10 @@ def pixels(checkpoint: Checkpoint, count: int = 24) -> Tensor:
 
 
 def run(checkpoint: Checkpoint, settings: AdaptSettings, images: Tensor) -> tuple[list[Replaced], Checkpoint]:
+    if not settings.refit:
+        keeper = Keeper(checkpoint, settings, images, CPU)
+        list(keeper.run())
+        return keeper.records, keeper.result()
     adapter = Adapter(checkpoint, settings, images, CPU)
     return list(adapter.run()), adapter.result()
 
@@ -119,23 +139,37 @@ def test_every_family_keeps_its_function_under_other_residuals(name: str, residu
         assert logit_error(result, original, images) < (1e-2 if residual == "convex" else 1e-4)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, *OTHERS])
 def test_every_family_keeps_its_answers_under_the_goal_keep(name: str) -> None:
     """A finite bound, a smaller one, and the same function on the images whose deviations were seen."""
     original = make(name)
-    images = pixels(original)
+    images = pixels(original, 5)
     records, result = run(original, settings_for("keep"), images)
     before, after = (bound_network(models.load(each), each.record.input.size, 5).upper for each in (original, result))
     assert after.finite
     assert after < before
-    norms = {item.path for item in result.record.surgery if item.kind == "floor-norm"}
-    assert norms
-    assert {item.kind for item in result.record.surgery} <= {"floor-norm", "identity"}
-    assert [record.path for record in records] == [records[-1].path]  # one record ends the run: there is nothing to fit
+    assert {item.path for item in result.record.surgery} == {record.path for record in records}
+    assert {item.kind for item in result.record.surgery} == {"floor-norm"}
     floors = [float(value) for key, value in result.tensors.items() if key.endswith("floor")]
     # each norm differs by eps / (2 floor^2) at most, which later layers may turn into ten times as much
-    eps = 1e-5 if "swin" in name else 1e-6
+    eps = max(part.eps for part in models.load(original).modules() if isinstance(part, nn.LayerNorm))
     assert logit_error(result, original, images) < 10 * sum(eps / (2 * floor**2) for floor in floors)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_cannot_be_replaced_is_said_in_a_line(name: str) -> None:
+    """Which network, which attention, where; and what serves it."""
+    with pytest.raises(ArchitectureError) as refusal:
+        plan(make(name).record, settings_for("certify"))
+    assert "how its blocks are put together" in refusal.value.message
+    assert "\n" not in refusal.value.message
+    assert "--goal keep" in refusal.value.hint
+
+
+@pytest.mark.parametrize("name", ["levit_128s", "certvit_4c3f"])
+def test_a_network_without_layernorms_has_nothing_to_keep(name: str) -> None:
+    with pytest.raises(ArchitectureError, match="no LayerNorm over the last dimension"):
+        plan(_ready_made(name).record, settings_for("keep"))
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -293,7 +327,7 @@ def _ready_made(arch: str, **arguments: Any) -> Checkpoint:
 @pytest.mark.parametrize(
     ("arch", "arguments", "named"),
     [
-        ("certvit_4c3f", {}, "SmallConvNet, which has no attention"),
+        ("certvit_4c3f", {}, "SmallConvNet, which has no attention: there is none to replace"),
         ("vit_tiny_patch16_224", {"depth": 1, "qk_norm": True}, "blocks.0.attn: .*qk_norm"),
         ("vit_tiny_patch16_224", {"depth": 1, "norm_layer": "rmsnorm"}, "blocks.0.norm1: RmsNorm"),
         ("vit_tiny_patch16_224", {"depth": 1, "global_pool": "map"}, "attn_pool"),

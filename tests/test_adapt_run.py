@@ -190,6 +190,9 @@ def test_a_network_without_attention_is_refused(tmp_path: Path, plain: Checkpoin
     assert certvit("init", "certvit_4c3f", "-o", tmp_path / "cnn.safetensors").exit_code == 0
     told = certvit("adapt", tmp_path / "cnn.safetensors", "--dry-run")
     assert isinstance(told.exception, ArchitectureError)
+    assert "no LayerNorm" in told.exception.message
+    told = certvit("adapt", tmp_path / "cnn.safetensors", "--dry-run", "--goal", "certify")
+    assert isinstance(told.exception, ArchitectureError)
     assert "no attention" in told.exception.message
 
 

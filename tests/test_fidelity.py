@@ -14,8 +14,7 @@ from certcli import data, models
 from certcli.calibration import synthetic_photographs
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
-from certcli.constrain.keep import ERROR_SHARE
-from certcli.fidelity import Fidelity, Witness, known_labels
+from certcli.fidelity import ERROR_SHARE, Fidelity, Witness, known_labels
 from certcli.images import Images
 from certcli.provenance import InputSpec
 

@@ -95,27 +95,40 @@ def _convit_body(net: Any) -> list[Section]:
 
 
 _VIT_ENDS = ("norm", "fc_norm")
-_FAMILIES: dict[type[nn.Module], Family] = {
+FAMILIES: dict[type[nn.Module], Family] = {
     VisionTransformer: Family("ViT", _vit_embed, _blocks, _vit_end, ("norm_pre",), _VIT_ENDS, "head"),
     VisionTransformerDistilled: Family("DeiT", _vit_embed, _blocks, _vit_end, ("norm_pre",), _VIT_ENDS, "head"),
     SwinTransformer: Family("Swin", _swin_embed, _swin_body, _vit_end, ("patch_embed.norm",), ("norm",), "head.fc"),
     ConVit: Family("ConViT", _convit_embed, _convit_body, _vit_end, (), ("norm",), "head"),
 }
+KEEP = "--goal keep puts floors under the LayerNorms of any network, and leaves the rest"
+
 _BLOCKS = (Block, SwinTransformerBlock, ConvitBlock)
 
 
 def family_of(net: nn.Module) -> Family:
-    """The family of a network, adapted or not; ArchitectureError names what adapt does not know."""
-    known = ", ".join(kind.__name__ for kind in _FAMILIES)
-    family = _FAMILIES.get(type(net))
+    """The family of a network, adapted or not; ArchitectureError says what adapt would have to know."""
+    family = FAMILIES.get(type(net))
     if family is None:
-        lacking = "" if any("attn" in name or "attention" in name for name, _ in net.named_modules()) else (
-            ", which has no attention"
-        )  # fmt: skip
-        raise ArchitectureError(f"adapt knows {known}, not {type(net).__name__}{lacking}")
+        kind, known = type(net).__name__, ", ".join(each.__name__ for each in FAMILIES)
+        paths = attentions(net)
+        if not paths:
+            raise ArchitectureError(f"this is a {kind}, which has no attention: there is none to replace", KEEP)
+        what = type(net.get_submodule(paths[0])).__name__
+        raise ArchitectureError(
+            f"attention and residuals are replaced in {known}; of {kind} it is not known how its blocks are put together, "
+            f"nor what could stand for its {what} ({paths[0]})",
+            KEEP,
+        )
     if getattr(net, "attn_pool", None) is not None:
         raise ArchitectureError(f"attn_pool is a {type(net.attn_pool).__name__}: adapt knows no pooling by attention")
     return family
+
+
+def attentions(net: nn.Module) -> list[str]:
+    """Paths of the modules that are attentions by their class's name, from first to last."""
+    words = ("attention", "attn", "gpsa", "mhsa", "xca")
+    return [path for path, part in net.named_modules() if path and any(w in type(part).__name__.lower() for w in words)]
 
 
 def require_known_blocks(net: nn.Module, family: Family) -> None:

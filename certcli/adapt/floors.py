@@ -5,6 +5,7 @@ white), whose flat patches have smaller deviations than most: on a ViT-Tiny the 
 photographs is that of blank images, and of its last ones that of synthetic photographs.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,9 +32,9 @@ def least_floors(teacher: Any, student: Any, images: Tensor, batch_size: int) ->
             pairs.append((path, teacher.net.get_submodule(path), new))
     least = deviations(teacher, [old for _, old, _ in pairs], images, batch_size)
     for (path, old, new), floor in zip(pairs, least, strict=True):
-        floor = max(floor, 1e-6)
+        floor = max(floor, 1e-6) if math.isfinite(floor) else 1.0  # a norm that is never called
         new.floor.fill_(floor)
-        yield Replaced(path, type(old).__name__, f"FloorNorm above {floor:.3g}", old.eps / (2 * floor * floor))
+        yield Replaced(path, type(old).__name__, f"FloorNorm, floor {floor:.3g}", old.eps / (2 * floor * floor))
 
 
 def deviations(teacher: Any, norms: Sequence[nn.Module], images: Tensor, batch_size: int) -> list[float]:

@@ -10,6 +10,7 @@ from certcli import models
 from certcli.adapt.families import Family, Section, family_of, require_known_blocks, token_counts
 from certcli.adapt.settings import ACTIVATIONS, ATTENTIONS, NORMS, RESIDUALS, AdaptSettings
 from certcli.errors import ArchitectureError
+from certcli.nn.norms import floor_fits
 from certcli.provenance import Record, Replacement
 
 
@@ -21,6 +22,8 @@ def plan(record: Record, settings: AdaptSettings) -> tuple[Replacement, ...]:
             "start from the checkpoint before adapt",
         )
     net = models.build(record)
+    if not settings.refit:
+        return _floor_plan(net)
     family = family_of(net)
     require_known_blocks(net, family)
     # a mixing matrix has the size of the sequence
@@ -36,6 +39,19 @@ def plan(record: Record, settings: AdaptSettings) -> tuple[Replacement, ...]:
         found += _norm_plan(net, path, path, settings)
     if settings.head is not None:
         found.append(Replacement("", "flat-head", {"widths": list(settings.head)}))
+    _try_out(net, found)
+    return tuple(found)
+
+
+def _floor_plan(net: nn.Module) -> tuple[Replacement, ...]:
+    """A floor under each LayerNorm over the last dimension, of any network: its other parts are not looked at."""
+    found = [Replacement(path, "floor-norm") for path, part in net.named_modules() if path and floor_fits(part)]
+    if not found:
+        norms = {type(part).__name__ for part in net.modules() if "norm" in type(part).__name__.lower()}
+        raise ArchitectureError(
+            f"this {type(net).__name__} has no LayerNorm over the last dimension, hence none that a floor could help"
+            + (f"; its norms: {', '.join(sorted(norms))}" if norms else "")
+        )
     _try_out(net, found)
     return tuple(found)
 

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from certcli import models
+from certcli.adapt.keep import floored
 from certcli.adapt.plan import plan
 from certcli.adapt.run import operate
 from certcli.adapt.settings import AdaptSettings
@@ -49,7 +50,9 @@ def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True
     """The plan with its figures; computes no activations of images. ArchitectureError names what is not known."""
     replacements = plan(checkpoint.record, settings)
     teacher = models.load(checkpoint)
-    student, _ = operate(checkpoint, settings, teacher)
+    student = (
+        operate(checkpoint, settings, teacher)[0] if settings.refit else floored(checkpoint, replacements, teacher)
+    )
     return Preview(
         tuple(_change(item, teacher.net, student.net) for item in replacements),
         _cost(teacher, checkpoint, bounds),

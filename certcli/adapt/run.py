@@ -12,7 +12,6 @@ from certcli.adapt.carry import Scales, carry_over, input_maps, reads_linearly
 from certcli.adapt.distil import Distiller
 from certcli.adapt.families import Half, family_of, token_counts
 from certcli.adapt.fit import Fitter
-from certcli.adapt.floors import least_floors
 from certcli.adapt.plan import folded, plan
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import fold_center_norm
@@ -51,8 +50,6 @@ class Adapter:
     @property
     def steps(self) -> int:
         """How many records a whole run yields, about: the steps of the body, the end, the epochs of distillation."""
-        if not self.settings.refit:
-            return 1
         return len(self.fitter.family.body(self.student.net)) + 1 + self.settings.distill_epochs
 
     @property
@@ -63,10 +60,6 @@ class Adapter:
         """Closed forms, blocks and distillation, as far as the settings ask for them and from where a state left off."""
         state = self._resumed
         if self.settings.epochs < 0:
-            return
-        if not self.settings.refit:
-            self.records = list(least_floors(self.teacher, self.student, self.images, self.settings.batch_size))
-            yield self.records[-1]
             return
         whole = len(self.fitter.family.body(self.student.net)) + 1
         if state is None or state.done < whole:

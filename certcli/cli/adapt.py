@@ -1,17 +1,15 @@
-"""certvit adapt: a ViT, DeiT, Swin or ConViT becomes Lipschitz-continuous and keeps what it knew."""
+"""certvit adapt: a vision transformer becomes Lipschitz-continuous, and keeps what it knew or is ready to be trained."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from certcli.cli import kept
+from certcli.cli import adapted, kept
 from certcli.cli.command import command, group
 from certcli.cli.groups import Calibration, Machine, Output, Source, Talk, beside
-from certcli.cli.output import Sink, percent, stated
+from certcli.cli.output import percent, stated
 
 if TYPE_CHECKING:
-    from certcli.adapt.run import Adapter
     from certcli.adapt.settings import AdaptSettings
 
 
@@ -23,6 +21,13 @@ class Surgery:
         str,
         typer.Option(help="keep: the network answers as it did; certify: parts for training against the bound."),
     ] = "keep"
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            help="Of --goal keep: share of first choices to keep while more is changed for a lower bound, on images that "
+            "choose. 0.98 with --dataset; else 1, which changes norms alone."
+        ),
+    ] = None
     attention: Annotated[
         str | None,
         typer.Option(help="l2 (Kim et al., tied), l2-untied-value, scsa, lnorm, conv, orthogonal; keep or dp."),
@@ -89,9 +94,8 @@ def adapt(
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Turn a ViT, DeiT, Swin or ConViT into a Lipschitz-continuous one, block by block, fitted to the old one's outputs."""
+    """Put Lipschitz parts in the place of others: the network keeps its answers, or is made ready for certified training."""
     from certcli.adapt.pixels import compact
-    from certcli.adapt.run import Adapter
     from certcli.adapt.state import KEY
     from certcli.calibration import hold_out
     from certcli.cli.dry_run import open_for_plan, show_plan
@@ -100,6 +104,7 @@ def adapt(
 
     sink = talk.sink()
     settings = _settings(surgery, fitting, machine.batch_size, data.seed)
+    adapted.check(surgery.keep, settings)
     if plan.dry_run:
         show_plan(open_for_plan(source, data.seed, sink), settings, plan.bounds, sink)
         return
@@ -108,15 +113,18 @@ def adapt(
     checkpoint = source.open(sink)
     images = data.images(checkpoint.record, sink)
     seen, unseen = hold_out(images)
-    pixels = compact(batch for _, batch, _ in seen.batches(256))
-    adapter = Adapter(checkpoint, settings, pixels, machine.pick())
+    keep = adapted.usual_share(settings, images, unseen) if surgery.keep is None else surgery.keep
+    learnt, choosing = hold_out(seen, 3) if keep < 1 else (seen, None)
+    pixels = compact(batch for _, batch, _ in learnt.batches(256))
+    adapter = adapted.begin(checkpoint, settings, pixels, machine.pick(), keep, choosing)
     witness = kept.witness(adapter.teacher, seen, unseen, checkpoint.record, machine.batch_size, sink)
     require_own_state(state_path, KEY, adapter.identity, output.force or fitting.resume)
-    _fit(adapter, state_path, fitting.resume, sink)
+    adapted.fit(adapter, state_path, fitting.resume, sink)
     result = adapter.result()  # first: it folds norms, and what is told is of the network as it is written
     end_to_end = kept.told(witness, adapter.student, checkpoint.record, took_part=not len(unseen))
     before, after = (prove(model, checkpoint.record.classes).upper for model in (adapter.teacher, adapter.student))
-    result.with_evidence("adapt", {"calibration": images.name}, end_to_end).write(path, output.force)
+    trade = adapted.trade_document(adapter)
+    result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}).write(path, output.force)
     discard_state(state_path, KEY, adapter.identity)
     parts = [{"path": r.path, "from": r.before, "to": r.after, "error": r.error} for r in adapter.records]
     memory = _peak_memory()
@@ -126,32 +134,21 @@ def adapt(
             "kept": end_to_end,
             **stated("upper_before", before),
             **stated("upper_after", after),
+            **trade,
+            "options": adapted.options_document(adapter),
             "replaced": parts,
             "peak_memory_bytes": memory,
         }
     )
     kept.show(end_to_end, sink)
     sink.text(f"network's bound: {before} -> {after}")
+    adapted.show_trade(adapter, sink)
     sink.table(
-        "Adapted parts, with their relative output error on the calibration images",
+        adapted.PARTS if settings.refit else adapted.PARTS_ALONE,
         ["part", "was", "is", "error"],
         [(r.path, r.before, r.after, percent(r.error)) for r in adapter.records],
     )
     sink.text(f"wrote {path}; peak memory {memory / 2**30:.1f} GiB")
-
-
-def _fit(adapter: "Adapter", state_path: Path, resume: bool, sink: Sink) -> None:
-    """Block by block, each one saved, so that an interrupted run can be gone on with."""
-    from certcli.adapt.state import load_state, save_state
-
-    if resume and state_path.exists():
-        adapter.restore(load_state(state_path, adapter.identity))
-        sink.note(f"going on after {adapter.records[-1].path if adapter.records else 'the start'}")
-    with sink.progress("adapt", total=adapter.steps) as bar:
-        bar.advance(adapter.steps_done)
-        for record in adapter.run():
-            save_state(state_path, adapter.state())
-            bar.advance(remark=f"{record.path}: error {percent(record.error)}")
 
 
 def _settings(surgery: Surgery, fitting: Fitting, batch_size: int, seed: int) -> "AdaptSettings":

@@ -6,18 +6,14 @@ logits through the new ones says at which eta each image's first choice would go
 made there. Two or three rounds suffice.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from certcli.calibration import PHOTOGRAPHS
 from certcli.constrain.network import Calibration, Options, constrain_to, write
 from certcli.constrain.parallel import LayerResult, Warm
-from certcli.errors import UsageError
-from certcli.fidelity import Fidelity, Witness
+from certcli.fidelity import Fidelity, Witness, allowed_share, check_keep, keeps
 from certcli.images import Images
 
 ROUNDS = 4
@@ -35,21 +31,13 @@ _NEAR = 1.25
 _SAFE = 0.9
 """Share of the predicted eta that is tried, for the logits move a little faster than the line says."""
 
-ERROR_SHARE = 2.0
-"""On images without classes the logits may be off by this many times the share of first choices that may change.
-
-First choices among classes that an image does not show are near ties, and fall long before those of a network's own images
-do. Measured on two networks of photographs (1,000 and 10 classes): the share of their own images that changed its first
-choice was .35 to .60 of the logits' error on synthetic ones, for errors from 5 to 15 %.
-"""
-
 
 def usual_share(images: Images) -> float:
     """The share of first choices to keep unless one is given.
 
     0.98 of a network's own images, so that no more than two points of accuracy can go with them: a network that is nearly
     always right loses a point with each choice (digits: 5 points at 0.95). On synthetic photographs 0.95, which there
-    bounds the logits' error (`ERROR_SHARE`); with it networks of photographs lost .6 points at most.
+    bounds the logits' error (`fidelity.ERROR_SHARE`); with it networks of photographs lost .6 points at most.
     """
     return 0.95 if images.name == PHOTOGRAPHS else 0.98
 
@@ -115,25 +103,3 @@ def constrain_keeping(
             break
     write(model, {result.path: result.weight for result in best.results})
     return best
-
-
-def keeps(found: Fidelity, keep: float, witness: Witness) -> bool:
-    """Whether enough first choices stay; on images without classes, whether the logits do (ERROR_SHARE)."""
-    if not witness.images.classes:
-        return found.error <= ERROR_SHARE * (1 - keep)
-    return found.same >= keep * found.images
-
-
-def allowed_share(witness: Witness, logits: torch.Tensor, found: Fidelity, keep: float) -> float:
-    """The largest t such that z0 + t (z - z0) keeps enough, by the rule of `keeps`; at most 4, which is far."""
-    if not witness.images.classes:
-        return min(4.0, ERROR_SHARE * (1 - keep) / max(found.error, 1e-12))
-    reach = witness.reach(logits).sort().values
-    may_go = found.images - math.ceil(keep * found.images)
-    return min(4.0, float(reach[may_go]))
-
-
-def check_keep(keep: float) -> None:
-    """UsageError unless 0 < keep <= 1."""
-    if not 0 < keep <= 1:
-        raise UsageError(f"--keep must lie between 0 and 1, not {keep:g}", "--keep 0.95 keeps 95 of 100 first choices")

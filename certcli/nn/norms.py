@@ -3,6 +3,7 @@
 import math
 
 import torch
+from timm.layers.norm import LayerNorm as TimmLayerNorm
 from torch import Tensor, nn
 
 from certcli.errors import ArchitectureError
@@ -84,6 +85,11 @@ def norm_width(old: nn.Module) -> int:
     if not isinstance(old, nn.LayerNorm) or shape is None or len(shape) != 1:
         raise ArchitectureError(f"{type(old).__name__} is not a LayerNorm over the last dimension")
     return int(shape[0])
+
+
+def floor_fits(old: nn.Module) -> bool:
+    """Whether this is exactly a LayerNorm over the last dimension: torch's own, or timm's, which computes the same."""
+    return type(old) in (nn.LayerNorm, TimmLayerNorm) and len(getattr(old, "normalized_shape", ())) == 1
 
 
 def build_center_norm(old: nn.Module) -> CenterNorm:
