@@ -1,5 +1,6 @@
 """Certificates of a network as it is, image by image: what it can do on the ball around each."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,8 +21,10 @@ from certcli.errors import DataError, NoBoundError, UsageError
 from certcli.models import load_double
 
 METHOD = "local"
-NORMS, ZONOTOPE, AUTO = "norms", "zonotope", "auto"
-EFFORTS = (NORMS, ZONOTOPE, AUTO)
+NORMS, ZONOTOPE, BACKWARD, AUTO = "norms", "zonotope", "backward", "auto"
+EFFORTS = (NORMS, ZONOTOPE, BACKWARD, AUTO)
+SYMBOLS = {ZONOTOPE: 8000, BACKWARD: 2000}
+"""Box symbols a tensor may carry from block to block; going back does not lose what is dropped on the way."""
 SQUARES = 128
 """Pixels up to which e e^T has columns of its own: 8,256 of them."""
 _FEWEST = 64
@@ -32,7 +35,8 @@ class LocalCertifier(Certifier):
     """What each image's neighbourhood can become, in float64 with every rounding counted.
 
     effort: "norms" (balls around one forward pass, any size, many images at once), "zonotope" (affine forms, small
-    networks), "auto" (zonotopes where they fit into memory; norms for networks and images for which they say nothing).
+    networks), "backward" (zonotopes, and back through what they found), "auto" (zonotopes where they fit into memory, with
+    the way back where e e^T has no columns; norms for networks and images for which they say nothing).
     symbols: box symbols a tensor may carry from block to block; fewer where memory does not last, which the rung says.
     steps: bisections after the first bracket, 4: within 4 % or so of the largest radius this rung can prove.
     """
@@ -46,12 +50,17 @@ class LocalCertifier(Certifier):
         size: tuple[int, int, int],
         *,
         effort: str = AUTO,
-        symbols: int = 8000,
+        symbols: int | None = None,
         steps: int = 4,
     ) -> None:
         if effort not in EFFORTS:
             raise UsageError(f"--effort {effort}: one of {', '.join(EFFORTS)}")
-        self.model, self.steps, self.effort, self.asked = model, steps, effort, symbols
+        self.model, self.steps, self.effort = model, steps, effort
+        self.walked = effort
+        if effort == AUTO:
+            self.walked = ZONOTOPE if math.prod(size) <= SQUARES else BACKWARD
+        self.squares = SQUARES if self.walked == ZONOTOPE else 0
+        self.asked = symbols or SYMBOLS.get(self.walked, 0)
         self._size, self._device = size, next(model.parameters()).device
         self._norms: NormsNetwork | None = None
         self._guess = 1e-2
@@ -64,8 +73,10 @@ class LocalCertifier(Certifier):
             return
         self.at_once = 1
         self.title = f"an enclosure of each image's neighbourhood, {self.symbols:,} box symbols from block to block"
-        if self.symbols < symbols:
-            self.title += f" (not {symbols:,}: memory)"
+        if self.walked == BACKWARD:
+            self.title += ", and back"
+        if self.symbols < self.asked:
+            self.title += f" (not {self.asked:,}: memory)"
 
     def _enclosed(self) -> LocalNetwork | None:
         """The network for zonotopes; None where `auto` does without. NoBoundError where they were asked for."""
@@ -76,7 +87,7 @@ class LocalCertifier(Certifier):
             if self.effort == AUTO:
                 return None
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
-        kept = affordable(network, SQUARES, self.asked, available(self._device))
+        kept = affordable(network, self.squares, self.asked, available(self._device))
         if kept is None:
             self._why = "enclosures of this network do not fit into memory"
             if self.effort == AUTO:
@@ -106,7 +117,7 @@ class LocalCertifier(Certifier):
     @property
     def rung(self) -> str:
         """The way that zonotopes were used."""
-        return ZONOTOPE if self.symbols == self.asked else f"{ZONOTOPE}, {self.symbols} symbols"
+        return self.walked if self.symbols == self.asked else f"{self.walked}, {self.symbols} symbols"
 
     @torch.no_grad()
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
@@ -191,7 +202,8 @@ class LocalCertifier(Certifier):
     def proven(self, image: Tensor, label: int, radius: float) -> bool:
         """Whether no image (1, c, h, w) within `radius` is classified as anything but `label`."""
         try:
-            start = l2_ball(image, radius, squares_up_to=SQUARES, limit=self.symbols)
+            back = self.walked == BACKWARD
+            start = l2_ball(image, radius, squares_up_to=self.squares, limit=self.symbols, tape=back)
             return bool((self.network.margins(start, label) > 0).all())  # False with NaN
         except Unbounded:
             return False

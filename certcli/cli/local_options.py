@@ -16,7 +16,7 @@ class Local:
     effort: Annotated[
         str,
         typer.Option(
-            help="norms (any size, fast, tiny radii), zonotope (small networks), auto (zonotope where it fits)."
+            help="norms (any size, tiny radii), zonotope (small networks), backward (more pixels than 128; ReLU), auto."
         ),
     ] = "auto"
 

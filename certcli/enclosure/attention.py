@@ -8,6 +8,7 @@ from certcli.enclosure.functions import EXP, LOG
 from certcli.enclosure.pointwise import apply
 from certcli.enclosure.products import product
 from certcli.enclosure.rounding import gamma, up
+from certcli.enclosure.tape import BACK
 
 _FARTHEST = 30.0
 """Differences of scores beyond +-30 make exp's relaxation useless; the radius is then refused."""
@@ -87,12 +88,17 @@ def capped(x: Form, low: Tensor, high: Tensor) -> Form:
     half = up((high - low) / 2, 2) + gamma(4) * high.abs()
     narrower = half < x.rest_radius  # what the ball part says is shared with other entries and stays worth more
     zero = torch.zeros((), dtype=x.centre.dtype, device=x.centre.device)
+    kept = (~narrower).to(x.centre)
+    node = x.then(
+        x.shape, lambda rows: (rows * kept,), (low + high) / 2 * (1 - kept), half * (1 - kept) + gamma(BACK) * x.size
+    )
     return Form(
         x.space,
         torch.where(narrower, (low + high) / 2, x.centre),
         torch.where(narrower, zero, x.gens),
         torch.where(narrower, half, x.slack),
         x.blocks,
+        node,
     )
 
 

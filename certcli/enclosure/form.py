@@ -15,6 +15,7 @@ from torch import Tensor
 
 from certcli.enclosure.quadratic import quadratic_radius
 from certcli.enclosure.rounding import gamma, norm1, norm2, up
+from certcli.enclosure.tape import BACK, Ball, Node, Pull, adjoint
 
 Linear = Callable[[Tensor], Tensor]
 _fresh_names = itertools.count()
@@ -39,13 +40,17 @@ class Space:
 
 @dataclass(frozen=True)
 class Form:
-    """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: name and size of each run of box symbols."""
+    """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: name and size of each run of box symbols.
+
+    node: what the tensor is in terms of those before it, where a tape is kept.
+    """
 
     space: Space
     centre: Tensor
     gens: Tensor
     slack: Tensor
     blocks: tuple[tuple[int, int], ...] = ()
+    node: Node | None = None
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -113,9 +118,35 @@ class Form:
         centre = apply(self.centre[None])[0]
         gens = apply(self.gens)
         if absolute is None:
-            return Form(self.space, centre, gens, apply(self.slack[None])[0], self.blocks)
+            node = self.arranged(apply, centre)
+            return Form(self.space, centre, gens, apply(self.slack[None])[0], self.blocks, node)
         error = self.slack + gamma(terms) * self.size
-        return Form(self.space, centre, gens, up(absolute(error[None])[0], terms), self.blocks)
+        node = None
+        if self.node is not None:  # going back sums over the results, at most all of them
+            lost = up(absolute(gamma(terms + centre.numel() + BACK) * self.size[None])[0], terms)
+            node = self.then(tuple(centre.shape), adjoint(apply, self.shape), error=lost)
+        return Form(self.space, centre, gens, up(absolute(error[None])[0], terms), self.blocks, node)
+
+    def then(
+        self, shape: tuple[int, ...], pull: Pull, constant: Tensor | None = None, error: Tensor | None = None
+    ) -> Node | None:
+        """The node of a result that is L x + constant +- error, where a tape is kept."""
+        return None if self.node is None else Node(shape, (self.node,), pull, constant, error)
+
+    def arranged(self, apply: Linear, centre: Tensor) -> Node | None:
+        """The node of a selection or rearrangement: going back, what was repeated is summed."""
+        if self.node is None:
+            return None
+        lost = up(gamma(centre.numel() + BACK) * apply(self.size[None])[0])
+        return self.then(tuple(centre.shape), adjoint(apply, self.shape), None, lost)
+
+    def doubted(self, error: Tensor) -> "Form":
+        """x with entries that are off by at most `error`."""
+        node = self.then(self.shape, lambda rows: (rows,), None, up(error + gamma(BACK) * self.size))
+        return Form(self.space, self.centre, self.gens, up(self.slack + error), self.blocks, node)
+
+    def known_as(self, node: Node | None) -> "Form":
+        return replace(self, node=node, _cache=self._cache)
 
     def choose(self, token: int) -> "Form":
         """The token at this place of axis 1 alone."""
@@ -124,17 +155,27 @@ class Form:
     def shift(self, constant: Tensor) -> "Form":
         """x + constant (broadcast to the shape of x)."""
         slack = up(self.slack + gamma(0) * (self.centre.abs() + constant.abs()))
-        return Form(self.space, self.centre + constant, self.gens, slack, self.blocks)
+        node = None
+        if self.node is not None:
+            whole = constant.expand(self.shape)
+            node = self.then(self.shape, lambda rows: (rows,), whole, up(gamma(BACK) * (self.size + whole.abs())))
+        return Form(self.space, self.centre + constant, self.gens, slack, self.blocks, node)
 
     def scale(self, factor: Tensor) -> "Form":
         """factor * x entry by entry (broadcast to the shape of x), for an exact factor."""
         slack = up(factor.abs() * (self.slack + gamma(1) * self.size))
-        return Form(self.space, self.centre * factor, self.gens * factor, slack, self.blocks)
+        lost = up(factor.abs() * gamma(BACK) * self.size)
+        node = self.then(self.shape, lambda rows: (rows * factor,), None, lost)
+        return Form(self.space, self.centre * factor, self.gens * factor, slack, self.blocks, node)
 
     def __add__(self, other: "Form") -> "Form":
         x, y = Form.aligned([self, other])
         slack = up(self.slack + other.slack + gamma(0) * (self.size + other.size))
-        return Form(self.space, x.centre + y.centre, x.gens + y.gens, slack, x.blocks)
+        node = None
+        if self.node is not None and other.node is not None:
+            lost = up(gamma(BACK) * (self.size + other.size))
+            node = Node(self.shape, (self.node, other.node), lambda rows: (rows, rows), None, lost)
+        return Form(self.space, x.centre + y.centre, x.gens + y.gens, slack, x.blocks, node)
 
     def solid(self) -> "Form":
         """The slack of every entry as a box symbol of its own: later maps can cancel it."""
@@ -142,9 +183,8 @@ class Form:
         gens = self.gens.new_zeros(len(self.gens) + count, *self.shape)
         gens[: len(self.gens)] = self.gens
         gens[len(self.gens) :].view(count, count).diagonal().copy_(self.slack.flatten())
-        return Form(
-            self.space, self.centre, gens, torch.zeros_like(self.slack), (*self.blocks, (next(_fresh_names), count))
-        )
+        blocks = (*self.blocks, (next(_fresh_names), count))
+        return Form(self.space, self.centre, gens, torch.zeros_like(self.slack), blocks, self.node)
 
     def worked(self) -> "Form":
         """`solid` where the slack is more than rounding errors: what a map that mixes entries should be given."""
@@ -176,7 +216,7 @@ class Form:
         gens = torch.cat([self.gens[: self.fixed], box[kept]])
         # names of their own: a column that another form still holds is treated as independent of it, which only widens
         blocks = ((next(_fresh_names), keep),) if keep else ()
-        return Form(self.space, self.centre, gens, slack, blocks).solid()
+        return Form(self.space, self.centre, gens, slack, blocks, self.node).solid()
 
 
 def _over(x: Form, blocks: tuple[tuple[int, int], ...]) -> Form:
@@ -196,16 +236,20 @@ def _over(x: Form, blocks: tuple[tuple[int, int], ...]) -> Form:
     return replace(x, gens=gens, blocks=blocks, _cache=x._cache)
 
 
-def l2_ball(image: Tensor, radius: float, *, squares_up_to: int, limit: int) -> Form:
+def l2_ball(image: Tensor, radius: float, *, squares_up_to: int, limit: int, tape: bool = False) -> Form:
     """All images within l2 distance `radius` of `image` (1, c, h, w): radius * identity as A."""
     count = image.numel()
     space = Space(count, count <= squares_up_to, limit)
     gens = image.new_zeros(count + space.square, *image.shape)
     gens[:count].view(count, count).diagonal().fill_(radius)
-    return Form(space, image, gens, torch.zeros_like(image))
+    return Form(space, image, gens, torch.zeros_like(image), (), _first(image, radius, False) if tape else None)
 
 
-def linf_ball(image: Tensor, radius: float, *, limit: int) -> Form:
+def _first(image: Tensor, radius: float, boxed: bool) -> Node:
+    return Ball(tuple(image.shape), (), lambda rows: (), centre=image, radius=radius, boxed=boxed)
+
+
+def linf_ball(image: Tensor, radius: float, *, limit: int, tape: bool = False) -> Form:
     """All images with every pixel within `radius` of `image`'s."""
     empty = Form(Space(0, False, limit), image, image.new_zeros(0, *image.shape), torch.full_like(image, radius))
-    return empty.solid()
+    return empty.solid().known_as(_first(image, radius, True) if tape else None)

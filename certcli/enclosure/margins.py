@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from certcli.enclosure.coupled import coupled
 from certcli.enclosure.form import Form
 from certcli.enclosure.normalisation import signs
 from certcli.enclosure.quadratic import matrices
 from certcli.enclosure.rounding import gamma, norm1, norm2, up
+from certcli.enclosure.tape import Node, lower
 
 
 def lower_bounds(x: Form) -> Tensor:
@@ -15,7 +17,21 @@ def lower_bounds(x: Form) -> Tensor:
     below = x.ball_radius + norm1(x.box) + x.slack
     if space.squares:
         below = below + torch.minimum(norm2(x.square), _descent(x.square, x))
-    return x.centre - up(below + gamma(4) * x.centre.abs(), 8)
+    found = x.centre - up(below + gamma(4) * x.centre.abs(), 8)
+    return found if x.node is None else _going_back(x.node, found)
+
+
+def _going_back(node: Node, found: Tensor) -> Tensor:
+    """The larger of `found` and of bounds by going back; with parabolas where neither is positive, the least entry first."""
+    rows = torch.eye(found.numel(), dtype=found.dtype, device=found.device).view(-1, *found.shape)
+    flat = torch.maximum(found.flatten(), lower(node, rows))
+    for entry in torch.argsort(flat).tolist():
+        if flat[entry] > 0:
+            break
+        flat[entry] = torch.maximum(flat[entry], torch.tensor(coupled(node, rows[entry : entry + 1])))
+        if not flat[entry] > 0:
+            break  # one margin that is not proven is enough
+    return flat.view(found.shape)
 
 
 def _descent(columns: Tensor, x: Form) -> Tensor:

@@ -21,7 +21,7 @@ def mean_square(y: Form, eps: float) -> tuple[Form, Tensor, Tensor]:
     width = y.shape[-1]
     v = squares(y).scale(torch.tensor(1 / width, dtype=torch.float64, device=y.centre.device))
     # 1 / d is rounded: one more relative u of everything
-    v = Form(v.space, v.centre, v.gens, up(v.slack + gamma(2) * v.size), v.blocks)
+    v = v.doubted(gamma(2) * v.size)
     v = v.shift(torch.tensor(eps, dtype=torch.float64, device=y.centre.device))
     length = torch.linalg.vector_norm(y.centre, dim=-1, keepdim=True)
     far = up(torch.linalg.vector_norm(y.radius, dim=-1, keepdim=True), width)
@@ -56,5 +56,5 @@ def signs(x: Form, eps: float, weight: Tensor, bias: Tensor, doubt: Tensor, cent
     root = apply(SQRT, v, low, high).solid()
     heads = y.linear(lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=y.shape[-1] + 4)
     norm = root.linear(lambda t: t * bias, lambda t: t * bias.abs(), terms=4)
-    norm = Form(norm.space, norm.centre, norm.gens, up(norm.slack + doubt * root.size), norm.blocks)
+    norm = norm.doubted(doubt * root.size)
     return heads + norm

@@ -10,6 +10,7 @@ from certcli.enclosure.form import Form, Unbounded
 from certcli.enclosure.functions import Function
 from certcli.enclosure.quadratic import pairs, weights
 from certcli.enclosure.rounding import FUNCTION, TINY, gamma, up
+from certcli.enclosure.tape import BACK, Hinge, Node, tightened
 
 _POINTS = 17
 
@@ -117,7 +118,18 @@ def apply_fit(x: Form, fit: Fit) -> Form:
         centre = centre + fit.curve * (rest * rest) / 2
         slack = up(slack + bend * (2 * ball * rest + rest * rest / 2), 6)
         spread = up(spread + bend * (ball * ball + rest * rest))
-    return Form(x.space, centre, gens, up(slack + gamma(8) * spread), x.blocks)
+    return Form(x.space, centre, gens, up(slack + gamma(8) * spread), x.blocks, _fitted(x, fit))
+
+
+def _fitted(x: Form, fit: Fit) -> Node | None:
+    """f(x) = slope x + (constant - slope c) +- error; a square d^2 lies in [0, radius^2]."""
+    if x.node is None:
+        return None
+    bend = up(fit.curve * x.radius * x.radius / 2 if x.space.squares else torch.zeros_like(x.centre)).abs()
+    middle = fit.constant - fit.slope * x.centre + torch.where(fit.curve < 0, -bend, bend)
+    lost = gamma(BACK) * (fit.slope.abs() * x.size + fit.constant.abs())
+    slope = fit.slope
+    return x.then(x.shape, lambda rows: (rows * slope,), middle, up(fit.error + bend + lost))
 
 
 def apply(f: Function, x: Form, low: Tensor | None = None, high: Tensor | None = None) -> Form:
@@ -135,15 +147,29 @@ def relu(x: Form) -> Form:
     low, high = x.interval()
     if not bool((low <= high).all()):
         raise Unbounded("ReLU of something without bounds")
+    if x.node is not None:
+        low, high = tightened(x.node, low, high)
+        if not bool((low <= high).all()):
+            raise Unbounded("ReLU of something without bounds")
     slope = torch.where(low >= 0, 1.0, torch.where(high <= 0, 0.0, high / (high - low).clamp_min(TINY)).double())
     # for 0 <= slope <= 1, max(x, 0) - slope x is convex: its maximum is at an end, its minimum 0 at x = 0
     crossing = (low < 0) & (high > 0)
     top = torch.maximum((1 - slope) * high, -slope * low)
     half = torch.where(crossing, up(top, 4) / 2, torch.zeros_like(top))
     zero = torch.zeros_like(half)
+    node = None if x.node is None else _hinge(x, x.node, low, high)
     fit = Fit(slope * x.centre + half, slope, zero, up(half + gamma(4) * x.size))
-    flat = Form(x.space, x.centre, x.gens, x.slack, x.blocks, x._cache)
-    return _linear_fit(flat, fit)
+    return _linear_fit(x, fit).known_as(node)
+
+
+def _hinge(x: Form, node: Node, low: Tensor, high: Tensor) -> Hinge:
+    places = ((low < 0) & (high > 0)).flatten().nonzero()[:, 0]
+    columns, middle, rest = x.ball.flatten(1)[:, places], x.centre.flatten()[places], x.rest_radius.flatten()[places]
+    lost = up(gamma(BACK) * x.size)  # of going back: a few products an entry
+    return Hinge(
+        x.shape, (node,), lambda rows: (), None, lost,
+        low=low, high=high, places=places, columns=columns, middle=middle, rest=rest,
+    )  # fmt: skip
 
 
 def _linear_fit(x: Form, fit: Fit) -> Form:

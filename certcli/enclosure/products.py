@@ -8,6 +8,7 @@ from torch import Tensor
 from certcli.enclosure.form import Form
 from certcli.enclosure.quadratic import folded
 from certcli.enclosure.rounding import gamma, up
+from certcli.enclosure.tape import BACK, Node, adjoint
 
 Contract = Callable[[Tensor, Tensor], Tensor]
 """A bilinear map with coefficients 0 and 1 on arrays with equal or broadcast leading dimensions."""
@@ -29,17 +30,39 @@ def product(x: Form, y: Form, contract: Contract, terms: int, frobenius: Contrac
         + contract(x.ball_radius, y.rest_radius)
         + contract(x.rest_radius, y.radius)
     )
+    both = _both(x, y, contract, terms, frobenius) if space.ball and (x.node or not space.squares) else None
+    node = _paired(x, y, contract, terms, both)
     if space.squares:
         gens[space.ball : x.fixed] += folded(contract(x.ball[:, None], y.ball[None]))
-    elif space.ball:
-        sized = contract(x.ball_radius, y.ball_radius)
-        if frobenius is not None:
-            # the inner products in it are off by at most gamma_m, relative to the product of the two lengths
-            square = frobenius(x.ball, y.ball).clamp_min(0) + gamma(space.ball + 2 * terms + 8) * sized * sized
-            sized = torch.minimum(up(square.sqrt(), 4), sized)
-        beyond = beyond + sized
+    elif both is not None:
+        beyond = beyond + both
     loss = gamma(2 * terms + 8) * contract(x.size, y.size)
-    return Form(space, centre, gens, up(beyond + loss, terms + 8), x.blocks)
+    return Form(space, centre, gens, up(beyond + loss, terms + 8), x.blocks, node)
+
+
+def _both(x: Form, y: Form, contract: Contract, terms: int, frobenius: Contract | None) -> Tensor:
+    """Above |a a'|, the product of the ball parts."""
+    sized = contract(x.ball_radius, y.ball_radius)
+    if frobenius is None:
+        return sized
+    # the inner products in it are off by at most gamma_m, relative to the product of the two lengths
+    square = frobenius(x.ball, y.ball).clamp_min(0) + gamma(x.space.ball + 2 * terms + 8) * sized * sized
+    return torch.minimum(up(square.sqrt(), 4), sized)
+
+
+def _paired(x: Form, y: Form, contract: Contract, terms: int, both: Tensor | None) -> Node | None:
+    """x y = c y + c' x - c c' + (x - c)(y - c')."""
+    if x.node is None or y.node is None:
+        return None
+    far, beside = x.centre, y.centre
+    beyond = contract(x.ball_radius, y.rest_radius) + contract(x.rest_radius, y.radius)
+    beyond = beyond if both is None else beyond + both
+    centre = contract(far, beside)
+    loss = gamma(2 * terms + centre.numel() + BACK) * contract(x.size, y.size)
+    first = adjoint(lambda t: contract(t, beside[None]), x.shape)
+    second = adjoint(lambda t: contract(far[None], t), y.shape)
+    pull = lambda rows: (*first(rows), *second(rows))  # noqa: E731
+    return Node(tuple(centre.shape), (x.node, y.node), pull, -centre, up(beyond + loss, terms + 8))
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
@@ -56,7 +79,8 @@ def squares(x: Form) -> Form:
     slack = 2 * total(x.centre.abs() * x.slack)
     # sum a_l r_l <= |a|_2 |r|_2, |a|_2 <= |A|_F; the squares of r are not negative
     reach, far = up(total(ball * ball).sqrt(), width), up(total(rest * rest).sqrt(), width)
-    slack = slack + 2 * torch.minimum(total(ball * rest), reach * far) + far * far / 2
+    cross, most = 2 * torch.minimum(total(ball * rest), reach * far), reach * reach
+    slack = slack + cross + far * far / 2
     centre = centre + far * far / 2
     if space.squares:
         columns = x.ball.movedim(0, -2)  # (*s, m, d)
@@ -69,4 +93,11 @@ def squares(x: Form) -> Form:
         most = torch.minimum(most, reach * reach)  # 0 <= |A e|^2 <= |A A^T|_F
         centre, slack = centre + most / 2, slack + most / 2
     loss = gamma(2 * width + 12) * total(x.size * x.size)
-    return Form(space, centre, gens, up(slack + loss, width + 12), x.blocks)
+    node = None
+    if x.node is not None:  # |x|^2 = 2 c.x - |c|^2 + |x - c|^2
+        beyond = up(most + cross + far * far, 8)
+        point = total(x.centre * x.centre)
+        own = up(beyond / 2 + gamma(4 * width + BACK) * total(x.size * x.size), 8)
+        double = 2 * x.centre
+        node = x.then(tuple(point.shape), lambda rows: (rows * double,), beyond / 2 - point, own)
+    return Form(space, centre, gens, up(slack + loss, width + 12), x.blocks, node)

@@ -1,4 +1,4 @@
-"""Dot-product attention near one image: what moves each token's result, from its own scores. docs/local.md, section 9."""
+"""Dot-product attention near one image: what moves each token's result, from its own scores. docs/local.md, section 10."""
 
 from dataclasses import dataclass
 from typing import Any

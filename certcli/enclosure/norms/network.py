@@ -1,4 +1,4 @@
-"""Many images at once through balls of norms: margins and radii of a network of any size. Proofs: docs/local.md, 9."""
+"""Many images at once through balls of norms: margins and radii of a network of any size. Proofs: docs/local.md, 10."""
 
 import math
 from collections.abc import Callable

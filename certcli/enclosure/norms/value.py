@@ -1,4 +1,4 @@
-"""Balls of norms: how far a tensor can be from its value at one image, token by token and in all. docs/local.md, 9."""
+"""Balls of norms: how far a tensor can be from its value at one image, token by token and in all. docs/local.md, 10."""
 
 import math
 from dataclasses import dataclass, replace

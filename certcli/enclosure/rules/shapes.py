@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor, fx
 
 from certcli.enclosure.demand import chosen_token
 from certcli.enclosure.form import Form
+from certcli.enclosure.rounding import gamma, up
 from certcli.enclosure.table import Context, rules
+from certcli.enclosure.tape import BACK, Node
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 
@@ -36,8 +39,15 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     centre, slack = run(x.centre), run(x.slack)
     columns = torch.vmap(run)(x.gens)
     if isinstance(centre, Tensor):
-        return Form(x.space, centre, columns, slack, x.blocks)
-    return [Form(x.space, c, g, s, x.blocks) for c, g, s in zip(centre, columns, slack, strict=True)]
+        return Form(x.space, centre, columns, slack, x.blocks, x.arranged(torch.vmap(run), centre))
+    found = []
+    for i, (c, g, s) in enumerate(zip(centre, columns, slack, strict=True)):
+        found.append(Form(x.space, c, g, s, x.blocks, x.arranged(_part(torch.vmap(run), i), c)))
+    return found
+
+
+def _part(run: Callable[[Tensor], Any], index: int) -> Callable[[Tensor], Tensor]:
+    return lambda t: run(t)[index]
 
 
 def _register() -> None:
@@ -113,4 +123,23 @@ def joined(parts: list[Form | Tensor], axis: int) -> Form:
         torch.cat([part.gens for part in full], axis + 1),
         torch.cat([part.slack for part in full], axis),
         like.blocks,
+        _joined(full, axis),
     )
+
+
+def _joined(parts: list[Form], axis: int) -> Node | None:
+    """The parts that are no constants as parents, the others as a constant."""
+    given = [part.node for part in parts if part.node is not None]
+    if not given:
+        return None
+    lengths = [part.shape[axis] for part in parts]
+    constant = torch.cat(
+        [torch.zeros_like(part.centre) if part.node is not None else part.centre for part in parts], axis
+    )
+
+    def pull(rows: Tensor) -> list[Tensor]:
+        cut = rows.split(lengths, axis + 1)
+        return [piece for piece, part in zip(cut, parts, strict=True) if part.node is not None]
+
+    lost = up(gamma(BACK) * torch.cat([part.size for part in parts], axis))
+    return Node(tuple(constant.shape), tuple(given), pull, constant, lost)
