@@ -30,6 +30,18 @@ METHODS = Registry(
         "Bonaert et al. 2021, Fast and precise certification of transformers (zonotopes); second order: ours",
     ),
     Entry(
+        "local-lip",
+        "certcli.certify.local_lip:prepare",
+        "chains of layers (ReLU, MaxMin): local norms without constant units, proven, a second an image",
+        "Huang et al. 2021, Training certifiably robust neural networks with efficient local Lipschitz bounds",
+    ),
+    Entry(
+        "bcp",
+        "certcli.certify.bcp:prepare",
+        "chains of layers (ReLU, MaxMin): a box and a ball through all layers, proven, faster than local-lip",
+        "Lee, Lee & Park 2020, Lipschitz-certifiable training with a tight outer bound",
+    ),
+    Entry(
         "smoothing",
         "certcli.certify.sigma:prepare",
         "the network under Gaussian noise, any network, with probability 1 - alpha an image",

@@ -22,8 +22,9 @@ class Wanted:
         list[str],
         typer.Option(
             "--method",
-            help="lipschitz (global bound, proof), local (each image on its own, small networks, proof), smoothing "
-            "(any network, probability), auto (says which is worth having); several: side by side.",
+            help="lipschitz (global bound, proof), local (each image on its own, small networks, proof), local-lip or bcp "
+            "(the same for chains of layers), smoothing (any network, probability), auto (says which is worth having); "
+            "several: side by side.",
         ),
     ] = field(default_factory=lambda: ["lipschitz"])
     minimum: Annotated[

@@ -1,0 +1,126 @@
+"""Runs rows of the papers' tables and writes results.json and docs/tables.md. What is there already is not run again.
+
+    python -m benchmarks.tables --quick --data mnist=DIR --data cifar10=DIR [--jobs 2]    all quick rows
+    python -m benchmarks.tables --row certvit-2/vit-t16 [--row ...]                       these, and those they start from
+    python -m benchmarks.tables --list                                                     every row with its commands
+    python -m benchmarks.tables --render                                                   docs/tables.md again, nothing run
+
+A data set that is not given leaves its rows empty. A run can be interrupted: finished steps are kept in --work.
+"""
+
+import argparse
+import fnmatch
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tables import render, results
+from benchmarks.tables.layout import Row
+from benchmarks.tables.rows import DATA, ROWS
+from benchmarks.tables.run import RowFailed, missing_data, run_row
+
+
+def chosen(rows: list[str], quick: bool) -> list[Row]:
+    """The rows asked for, and before them those whose files they read."""
+    by_name = {row.name: row for row in ROWS}
+    names = [row.name for row in ROWS if (quick and row.quick) or any(fnmatch.fnmatch(row.name, p) for p in rows)]
+    found: list[str] = []
+
+    def take(name: str) -> None:
+        for other in by_name[name].after:
+            take(other)
+        if name not in found:
+            found.append(name)
+
+    for name in names:
+        take(name)
+    return [by_name[name] for name in found]
+
+
+def one(row: Row, seed: int, data: dict[str, str], work: Path, again: bool, file: Path) -> str:
+    """Runs one row with one seed and adds it to the results; what to say of it."""
+    title = f"{row.name} seed {seed}"
+    if there(row, seed, results.read(file)) and not again:
+        return f"{title}: there already"
+    if not row.steps:
+        return f"{title}: no command yet"
+    if lacking := missing_data(row, data, DATA):
+        return f"{title}: not run, needs --data {lacking[0]}=..."
+    started = time.perf_counter()
+    try:
+        run = run_row(row, seed, data, work)
+    except RowFailed as failure:
+        return f"{title}: FAILED\n{failure}"
+    results.add(row.name, seed, run, file)
+    cpu = sum(run["cpu_seconds"].values())
+    return f"{title}: {run['figures']} ({cpu:.0f} s of CPU, {time.perf_counter() - started:.0f} s)"
+
+
+def _root(row: Row, rows: list[Row]) -> str:
+    by_name = {other.name: other for other in rows}
+    return _root(by_name[row.after[0]], rows) if row.after else row.name
+
+
+def run_chain(tasks: list[tuple[Row, int]], data: dict[str, str], work: Path, again: bool, file: Path) -> int:
+    """Rows that start from one another, in order; how many failed. One that is in the results is run for its files alone."""
+    failed = 0
+    known = results.read(file)
+    lacking = {row.name for row, seed in tasks if again or not there(row, seed, known)}
+    for row, seed in tasks:
+        wanted = any(row.name in other.after and other.name in lacking for other, _ in tasks)
+        made = (work / row.name / str(seed)).exists()
+        said = one(row, seed, data, work, again or (wanted and not made), file)
+        print(said, file=sys.stderr, flush=True)
+        failed += "FAILED" in said
+    return failed
+
+
+def there(row: Row, seed: int, known: dict[str, Any]) -> bool:
+    """Whether the results hold this row, by these commands."""
+    run = known.get(results.key(row.name, seed))
+    return run is not None and run["commands"] == dict(row.steps)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="every row marked quick: 30 minutes on two cores")
+    parser.add_argument("--row", action="append", default=[], help="rows by name, * and ? allowed")
+    parser.add_argument("--data", action="append", default=[], metavar="NAME=DIR", help=f"one of {', '.join(DATA)}")
+    parser.add_argument(
+        "--work", type=Path, default=Path("tables-output"), help="checkpoints and documents of the steps"
+    )
+    parser.add_argument("--seed", type=int, action="append", help="only these seeds")
+    parser.add_argument("--jobs", type=int, default=1, help="rows side by side, each on one thread")
+    parser.add_argument("--again", action="store_true", help="run rows that are in the results already")
+    parser.add_argument("--results", type=Path, default=results.PATH, help="another file than the page's")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--render", action="store_true")
+    given = parser.parse_args()
+    if given.list:
+        for row in ROWS:
+            print(f"\n{row.name}{' (quick)' if row.quick else ''}, seeds {', '.join(map(str, row.seeds))}")
+            print("\n".join(f"  {command}" for command in row.steps.values()) or "  no command yet")
+        return 0
+    data = {name: str(Path(path).resolve()) for name, _, path in (entry.partition("=") for entry in given.data)}
+    if unknown := set(data) - set(DATA):
+        parser.error(f"--data knows {', '.join(DATA)}, not {', '.join(sorted(unknown))}")
+    rows = [] if given.render else chosen(given.row, given.quick)
+    if not rows and not given.render:
+        parser.error("no such row: --list shows them")
+    tasks = [(row, seed) for row in rows for seed in given.seed or row.seeds]
+    # a chain of rows that start from one another is one job, seed by seed
+    chains: dict[tuple[str, int], list[tuple[Row, int]]] = {}
+    for row, seed in tasks:
+        chains.setdefault((_root(row, rows), seed), []).append((row, seed))
+    jobs = [(chain, data, given.work.resolve(), given.again, given.results) for chain in chains.values()]
+    with multiprocessing.get_context("fork").Pool(given.jobs, maxtasksperchild=1) as pool:
+        failed = sum(pool.starmap(run_chain, jobs, chunksize=1))
+    if given.results == results.PATH:
+        render.write()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,128 @@
+"""results.json and published.json -> docs/tables.md. Nothing on that page is written by hand but each table's description."""
+
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tables import results
+from benchmarks.tables.claims import CLAIMS, differences, verdict
+from benchmarks.tables.layout import SOUND, Column, Row, Table
+from benchmarks.tables.rows import ROWS, TABLES
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "tables.md"
+
+INTRODUCTION = """# The papers' tables
+
+Written by `python -m benchmarks.tables` from `benchmarks/tables/results.json`; a test holds the two together. One row again:
+
+    python -m benchmarks.tables --row NAME --data mnist=DIR --data cifar10=DIR ...
+
+with NAME from the last column; `--list` prints every row's commands, `--quick` runs all rows that fit into 30 minutes on two
+cores. Rows that are there already are not run again; an interrupted row goes on where it was.
+
+**How to read.** Ours on the left, the paper's figure on its right; an empty cell was not run (or not published). Figures of
+several seeds: mean ± standard deviation (number of seeds). "Sound bound": proven by certvit for the network at hand. "The
+paper's formula": what the paper computes, evaluated on our network; no certificate follows from it
+([why](soundness.md)). Accuracies are shares of the test images named in the commands; a share of 100 images is known to
+within 10 points, of 1,000 to within 3. CPU: seconds of all steps of one seed, one thread, without Python's start; a row that
+starts from another's network does not count that one. Figures marked * were measured earlier:
+[results.md](results.md)."""
+
+
+def shown(column: Column, value: float) -> str:
+    """One of our figures. Shares become percent; powers are given as logarithms."""
+    if column.kind == "percent":
+        return f"{100 * value:.1f}"
+    if column.kind == "power":
+        return power(value)
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def power(log10: float) -> str:
+    """10^x, written out where it is a number one can read."""
+    return f"{10**log10:.3g}" if -2 < log10 < 4 else f"10^{log10:.1f}"
+
+
+def ours(column: Column, runs: Sequence[Mapping[str, Any]]) -> str:
+    values = [run["figures"][column.key] for run in runs if column.key in run["figures"]]
+    if not values:
+        return ""
+    if any(not isinstance(value, (int, float)) for value in values):
+        return "none"  # no finite bound
+    star = "*" if any("earlier" in run for run in runs) else ""
+    if len(values) == 1:
+        return shown(column, values[0]) + star
+    spread = statistics.stdev(values)
+    if column.kind == "power":
+        return f"10^{statistics.fmean(values):.1f} ± {spread:.1f} ({len(values)})"
+    return f"{shown(column, statistics.fmean(values))} ± {shown(column, spread)} ({len(values)})"
+
+
+def theirs(column: Column, published: Mapping[str, float]) -> str:
+    if column.key not in published:
+        return ""
+    value = published[column.key]
+    return f"{value:.3g}" if column.kind == "power" else f"{value:g}"
+
+
+def row_line(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping[str, Any]) -> str:
+    name = row.same or row.name
+    mine = [run for run in (runs.get(results.key(name, seed)) for seed in range(10)) if run is not None]
+    cells = list(row.cells)
+    for column in table.columns:
+        cells += [ours(column, mine), theirs(column, published.get(row.name, {}))]
+    seconds = [sum(run["cpu_seconds"].values()) for run in mine]
+    cells += [f"{statistics.fmean(seconds):.0f}" if seconds else "", row.note, f"`{name}`"]
+    return f"| {' | '.join(cells)} |"
+
+
+def table_lines(table: Table, runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
+    heads = list(table.heads)
+    for column in table.columns:
+        sound = f" ({column.promise})" if column.promise == SOUND else ""
+        heads += [column.heading + sound, "paper"]
+    heads += ["CPU s", "note", "row"]
+    rows = [row for row in ROWS if row.table == table.name]
+    found = published.get(table.name, {"source": "", "rows": {}})
+    lines = [f"## {table.title}", "", *textwrap.wrap(table.about, 118), ""]
+    if found["source"]:
+        lines += textwrap.wrap(f"The paper's figures: {found['source']}.", 118) + [""]
+    lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    lines += [row_line(table, row, runs, found["rows"]) for row in rows]
+    return [*lines, ""]
+
+
+def claim_lines(runs: Mapping[str, Any]) -> list[str]:
+    text = (
+        "Differences are taken seed by seed; the interval is Student's, over the seeds, at 95 %: it speaks of these small "
+        "networks and these images, not of the papers' networks. In points, or in the column's unit (bounds: powers of ten). "
+        '"Reproduced" and "refuted": the interval lies on one side of 0.'
+    )
+    lines = ["## What the papers claim, and what came out", "", *textwrap.wrap(text, 118), ""]
+    lines += ["| claim | row | against | difference (95 %) | verdict |", "|---|---|---|---|---|"]
+    for claim in CLAIMS:
+        said, interval = verdict(claim, differences(claim, runs))
+        lines.append(f"| {claim.text} | `{claim.better}` | `{claim.worse}` | {interval} | {said} |")
+    return [*lines, ""]
+
+
+def machine_lines(runs: Mapping[str, Any]) -> list[str]:
+    found = {tuple(sorted(run["machine"].items())) for run in runs.values() if "machine" in run}
+    lines = [", ".join(f"{name} {value}" for name, value in machine) for machine in sorted(found, key=str)]
+    return ["## Machines", "", *[line for entry in lines for line in textwrap.wrap(f"- {entry}", 118)]]
+
+
+def page(runs: Mapping[str, Any] | None = None) -> str:
+    """The whole page."""
+    runs = results.read() if runs is None else runs
+    published = results.published()
+    lines = [INTRODUCTION, "", *claim_lines(runs)]
+    for table in TABLES:
+        lines += table_lines(table, runs, published)
+    return "\n".join([*lines, *machine_lines(runs)]).rstrip() + "\n"
+
+
+def write() -> None:
+    PAGE.write_text(page())

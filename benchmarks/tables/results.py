@@ -1,0 +1,65 @@
+"""The file of results: what was run, with which commands, on which machine. Rows are added, never silently replaced."""
+
+import fcntl
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).with_name("results.json")
+PUBLISHED = Path(__file__).with_name("published.json")
+
+
+def key(row: str, seed: int) -> str:
+    return f"{row}#{seed}"
+
+
+def read(path: Path = PATH) -> dict[str, Any]:
+    """Run's key -> run; empty before the first."""
+    return dict(json.loads(path.read_text())["runs"]) if path.exists() else {}
+
+
+def published() -> dict[str, Any]:
+    """Table -> {"source", "rows": {row: {column: figure}}}, copied from the papers."""
+    return dict(json.loads(PUBLISHED.read_text()))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path.with_suffix(".lock"), "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def change(edit: Callable[[dict[str, Any]], None], path: Path = PATH) -> None:
+    """Read, edit, write at once; several processes may do so side by side."""
+    with _locked(path):
+        runs = read(path)
+        edit(runs)
+        text = json.dumps({"schema": 1, "runs": dict(sorted(runs.items()))}, indent=1) + "\n"
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+
+
+def add(row: str, seed: int, run: dict[str, Any], path: Path = PATH) -> None:
+    change(lambda runs: runs.update({key(row, seed): run}), path)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures of time are of."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    packages = {name: metadata.version(name) for name in ("torch", "timm")}
+    return {"cpu": model, "cores": os.cpu_count(), "threads": int(os.environ.get("OMP_NUM_THREADS", "1")), **packages}

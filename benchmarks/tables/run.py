@@ -1,0 +1,122 @@
+"""Runs rows: each step in a forked process, its CPU time counted, its document kept so that a row can be resumed."""
+
+import contextlib
+import json
+import os
+import runpy
+import shlex
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from benchmarks.tables import results
+from benchmarks.tables.layout import Row
+
+torch.set_num_threads(1)  # and none are started before a fork
+
+
+class RowFailed(Exception):
+    """A step of a row did not end well; the message has its command and the end of what it said."""
+
+
+def arguments(command: str, names: Mapping[str, str]) -> tuple[str, list[str]]:
+    """A documented command as a module to run and its arguments: `certvit` is `python -m certcli`."""
+    words = [_filled(word, names) for word in shlex.split(command)]
+    if words[0] == "certvit":
+        return "certcli", [*words[1:], "--json", "--quiet"]
+    if words[:2] == ["python", "-m"]:
+        return words[2], words[3:]
+    raise ValueError(f"not a command of these tables: {command}")
+
+
+def _filled(word: str, names: Mapping[str, str]) -> str:
+    for name, value in names.items():
+        word = word.replace("{" + name + "}", value)
+    if "{" in word:
+        raise ValueError(f"nothing is known of {word}")
+    return word
+
+
+def missing_data(row: Row, data: Mapping[str, str], known: tuple[str, ...]) -> list[str]:
+    """Data sets that the row needs and that were not given."""
+    return [name for name in known if name not in data and any("{" + name + "}" in step for step in row.steps.values())]
+
+
+def step(command: str, names: Mapping[str, str], folder: Path, name: str) -> dict[str, Any]:
+    """{"command", "document", "cpu_seconds"} of one step, from its file when the same command has been run there."""
+    kept = folder / f"{name}.json"
+    if kept.exists():
+        earlier = json.loads(kept.read_text())
+        if earlier["command"] == command:
+            return dict(earlier)
+    out, err = folder / f"{name}.out", folder / f"{name}.err"
+    child = os.fork()  # torch is imported once, here: a process started anew spends more on that than most steps take
+    if child == 0:
+        _child(*arguments(command, names), folder, out, err)
+    _, status, usage = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code:
+        raise RowFailed(f"{command}\nended with {code}: {(err.read_text() or out.read_text())[-800:]}")
+    found = {
+        "command": command,
+        "document": json.loads(out.read_text().strip().splitlines()[-1]),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+    }
+    kept.write_text(json.dumps(found))
+    return found
+
+
+def _child(module: str, words: list[str], folder: Path, out: Path, err: Path) -> NoReturn:
+    """The forked process: runs the module in the folder as `python -m` would, its output in files, and ends."""
+    code: Any = 1
+    try:
+        for path, number in ((out, 1), (err, 2)):
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(handle, number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        os.chdir(folder)
+        sys.argv = [module, *words]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
+def figure(documents: Mapping[str, Any], where: str) -> Any:
+    """A figure by step and keys: "certify/certified/1.58"; of a list by its index, or * for the mean over it."""
+    found: Any = documents
+    parts = where.split("/")
+    for place, part in enumerate(parts):
+        if part == "*":
+            values = [figure({"": entry}, "/".join(["", *parts[place + 1 :]])) for entry in found]
+            return sum(values) / len(values)
+        found = found[int(part)] if isinstance(found, list) else found[part]
+    return found
+
+
+def run_row(row: Row, seed: int, data: Mapping[str, str], work: Path) -> dict[str, Any]:
+    """One row with one seed; its run, as results.json keeps it. RowFailed names the step."""
+    folder = work / row.name / str(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {**data, "seed": str(seed)}
+    names |= {other: os.path.relpath(work / other / str(seed), folder) for other in row.after}
+    steps = {name: step(command, names, folder, name) for name, command in row.steps.items()}
+    documents = {name: found["document"] for name, found in steps.items()}
+    return {
+        "figures": {column: figure(documents, where) for column, where in row.figures.items()},
+        "images": {name: document["images"] for name, document in documents.items() if "images" in document},
+        "commands": dict(row.steps),
+        "cpu_seconds": {name: found["cpu_seconds"] for name, found in steps.items()},
+        "machine": results.machine(),
+    }

@@ -1,0 +1,98 @@
+"""docs/tables.md says what benchmarks/tables/results.json holds, and that holds what its rows' commands gave."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tables import claims, render, results
+from benchmarks.tables.layout import Claim
+from benchmarks.tables.rows import DATA, ROWS, TABLES
+from benchmarks.tables.run import arguments, figure
+
+BY_NAME = {row.name: row for row in ROWS}
+RUNS = results.read()
+
+
+def test_the_page_is_the_results() -> None:
+    assert render.PAGE.read_text() == render.page(), "run: python -m benchmarks.tables --render"
+
+
+def test_every_row_has_its_table_and_a_name_of_its_own() -> None:
+    assert len(BY_NAME) == len(ROWS)
+    tables = {table.name: table for table in TABLES}
+    for row in ROWS:
+        assert len(row.cells) == len(tables[row.table].heads)
+        assert set(row.after) <= set(BY_NAME)
+        assert not row.same or (row.same in BY_NAME and not row.steps)
+        assert all(where.split("/")[0] in row.steps for where in row.figures.values() if row.steps)
+        columns = {
+            column.key
+            for other in ROWS
+            if (other.same or other.name) == row.name
+            for column in tables[other.table].columns
+        }
+        assert row.same or set(row.figures) <= columns
+
+
+def test_published_figures_belong_to_rows_and_columns() -> None:
+    columns = {table.name: {column.key for column in table.columns} for table in TABLES}
+    for table, entry in results.published().items():
+        assert entry["source"]
+        for row, figures in entry["rows"].items():
+            assert BY_NAME[row].table == table
+            assert set(figures) <= columns[table]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_of_the_commands_that_its_row_shows(name: str) -> None:
+    row, run = BY_NAME[name.rpartition("#")[0]], RUNS[name]
+    assert set(run["figures"]) <= set(row.figures)
+    if "earlier" in run:
+        page, _, anchor = run["earlier"].partition("#")
+        assert anchor
+        assert (render.PAGE.parent / page).exists()
+    else:
+        assert run["commands"] == dict(row.steps)
+        assert set(run["figures"]) == set(row.figures)
+    kinds = {column.key: column.kind for table in TABLES for column in table.columns}
+    for key, value in run["figures"].items():
+        if kinds[key] == "percent":
+            assert 0 <= value <= 1
+        else:
+            assert value is None or value == "inf" or math.isfinite(value)
+
+
+def test_commands_are_filled_in_as_they_would_be_typed() -> None:
+    names = {**{name: f"/{name}" for name in DATA}, "seed": "7"}
+    for row in ROWS:
+        for command in row.steps.values():
+            module, words = arguments(command, names | {other: f"../{other}" for other in row.after})
+            assert module == "certcli" or (Path(render.PAGE).parents[1] / f"{module.replace('.', '/')}.py").exists()
+            assert not any("{" in word for word in words)
+    with pytest.raises(ValueError, match="nothing is known"):
+        arguments("certvit certify {elsewhere}/net.safetensors", names)
+
+
+def test_figures_are_found_by_step_and_key() -> None:
+    documents = {"a": {"curve": {"1.58": 0.5}, "list": [{"mean": 1.0}, {"mean": 3.0}]}}
+    assert figure(documents, "a/curve/1.58") == 0.5
+    assert figure(documents, "a/list/1/mean") == 3.0
+    assert figure(documents, "a/list/*/mean") == 2.0
+
+
+def test_a_claim_is_judged_by_its_interval() -> None:
+    claim = Claim("", "t/a", "t/b", "clean")
+
+    def judged(better: list[float], worse: list[float], sign: int = 1) -> str:
+        pairs = {"t/a": better, "t/b": worse}
+        runs = {results.key(n, seed): {"figures": {"clean": v}} for n, vs in pairs.items() for seed, v in enumerate(vs)}
+        turned = Claim(claim.text, claim.better, claim.worse, claim.column, sign)
+        return claims.verdict(turned, claims.differences(turned, runs))[0]
+
+    assert judged([0.9, 0.91, 0.92], [0.8, 0.81, 0.8]) == "reproduced"
+    assert judged([0.9, 0.91, 0.92], [0.8, 0.81, 0.8], -1) == "refuted"
+    assert judged([0.9, 0.7, 0.92], [0.8, 0.81, 0.8]) == "not decided"
+    assert judged([0.9], [0.8]) == "not decided: one seed"
+    assert judged([], []) == "not run"
+    assert judged([0.9, 0.9, 0.9], [0.8]) == "not decided: one seed"  # only seeds that both have
