@@ -56,6 +56,10 @@ class Images:
             raise DataError(f"a limit of {count} images leaves none")
         return self.select(sorted(_balanced(self.labels, count, seed)))
 
+    def in_turn(self, seed: int = 0) -> "Images":
+        """All images, the classes in turn: the first n of them are those of `limit(n, seed)`, for every n."""
+        return self.select(_balanced(self.labels, len(self), seed))
+
     def per_class(self, count: int, seed: int = 0) -> "Images":
         """`count` images of every class."""
         chosen: list[int] = []

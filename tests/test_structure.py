@@ -11,6 +11,8 @@ from certcli.cli.main import COMMANDS
 
 PACKAGE = Path(__file__).parent.parent / "certcli"
 ROOMS = {"adapt", "constrain", "finetune", "certify", "attack", "report"}
+ABOVE = ("audit", "api", "testing")
+"""What introduces rooms to each other beside the command line: rooms may be asked, the command line and pages may not."""
 DOMAINS = {"engine": (), "lipschitz": ("engine",), "enclosure": ("engine", "lipschitz"), "verification": ("lipschitz",)}
 """What is proven: each folder with those of them that it may import."""
 FOUNDATION = ("errors", "registry", "arch_args", "schema", "provenance")
@@ -42,6 +44,10 @@ def test_imports_run_one_way(path: Path) -> None:
         if allowed_everywhere or there == here:
             continue
         assert there != "cli", f"{path} imports the command line"
+        assert there not in ABOVE or here in ABOVE, f"{path} imports {there}, which stands above it"
+        if here in ABOVE:
+            assert there != "report", f"{path} imports the room report"
+            continue
         assert there not in ROOMS or (here == "report" and there == "report"), f"{path} imports the room {there}"
         if here in FOUNDATION:
             assert there in FOUNDATION, f"{path} imports {name}"

@@ -122,10 +122,11 @@ class Output:
         found = Outputs(self.force)
         resume = any(getattr(part, "resume", False) for part in groups)
         for option, mark, value in marked((*groups, self), options.Writes):
-            if mark.figure:
-                found.draws(option, value)
-            else:
-                found.writes(option, value, continued=mark.resumable and resume)
+            for path in value if isinstance(value, list) else [value]:
+                if mark.figure:
+                    found.draws(option, path)
+                else:
+                    found.writes(option, path, continued=mark.resumable and resume)
         for option, source, name in marked(groups, options.Reads):
             (found.reads_folder if source.folder else found.reads)(option, Path(name))
         return found

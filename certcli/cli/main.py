@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from certcli import __version__
-from certcli.cli import adapt, attack, certify, constrain, finetune, init, lipschitz, log
+from certcli.cli import adapt, attack, audit, certify, constrain, finetune, init, lipschitz, log
 from certcli.cli.output import Sink, plain
 from certcli.cli.streams import Interrupts, guarded
 from certcli.errors import CertvitError, Interrupted, UsageError
@@ -45,6 +45,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "constrain": constrain.constrain,
     "finetune": finetune.finetune,
     "lipschitz": lipschitz.lipschitz,
+    "audit": audit.audit,
     "certify": certify.certify,
     "attack": attack.attack,
     "log": log.log,
@@ -70,9 +71,12 @@ def about(
     """
 
 
-def run() -> None:
-    """Parse and do; every way to end is one line and a documented exit code (docs/exit-codes.md)."""
-    Sink.concluded = False
+def run(started: float | None = None) -> None:
+    """Parse and do; every way to end is one line and a documented exit code (docs/exit-codes.md).
+
+    started: when the process began, on the clock of `time.perf_counter`.
+    """
+    Sink.concluded, Sink.started = False, started
     with guarded() as out, Interrupts() as interrupts:
         code = _run(interrupts)
         out.flush()

@@ -78,6 +78,11 @@ Plot = Annotated[
     ),
     Writes(figure=True),
 ]
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE.html", help="A page that opens from disk.", rich_help_panel="Output"),
+    Writes(),
+]
 Records = Annotated[
     Path | None,
     typer.Option(

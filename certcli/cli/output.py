@@ -68,6 +68,7 @@ class Sink:
 
     concluded = False
     command = ""
+    started: float | None = None
 
     def __init__(self, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
@@ -161,6 +162,9 @@ class Bar:
 
     def advance(self, steps: int = 1, remark: str = "") -> None:
         self._progress.update(self._task, advance=steps, remark=plain(remark))
+
+    def reach(self, completed: int, remark: str = "") -> None:
+        self._progress.update(self._task, completed=completed, remark=plain(remark))
 
 
 def _width() -> int | None:

@@ -24,23 +24,6 @@ class Audited:
     found: Any
 
 
-def attention_weight(model: Any) -> float | None:
-    """Largest weight of an attention branch in its residual sum: t if convex, |a| if weighted, 1 if plain."""
-    from torch import sigmoid
-
-    from certcli.nn.residual import ConvexResidual, ResidualBlock
-
-    shares = []
-    for module in model.modules():
-        if isinstance(module, ResidualBlock):
-            residual = module.residual1
-            value = sigmoid(residual.theta) if isinstance(residual, ConvexResidual) else residual.scale.abs()
-            shares.append(float(value))
-        elif hasattr(module, "attn") and hasattr(module, "norm1"):
-            shares.append(1.0)
-    return max(shares) if shares else None
-
-
 def audit(source: Source, machine: Machine, sink: Sink) -> Audited:
     """A checkpoint's bound, proven."""
     from certcli import models
@@ -78,6 +61,8 @@ def lower_bound(audited: Audited, images: "Images", iterations: int, batch_size:
 
 def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
     """The report's keys that are always there."""
+    from certcli.nn.residual import attention_weight
+
     found, model = audited.found, audited.model
     return {
         "schema": 1,

@@ -101,3 +101,16 @@ def build_convex(old: nn.Module) -> nn.Module:
 
 def build_weighted(old: nn.Module) -> nn.Module:
     return _with_residuals(old, WeightedResidual)
+
+
+def attention_weight(model: nn.Module) -> float | None:
+    """Largest weight of an attention branch in its residual sum: t if convex, |a| if weighted, 1 if plain; None without."""
+    shares = []
+    for module in model.modules():
+        if isinstance(module, ResidualBlock):
+            residual = module.residual1
+            value = torch.sigmoid(residual.theta) if isinstance(residual, ConvexResidual) else residual.scale.abs()
+            shares.append(float(value))
+        elif hasattr(module, "attn") and hasattr(module, "norm1"):
+            shares.append(1.0)
+    return max(shares) if shares else None

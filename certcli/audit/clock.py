@@ -1,0 +1,80 @@
+"""A time budget: what is left, what a stage may have, and an end to what does not stop by itself."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+FINISHING = 0.04
+"""Share of the budget kept for writing what was found."""
+
+
+class OutOfTime(BaseException):
+    """A stage's time is over. Not an Exception: no handler of a room may take it for a failure of its own."""
+
+
+@dataclass
+class Clock:
+    """budget: wall seconds, from `started` on the clock of `time.perf_counter`."""
+
+    budget: float
+    started: float = field(default_factory=time.perf_counter)
+
+    @staticmethod
+    def since(started: float | None, budget: float) -> "Clock":
+        """A budget that began at `started`, else now."""
+        return Clock(budget) if started is None else Clock(budget, started)
+
+    @property
+    def spent(self) -> float:
+        return time.perf_counter() - self.started
+
+    @property
+    def left(self) -> float:
+        """Seconds for work: the end of the budget belongs to writing."""
+        return max(0.0, self.budget * (1 - FINISHING) - self.spent)
+
+    def part(self, share: float) -> "Part":
+        """A stage that may take this share of what is left."""
+        return Part(share * self.left)
+
+
+@dataclass
+class Part:
+    """One stage's seconds, counted from its beginning."""
+
+    seconds: float
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def spent(self) -> float:
+        return time.perf_counter() - self.started
+
+    @property
+    def left(self) -> float:
+        return self.seconds - self.spent
+
+    @contextlib.contextmanager
+    def ended(self) -> Iterator[None]:
+        """The block is broken off by OutOfTime when the time is over.
+
+        By the timer's signal, so in the main thread of a system that has one; elsewhere stages end between batches only.
+        """
+        if self.left <= 0:
+            raise OutOfTime
+        if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def ring(number: int, frame: object) -> None:
+            raise OutOfTime
+
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, max(self.left, 1e-3))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,58 @@
+"""From results to the document: the answer in words, the gates, the lineage, and how to ask again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from certcli.audit import gates, words
+from certcli.audit.clock import Clock
+from certcli.audit.run import Asked, Results
+from certcli.audit_document import Audit, Network, Step
+from certcli.checkpoint import Checkpoint
+from certcli.provenance import versions
+
+
+def compose(
+    checkpoint: Checkpoint,
+    results: Results,
+    asked: Asked,
+    demands: Sequence[gates.FailOn],
+    clock: Clock,
+    *,
+    source: str,
+    dataset: str | None,
+    limit: int | None,
+    more: Sequence[str] = (),
+) -> Audit:
+    """source, dataset: as they were typed; more: further words of the command that the same answer needs."""
+    record = checkpoint.record
+    judged = gates.judge(demands, results.bound, results.clean, results.certificates, results.attack, results.skipped)
+    data = [*(() if dataset is None else ("--dataset", dataset)), *more]
+    kept: dict[str, Any] = {
+        name: getattr(results, name)
+        for name in ("bound", "slope", "dataset", "clean", "certificates", "attack", "skipped")
+    }
+    return Audit(
+        schema=1,
+        command="audit",
+        checkpoint=checkpoint.digest,
+        network=Network(
+            name=source.rstrip("/").replace("\\", "/").rpartition("/")[2],
+            arch=record.arch,
+            classes=record.classes,
+            input=list(record.input.size),
+            parameters=results.parameters,
+        ),
+        verdict=words.verdict(results, asked),
+        next=words.next_steps(results, asked, source, dataset, clock.budget),
+        gate=judged,
+        lineage=[
+            Step(command=step.command, parameters=dict(step.parameters), seed=step.seed, parent=step.parent)
+            for step in record.lineage
+        ],
+        reproduce=words.reproduce(asked, demands, source, data, limit, clock.budget),
+        budget=clock.budget,
+        seconds=round(clock.spent, 2),
+        versions=versions(),
+        records=results.records(),
+        **kept,
+    )

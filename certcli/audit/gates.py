@@ -1,0 +1,135 @@
+"""Gates of an audit: `certified@0.25<0.4` fails a network of which less than 40 % is certified at radius 0.25.
+
+    GATE = SHARE "@" RADIUS ("<" | "<=") NUMBER | "clean" ("<" | "<=") NUMBER | "upper" (">" | ">=") NUMBER
+
+SHARE is `certified` (the best method, whatever it promises), `proven` (proofs only) or `robust` (what attacks left). A number
+may be a quotient, 36/255. A gate whose quantity was not measured fails, and says why.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from certcli.audit_document import Attacked, Certified, Found, Gate, Judged, Share, Skipped
+from certcli.errors import UsageError
+from certcli.registry import one_of
+
+AT_A_RADIUS = ("certified", "proven", "robust")
+QUANTITIES = (*AT_A_RADIUS, "clean", "upper")
+EXAMPLE = '--fail-on "certified@0.25<0.4", "proven@0.5<0.1", "robust@0.5<0.2", "clean<0.9" or "upper>100"'
+_NUMBER = r"\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?"
+_FORM = re.compile(
+    rf"\s*(?P<quantity>[a-z]+)\s*(?:@\s*(?P<radius>(?:{_NUMBER})(?:/(?:{_NUMBER}))?))?\s*"
+    rf"(?P<sign><=|>=|<|>)\s*(?P<value>(?:{_NUMBER})(?:/(?:{_NUMBER}))?)\s*"
+)
+
+
+@dataclass(frozen=True)
+class FailOn:
+    """One expression, read. radius: None for `clean` and `upper`."""
+
+    text: str
+    quantity: str
+    radius: float | None
+    sign: str
+    value: float
+
+    def met(self, measured: float) -> bool:
+        """Whether the expression, which describes a failure, is true."""
+        signs = {
+            "<": measured < self.value,
+            "<=": measured <= self.value,
+            ">": measured > self.value,
+            ">=": measured >= self.value,
+        }
+        return signs[self.sign]
+
+
+def parse(text: str) -> FailOn:
+    """UsageError names what is wrong with the expression, and what was probably meant."""
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise UsageError(f"--fail-on '{text}' is no gate", EXAMPLE)
+    quantity, sign = match["quantity"], match["sign"]
+    if quantity not in QUANTITIES:
+        raise UsageError(f"--fail-on '{text}': unknown quantity '{quantity}'", one_of(quantity, QUANTITIES))
+    if (match["radius"] is not None) != (quantity in AT_A_RADIUS):
+        told = "needs a radius" if quantity in AT_A_RADIUS else "has no radius"
+        raise UsageError(f"--fail-on '{text}': {quantity} {told}", EXAMPLE)
+    if sign[0] != (">" if quantity == "upper" else "<"):
+        turned = text.replace(sign, sign.translate({ord("<"): ">", ord(">"): "<"}))
+        raise UsageError(f"--fail-on '{text}' would fail a network for being better", f"did you mean '{turned}'?")
+    value = _number(match["value"], text)
+    if quantity != "upper" and value > 1:
+        raise UsageError(f"--fail-on '{text}': {value:g} is no share of the images", "0.4 stands for 40 %")
+    radius = None if match["radius"] is None else _number(match["radius"], text)
+    return FailOn(" ".join(text.split()), quantity, radius, sign, value)
+
+
+def _number(text: str, gate: str) -> float:
+    above, _, below = text.partition("/")
+    divisor = float(below) if below else 1.0
+    found = float(above) / divisor if divisor else math.inf
+    if not math.isfinite(found):
+        raise UsageError(f"--fail-on '{gate}': {text} is not a finite number", EXAMPLE)
+    return found
+
+
+def radii(gates: Sequence[FailOn], *quantities: str) -> list[float]:
+    """The radii at which these quantities are asked for."""
+    return [gate.radius for gate in gates if gate.radius is not None and gate.quantity in quantities]
+
+
+def judge(
+    gates: Sequence[FailOn],
+    bound: Found | None,
+    clean: Share | None,
+    certificates: Sequence[Certified],
+    attack: Attacked | None,
+    skipped: Sequence[Skipped],
+) -> Gate:
+    """Every gate against what was measured; shares with their n and interval."""
+
+    def missing(*stages: str) -> str:
+        return "; ".join(f"{item.stage}: {item.why}" for item in skipped if item.stage in stages)
+
+    def one(gate: FailOn) -> Judged:
+        share: Share | None = None
+        measured: float | None = None
+        by, why = "", ""
+        if gate.quantity == "upper":
+            measured = None if bound is None else math.inf if bound.upper == "inf" else float(bound.upper)
+            by, why = ("", missing("bound")) if bound is None else (f": the bound is {bound.upper_text}", "")
+        elif gate.quantity == "clean":
+            share, why = clean, missing("images", "clean")
+        elif gate.quantity == "robust":
+            share = None if attack is None else attack.robust.get(f"{gate.radius:g}")
+            by = "" if attack is None else f" after {', '.join(attack.attacks)}"
+            why = missing("images", "clean", "attack")
+        else:
+            reached = [
+                (found.certified[f"{gate.radius:g}"], found)
+                for found in certificates
+                if f"{gate.radius:g}" in found.certified and (gate.quantity == "certified" or found.failure == 0)
+            ]
+            if reached:
+                share, found = max(reached, key=lambda pair: pair[0].share)
+                by = f" by {found.method} ({found.promise})"
+            why = missing("images", "clean", "bound", "lipschitz", "local", "smoothing")
+        if share is not None:
+            low, high = share.interval
+            measured = share.share
+            by = f"{by}: {share.hits} of {share.images} images (95 % interval {100 * low:.0f} to {100 * high:.0f} %)"
+        if measured is None:
+            told = f"not measured ({why or 'nothing was found at this radius'})"
+            return Judged(fail_on=gate.text, passed=False, measured=None, reason=f"{gate.text}: {told}")
+        failed = gate.met(measured)
+        shown: float | str = measured if math.isfinite(measured) else "inf"
+        value = f"{100 * measured:.1f} %" if share is not None else f"{shown}" if shown == "inf" else f"{measured:.4g}"
+        text = f"{gate.text}: {'failed' if failed else 'passed'}, {gate.quantity} {value}{by}"
+        return Judged(fail_on=gate.text, passed=not failed, measured=shown, reason=text)  # type: ignore[arg-type]
+
+    judged = [one(gate) for gate in gates]
+    reasons = [row.reason for row in judged if not row.passed]
+    return Gate(passed=not reasons, reasons=reasons, judged=judged)

@@ -1,0 +1,133 @@
+"""The answer in words, and what to do next: plain sentences from what was measured, and from nothing else."""
+
+import math
+import shlex
+from collections.abc import Sequence
+
+from certcli.audit.gates import FailOn
+from certcli.audit.run import HOPELESS, Asked, Results
+from certcli.audit_document import Certified, Share
+
+FEW = 30
+"""Images below which a share is hardly one: the sentence says so."""
+
+
+def share(found: Share) -> str:
+    """ "26 of 50 images (52 %, interval 37 to 66)" """
+    low, high = found.interval
+    return (
+        f"{found.hits} of {found.images} images ({100 * found.share:.0f} %, 95 % interval "
+        f"{100 * low:.0f} to {100 * high:.0f})"
+    )
+
+
+def verdict(results: Results, asked: Asked) -> list[str]:
+    """What is proven, what holds with probability, what attacks found, what is not known: one sentence or two each."""
+    told = [_proof(results, asked)]
+    told += [_smoothed(found, asked) for found in results.certificates if found.failure > 0]
+    if (attack := results.attack) is not None:
+        names = ", then ".join(attack.attacks)
+        at = list(attack.fooled)[-1]
+        correct = attack.clean.hits
+        few = " Few images: a rough answer." if attack.clean.images < FEW else ""
+        told.append(f"{names.upper()} fooled {attack.fooled[at]} of {correct} correct images at l2 {at}.{few}")
+        if correct == 0:
+            told[-1] = f"Nothing to attack: none of {attack.clean.images} images is classified correctly."
+    elif results.clean is not None:
+        told.append(f"Correct without any attack: {share(results.clean)}. It was not attacked.")
+    if results.dataset is None:
+        told.append("Without labelled images nothing can be said about accuracy, certified shares or attacks.")
+    return told
+
+
+def _proof(results: Results, asked: Asked) -> str:
+    bound = results.bound
+    proofs = [found for found in results.certificates if found.failure == 0]
+    held = [found for found in proofs if found.certified[f"{asked.least:g}"].hits > 0]
+    if held:
+        best = max(held, key=lambda found: found.certified[f"{asked.least:g}"].share)
+        at = f"{asked.least:g}"
+        way = f"the global bound is {bound.upper_text}" if best.method == "lipschitz" and bound else "image by image"
+        return f"Proven at l2 {at}: {share(best.certified[at])} keep their class, whatever is done to them ({way})."
+    if bound is None:
+        return "The global bound was not finished in its time: whether there is a usable proof is not known."
+    if not bound.upper_finite:
+        return f"No proof: the network has no finite global bound ({bound.why})."
+    large = _size(bound.log10_upper, bound.upper_text)
+    driven = f" ({bound.drivers})" if bound.drivers else ""
+    told = f"the global bound is {large}{driven}"
+    if proofs:
+        return f"No usable proof: {told}, and none of {proofs[-1].clean.images} images is certified at {asked.least:g}."
+    if results.dataset is None and bound.log10_upper is not None:
+        usable = "A" if bound.log10_upper < HOPELESS else "No usable proof: a"
+        apart = _margin(bound.log10_upper, asked.least)
+        return f"{usable} certificate at l2 {asked.least:g} needs logits {apart} apart: {told}."
+    return f"No usable proof: {told}."
+
+
+def _size(log10: float | None, text: str) -> str:
+    return text if log10 is None or log10 < 5 else f"10^{log10:.0f}"
+
+
+def _margin(log10: float, radius: float) -> str:
+    need = log10 + math.log10(radius)
+    return f"{10**need:.2g}" if need < 5 else f"10^{need:.0f}"
+
+
+def _smoothed(found: Certified, asked: Asked) -> str:
+    at = max(found.certified, key=float)
+    reached = found.certified[at]
+    few = ", few images" if reached.images < FEW else ""
+    sigma = found.parameters["sigma"]
+    return (
+        f"Smoothing at sigma {sigma:g} certifies {share(reached)} at l2 {at}, each with probability "
+        f"{100 * (1 - found.failure):g} %{few}: a statement about the smoothed network."
+    )
+
+
+def next_steps(results: Results, asked: Asked, name: str, dataset: str | None, budget: float) -> list[str]:
+    """Commands that lead on, the most useful first; at most three."""
+    ckpt, images = shlex.quote(name), "" if dataset is None else f" --dataset {shlex.quote(dataset)}"
+    found: list[str] = []
+    if results.dataset is None:
+        return [f"certvit audit {ckpt} --dataset FOLDER"]
+    stages = {item.stage for item in results.skipped if item.for_time}
+    if stages & {"bound", "clean", "attack", "smoothing"}:
+        found.append(f"certvit audit {ckpt}{images} --time-budget {5 * budget:.0f}s")
+    smoothed = [item for item in results.certificates if item.failure > 0]
+    proven = [
+        item for item in results.certificates if item.failure == 0 and any(s.hits for s in item.certified.values())
+    ]
+    radius = f"{asked.least:g}"
+    if proven:
+        found.append(
+            f"certvit certify {ckpt}{images} --method {proven[0].method} -e {radius} --records certified.jsonl"
+        )
+        found.append(f"certvit attack {ckpt}{images} --only-certified certified.jsonl -a margin-pgd")
+    elif smoothed and any(item.share for item in smoothed[0].certified.values()):
+        sigma = f"{smoothed[0].parameters['sigma']:g}"
+        found.append(f"certvit certify {ckpt}{images} --method smoothing --sigma {sigma} -e {radius} --limit 500")
+        found.append(f"certvit finetune {ckpt}{images} --loss ce --noise {2 * float(sigma):g}")
+    else:
+        noise = f"{2 * asked.least:g}"
+        found.append(f"certvit finetune {ckpt}{images} --loss ce --noise {noise}")
+        found.append(f"certvit adapt {ckpt}")
+    return found[:3]
+
+
+def reproduce(
+    asked: Asked, gates: Sequence[FailOn], name: str, data: Sequence[str], limit: int | None, budget: float
+) -> str:
+    """The command that asks the same. How many images fit into its time depends on the machine."""
+    words = ["certvit", "audit", name, *data]
+    for radius in asked.attacked:
+        words += ["-e", f"{radius:g}"]
+    for attack in asked.attacks:
+        words += ["-a", attack]
+    words += [] if asked.sigma is None else ["--sigma", f"{asked.sigma:g}"]
+    words += [] if limit is None else ["--limit", str(limit)]
+    words += ["--seed", str(asked.seed), "--time-budget", f"{budget:g}s"]
+    words += ["--precision", asked.precision] if asked.precision != "float32" else []
+    for gate in gates:
+        words += ["--fail-on", gate.text]
+    return shlex.join(words)

@@ -1,0 +1,173 @@
+"""certvit audit: is my model robust? Bound, slope, certificates and attacks within a time budget, answered in words."""
+
+from __future__ import annotations
+
+from dataclasses import field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from certcli.cli import options
+from certcli.cli.command import command, group
+from certcli.cli.groups import Evaluation, Machine, Output, Source, Talk
+from certcli.cli.output import Sink
+
+if TYPE_CHECKING:
+    from certcli.audit.gates import FailOn
+    from certcli.audit.run import Asked
+    from certcli.images import Images
+    from certcli.provenance import Record
+
+
+@group("Audit")
+class Wanted:
+    """What is asked, in how much time, and what the answer must meet."""
+
+    time_budget: Annotated[
+        str, typer.Option("--time-budget", metavar="T", help="Wall time: 90s, 2m, 1h. What does not fit is said.")
+    ] = "2m"
+    epsilon: options.Epsilons = field(default_factory=lambda: [0.12, 0.5])
+    attacks: Annotated[
+        list[str],
+        typer.Option("--attack", "-a", help="pgd unless named; margin-pgd, autoattack, ...; several, in turn."),
+    ] = field(default_factory=lambda: ["pgd"])
+    sigma: Annotated[
+        float | None,
+        typer.Option(
+            parser=options.fraction, metavar="S", help="Noise of smoothing, pixel units; else the smallest --epsilon."
+        ),
+    ] = None
+    precision: Annotated[str, typer.Option(help="float32, or bf16 for smoothing and the attack's own passes.")] = (
+        "float32"
+    )
+    fail_on: Annotated[
+        list[str],
+        typer.Option(
+            "--fail-on",
+            metavar="GATE",
+            help="Exit 7 if so: certified@0.25<0.4, proven@0.5<0.1, robust@0.5<0.2, clean<0.9, upper>100; several.",
+        ),
+    ] = field(default_factory=list)
+
+    def gates(self) -> list[FailOn]:
+        from certcli.audit.gates import parse
+
+        return [parse(text) for text in self.fail_on]
+
+    def asked(self, gates: list[FailOn], seed: int, batch_size: int) -> Asked:
+        """UsageError on names and values that mean nothing, before any work."""
+        from certcli.attack.campaign import stages_of
+        from certcli.attack.settings import AttackSettings
+        from certcli.audit.gates import radii
+        from certcli.audit.run import Asked
+        from certcli.evaluation import require_radii
+
+        chosen = require_radii(self.epsilon)
+        certified = radii(gates, "certified", "proven")
+        attacked = require_radii([*chosen, *radii(gates, "robust")])
+        stages_of(self.attacks, None, "l2", attacked, AttackSettings(seed=seed, precision=self.precision))
+        return Asked(
+            radii=require_radii([*chosen, *certified]),
+            attacked=attacked,
+            sigma=self.sigma,
+            reach=max(certified, default=None),
+            attacks=tuple(self.attacks),
+            seed=seed,
+            batch_size=batch_size,
+            precision=self.precision,
+        )
+
+
+@group("Output")
+class Reports:
+    """Files beside the answer; their suffix decides the format."""
+
+    report: Annotated[
+        list[Path],
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            help=".html .json .sarif .xml (JUnit) .csv (records) .svg (badge) .md (model card).",
+        ),
+        options.Writes(),
+    ] = field(default_factory=list)
+    html: options.Html = None
+
+    def paths(self) -> list[Path]:
+        return [*self.report, *([] if self.html is None else [self.html])]
+
+
+@command(
+    "certvit audit m.safetensors --dataset digits --html audit.html",
+    'certvit audit m.safetensors --fail-on "certified@0.25<0.4" --fail-on "robust@0.5<0.2"',
+    page="audit.md",
+)
+def audit(
+    source: Source,
+    wanted: Wanted = Wanted(),
+    data: Evaluation = Evaluation(limit=200),
+    machine: Machine = Machine(),
+    reports: Reports = Reports(),
+    output: Output = Output(),
+    talk: Talk = Talk(),
+) -> None:
+    """Is it robust? Bound, slope, certificates and attacks within a time budget, answered in words."""
+    from certcli.audit.clock import Clock
+    from certcli.audit.compose import compose
+    from certcli.audit.run import run
+    from certcli.cli import audited
+    from certcli.cli.inputs import calibration_images
+    from certcli.finetune.budget import parse_duration
+
+    clock = Clock.since(Sink.started, parse_duration(wanted.time_budget))
+    gates = wanted.gates()
+    asked = wanted.asked(gates, data.seed, machine.batch_size)
+    audited.require_formats(reports.paths())
+    output.claim(source, data, reports)
+    sink = talk.sink()
+    checkpoint = source.open()
+    images = _images(checkpoint.record, data, sink)
+
+    def calibration() -> Images:
+        return calibration_images(checkpoint.record, None, None, 8, data.seed, sink)
+
+    with sink.progress("audit", total=round(clock.budget)) as bar:
+
+        def tell(stage: str) -> None:
+            bar.reach(round(clock.spent), stage)
+
+        results = run(checkpoint, images, calibration, asked, machine.pick(), clock, tell)
+    document = compose(
+        checkpoint,
+        results,
+        asked,
+        gates,
+        clock,
+        source=source.ckpt,
+        dataset=data.dataset or (checkpoint.record.dataset if images is not None else None),
+        limit=data.limit,
+        more=audited.words(data),
+    )
+    gate = audited.gate_of(document)
+    audited.show(document, sink)
+    audited.write(document, results, checkpoint, reports.paths(), output, data.seed, sink)
+    gate.enforce()
+
+
+def _images(record: Record, data: Evaluation, sink: Sink) -> Images | None:
+    """The images to judge by, in turn; None when none were named and those it was trained on are not here."""
+    from certcli.errors import DataError
+
+    if data.dataset is None and record.dataset is None:
+        return None
+    try:
+        images = replace(data, limit=None).images(record, sink).in_turn(data.seed)
+    except DataError as failure:
+        if data.dataset is not None:
+            raise
+        sink.warn(
+            f"the images that it was trained on are not here ({failure.message}): the audit goes on without images"
+        )
+        return None
+    return images if data.limit is None or data.limit >= len(images) else images.select(range(data.limit))

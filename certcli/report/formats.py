@@ -1,0 +1,40 @@
+"""An audit as texts that other programs read: JSON, CSV of its records."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from certcli.audit_document import Audit, to_json
+from certcli.outputs import atomic_file
+
+
+def save(path: Path, text: str) -> None:
+    """Written whole or not at all, UTF-8, line ends as they are."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="")
+
+
+def as_json(audit: Audit) -> str:
+    return json.dumps(to_json(audit), indent=1, sort_keys=True) + "\n"
+
+
+def as_csv(audit: Audit) -> str:
+    """One line an image: index, label, prediction, a certified radius a method, whether it withstood each radius."""
+    methods = [found.method for found in audit.certificates]
+    radii = [] if audit.attack is None else list(audit.attack.robust)
+    out = io.StringIO()
+    table = csv.writer(out, lineterminator="\n")
+    heads = [f"radius_{method}" for method in methods] + [f"withstood_{radius}" for radius in radii]
+    table.writerow(["index", "label", "prediction", *heads, "adversarial_prediction", "norm"])
+    for row in audit.records:
+        found = [row.radius.get(method, "") for method in methods]
+        found += [str(int(row.withstood[radius])) if radius in row.withstood else "" for radius in radii]
+        last = [row.adversarial_prediction, row.norm]
+        cells = [row.index, row.label, row.prediction, *found, *last]
+        table.writerow(["" if cell is None else cell for cell in cells])
+    return out.getvalue()
+
+
+TEXTS: Mapping[str, Callable[[Audit], str]] = {".json": as_json, ".csv": as_csv}

@@ -1,0 +1,243 @@
+"""`certvit audit`: what it says is what the commands find, within its time, and a gate that was not measured fails."""
+
+import csv
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from certcli.audit import gates
+from certcli.audit.clock import Clock, OutOfTime
+from certcli.audit_document import Share, from_json, written_schema
+from certcli.checkpoint import Checkpoint
+from certcli.cli.main import app
+from certcli.errors import GateError, UsageError
+
+ROOT = Path(__file__).parent.parent
+QUICK = ("--limit", 24, "-e", 0.05, "-e", 0.3, "-a", "fgsm", "--quiet")
+
+
+def certvit(*words: object, code: int = 0) -> dict:
+    outcome = CliRunner().invoke(app, [str(word) for word in words])
+    failure = getattr(outcome.exception, "code", outcome.exit_code)
+    assert failure == code, (words, outcome.output, outcome.exception)
+    lines = [line for line in outcome.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {}
+
+
+@pytest.fixture(scope="module")
+def folder(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One audit of the certified network with all that it can write, and one of the plain network."""
+    made = tmp_path_factory.mktemp("audit")
+    reports = [part for suffix in ("json", "csv") for part in ("--report", made / f"certified.{suffix}")]
+    certvit("audit", workshop / "certified.safetensors", *QUICK, *reports, "-o", made / "certified.safetensors")
+    certvit("audit", workshop / "plain.safetensors", *QUICK, "--time-budget", "20s", "--report", made / "plain.json")
+    return made
+
+
+@pytest.fixture(scope="module")
+def certified_audit(folder: Path) -> dict:
+    return json.loads((folder / "certified.json").read_text())
+
+
+def problems(value: Any, rule: dict, root: dict, at: str = "") -> list[str]:
+    """What is wrong with a value by a JSON schema, in the words that ours uses; a word that is not known here is one."""
+    if "$ref" in rule:
+        return problems(value, root["$defs"][rule["$ref"].rpartition("/")[2]], root, at)
+    if "anyOf" in rule:
+        tried = [problems(value, one, root, at) for one in rule["anyOf"]]
+        return [] if [] in tried else tried[0]
+    kinds = {
+        "object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int,
+        "number": (int, float),
+    }  # fmt: skip
+    known = {
+        "type", "enum", "properties", "required", "additionalProperties", "items", "prefixItems", "minimum", "maximum",
+        "exclusiveMaximum", "pattern", "title", "description", "default", "minItems", "maxItems", "$schema", "$defs",
+    }  # fmt: skip
+    found = [f"{at}: the schema says {word}" for word in set(rule) - known]
+    kind = rule.get("type")
+    if kind is not None and (not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "boolean")):
+        return [*found, f"{at}: {value!r} is no {kind}"]
+    found += [f"{at}: {value!r} is not of {rule['enum']}"] if value not in rule.get("enum", [value]) else []
+    if isinstance(value, (int, float)) and not rule.get("minimum", value) <= value <= rule.get("maximum", value):
+        found.append(f"{at}: {value} is out of range")
+    if isinstance(value, str) and not re.search(rule.get("pattern", ""), value):
+        found.append(f"{at}: {value!r} does not fit {rule['pattern']}")
+    if isinstance(value, dict):
+        inner = rule.get("properties", {})
+        found += [f"{at}: no {name}" for name in rule.get("required", []) if name not in value]
+        for name, item in value.items():
+            extra = rule.get("additionalProperties", True)
+            if name in inner or isinstance(extra, dict):
+                found += problems(item, inner.get(name, extra), root, f"{at}.{name}")
+            elif extra is False:
+                found.append(f"{at}: {name} is not known")
+    if isinstance(value, list):
+        first = rule.get("prefixItems", [])
+        for number, item in enumerate(value):
+            each = first[number] if number < len(first) else rule.get("items")
+            found += problems(item, each, root, f"{at}[{number}]") if isinstance(each, dict) else []
+    return found
+
+
+def test_the_published_schema_is_the_documents(folder: Path) -> None:
+    page = ROOT / "docs" / "schema" / "audit.json"
+    assert page.read_text() == written_schema(), "run: python -m certcli.audit_document > docs/schema/audit.json"
+    schema = json.loads(page.read_text())
+    for name in ("certified", "plain"):
+        text = (folder / f"{name}.json").read_text()
+        assert problems(json.loads(text), schema, schema) == []
+        assert from_json(text).verdict
+    wrong = json.loads((folder / "plain.json").read_text())
+    del wrong["verdict"]
+    wrong["clean"]["share"] = 1.5
+    wrong["gate"]["passed"] = "yes"
+    assert len(problems(wrong, schema, schema)) == 3
+
+
+def test_the_answer_is_what_the_commands_find(workshop: Path, folder: Path, certified_audit: dict) -> None:
+    path, words = workshop / "certified.safetensors", ("--limit", 24, "-e", 0.05, "-e", 0.3, "--json", "--quiet")
+    (found,) = certified_audit["certificates"]
+    alone = certvit("certify", path, *words)
+    assert {radius: share["share"] for radius, share in found["certified"].items()} == alone["certified"]
+    assert found["dataset"] == alone["dataset"]
+    assert (found["clean"]["share"], found["average_radius"]) == (alone["clean"], alone["average_radius"])
+    attacked = certvit("attack", path, "-a", "fgsm", *words)
+    assert {radius: share["share"] for radius, share in certified_audit["attack"]["robust"].items()} == attacked["curve"]
+    assert certified_audit["bound"]["upper"] == certvit("lipschitz", path, "--no-estimate", "--json")["upper"]
+    assert certified_audit["slope"]["lower"] <= certified_audit["bound"]["upper"]
+    held = found["certified"]["0.05"]
+    assert f"{held['hits']} of 24 images" in certified_audit["verdict"][0]
+    fooled = certified_audit["attack"]["fooled"]["0.3"]
+    assert f"FGSM fooled {fooled} of {found['clean']['hits']} correct images at l2 0.3" in certified_audit["verdict"][1]
+    assert {item["stage"] for item in certified_audit["skipped"]} == {"local", "smoothing"}
+
+
+def test_a_network_without_a_usable_proof_is_told_so(folder: Path) -> None:
+    found = json.loads((folder / "plain.json").read_text())
+    assert found["verdict"][0].startswith("No usable proof: the global bound is 10^")
+    assert "LayerNorms alone contributes 1,000" in found["verdict"][0]
+    smoothed = next(item for item in found["certificates"] if item["method"] == "smoothing")
+    assert smoothed["failure"] == 0.001
+    at = smoothed["certified"]["0.05"]
+    assert any(f"certifies {at['hits']} of {at['images']} images" in line and "99.9 %" in line for line in found["verdict"])
+    assert {"local", "smoothing"} <= {item["method"] for item in found["certificates"]}
+    again = found["reproduce"].split()
+    assert again[:2] == ["certvit", "audit"]
+    assert "--limit" in again
+
+
+def test_evidence_is_verified_and_the_input_is_untouched(workshop: Path, folder: Path) -> None:
+    audited = Checkpoint.read(folder / "certified.safetensors")
+    assert audited.digest == Checkpoint.read(workshop / "certified.safetensors").digest
+    fresh = [entry.command for entry in audited.record.evidence if entry.digest == audited.digest]
+    assert fresh[-3:] == ["lipschitz", "certify", "attack"]
+    certvit("log", folder / "certified.safetensors", "--verify", "--proven-only")
+    wrong = {**audited.record.evidence[-2].result}
+    wrong["certified"] = {"0.3": min(1.0, wrong["certified"]["0.3"] + 0.1)}
+    forged = audited.with_evidence("certify", audited.record.evidence[-2].parameters, wrong)
+    forged.write(folder / "forged.safetensors")
+    certvit("log", folder / "forged.safetensors", "--verify", "--proven-only", code=7)
+
+
+def test_the_records_are_one_line_an_image(folder: Path, certified_audit: dict) -> None:
+    with (folder / "certified.csv").open(newline="") as handle:
+        rows = list(csv.DictReader(handle))
+    assert len(rows) == 24 == len(certified_audit["records"])
+    held = sum(row["label"] == row["prediction"] and float(row["radius_lipschitz"]) > 0.3 for row in rows)
+    assert held == certified_audit["certificates"][0]["certified"]["0.3"]["hits"]
+    assert sum(row["withstood_0.3"] == "1" for row in rows) == certified_audit["attack"]["robust"]["0.3"]["hits"]
+
+
+@pytest.mark.parametrize(
+    ("gate", "code"),
+    [
+        ("certified@0.05<0.01", 0),
+        ("certified@0.05 < 1/100", 0),
+        ("certified@0.05<=1", 7),
+        ("proven@0.3<1", 7),
+        ("robust@0.3<1", 7),
+        ("clean<0.01", 0),
+        ("upper>1e9", 0),
+        ("upper>=0.001", 7),
+    ],
+)
+def test_gates(workshop: Path, gate: str, code: int) -> None:
+    found = certvit("audit", workshop / "certified.safetensors", *QUICK, "--json", "--fail-on", gate, code=code)
+    assert found["gate"]["passed"] is (code == 0)
+    assert [row["passed"] for row in found["gate"]["judged"]] == [code == 0]
+    assert (found["gate"]["reasons"] == []) is (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("gate", "hint"),
+    [
+        ("certifed@0.25<0.4", "did you mean 'certified'"),
+        ("certified<0.4", "certified@0.25<0.4"),
+        ("clean@0.5<0.4", "clean<0.9"),
+        ("certified@0.25>0.4", "did you mean 'certified@0.25<0.4'"),
+        ("upper<100", "did you mean 'upper>100'"),
+        ("certified@0.25<40", "0.4 stands for 40 %"),
+        ("upper>nan", ""),
+        ("upper>1/0", ""),
+        ("clean<0.9; clean<0.8", ""),
+        ("clean<-1", ""),
+        ("", ""),
+    ],
+)
+def test_what_is_no_gate_is_refused(gate: str, hint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        gates.parse(gate)
+    assert hint in refused.value.hint
+
+
+def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None:
+    few = ("--quiet", "--json", "--limit", 8, "-e", 0.05)
+    bare = Checkpoint.read(workshop / "init.safetensors")
+    assert bare.record.dataset is None
+    found = certvit("audit", workshop / "init.safetensors", *few, "--fail-on", "certified@0.1<0", code=7)
+    assert found["clean"] is None
+    assert found["attack"] is None
+    assert "no labelled images" in found["gate"]["reasons"][0]
+    assert found["gate"]["judged"][0]["measured"] is None
+    assert "Without labelled images" in found["verdict"][-1]
+    share = Share.of(1, 2)
+    judged = gates.judge([gates.parse("robust@0.5<0"), gates.parse("clean<0.4")], None, share, [], None, [])
+    assert [row.passed for row in judged.judged] == [False, True]
+
+
+def test_one_second_is_one_second_and_what_is_missing_is_said(workshop: Path) -> None:
+    started = time.perf_counter()
+    found = certvit("audit", workshop / "plain.safetensors", "--time-budget", "1s", "--json", "--quiet")
+    assert time.perf_counter() - started < 4  # a batch in progress, and a busy machine
+    done = {"bound": found["bound"], "clean": found["clean"], "attack": found["attack"]}
+    missing = {item["stage"].partition(",")[0] for item in found["skipped"]}
+    assert {name for name, value in done.items() if value is None} <= missing | {"attack"}
+    assert {"smoothing", "attack", "clean"} & {item["stage"].partition(",")[0] for item in found["skipped"]}
+    assert any("--time-budget" in line for line in found["next"])
+    assert sum(share is not None for share in done.values()) + len(missing) >= 3
+
+
+def test_a_stage_is_broken_off_and_the_timer_is_given_back() -> None:
+    part = Clock(1.0).part(0.05)
+    with pytest.raises(OutOfTime), part.ended():
+        while True:
+            pass
+    assert part.spent < 1.0
+    time.sleep(0.1)  # a timer left behind would ring here
+    with pytest.raises(OutOfTime), part.ended():
+        pass
+
+
+def test_wrong_words_are_refused_before_any_work(workshop: Path, tmp_path: Path) -> None:
+    path = workshop / "plain.safetensors"
+    before = path.read_bytes()
+    for words in (("--report", tmp_path / "x.doc"), ("-a", "pdg"), ("--time-budget", "soon"), ("-o", path, "--force")):
+        certvit("audit", path, *words, code=2)
+    assert path.read_bytes() == before
+    assert GateError.code == 7
