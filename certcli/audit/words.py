@@ -47,8 +47,15 @@ def _proof(results: Results, asked: Asked) -> str:
     if held:
         best = max(held, key=lambda found: found.certified[f"{asked.least:g}"].share)
         at = f"{asked.least:g}"
+        few = " Few images: a rough answer." if best.clean.images < FEW else ""
         way = f"the global bound is {bound.upper_text}" if best.method == "lipschitz" and bound else "image by image"
-        return f"Proven at l2 {at}: {share(best.certified[at])} keep their class, whatever is done to them ({way})."
+        told = (
+            f"Proven at l2 {at}: {share(best.certified[at])} keep their class, whatever is done to them ({way}).{few}"
+        )
+        if best.method != "lipschitz" and bound is not None and bound.upper_finite:
+            driven = f" ({bound.drivers})" if bound.drivers else ""
+            told += f" The global bound proves nothing: {_size(bound.log10_upper, bound.upper_text)}{driven}."
+        return told
     if bound is None:
         return "The global bound was not finished in its time: whether there is a usable proof is not known."
     if not bound.upper_finite:
@@ -91,8 +98,9 @@ def next_steps(results: Results, asked: Asked, name: str, dataset: str | None, b
     found: list[str] = []
     if results.dataset is None:
         return [f"certvit audit {ckpt} --dataset FOLDER"]
-    stages = {item.stage for item in results.skipped if item.for_time}
-    if stages & {"bound", "clean", "attack", "smoothing"}:
+    short = {item.stage for item in results.skipped if item.for_time} & {"bound", "clean", "attack", "smoothing"}
+    seen = [part.clean.images for part in (*results.certificates, results.attack) if part is not None]
+    if short or min(seen, default=0) < min(FEW, results.dataset.images):
         found.append(f"certvit audit {ckpt}{images} --time-budget {5 * budget:.0f}s")
     smoothed = [item for item in results.certificates if item.failure > 0]
     proven = [
