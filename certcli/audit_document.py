@@ -1,7 +1,7 @@
 """What `certvit audit` found, as one document: typed, decodable, and published as docs/schema/audit.json.
 
 Shares carry the number of images they are shares of. A value that was not measured is absent (null), never 0; `skipped` says
-why. `upper` is the string "inf" where float64 is too small for the bound or where there is none: `upper_finite` says which.
+why; `doubts` why its numbers may say little. `upper` is the string "inf" where float64 is too small for the bound or where there is none: `upper_finite` says which.
 """
 
 import json
@@ -36,13 +36,14 @@ class Share(_Part):
 
 
 class Network(_Part):
-    """name: as it was given, without its folders."""
+    """name: as it was given, without its folders. reading: what was assumed of the file, and whence."""
 
     name: str
     arch: str
     classes: Natural
     input: list[int]
     parameters: Natural
+    reading: dict[str, Any]
 
 
 class Dataset(_Part):
@@ -175,6 +176,7 @@ class Audit(_Part):
     checkpoint: Digest
     network: Network
     verdict: list[str]
+    doubts: list[str]
     next: list[str]
     bound: Found | None
     slope: Slope | None

@@ -7,12 +7,13 @@ from certcli.audit import gates, words
 from certcli.audit.clock import Clock
 from certcli.audit.run import Asked, Results
 from certcli.audit_document import Audit, Network, Step
-from certcli.checkpoint import Checkpoint
+from certcli.doubts import accuracy_doubts
+from certcli.foreign import Opened
 from certcli.provenance import versions
 
 
 def compose(
-    checkpoint: Checkpoint,
+    opened: Opened,
     results: Results,
     asked: Asked,
     demands: Sequence[gates.FailOn],
@@ -24,7 +25,10 @@ def compose(
     more: Sequence[str] = (),
 ) -> Audit:
     """source, dataset: as they were typed; more: further words of the command that the same answer needs."""
-    record = checkpoint.record
+    checkpoint = opened.checkpoint
+    record, clean = checkpoint.record, results.clean
+    doubts = list(opened.reading.doubts)
+    doubts += [] if clean is None else accuracy_doubts(clean.hits, clean.images, checkpoint)
     judged = gates.judge(demands, results.bound, results.clean, results.certificates, results.attack, results.skipped)
     data = [*(() if dataset is None else ("--dataset", dataset)), *more]
     kept: dict[str, Any] = {
@@ -41,8 +45,10 @@ def compose(
             classes=record.classes,
             input=list(record.input.size),
             parameters=results.parameters,
+            reading=opened.reading.to_json(),
         ),
         verdict=words.verdict(results, asked),
+        doubts=doubts,
         next=words.next_steps(results, asked, source, dataset, clock.budget),
         gate=judged,
         lineage=[

@@ -119,6 +119,7 @@ def audit(
     from certcli.cli import audited
     from certcli.cli.inputs import calibration_images
     from certcli.finetune.budget import parse_duration
+    from certcli.foreign import read
 
     clock = Clock.since(Sink.started, parse_duration(wanted.time_budget))
     gates = wanted.gates()
@@ -126,7 +127,8 @@ def audit(
     output.claim(source, data, reports)
     audited.require_formats(reports.report)
     sink = talk.sink()
-    checkpoint = source.open()
+    opened = read(source.ckpt, source.hints())
+    checkpoint = opened.checkpoint
     images = _images(checkpoint.record, data, sink)
 
     def calibration() -> Images:
@@ -139,7 +141,7 @@ def audit(
 
         results = run(checkpoint, images, calibration, asked, machine.pick(), clock, tell)
     document = compose(
-        checkpoint,
+        opened,
         results,
         asked,
         gates,
@@ -150,7 +152,7 @@ def audit(
         more=audited.words(data),
     )
     gate = audited.gate_of(document)
-    audited.show(document, sink)
+    audited.show(document, opened.reading.line(), sink)
     audited.write(document, results, checkpoint, reports.paths(), output, data.seed, sink)
     gate.enforce()
 

@@ -41,20 +41,22 @@ def gate_of(document: Audit) -> Gate:
     return gate
 
 
-def show(document: Audit, sink: Sink) -> None:
+def show(document: Audit, reading: str, sink: Sink) -> None:
     """Words first, then the table, then details; with --json the document."""
     from certcli.audit_document import to_json
 
     sink.document(to_json(document))
     for line in document.verdict:
         sink.text(line)
+    for line in document.doubts:
+        sink.warn(f"doubt: {line}")
     for number, line in enumerate(document.next):
         sink.text(f"{'Next:' if number == 0 else '  or:'} {line}")
     for row in document.gate.judged:
         sink.text(f"Gate {row.reason}")
     sink.text("")
     sink.table(_title(document), ["what", "result", "n", "95 % interval", "holds"], list(_rows(document)))
-    _details(document, sink)
+    _details(document, reading, sink)
 
 
 def _title(document: Audit) -> str:
@@ -86,8 +88,9 @@ def _rows(document: Audit) -> list[tuple[str, ...]]:
     return rows
 
 
-def _details(document: Audit, sink: Sink) -> None:
+def _details(document: Audit, reading: str, sink: Sink) -> None:
     sink.text("")
+    sink.text(reading)
     sink.text("Radii are pixel l2, images in [0, 1]. Certified and attacked shares count correct images only.")
     for found in document.certificates:
         sink.text(f"{found.method}: {found.title}; about {found.about}. {found.seconds:.0f} s")
