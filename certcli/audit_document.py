@@ -1,7 +1,8 @@
 """What `certvit audit` found, as one document: typed, decodable, and published as docs/schema/audit.json.
 
 Shares carry the number of images they are shares of. A value that was not measured is absent (null), never 0; `skipped` says
-why; `doubts` why its numbers may say little. `upper` is the string "inf" where float64 is too small for the bound or where there is none: `upper_finite` says which.
+why; `doubts` why its numbers may say little. `upper` is the string "inf" where float64 is too small for the bound or where
+there is none: `upper_finite` says which.
 """
 
 import json
