@@ -41,6 +41,10 @@ class Building(TorchDispatchMode):
         self.work = MOST_VALUES if self.stored is None else 64 * self.stored + SPARE_WORK
         self.steps = MOST_STEPS if like is None else SPARE_STEPS + 200 * len(like)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would load its compiler at the first call, to tell it not to compile this one
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -7,6 +7,10 @@ operators whose schemas only the compiled part declares. Declaring those two sch
 
 import importlib
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -33,4 +37,36 @@ def ensure_torchvision() -> None:
         importlib.import_module("torchvision")
 
 
-ensure_torchvision()
+def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
+    """`torch.compiler.disable`, as a decorator with or without arguments, without a mark."""
+    return function if callable(function) else (lambda marked: marked)
+
+
+def _asked_later(device: Any) -> bool:
+    """torchvision's question, put to the compiler itself when it is asked."""
+    ask: Callable[[Any], bool] = importlib.import_module("torch._dynamo.utils").is_compile_supported
+    return ask(device)
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Stand-ins for `torch._dynamo` and its `utils`, unless it is loaded already; taken away again."""
+    names = ("torch._dynamo", "torch._dynamo.utils")
+    if names[0] in sys.modules:
+        yield
+        return
+    package, utils = (ModuleType(name) for name in names)
+    package.__dict__.update(disable=_unmarked, utils=utils)
+    utils.__dict__["is_compile_supported"] = _asked_later
+    sys.modules.update(zip(names, (package, utils), strict=True))
+    try:
+        yield
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+        vars(torch).pop("_dynamo", None)
+
+
+with _without_compiler():
+    ensure_torchvision()
+    import timm  # noqa: F401 (whose layers mark functions too)

@@ -55,6 +55,10 @@ class _Follow(TorchDispatchMode):
         self.operations: Operations = []
         self.known = WeakTensorKeyDictionary({image: None})
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would load its compiler at the first call, to tell it not to compile this one
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -8,10 +8,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from certcli.lipschitz.bound import Estimate
 
-SCOUTING = 3
+SCOUTING = 2
 """Power iterations that every image of a batch gets; the steepest one of them then gets all."""
 
-CONVERGED = 1e-6
+CONVERGED = 1e-3
 """Relative growth of a norm in one iteration below which `measure` goes on no longer."""
 
 
