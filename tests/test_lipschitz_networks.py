@@ -194,4 +194,5 @@ def test_deep_networks_keep_their_logarithm() -> None:
 def test_linear_network_is_measured_at_its_bound() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(768, 5)).eval()
     estimate = list(measure(net, iter([torch.rand(1, 3, 16, 16)]), iterations=100))[-1]
-    assert estimate.value == pytest.approx(float(bound_network(net, SPEC.size, 5).upper), rel=1e-4)  # single precision
+    # it stops where an iteration adds less than 1e-4, which of a small gap leaves several times that
+    assert estimate.value == pytest.approx(float(bound_network(net, SPEC.size, 5).upper), rel=1e-3)

@@ -113,30 +113,60 @@ def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Ite
             found = walk(traced, domain)
 
     Untraceable says what differs, but only where the body had no reason of its own to refuse: that one names a module.
-    Costs two runs of the graph and six of the model, besides reading its state three times.
+    Costs one run of the graph and five of the model besides the trace, and reading the model's state twice.
     """
     with torch.no_grad(), _random_states_kept():
         images = _images(model, size)
         refuse_hooks(model)
-        _warm_up(model, images[0])
+        example = example_of(model, size)
+        first = _warm_up(model, example)
         before = state_of(model)
         traced = trace_model(model, size, *tables)
-        _require_same_state(before, model)  # names what changes before the logits do
         yield traced
-        logits = [_compared(traced, model, image) for image in images]
-        _require_same_batch(model, images, logits)
-        again, _ = _run(model, images[0])
-        if not _close(again, logits[0], SAME_SHAPE):
-            raise Untraceable("the network returns other logits when it is run again")
+        try:
+            _require_same_logits(traced, model, images, example, first)
+        except Untraceable:
+            _require_same_state(before, model)  # names what changes before the logits do
+            raise
         _require_same_state(before, model)
 
 
-def _warm_up(model: nn.Module, image: Tensor) -> None:
+def _warm_up(model: nn.Module, image: Tensor) -> Any:
     """A first run may fill a cache (timm's relative positions): what changes afterwards is the network's own."""
     try:
-        model(image)
+        return model(image.clone())
     except Exception as failure:
         raise Untraceable(f"the network does not run on one image ({reason_of(failure)})") from failure
+
+
+def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor], example: Tensor, first: Any) -> None:
+    """Graph and model give the same logits on the example, on the last of `images`, and run the same operations on all.
+
+    The graph's operations are the same for every image. Of the example, the trace holds the graph's logits, and the model's
+    were found before it: that they are equal says as well that a run leaves nothing behind.
+    """
+    runs = [_run(model, image) for image in images]
+    for logits, _ in runs:
+        _require_finite(model, logits)
+    replay, steps = _run(lambda x: _execute(traced, x), images[-1])
+    for _, operations in runs:
+        if operations != steps:
+            raise Untraceable(f"the network runs another graph than its trace: {_first_difference(operations, steps)}")
+    if not _close(runs[-1][0], replay, SAME_SHAPE):
+        raise Untraceable(f"the traced graph returns other logits than the network: {_apart(runs[-1][0], replay)}")
+    _require_same_batch(model, images, [logits for logits, _ in runs])
+    if not isinstance(first, Tensor) or not _close(first, traced.result, SAME_SHAPE):  # the very first may fill a cache
+        again, _ = _run(model, example)
+        if not _close(again, traced.result, SAME_SHAPE):
+            raise Untraceable("the network returns other logits when it is run again")
+
+
+def _require_finite(model: nn.Module, logits: Tensor) -> None:
+    if not torch.isfinite(logits).all():
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        wrong = next((name for name, tensor in tensors if not torch.isfinite(tensor).all()), None)
+        cause = "" if wrong is None else f": '{own_name(model, wrong)}' holds infinite numbers or NaN"
+        raise Untraceable(f"the logits of a random image are not finite{cause}")
 
 
 def _images(model: nn.Module, size: tuple[int, ...]) -> list[Tensor]:
@@ -145,22 +175,6 @@ def _images(model: nn.Module, size: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(20)
     noise = [torch.rand(example.shape, generator=generator, dtype=torch.float64) for _ in range(2)]
     return [image.to(example) for image in (noise[0], noise[1].round())]
-
-
-def _compared(traced: Trace, model: nn.Module, image: Tensor) -> Tensor:
-    """The logits of one image, the same by model and graph, by the same operations."""
-    logits, operations = _run(model, image)
-    if not torch.isfinite(logits).all():
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        wrong = next((name for name, tensor in tensors if not torch.isfinite(tensor).all()), None)
-        cause = "" if wrong is None else f": '{own_name(model, wrong)}' holds infinite numbers or NaN"
-        raise Untraceable(f"the logits of a random image are not finite{cause}")
-    replay, steps = _run(lambda x: _execute(traced, x), image)
-    if operations != steps:
-        raise Untraceable(f"the network runs another graph than its trace: {_first_difference(operations, steps)}")
-    if not _close(logits, replay, SAME_SHAPE):
-        raise Untraceable(f"the traced graph returns other logits than the network: {_apart(logits, replay)}")
-    return logits
 
 
 def _run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, Operations]:

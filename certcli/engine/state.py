@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from collections import OrderedDict
 from types import FunctionType
 from typing import Any
 
@@ -14,6 +15,9 @@ _DEPTH = 6
 """How deep containers and objects in attributes are followed; below, an object counts by its identity."""
 
 _BLOCK = 1024
+_EXACT = frozenset((bool, int, str, type(None)))
+"""Types whose values say all by being equal, of one type: most attributes, so they come first."""
+_CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set))
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -46,6 +50,11 @@ def differs(before: dict[str, Any], after: dict[str, Any]) -> str | None:
 
 
 def _described(value: Any, seen: set[int], depth: int) -> Any:
+    kind = type(value)
+    if kind in _EXACT:
+        return kind, value
+    if kind in _CONTAINERS and not value:
+        return kind
     if value is None or isinstance(
         value, (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
     ):

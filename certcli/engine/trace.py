@@ -18,12 +18,16 @@ from certcli.models import own_name
 
 @dataclass(frozen=True)
 class Trace:
-    """The graph, the concrete value of every constant in it, and the module calls it came from."""
+    """The graph, the concrete value of every constant in it, and the module calls it came from.
+
+    result: what its nodes made of the example that was traced.
+    """
 
     root: nn.Module
     graph: fx.Graph
     constants: Mapping[str, Any]
     scopes: tuple[Scope, ...]
+    result: Tensor
 
 
 def trace_model(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Trace:
@@ -78,7 +82,7 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     output = next(node for node in graph.nodes if node.op == "output").args[0]
     if not isinstance(output, fx.Node) or not isinstance(output.meta.get("shape"), tuple):
         raise Untraceable("the network returns something other than one tensor of logits")
-    return Trace(root, graph, tracer.state.constants, tuple(tracer.state.scopes))
+    return Trace(root, graph, tracer.state.constants, tuple(tracer.state.scopes), tracer.state.result)
 
 
 @contextmanager

@@ -138,6 +138,7 @@ class _State:
     stack: list[str] = field(default_factory=list)
     entered: bool = False
     recording: bool = False
+    result: Any = None
     refused: Untraceable | None = None
 
 
@@ -172,7 +173,8 @@ class Tracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, fx.Proxy):
             if not self.state.recording and type(a) is Proxy:
-                self._concrete(a)  # the network's result: refused as well if it was overwritten after the graph saw it
+                # the network's result: refused as well if it was overwritten after the graph saw it
+                self.state.result = self._concrete(a)
             return a.node
         if isinstance(a, Tensor):
             # no module can have an attribute of this name: a dot in front

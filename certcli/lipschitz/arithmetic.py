@@ -17,7 +17,7 @@ from certcli.lipschitz.convolution import conv_norm
 from certcli.lipschitz.convolution_estimate import Geometry, convolution_estimate
 from certcli.lipschitz.power import COLD, block_norms, leading, warm
 from certcli.lipschitz.real import INF, ONE, ZERO, Real, as_real
-from certcli.lipschitz.spectral import frobenius_norm, gamma, spectral_norm, up
+from certcli.lipschitz.spectral import frobenius_norm, gamma, spectral_norm, spectral_norms, up
 
 UNDERFLOW = 2.0**-1022
 """What one product loses at most when it falls below the numbers that float64 has with full precision, or to 0."""
@@ -109,16 +109,17 @@ class Arithmetic(ABC):
 
     def matmul(self, a: Matrix, b: Matrix) -> Matrix:
         """a b. |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), and the errors of a and b are carried along."""
-        size_a, size_b = self._norm(a.tensor), self._norm(b.tensor)
+        return self._inexact(a.tensor @ b.tensor, self._product_error(a, b, self._norm(a.tensor), self._norm(b.tensor)))
+
+    def _product_error(self, a: Matrix, b: Matrix, size_a: float, size_b: float) -> float:
         (rows, inner), columns = a.shape, b.shape[1]
-        error = self._error(
+        return self._error(
             inner * max(rows, columns),
             (gamma(inner + 2), size_a, size_b),
             (a.error, size_b),
             (b.error, size_a),
             (a.error, b.error),
         )
-        return self._inexact(a.tensor @ b.tensor, error)
 
     def add(self, a: Matrix, b: Matrix) -> Matrix:
         tensor = a.tensor + b.tensor
@@ -174,6 +175,14 @@ class Arithmetic(ABC):
         """
         if not self.rigorous:
             return 0.0
+        quick = UNDERFLOW * products
+        for factors in terms:
+            part = 1.0
+            for factor in factors:
+                part = up(part * factor)
+            quick = up(quick + part)
+        if 1e-290 < quick < 1e290:  # every step was rounded up, below as above: only far sizes lose digits or overflow
+            return quick
         total = as_real(UNDERFLOW) * float(products)
         for factors in terms:
             term = ONE
@@ -228,32 +237,51 @@ class RigorousArithmetic(Arithmetic):
     def _norm(self, tensor: Tensor) -> float:
         return frobenius_norm(tensor)
 
+    def sigmas(self, matrices: list[Matrix], name: str) -> list[Real]:
+        norms = spectral_norms([matrix.tensor for matrix in matrices], [matrix.error for matrix in matrices])
+        return [as_real(norm) for norm in norms]
+
     def sigma_product(self, a: Matrix, b: Matrix, name: str = "") -> Real:
-        """|a^T b|_2 for a, b (m, d) with m small, without forming the (d, d) product.
+        return self.sigma_products([(a, b)], name)[0]
+
+    def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Real]:
+        """|a^T b|_2 of pairs a, b (m, d) of one shape with m small, without forming the (d, d) products.
 
         With S = a a^T and L L^T >= S (as quadratic forms) |a^T b|^2 = |b^T S b| <= |L^T b|^2. L is the Cholesky factor of
-        S + jitter; what it lacks is measured: |S - L L^T| <= e gives |a^T b|^2 <= |L^T b|^2 + e |b|^2.
+        S + jitter; what it lacks is measured: |S - L L^T| <= e gives |a^T b|^2 <= |L^T b|^2 + e |b|_F^2.
         """
-        m, d = a.tensor.shape
+        left, right = ([pair[place] for pair in pairs] for place in (0, 1))
+        if len(pairs) > 1 and any(len({matrix.shape for matrix in part}) > 1 for part in (left, right)):
+            return [self.sigma_product(a, b, name) for a, b in pairs]
+        m, d = left[0].shape
         if m >= d:
-            return self.sigma(self.matmul(self.transpose(a), b))
-        gram = self.matmul(a, self.transpose(a))
-        scale = float(gram.tensor.diagonal().abs().max())
-        if scale == 0 and a.error == 0 and self._norm(a.tensor) == 0:
-            return ZERO
-        jitter = torch.eye(m, dtype=torch.float64, device=gram.tensor.device) * (1e-14 * m * scale)
-        factor, info = torch.linalg.cholesky_ex((gram.tensor + gram.tensor.T) / 2 + jitter)
-        if int(info) != 0 or not torch.isfinite(factor).all():
-            return self.sigma(a) * self.sigma(b)
-        residual = self.add(gram, self._negative(self.matmul(Matrix(factor), Matrix(factor.T.contiguous()))))
-        lacking = as_real(self._norm(residual.tensor)) + residual.error
-        small = self.sigma(self.matmul(Matrix(factor.T.contiguous()), b))
-        size = self.sigma(b)
-        return (small * small + lacking * (size * size)).sqrt()
+            return self.sigmas([self.matmul(self.transpose(a), b) for a, b in pairs], name)
+        first, second = (torch.stack([matrix.tensor for matrix in part]) for part in (left, right))
+        grams = first @ first.mT
+        scales = grams.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
+        jitter = torch.eye(m, dtype=torch.float64, device=grams.device) * (1e-14 * m * scales).view(-1, 1, 1)
+        factors, info = torch.linalg.cholesky_ex((grams + grams.mT) / 2 + jitter)
+        good = ((info == 0) & torch.isfinite(factors).flatten(1).all(1)).tolist()
+        lacks, products = grams - factors @ factors.mT, factors.mT @ second
+        heads = [h for h in range(len(pairs)) if good[h]]
+        lacking, errors = [], []
+        for h in heads:
+            (a, b), factor = pairs[h], Matrix(factors[h])
+            size, across, weight = self._norm(a.tensor), self._norm(b.tensor), self._norm(factors[h])
+            lack = self._norm(lacks[h])
+            formed = self._product_error(a, self.transpose(a), size, size)
+            again = self._product_error(factor, self.transpose(factor), weight, weight)
+            reach = as_real(across) + b.error
+            lacking.append(as_real(self._error(0, (formed,), (again,), (lack,), (gamma(2), lack))) * (reach * reach))
+            errors.append(self._product_error(self.transpose(factor), b, weight, across))
+        norms = map(as_real, spectral_norms([products[h] for h in heads], errors))
+        found = {h: (norm * norm + rest).sqrt() for h, norm, rest in zip(heads, norms, lacking, strict=True)}
+        return [found[h] if h in found else self._product_of(*pairs[h]) for h in range(len(pairs))]
 
-    @staticmethod
-    def _negative(a: Matrix) -> Matrix:
-        return Matrix(-a.tensor, a.error)
+    def _product_of(self, a: Matrix, b: Matrix) -> Real:
+        """|a^T b| <= |a| |b|: where S has no Cholesky factor."""
+        zero = [m for m in (a, b) if m.error == 0 and self._norm(m.tensor) == 0]
+        return ZERO if zero else self.sigma(a) * self.sigma(b)
 
 
 class TrainableArithmetic(Arithmetic):

@@ -11,7 +11,7 @@ from certcli.lipschitz.bound import Estimate
 SCOUTING = 2
 """Power iterations that every image of a batch gets; the steepest one of them then gets all."""
 
-CONVERGED = 1e-3
+CONVERGED = 1e-4
 """Relative growth of a norm in one iteration below which `measure` goes on no longer."""
 
 

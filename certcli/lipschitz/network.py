@@ -110,11 +110,15 @@ def pair_constants(outcome: Outcome, classes: int) -> Any:
     gram = (
         torch.zeros(classes, classes, dtype=torch.float64, device=rows.device) if scaled is None else scaled @ scaled.T
     )
-    square = gram.diagonal()
+    square = gram.diagonal().clone()
     size = square.clamp_min(0.0).sqrt()
+    slack = up(8 * gamma(rows.shape[1] + 8), 4)
+    # in place: with 1,000 classes these are a million entries, and every pass over them counts
     reach = size.unsqueeze(0) + size.unsqueeze(1)
-    slack = up(8 * gamma(rows.shape[1] + 8), 4) * reach * reach + rows.shape[1] * UNDERFLOW
-    far = (square.unsqueeze(0) + square.unsqueeze(1) - 2 * gram).clamp_min(0.0) + slack
-    distances = torch.ldexp(far.sqrt() * (1 + 1e-12), torch.tensor(exponent, device=rows.device))
-    pairs = (distances + 2 * effective.error + UNDERFLOW) * (1 + 1e-12) * largest * (1 + 1e-12) + UNDERFLOW
+    reach.mul_(reach).mul_(slack).add_(rows.shape[1] * UNDERFLOW)
+    far = gram.mul_(-2).add_(square.unsqueeze(0)).add_(square.unsqueeze(1)).clamp_(min=0.0).add_(reach)
+    distances = torch.ldexp(far.sqrt_().mul_(1 + 1e-12), torch.tensor(exponent, device=rows.device))
+    pairs = (
+        distances.add_(2 * effective.error + UNDERFLOW).mul_(1 + 1e-12).mul_(largest).mul_(1 + 1e-12).add_(UNDERFLOW)
+    )
     return pairs.fill_diagonal_(0.0)
