@@ -128,7 +128,6 @@ def _search(
         primal_residual=(high - low) / top if top > 0 else 0.0,
         feasible=error <= eta * (1 + 1e-9),
         relative_error=error,
-        held_out_error=statistics.held_out_error(best),
         objective=float(singular_values(best)[0]),
         lower=lower,
         rank=basis.rank,

@@ -12,7 +12,8 @@ from typing import Any
 
 from certcli.calibration import PHOTOGRAPHS
 from certcli.constrain.network import Calibration, Options, constrain_to, write
-from certcli.constrain.parallel import LayerResult, Warm
+from certcli.constrain.parallel import LayerResult
+from certcli.constrain.projection import Eigenbasis
 from certcli.fidelity import Fidelity, Witness, allowed_share, check_keep, keeps
 from certcli.images import Images
 
@@ -70,14 +71,14 @@ def constrain_keeping(
     originals = {path: parameter.detach().clone() for path, parameter in parameters.items()}
     best = Kept(0.0, [], witness.compare(witness.before), 0)
     refused, eta = MOST * _NEAR, START
-    warm: dict[str, Warm] = {}
+    bases: dict[str, Eigenbasis] = {}
     for turn in range(1, ROUNDS + 1):
         results = []
         tried = replace(options, eta=eta)
-        for result in constrain_to(calibration, tried, starts=warm):
+        for result in constrain_to(calibration, tried, bases=bases):
             results.append(result)
-            if result.warm is not None and calibration.memory_limit_bytes is None:
-                warm[result.path] = result.warm
+            if result.basis is not None and calibration.memory_limit_bytes is None:
+                bases[result.path] = result.basis
             report(turn, eta, result)
         write(model, {result.path: result.weight for result in results})
         logits = witness.logits(model)

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from certcli.constrain.layers import Batches
-from certcli.constrain.parallel import LayerResult, Warm, attention_blocks, constrain_layer
+from certcli.constrain.parallel import LayerResult, attention_blocks, constrain_layer
+from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
 from certcli.constrain.statistics import LayerStatistics, collect_in_passes
 from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
@@ -134,11 +135,11 @@ def constrain_to(
     calibration: Calibration,
     options: Options,
     etas: Mapping[str, float] | None = None,
-    starts: Mapping[str, Warm] | None = None,
+    bases: Mapping[str, Eigenbasis] | None = None,
 ) -> Iterator[LayerResult]:
     """Constrain each layer at the options' eta, or at its own (0: leave it). The model is not touched: see `write`.
 
-    starts: what each layer's result at another eta said of itself, from which it goes on.
+    bases: those of the layers' statistics, as far as they are known from another eta.
     """
     blocks = attention_blocks(calibration.model) if options.per_head else {}
     for layer in calibration.layers():
@@ -153,7 +154,7 @@ def constrain_to(
                 max_iterations=options.iterations,
                 blocks=blocks.get(layer.path, 1),
                 ridge=options.ridge,
-                start=None if starts is None else starts.get(layer.path),
+                basis=None if bases is None else bases.get(layer.path),
             )
 
 

@@ -25,7 +25,7 @@ class LayerResult:
     error over the groups, after the cast to the parameter's dtype, by `distance` ("plain", or "relu": one-sided);
     held_out_error on images that took no part. `gap`: how far the norm that was minimised may lie above the least
     possible one (0.001 = 0.1 %), None when unknown. `ridge`: the isotropic part of the statistics, as a share of their mean
-    eigenvalue. `warm`: for this layer at another eta.
+    eigenvalue. `basis` of the statistics: for this layer at another eta.
     """
 
     path: str
@@ -49,15 +49,7 @@ class LayerResult:
     seconds: float
     distance: str = "plain"
     surrogate: bool = False
-    warm: "Warm | None" = None
-
-
-@dataclass(frozen=True, eq=False)
-class Warm:
-    """What the same layer at another eta need not find again: where Douglas-Rachford ended, the statistics' eigenbasis."""
-
-    state: Tensor | None
-    basis: Eigenbasis | None
+    basis: Eigenbasis | None = None
 
 
 def constrain_layers(
@@ -119,13 +111,12 @@ def constrain_layer(
     tolerance: float = 1e-3,
     blocks: int = 1,
     ridge: float | None = None,
-    start: Warm | None = None,
+    basis: Eigenbasis | None = None,
 ) -> LayerResult:
     """One layer of `constrain_layers`: minimise, cast to the parameter's dtype, measure again what was cast."""
     begun = time.perf_counter()
     if prox in PENALTIES:
         penalty = PENALTIES.load(prox)
-        known = start or Warm(None, None)
         result: Result = constrain_matrix(
             layer,
             penalty,
@@ -136,8 +127,7 @@ def constrain_layer(
             tolerance,
             ridge=ridge,
             blocks=blocks,
-            basis=known.basis,
-            start=known.state,
+            basis=basis,
         )
     elif isinstance(layer, RectifiedStatistics):
         raise UsageError(f"the one-sided distance does not go with '{prox}'", f"--prox {', '.join(PENALTIES.names())}")
@@ -149,7 +139,7 @@ def constrain_layer(
         path=layer.path,
         kind=layer.kind,
         weight=cast,
-        before=layer.norm(layer.weight),
+        before=layer.before,
         after=layer.norm(cast),
         error=error,
         held_out_error=layer.held_out_error(matrix),
@@ -167,7 +157,7 @@ def constrain_layer(
         seconds=time.perf_counter() - begun,
         distance="relu" if isinstance(layer, RectifiedStatistics) else "plain",
         surrogate=layer.overlapping,
-        warm=Warm(result.state, result.basis),
+        basis=result.basis,
     )
 
 

@@ -66,7 +66,17 @@ class LayerStatistics:
         """The same ratio on the held-out images, None without them."""
         if self.held_out is None:
             return None
-        return float(_ratio(energy(weight - self.weight, self.held_out), energy(self.weight, self.held_out)))
+        return float(_ratio(energy(weight - self.weight, self.held_out), self._held_out_energy))
+
+    @cached_property
+    def _held_out_energy(self) -> Tensor:
+        assert self.held_out is not None
+        return energy(self.weight, self.held_out)
+
+    @cached_property
+    def before(self) -> float:
+        """The layer's proven norm as it is."""
+        return self.norm(self.weight)
 
     def norm(self, weight: Tensor) -> float:
         """The layer's proven norm with this weight, (out, in) or in the parameter's shape: `layers.proven_norm`."""

@@ -55,13 +55,12 @@ def pareto(
     """(norm, error) of one layer for each eta, errors ascending, the untouched layer (before, 0) first.
 
     Norms are proven upper bounds of the matrices as they would be written, at most CURVE_GAP above the least where the
-    iterations suffice; points that do not lower the norm are left out. Each eta goes on where the one before it ended,
-    in one eigenbasis. Errors as in `constrain_layer`.
+    iterations suffice; points that do not lower the norm are left out. All etas share one eigenbasis. Errors as in
+    `constrain_layer`.
     """
     prox = SAME.get(prox, prox)
-    points = [Point(statistics.norm(statistics.weight), 0.0)]
+    points = [Point(statistics.before, 0.0)]
     basis = eigenbasis(statistics.grams.sum(0), ridge) if prox in PENALTIES else None
-    state = None
     for eta in sorted(etas):
         if basis is None:
             norm = constrain_layer(statistics, prox=prox, eta=eta, ridge=ridge).after
@@ -78,9 +77,8 @@ def pareto(
                 ridge=ridge,
                 blocks=blocks,
                 basis=basis,
-                start=state,
             )
-            state, norm = found.state, statistics.norm(cast_inside(statistics, found.weight, eta)[0])
+            norm = statistics.norm(cast_inside(statistics, found.weight, eta)[0])
         if norm < points[-1].norm:
             points.append(Point(norm, eta))
     return tuple(points)
