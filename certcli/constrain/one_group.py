@@ -27,7 +27,7 @@ from certcli.constrain.projection import Eigenbasis, pull_to, shrinkage
 from certcli.constrain.prox import Penalty, per_head
 
 CHECK_EVERY = 10
-"""Iterations after which a run that has not met is judged in float64 with singular values, by Q and Y = -(Q - W0) G as well."""
+"""Iterations after which a run that has not met is judged in float64 all the same, by Q and Y = -(Q - W0) G as well."""
 
 SINGLE_FROM = 2**15
 """Entries of a matrix from which it is iterated in float32, which takes half the time."""
@@ -45,7 +45,7 @@ _PROBES = 6
 """Most looks for it."""
 
 _BALANCE = 80.0
-"""|Z - P| / |P - W0| is brought to this times beta, 0.8 at the default, where it is more than twice or less than half of it."""
+"""|Z - P| / |P - W0| is brought to this times beta, 0.8 at the default, if it is off by more than a factor of two."""
 
 _TURNS = (3, 6, 12, 24, 48, 96)
 """The iterations at which it is."""
@@ -127,11 +127,14 @@ def one_group(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settin
         iteration += 1
         step = fast.step(current, strength, prox)
         lower = max(lower, step.lower)
-        last, met = iteration >= settings.max_iterations, step.upper <= (1.0 + asked) * lower
+        upper = step.share * step.size + (1.0 - step.share) * fast.whole
+        last, met = iteration >= settings.max_iterations, upper <= (1.0 + asked) * lower
         if last or met or iteration % CHECK_EVERY == 0:
             judged = inside.step(current.double(), strength, settings.exact_prox)
-            best = min(best, *inside.candidates(judged), key=lambda candidate: candidate[0])
-            proven = max(proven, judged.lower, 0.0 if met else inside.lower(-judged.projected * basis.values))
+            best, proven = inside.better(best, judged.share * judged.moved), max(proven, judged.lower)
+            if not met:
+                best = inside.better(best, judged.projected)
+                proven = max(proven, inside.lower(-judged.projected * basis.values))
             if last or best[0] <= (1.0 + settings.tolerance) * proven:
                 break
             asked = asked / 2 if met else asked
@@ -153,13 +156,13 @@ def one_group(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settin
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """P - W0, the largest share of it that is feasible, |Z - P|, Q - P, and the limits of the least L that follow."""
+    """P - W0, the largest share of it that is feasible, L(P), |Z - P|, Q - P, and the lower limit of the least L."""
 
     moved: Tensor
     share: float
+    size: float
     pull: float
     change: Tensor
-    upper: float
     lower: float
 
     @property
@@ -232,18 +235,17 @@ class _Ellipsoid:
         moved, normal = near - self.centre, state - near
         energy = self.energy(moved)
         share = min(1.0, math.sqrt(self.radius / energy)) if energy > 0 else 1.0
-        upper = share * float((normal * near).sum()) / strength + (1.0 - share) * self.whole
+        size = float((normal * near).sum()) / strength
         reach = moved - normal
         factors, _ = shrinkage(reach, self.basis, self.radius)
-        return _Step(moved, share, float(normal.norm()), reach * factors - moved, upper, self.lower(normal, strength))
+        change, pull = reach * factors - moved, float(normal.norm())
+        return _Step(moved, share, size, pull, change, self.lower(normal, strength))
 
-    def candidates(self, step: _Step) -> list[tuple[float, Tensor]]:
-        """(L(W), W - W0) for the feasible W that a step ends with: P pulled inside, and Q."""
-        found = []
-        for moved in (step.share * step.moved, step.projected):
-            moved = pull_to(moved, self.basis, self.radius)
-            found.append((self.settings.value(self.back(self.centre + moved)), moved))
-        return found
+    def better(self, best: tuple[float, Tensor], moved: Tensor) -> tuple[float, Tensor]:
+        """The lesser of `best` and (L(W), W - W0) for a W that rounding may have left outside."""
+        moved = pull_to(moved, self.basis, self.radius)
+        objective = self.settings.value(self.back(self.centre + moved))
+        return (objective, moved) if objective < best[0] else best
 
     def lower(self, normal: Tensor, strength: float | None = None) -> float:
         """min over the ellipsoid of <Y, W>, Y = normal / strength: <Y, W0> - sqrt(r tr(Y G^-1 Y^T)), at most min L.
