@@ -1,6 +1,7 @@
 """What a changed network keeps of the one it was: end to end, on images that took no part in the change."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,9 @@ from certcli.errors import DataError, UsageError
 from certcli.images import Images
 from certcli.intervals import share_interval
 from certcli.provenance import Record
+
+KEPT_BYTES = 2**27
+"""Of the judging images so many bytes are kept, 220 of 224 x 224 pixels: they are asked about several times."""
 
 FEW = 50
 """Fewer images than this say little: the interval of an agreement of 98 % is wider than ten points."""
@@ -60,22 +64,34 @@ class Fidelity:
 
 
 class Witness:
-    """Remembers what a network says about images, to be asked later what has changed. The images are not kept in memory."""
+    """Remembers what a network says about images, to be asked later what has changed. KEPT_BYTES of images are held."""
 
     def __init__(self, model: nn.Module, images: Images, labels: Tensor | None = None, batch_size: int = 50) -> None:
         """labels (images,) where they mean the network's classes: see `known_labels`. DataError without images."""
         if len(images) == 0:
             raise DataError("no image is left to judge the result by", "a larger --limit")
         self.images, self.labels, self.batch_size = images, labels, batch_size
+        self._pixels: list[Tensor] = []
         self.before = self.logits(model)
 
     def logits(self, model: nn.Module) -> Tensor:
         """(images, classes) float64, on the CPU."""
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         with torch.inference_mode():
-            parts = [model(pixels.to(device)) for _, pixels, _ in self.images.batches(self.batch_size)]
+            parts = [model(pixels.to(device)) for pixels in self._batches()]
             found = torch.cat(parts).double().cpu()
         return found.clone()
+
+    def _batches(self) -> Iterator[Tensor]:
+        """The images, read from the disk and decoded again only as far as they did not fit."""
+        yield from self._pixels
+        held = sum(part.numel() * part.element_size() for part in self._pixels)
+        rest = self.images.select(list(range(sum(map(len, self._pixels)), len(self.images))))
+        for _, pixels, _ in rest.batches(self.batch_size) if len(rest) else ():
+            held += pixels.numel() * pixels.element_size()
+            if held <= KEPT_BYTES:
+                self._pixels.append(pixels)
+            yield pixels
 
     def compare(self, after: Tensor) -> Fidelity:
         """What logits (images, classes) of the changed network have in common with the first ones."""

@@ -14,7 +14,7 @@ from certcli.cli.output import Sink
 
 if TYPE_CHECKING:
     from certcli.constrain import network
-    from certcli.fidelity import Witness
+    from certcli.fidelity import Fidelity, Witness
 
 
 @group("Method")
@@ -129,19 +129,21 @@ def constrain(
         network.rectified_paths(model, size, paths, method.distance),
         method.tokens or None,
     )
-    witness = kept.witness(model, seen, unseen, record, machine.batch_size, sink)
+    with calibration.watching():
+        witness = kept.witness(model, seen, unseen, record, machine.batch_size, sink)
     before = network.network_upper(model, size, classes)
     found = _curves(calibration, chosen, sink) if method.target is not None or layers.plot is not None else {}
+    judged = None
     if method.target is not None:
         results = network.meet_target(calibration, size, classes, found, method.target, chosen)
     elif method.eta is not None:
         results = _constrain(calibration, chosen, sink)
         network.write(model, {result.path: result.weight for result in results})
     else:
-        results = _keeping(calibration, chosen, keep, witness, sink)
+        results, judged = _keeping(calibration, chosen, keep, witness, sink)
     constrained.remarks(results, sorted(set(paths) - calibration.called), refused, sink)
     after = network.network_upper(model, size, classes)
-    end_to_end = kept.told(witness, model, record, took_part=not len(unseen))
+    end_to_end = kept.told(witness, model, record, not len(unseen), judged)
     parameters = {
         **asdict(method),
         "keep": keep,
@@ -190,8 +192,8 @@ def _constrain(calibration: "network.Calibration", chosen: "network.Options", si
 
 def _keeping(
     calibration: "network.Calibration", chosen: "network.Options", keep: float, witness: "Witness", sink: Sink
-) -> list[Any]:
-    """The layers at the largest eta that keeps enough; what was found is said."""
+) -> tuple[list[Any], "Fidelity"]:
+    """The layers at the largest eta that keeps enough, and what the network then keeps; what was found is said."""
     from certcli.constrain.keep import ROUNDS, constrain_keeping
 
     with sink.progress("constrain", total=len(calibration.paths) * ROUNDS) as bar:
@@ -204,7 +206,7 @@ def _keeping(
         )
     if not found.results:
         sink.warn(f"no eta that was tried keeps {100 * keep:g} % of the first choices: nothing is changed")
-    return list(found.results)
+    return list(found.results), found.fidelity
 
 
 def _bytes(text: str | None) -> int | None:

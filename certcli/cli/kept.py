@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from certcli.cli.output import Sink
 
 if TYPE_CHECKING:
-    from certcli.fidelity import Witness
+    from certcli.fidelity import Fidelity, Witness
     from certcli.images import Images
     from certcli.models import PixelModel
     from certcli.provenance import Record
@@ -30,8 +30,10 @@ def witness(
     return found
 
 
-def told(witness: "Witness", model: "PixelModel", record: "Record", took_part: bool) -> dict[str, Any]:
-    """The JSON form of what `model` keeps. trained_on: the network has seen these images, by its record's word."""
+def told(
+    witness: "Witness", model: "PixelModel", record: "Record", took_part: bool, found: "Fidelity | None" = None
+) -> dict[str, Any]:
+    """The JSON form of what `model` keeps (`found`, where that is known). trained_on: it has seen these images, it says."""
     images = witness.images
     trained = (
         record.dataset is not None
@@ -39,7 +41,8 @@ def told(witness: "Witness", model: "PixelModel", record: "Record", took_part: b
         and record.dataset in (images.name, f"torch/{images.name}")
     )
     about = {"dataset": images.name, "split": images.split, "took_part": took_part, "trained_on": trained}
-    return {**witness.compare(witness.logits(model)).to_json(), **about}
+    found = witness.compare(witness.logits(model)) if found is None else found
+    return {**found.to_json(), **about}
 
 
 def show(kept: Mapping[str, Any], sink: Sink) -> None:

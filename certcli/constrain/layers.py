@@ -66,6 +66,23 @@ def stream(
     A batch is a tensor of images, or a tuple whose first floating-point tensor is one.
     """
     count = 0
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    with watched(model, paths, visit), torch.inference_mode():
+        for batch in batches() if callable(batches) else batches:
+            with contextlib.suppress(Enough):
+                model(_images(batch).to(device))
+            count += 1
+    if count == 0:
+        raise DataError("there are no calibration images", "give --dataset or a larger --limit")
+    return count
+
+
+@contextlib.contextmanager
+def watched(
+    model: nn.Module, paths: Sequence[str], visit: Callable[[int, str, nn.Module, Tensor], None]
+) -> Iterator[None]:
+    """Inside, whoever runs the model is watched: a visit as in `stream`, each call of the model being a batch."""
+    count = 0
 
     def hook_for(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -73,20 +90,17 @@ def stream(
 
         return hook
 
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    def ended(*_: object) -> None:
+        nonlocal count
+        count += 1
+
     handles = [module_at(model, path).register_forward_pre_hook(hook_for(path), with_kwargs=True) for path in paths]
+    handles.append(model.register_forward_hook(ended, always_call=True))
     try:
-        with torch.inference_mode():
-            for batch in batches() if callable(batches) else batches:
-                with contextlib.suppress(Enough):
-                    model(_images(batch).to(device))
-                count += 1
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    if count == 0:
-        raise DataError("there are no calibration images", "give --dataset or a larger --limit")
-    return count
 
 
 def _images(batch: Any) -> Tensor:

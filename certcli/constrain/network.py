@@ -1,17 +1,19 @@
 """The layers of one network together: curves, a budget that meets a target, and the least error at which it does."""
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from certcli.constrain.layers import Batches
-from certcli.constrain.parallel import LayerResult, attention_blocks, constrain_layer
+from certcli.constrain.parallel import LayerResult, attention_blocks, constrain_layer, side_by_side, workers_for
 from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
-from certcli.constrain.statistics import LayerStatistics, collect_in_passes
+from certcli.constrain.statistics import LayerStatistics, collect_in_passes, gathered
 from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
 from certcli.errors import NoBoundError, UsageError
 from certcli.lipschitz.network import bound_network, trial_upper
@@ -80,11 +82,27 @@ class Calibration:
     sample: int | None = None
     called: set[str] = field(default_factory=set)
     _kept: list[LayerStatistics] | None = field(default=None, repr=False)
+    _seen: dict[str, Tensor] | None = field(default=None, repr=False)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, the held-out images run through the network once, in the batches of `held_out`: no pass of our own then."""
+        if self.held_out is None or self.memory_limit_bytes is not None:
+            yield
+            return
+        with gathered(self.model, self.paths, self.sample) as grams:
+            yield
+        self._seen = grams
 
     def layers(self) -> Iterator[LayerStatistics]:
         """Each layer's statistics in order; a layer that the forward pass does not call as a module is left out."""
+        for part in self.parts():
+            yield from part
+
+    def parts(self) -> Iterator[Iterator[LayerStatistics]]:
+        """The same pass by pass: the network runs between two parts, not while one is read."""
         if self._kept is not None:
-            yield from map(self._one, self._kept)
+            yield map(self._one, self._kept)
             return
         passes = collect_in_passes(
             self.model,
@@ -94,13 +112,23 @@ class Calibration:
             memory_limit_bytes=self.memory_limit_bytes,
             held_out_batches=self.held_out,
             sample=self.sample,
+            held_out=self._seen,
         )
         for count, part in enumerate(passes):
             if count == 0 and self.memory_limit_bytes is None:
                 self._kept = list(part.values())
             self.called |= set(part)
-            while part:  # a layer's statistics are let go of as soon as the caller is done with it
-                yield self._one(part.pop(next(iter(part))))
+            yield self._drained(part)
+
+    def _drained(self, part: dict[str, LayerStatistics]) -> Iterator[LayerStatistics]:
+        while part:  # a layer's statistics are let go of as soon as the caller is done with it
+            yield self._one(part.pop(next(iter(part))))
+
+    @property
+    def workers(self) -> int:
+        """How many layers may be computed side by side: one where the one-sided distance runs the network meanwhile."""
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        return 1 if self.rectified else workers_for(device)
 
     def _one(self, layer: LayerStatistics) -> LayerStatistics:
         if layer.path not in self.rectified:
@@ -114,21 +142,23 @@ def network_upper(model: Any, size: tuple[int, ...], classes: int) -> Real:
 
 
 def curves(calibration: Calibration, options: Options) -> Iterator[tuple[str, tuple[Point, ...]]]:
-    """Each layer's Pareto curve (proven norm against output error), one layer at a time."""
+    """Each layer's Pareto curve (proven norm against output error), in order."""
     blocks = attention_blocks(calibration.model) if options.per_head else {}
-    for layer in calibration.layers():
-        yield (
-            layer.path,
-            pareto(
-                layer,
-                prox=options.prox,
-                beta=options.beta,
-                relaxation=options.relaxation,
-                max_iterations=options.iterations,
-                blocks=blocks.get(layer.path, 1),
-                ridge=options.ridge,
-            ),
+
+    def one(layer: LayerStatistics) -> tuple[str, tuple[Point, ...]]:
+        curve = pareto(
+            layer,
+            prox=options.prox,
+            beta=options.beta,
+            relaxation=options.relaxation,
+            max_iterations=options.iterations,
+            blocks=blocks.get(layer.path, 1),
+            ridge=options.ridge,
         )
+        return layer.path, curve
+
+    for part in calibration.parts():
+        yield from side_by_side(one, part, calibration.workers)
 
 
 def constrain_to(
@@ -142,20 +172,25 @@ def constrain_to(
     bases: those of the layers' statistics, as far as they are known from another eta.
     """
     blocks = attention_blocks(calibration.model) if options.per_head else {}
-    for layer in calibration.layers():
-        eta = options.eta if etas is None else etas[layer.path]
-        if eta > 0:
-            yield constrain_layer(
-                layer,
-                prox=options.prox,
-                beta=options.beta,
-                eta=eta,
-                relaxation=options.relaxation,
-                max_iterations=options.iterations,
-                blocks=blocks.get(layer.path, 1),
-                ridge=options.ridge,
-                basis=None if bases is None else bases.get(layer.path),
-            )
+
+    def eta_of(layer: LayerStatistics) -> float:
+        return options.eta if etas is None else etas[layer.path]
+
+    def one(layer: LayerStatistics) -> LayerResult:
+        return constrain_layer(
+            layer,
+            prox=options.prox,
+            beta=options.beta,
+            eta=eta_of(layer),
+            relaxation=options.relaxation,
+            max_iterations=options.iterations,
+            blocks=blocks.get(layer.path, 1),
+            ridge=options.ridge,
+            basis=None if bases is None else bases.get(layer.path),
+        )
+
+    for part in calibration.parts():
+        yield from side_by_side(one, (layer for layer in part if eta_of(layer) > 0), calibration.workers)
 
 
 def write(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -1,10 +1,13 @@
 """Every layer on its own (Algorithm 3): one record per finished layer, several at a time."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from certcli.constrain.douglas_rachford import Result, check_options, constrain_matrix
@@ -13,6 +16,11 @@ from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.relu import RectifiedStatistics
 from certcli.constrain.statistics import LayerStatistics
 from certcli.errors import UsageError
+
+T = TypeVar("T")
+
+MOST_WORKERS = 8
+"""Each worker holds a dozen matrices of its layer's size besides the statistics."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +77,8 @@ def constrain_layers(
 
     `prox` is a name of `METHODS`; `eta` one number, or one for each path, where a path without one is left out;
     `blocks` maps a path to its number of equal row blocks (heads) for the penalties.
-    `ridge` None regularises rank-deficient statistics only (`eigenbasis`). `workers` threads take a layer each; the
-    result does not depend on it. Options and errors as in `constrain_matrix`.
+    `ridge` None regularises rank-deficient statistics only (`eigenbasis`). `workers` threads take a layer each
+    (`side_by_side`). Options and errors as in `constrain_matrix`.
     """
     METHODS[prox]
     layers = list(statistics.values() if isinstance(statistics, Mapping) else statistics)
@@ -93,11 +101,34 @@ def constrain_layers(
             ridge=ridge,
         )
 
-    if workers <= 1:
-        yield from map(one, layers)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        yield from pool.map(one, layers)
+    yield from side_by_side(one, layers, workers)
+
+
+def workers_for(device: torch.device | str) -> int:
+    """How many layers to take at a time: one for each of torch's threads, at most MOST_WORKERS; one on a GPU."""
+    return min(MOST_WORKERS, torch.get_num_threads()) if torch.device(device).type == "cpu" else 1
+
+
+def side_by_side(work: Callable[[LayerStatistics], T], layers: Iterable[LayerStatistics], workers: int) -> Iterator[T]:
+    """work(layer) of each, in order; at most twice as many layers as `workers` are taken and not yet handed on.
+
+    Each is computed by one thread, however many there are: the result is the same, bit for bit, for any number of workers.
+    What is left is called off when the caller stops or a layer fails.
+    """
+    threads = torch.get_num_threads()
+    waiting: deque[Future[T]] = deque()
+    torch.set_num_threads(1)
+    pool = ThreadPoolExecutor(max(1, workers))
+    try:
+        for layer in layers:
+            if len(waiting) >= max(1, 2 * workers):
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(work, layer))
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
 
 
 def constrain_layer(

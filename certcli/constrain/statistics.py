@@ -11,8 +11,9 @@ precision and summed in float64. Both cost a fraction. Float32 products alone (b
 allowed error of 0.1 % on ViT-Tiny by at most 3e-4 of it, in the patch embedding, whose Gram matrix has condition 3e7.
 """
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -30,6 +31,7 @@ from certcli.constrain.layers import (
     rows,
     sampled,
     stream,
+    watched,
 )
 from certcli.errors import DataError, UsageError
 
@@ -141,6 +143,7 @@ def collect_in_passes(
     memory_limit_bytes: int | None = None,
     held_out_batches: Batches | None = None,
     sample: int | None = None,
+    held_out: Mapping[str, Tensor] | None = None,
 ) -> Iterator[dict[str, LayerStatistics]]:
     """Yield the statistics of as many layers as fit the limit, one forward pass over `batches` each time.
 
@@ -154,7 +157,9 @@ def collect_in_passes(
             if source is not None and not callable(source) and iter(source) is source:
                 raise UsageError("several passes are needed, and the batches can be iterated once only")
     for part in passes:
-        yield collect(model, batches, part, groups=groups, held_out_batches=held_out_batches, sample=sample)
+        yield collect(
+            model, batches, part, groups=groups, held_out_batches=held_out_batches, sample=sample, held_out=held_out
+        )
 
 
 def collect(
@@ -166,11 +171,12 @@ def collect(
     memory_limit_bytes: int | None = None,
     held_out_batches: Batches | None = None,
     sample: int | None = None,
+    held_out: Mapping[str, Tensor] | None = None,
 ) -> dict[str, LayerStatistics]:
     """G_j = sum over tokens of x x^T for each layer and mini-batch group j, from one streamed pass.
 
     sample: at most so many tokens of each image count (None: all, in float64); the first, a class token where there is
-    one, always does.
+    one, always does. held_out: the Gram matrices of the held-out images, where they are known already (`gathered`).
 
     A batch is a tensor of images, or a tuple whose first floating-point tensor is one; batch number b belongs to
     group b mod `groups`. Memory: 8 * (groups + held out) * in^2 bytes a layer, plus 64 MiB; with `memory_limit_bytes` the
@@ -188,14 +194,14 @@ def collect(
             memory_limit_bytes=memory_limit_bytes,
             held_out_batches=held_out_batches,
             sample=sample,
+            held_out=held_out,
         )
         return {path: found for part in parts for path, found in part.items()}
     _check(model, paths, groups)
     sums, count = _accumulate(model, batches, paths, groups, sample)
     if count < groups:
         raise DataError(f"{groups} groups need at least {groups} batches, there are {count}", "use fewer groups")
-    held_out: dict[str, Tensor] = {}
-    if held_out_batches is not None:
+    if held_out is None and held_out_batches is not None:
         held_out = {
             path: one.grams[0] for path, one in _accumulate(model, held_out_batches, paths, 1, sample)[0].items()
         }
@@ -212,7 +218,7 @@ def collect(
                 kind="linear" if isinstance(module, nn.Linear) else "conv",
                 shape=tuple(weight.shape),
                 dtype=weight.dtype,
-                held_out=held_out.get(path),
+                held_out=None if held_out is None else held_out.get(path),
                 conv=sums[path].conv,
             )
     return statistics
@@ -247,6 +253,22 @@ def _accumulate(
     model: nn.Module, batches: Batches, paths: Sequence[str], groups: int, sample: int | None
 ) -> tuple[dict[str, _Sums], int]:
     found: dict[str, _Sums] = {}
+    count = stream(model, batches, paths, _adding(found, groups, sample))
+    return _ordinary(found), count
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, paths: Sequence[str], sample: int | None) -> Iterator[dict[str, Tensor]]:
+    """Path -> Gram matrix of what whoever runs the model inside lets enter the layer; known at the end."""
+    grams: dict[str, Tensor] = {}
+    found: dict[str, _Sums] = {}
+    with watched(model, paths, _adding(found, 1, sample)):
+        yield grams
+    grams.update({path: sums.grams[0] for path, sums in _ordinary(found).items()})
+
+
+def _adding(found: dict[str, _Sums], groups: int, sample: int | None) -> Callable[[int, str, nn.Module, Tensor], None]:
+    """A visitor of `stream` that adds what enters a layer to its sums."""
 
     def visit(number: int, path: str, module: nn.Module, value: Tensor) -> None:
         group = number % groups
@@ -264,8 +286,11 @@ def _accumulate(
             found[path].tokens[group] += columns.shape[0]
         require_finite(path, found[path].grams[group].diagonal())  # asked now, the first layer to have one is named
 
-    count = stream(model, batches, paths, visit)
-    # Tensors born under inference mode cannot be used in autograd later; a clone is an ordinary tensor.
+    return visit
+
+
+def _ordinary(found: dict[str, _Sums]) -> dict[str, _Sums]:
+    """Tensors born under inference mode cannot be used in autograd later; a clone is an ordinary tensor."""
     for path, sums in found.items():
         found[path] = _Sums(sums.grams.clone(), sums.tokens.clone(), sums.conv)
-    return found, count
+    return found
