@@ -1,16 +1,20 @@
 """Layers: Douglas-Rachford comes to the optimum, what any method writes is feasible, threads change nothing."""
 
 import math
+from dataclasses import replace
+from threading import Barrier
 
 import pytest
 import torch
 from constrain_layers import IMAGES, PATHS, ROUNDING, gaussian, layer, measured_errors, small_net
 from torch import Tensor, nn
 
+from certcli.constrain import parallel
 from certcli.constrain.ball import least_squares_on_ball
 from certcli.constrain.douglas_rachford import constrain_matrix, paper_eta
 from certcli.constrain.methods import METHODS, PENALTIES
-from certcli.constrain.parallel import attention_blocks, constrain_layer, constrain_layers
+from certcli.constrain.network import Calibration, Options, constrain_to
+from certcli.constrain.parallel import attention_blocks, constrain_layer, constrain_layers, side_by_side
 from certcli.constrain.projection import eigenbasis, pull_inside
 from certcli.constrain.prox import per_head
 from certcli.constrain.statistics import LayerStatistics, collect
@@ -54,6 +58,30 @@ def test_a_converged_result_does_not_depend_on_beta(name: str, relaxation: float
         rival = statistics.weight + gaussian(*statistics.shape, seed=seed)
         rival = pull_inside(rival, statistics.weight, statistics.grams, 0.01 * statistics.energies)
         assert float(penalty.value(rival)) >= result.lower * (1 - ROUNDING)
+
+
+def massive(outputs: int, inputs: int) -> LayerStatistics:
+    """Inputs with one direction that holds most of their energy, as behind the MLPs of pre-trained networks."""
+    statistics, _ = layer(outputs, inputs, 3 * inputs)
+    direction = gaussian(inputs, 1, seed=5)
+    return replace(statistics, grams=statistics.grams + 30 * direction @ direction.mT)
+
+
+@pytest.mark.parametrize("eta", [0.01, 0.1])
+@pytest.mark.parametrize("shape", [(60, 40), (40, 60), (190, 180), (180, 190), (500, 80)], ids=str)
+def test_a_few_iterations_suffice_and_float64_judges_them(shape: tuple[int, int], eta: float) -> None:
+    """The strength suits layer and error, and both limits are known at each iteration: seen were 3 to 16."""
+    for statistics in (layer(*shape, 3 * shape[1])[0], massive(*shape)):
+        result = constrain_matrix(statistics, PENALTIES.load("spectral"), eta=eta, ridge=0.3)
+        assert result.iterations <= 25
+        assert result.feasible
+        assert result.objective <= (1 + 1e-3) * result.lower
+        # iterated in float32 from 2^15 entries on, and in a tall matrix's column space; what is said is of the matrix
+        assert result.objective == pytest.approx(float(torch.linalg.matrix_norm(result.weight, 2)), rel=ROUNDING)
+        exact = constrain_matrix(statistics, PENALTIES.load("spectral"), eta=eta, ridge=0.3, tolerance=9e-5)
+        assert exact.objective <= (1 + 9e-5) * exact.lower  # in float64 all the way
+        assert result.lower <= exact.objective * (1 + ROUNDING)
+        assert exact.lower <= result.objective * (1 + ROUNDING)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -146,14 +174,52 @@ def test_least_squares_on_ball_meets_its_lower_limit() -> None:
 # The driver
 
 
-def test_threads_change_nothing_and_etas_can_differ() -> None:
+@pytest.mark.parametrize("name", ["l1", "spectral"])
+def test_workers_change_nothing_and_etas_can_differ(name: str) -> None:
     statistics = collect(small_net(), IMAGES.split(4), PATHS)
-    alone = list(constrain_layers(statistics, prox="l1"))
-    together = list(constrain_layers(statistics.values(), prox="l1", workers=3))
+    alone = list(constrain_layers(statistics, prox=name))
+    together = list(constrain_layers(statistics.values(), prox=name, workers=3))
     assert [result.path for result in together] == list(statistics)
     assert all(torch.equal(one.weight, two.weight) for one, two in zip(alone, together))
-    some = list(constrain_layers(statistics, prox="l1", eta={"head": 0.3, "fc1": 0.1}))
+    some = list(constrain_layers(statistics, prox=name, eta={"head": 0.3, "fc1": 0.1}))
     assert [(result.path, result.eta) for result in some] == [("fc1", 0.1), ("head", 0.3)]
+
+
+def test_layers_run_side_by_side_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [layer(seed=seed)[0] for seed in range(4)]
+    meeting, threads = Barrier(2, timeout=20), torch.get_num_threads()
+
+    def work(one: LayerStatistics) -> int:
+        meeting.wait()  # nobody comes alone: broken, were the layers computed one after the other
+        return torch.get_num_threads()
+
+    assert list(side_by_side(work, layers, 2)) == [1] * 4
+    assert torch.get_num_threads() == threads
+    calibration = Calibration(small_net(), PATHS, IMAGES.split(4))
+    options = Options("spectral", 0.01, 0.1, 1.2, 200)
+    alone = list(constrain_to(calibration, options))
+    monkeypatch.setattr(parallel, "MOST_WORKERS", 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert calibration.workers == 3
+    together = list(constrain_to(calibration, options))
+    assert [one.path for one in alone] == [two.path for two in together]
+    assert all(torch.equal(one.weight, two.weight) for one, two in zip(alone, together))
+    calibration.rectified = frozenset(["fc1"])
+    assert calibration.workers == 1  # its distance runs the network, whose hooks another layer would see
+
+
+def test_a_layer_that_fails_calls_the_others_off() -> None:
+    seen = []
+
+    def work(one: LayerStatistics) -> None:
+        seen.append(one)
+        raise UsageError("no")
+
+    threads = torch.get_num_threads()
+    with pytest.raises(UsageError):
+        list(side_by_side(work, [layer()[0] for _ in range(50)], 2))
+    assert len(seen) < 50
+    assert torch.get_num_threads() == threads
 
 
 def test_heads_are_constrained_one_by_one() -> None:

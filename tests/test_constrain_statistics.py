@@ -1,6 +1,7 @@
 """Statistics are those of the outputs, no memory limit changes them, bad input is named, foreign modules refused."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from constrain_layers import IMAGES, PATHS, ROUNDING, Net, gaussian, small_net
 from torch import Tensor, nn
 
 from certcli.constrain.layers import constrainable
+from certcli.constrain.network import Calibration
 from certcli.constrain.parallel import constrain_layer
 from certcli.constrain.statistics import collect, collect_in_passes, passes_within
 from certcli.errors import DataError, UsageError
@@ -74,6 +76,39 @@ def test_statistics_of_a_network(net: Net) -> None:
     assert result.held_out_error == pytest.approx(float(expected), rel=1e-9)
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     assert not any(module._forward_pre_hooks for module in (net.embed, net.fc1, net.fc2))
+
+
+def test_who_runs_the_held_out_images_anyway_gathers_their_statistics(net: Net) -> None:
+    calls = 0
+
+    def counted(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    def calibration(**options: Any) -> Calibration:
+        return Calibration(net, PATHS, IMAGES.split(4), IMAGES[:6].split(3), sample=3, **options)
+
+    apart = {layer.path: layer for layer in calibration().layers()}
+    handle = net.register_forward_hook(counted)
+    shared = calibration()
+    with shared.watching(), torch.inference_mode():
+        for batch in IMAGES[:6].split(3):
+            net(batch)
+    together = {layer.path: layer for layer in shared.layers()}
+    assert calls == 2 + 3  # the held-out images once, the others once
+    assert list(apart) == list(together)
+    for path, layer in apart.items():
+        held_out = together[path].held_out
+        assert layer.held_out is not None
+        assert held_out is not None
+        assert torch.equal(layer.held_out, held_out)
+        assert not held_out.is_inference()
+        assert torch.equal(layer.grams, together[path].grams)
+    limited = calibration(memory_limit_bytes=2**20)
+    with limited.watching():
+        pass
+    assert all(layer.held_out is not None for layer in limited.layers())
+    handle.remove()
 
 
 def test_a_memory_limit_splits_the_work_and_changes_nothing(net: Net) -> None:

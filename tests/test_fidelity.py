@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from certcli import data, models
+from certcli import data, fidelity, models
 from certcli.calibration import synthetic_photographs
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
@@ -48,6 +48,24 @@ def test_what_is_kept_is_counted(witness: Witness) -> None:
     assert found.error == pytest.approx(float(2 * witness.before[:10].norm() / witness.before.norm()))
     low, high = found.to_json()["agreement_interval"]
     assert low < found.agreement < high
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 10 * 48 * 4, 2**20])
+def test_images_that_fit_are_read_once(kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fidelity, "KEPT_BYTES", kept_bytes)
+    pixels, read = torch.rand(12, 3, 4, 4), []
+
+    def fetch(positions: Any) -> Tensor:
+        read.extend(positions)
+        return pixels[list(positions)]
+
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3)).eval()
+    found = Witness(net, replace(images_of(pixels), fetch=fetch), batch_size=5)
+    kept = 5 * (min(kept_bytes, 2 * 5 * 48 * 4) // (5 * 48 * 4)) if kept_bytes < 2**20 else 12
+    for _ in range(2):
+        read.clear()
+        assert torch.equal(found.logits(net), found.before)
+        assert read == list(range(kept, 12))
 
 
 def test_the_reach_is_where_a_first_choice_goes(witness: Witness) -> None:
