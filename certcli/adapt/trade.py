@@ -8,7 +8,7 @@ from certcli.adapt.options import FLOOR, Option
 from certcli.adapt.trials import Step, Trials
 from certcli.fidelity import Witness, allowed_share, keeps
 
-ROUNDS = 5
+ROUNDS = 4
 """Most rungs that are measured in search of the best one."""
 
 START = 0.05
