@@ -18,6 +18,7 @@ from certcli.cli.main import app
 from certcli.errors import GateError, UsageError
 
 ROOT = Path(__file__).parent.parent
+SUFFIXES = ("json", "csv", "html", "sarif", "xml", "svg", "md")
 QUICK = ("--limit", 24, "-e", 0.05, "-e", 0.3, "-a", "fgsm", "--quiet")
 
 
@@ -33,7 +34,7 @@ def certvit(*words: object, code: int = 0) -> dict:
 def folder(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One audit of the certified network with all that it can write, and one of the plain network."""
     made = tmp_path_factory.mktemp("audit")
-    reports = [part for suffix in ("json", "csv") for part in ("--report", made / f"certified.{suffix}")]
+    reports = [part for suffix in SUFFIXES for part in ("--report", made / f"certified.{suffix}")]
     certvit("audit", workshop / "certified.safetensors", *QUICK, *reports, "-o", made / "certified.safetensors")
     certvit("audit", workshop / "plain.safetensors", *QUICK, "--time-budget", "12s", "--report", made / "plain.json")
     return made
@@ -255,3 +256,11 @@ def test_wrong_words_are_refused_before_any_work(workshop: Path, tmp_path: Path)
         certvit("audit", path, *words, code=2)
     assert path.read_bytes() == before
     assert GateError.code == 7
+
+
+def test_the_parts_of_a_bound_multiply_to_it(folder: Path) -> None:
+    for name in ("certified", "plain"):
+        bound = json.loads((folder / f"{name}.json").read_text())["bound"]
+        assert abs(sum(block["log10"] for block in bound["blocks"]) - bound["log10_upper"]) < 0.01
+        paths = [block["path"] for block in bound["blocks"]]
+        assert len(paths) == len(set(paths))

@@ -139,14 +139,14 @@ def attack(
 ) -> AttackRun | None:
     """The attacks in turn at ascending radii on the first n images; None when not one batch was finished.
 
-    most: images at a time at most; fewer where a batch would take more than a sixth of the time. image_seconds: of a pass.
+    most: images at a time at most; fewer where a batch would take more than a twelfth of the time. image_seconds: of a pass.
     """
     (stage,) = stages_of(names, None, "l2", radii, settings)
     (stage,) = (stage.with_draws(settings.seed, classes, settings.precision),)
     started = time.perf_counter()
     steps = sum(entry.settings.steps or STEPS.get(entry.attack, 1000) for entry in stage.plan)
     each = max(1e-9, image_seconds * PASSES_A_STEP * steps * settings.restarts * len(radii))
-    size = max(1, min(most, int(part.left / 6 / each), len(images)))
+    size = max(1, min(most, int(part.left / 12 / each), len(images)))
     device = next(model.parameters()).device
     records: list[AttackedImage] = []
     exhibits: list[AttackedImage] = []

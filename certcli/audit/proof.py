@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
-
 from certcli.audit.clock import OutOfTime, Part
 from certcli.audit_document import Block, Found, Slope
 from certcli.images import Images
@@ -15,6 +13,8 @@ SLOPE_IMAGES = 8
 """Images at most on which a slope is measured."""
 LOOSE = 3.0
 """log10 of a bound from which on it is said what makes it large."""
+NEGLIGIBLE = 0.002
+"""log10 below which a factor is none."""
 DRIVER_SHARE = 0.2
 """Of the bound's logarithm, that a kind of layer must have to be named."""
 
@@ -74,28 +74,34 @@ def _round(log10: float) -> str:
 
 def _blocks(proven: NetworkBound) -> Iterator[Block]:
     """The outermost parts of the network and what stands outside all of them, in order of execution."""
-    rows: list[tuple[Any, Block]] = []
+    rows: list[Block] = []
     inside = [path for path, *_ in proven.blocks if path]
     containers = {path for path in inside if any(other.startswith(f"{path}.") for other in inside)}
     named = [path for path in inside if path.count(".") <= 1 and not (path in containers and path.count(".") == 0)]
     for path, kind, before, after in proven.blocks:
         if path in named and before.finite and before > 0.0 and after > 0.0:
             ratio = after / before
-            rows.append(
-                (after, Block(path=path, kind=kind, log10=ratio.log10(), text=str(ratio), why=_why(proven, path)))
-            )
+            rows.append(Block(path=path, kind=kind, log10=ratio.log10(), text=str(ratio), why=_why(proven, path)))
     for charge in proven.charges:
         covered = any(charge.path == path or charge.path.startswith(f"{path}.") for path in named)
         if not covered and charge.constant.finite and charge.constant > 0.0:
             size = charge.constant
             row = Block(path=charge.path, kind=charge.kind, log10=size.log10(), text=str(size), why=charge.why)
-            rows.append((charge.cumulative, row))
+            rows.append(row)
     order = {charge.path: number for number, charge in enumerate(proven.charges)}
 
     def place(path: str) -> int:
         return min((number for at, number in order.items() if at == path or at.startswith(f"{path}.")), default=10**9)
 
-    yield from sorted((row for _, row in rows), key=lambda row: place(row.path))
+    yield from sorted(rows, key=lambda row: place(row.path))
+    rest = proven.upper.log10() - sum(row.log10 for row in rows) if proven.upper > 0.0 else 0.0
+    if abs(rest) > NEGLIGIBLE:
+        last = proven.blocks[-1][3] if proven.blocks else proven.upper
+        pending = last > 0.0 and abs(proven.upper.log10() - last.log10() - rest) < NEGLIGIBLE
+        name, kind = ("(last linear map)", "Linear") if pending else ("(how they are joined)", "")
+        size = f"{10**rest:.4g}" if abs(rest) < 5 else f"10^{rest:.1f}"
+        why = "a linear map that was pending when its block ended" if pending else "last maps, sums and concatenations"
+        yield Block(path=name, kind=kind, log10=rest, text=size, why=why)
 
 
 def _why(proven: NetworkBound, path: str) -> str:

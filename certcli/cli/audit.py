@@ -94,9 +94,6 @@ class Reports:
     ] = field(default_factory=list)
     html: options.Html = None
 
-    def paths(self) -> list[Path]:
-        return [*self.report, *([] if self.html is None else [self.html])]
-
 
 @command(
     "certvit audit m.safetensors --dataset digits --html audit.html",
@@ -113,6 +110,7 @@ def audit(
     talk: Talk = Talk(),
 ) -> None:
     """Is it robust? Bound, slope, certificates and attacks within a time budget, answered in words."""
+    from certcli.attack.showcase import class_names
     from certcli.audit.clock import Clock
     from certcli.audit.compose import compose
     from certcli.audit.run import run
@@ -153,7 +151,8 @@ def audit(
     )
     gate = audited.gate_of(document)
     audited.show(document, opened.reading.line(), sink)
-    audited.write(document, results, checkpoint, reports.paths(), output, data.seed, sink)
+    names = [] if images is None else class_names(images, checkpoint.record.classes, checkpoint.record.class_names)
+    audited.write(document, results, checkpoint, reports, output, names, data.seed, sink)
     gate.enforce()
 
 

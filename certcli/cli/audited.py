@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from certcli.audit.run import Results
     from certcli.audit_document import Audit, Share
     from certcli.checkpoint import Checkpoint
+    from certcli.cli.audit import Reports
     from certcli.cli.groups import Evaluation, Output
+    from certcli.report.page import Picture
 
-FORMATS = (".json", ".csv")
+FORMATS = (".html", ".json", ".sarif", ".xml", ".csv", ".svg", ".md")
+"""Suffixes of --report."""
 LARGEST_SHOWN = 6
 """Blocks of the bound that a terminal shows; a page shows all."""
 
@@ -109,16 +112,20 @@ def write(
     document: Audit,
     results: Results,
     checkpoint: Checkpoint,
-    paths: Sequence[Path],
+    reports: Reports,
     output: Output,
+    names: Sequence[str],
     seed: int,
     sink: Sink,
 ) -> None:
-    """The reports, and the checkpoint with its evidence."""
+    """The reports, and the checkpoint with its evidence. names: of the classes, for the pictures."""
     from certcli.report import formats
 
-    for path in paths:
-        formats.save(path, formats.TEXTS[path.suffix.lower()](document))
+    wanted = [(path, path.suffix.lower()) for path in reports.report]
+    wanted += [] if reports.html is None else [(reports.html, ".html")]
+    for path, suffix in wanted:
+        pictures = _pictures(results, names) if suffix == ".html" else []
+        formats.save(path, formats.text_of(document, suffix, pictures))
         sink.note(f"wrote {path}")
     if output.output is not None:
         from certcli.audit.evidence import with_evidence
@@ -126,3 +133,21 @@ def write(
         found = with_evidence(checkpoint, document, results.attention_weight, seed)
         found.write(output.output, output.force)
         sink.note(f"wrote {output.output}")
+
+
+def _pictures(results: Results, names: Sequence[str]) -> list[Picture]:
+    from certcli.report.page import Picture
+    from certcli.report.pixels import LARGEST, triple
+
+    found = []
+    for row in results.exhibits:
+        uris, factor = triple(row.image, row.adversarial)
+        before, after = names[row.prediction], names[row.adversarial_prediction]
+        caption = f"image {row.index}: {before}, then {after}; l2 {row.norm:.3g}, change shown {factor:.3g} times"
+        words = (
+            f"image {row.index}, classified {before}",
+            "what changes, magnified",
+            f"changed image, classified {after}",
+        )
+        found.append(Picture(caption, uris, words, max(row.image.shape[1:]) > LARGEST // 2))
+    return found

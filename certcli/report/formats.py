@@ -1,13 +1,17 @@
-"""An audit as texts that other programs read: JSON, CSV of its records."""
+"""The formats of an audit by suffix, and how they are written."""
 
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from certcli.audit_document import Audit, to_json
 from certcli.outputs import atomic_file
+from certcli.report.audit_page import page_of
+from certcli.report.card import as_badge, as_card
+from certcli.report.machine import as_junit, as_sarif
+from certcli.report.page import Picture, render
 
 
 def save(path: Path, text: str) -> None:
@@ -37,4 +41,17 @@ def as_csv(audit: Audit) -> str:
     return out.getvalue()
 
 
-TEXTS: Mapping[str, Callable[[Audit], str]] = {".json": as_json, ".csv": as_csv}
+TEXTS: Mapping[str, Callable[[Audit], str]] = {
+    ".json": as_json,
+    ".csv": as_csv,
+    ".sarif": as_sarif,
+    ".xml": as_junit,
+    ".svg": as_badge,
+    ".md": as_card,
+}
+
+
+def text_of(audit: Audit, suffix: str, pictures: Sequence[Picture] = ()) -> str:
+    """The audit in the format of this suffix; .html or any other is a page, with its pictures."""
+    made = TEXTS.get(suffix)
+    return render(page_of(audit, pictures)) if made is None else made(audit)

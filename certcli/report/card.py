@@ -1,0 +1,133 @@
+"""An audit for readers of a model's page: a badge (SVG) and a block for its card (YAML front matter and Markdown)."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from markupsafe import escape
+
+from certcli.audit_document import Audit, Certified, Share
+
+GOOD, FAIR, NONE = "#116329", "#0060a8", "#6e7781"
+CHARACTER = 6.6
+"""Width of a character of the badge's font, about."""
+
+
+def best(audit: Audit) -> tuple[Certified, str, Share] | None:
+    """The certificates that the badge speaks of: proofs that certify anything before statements of chance."""
+    offered = [
+        (found.failure == 0 and share.hits > 0, -float(radius), share.share, found, radius, share)
+        for found in audit.certificates
+        for radius, share in found.certified.items()
+    ]
+    if not offered:
+        return None
+    *_, found, radius, share = max(offered, key=lambda row: row[:3])
+    return found, radius, share
+
+
+def as_badge(audit: Audit) -> str:
+    """ "certified l2 0.12 | 52 % of 50, p 0.999", in one line of fixed height."""
+    chosen = best(audit)
+    if chosen is None:
+        left, right, colour = "certified", "not measured", NONE
+    else:
+        found, radius, share = chosen
+        left = f"certified l2 {radius}"
+        promise = "proven" if found.failure == 0 else f"p {1 - found.failure:g}"
+        right = f"{100 * share.share:.0f} % of {share.images}, {promise}"
+        colour = NONE if not share.hits else GOOD if found.failure == 0 else FAIR
+    first, second = (round(CHARACTER * len(text) + 14) for text in (left, right))
+    title = escape(f"certvit audit of {audit.network.name}: {left}: {right}")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{first + second}" height="20" role="img">'
+        f"<title>{title}</title>"
+        f'<rect width="{first}" height="20" fill="#24292f"/><rect x="{first}" width="{second}" height="20" fill="{colour}"/>'
+        '<g fill="#fff" font-family="DejaVu Sans,Verdana,sans-serif" font-size="11" text-anchor="middle">'
+        f'<text x="{first / 2:g}" y="14">{escape(left)}</text><text x="{first + second / 2:g}" y="14">{escape(right)}</text>'
+        "</g></svg>\n"
+    )
+
+
+def as_card(audit: Audit) -> str:
+    """Front matter with a `model-index`, then the answer and the figures, for a README on a model hub."""
+    lines = ["---", "model-index:", f"- name: {quoted(audit.network.name)}", "  results:"]
+    for dataset, metrics in _metrics(audit):
+        lines += ["  - task:", "      type: image-classification", "    dataset:"]
+        lines += [f"      name: {quoted(dataset.name)}", f"      type: {quoted(dataset.name)}"]
+        lines += [f"      split: {quoted(dataset.split)}", "    metrics:"]
+        for kind, name, value in metrics:
+            lines += [f"    - type: {kind}", f"      name: {quoted(name)}", f"      value: {value:.6g}"]
+    if lines[-1] == "  results:":
+        lines[-1] = "  results: []"
+    lines += ["---", "", "## Robustness", ""]
+    lines += [f"{prose(line)}\n" for line in audit.verdict]
+    lines += [
+        "| share of the images | pixel l2 radius | share | 95 % interval | n | holds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for what, radius, share, holds in _shares(audit):
+        low, high = share.interval
+        cells = [
+            what,
+            radius,
+            f"{100 * share.share:.1f} %",
+            f"{100 * low:.1f} to {100 * high:.1f}",
+            str(share.images),
+            holds,
+        ]
+        lines.append("| " + " | ".join(prose(cell) for cell in cells) + " |")
+    if audit.bound is not None:
+        lines += ["", f"Lipschitz bound (proven, pixel l2, images in [0, 1]): {prose(audit.bound.upper_text)}"]
+    lines += ["", f"Digest of the network: `{audit.checkpoint}`. Made by certvit; asked again by:", ""]
+    lines += [f"    {one_line(audit.reproduce)}", ""]
+    return "\n".join(lines)
+
+
+def quoted(text: str) -> str:
+    """A double-quoted YAML string: JSON's are some, and hold no control character as such."""
+    return json.dumps(text)
+
+
+def one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def prose(text: str) -> str:
+    """Text that Markdown shows as it is: its own characters escaped, HTML too."""
+    return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", one_line(text)).replace("\\<", "&lt;").replace("\\>", "&gt;")
+
+
+def _shares(audit: Audit) -> Iterator[tuple[str, str, Share, str]]:
+    if audit.clean is not None:
+        yield "clean", "0", audit.clean, "measured"
+    for found in audit.certificates:
+        for radius, share in found.certified.items():
+            yield f"certified, {found.method}", radius, share, "proven" if found.failure == 0 else found.promise
+    if audit.attack is not None:
+        for radius, share in audit.attack.robust.items():
+            yield f"after {', '.join(audit.attack.attacks)}", radius, share, "measured"
+
+
+def _metrics(audit: Audit) -> Iterator[tuple[Any, list[tuple[str, str, float]]]]:
+    """(dataset, its metrics): one group of images each, since every stage judged as many as fitted."""
+    if audit.clean is not None and audit.dataset is not None:
+        yield audit.dataset, [("accuracy", f"accuracy, n = {audit.clean.images}", audit.clean.share)]
+    for found in audit.certificates:
+        rows = [
+            (
+                "certified_accuracy",
+                f"certified accuracy, l2 {at}, {found.method} ({found.promise}), n = {s.images}",
+                s.share,
+            )
+            for at, s in found.certified.items()
+        ]
+        yield found.dataset, rows
+    if (attack := audit.attack) is not None:
+        names = ", ".join(attack.attacks)
+        rows = [
+            ("robust_accuracy", f"accuracy after {names}, l2 {at}, n = {share.images}", share.share)
+            for at, share in attack.robust.items()
+        ]
+        yield attack.dataset, rows

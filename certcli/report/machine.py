@@ -1,0 +1,114 @@
+"""An audit for other programs: SARIF 2.1.0 (code scanning) and JUnit XML (test reports). Every string is escaped."""
+
+import json
+from typing import Any
+from urllib.parse import quote
+from xml.etree import ElementTree
+
+from certcli.audit_document import Audit
+
+SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+PAGE = "certvit audit"
+RULES = {
+    "certvit/gate": "A gate of --fail-on: a measured quantity is worse than what was demanded, or was not measured.",
+    "certvit/no-usable-proof": "No proof certifies an image: the network's class may change under the smallest change.",
+    "certvit/fooled": "Attacks changed the class of correctly classified images.",
+    "certvit/not-done": "A stage of the audit was not done: nothing is known of what it would have found.",
+}
+
+
+def as_sarif(audit: Audit) -> str:
+    """One run; each gate a result (kind pass or fail), what the verdict warns of as notes, in the order of the verdict."""
+    results = [_result("certvit/gate", row.reason, None if row.passed else "error") for row in audit.gate.judged]
+    if audit.bound is not None and not any(
+        share.hits for found in audit.certificates if found.failure == 0 for share in found.certified.values()
+    ):
+        results.append(_result("certvit/no-usable-proof", audit.verdict[0], "note"))
+    if audit.attack is not None:
+        for radius, count in audit.attack.fooled.items():
+            names, correct = ", ".join(audit.attack.attacks), audit.attack.clean.hits
+            told = f"{names} fooled {count} of {correct} correct images at l2 {radius}"
+            results += [_result("certvit/fooled", told, "note")] if count else []
+    results += [_result("certvit/not-done", f"{item.stage}: {item.why}", "note") for item in audit.skipped]
+    where = [{"physicalLocation": {"artifactLocation": {"uri": quote(audit.network.name)}, "region": {"startLine": 1}}}]
+    for row in results:
+        row["locations"] = where
+    driver = {
+        "name": "certvit",
+        "version": audit.versions.get("certvit", "0"),
+        "rules": [{"id": name, "shortDescription": {"text": text}} for name, text in RULES.items()],
+    }
+    run = {
+        "tool": {"driver": driver},
+        "invocations": [{"commandLine": audit.reproduce, "executionSuccessful": True}],
+        "artifacts": [
+            {"location": {"uri": quote(audit.network.name)}, "hashes": {"certvit-function": audit.checkpoint}}
+        ],
+        "results": results,
+    }
+    return json.dumps({"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
+
+
+def _result(rule: str, text: str, level: str | None) -> dict[str, Any]:
+    """level None: what was demanded holds; SARIF then wants the level "none"."""
+    return {
+        "ruleId": rule,
+        "ruleIndex": list(RULES).index(rule),
+        "kind": "pass" if level is None else "fail",
+        "level": level or "none",
+        "message": {"text": text},
+    }
+
+
+def xml_text(text: str) -> str:
+    """Characters that XML 1.0 may hold; others become U+FFFD."""
+
+    def held(c: str) -> bool:
+        return c in "\t\n\r" or " " <= c <= "\ud7ff" or "\ue000" <= c <= "\ufffd" or c >= "\U00010000"
+
+    return "".join(c if held(c) else "\ufffd" for c in text)
+
+
+def as_junit(audit: Audit) -> str:
+    """One suite: a test a gate, a skipped test a stage that was not done, the figures as properties."""
+    failed = sum(not row.passed for row in audit.gate.judged)
+    total = len(audit.gate.judged) + len(audit.skipped) + 1
+    about = {"tests": str(total), "failures": str(failed), "errors": "0", "skipped": str(len(audit.skipped))}
+    name = xml_text(audit.network.name)
+    root = ElementTree.Element("testsuites", {"name": PAGE, **about})
+    suite = ElementTree.SubElement(root, "testsuite", {"name": name, "time": f"{audit.seconds:.2f}", **about})
+    properties = ElementTree.SubElement(suite, "properties")
+    for key, value in figures(audit).items():
+        ElementTree.SubElement(properties, "property", {"name": key, "value": xml_text(value)})
+
+    def case(what: str) -> ElementTree.Element:
+        return ElementTree.SubElement(suite, "testcase", {"classname": f"certvit.audit.{name}", "name": xml_text(what)})
+
+    ElementTree.SubElement(case("audit"), "system-out").text = xml_text("\n".join(audit.verdict))
+    for row in audit.gate.judged:
+        made = case(row.fail_on)
+        if not row.passed:
+            told = xml_text(row.reason)
+            ElementTree.SubElement(made, "failure", {"message": told, "type": "gate"}).text = told
+    for item in audit.skipped:
+        ElementTree.SubElement(case(item.stage), "skipped", {"message": xml_text(item.why)})
+    ElementTree.indent(root, " ")
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def figures(audit: Audit) -> dict[str, str]:
+    """Every figure of the audit under a flat name, with n where it is a share."""
+    found = {"checkpoint": audit.checkpoint}
+    if audit.bound is not None:
+        found["upper"] = audit.bound.upper_text
+    if audit.slope is not None:
+        found["slope"] = f"{audit.slope.lower:.6g}"
+    if audit.clean is not None:
+        found["clean"] = f"{audit.clean.share:.4f} (n = {audit.clean.images})"
+    for part in audit.certificates:
+        for radius, share in part.certified.items():
+            found[f"certified.{part.method}@{radius}"] = f"{share.share:.4f} (n = {share.images}, {part.promise})"
+    if audit.attack is not None:
+        for radius, share in audit.attack.robust.items():
+            found[f"robust@{radius}"] = f"{share.share:.4f} (n = {share.images})"
+    return found
