@@ -4,18 +4,23 @@ import csv
 import json
 import re
 import time
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from certcli.audit import gates
 from certcli.audit.clock import Clock, OutOfTime
-from certcli.audit_document import Share, from_json, written_schema
+from certcli.audit_document import Audit, Block, Gate, Judged, Share, Step, from_json, written_schema
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
 from certcli.errors import GateError, UsageError
+from certcli.report import formats
+from certcli.report.page import Picture
 
 ROOT = Path(__file__).parent.parent
 SUFFIXES = ("json", "csv", "html", "sarif", "xml", "svg", "md")
@@ -264,3 +269,113 @@ def test_the_parts_of_a_bound_multiply_to_it(folder: Path) -> None:
         assert abs(sum(block["log10"] for block in bound["blocks"]) - bound["log10_upper"]) < 0.01
         paths = [block["path"] for block in bound["blocks"]]
         assert len(paths) == len(set(paths))
+
+
+HOSTILE = "</title><script>alert(1)</script>\"'&]]>--><svg onload=x>|`*\x1b[31m\u202e"
+
+
+@pytest.fixture(scope="module")
+def hostile(folder: Path) -> Audit:
+    """An audit in which every name that a file may choose is hostile."""
+    audit = from_json((folder / "plain.json").read_text())
+    network = msgspec.structs.replace(audit.network, name=HOSTILE, arch=HOSTILE, reading={HOSTILE: {"value": HOSTILE}})
+    gate = Gate(
+        passed=False, reasons=[HOSTILE], judged=[Judged(fail_on=HOSTILE, passed=False, measured=None, reason=HOSTILE)]
+    )
+    return msgspec.structs.replace(
+        audit,
+        network=network,
+        gate=gate,
+        verdict=[HOSTILE],
+        doubts=[HOSTILE],
+        reproduce=HOSTILE,
+        lineage=[Step(command=HOSTILE, parameters={HOSTILE: HOSTILE}, seed=0, parent=None)],
+        bound=msgspec.structs.replace(
+            audit.bound, blocks=[Block(path=HOSTILE, kind=HOSTILE, log10=1.0, text=HOSTILE, why=HOSTILE)]
+        ),
+        dataset=msgspec.structs.replace(audit.dataset, name=HOSTILE),
+    )
+
+
+class Read(HTMLParser):
+    """Tags, addresses and event handlers of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.handlers: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+
+def test_a_page_stands_alone_and_hostile_names_stay_text(folder: Path, hostile: Audit) -> None:
+    picture = Picture(HOSTILE, ("data:image/png;base64,AA==",) * 3, (HOSTILE,) * 3, False)
+    for text in ((folder / "certified.html").read_text(), formats.text_of(hostile, ".html", [picture])):
+        page = Read()
+        page.feed(text)
+        assert not {"script", "link", "iframe", "object", "embed", "form", "base"} & set(page.tags)
+        assert page.handlers == []
+        assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
+        assert "url(" not in text
+        assert "@import" not in text
+        assert "prefers-color-scheme: dark" in text
+        assert "@media print" in text
+        assert page.tags.count("svg") == 2
+    fooled = json.loads((folder / "certified.json").read_text())["attack"]["fooled"]["0.3"]
+    assert (folder / "certified.html").read_text().count("<figcaption>image ") == min(6, fooled)
+
+
+def test_machine_formats_keep_hostile_names_as_text(hostile: Audit) -> None:
+    suites = ElementTree.fromstring(formats.text_of(hostile, ".xml"))
+    suite = suites.find("testsuite")
+    assert suite is not None
+    assert suite.get("name", "").startswith("</title><script>")
+    assert {case.tag for case in suite} == {"properties", "testcase"}
+    counted = {tag: sum(case.find(tag) is not None for case in suite) for tag in ("failure", "skipped")}
+    assert (counted["failure"], counted["skipped"]) == (int(suite.get("failures", "")), int(suite.get("skipped", "")))
+    assert len(suite.findall("testcase")) == int(suite.get("tests", ""))
+    badge = ElementTree.fromstring(formats.text_of(hostile, ".svg"))
+    assert {element.tag.rpartition("}")[2] for element in badge.iter()} == {"svg", "title", "rect", "g", "text"}
+    card = formats.text_of(hostile, ".md")
+    front = card.split("---\n")[1]
+    assert [
+        line for line in card.replace(front, "").splitlines() if "<script>" in line and not line.startswith("    ")
+    ] == []
+    assert all(line.isprintable() for line in card.splitlines())
+    assert json.loads(formats.text_of(hostile, ".json"))["network"]["name"] == HOSTILE
+
+
+def test_sarif_has_what_the_standard_requires(folder: Path, hostile: Audit) -> None:
+    """SARIF 2.1.0: version, runs, tool.driver.name (3.13, 3.14, 3.18); a message, a known rule, levels of kinds (3.27)."""
+    for text in ((folder / "certified.sarif").read_text(), formats.text_of(hostile, ".sarif")):
+        log = json.loads(text)
+        assert log["version"] == "2.1.0"
+        (run,) = log["runs"]
+        driver = run["tool"]["driver"]
+        assert driver["name"] == "certvit"
+        names = [rule["id"] for rule in driver["rules"]]
+        assert len(names) == len(set(names))
+        for result in run["results"]:
+            assert result["message"]["text"]
+            assert names[result["ruleIndex"]] == result["ruleId"]
+            assert result["level"] in ("none", "note", "warning", "error")
+            assert (result["kind"] == "fail") is (result["level"] != "none")  # 3.27.10: a level belongs to a failure
+            for place in result["locations"]:
+                uri = place["physicalLocation"]["artifactLocation"]["uri"]
+                assert re.fullmatch(r"[A-Za-z0-9._~%/-]+", uri), uri
+    assert [row["kind"] for row in run["results"] if row["ruleId"] == "certvit/gate"] == ["fail"]
+
+
+def test_a_card_is_yaml_and_its_figures_are_the_audits(folder: Path, certified_audit: dict) -> None:
+    yaml = pytest.importorskip("yaml")
+    _, front, text = (folder / "certified.md").read_text().split("---\n", 2)
+    (model,) = yaml.safe_load(front)["model-index"]
+    found = {metric["name"]: metric["value"] for result in model["results"] for metric in result["metrics"]}
+    share = certified_audit["certificates"][0]["certified"]["0.3"]["share"]
+    assert found["certified accuracy, l2 0.3, lipschitz (proof), n = 24"] == pytest.approx(share, abs=1e-6)
+    assert certified_audit["verdict"][1] in text
+    assert "proven" in (folder / "certified.svg").read_text()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+
 from certcli.audit.clock import OutOfTime, Part
 from certcli.audit_document import Block, Found, Slope
 from certcli.images import Images

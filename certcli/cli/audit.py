@@ -114,6 +114,7 @@ def audit(
     from certcli.audit.clock import Clock
     from certcli.audit.compose import compose
     from certcli.audit.run import run
+    from certcli.audit.words import next_steps
     from certcli.cli import audited
     from certcli.cli.inputs import calibration_images
     from certcli.finetune.budget import parse_duration
@@ -138,6 +139,7 @@ def audit(
             bar.reach(round(clock.spent), stage)
 
         results = run(checkpoint, images, calibration, asked, machine.pick(), clock, tell)
+    dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
     document = compose(
         opened,
         results,
@@ -145,12 +147,13 @@ def audit(
         gates,
         clock,
         source=source.ckpt,
-        dataset=data.dataset or (checkpoint.record.dataset if images is not None else None),
+        dataset=dataset,
         limit=data.limit,
         more=audited.words(data),
     )
     gate = audited.gate_of(document)
-    audited.show(document, opened.reading.line(), sink)
+    further = next_steps(results, asked, source.ckpt, dataset, clock.budget)
+    audited.show(document, further, opened.reading.line(), sink)
     names = [] if images is None else class_names(images, checkpoint.record.classes, checkpoint.record.class_names)
     audited.write(document, results, checkpoint, reports, output, names, data.seed, sink)
     gate.enforce()

@@ -33,7 +33,7 @@ def require_formats(paths: Sequence[Path]) -> None:
 
 def words(data: Evaluation) -> list[str]:
     """Further words of the command that choose the same images."""
-    found = [] if data.data_dir is None else ["--data-dir", str(data.data_dir)]
+    found = [] if data.data_dir is None else ["--data-dir", data.data_dir.name]
     return found + ([] if data.split is None else ["--split", data.split])
 
 
@@ -44,8 +44,8 @@ def gate_of(document: Audit) -> Gate:
     return gate
 
 
-def show(document: Audit, reading: str, sink: Sink) -> None:
-    """Words first, then the table, then details; with --json the document."""
+def show(document: Audit, further: Sequence[str], reading: str, sink: Sink) -> None:
+    """Words first, then the table, then details; with --json the document. further: what to do next, as it can be typed."""
     from certcli.audit_document import to_json
 
     sink.document(to_json(document))
@@ -53,7 +53,7 @@ def show(document: Audit, reading: str, sink: Sink) -> None:
         sink.text(line)
     for line in document.doubts:
         sink.warn(f"doubt: {line}")
-    for number, line in enumerate(document.next):
+    for number, line in enumerate(further):
         sink.text(f"{'Next:' if number == 0 else '  or:'} {line}")
     for row in document.gate.judged:
         sink.text(f"Gate {row.reason}")

@@ -39,7 +39,7 @@ def as_badge(audit: Audit) -> str:
         right = f"{100 * share.share:.0f} % of {share.images}, {promise}"
         colour = NONE if not share.hits else GOOD if found.failure == 0 else FAIR
     first, second = (round(CHARACTER * len(text) + 14) for text in (left, right))
-    title = escape(f"certvit audit of {audit.network.name}: {left}: {right}")
+    title = escape(one_line(f"certvit audit of {audit.network.name}: {left}: {right}"))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{first + second}" height="20" role="img">'
         f"<title>{title}</title>"
