@@ -5,6 +5,7 @@ CPU seconds of the process, so that other work on the machine counts little; on 
 
 import argparse
 import time
+from statistics import median
 
 import torch
 
@@ -59,10 +60,11 @@ def main() -> None:
     for _ in range(given.rounds):  # in turn, so that what slows the machine slows all of them
         for name, work in (("bare", bare), ("smoothed", smoothed), ("noise", drawn)):
             found[name].append(seconds(work))
-    best = {name: min(values) for name, values in found.items()}
-    for name, value in best.items():
-        print(f"{name}: {value:.3f} ms an image")
-    print(f"smoothed / bare throughput: {best['bare'] / best['smoothed']:.3f} ({device.type}, {given.precision})")
+    for name, values in found.items():
+        print(f"{name}: {median(values):.3f} ms an image")
+    ratios = sorted(bare / smooth for bare, smooth in zip(found["bare"], found["smoothed"], strict=True))
+    spread = f"{median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f} over {len(ratios)} rounds)"
+    print(f"smoothed / bare throughput, round by round: {spread}, {device.type}, {given.precision}")
 
 
 if __name__ == "__main__":

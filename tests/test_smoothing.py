@@ -315,6 +315,41 @@ def test_a_network_that_abstains_everywhere_is_said_to(workshop: Path) -> None:
     assert "abstained" in done.stdout
 
 
+def test_where_memory_ends_batches_are_halved_and_nothing_changes() -> None:
+    class Narrow(Plane):
+        def forward(self, pixels: Tensor) -> Tensor:
+            if len(pixels) > 9:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory")
+            return super().forward(pixels)
+
+    class Never(Plane):
+        def forward(self, pixels: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError
+
+    pixels = torch.linspace(-0.2, 0.5, 6).view(-1, 1, 1, 1).expand(-1, 1, 1, 2)
+    settings = Smoothing(sigma=0.3, n0=10, samples=100)
+    wide, narrow = (SmoothingCertifier(net, 2, settings, CPU, 64) for net in (Plane(), Narrow()))
+    radii = [[row.radius for row in one.batch(range(6), pixels, [1] * 6)] for one in (wide, narrow)]
+    assert radii[0] == radii[1]
+    assert max(radii[0]) > 0
+    assert wide.remark == "" != narrow.remark
+    with pytest.raises(torch.OutOfMemoryError):
+        SmoothingCertifier(Never(), 2, settings, CPU).batch([0], pixels[:1], [1])
+
+
+def test_what_is_done_to_pixels_in_the_cache_is_what_is_done_to_them_at_once() -> None:
+    pixels, rows = torch.rand(2, 3, 30, 30), [0, 1, 1, 0, 1] * 20
+    given = (0.2, 3, rows, range(100), noise.CERTIFY, rows)
+
+    def finish(drawn: Tensor) -> Tensor:
+        return ((drawn - 0.4) / 0.3).to(torch.bfloat16)
+
+    whole = noise.noisy(pixels, *given)
+    assert torch.equal(finish(whole), noise.noisy(pixels, *given, finish))
+    assert torch.equal(whole[50:51], noise.noisy(pixels, 0.2, 3, rows[50:51], [50], noise.CERTIFY, rows[50:51]))
+    assert noise.noisy(pixels, 0.2, 3, [], [], noise.CERTIFY, []).shape == (0, 3, 30, 30)
+
+
 def test_logits_that_are_no_numbers_are_refused() -> None:
     class Broken(nn.Module):
         def forward(self, pixels: Tensor) -> Tensor:

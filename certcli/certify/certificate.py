@@ -103,7 +103,7 @@ class Certifier(ABC):
     failure: of each certificate, as it states it.
     parameters: what decides its certificates beside network and images. about: facts for the document. title, statement:
     what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller. reach:
-    no radius beyond it can be certified, whatever the network.
+    no radius beyond it can be certified, whatever the network. remark: what happened on the way that a person should know.
     """
 
     method: ClassVar[str]
@@ -115,6 +115,7 @@ class Certifier(ABC):
     reach: float = math.inf
     title: str = ""
     statement: str = ""
+    remark: str = ""
 
     @property
     def parameters(self) -> Mapping[str, Any]:

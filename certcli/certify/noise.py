@@ -7,7 +7,7 @@ Muller's transform in float32, whose logarithm, sine and cosine differ between d
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -98,19 +98,21 @@ def noisy(
     samples: Sequence[int],
     purpose: int = CERTIFY,
     which: Sequence[int] | None = None,
+    finish: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Row r: pixels[which[r]] + sigma z, with the noise z of image images[r], sample samples[r]: (r, c, h, w) float32.
 
-    which: row of `pixels` for each row, r itself unless given.
+    which: row of `pixels` for each row, r itself unless given. finish: what is done to each pixel then (normalisation, a
+    cast), while the rows are still in the caches of a CPU.
     """
     shape, device = pixels.shape[1:], pixels.device
     count, flat = math.prod(shape), pixels.flatten(1)
     half = -(-count // 2)
-    found = torch.empty(len(images), count, device=device)
     # a few rows at a time on a CPU: what fits in its caches is several times as fast
     step = max(1, _CACHED // max(count, 1)) if device.type == "cpu" else max(1, len(images))
+    part, found = torch.empty(min(step, len(images)), count, device=device), None
     for start in range(0, len(images), step):
-        rows = slice(start, start + step)
+        rows = slice(start, min(start + step, len(images)))
         drawn = words(seed, images[rows], samples[rows], 2 * half, device, purpose)
         # 31 bits, so that small u keep all their digits: |z| reaches 6.66; the sign bit would cost the tail its resolution
         radius = (drawn[:, :half] & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).log_().mul_(-2).sqrt_().mul_(sigma)
@@ -118,6 +120,13 @@ def noisy(
         # into tensors of their own: torch computes strided ones by another routine, which may differ in the last digit
         first, second = torch.cos(angle).mul_(radius), angle.sin_().mul_(radius)
         base = flat[rows] if which is None else flat[list(which[rows])]
-        torch.add(base[:, :half], first, out=found[rows, :half])
-        torch.add(base[:, half:], second[:, : count - half], out=found[rows, half:])
-    return found.view(len(images), *shape)
+        made = part[: len(base)]
+        torch.add(base[:, :half], first, out=made[:, :half])
+        torch.add(base[:, half:], second[:, : count - half], out=made[:, half:])
+        done = made.view(-1, *shape) if finish is None else finish(made.view(-1, *shape))
+        if len(done) == len(images):
+            return done
+        if found is None:
+            found = done.new_empty(len(images), *done.shape[1:])
+        found[rows] = done
+    return part.view(0, *shape) if found is None else found

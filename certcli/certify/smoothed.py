@@ -14,6 +14,11 @@ CLIMBED = 16
 """Draws whose mean an attack on the smoothed classifier climbs on."""
 
 
+def out_of_memory(failure: BaseException) -> bool:
+    """Whether torch or Python ran out of memory: on a CPU torch says so by a plain RuntimeError."""
+    return isinstance(failure, (MemoryError, torch.OutOfMemoryError)) or "alloc" in str(failure).lower()
+
+
 class Classifier(nn.Module):
     """Noisy pixels, float32 -> logits. The pixels are normalised in float32; denoiser and network run in `precision`."""
 
@@ -25,12 +30,24 @@ class Classifier(nn.Module):
         self.eval()
 
     def forward(self, noisy: Tensor) -> Tensor:
+        return self.run(self.prepare(noisy))
+
+    def prepare(self, noisy: Tensor) -> Tensor:
+        """What is done to each pixel on its own: up to the denoiser, or the network."""
+        return (noisy if self.denoiser is not None else self._normalised(noisy)).to(self.kind)
+
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        found: Tensor = self.normalize(pixels)
+        return found
+
+    def run(self, prepared: Tensor) -> Tensor:
+        """The rest: prepared pixels -> logits."""
         try:
             if self.denoiser is not None:
-                noisy = self.denoiser(noisy.to(self.kind)).float()
-            logits: Tensor = self.net(self.normalize(noisy).to(self.kind))
+                prepared = self._normalised(self.denoiser(prepared).float()).to(self.kind)
+            logits: Tensor = self.net(prepared)
         except RuntimeError as failure:
-            if self.kind == torch.float32 or "memory" in str(failure):
+            if self.kind == torch.float32 or out_of_memory(failure):
                 raise
             raise UsageError(
                 f"this network does not run in {self.precision} ({failure})", "--precision float32"

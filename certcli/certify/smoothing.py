@@ -7,7 +7,7 @@ Source: Cohen, Rosenfeld & Kolter 2019, Theorem 1 and CERTIFY. Looks, early stop
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from certcli.certify import noise
 from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt
-from certcli.certify.smoothed import PRECISIONS, Smoothed
+from certcli.certify.smoothed import PRECISIONS, Classifier, Smoothed, out_of_memory
 from certcli.errors import ArchitectureError, DataError, UsageError
 from certcli.intervals import lower_confidence, upper_confidence
 
@@ -257,18 +257,31 @@ class SmoothingCertifier(Certifier):
         """Image -> samples start to stop: how often f gives each class, (b, k) int64 on the CPU."""
         seed = self.settings.seed if seed is None else seed
         purpose = self._purpose if purpose is None else purpose
+        prepare: Callable[[Tensor], Tensor] | None = None
+        run: Callable[[Tensor], Tensor] = self._classify
+        if isinstance(self._classify, Classifier):
+            prepare, run = self._classify.prepare, self._classify.run
         rows = [(image, sample) for image, (start, stop) in ranges.items() for sample in range(start, stop)]
         counts = torch.zeros(len(indices) * self._classes, dtype=torch.int64, device=self._device)
-        for start in range(0, len(rows), self._batch_size):
+        start = 0
+        while start < len(rows):
             part = rows[start : start + self._batch_size]
             which, samples = [image for image, _ in part], [sample for _, sample in part]
             names = [indices[image] for image in which]
-            drawn = noise.noisy(pixels, self.settings.sigma, seed, names, samples, purpose, which)
-            logits = self._classify(drawn)
+            try:
+                logits = run(noise.noisy(pixels, self.settings.sigma, seed, names, samples, purpose, which, prepare))
+            except (MemoryError, RuntimeError) as failure:
+                if self._batch_size == 1 or not out_of_memory(failure):
+                    raise
+                self._batch_size = max(1, len(part) // 2)  # the same noise in smaller batches: nothing is counted twice
+                self.remark = f"memory lasts for {self._batch_size} noisy images at a time: --batch-size was reduced"
+                continue
+            start += len(part)
             if logits.shape != (len(part), self._classes):
                 raise ArchitectureError(f"the network returns {tuple(logits.shape)} for {len(part)} images")
             if not torch.isfinite(logits).all():
-                raise DataError("the network gives NaN or infinite logits on noisy images", "try --precision float32")
+                hint = "a smaller --sigma" if self.settings.precision == "float32" else "try --precision float32"
+                raise DataError("the network gives NaN or infinite logits on noisy images", hint)
             cells = torch.tensor(which, device=self._device) * self._classes + logits.argmax(dim=1)
             counts += torch.bincount(cells, minlength=len(counts))
         return counts.view(len(indices), self._classes).cpu()

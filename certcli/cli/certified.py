@@ -166,6 +166,8 @@ def run(
                 rows += batch
                 bar.advance(len(batch))
     found = certified_accuracy(rows, radii)
+    if certifier.remark:
+        sink.warn(certifier.remark)
     if found.abstained == 1:
         sink.warn("the method abstains on every image: try a smaller --sigma, or finetune --noise first")
     spent = (time.perf_counter() - started) / (len(rows) - earlier) if len(rows) > earlier else None

@@ -106,6 +106,8 @@ def _run(interrupts: Interrupts) -> int:
         if hasattr(failure, "format_message"):  # Typer's own: a wrong option, a missing argument
             return _usage(failure)
         reason = (str(failure).splitlines() or [""])[0][:300]
+        if type(failure).__name__ == "OutOfMemoryError" or "can't allocate memory" in reason:  # torch's ways to say it
+            return _report("out of memory", "try a smaller --batch-size or --limit", 1)
         return _report(
             f"a bug: {type(failure).__name__}: {reason}", "run again with CERTVIT_DEBUG=1 for a traceback", 1
         )
