@@ -191,7 +191,7 @@ def test_a_network_without_attention_is_refused(tmp_path: Path, plain: Checkpoin
     told = certvit("adapt", tmp_path / "cnn.safetensors", "--dry-run")
     assert isinstance(told.exception, ArchitectureError)
     assert "no LayerNorm" in told.exception.message
-    told = certvit("adapt", tmp_path / "cnn.safetensors", "--dry-run", "--goal", "certify")
+    told = certvit("adapt", tmp_path / "cnn.safetensors", "--goal", "certify", "--dataset", tmp_path / "nowhere")
     assert isinstance(told.exception, ArchitectureError)
     assert "no attention" in told.exception.message
 

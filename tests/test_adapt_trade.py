@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from certcli import data, models
+from certcli.adapt import trials
 from certcli.adapt.keep import Keeper
 from certcli.adapt.options import FLOOR, Option
 from certcli.adapt.settings import settings_for
@@ -19,6 +20,7 @@ from certcli.cli.main import app
 from certcli.errors import UsageError
 from certcli.fidelity import Witness
 from certcli.lipschitz.network import prove
+from certcli.lipschitz.real import INF
 
 CPU = torch.device("cpu")
 
@@ -61,7 +63,9 @@ def test_more_is_changed_as_far_as_enough_is_kept(plain: Checkpoint, split: Any,
     assert taken.changes > 0
     assert rungs[0].changes == 0
     assert taken.agreement >= keep
-    assert [rung.log10_upper for rung in rungs] == sorted((rung.log10_upper for rung in rungs), reverse=True)
+    uppers = [rung.log10_upper for rung in rungs if rung.log10_upper is not None]
+    assert len(uppers) == len(rungs)
+    assert uppers == sorted(uppers, reverse=True)
     result = keeper.result()
     again = models.load(result)
     # the rung that was taken is the network in the file, its bound and its answers measured afresh
@@ -78,12 +82,26 @@ def test_trials_leave_the_network_as_it_was(plain: Checkpoint, split: Any) -> No
     keeper = Keeper(plain, settings_for("keep"), split[0].tensors()[0], CPU)
     list(keeper.run())
     before = {name: value.clone() for name, value in keeper.student.net.state_dict().items()}
-    trials = Trials(keeper.student, keeper.images, 50)
-    assert len(list(trials.run())) > 4
-    assert trials.steps()
+    tried = Trials(keeper.student, keeper.images, 50)
+    assert len(list(tried.run())) > 4
+    assert tried.steps()
     after = keeper.student.net.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_without_a_bound_nothing_is_traded(
+    plain: Checkpoint, split: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No digits can be gained: the floors are all, and the record says None, which JSON can hold."""
+    monkeypatch.setattr(trials, "trial_upper", lambda *_: INF)
+    learnt, choosing = split
+    keeper = Keeper(plain, settings_for("keep"), learnt.tensors()[0], CPU)
+    keeper.choose_by(Witness(keeper.teacher, choosing), 0.5)
+    list(keeper.run())
+    (rung,) = keeper.trade.rungs
+    assert (rung.changes, rung.log10_upper, rung.taken) == (0, None, True)
+    keeper.result().with_evidence("adapt", {}, {"trade": [rung.to_json()]}).write(tmp_path / "a.safetensors")
 
 
 def test_the_command_shows_the_trade_and_records_it(workshop: Path, tmp_path: Path) -> None:

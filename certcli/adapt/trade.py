@@ -1,5 +1,6 @@
 """How far along a list of changes a network can go: accuracy kept against digits of the bound, measured rung by rung."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,12 +23,15 @@ _NEAR = 1.15
 
 @dataclass(frozen=True)
 class Rung:
-    """So many changes: what the whole network keeps on the images that choose, and its bound (of the trace, not replayed)."""
+    """So many changes: what the whole network keeps on the images that choose, and its bound (of the trace, not replayed).
+
+    log10_upper: None where nothing is proven.
+    """
 
     changes: int
     floors: int
     attentions: int
-    log10_upper: float
+    log10_upper: float | None
     agreement: float
     error: float
     accuracy: float | None
@@ -81,4 +85,12 @@ def climb(steps: Sequence[Step], trials: Trials, chooser: Witness, keep: float) 
 def _rung(count: int, placed: dict[str, Option], upper: float, told: Any) -> Rung:
     floors = sum(option.kind == FLOOR for option in placed.values())
     accuracy = None if told.right_after is None else told.right_after / told.images
-    return Rung(count, floors, len(placed) - floors, upper, told.agreement, told.error, accuracy)
+    return Rung(
+        count,
+        floors,
+        len(placed) - floors,
+        upper if math.isfinite(upper) else None,
+        told.agreement,
+        told.error,
+        accuracy,
+    )

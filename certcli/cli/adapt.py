@@ -96,6 +96,7 @@ def adapt(
 ) -> None:
     """Put Lipschitz parts in the place of others: the network keeps its answers, or is made ready for certified training."""
     from certcli.adapt.pixels import compact
+    from certcli.adapt.plan import plan as replacements
     from certcli.adapt.state import KEY
     from certcli.calibration import hold_out
     from certcli.cli.dry_run import open_for_plan, show_plan
@@ -111,6 +112,7 @@ def adapt(
     path = output.target("adapt", source.ckpt, source, data, state=KEY)
     state_path = beside(path, "state")
     checkpoint = source.open(sink)
+    replacements(checkpoint.record, settings)  # what cannot be replaced is refused before any image is read
     images = data.images(checkpoint.record, sink)
     seen, unseen = hold_out(images)
     keep = adapted.usual_share(settings, images, unseen) if surgery.keep is None else surgery.keep

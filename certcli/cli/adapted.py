@@ -73,6 +73,8 @@ def fit(adapter: "Adapter | Keeper", state_path: Path, resume: bool, sink: Sink)
     from certcli.adapt.state import load_state, save_state
 
     if isinstance(adapter, Keeper):
+        if resume:
+            sink.note("--goal keep saves nothing on its way: it begins again")
         with sink.progress("adapt", total=adapter.steps) as bar:
             for remark in adapter.run():
                 bar.advance(remark=remark)
@@ -104,6 +106,9 @@ def show_trade(adapter: "Adapter | Keeper", sink: Sink) -> None:
     if trade is None or not trade.rungs:
         return
     first = trade.rungs[0].log10_upper
+    if first is None:
+        sink.note("no bound is proven with floors alone, so there are no digits to gain: see `certvit lipschitz`")
+        return
     sink.table(
         "The trade, on images that chose (not those above): > marks what was taken",
         ["", "floors raised", "attentions replaced", "log10 bound", "digits gained", "first choice kept", "logits off"],
@@ -112,8 +117,8 @@ def show_trade(adapter: "Adapter | Keeper", sink: Sink) -> None:
                 ">" if rung.taken else "",
                 str(rung.floors),
                 str(rung.attentions),
-                f"{rung.log10_upper:.1f}",
-                f"{first - rung.log10_upper:.1f}",
+                "-" if rung.log10_upper is None else f"{rung.log10_upper:.1f}",
+                "-" if rung.log10_upper is None else f"{first - rung.log10_upper:.1f}",
                 f"{100 * rung.agreement:.1f} %",
                 f"{100 * rung.error:.1f} %",
             )
