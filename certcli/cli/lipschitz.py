@@ -63,7 +63,7 @@ def lipschitz(
     ] = None,
     show: Views = Views(),
     slope: Slope = Slope(),
-    data: Calibration = Calibration(limit=8),
+    data: Calibration = Calibration(limit=4),
     machine: Machine = Machine(batch_size=8),
     output: Output = Output(),
     talk: Talk = Talk(),

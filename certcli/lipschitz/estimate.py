@@ -33,11 +33,12 @@ def jacobian_norms(
         probe = torch.zeros_like(logits, requires_grad=True)
         (pulled,) = torch.autograd.grad(logits, images, probe, create_graph=True)  # J^T probe, linear in probe
         norms = torch.zeros(len(images), dtype=torch.float64, device=images.device)
-        for _ in range(iterations):
+        for iteration in range(iterations):
             direction = direction / direction.flatten(1).norm(dim=1).clamp_min(1e-30).view(shape)
             (pushed,) = torch.autograd.grad(pulled, probe, direction, retain_graph=True)  # J direction
             before, norms = norms, torch.maximum(norms, pushed.detach().double().flatten(1).norm(dim=1))
-            if tolerance > 0 and bool((norms <= (1 + tolerance) * before).all()):
+            converged = tolerance > 0 and bool((norms <= (1 + tolerance) * before).all())
+            if converged or iteration + 1 == iterations:  # nobody asks for the next direction
                 break
             (direction,) = torch.autograd.grad(logits, images, pushed.detach(), retain_graph=True)
     return norms
