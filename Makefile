@@ -1,10 +1,10 @@
 # make demo: install, then the whole chain on embedded real images.   make test: install, lint, types, tests.
-# make soundness: the long campaigns.
+# make soundness: the long campaigns.   make docs: the documentation site, in site/.   make tutorial: types it again.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test check soundness clean
+.PHONY: install demo test check soundness docs tutorial clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -31,5 +31,12 @@ soundness: install
 	$(BIN)/python benchmarks/soundness.py --seconds 600
 	$(BIN)/python -m tests.local_campaign --seconds 600
 
+docs: install
+	$(BIN)/pip install --quiet -e ".[docs]"
+	$(BIN)/mkdocs build --strict
+
+tutorial: install
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/tutorial.py
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-output
+	rm -rf $(VENV) build dist site *.egg-info demo-output

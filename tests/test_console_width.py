@@ -112,3 +112,8 @@ def test_log_shows_what_training_found(workshop: Path) -> None:
     )
     code, out, _ = certvit("log", workshop / "plain.safetensors", workshop / "certified.safetensors")
     assert "validation clean" in out
+
+
+def test_a_bound_that_certifies_nothing_says_so(shown: dict[str, dict[int, str]]) -> None:
+    assert "no usable proof" in shown["lipschitz plain --limit 2"][80]
+    assert "no usable proof" not in shown["lipschitz certified --jacobian --limit 2 --no-estimate"][80]

@@ -1,15 +1,17 @@
 """What is documented exists, and what exists is documented."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 from lipschitz_cases import RULES
 
 from certcli import errors
 from certcli.attack.catalogue import ATTACKS
 from certcli.certify.methods import METHODS as CERTIFICATES
-from certcli.cli.main import COMMANDS
+from certcli.cli.main import COMMANDS, app
 from certcli.cli.reference import reference
 from certcli.constrain.methods import METHODS
 from certcli.finetune.losses import LOSSES
@@ -17,7 +19,8 @@ from certcli.nn.surgery import REPLACEMENTS
 from certcli.registry import Registry
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [*DOCS, ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]
 REGISTRIES = [ATTACKS, CERTIFICATES, METHODS, LOSSES, REPLACEMENTS]
 
 
@@ -32,8 +35,10 @@ def test_every_command_is_in_the_readme(name: str) -> None:
 
 
 def test_every_page_is_in_the_index() -> None:
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert pages == set(re.findall(r"\]\((\w[\w-]*\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in DOCS} - {"README.md"}
+    assert pages == set(re.findall(r"\]\((\w[\w/-]*\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    shown = set(re.findall(r": ([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text()))
+    assert shown - pages == {"README.md", "ARCHITECTURE.md", "CHANGELOG.md"}  # a page of no section stands under "More"
 
 
 def test_every_test_that_a_page_names_exists() -> None:
@@ -65,7 +70,37 @@ def test_every_relative_link_resolves(page: Path) -> None:
             assert anchor in _anchors(linked.read_text()), f"{page.name} links to {target}: no such heading"
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def _typed() -> list[tuple[str, str]]:
+    """(page, command line) of everything that begins with certvit in a code block, continued lines joined."""
+    found = []
+    for page in [*DOCS, ROOT / "README.md"]:
+        for block in re.findall(r"^```(?:console)?\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            for line in block.replace("\\\n", " ").splitlines():
+                if match := re.match(r"(?:\$ )?(certvit [^#]*)", line):
+                    found.append((page.name, " ".join(match.group(1).split())))
+    return found
+
+
+@pytest.mark.parametrize(("page", "line"), _typed(), ids=lambda text: text)
+def test_every_command_that_a_page_types_is_one(page: str, line: str) -> None:
+    """It parses: its command, its options and the values that are checked there; nothing is run."""
+    words = shlex.split(line.replace("[", "").replace("]", "").removesuffix("&"))
+    if ">" in words:
+        words = words[: words.index(">")]
+    command = typer.main.get_command(app).commands[words[1]]
+    with command.make_context(words[1], words[2:], resilient_parsing=False):
+        pass
+
+
+def test_the_tutorial_shows_an_output_below_every_command() -> None:
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    blocks = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+    shown = [part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE) if part]
+    assert len(shown) > 10
+    assert [part for part in shown if not part.partition("\n")[2].strip()] == []
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_lines_outside_tables_can_be_read_in_a_terminal(page: Path) -> None:
     if page.name == "architectures.md":
         return  # written by benchmarks/sweep.py

@@ -123,7 +123,7 @@ class Sink:
     def text(self, line: str) -> None:
         """A sentence that belongs to the result."""
         if not self.as_json:
-            self._begun = True
+            self._begun = bool(line)
             self._print(self._out, line)
 
     def note(self, line: str) -> None:

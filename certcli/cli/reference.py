@@ -1,4 +1,7 @@
-"""docs/commands.md, generated from the commands themselves: `python -m certcli.cli.reference > docs/commands.md`."""
+"""docs/commands.md, generated from the commands themselves: `python -m certcli.cli.reference > docs/commands.md`.
+
+The documentation site has a page for each command besides, of the same making.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -18,9 +21,24 @@ def reference(commands: dict[str, Callable[..., None]]) -> str:
         "",
     ]
     for name, command in commands.items():
-        lines += [f"## certvit {name}", "", inspect.getdoc(command) or "", ""]
-        lines += _tables(command)
+        lines += _section(name, command, "##")
     return "\n".join(lines)
+
+
+def page(name: str, command: Callable[..., None], up: str = "") -> str:
+    """One command on a page of its own, with the examples of its --help; up: the way to docs/."""
+    lines = list(_section(name, command, "#"))
+    epilog = str(getattr(command, "epilog", ""))
+    examples = [line.strip() for line in epilog.splitlines() if line.strip().startswith("certvit ")]
+    more = epilog.partition("More: docs/")[2].strip()
+    lines += ["**Examples**", "", "```", *examples, "```", ""] if examples else []
+    lines += [f"More: [{more}]({up}{more})", ""] if more else []
+    return "\n".join(lines)
+
+
+def _section(name: str, command: Callable[..., None], level: str) -> Iterator[str]:
+    yield from (f"{level} certvit {name}", "", inspect.getdoc(command) or "", "")
+    yield from _tables(command)
 
 
 def _tables(command: Callable[..., None]) -> Iterator[str]:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from certcli.models import PixelModel
 
 
+USABLE = 1e-3
+"""A radius below this is no certificate that anyone could use: a quarter of a grey level of one pixel."""
+
+
 @dataclass(frozen=True)
 class Audited:
     """A checkpoint with its network and what was proven of it."""
@@ -148,8 +152,16 @@ def explain(audited: Audited, lower: float | None, share: float | None, sink: Si
     if lower is not None:
         sink.text(f"lower bound (measured):  {lower:.4g}")
     if upper.finite and float(upper) > 0:
-        radius = float("inf") if float(upper) == 0 else 1 / (2**0.5 * float(upper))
-        sink.text(f"an image whose margin is 1 is certified within r = {radius:.3g} at least; pair by pair, further")
+        radius = 1 / (2**0.5 * float(upper))
+        if radius >= USABLE:
+            sink.text(
+                f"an image whose margin is 1 is certified within r = {radius:.3g} at least; pair by pair, further"
+            )
+        else:
+            sink.text(
+                f"no usable proof: an image whose margin is 1 is certified within r = {radius:.1g}. That says little "
+                "about the network; certvit certify --method smoothing, or local, takes it as it is"
+            )
     if share is not None and share < 0.01:
         sink.text(f"attention has little weight here: at most {share:.2g} of a block's residual sum")
 

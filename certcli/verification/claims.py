@@ -195,7 +195,8 @@ def _again(
     for name, share in shares.items():
         yield Claim(where, told[name], *_judge(name, share, again))
     if mean is not None:
-        yield Claim(where, f"mean radius {mean:.6g}", *_judge_mean(mean, again))
+        whole = len(again.rows) == again.total  # who asks for a sample does not ask for what no sample can tell
+        yield Claim(where, f"mean radius {mean:.6g}", *_judge_mean(mean, again), asked=whole)
 
 
 def _judge(name: str, share: float, again: Again) -> tuple[Status, str]:
