@@ -219,6 +219,7 @@ GOALS = {
     "keep": (["--goal", "keep"], ("keep", "floor", "keep", 0)),
     "by default": ([], ("keep", "floor", "keep", 0)),
     "certify": (["--goal", "certify", "--epochs", 1], ("l2", "center", "convex", 1)),
+    "certify, norms folded": (["--goal", "certify", "--norm", "fold", "--epochs", 1], ("l2", "fold", "convex", 1)),
     "what is named wins": (["--attention", "scsa", "--epochs", 1], ("scsa", "floor", "keep", 1)),
 }
 

@@ -95,6 +95,7 @@ def adapt(
     talk: Talk = Talk(),
 ) -> None:
     """Put Lipschitz parts in the place of others: the network keeps its answers, or is made ready for certified training."""
+    from certcli import models
     from certcli.adapt.pixels import compact
     from certcli.adapt.plan import plan as replacements
     from certcli.adapt.state import KEY
@@ -124,7 +125,8 @@ def adapt(
     adapted.fit(adapter, state_path, fitting.resume, sink)
     result = adapter.result()  # first: it folds norms, and what is told is of the network as it is written
     end_to_end = kept.told(witness, adapter.student, checkpoint.record, took_part=not len(unseen))
-    before, after = (prove(model, checkpoint.record.classes).upper for model in (adapter.teacher, adapter.student))
+    written = models.load(result, machine.pick())  # as whoever reads the file will have it
+    before, after = (prove(model, checkpoint.record.classes).upper for model in (adapter.teacher, written))
     trade = adapted.trade_document(adapter)
     result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}).write(path, output.force)
     discard_state(state_path, KEY, adapter.identity)
