@@ -31,8 +31,8 @@ METHODS = Registry(
     Entry(
         "ball",
         "certcli.constrain.ball:constrain_ball",
-        "least output error on a spectral ball, the radius found by bisection (accelerated projected gradient)",
-        "Beck & Teboulle 2009",
+        "least output error on a spectral ball, the radius found by bisection (Douglas-Rachford)",
+        "Combettes & Pesquet 2007",
     ),
     Entry(
         "clip",

@@ -47,7 +47,7 @@ _PROBES = 6
 _BALANCE = 80.0
 """|Z - P| / |P - W0| is brought to this times beta, 0.8 at the default, if it is off by more than a factor of two."""
 
-_TURNS = (3, 6, 12, 24, 48, 96)
+TURNS = (3, 6, 12, 24, 48, 96)
 """The iterations at which it is."""
 
 _CAUTION = 0.8
@@ -138,7 +138,7 @@ def one_group(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settin
             if last or best[0] <= (1.0 + settings.tolerance) * proven:
                 break
             asked = asked / 2 if met else asked
-        factor = step.correction(settings.beta) if iteration in _TURNS else 1.0
+        factor = balance(step.pull, step.moved, _BALANCE * settings.beta) if iteration in TURNS else 1.0
         factor = min(factor, fast.ceiling / strength)
         if not 0.5 <= factor <= 2.0:
             near = step.moved + fast.centre
@@ -152,6 +152,11 @@ def one_group(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settin
     residual = float(judged.change.norm()) / float(exact.norm())
     weight, ended = found @ basis.vectors.mT, ended @ basis.vectors.mT
     return Run(weight, State(ended, strength), iteration, residual, objective, proven)
+
+
+def balance(pull: float, moved: Tensor, aim: float) -> float:
+    """What the strength should be multiplied by, from 0.1 to 10, for |Z - P| to be `aim` times |P - W0|."""
+    return min(10.0, max(0.1, aim * float(moved.norm()) / max(pull, 1e-300)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,11 +174,6 @@ class _Step:
     def projected(self) -> Tensor:
         """Q - W0."""
         return self.moved + self.change
-
-    def correction(self, beta: float) -> float:
-        """What the strength should be multiplied by: see `_BALANCE`."""
-        ratio = self.pull / max(float(self.moved.norm()), 1e-300)
-        return min(10.0, max(0.1, _BALANCE * beta / max(ratio, 1e-300)))
 
 
 @dataclass(frozen=True, eq=False)
