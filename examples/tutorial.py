@@ -1,5 +1,7 @@
 """Types docs/tutorial.md again and writes what came back: `python examples/tutorial.py`, or `make tutorial`.
 
+The answers of `certvit audit`, in words, go into the README as well.
+
 A block of ```console holds commands ("$ certvit ...") and, below each, its output at 80 columns: what a terminal shows,
 notes included, progress left out. The commands run in one folder, in the page's order; figures that the page shows are
 copied to docs/img/.
@@ -11,11 +13,13 @@ import re
 import shutil
 import subprocess
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 DOCS = Path(__file__).parent.parent / "docs"
+README = DOCS.parent / "README.md"
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 PROGRESS = re.compile(r"^epoch \d+, step .*\n", re.MULTILINE)
 """Lines that tell how far a run is: how many there are depends on the machine."""
@@ -48,7 +52,32 @@ def typed_again(page: str, folder: Path) -> str:
 
     written = BLOCK.sub(block, page)
     minutes = (time.perf_counter() - started) / 60
-    return re.sub(r"(took )\S+( minutes)", rf"\g<1>{minutes:.1f}\g<2>", written)
+    used = os.times()
+    cpu = (used.children_user + used.children_system) / 60
+    times = rf"\g<1>{minutes:.1f}\g<2>{cpu:.1f}\g<3>"
+    return re.sub(r"(took )\S+( minutes by the clock, )\S+( of\s)", times, written)
+
+
+def answers(page: str) -> str:
+    """What `certvit audit` said in words about each network, a paragraph each."""
+    told = []
+    for block in BLOCK.findall(page):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE):
+            if part.startswith("certvit audit "):
+                words = re.search(r"^(?:No usable proof|Proven|No proof).*?(?=^Next: )", part, re.DOTALL | re.MULTILINE)
+                told.append(textwrap.fill(" ".join(words.group().split()), 124) if words else "")
+    return "\n\n".join(told)
+
+
+def answered(readme: str, page: str) -> str:
+    """The README with these answers in its first block of them."""
+    return re.sub(
+        r"(made to be proven:\n\n```\n).*?(\n```)",
+        lambda found: found.group(1) + answers(page) + found.group(2),
+        readme,
+        count=1,
+        flags=re.DOTALL,
+    )
 
 
 def main() -> None:
@@ -59,7 +88,9 @@ def main() -> None:
     page = asked.page.read_text()
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.folder or Path(temporary)
-        asked.page.write_text(typed_again(page, folder))
+        written = typed_again(page, folder)
+        asked.page.write_text(written)
+        README.write_text(answered(README.read_text(), written))
         for name in re.findall(r"\]\(img/([\w.-]+)\)", page):
             shutil.copyfile(folder / name, DOCS / "img" / name)
 

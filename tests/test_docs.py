@@ -1,5 +1,6 @@
 """What is documented exists, and what exists is documented."""
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -98,6 +99,17 @@ def test_the_tutorial_shows_an_output_below_every_command() -> None:
     shown = [part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE) if part]
     assert len(shown) > 10
     assert [part for part in shown if not part.partition("\n")[2].strip()] == []
+
+
+def test_the_answers_in_the_readme_are_those_of_the_tutorial() -> None:
+    specification = importlib.util.spec_from_file_location("tutorial", ROOT / "examples" / "tutorial.py")
+    assert specification is not None
+    assert specification.loader is not None
+    tutorial = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(tutorial)
+    page, readme = (ROOT / "docs" / "tutorial.md").read_text(), (ROOT / "README.md").read_text()
+    assert len(tutorial.answers(page).split("\n\n")) == 2
+    assert tutorial.answered(readme, page) == readme, "run: make tutorial"
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
