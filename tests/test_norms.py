@@ -8,6 +8,7 @@ from timm.layers.attention import Attention
 from torch import Tensor, fx, nn
 
 from certcli.certify.local import LocalCertifier
+from certcli.cli.local_options import Local
 from certcli.enclosure.norms.attention import nonnegative_norm
 from certcli.enclosure.norms.layers import arranged
 from certcli.enclosure.norms.network import NormsNetwork
@@ -191,3 +192,27 @@ def test_auto_takes_norms_where_zonotopes_do_not_fit(monkeypatch: pytest.MonkeyP
 def test_what_has_no_theorem_is_named() -> None:
     with pytest.raises(NoRule, match=r"attn.*scaled_dot_product_attention"):
         NormsNetwork(network("qk norm"), SIZE)
+
+
+def test_linf_balls_of_all_rungs_hold_and_are_not_mixed_with_l2() -> None:
+    model, pixels = network("relu"), image()
+    label = model(pixels).argmax(1)
+    signs = torch.cat([draw(200, *SIZE).sign(), directions(model, pixels, int(label), 20).view(-1, *SIZE).sign()])
+    for effort in ("norms", "zonotope", "backward"):
+        certifier = LocalCertifier(model, SIZE, effort=effort, norm="linf", symbols=200, steps=1)
+        (row,) = certifier.batch([0], pixels, label.tolist())
+        assert row.radius > 1e-8
+        assert (model(pixels + row.radius * signs).argmax(1) == label).all()
+        assert certifier.norm == "linf"
+    with pytest.raises(UsageError, match="--norm l1"):
+        LocalCertifier(model, SIZE, norm="l1")  # type: ignore[arg-type]
+
+
+def test_linf_is_refused_beside_other_methods() -> None:
+    Local(norm="linf").require(["local"])
+    Local().require(["lipschitz", "local"])
+    for methods in (["lipschitz"], ["local", "lipschitz"], ["auto"]):
+        with pytest.raises(UsageError, match="local alone"):
+            Local(norm="linf").require(methods)
+    with pytest.raises(UsageError, match="--norm l0"):
+        Local(norm="l0").require(["local"])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from certcli.errors import DataError
 from certcli.intervals import Interval, share_interval
+from certcli.threat import Norm
 
 LOGIT_SLACK = 1e-10
 """Subtracted from every margin, times (1 + max |logit|): a stated assumption about float64 evaluation, not a proof.
@@ -102,8 +103,9 @@ class Certifier(ABC):
     about ("real", "float64", "float32", "bf16"). domain: the images around x it speaks of, "all" or the "box" [0, 1].
     failure: of each certificate, as it states it.
     parameters: what decides its certificates beside network and images. about: facts for the document. title, statement:
-    what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller. reach:
-    no radius beyond it can be certified, whatever the network. remark: what happened on the way that a person should know.
+    what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller.
+    norm: of its radii. reach: no radius beyond it can be certified, whatever the network. remark: what happened on the way
+    that a person should know.
     """
 
     method: ClassVar[str]
@@ -112,6 +114,7 @@ class Certifier(ABC):
     arithmetic: str = "real"
     domain: str = "all"
     at_once: int | None = None
+    norm: Norm = "l2"
     reach: float = math.inf
     title: str = ""
     statement: str = ""

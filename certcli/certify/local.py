@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmation, Doubt
 from certcli.checkpoint import Checkpoint
 from certcli.enclosure.domain import LocalNetwork
-from certcli.enclosure.form import Unbounded, l2_ball
+from certcli.enclosure.form import Unbounded, l2_ball, linf_ball
 from certcli.enclosure.memory import affordable, available
 from certcli.enclosure.norms.network import NormsNetwork
 from certcli.enclosure.search import certified_radius
@@ -19,6 +19,7 @@ from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
 from certcli.errors import DataError, NoBoundError, UsageError
 from certcli.models import load_double
+from certcli.threat import Norm
 
 METHOD = "local"
 NORMS, ZONOTOPE, BACKWARD, AUTO = "norms", "zonotope", "backward", "auto"
@@ -37,6 +38,7 @@ class LocalCertifier(Certifier):
     effort: "norms" (balls around one forward pass, any size, many images at once), "zonotope" (affine forms, small
     networks), "backward" (zonotopes, and back through what they found), "auto" (zonotopes where they fit into memory, with
     the way back where e e^T has no columns; norms for networks and images for which they say nothing).
+    norm: of the radii, "l2" or "linf".
     symbols: box symbols a tensor may carry from block to block; fewer where memory does not last, which the rung says.
     steps: bisections after the first bracket, 4: within 4 % or so of the largest radius this rung can prove.
     """
@@ -50,6 +52,7 @@ class LocalCertifier(Certifier):
         size: tuple[int, int, int],
         *,
         effort: str = AUTO,
+        norm: Norm = "l2",
         symbols: int | None = None,
         steps: int = 4,
     ) -> None:
@@ -57,9 +60,12 @@ class LocalCertifier(Certifier):
             raise UsageError(f"--effort {effort}: one of {', '.join(EFFORTS)}")
         self.model, self.steps, self.effort = model, steps, effort
         self.walked = effort
+        if norm not in ("l2", "linf"):
+            raise UsageError(f"--norm {norm}: one of l2, linf")
+        self.norm: Norm = norm
         if effort == AUTO:
-            self.walked = ZONOTOPE if math.prod(size) <= SQUARES else BACKWARD
-        self.squares = SQUARES if self.walked == ZONOTOPE else 0
+            self.walked = ZONOTOPE if math.prod(size) <= SQUARES and norm == "l2" else BACKWARD
+        self.squares = SQUARES if self.walked == ZONOTOPE and norm == "l2" else 0
         self.asked = symbols or SYMBOLS.get(self.walked, 0)
         self._size, self._device = size, next(model.parameters()).device
         self._norms: NormsNetwork | None = None
@@ -160,7 +166,8 @@ class LocalCertifier(Certifier):
         step = network.at_once(available(self._device))
         try:
             parts = [
-                network.radii(*part, self.steps) for part in zip(images.split(step), labels.split(step), strict=True)
+                network.radii(*part, self.steps, self.norm)
+                for part in zip(images.split(step), labels.split(step), strict=True)
             ]
         except NoRule as reason:
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
@@ -180,7 +187,7 @@ class LocalCertifier(Certifier):
                 told = Confirmation("refuted", f"class {claim.prediction} is stated, the network says {int(top)}")
             elif claim.radius == 0 or self._holds(image[None], top, claim.radius * (1 - AGAIN)):
                 told = Confirmation("verified", f"radius {claim.radius:.6g} is proven again")
-            elif claim.rung.startswith(ZONOTOPE) and (self._zonotope is None or self.symbols < self.asked):
+            elif claim.rung != NORMS and (self._zonotope is None or self.symbols < self.asked):
                 told = Confirmation("not checked", "memory does not last here for the enclosure that it states")
             else:
                 told = Confirmation("refuted", f"radius {claim.radius:.6g} is stated, and not proven by this method")
@@ -191,10 +198,10 @@ class LocalCertifier(Certifier):
         """Whether one of the ways that `effort` allows proves this radius."""
         if self._zonotope is not None and self.proven(image, int(label), radius):
             return True
-        return self.effort != ZONOTOPE and float(self.by_norms(image, label)) >= radius
+        return self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius
 
     def radius(self, image: Tensor, label: int) -> float:
-        """A pixel l2 radius at which every margin of `label` was proven positive; the search starts at the last one."""
+        """A pixel radius at which every margin of `label` was proven positive; the search starts at the last one."""
         found = certified_radius(lambda r: self.proven(image, label, r), self._guess, steps=self.steps)
         self._guess = found or self._guess
         return found
@@ -203,7 +210,10 @@ class LocalCertifier(Certifier):
         """Whether no image (1, c, h, w) within `radius` is classified as anything but `label`."""
         try:
             back = self.walked == BACKWARD
-            start = l2_ball(image, radius, squares_up_to=self.squares, limit=self.symbols, tape=back)
+            if self.norm == "linf":
+                start = linf_ball(image, radius, limit=self.symbols, tape=back)
+            else:
+                start = l2_ball(image, radius, squares_up_to=self.squares, limit=self.symbols, tape=back)
             return bool((self.network.margins(start, label) > 0).all())  # False with NaN
         except Unbounded:
             return False
@@ -223,5 +233,5 @@ class LocalCertifier(Certifier):
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> LocalCertifier:
     """The checkpoint's network traced for local certificates. NoBoundError names what has no theorem."""
     model = load_double(checkpoint, device)
-    chosen = {name: options[name] for name in ("effort",) if name in options}
+    chosen = {name: options[name] for name in ("effort", "norm") if name in options}
     return LocalCertifier(model, checkpoint.record.input.size, **chosen)

@@ -64,7 +64,7 @@ def run_of(certifier: Certifier, checkpoint: Checkpoint, images: Images) -> Run:
         checkpoint.digest,
         images,
         certifier.method,
-        norm="l2",
+        norm=certifier.norm,
         parameters={**stated, **certifier.parameters},
     )
 

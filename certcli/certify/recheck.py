@@ -12,12 +12,13 @@ from certcli.certify.certificate import Certificate, Certifier, Confirmation, Do
 from certcli.errors import DataError
 from certcli.evaluation import Run
 from certcli.images import Images
+from certcli.threat import image_norms
 
 FALSE_ALARM = 1e-4
 """Chance, at most, that a file whose statements are all true is refuted: shared equally by its tests, two a record."""
 
 Attack = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
-"""model, images (1, c, h, w), classes (1,), radius -> images within that radius (pixel l2), hoped to be of another class."""
+"""model, images (1, c, h, w), classes (1,), radius -> images within it (certifier's norm), hoped to be of another class."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,9 @@ def _attacked(
     weight = next(model.parameters(), image)
     pixels = image.to(weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32)
     classes = torch.tensor([claim.prediction], device=pixels.device)
-    radius = min(claim.radius, math.sqrt(image.numel()))  # the box is no longer than that
+    radius = min(claim.radius, math.sqrt(image.numel()) if certifier.norm == "l2" else 1.0)  # the box is no longer
     found = attack(model, pixels, classes, radius)
-    length = float((found.double() - pixels.double()).norm())
+    length = float(image_norms(found.double() - pixels.double(), certifier.norm))
     if length > radius or certifier.stands([claim], found, doubt)[0]:
         return Checked(claim, "verified", f"{told.why}; no attack inside it succeeded", True)
     return Checked(

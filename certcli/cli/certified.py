@@ -130,6 +130,7 @@ class Result:
         return {
             **self.found.to_json(),
             "promise": certifier.promise,
+            "norm": certifier.norm,
             "arithmetic": certifier.arithmetic,
             "domain": certifier.domain,
             **certifier.about,
@@ -187,10 +188,12 @@ def _require_reach(certifier: Certifier, radii: Sequence[float], sink: Sink) -> 
     sink.warn(f"{told}: 0 % at {', '.join(beyond)} says nothing about the network")
 
 
-def attacked_shares(path: Path | None, checkpoint: str, images: Images) -> dict[float, dict[int, bool]]:
-    """Records of `attack` -> radius -> index -> withstood all l2 attacks there; images attacked at every radius only.
+def attacked_shares(
+    path: Path | None, checkpoint: str, images: Images, norm: str = "l2"
+) -> dict[float, dict[int, bool]]:
+    """Records of `attack` -> radius -> index -> withstood all attacks in that norm; images attacked at every radius only.
 
-    DataError when they are of another network or other images, of linf only, or when no image was attacked at all radii.
+    DataError when they are of another network, other images or other norms, or when no image was attacked at all radii.
     """
     from certcli.evaluation import read_records, require_same_images, require_same_network
 
@@ -203,7 +206,7 @@ def attacked_shares(path: Path | None, checkpoint: str, images: Images) -> dict[
     clean: dict[int, bool] = {}
     try:
         for row in rows:
-            if row["kind"] == "l2" and row["index"] in images.digests:
+            if row["kind"] == norm and row["index"] in images.digests:
                 at = found.setdefault(float(row["epsilon"]), {})
                 at[row["index"]] = at.get(row["index"], True) and all(left is True for left in row["robust"].values())
                 clean[row["index"]] = row["prediction"] == row["label"]
@@ -212,7 +215,7 @@ def attacked_shares(path: Path | None, checkpoint: str, images: Images) -> dict[
     common = set.intersection(*map(set, found.values())) if found else set()
     if not common:
         raise DataError(
-            f"no image of these was attacked in l2 at all of the radii in {path}",
+            f"no image of these was attacked in {norm} at all of the radii in {path}",
             "certvit attack this checkpoint on these images, with --epsilon and --records",
         )
     found.setdefault(0.0, clean)

@@ -92,7 +92,7 @@ def _table(result: Result, where: str, left: Mapping[str, float], sink: Sink) ->
 
     rows = [row("clean", "clean", found.clean), *(row(e, e, share) for e, share in found.certified.items())]
     beside = ["after attacks"] if left else []
-    columns = ["radius (pixel l2)", *beside, "certified accuracy", "95 % interval"]
+    columns = [f"radius (pixel {result.certifier.norm})", *beside, "certified accuracy", "95 % interval"]
     sink.table(f"{where}; {result.certifier.title}", columns, rows)
     if found.abstained:
         sink.text(f"abstained: {percent(found.abstained)}")
@@ -129,5 +129,6 @@ def plot(
         label = f"{certifier.method}: certified ({promise})"
         curves[label] = [certificate.radius if certificate.correct else -1.0 for certificate in shown]
     shares = {radius: sum(left.values()) / len(left) for radius, left in attacked.items()}
-    draw_certified(curves, shares, path, farthest, f"{network} on {images.name} ({images.split}), n = {len(common)}")
+    title = f"{network} on {images.name} ({images.split}), n = {len(common)}"
+    draw_certified(curves, shares, path, farthest, title, results[0].certifier.norm)
     sink.note(f"wrote {path}")

@@ -121,11 +121,12 @@ def certify(
     gate = Gate()
     demand, radii = certified.demand(wanted.minimum, wanted.epsilon)
     certified.require_methods(wanted.methods, wanted.records)
+    local.require(wanted.methods)
     output.claim(source, wanted, noise, data)
     sink = talk.sink()
     checkpoint = source.open(sink)
     images = data.images(checkpoint.record, sink)
-    attacked = certified.attacked_shares(wanted.attack_records, checkpoint.digest, images)
+    attacked = certified.attacked_shares(wanted.attack_records, checkpoint.digest, images, local.norm)
     given = {
         **noise.given(),
         **local.given(),

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from certcli.cli.command import group
+from certcli.errors import UsageError
 
 
 @group("Local")
@@ -20,5 +21,16 @@ class Local:
         ),
     ] = "auto"
 
+    norm: Annotated[str, typer.Option(help="l2, or linf: of the radii; linf is of --method local alone.")] = "l2"
+
     def given(self) -> dict[str, Any]:
-        return {"effort": self.effort}
+        return {"effort": self.effort, "norm": self.norm}
+
+    def require(self, methods: list[str]) -> None:
+        """UsageError for a norm that no method, or only one that was not asked for, speaks of."""
+        if self.norm not in ("l2", "linf"):
+            raise UsageError(f"--norm {self.norm}: one of l2, linf")
+        if self.norm == "linf" and methods != ["local"]:
+            raise UsageError(
+                "--norm linf is of --method local alone", "certvit certify ... --method local --norm linf -e 1/255"
+            )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from certcli.cli.groups import Evaluation, Machine, Source
     from certcli.evaluation import Run
     from certcli.images import Images
+    from certcli.threat import Norm
 
 SHOWN = 20
 """Refuted records that a person is shown; --json holds all."""
@@ -75,7 +76,7 @@ def verify_records(asked: Asked, source: Source, data: Evaluation, machine: Mach
         sink.note(f"a sample of {asked.sample} of {len(claims)} records, drawn with seed {seed}")
     if len(claims) < len(images):
         sink.warn(f"{asked.records} holds records of {len(claims)} of its {len(images)} images: the rest is unknown")
-    attack = margin_attack(STEPS if certifier.promise == "proof" else SMOOTH_STEPS)
+    attack = margin_attack(STEPS if certifier.promise == "proof" else SMOOTH_STEPS, certifier.norm)
     found = []
     with sink.progress(f"verify ({method})", total=len(chosen)) as bar:
         for row in recheck(certifier, chosen, images, seed, attack, machine.batch_size):
@@ -147,7 +148,7 @@ def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink
     return images
 
 
-def margin_attack(steps: int) -> Attack:
+def margin_attack(steps: int, norm: Norm = "l2") -> Attack:
     """Margin PGD from the image itself, then towards the likeliest other class: a point inside the ball and the box."""
     from certcli.attack.judge import judge, tuck_in
     from certcli.attack.margin import margin_pgd
@@ -155,7 +156,7 @@ def margin_attack(steps: int) -> Attack:
     from certcli.threat import Threat
 
     def attack(model: nn.Module, image: Tensor, classes: Tensor, radius: float) -> Tensor:
-        threat, point = Threat("l2", radius), image
+        threat, point = Threat(norm, radius), image
         for restart in range(2):
             settings = AttackSettings(steps=steps, restart=restart)
             point = tuck_in(margin_pgd(model.eval(), image, classes, threat, settings), image, threat)

@@ -107,7 +107,11 @@ def _distances(flat: Tensor, x: Form) -> Tensor:
     ball, fixed, exact = x.space.ball, x.fixed, "donot_use_mm_for_euclid_dist"
     near = [
         up(torch.cdist(part, part, p=p, compute_mode=exact), part.shape[-1] + 4)
-        for part, p in ((flat[..., :ball], 2.0), (flat[..., ball:fixed], 2.0), (flat[..., fixed:], 1.0))
+        for part, p in (
+            (flat[..., :ball], 1.0 if x.space.boxed else 2.0),
+            (flat[..., ball:fixed], 2.0),
+            (flat[..., fixed:], 1.0),
+        )
     ]
     return up(near[0] + near[1] + near[2], 4)
 

@@ -27,11 +27,15 @@ class Unbounded(Exception):
 
 @dataclass(frozen=True)
 class Space:
-    """ball: entries of e. squares: whether e e^T has columns. limit: box symbols a form may carry after a residual sum."""
+    """ball: entries of e. squares: whether e e^T has columns. limit: box symbols a form may carry after a residual sum.
+
+    boxed: |e|_inf <= 1 in place of |e|_2 <= 1; then there are no columns for e e^T.
+    """
 
     ball: int
     squares: bool
     limit: int
+    boxed: bool = False
 
     @property
     def square(self) -> int:
@@ -78,7 +82,7 @@ class Form:
     @property
     def ball_radius(self) -> Tensor:
         """sup |A e| entry by entry."""
-        return self._once("ball", lambda: norm2(self.ball))
+        return self._once("ball", lambda: norm1(self.ball) if self.space.boxed else norm2(self.ball))
 
     @property
     def square(self) -> Tensor:
@@ -251,5 +255,8 @@ def _first(image: Tensor, radius: float, boxed: bool) -> Node:
 
 def linf_ball(image: Tensor, radius: float, *, limit: int, tape: bool = False) -> Form:
     """All images with every pixel within `radius` of `image`'s."""
-    empty = Form(Space(0, False, limit), image, image.new_zeros(0, *image.shape), torch.full_like(image, radius))
-    return empty.solid().known_as(_first(image, radius, True) if tape else None)
+    count = image.numel()
+    gens = image.new_zeros(count, *image.shape)
+    gens.view(count, count).diagonal().fill_(radius)
+    node = _first(image, radius, True) if tape else None
+    return Form(Space(count, False, limit, True), image, gens, torch.zeros_like(image), (), node)

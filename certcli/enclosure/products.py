@@ -43,7 +43,7 @@ def product(x: Form, y: Form, contract: Contract, terms: int, frobenius: Contrac
 def _both(x: Form, y: Form, contract: Contract, terms: int, frobenius: Contract | None) -> Tensor:
     """Above |a a'|, the product of the ball parts."""
     sized = contract(x.ball_radius, y.ball_radius)
-    if frobenius is None:
+    if frobenius is None or x.space.boxed:
         return sized
     # the inner products in it are off by at most gamma_m, relative to the product of the two lengths
     square = frobenius(x.ball, y.ball).clamp_min(0) + gamma(x.space.ball + 2 * terms + 8) * sized * sized
@@ -86,6 +86,8 @@ def squares(x: Form) -> Form:
         columns = x.ball.movedim(0, -2)  # (*s, m, d)
         gram = (columns @ columns.mT).movedim((-2, -1), (0, 1))[..., None]
         gens[space.ball : x.fixed] += folded(gram)
+    elif space.boxed:
+        centre, slack = centre + most / 2, slack + most / 2
     elif space.ball:
         columns = x.ball.movedim(0, -1)  # (*s, d, m)
         gram = columns @ columns.mT

@@ -7,7 +7,12 @@ from certcli.report.canvas import SERIES, VERMILION, figure
 
 
 def draw_certified(
-    certified: Mapping[str, Sequence[float]], attacked: Mapping[float, float], path: Path, farthest: float, title: str
+    certified: Mapping[str, Sequence[float]],
+    attacked: Mapping[float, float],
+    path: Path,
+    farthest: float,
+    title: str,
+    norm: str = "l2",
 ) -> None:
     """certified: label -> certified radius of each image, negative where it is misclassified, the same images for all.
 
@@ -30,6 +35,6 @@ def draw_certified(
             axes.plot(*zip(*points[:-1]), linestyle="none", marker="o", markersize=4, color=VERMILION)
         axes.set_xlim(0, end)
         axes.set_ylim(0, 102)
-        axes.set_xlabel("radius (l2, pixels in [0, 1])")
+        axes.set_xlabel(f"radius ({norm}, pixels in [0, 1])")
         axes.set_ylabel("accuracy (%)")
         axes.legend()

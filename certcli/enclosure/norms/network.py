@@ -17,6 +17,7 @@ from certcli.enclosure.rounding import gamma, up
 from certcli.enclosure.rules.layers import NORMS
 from certcli.engine.replay import replayed
 from certcli.engine.walk import Call, walk
+from certcli.threat import Norm
 
 _COPIES = 24
 """Arrays of the largest kind an image, what is remembered for the next radius included."""
@@ -71,12 +72,13 @@ class NormsNetwork:
         labels: Tensor,
         facts: dict[Any, Any] | None = None,
         watch: Watch | None = None,
+        norm: Norm = "l2",
     ) -> Tensor:
-        """(b, k - 1) lower bounds on z_label - z_j over each image's l2 ball; NaN or -inf where nothing is proven.
+        """(b, k - 1) lower bounds on z_label - z_j over each image's ball; NaN or -inf where nothing is proven.
 
         facts: filled with what depends on the images alone, for the next radii around the same images.
         """
-        start = pixel_ball(images, radii)
+        start = pixel_ball(images, radii, norm)
         x: Any = walk(self.ending.trace, _Walk(self, start, {} if facts is None else facts, watch))
         head: Any = self.ending.head
         if self.ending.token is not None and x.shape[1] > 1:
@@ -92,7 +94,7 @@ class NormsNetwork:
             found.append(_margins(x.centre[i], near, i, rows, bias, gain, label))
         return torch.stack(found)
 
-    def radii(self, images: Tensor, labels: Tensor, steps: int = 4) -> Tensor:
+    def radii(self, images: Tensor, labels: Tensor, steps: int = 4, norm: Norm = "l2") -> Tensor:
         """The largest radii of those tried whose margins were all proven positive, 0.0 where none was: (b,).
 
         Bisection of the exponent, all images at once. Nothing is assumed to be monotone: what is returned was checked.
@@ -104,7 +106,7 @@ class NormsNetwork:
         for _ in range(6 + steps):
             middle = (low + high) / 2
             tried = torch.exp2(middle)
-            holds = (self.margins(images, tried, labels, facts) > 0).all(1)  # False with NaN
+            holds = (self.margins(images, tried, labels, facts, norm=norm) > 0).all(1)  # False with NaN
             proven = torch.where(holds, torch.maximum(proven, tried), proven)
             low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
         return proven

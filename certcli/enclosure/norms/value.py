@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.rounding import gamma, norm2, up
+from certcli.threat import Norm
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,12 @@ def _beside(whole: Tensor, fibre: Tensor) -> Tensor:
     return whole.view(-1, *[1] * (fibre.dim() - 1))
 
 
-def pixel_ball(images: Tensor, radii: Tensor) -> Near:
-    """All images within l2 distance radii (b,) of `images` (b, c, h, w)."""
+def pixel_ball(images: Tensor, radii: Tensor, norm: Norm = "l2") -> Near:
+    """All images within distance radii (b,) of `images` (b, c, h, w): |d|_2 <= sqrt(n) |d|_inf for n entries."""
     centre = images[:, None]
+    if norm == "linf":
+        fibre = _beside(up(radii * math.sqrt(images.shape[-1])), centre[..., 0]).expand(centre.shape[:-1])
+        return Near.of(centre, fibre, up(radii * math.sqrt(images[0].numel())))
     return Near(centre, _beside(radii, centre[..., 0]).expand(centre.shape[:-1]), radii)
 
 
