@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -28,3 +29,12 @@ def test_limits_that_clip_nothing_are_stored_as_the_largest_numbers(tmp_path: Pa
     assert back.digest == made.digest
     x = torch.tensor([-3e38, -1.0, 0.0, 3e38])
     assert torch.equal(x.clamp(back.tensors["low"], back.tensors["high"]), x)
+
+
+@pytest.mark.parametrize("arch", ["certvit_4c3f", "certvit_lip_digits", "certvit_sort_mnist"])
+def test_a_reference_network_of_another_size_says_which_images_it_takes(arch: str) -> None:
+    net = models.create(arch, {"in_chans": 3, "img_size": 32}, initialise=False)
+    spec = models.spec_of(net)
+    assert spec.size == (3, 32, 32)
+    assert len(spec.mean) == len(spec.std) == 3
+    assert net(torch.zeros(2, *spec.size)).shape == (2, 10)

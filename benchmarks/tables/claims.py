@@ -30,6 +30,13 @@ CLAIMS = (
         f"{_C1}/vit-adamw",
         "pgd7",
     ),
+    Claim(
+        "SAM gives more accurate ViTs at equal steps, twice the cost",
+        f"{_C1}/vit-sam-steps",
+        f"{_C1}/vit-adamw",
+        "clean",
+    ),
+    Claim("and more robust ones (PGD-7, linf)", f"{_C1}/vit-sam-steps", f"{_C1}/vit-adamw", "pgd7"),
     Claim("CoViT is more accurate than ViT (SAM)", f"{_C1}/covit-sam", f"{_C1}/vit-sam", "clean"),
     Claim("CoViT is more robust than ViT (SAM; FGSM)", f"{_C1}/covit-sam", f"{_C1}/vit-sam", "fgsm"),
     Claim("CoViT has smaller singular values (SAM)", f"{_C1}/covit-sam", f"{_C1}/vit-sam", "sigma", -1),

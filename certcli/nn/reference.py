@@ -41,6 +41,14 @@ def _config(channels: int, side: int, classes: int, mean: Sequence[float], std: 
     }
 
 
+def _taking(config: dict[str, Any], channels: int, side: int) -> dict[str, Any]:
+    """The configuration of a network built for images of another size; other channels share the first one's statistics."""
+    statistics = {name: tuple(config[name]) for name in ("mean", "std")}
+    if channels != config["input_size"][0]:
+        statistics = {name: values[:1] * channels for name, values in statistics.items()}
+    return {**config, **statistics, "input_size": (channels, side, side)}
+
+
 def _vit(config: dict[str, Any], defaults: dict[str, Any], given: dict[str, Any]) -> nn.Module:
     channels, side, _ = config["input_size"]
     arguments = {"img_size": side, "in_chans": channels, "num_classes": config["num_classes"], **defaults}
@@ -156,9 +164,11 @@ def _convnet(
 ) -> nn.Module:
     arguments = _network_arguments(given)
     channels, side, _ = config["input_size"]
+    config = _taking(config, arguments.pop("in_chans", channels), arguments.pop("img_size", side))
+    channels, side, _ = config["input_size"]
     net = SmallConvNet(
-        arguments.pop("in_chans", channels),
-        arguments.pop("img_size", side),
+        channels,
+        side,
         convolutions,
         widths,
         arguments.pop("num_classes", config["num_classes"]),
@@ -218,10 +228,11 @@ class LipschitzMixer(nn.Module):
 def _mixer(config: dict[str, Any], shape: dict[str, Any], given: dict[str, Any]) -> nn.Module:
     arguments = _network_arguments(given)
     channels, side, _ = config["input_size"]
+    config = _taking(config, arguments.pop("in_chans", channels), arguments.pop("img_size", side))
     net = LipschitzMixer(
         **{
-            "channels": arguments.pop("in_chans", channels),
-            "side": arguments.pop("img_size", side),
+            "channels": config["input_size"][0],
+            "side": config["input_size"][1],
             "classes": arguments.pop("num_classes", config["num_classes"]),
             **shape,
             **arguments,
@@ -301,9 +312,10 @@ def _token_mixer(mixing: str, given: dict[str, Any]) -> nn.Module:
     config = _config(1, 28, 10, (0.0,), (1.0,))
     arguments = _network_arguments(given)
     shape: dict[str, Any] = {"patch": 14, "width": 256, "depth": 4, "heads": 16, "head": [256], "mixing": mixing}
+    config = _taking(config, arguments.pop("in_chans", 1), arguments.pop("img_size", 28))
     net = TokenMixer(
-        channels=arguments.pop("in_chans", 1),
-        side=arguments.pop("img_size", 28),
+        channels=config["input_size"][0],
+        side=config["input_size"][1],
         classes=arguments.pop("num_classes", 10),
         **(shape | arguments),
     )
