@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from certcli import __version__
-from certcli.cli import adapt, attack, audit, certify, constrain, finetune, init, lipschitz, log
+from certcli.cli import adapt, attack, audit, certify, constrain, finetune, init, lipschitz, log, settings
 from certcli.cli.output import Sink, plain
 from certcli.cli.streams import Interrupts, guarded
 from certcli.errors import CertvitError, Interrupted, UsageError
@@ -62,6 +62,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def about(
+    context: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
     """Tells, with proof, how robust a vision transformer is, and makes it more robust.
@@ -69,6 +70,7 @@ def about(
     A pipeline is a chain of commands over safetensors files: init, adapt, constrain, finetune; then lipschitz, certify and
     attack say what the result is worth. Radii are l2 in pixel units, images in [0, 1].
     """
+    settings.take(context)
 
 
 def run(started: float | None = None) -> None:
