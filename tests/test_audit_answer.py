@@ -41,7 +41,7 @@ def folder(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("audit")
     reports = [part for suffix in SUFFIXES for part in ("--report", made / f"certified.{suffix}")]
     certvit("audit", workshop / "certified.safetensors", *QUICK, *reports, "-o", made / "certified.safetensors")
-    certvit("audit", workshop / "plain.safetensors", *QUICK, "--time-budget", "12s", "--report", made / "plain.json")
+    certvit("audit", workshop / "plain.safetensors", *QUICK, "--time-budget", "8s", "--report", made / "plain.json")
     return made
 
 
@@ -257,7 +257,13 @@ def test_a_stage_is_broken_off_and_the_timer_is_given_back() -> None:
 def test_wrong_words_are_refused_before_any_work(workshop: Path, tmp_path: Path) -> None:
     path = workshop / "plain.safetensors"
     before = path.read_bytes()
-    for words in (("--report", tmp_path / "x.doc"), ("-a", "pdg"), ("--time-budget", "soon"), ("-o", path, "--force")):
+    for words in (
+        ("--report", tmp_path / "x.doc"),
+        ("-a", "pdg"),
+        ("--method", "smooth"),
+        ("--time-budget", "soon"),
+        ("-o", path, "--force"),
+    ):
         certvit("audit", path, *words, code=2)
     assert path.read_bytes() == before
     assert GateError.code == 7
@@ -379,3 +385,31 @@ def test_a_card_is_yaml_and_its_figures_are_the_audits(folder: Path, certified_a
     assert found["certified accuracy, l2 0.3, lipschitz (proof), n = 24"] == pytest.approx(share, abs=1e-6)
     assert certified_audit["verdict"][1] in text
     assert "proven" in (folder / "certified.svg").read_text()
+
+
+def test_a_method_that_is_named_is_the_one_that_runs(workshop: Path) -> None:
+    """Of a network whose bound is hopeless, too: then its 0 % is measured."""
+    words = (*QUICK, "--json", "--method", "lipschitz")
+    found = certvit("audit", workshop / "plain.safetensors", *words, "--fail-on", "proven@0.05<0.1", code=7)
+    assert [item["method"] for item in found["certificates"]] == ["lipschitz"]
+    assert found["gate"]["judged"][0]["measured"] == 0.0
+    assert {item["stage"] for item in found["skipped"]} >= {"local", "smoothing"}
+    assert "--method lipschitz" in found["reproduce"]
+
+
+def test_pages_of_certify_and_log(workshop: Path, folder: Path) -> None:
+    path, page = workshop / "certified.safetensors", folder / "certify.html"
+    found = certvit("certify", path, "--limit", 12, "-e", 0.1, "-e", 0.3, "--json", "--quiet", "--html", page)
+    text = page.read_text()
+    assert f"{100 * found['certified']['0.3']:.1f} %" in text
+    assert found["checkpoint"] in text
+    certvit("certify", path, "--limit", 12, "--quiet", "--html", page, code=2)  # it is there already
+    both = folder / "log.html"
+    certvit("log", folder / "certified.safetensors", path, "--html", both)
+    assert both.read_text().count("Evidence of certified.safetensors") == 2
+    certvit("log", folder / "certified.safetensors", "--html", folder / "certified.safetensors", "--force", code=2)
+    for made in (page, both):
+        read = Read()
+        read.feed(made.read_text())
+        assert "script" not in read.tags
+        assert read.tags.count("svg") == 1

@@ -33,7 +33,8 @@ DRAWS_FIRST, DRAWS = 32, 400
 class Asked:
     """What an audit is asked for. radii: ascending; sigma: None takes the smallest radius above 0.
 
-    reach: the largest radius that smoothing must speak of (None: the smallest of radii above 0).
+    reach: the largest radius that smoothing must speak of (None: the smallest of radii above 0). methods: of certificates;
+    none takes those that make sense for the network.
     """
 
     radii: tuple[float, ...] = (0.12, 0.5)
@@ -41,6 +42,7 @@ class Asked:
     sigma: float | None = None
     reach: float | None = None
     attacks: tuple[str, ...] = ("pgd",)
+    methods: tuple[str, ...] = ()
     seed: int = 0
     batch_size: int = 128
     precision: str = "float32"
@@ -113,14 +115,15 @@ def run(
     for index, label, prediction in zip(indices, labels, found):
         results.rows[index] = {"index": index, "label": label, "prediction": prediction}
     stages = _Stages(checkpoint, images, asked, device, clock, results, tell, image_seconds)
-    useful = stages.lipschitz(proven)
-    if useful:
-        results.skip("local", "the proof of the whole network certifies more than a tenth of what is correct")
-        results.skip("smoothing", "the proof of the whole network certifies more than a tenth of what is correct")
-    else:
+    useful = stages.wanted("lipschitz") and stages.lipschitz(proven)
+    if useful and not asked.methods:
+        for method in ("local", "smoothing"):
+            results.skip(method, "the proof of the whole network certifies more than a tenth of what is correct")
+    elif stages.wanted("local"):
         stages.local()
-    stages.attack(model, 0.4 if not useful else 0.9)
-    if not useful:
+    last = "smoothing" not in asked.methods if asked.methods else useful
+    stages.attack(model, 0.9 if last else 0.4)
+    if (asked.methods or not useful) and stages.wanted("smoothing"):
         stages.smoothing()
     return results
 
@@ -150,6 +153,13 @@ class _Stages:
     tell: Callable[[str], None]
     image_seconds: float
 
+    def wanted(self, method: str) -> bool:
+        """Whether it was named, or none was; else it is said that it was not."""
+        if self.asked.methods and method not in self.asked.methods:
+            self.results.skip(method, "not among the --method named")
+            return False
+        return True
+
     def lipschitz(self, proven: tuple[Any, NetworkBound] | None) -> bool:
         """Certificates from the bound, where some logits could reach them; whether they are worth having."""
         results, least = self.results, self.asked.least
@@ -162,7 +172,7 @@ class _Stages:
             return False
         size = results.bound.log10_upper
         need = -1.0 if size is None else size + torch.tensor(least).log10().item()
-        if need > HOPELESS:
+        if need > HOPELESS and "lipschitz" not in self.asked.methods:
             told = f"a certificate at {least:g} would need logits 10^{need:.0f} apart"
             results.skip("lipschitz", told)
             return False
@@ -175,7 +185,8 @@ class _Stages:
     def local(self) -> None:
         """Certificates image by image, of a small network as it is."""
         pixels = self.images.fetch([0])[0].numel()
-        if pixels > LOCAL_PIXELS or self.results.parameters > LOCAL_PARAMETERS:
+        large = pixels > LOCAL_PIXELS or self.results.parameters > LOCAL_PARAMETERS
+        if large and "local" not in self.asked.methods:
             self.results.skip("local", "only for small networks: one image would take minutes or more")
             return
         self.tell("local certificates")

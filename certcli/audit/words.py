@@ -132,6 +132,8 @@ def reproduce(
         words += ["-e", f"{radius:g}"]
     for attack in asked.attacks:
         words += ["-a", attack]
+    for method in asked.methods:
+        words += ["--method", method]
     words += [] if asked.sigma is None else ["--sigma", f"{asked.sigma:g}"]
     words += [] if limit is None else ["--limit", str(limit)]
     words += ["--seed", str(asked.seed), "--time-budget", f"{budget:g}s"]

@@ -12,12 +12,17 @@ from certcli.cli import options
 from certcli.cli.command import command, group
 from certcli.cli.groups import Evaluation, Machine, Output, Source, Talk
 from certcli.cli.output import Sink
+from certcli.errors import UsageError
+from certcli.registry import one_of
 
 if TYPE_CHECKING:
     from certcli.audit.gates import FailOn
     from certcli.audit.run import Asked
     from certcli.images import Images
     from certcli.provenance import Record
+
+
+METHODS = ("lipschitz", "local", "smoothing")
 
 
 @group("Audit")
@@ -32,6 +37,12 @@ class Wanted:
         list[str],
         typer.Option("--attack", "-a", help="pgd unless named; margin-pgd, autoattack, ...; several, in turn."),
     ] = field(default_factory=lambda: ["pgd"])
+    methods: Annotated[
+        list[str],
+        typer.Option(
+            "--method", help="lipschitz, local, smoothing; several; else those that make sense for the network."
+        ),
+    ] = field(default_factory=list)
     sigma: Annotated[
         float | None,
         typer.Option(
@@ -63,6 +74,9 @@ class Wanted:
         from certcli.audit.run import Asked
         from certcli.evaluation import require_radii
 
+        for method in self.methods:
+            if method not in METHODS:
+                raise UsageError(f"an audit knows no method '{method}'", one_of(method, METHODS))
         chosen = require_radii(self.epsilon)
         certified = radii(gates, "certified", "proven")
         attacked = require_radii([*chosen, *radii(gates, "robust")])
@@ -73,6 +87,7 @@ class Wanted:
             sigma=self.sigma,
             reach=max(certified, default=None),
             attacks=tuple(self.attacks),
+            methods=tuple(self.methods),
             seed=seed,
             batch_size=batch_size,
             precision=self.precision,

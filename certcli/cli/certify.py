@@ -52,6 +52,7 @@ class Wanted:
         int | None, typer.Option(min=1, metavar="N", help="With --verify: check N records, drawn afresh.")
     ] = None
     plot: options.Plot = None
+    html: options.Html = None
 
 
 @group("Smoothing")
@@ -109,12 +110,14 @@ def certify(
     talk: Talk = Talk(),
 ) -> None:
     """Share of the images that are classified correctly, certified, within each pixel l2 radius."""
-    from certcli.cli import certified, certified_view, rechecked
+    from certcli.cli import certified, certified_view, pages, rechecked
     from certcli.errors import NoBoundError
 
     if wanted.verify is not None or wanted.sample is not None:
         asked = rechecked.Asked(wanted.verify, wanted.sample, wanted.methods, noise.denoiser)
-        asked.require_alone(records=wanted.records, plot=wanted.plot, attack_records=wanted.attack_records)
+        asked.require_alone(
+            records=wanted.records, plot=wanted.plot, html=wanted.html, attack_records=wanted.attack_records
+        )
         asked.require_alone(min_certified=wanted.minimum, output=output.output, resume=wanted.resume or None)
         rechecked.verify_records(asked, source, data, machine, talk.sink())
         return
@@ -159,6 +162,11 @@ def certify(
         inputs.doubt_accuracy(first.found.clean, images, checkpoint, sink)
     if wanted.plot is not None:
         certified_view.plot(results, attacked, _name(source.ckpt), images, wanted.plot, radii[-1], sink)
+    if wanted.html is not None:
+        pages.write(
+            pages.certify_page(results, attacked, checkpoint, _name(source.ckpt), images, data.seed), wanted.html
+        )
+        sink.note(f"wrote {wanted.html}")
     if output.output is not None:
         about = {"dataset": images.name, "split": images.split, "limit": data.limit, "seed": data.seed}
         for result in reversed(results):  # the first named comes last, where `log` looks for it

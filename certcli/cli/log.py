@@ -1,14 +1,14 @@
 """certvit log: where a checkpoint comes from and what was found about it; several side by side."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from certcli.cli import log_view, options
+from certcli.cli import log_view, options, pages
 from certcli.cli.command import command, group
 from certcli.cli.groups import Machine, Talk
-from certcli.cli.output import Gate
+from certcli.cli.output import Gate, Sink
 
 
 @group("Verification")
@@ -31,6 +31,30 @@ class Verification:
     data_dir: options.DataDir = None
 
 
+@group("Output")
+class Page:
+    """What is written."""
+
+    html: options.Html = None
+    force: options.Force = False
+
+    def claim(self, files: list[Path]) -> None:
+        """Before any work: a page is new, or replaced by --force, and never a checkpoint that is read."""
+        from certcli.outputs import Outputs
+
+        outputs = Outputs(self.force)
+        for path in files:
+            outputs.reads("CKPT", path)
+        if self.html is not None:
+            outputs.writes("--html", self.html)
+        outputs.check()
+
+    def write(self, read: list[tuple[Path, Any]], claims: list[Any], sink: Sink) -> None:
+        if self.html is not None:
+            pages.write(pages.log_page(read, claims), self.html)
+            sink.note(f"wrote {self.html}")
+
+
 @command("certvit log m.safetensors", "certvit log *.safetensors --verify --sample 500", page="threat-model.md")
 def log(
     checkpoints: Annotated[
@@ -38,6 +62,7 @@ def log(
     ],
     asked: Verification = Verification(),
     machine: Machine = Machine(),
+    page: Page = Page(),
     talk: Talk = Talk(),
 ) -> None:
     """Lineage and evidence of a checkpoint; with several, one row each: accuracy, attacks, certificates, bound."""
@@ -45,8 +70,9 @@ def log(
 
     from certcli.checkpoint import Checkpoint
 
-    sink = talk.sink()
-    read = [(path, Checkpoint.read(path)) for path in _files(checkpoints)]
+    sink, files = talk.sink(), _files(checkpoints)
+    page.claim(files)
+    read = [(path, Checkpoint.read(path)) for path in files]
     documents = [
         {
             "file": path.name,
@@ -64,10 +90,12 @@ def log(
         found = verify_checkpoints({str(path): ckpt for path, ckpt in read}, wanted, gate, sink)
         documents = [{**document, "verification": claims} for document, claims in zip(documents, found, strict=True)]
         sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
+        page.write(read, found, sink)
         gate.enforce()
         sink.text("verified: all of the evidence")
         return
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
+    page.write(read, [], sink)
     if len(read) > 1:
         log_view.compare(read, sink)
     else:
