@@ -9,10 +9,12 @@ may be a quotient, 36/255. A gate whose quantity was not measured fails, and say
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from certcli.audit.run import Asked
 from certcli.audit_document import Attacked, Certified, Found, Gate, Judged, Share, Skipped
 from certcli.errors import UsageError
+from certcli.evaluation import require_radii
 from certcli.registry import one_of
 
 AT_A_RADIUS = ("certified", "proven", "robust")
@@ -79,6 +81,17 @@ def _number(text: str, gate: str) -> float:
 def radii(gates: Sequence[FailOn], *quantities: str) -> list[float]:
     """The radii at which these quantities are asked for."""
     return [gate.radius for gate in gates if gate.radius is not None and gate.quantity in quantities]
+
+
+def widened(asked: Asked, gates: Sequence[FailOn]) -> Asked:
+    """The same, with the radii that only gates name."""
+    certified = radii(gates, "certified", "proven")
+    return replace(
+        asked,
+        radii=require_radii([*asked.radii, *certified]),
+        attacked=require_radii([*asked.attacked, *radii(gates, "robust")]),
+        reach=max(certified, default=asked.reach),
+    )
 
 
 def judge(

@@ -70,7 +70,7 @@ class Wanted:
         """UsageError on names and values that mean nothing, before any work."""
         from certcli.attack.campaign import stages_of
         from certcli.attack.settings import AttackSettings
-        from certcli.audit.gates import radii
+        from certcli.audit.gates import widened
         from certcli.audit.run import Asked
         from certcli.evaluation import require_radii
 
@@ -78,20 +78,18 @@ class Wanted:
             if method not in METHODS:
                 raise UsageError(f"an audit knows no method '{method}'", one_of(method, METHODS))
         chosen = require_radii(self.epsilon)
-        certified = radii(gates, "certified", "proven")
-        attacked = require_radii([*chosen, *radii(gates, "robust")])
-        stages_of(self.attacks, None, "l2", attacked, AttackSettings(seed=seed, precision=self.precision))
-        return Asked(
-            radii=require_radii([*chosen, *certified]),
-            attacked=attacked,
+        stages_of(self.attacks, None, "l2", chosen, AttackSettings(seed=seed, precision=self.precision))
+        asked = Asked(
+            radii=chosen,
+            attacked=chosen,
             sigma=self.sigma,
-            reach=max(certified, default=None),
             attacks=tuple(self.attacks),
             methods=tuple(self.methods),
             seed=seed,
             batch_size=batch_size,
             precision=self.precision,
         )
+        return widened(asked, gates)
 
 
 @group("Output")

@@ -38,13 +38,15 @@ class Page:
     html: options.Html = None
     force: options.Force = False
 
-    def claim(self, files: list[Path]) -> None:
+    def claim(self, files: list[Path], folders: list[Any]) -> None:
         """Before any work: a page is new, or replaced by --force, and never a checkpoint that is read."""
         from certcli.outputs import Outputs
 
         outputs = Outputs(self.force)
         for path in files:
             outputs.reads("CKPT", path)
+        for folder in folders:
+            outputs.reads_folder("--dataset or --data-dir", Path(folder))
         if self.html is not None:
             outputs.writes("--html", self.html)
         outputs.check()
@@ -71,7 +73,7 @@ def log(
     from certcli.checkpoint import Checkpoint
 
     sink, files = talk.sink(), _files(checkpoints)
-    page.claim(files)
+    page.claim(files, [folder for folder in (asked.dataset, asked.data_dir) if folder is not None])
     read = [(path, Checkpoint.read(path)) for path in files]
     documents = [
         {
