@@ -58,6 +58,7 @@ class Results:
     """What the stages found so far; nothing is there that was not measured."""
 
     parameters: int = 0
+    changed: bool = False
     bound: Found | None = None
     slope: Slope | None = None
     attention_weight: float | None = None
@@ -87,7 +88,7 @@ def run(
     tell: Callable[[str], None] = lambda stage: None,
 ) -> Results:
     """images: those to judge by, in turn; None when there are none. calibration: images for the slope, if there are none."""
-    results = Results()
+    results = Results(changed=bool(checkpoint.record.surgery))
     proven = _prove(checkpoint, device, clock, results, tell)
     model = models.load(checkpoint, device)
     results.parameters = sum(weight.numel() for weight in model.parameters())

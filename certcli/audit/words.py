@@ -26,11 +26,11 @@ def verdict(results: Results, asked: Asked) -> list[str]:
     told = [_proof(results, asked)]
     told += [_smoothed(found, asked) for found in results.certificates if found.failure > 0]
     if (attack := results.attack) is not None:
-        names = ", then ".join(attack.attacks)
+        names = ", then ".join(name.upper() for name in attack.attacks)
         at = list(attack.fooled)[-1]
         correct = attack.clean.hits
         few = " Few images: a rough answer." if attack.clean.images < FEW else ""
-        told.append(f"{names.upper()} fooled {attack.fooled[at]} of {correct} correct images at l2 {at}.{few}")
+        told.append(f"{names} fooled {attack.fooled[at]} of {correct} correct images at l2 {at}.{few}")
         if correct == 0:
             told[-1] = f"Nothing to attack: none of {attack.clean.images} images is classified correctly."
     elif results.clean is not None:
@@ -116,6 +116,9 @@ def next_steps(results: Results, asked: Asked, name: str, dataset: str | None, b
         sigma = f"{smoothed[0].parameters['sigma']:g}"
         found.append(f"certvit certify {ckpt}{images} --method smoothing --sigma {sigma} -e {radius} --limit 500")
         found.append(f"certvit finetune {ckpt}{images} --loss ce --noise {2 * float(sigma):g}")
+    elif results.changed:  # its parts have small constants: training against the bound is what they are for
+        found.append(f"certvit finetune {ckpt}{images} --loss margin -e {asked.radii[-1]:g}")
+        found.append(f"certvit constrain {ckpt}")
     else:
         noise = f"{2 * asked.least:g}"
         found.append(f"certvit finetune {ckpt}{images} --loss ce --noise {noise}")
