@@ -15,6 +15,8 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 700, 14, 290
 LEGEND = 20
 BAR_LEFT, BAR_RIGHT, BAR_STEP = 190, 640, 22
 MOST_BARS = 80
+SHORT = 2.0
+"""Powers of ten below which the axis of the bars has marks at 1, 2, 5 between them."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def plot(curves: Sequence[Curve]) -> dict[str, Any] | None:
     for number, curve in enumerate(curves):
         first, *rest = curve.points
         path = f"M{x(first[0])} {y(first[1])}" + "".join(f"H{x(radius)}V{y(share)}" for radius, share in rest)
-        path += f"H{RIGHT}" if curve.kind == "attacked" or curve.points[-1][1] == 0 else ""
+        path += f"H{RIGHT}" if curve.points[-1][1] == 0 else ""  # beyond the last point nothing else is known
         last = RIGHT if path.endswith(f"H{RIGHT}") else x(curve.points[-1][0])
         lines.append(
             {
@@ -168,6 +170,8 @@ def bars(rows: Sequence[Bar]) -> dict[str, Any] | None:
         return round(BAR_LEFT + (BAR_RIGHT - BAR_LEFT) * (value - low) / span, 1)
 
     marks = sorted({*ticks(high, 5), *(-tick for tick in ticks(-low, 5))})
+    if span < SHORT:
+        marks = [math.log10(size * 10.0**power) for power in range(-2, 3) for size in (1, 2, 5)]
     return {
         "width": RIGHT + 20,
         "height": bottom + 26,
