@@ -7,7 +7,7 @@ import pytest
 from test_console import certvit
 
 from certcli.cli.blocks import Row
-from certcli.cli.output import percent
+from certcli.cli.output import percent, wrapped
 from certcli.cli.tables import Layout
 
 WIDE = 2000
@@ -69,6 +69,7 @@ def test_no_raw_value_no_minus_nothing_and_no_row_twice(shown: dict[str, dict[in
             assert raw not in text, raw
         rows = [line.rstrip() for line in text.splitlines() if re.match(r"\S+ .*\d", line)]
         assert len(rows) == len(set(rows)), rows
+        assert [line for line in text.splitlines() if line.lstrip().startswith("%")] == []
 
 
 def test_words_stand_left_and_numbers_right() -> None:
@@ -87,6 +88,15 @@ def test_sentences_below_a_table_are_told_once_and_leave_no_empty_table() -> Non
 
 def test_a_share_that_rounds_to_nothing_has_no_sign() -> None:
     assert [percent(-0.0004, 0), percent(-0.0004), percent(-0.0), percent(0.5, 0)] == ["0 %", "0.0 %", "0.0 %", "50 %"]
+
+
+def test_prose_is_broken_between_words_only() -> None:
+    line = "  or: certified at 0.5 77.9 %, in /a/folder/whose-name-is-longer-than-the-line/file.safetensors: done"
+    broken = wrapped(line, 28).splitlines()
+    assert " ".join(broken).split() == line.split()
+    assert "/a/folder/whose-name-is-longer-than-the-line/file.safetensors:" in broken
+    assert broken[0] == "  or: certified at 0.5"
+    assert wrapped("", 20) == ""
 
 
 def test_a_block_holds_what_lies_in_it() -> None:

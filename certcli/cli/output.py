@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -136,7 +137,10 @@ class Sink:
 
     def _print(self, console: Console, line: str, style: str = "") -> None:
         """The one place where words meet a terminal: no markup, no escapes; wrapped between words where a person reads."""
-        console.print(Text(plain(line), style), soft_wrap=not console.is_terminal and "COLUMNS" not in os.environ)
+        text = plain(line)
+        if console.is_terminal or "COLUMNS" in os.environ:
+            text = "\n".join(wrapped(part, console.width) for part in text.split("\n"))
+        console.print(Text(text, style), soft_wrap=True)
 
     @contextmanager
     def progress(self, label: str, total: int | None) -> Iterator["Bar"]:
@@ -165,6 +169,12 @@ class Bar:
 
     def reach(self, completed: int, remark: str = "") -> None:
         self._progress.update(self._task, completed=completed, remark=plain(remark))
+
+
+def wrapped(line: str, room: int) -> str:
+    """Broken between words, and not between a number and its percent sign; a word that is too long stays whole."""
+    kept = textwrap.wrap(line.replace(" %", "\0%"), room, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(kept).replace("\0", " ")
 
 
 def _width() -> int | None:
