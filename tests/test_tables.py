@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tables import claims, render, results
+from benchmarks.tables.__main__ import chains, chosen
 from benchmarks.tables.layout import Claim
 from benchmarks.tables.rows import DATA, ROWS, TABLES
 from benchmarks.tables.run import arguments, figure
@@ -96,3 +97,13 @@ def test_a_claim_is_judged_by_its_interval() -> None:
     assert judged([0.9], [0.8]) == "not decided: one seed"
     assert judged([], []) == "not run"
     assert judged([0.9, 0.9, 0.9], [0.8]) == "not decided: one seed"  # only seeds that both have
+
+
+def test_rows_come_after_those_they_read() -> None:
+    rows = chosen(["certvit-f1/*", "certvit-2/vit-t16"], quick=False)
+    assert {"certvit-1/digits/4c3f/standard", "certvit-1/digits/4c3f/gloro"} < {row.name for row in rows}
+    found = chains(rows)
+    assert sorted(len(chain) for chain in found) == [1, 3]
+    for chain in found:
+        for place, row in enumerate(chain):
+            assert set(row.after) <= {other.name for other in chain[:place]}

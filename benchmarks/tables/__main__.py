@@ -58,9 +58,14 @@ def one(row: Row, seed: int, data: dict[str, str], work: Path, again: bool, file
     return f"{title}: {run['figures']} ({cpu:.0f} s of CPU, {time.perf_counter() - started:.0f} s)"
 
 
-def _root(row: Row, rows: list[Row]) -> str:
-    by_name = {other.name: other for other in rows}
-    return _root(by_name[row.after[0]], rows) if row.after else row.name
+def chains(rows: list[Row]) -> list[list[Row]]:
+    """Rows that read one another's files together, each after those it reads; the order of the list otherwise."""
+    found: list[list[Row]] = []
+    for row in rows:
+        joined = [chain for chain in found if any(other.name in row.after for other in chain)]
+        found = [chain for chain in found if chain not in joined]
+        found.append([*(other for chain in joined for other in chain), row])
+    return found
 
 
 def run_chain(tasks: list[tuple[Row, int]], data: dict[str, str], work: Path, again: bool, file: Path) -> int:
@@ -109,12 +114,12 @@ def main() -> int:
     rows = [] if given.render else chosen(given.row, given.quick)
     if not rows and not given.render:
         parser.error("no such row: --list shows them")
-    tasks = [(row, seed) for row in rows for seed in given.seed or row.seeds]
-    # a chain of rows that start from one another is one job, seed by seed
-    chains: dict[tuple[str, int], list[tuple[Row, int]]] = {}
-    for row, seed in tasks:
-        chains.setdefault((_root(row, rows), seed), []).append((row, seed))
-    jobs = [(chain, data, given.work.resolve(), given.again, given.results) for chain in chains.values()]
+    jobs = []
+    for chain in chains(rows):
+        seeds = sorted({seed for row in chain for seed in given.seed or row.seeds})
+        for seed in seeds:
+            tasks = [(row, seed) for row in chain if seed in (given.seed or row.seeds)]
+            jobs.append((tasks, data, given.work.resolve(), given.again, given.results))
     with multiprocessing.get_context("fork").Pool(given.jobs, maxtasksperchild=1) as pool:
         failed = sum(pool.starmap(run_chain, jobs, chunksize=1))
     if given.results == results.PATH:

@@ -24,6 +24,21 @@ TABLE = Table(
     "are their bounds, as sound certificates of any ReLU network (`certvit certify --method bcp`, `local-lip`).",
 )
 
+PICTURE = Table(
+    "certvit-f1",
+    "CertViT, Figure 1: what breaks the plain network, shown to the certified one",
+    "CertViT: Certified Robustness of Pre-Trained Vision Transformers",
+    ("data", "network"),
+    (
+        Column("plain", "plain network, PGD %"),
+        Column("transferred", "certified network, the plain one's PGD %"),
+        Column("attacked", "certified network, its own PGD %"),
+    ),
+    "The paper shows one image. Here are all test images: the share that the plain network still classifies correctly "
+    "under attack, and the certified one on the same attacked images; how it fares when it is attacked itself is the "
+    "figure that counts. The first command draws the gallery (`figure.png` in the row's folder).",
+)
+
 FIGURES = {
     "clean": "certify/clean",
     "attacked": "attack/robust",
@@ -234,4 +249,19 @@ def _ours() -> Iterator[Row]:
         trained(images, "certvit_lip_mnist", f"{recipe} --epochs 12") | judged("--data-dir {mnist}", "1.58"),
         figures("1.58"),
         note="no attention",
+    )
+    plain, certified = "certvit-1/digits/4c3f/standard", "certvit-1/digits/4c3f/gloro"
+    tested = "--dataset digits -e 0.5 -a pgd-50 --no-checks"
+    yield Row(
+        "certvit-f1/digits/4c3f",
+        ("digits (ours)", "4C3F, plain and GloRo"),
+        {
+            "picture": f"certvit attack {{{plain}}}/net.safetensors {tested} --compare {{{certified}}}/net.safetensors "
+            "--gallery figure.png --force",
+            "transfer": f"certvit attack {{{certified}}}/net.safetensors {tested} --source {{{plain}}}/net.safetensors",
+            "own": f"certvit attack {{{certified}}}/net.safetensors {tested}",
+        },
+        {"plain": "picture/robust", "transferred": "transfer/robust", "attacked": "own/robust"},
+        after=(plain, certified),
+        quick=True,
     )

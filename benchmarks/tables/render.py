@@ -8,10 +8,13 @@ from typing import Any
 
 from benchmarks.tables import results
 from benchmarks.tables.claims import CLAIMS, differences, verdict
-from benchmarks.tables.layout import SOUND, Column, Row, Table
+from benchmarks.tables.layout import COUNTED, SOUND, Column, Row, Table
 from benchmarks.tables.rows import ROWS, TABLES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tables.md"
+
+CLOSE = 0.02
+"""Counted figures of the paper have two or three digits."""
 
 INTRODUCTION = """# The papers' tables
 
@@ -91,14 +94,35 @@ def table_lines(table: Table, runs: Mapping[str, Any], published: Mapping[str, A
         lines += textwrap.wrap(f"The paper's figures: {found['source']}.", 118) + [""]
     lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     lines += [row_line(table, row, runs, found["rows"]) for row in rows]
-    return [*lines, ""]
+    return [*lines, "", *agreement_lines(table, runs, found["rows"])]
+
+
+def agreement_lines(table: Table, runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
+    """How far counted figures are from the paper's: they need no training and no luck."""
+    lines = []
+    for column in table.columns:
+        pairs = [
+            (run["figures"][column.key] / published[row][column.key], row)
+            for row in published
+            if (run := runs.get(results.key(row, 0))) is not None and column.key in published[row]
+        ]
+        if column.promise == COUNTED and pairs:
+            middle = statistics.median(ratio for ratio, _ in pairs)
+            close = sum(abs(ratio - 1) <= CLOSE for ratio, _ in pairs)
+            away, row = max(pairs, key=lambda pair: abs(pair[0] - 1))
+            text = (
+                f"{column.heading}: ours over the paper's {middle:.3f} in the median, {close} of {len(pairs)} within "
+            )
+            lines += textwrap.wrap(f"- {text}{100 * CLOSE:.0f} %; farthest `{row}`, {away:.3f}.", 118)
+    return [*lines, ""] if lines else []
 
 
 def claim_lines(runs: Mapping[str, Any]) -> list[str]:
     text = (
         "Differences are taken seed by seed; the interval is Student's, over the seeds, at 95 %: it speaks of these small "
-        "networks and these images, not of the papers' networks. In points, or in the column's unit (bounds: powers of ten). "
-        '"Reproduced" and "refuted": the interval lies on one side of 0.'
+        "networks and these images, not of the papers' networks. In points, or in the column's unit (bounds: powers of "
+        'ten). "Reproduced" and "refuted": the interval lies on one side of 0. A dozen such intervals at once: one of '
+        "them may be wrong by chance."
     )
     lines = ["## What the papers claim, and what came out", "", *textwrap.wrap(text, 118), ""]
     lines += ["| claim | row | against | difference (95 %) | verdict |", "|---|---|---|---|---|"]

@@ -30,15 +30,18 @@ def published() -> dict[str, Any]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path.with_suffix(".lock"), "w") as handle:
+def _locked(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(handle)
 
 
 def change(edit: Callable[[dict[str, Any]], None], path: Path = PATH) -> None:
     """Read, edit, write at once; several processes may do so side by side."""
-    with _locked(path):
+    with _locked(path.parent):
         runs = read(path)
         edit(runs)
         text = json.dumps({"schema": 1, "runs": dict(sorted(runs.items()))}, indent=1) + "\n"

@@ -314,7 +314,7 @@ def _specformer() -> Iterator[Row]:
     for weight in _WEIGHTS:
         same = f"specformer-1/digits/{shared[weight]}" if weight in shared else ""
         steps = {} if same else digits.made(f" --msvp {weight}") | digits.judged("specformer-standard")
-        yield Row(f"specformer-5/{weight}", (weight,), steps, _SHOWN, quick=not same, same=same)
+        yield Row(f"specformer-5/{weight}", (weight,), steps, _SHOWN, same=same)
 
 
 def _adversarial() -> Iterator[Row]:
