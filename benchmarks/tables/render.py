@@ -100,13 +100,13 @@ def table_lines(table: Table, runs: Mapping[str, Any], published: Mapping[str, A
 def agreement_lines(table: Table, runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
     """How far counted figures are from the paper's: they need no training and no luck."""
     lines = []
-    for column in table.columns:
+    for column in [column for column in table.columns if column.promise == COUNTED]:
         pairs = [
             (run["figures"][column.key] / published[row][column.key], row)
             for row in published
             if (run := runs.get(results.key(row, 0))) is not None and column.key in published[row]
         ]
-        if column.promise == COUNTED and pairs:
+        if pairs:
             middle = statistics.median(ratio for ratio, _ in pairs)
             close = sum(abs(ratio - 1) <= CLOSE for ratio, _ in pairs)
             away, row = max(pairs, key=lambda pair: abs(pair[0] - 1))
