@@ -15,6 +15,7 @@ from certcli.errors import DataError, one_line
 from certcli.folders import load_folder
 from certcli.images import Images, require_split, split_training
 from certcli.provenance import InputSpec
+from certcli.registry import one_of
 
 
 def load(name: str, spec: InputSpec, split: str | None = None, data_dir: Path | None = None) -> Images:
@@ -36,8 +37,7 @@ def load(name: str, spec: InputSpec, split: str | None = None, data_dir: Path | 
             f"cannot read folder {one_line(name)} ({one_line(failure)})", "check name and permissions"
         ) from failure
     raise DataError(
-        f"unknown dataset '{name}'",
-        "a folder of class folders, 'digits', or torch/mnist, torch/fashion_mnist, torch/cifar10, torch/cifar100",
+        f"unknown dataset '{name}'", f"{one_of(name, ('digits', *_TORCHVISION))}, or a folder of class folders"
     )
 
 
@@ -141,7 +141,7 @@ _TORCHVISION = {
 def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) -> Images:
     """A torchvision dataset that lies in `data_dir`; nothing is downloaded."""
     if name not in _TORCHVISION:
-        raise DataError(f"unknown dataset '{name}'", f"one of: {', '.join(_TORCHVISION)}")
+        raise DataError(f"unknown dataset '{name}'", one_of(name, _TORCHVISION))
     require_split(name, split, ("train", "val", "test"))
     if data_dir is None:
         raise DataError(f"dataset '{name}' needs --data-dir", "the folder that holds torchvision's files")

@@ -6,6 +6,7 @@ Heads, mean or standard deviation cannot be read off tensors: what was taken fro
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from certcli.arch_args import arch_arguments
 from certcli.checkpoint import Checkpoint, read_tensors, require_numbers
 from certcli.described import config_beside, config_path, describe, require_consistent
 from certcli.errors import ArchitectureError, CheckpointError, Refused, UsageError, one_line
+from certcli.hub import cache_if_unreachable
 from certcli.provenance import KEY, Record
 from certcli.reading import RECORD, Reading, reading_of, rival
 from certcli.schema import LONGEST_TEXT, is_name, require_statistics
@@ -90,9 +92,17 @@ def read(source: str, hints: Hints | None = None) -> Opened:
         return _from_hub(source.partition(":")[2], hints)
     if is_name(source) and timm.is_model(source):
         return _from_timm(source, hints)
-    raise CheckpointError(
-        f"no file {source}", "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:NAME"
-    )
+    wanted = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
+    raise CheckpointError(f"no file {source}", f"{_nearest(source)}{wanted}")
+
+
+def _nearest(source: str) -> str:
+    """The file beside it, or timm's name, that was probably meant."""
+    path = Path(source)
+    files = {file.name: str(file) for file in path.parent.glob("*.safetensors")} if path.parent.is_dir() else {}
+    near = [files[name] for name in get_close_matches(path.name, files, 1)]
+    near = near or (get_close_matches(source, timm.list_models(), 1, 0.8) if is_name(source) else [])
+    return f"did you mean '{near[0]}'? " if near else ""
 
 
 def _from_file(path: Path, hints: Hints) -> Opened:
@@ -199,28 +209,34 @@ def _from_hub(name: str, hints: Hints) -> Opened:
     from huggingface_hub import hf_hub_download
 
     repository, _, revision = name.partition("@")
-    try:
-        for file in ("config.json", "model.safetensors"):
-            path = Path(hf_hub_download(repository, file, revision=revision or None))
-    except Exception as failure:  # every network and hub library has its own exceptions
-        raise CheckpointError(
-            f"cannot fetch '{one_line(name)}' from the hub ({type(failure).__name__}: {one_line(failure)[:120]})",
-            "check the name and the network; the repository needs config.json and model.safetensors",
-        ) from failure
+    with cache_if_unreachable() as offline:
+        try:
+            for file in ("config.json", "model.safetensors"):
+                path = Path(hf_hub_download(repository, file, revision=revision or None))
+        except Exception as failure:  # every network and hub library has its own exceptions
+            raise CheckpointError(
+                f"cannot fetch '{one_line(name)}' from the hub ({offline or _said(failure)})",
+                "check the name and the network; the repository needs config.json and model.safetensors",
+            ) from failure
     return _from_file(path, hints)
+
+
+def _said(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {one_line(failure)[:120]}"
 
 
 def _from_timm(name: str, hints: Hints) -> Opened:
     """Pretrained weights through timm's own loader."""
     if name.startswith("certvit_"):
         raise CheckpointError(f"{name} has no published weights", f"certvit init {name} -o {name}.safetensors")
-    try:
-        net = timm.create_model(name, pretrained=True, **arch_arguments(hints.arch_args)).eval()
-    except Exception as failure:  # every network and hub library has its own exceptions
-        raise CheckpointError(
-            f"timm cannot fetch '{name}' ({type(failure).__name__}: {one_line(failure)[:120]})",
-            "check the name and the network, or download it and give the folder",
-        ) from failure
+    with cache_if_unreachable() as offline:
+        try:
+            net = timm.create_model(name, pretrained=True, **arch_arguments(hints.arch_args)).eval()
+        except Exception as failure:  # every network and hub library has its own exceptions
+            raise CheckpointError(
+                f"timm cannot fetch '{name}' ({offline or _said(failure)})",
+                "check the name and the network, or download it and give the folder",
+            ) from failure
     about: Any = net.pretrained_cfg or {}
     arch = str(about.get("architecture", name)).split(".")[0]
     spec = models.spec_of(net, size=models.input_size_of(net), mean=hints.mean, std=hints.std)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -79,10 +80,11 @@ def create(
 
 def _create(arch: str, arch_args: Mapping[str, Any]) -> nn.Module:
     if not is_name(arch) or not timm.is_model(arch):
-        close = timm.list_models(f"*{arch.split('_')[0]}*")[:4] if is_name(arch) else []
+        close = get_close_matches(arch, timm.list_models(), 4, 0.7) if is_name(arch) else []
+        further = f"; timm knows also {', '.join(close[1:])}" if close[1:] else ""
         raise ArchitectureError(
             f"unknown architecture '{one_line(arch)[:80]}'",
-            f"timm knows for example {', '.join(close)}" if close else "see timm.list_models()",
+            f"did you mean '{close[0]}'?{further}" if close else "see timm.list_models()",
         )
     try:
         arguments = arch_arguments(arch_args)

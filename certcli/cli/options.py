@@ -53,7 +53,9 @@ def share(text: str) -> float:
 
 CheckpointArgument = Annotated[
     str,
-    typer.Argument(metavar="CKPT", help="A .safetensors file, a folder with model.safetensors, or a timm name."),
+    typer.Argument(
+        metavar="CKPT", help="A .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME."
+    ),
     Reads(),
 ]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Checkpoint to write."), Writes()]
