@@ -33,7 +33,7 @@ soundness: install
 
 docs: install
 	$(BIN)/pip install --quiet -e ".[docs]"
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 tutorial: install
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/tutorial.py

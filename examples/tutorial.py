@@ -15,7 +15,6 @@ import subprocess
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -23,12 +22,6 @@ README = DOCS.parent / "README.md"
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 PROGRESS = re.compile(r"^epoch \d+, step .*\n", re.MULTILINE)
 """Lines that tell how far a run is: how many there are depends on the machine."""
-
-
-def commands(page: str) -> Iterator[str]:
-    """What the reader types, in order."""
-    for block in BLOCK.findall(page):
-        yield from re.findall(r"^\$ (.+)$", block, re.MULTILINE)
 
 
 def run(command: str, folder: Path) -> str:
@@ -42,15 +35,21 @@ def run(command: str, folder: Path) -> str:
     return "".join(f"{line.rstrip()}\n" for line in PROGRESS.sub("", done.stdout).splitlines())
 
 
-def typed_again(page: str, folder: Path) -> str:
-    """The page with the outputs of this run."""
+def typed_again(page: str, folder: Path, only: str = "") -> str:
+    """The page with the outputs of this run; only: of the commands that begin with it, in the folder of an earlier run."""
     started = time.perf_counter()
 
     def block(found: re.Match[str]) -> str:
-        shown = [f"$ {command}\n{run(command, folder)}" for command in commands(found.group(0))]
+        shown = []
+        for part in re.split(r"^\$ ", found.group(1), flags=re.MULTILINE)[1:]:
+            command, _, before = part.partition("\n")
+            again = command.startswith(only)
+            shown.append(f"$ {command}\n{run(command, folder) if again else before.rstrip() + chr(10)}")
         return "```console\n" + "\n".join(shown) + "```"
 
     written = BLOCK.sub(block, page)
+    if only:
+        return written
     minutes = (time.perf_counter() - started) / 60
     used = os.times()
     cpu = (used.children_user + used.children_system) / 60
@@ -84,11 +83,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--page", type=Path, default=DOCS / "tutorial.md")
     parser.add_argument("--folder", type=Path, help="keep the files here; an empty folder")
+    parser.add_argument(
+        "--only", default="", help="type only commands that begin so, in the --folder of an earlier run"
+    )
     asked = parser.parse_args()
     page = asked.page.read_text()
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.folder or Path(temporary)
-        written = typed_again(page, folder)
+        written = typed_again(page, folder, asked.only)
         asked.page.write_text(written)
         README.write_text(answered(README.read_text(), written))
         for name in re.findall(r"\]\(img/([\w.-]+)\)", page):

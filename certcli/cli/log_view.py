@@ -155,10 +155,11 @@ def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
             headings.append(title)
             for row, text in zip(cells, told, strict=True):
                 row.append(text)
-    if len(headings) == 1:
-        sink.text("no evidence about any of these networks: certvit certify, attack or lipschitz with -o adds it")
-    title = "Evidence (proven unless it says measured or probability; radii pixel l2)"
-    sink.table(title, headings, cells)
+    told_of = [row for row in cells if set(row[1:]) - {"-"}]
+    if told_of:
+        sink.table("Evidence (proven unless it says measured or probability; radii pixel l2)", headings, told_of)
+    if silent := [row[0] for row in cells if row not in told_of]:
+        sink.text(f"nothing about accuracy or bounds: {', '.join(silent)} (certify, attack, lipschitz with -o add it)")
     judged = [each[command]["dataset"] for each in found for command in ("certify", "attack") if _judged(each, command)]
     seen = {images["digest"]: f"{images['images']} of {images['name']} ({images['split']})" for images in judged}
     if len(seen) > 1:

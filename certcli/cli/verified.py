@@ -102,8 +102,8 @@ def verify_checkpoints(
 def _show(name: str, claims: list[Claim], sink: Sink) -> None:
     sink.table(
         f"Verification of {name}",
-        ["entry", "claim", "status", "why"],
-        [(claim.entry, claim.claim, claim.status, claim.why) for claim in claims],
+        ["claim", "status", "why"],
+        [(f"{claim.entry}, {claim.claim}", claim.status, claim.why) for claim in claims],
     )
 
 
