@@ -9,13 +9,13 @@ import torch
 from constrain_layers import IMAGES, PATHS, ROUNDING, gaussian, layer, measured_errors, small_net
 from torch import Tensor, nn
 
-from certcli.constrain import parallel
+from certcli.constrain import network, parallel
 from certcli.constrain.ball import constrain_ball, least_squares_on_ball
 from certcli.constrain.douglas_rachford import constrain_matrix, paper_eta
 from certcli.constrain.methods import METHODS, PENALTIES
 from certcli.constrain.network import Calibration, Options, constrain_to
 from certcli.constrain.parallel import attention_blocks, constrain_layer, constrain_layers, side_by_side
-from certcli.constrain.projection import eigenbasis, pull_inside
+from certcli.constrain.projection import Eigenbasis, eigenbasis, pull_inside
 from certcli.constrain.prox import per_head
 from certcli.constrain.statistics import LayerStatistics, collect
 from certcli.errors import UsageError
@@ -216,6 +216,24 @@ def test_layers_run_side_by_side_one_thread_each(monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(one.weight, two.weight) for one, two in zip(alone, together))
     calibration.rectified = frozenset(["fc1"])
     assert calibration.workers == 1  # its distance runs the network, whose hooks another layer would see
+
+
+@pytest.mark.parametrize("limit", [0, 600, 2**20])
+def test_bases_that_fit_are_kept_for_another_eta_and_change_nothing(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "BASES_BYTES", limit)
+    calibration = Calibration(small_net(), PATHS, IMAGES.split(4))
+    bases: dict[str, Eigenbasis] = {}
+    for eta in (0.1, 0.2):
+        options = Options("spectral", 0.01, eta, 1.2, 200, ridge=0.3)
+        again = list(constrain_to(calibration, options, bases=bases))
+        assert all(result.basis is None for result in again)
+        assert sum(basis.vectors.nbytes for basis in bases.values()) <= limit
+        for one, two in zip(again, constrain_to(calibration, options)):
+            assert torch.equal(one.weight, two.weight)
+    # in float64 the first basis takes 2048 bytes, that of fc1 512
+    assert set(bases) == {0: set(), 600: {"fc1"}, 2**20: {result.path for result in again}}[limit]
 
 
 def test_a_layer_that_fails_calls_the_others_off() -> None:

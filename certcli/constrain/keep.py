@@ -75,10 +75,8 @@ def constrain_keeping(
     for turn in range(1, ROUNDS + 1):
         results = []
         tried = replace(options, eta=eta)
-        for result in constrain_to(calibration, tried, bases=bases):
+        for result in constrain_to(calibration, tried, bases=bases if calibration.memory_limit_bytes is None else None):
             results.append(result)
-            if result.basis is not None and calibration.memory_limit_bytes is None:
-                bases[result.path] = result.basis
             report(turn, eta, result)
         write(model, {result.path: result.weight for result in results})
         logits = witness.logits(model)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from certcli.lipschitz.network import bound_network, trial_upper
 from certcli.lipschitz.real import Real
 
 DISTANCES = ("plain", "relu", "auto")
+
+BASES_BYTES = 2**28
+"""So much of eigenbases is kept for another eta: nearly all of ViT-S's, a quarter of ViT-B's (statistics: 2 GiB)."""
 
 TRIALS = 8
 """Most times that a network is constrained for a target; the last time every layer at the end of its curve."""
@@ -165,11 +168,12 @@ def constrain_to(
     calibration: Calibration,
     options: Options,
     etas: Mapping[str, float] | None = None,
-    bases: Mapping[str, Eigenbasis] | None = None,
+    bases: dict[str, Eigenbasis] | None = None,
 ) -> Iterator[LayerResult]:
     """Constrain each layer at the options' eta, or at its own (0: leave it). The model is not touched: see `write`.
 
-    bases: those of the layers' statistics, as far as they are known from another eta.
+    bases: those of the layers' statistics, as far as they are known from another eta; what is found is added, up to
+    BASES_BYTES of it. The results do not hold theirs.
     """
     blocks = attention_blocks(calibration.model) if options.per_head else {}
 
@@ -190,7 +194,12 @@ def constrain_to(
         )
 
     for part in calibration.parts():
-        yield from side_by_side(one, (layer for layer in part if eta_of(layer) > 0), calibration.workers)
+        for result in side_by_side(one, (layer for layer in part if eta_of(layer) > 0), calibration.workers):
+            if bases is not None and result.basis is not None:
+                held = sum(basis.vectors.nbytes for path, basis in bases.items() if path != result.path)
+                if held + result.basis.vectors.nbytes <= BASES_BYTES:
+                    bases[result.path] = result.basis
+            yield replace(result, basis=None)
 
 
 def write(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
