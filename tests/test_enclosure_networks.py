@@ -212,7 +212,21 @@ def test_memory_decides_how_many_symbols_there_are() -> None:
     fewer = affordable(local, 128, 4000, 3e7)
     assert fewer is not None
     assert 40 <= fewer < 4000
+    assert affordable(local, 0, 4000, 8e5) == 0
     assert affordable(local, 128, 4000, 1e5) is None
+
+
+@pytest.mark.parametrize("kind", ["plain", "relu"])
+def test_without_any_box_symbols_nothing_leaves_its_enclosure(kind: str) -> None:
+    model, pixels = network(kind), image()
+    local = LocalNetwork(model, SIZE)
+    label = int(model(pixels).argmax())
+    for squares in (128, 0):
+        assert largest_share(local, pixels, label, 1e-5, squares, 0, partial=True) <= 1
+    certifier = LocalCertifier(model, SIZE, effort="backward")
+    certifier.symbols = 0
+    assert certifier.rung == "backward, 0 symbols"
+    assert certifier.proven(pixels, label, 1e-4)
 
 
 @pytest.mark.parametrize("truth", [3e-9, 0.0471, 0.9, 40.0])

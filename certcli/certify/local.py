@@ -12,7 +12,7 @@ from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmat
 from certcli.checkpoint import Checkpoint
 from certcli.enclosure.domain import LocalNetwork
 from certcli.enclosure.form import Unbounded, l2_ball, linf_ball
-from certcli.enclosure.memory import affordable, available
+from certcli.enclosure.memory import affordable, available, keep_pages
 from certcli.enclosure.norms.network import NormsNetwork
 from certcli.enclosure.search import certified_radius
 from certcli.engine.table import NoRule
@@ -93,8 +93,9 @@ class LocalCertifier(Certifier):
             if self.effort == AUTO:
                 return None
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
+        keep_pages()
         kept = affordable(network, self.squares, self.asked, available(self._device))
-        if kept is None:
+        if kept is None or (kept == 0 and self.effort == AUTO):  # without symbols it takes minutes for little
             self._why = "enclosures of this network do not fit into memory"
             if self.effort == AUTO:
                 return None
@@ -220,11 +221,12 @@ class LocalCertifier(Certifier):
         except (MemoryError, RuntimeError) as failure:
             if "memory" not in str(failure).lower() and "alloc" not in str(failure).lower():
                 raise
-            if self.symbols < _FEWEST:
+            if not self.symbols:
                 raise NoBoundError(
                     "no local certificate: enclosures of this network do not fit into memory", _HINT
                 ) from failure
-            self.symbols //= 2  # the order is reduced, the rung says so, and this radius counts as not proven
+            # the order is reduced, the rung says so, and this radius counts as not proven
+            self.symbols = self.symbols // 2 if self.symbols >= 2 * _FEWEST else 0
             return False
         except NoRule as reason:
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason

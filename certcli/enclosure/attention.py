@@ -103,7 +103,7 @@ def capped(x: Form, low: Tensor, high: Tensor) -> Form:
 
 
 def _distances(flat: Tensor, x: Form) -> Tensor:
-    """sup |x_k - x_j - (c_k - c_j)|: (rows, j, k), from the columns (rows, k, g) of a form without slack."""
+    """sup |x_k - x_j - (c_k - c_j)|: (rows, j, k), from the columns (rows, k, g)."""
     ball, fixed, exact = x.space.ball, x.fixed, "donot_use_mm_for_euclid_dist"
     near = [
         up(torch.cdist(part, part, p=p, compute_mode=exact), part.shape[-1] + 4)
@@ -113,7 +113,8 @@ def _distances(flat: Tensor, x: Form) -> Tensor:
             (flat[..., fixed:], 1.0),
         )
     ]
-    return up(near[0] + near[1] + near[2], 4)
+    slack = x.slack.flatten(0, -2)
+    return up(near[0] + near[1] + near[2] + slack[:, :, None] + slack[:, None, :], 6)
 
 
 def average(p: Form, v: Form) -> Form:

@@ -27,7 +27,8 @@ class Unbounded(Exception):
 
 @dataclass(frozen=True)
 class Space:
-    """ball: entries of e. squares: whether e e^T has columns. limit: box symbols a form may carry after a residual sum.
+    """ball: entries of e. squares: whether e e^T has columns. limit: box symbols a form may carry after a residual sum;
+    0: none anywhere, what is not of the image stays slack.
 
     boxed: |e|_inf <= 1 in place of |e|_2 <= 1; then there are no columns for e e^T.
     """
@@ -182,7 +183,9 @@ class Form:
         return Form(self.space, x.centre + y.centre, x.gens + y.gens, slack, x.blocks, node)
 
     def solid(self) -> "Form":
-        """The slack of every entry as a box symbol of its own: later maps can cancel it."""
+        """The slack of every entry as a box symbol of its own: later maps can cancel it. As it is where none is allowed."""
+        if not self.space.limit:
+            return self
         count = self.centre.numel()
         gens = self.gens.new_zeros(len(self.gens) + count, *self.shape)
         gens[: len(self.gens)] = self.gens
@@ -208,6 +211,8 @@ class Form:
         Slack becomes symbols where it is worth it, so that no rounding error is counted once a layer again and again.
         """
         limit, count = self.space.limit, self.centre.numel()
+        if not limit:
+            return self
         box = self.box
         if len(box) + count <= limit:
             return self.worked()
