@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 
 from certcli.certify.local import LocalCertifier
 from certcli.cli.local_options import Local
+from certcli.cli.log_view import _certified, sentence
 from certcli.enclosure.norms.attention import nonnegative_norm
 from certcli.enclosure.norms.layers import arranged
 from certcli.enclosure.norms.network import NormsNetwork
@@ -16,6 +17,7 @@ from certcli.enclosure.norms.table import Context, rules
 from certcli.enclosure.norms.value import Near, Normalised, settled
 from certcli.engine.table import NoRule
 from certcli.errors import NoBoundError, UsageError
+from certcli.provenance import Evidence
 from tests.test_enclosure_networks import SIZE, directions, image, network, node_values
 
 
@@ -216,3 +218,13 @@ def test_linf_is_refused_beside_other_methods() -> None:
             Local(norm="linf").require(methods)
     with pytest.raises(UsageError, match="--norm l0"):
         Local(norm="l0").require(["local"])
+
+
+def test_log_never_puts_linf_shares_into_its_column_of_l2() -> None:
+    result = {"clean": 1.0, "certified": {"0.004": 0.5}, "images": 4, "method": "local", "average_radius": 0.01}
+    boxed = {**result, "parameters": {"effort": "norms", "norm": "linf"}}
+    assert _certified({"certify": result}, "0.004") is not None
+    assert _certified({"certify": boxed}, "0.004") is None
+    told = [sentence(Evidence("certify", {}, entry, "0")) for entry in (result, boxed)]
+    assert "linf" not in told[0]
+    assert "radii linf" in told[1]

@@ -25,6 +25,7 @@ MADE: dict[str, tuple[str, tuple[object, ...]]] = {
     "lipschitz": ("certified", ("-e", 0.1)),
     "local": ("plain", ("--method", "local", "-e", 0.01)),
     "norms": ("plain", ("--method", "local", "--effort", "norms", "-e", 0.001)),
+    "linf": ("plain", ("--method", "local", "--effort", "norms", "--norm", "linf", "-e", 0.0001)),
     "smoothing": ("plain", SMOOTHING),
 }
 
@@ -105,7 +106,7 @@ def abstaining(row: Row) -> None:
 
 FORGERIES: list[tuple[Callable[[Row], None], tuple[str, ...]]] = [
     (grown, ("lipschitz", "norms", "smoothing")),  # of local, a search that began elsewhere may have found it
-    (doubled, ("lipschitz", "local", "norms", "smoothing")),
+    (doubled, ("lipschitz", "local", "norms", "linf", "smoothing")),
     (other_class, ("lipschitz", "local", "norms", "smoothing")),
     (other_label, ("lipschitz", "local", "norms", "smoothing")),
     (certain, ("lipschitz", "local", "norms", "smoothing")),

@@ -119,7 +119,7 @@ class LocalCertifier(Certifier):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        return {"effort": self.effort, "symbols": self.asked, "steps": self.steps}
+        return {"effort": self.effort, "norm": self.norm, "symbols": self.asked, "steps": self.steps}
 
     @property
     def rung(self) -> str:

@@ -84,7 +84,8 @@ def _lipschitz(result: Result, about: Result) -> str:
 def _certify(result: Result, about: Result) -> str:
     shares = ", ".join(f"{percent(share)} at {radius}" for radius, share in result["certified"].items())
     promise = f", {result.get('promise', 'probability')}" if result.get("failure") else ", proven"
-    told = f"{_images(result)}: clean {percent(result['clean'])}, certified {shares}"
+    norm = "" if _norm(result) == "l2" else f" (radii {_norm(result)})"
+    told = f"{_images(result)}: clean {percent(result['clean'])}, certified {shares}{norm}"
     return f"{told} ({result['method']}{promise}), average radius {result['average_radius']:.4g}"
 
 
@@ -214,16 +215,27 @@ def _attacked(results: Result) -> _Cell | None:
     return None if result is None else _Cell(result["robust"], result["images"], f"{result['epsilon']:g}")
 
 
+def _in_l2(results: Result) -> Result:
+    """What `certify` found, unless its radii are of another norm: the table has one."""
+    result = results.get("certify") or {}
+    return {} if _norm(result) != "l2" else result
+
+
+def _norm(result: Result) -> str:
+    """Of the radii of `certify`; none is stated where there is only one."""
+    return str(result.get("parameters", {}).get("norm", "l2"))
+
+
 def _radius(found: Sequence[Result]) -> str | None:
     """The radius that most certified shares can be shown at, the smaller one of equals."""
-    radii = [radius for results in found for radius in (results.get("certify") or {}).get("certified", {})]
+    radii = [radius for results in found for radius in _in_l2(results).get("certified", {})]
     return min(radii, key=lambda radius: (-radii.count(radius), float(radius)), default=None)
 
 
 def _certified(results: Result, wanted: str | None) -> _Cell | None:
     """The share at this radius, else at the entry's smallest; a statement of chance says so."""
-    result = results.get("certify")
-    if result is None or not result["certified"]:
+    result = _in_l2(results)
+    if not result or not result["certified"]:
         return None
     radius = wanted if wanted in result["certified"] else min(result["certified"], key=float)
     chance = str(result.get("promise", "probability")) if result.get("failure") else ""
