@@ -40,7 +40,7 @@ def shown(column: Column, value: float) -> str:
         return f"{100 * value:.1f}"
     if column.kind == "power":
         return power(value)
-    return f"{value:.2f}" if abs(value) < 100 else f"{value:.1f}"
+    return f"{value:.3f}" if abs(value) < 1 else f"{value:.2f}" if abs(value) < 100 else f"{value:.1f}"
 
 
 def power(log10: float) -> str:
@@ -77,7 +77,7 @@ def row_line(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping
     for column in table.columns:
         cells += [ours(column, mine), theirs(column, published.get(row.name, {}))]
     seconds = [sum(run["cpu_seconds"].values()) for run in mine]
-    cells += [f"{statistics.fmean(seconds):.0f}" if seconds else "", row.note, f"`{name}`"]
+    cells += [f"{statistics.fmean(seconds):.0f}" if any(seconds) else "", row.note, f"`{name}`"]
     return f"| {' | '.join(cells)} |"
 
 
