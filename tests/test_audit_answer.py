@@ -185,6 +185,8 @@ def test_gates(workshop: Path) -> None:
     found = certvit("audit", workshop / "certified.safetensors", *QUICK, "--json", *words, code=7)
     assert {row["fail_on"]: row["passed"] for row in found["gate"]["judged"]} == GATES
     assert found["gate"]["passed"] is False
+    schema = json.loads((ROOT / "docs" / "schema" / "audit.json").read_text())
+    assert problems(found, schema, schema) == []  # what stands on stdout is the document, too
     assert len(found["gate"]["reasons"]) == sum(not passed for passed in GATES.values())
     met = [part for gate, passed in GATES.items() if passed for part in ("--fail-on", gate)]
     assert certvit("audit", workshop / "certified.safetensors", *QUICK, "--json", *met)["gate"]["passed"] is True
