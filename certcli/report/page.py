@@ -128,7 +128,9 @@ def plot(curves: Sequence[Curve]) -> dict[str, Any] | None:
     for number, curve in enumerate(curves):
         first, *rest = curve.points
         path = f"M{x(first[0])} {y(first[1])}" + "".join(f"H{x(radius)}V{y(share)}" for radius, share in rest)
-        path += f"H{RIGHT}" if curve.points[-1][1] == 0 else ""  # beyond the last point nothing else is known
+        path += (
+            f"H{RIGHT}" if curve.kind == "proven" and curve.points[-1][1] == 0 else ""
+        )  # beyond the last point nothing else is known
         last = RIGHT if path.endswith(f"H{RIGHT}") else x(curve.points[-1][0])
         lines.append(
             {
@@ -169,7 +171,8 @@ def bars(rows: Sequence[Bar]) -> dict[str, Any] | None:
     def x(value: float) -> float:
         return round(BAR_LEFT + (BAR_RIGHT - BAR_LEFT) * (value - low) / span, 1)
 
-    marks = sorted({*ticks(high, 5), *(-tick for tick in ticks(-low, 5))})
+    step = max(1, math.ceil(span / 6))
+    marks = [float(step * number) for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
     if span < SHORT:
         marks = [math.log10(size * 10.0**power) for power in range(-2, 3) for size in (1, 2, 5)]
     return {
