@@ -124,6 +124,7 @@ def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, keep: float) -
     kept = report["kept"]
     assert kept["images"] == 80
     assert not kept["took_part"]
+    assert kept["chose"]
     old, new = (models.load(Checkpoint.read(path), CPU) for path in (source, out))
     images = data.load("digits", Checkpoint.read(source).record.input, "train").limit(400, 0)
     pixels, labels = images.select(range(0, 400, 5)).tensors()

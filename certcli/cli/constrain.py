@@ -143,7 +143,7 @@ def constrain(
         results, judged = _keeping(calibration, chosen, keep, witness, sink)
     constrained.remarks(results, sorted(set(paths) - calibration.called), refused, sink)
     after = network.network_upper(model, size, classes)
-    end_to_end = kept.told(witness, model, record, not len(unseen), judged)
+    end_to_end = kept.told(witness, model, record, not len(unseen), judged) | {"chose": judged is not None}
     parameters = {
         **asdict(method),
         "keep": keep,

@@ -48,6 +48,8 @@ def told(
 def show(kept: Mapping[str, Any], sink: Sink) -> None:
     """The headline, in sentences."""
     where = "that took part" if kept["took_part"] else "that took no part in this"
+    if kept.get("chose"):
+        where += ", but in the choice of eta"
     if kept["trained_on"]:
         where += ", though in training"
     share = between(kept["agreement"], kept["agreement_interval"])
