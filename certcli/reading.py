@@ -93,8 +93,9 @@ def invisible(net: nn.Module) -> dict[str, str]:
         kind = type(module).__name__
         if isinstance(getattr(module, "num_heads", None), int):
             found["heads"].append(str(module.num_heads))
-        if "norm" in kind.lower() and isinstance(getattr(module, "eps", None), float):
-            found["norm"].append(f"{kind} eps {module.eps:g}")
+        if "norm" in kind.lower() and not list(module.children()):
+            eps = getattr(module, "eps", None)
+            found["norm"].append(f"{kind} eps {eps:g}" if isinstance(eps, float) else kind)
         last = path.rpartition(".")[2]
         if last.startswith("act") and not list(module.children()):
             found["activation"].append(kind)

@@ -1,5 +1,6 @@
 """Small real things that many tests share: a plain digits ViT, its adapted form, and a certified net, all trained here."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from certcli import models
 from certcli.checkpoint import Checkpoint
 
 TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4}
+
+
+# workers of pytest-xdist are given a terminal's width, which they have not: outputs are then as wide as in a pipe
+os.environ.pop("COLUMNS", None)
 
 
 @pytest.fixture(scope="session", autouse=True)
