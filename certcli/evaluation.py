@@ -1,4 +1,4 @@
-"""What every command that judges images shares: which run this is, its records on disk, and its part of the images.
+"""What every command that judges images shares: which run this is, and its records on disk.
 
 A file of records is JSON lines. The first is the header: all that decides the records (`Run`). Each other line is one
 record, written and flushed as it is found, so an interrupted run is a shorter run; it carries `pixels`, the digest of its
@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import IO, Any
 
 from certcli.errors import DataError, OutputError, UsageError
-from certcli.images import Images
+from certcli.images import DIGESTED, Images
 from certcli.outputs import require_absent
+from certcli.processes import Team
 
 SCHEMA = "certvit-records/1"
 PIXELS = "pixels"
@@ -59,6 +60,15 @@ class Run:
 def describe(images: Images) -> dict[str, Any]:
     """Which images: the dataset's name, the split, how many, and the digest of their contents."""
     return {"name": images.name, "split": images.split, "images": len(images), "digest": images.digest}
+
+
+def digested(images: Images, team: Team) -> Images:
+    """The same images, their digests found by all processes, each for a part: reading a folder of photographs takes long."""
+    if not team.several:
+        return images
+    parts = [range(start, min(start + DIGESTED, len(images))) for start in range(0, len(images), DIGESTED)]
+    found = [row for _, rows in team.deal(parts, images.digests_at) for row in rows]
+    return images.with_digests(dict(team.agree(lambda: found)))
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -239,22 +249,6 @@ def require_same_network(run: Run, checkpoint: str, where: Path | str) -> None:
             f"{where} holds records of another network: digest {run.checkpoint[:16]}, this one has {checkpoint[:16]}",
             f"certvit {run.command} this checkpoint with --records",
         )
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The images of process `rank` of `world`: every world-th one. What is found does not depend on `world`."""
-
-    rank: int = 0
-    world: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world:
-            raise UsageError(f"there is no process {self.rank} of {self.world}")
-
-    def of(self, images: Images) -> Images:
-        """This process's part of the images, keeping their indices."""
-        return images if self.world == 1 else images.select(range(self.rank, len(images), self.world))
 
 
 def require_share(share: float, option: str) -> float:

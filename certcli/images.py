@@ -13,6 +13,8 @@ from certcli.errors import DataError
 Batch = tuple[Tensor, Tensor, Tensor]
 """(indices (b,) int64, images (b, c, h, w) float32 in [0, 1], labels (b,) int64)"""
 
+DIGESTED = 256
+"""Images that are held at a time while their digests are found."""
 VALIDATION_SHARE = 0.1
 _SPLIT_SEED = 20260101  # fixed for ever: the validation images of a dataset must be the same in every run
 
@@ -72,13 +74,23 @@ class Images:
     @cached_property
     def digests(self) -> dict[int, str]:
         """Index of each image -> sha256 of its label and its pixels as fetched, the first 16 hex digits."""
-        found: dict[int, str] = {}
-        for indices, pixels, labels in self.batches(256):
-            rows = pixels.detach().cpu().contiguous().numpy()
-            for index, label, row in zip(indices.tolist(), labels.tolist(), rows, strict=True):
-                head = f"{label}\0{row.dtype.str}\0{row.shape}\0"
-                found[index] = hashlib.sha256(head.encode() + row.tobytes()).hexdigest()[:16]
+        parts = range(0, len(self), DIGESTED)
+        return dict(row for start in parts for row in self.digests_at(range(start, min(start + DIGESTED, len(self)))))
+
+    def digests_at(self, positions: Sequence[int]) -> list[tuple[int, str]]:
+        """Index and digest of the images at these positions."""
+        indices, labels = self.indices[list(positions)].tolist(), self.labels[list(positions)].tolist()
+        found = []
+        for index, label, row in zip(indices, labels, self.fetch(positions).cpu().contiguous().numpy(), strict=True):
+            head = f"{label}\0{row.dtype.str}\0{row.shape}\0"
+            found.append((index, hashlib.sha256(head.encode() + row.tobytes()).hexdigest()[:16]))
         return found
+
+    def with_digests(self, found: dict[int, str]) -> "Images":
+        """The same images, their digests known already."""
+        same = replace(self)
+        same.__dict__["digests"] = found  # where `cached_property` looks first
+        return same
 
     @cached_property
     def digest(self) -> str:

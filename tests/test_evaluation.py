@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -18,7 +17,7 @@ from certcli.certify.certificate import Certificate, certified_accuracy
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
 from certcli.errors import CertvitError, DataError, UsageError
-from certcli.evaluation import PIXELS, RecordFile, Run, Shard, read_records
+from certcli.evaluation import PIXELS, RecordFile, Run, read_records
 from certcli.intervals import lower_confidence, share_interval, upper_confidence
 from certcli.report import curve
 
@@ -277,21 +276,6 @@ def test_gates_and_radii_that_mean_nothing_are_refused(proven: Path, words: list
 @pytest.mark.parametrize("share", ["nan", "90", "-0.5"])
 def test_shares_of_attack_that_mean_nothing_are_refused(proven: Path, share: str) -> None:
     assert getattr(certvit("attack", proven, "--min-robust", share).exception, "code", None) == 2
-
-
-def test_shards_cover_the_images_and_change_no_certificate(certified: Checkpoint) -> None:
-    images = data.load("digits", certified.record.input, "test").select(range(25))
-    certifier = methods.prepare("lipschitz", certified, torch.device("cpu"))
-    whole = {c.index: c for batch in methods.certify(certifier, images, 7) for c in batch}
-    parts = [
-        c for rank in range(3) for batch in methods.certify(certifier, Shard(rank, 3).of(images), 7) for c in batch
-    ]
-    assert sorted(c.index for c in parts) == sorted(whole)
-    for certificate in parts:  # another batch: sums of float64 in another order
-        assert certificate.prediction == whole[certificate.index].prediction
-        assert certificate.radius == pytest.approx(whole[certificate.index].radius, rel=1e-9)
-    with pytest.raises(UsageError):
-        Shard(2, 2)
 
 
 def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:

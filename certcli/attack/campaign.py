@@ -15,10 +15,13 @@ from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.errors import DataError, UsageError
 from certcli.evaluation import RecordFile, Run
 from certcli.images import Images
+from certcli.processes import ALONE, Team
 from certcli.threat import Norm, Threat
 
 RECORD_KEYS = ("task", "epsilon", "index")
 """What tells one record of a run from another."""
+Portion = tuple[int, list[int], tuple[float, ...]]
+"""What is attacked together: the number of the task, positions among its images, radii."""
 
 DEFAULT_ATTACK, DEFAULT_NORM, DEFAULT_RADIUS = "pgd", "l2", 0.5
 
@@ -205,45 +208,58 @@ def run_tasks(
     refine_steps: int = 0,
     keep_images: bool = False,
     file: RecordFile | None = None,
+    team: Team = ALONE,
 ) -> Iterator[tuple[int, list[Attacked]]]:
     """(number of the task, records of one batch), in order; what `file` holds already is read, not attacked again.
 
     Each batch draws from its own seed, so a resumed run gives the records of an uninterrupted one. Images go to the
     model's device and dtype. `keep_images` keeps those of each image's first success only. DataError when an image that is
-    certified is misclassified as it stands.
+    certified is misclassified as it stands. Only the leader of several processes is handed records, without images.
     """
     like = next(model.parameters())
-    for number, task in enumerate(tasks):
-        for positions, radii in task.portions(batch_size):
-            indices = task.images.indices[positions]
-            wanted = [(number, radius, index) for radius in radii for index in indices.tolist()]
-            earlier = file.take(wanted) if file is not None else None
-            if earlier is not None:
-                yield number, [Attacked.from_json(row) for row in earlier]
-                continue
-            pixels, labels = task.images.fetch(positions), task.images.labels[positions]
-            batch = (indices, pixels.to(like.device, like.dtype), labels)
-            stage = task.stage
-            rows: list[Attacked] = []
-            for row in attack_curve(
-                model,
-                [batch],
-                stage.plan,
-                stage.norm,
-                radii,
-                settings,
-                independent=stage.independent,
-                refine_steps=refine_steps,
-                source=source,
-                keep_images=keep_images,
-            ):
-                shown = row.fell and not any(other.index == row.index and other.fell for other in rows)
-                rows.append(row if shown else replace(row, image=None, adversarial=None))
-            if task.certified:
-                require_correct(rows)
-            if file is not None:
-                file.write({**row.to_json(), "task": number} for row in rows)
-            yield number, rows
+
+    def known(portion: Portion) -> list[Attacked] | None:
+        number, positions, radii = portion
+        indices = tasks[number].images.indices[positions].tolist()
+        wanted = [(number, radius, index) for radius in radii for index in indices]
+        earlier = file.take(wanted) if file is not None else None
+        return None if earlier is None else [Attacked.from_json(row) for row in earlier]
+
+    def find(portion: Portion) -> list[Attacked]:
+        number, positions, radii = portion
+        task, stage = tasks[number], tasks[number].stage
+        pixels, labels = task.images.fetch(positions), task.images.labels[positions]
+        batch = (task.images.indices[positions], pixels.to(like.device, like.dtype), labels)
+        rows: list[Attacked] = []
+        for row in attack_curve(
+            model,
+            [batch],
+            stage.plan,
+            stage.norm,
+            radii,
+            settings,
+            independent=stage.independent,
+            refine_steps=refine_steps,
+            source=source,
+            keep_images=keep_images,
+        ):
+            shown = row.fell and not any(other.index == row.index and other.fell for other in rows)
+            rows.append(row if shown else replace(row, image=None, adversarial=None))
+        if task.certified:
+            require_correct(rows)
+        return rows
+
+    def pack(rows: list[Attacked]) -> list[dict[str, Any]]:
+        return [row.to_json() for row in rows]
+
+    def unpack(rows: list[dict[str, Any]]) -> list[Attacked]:
+        return [Attacked.from_json(row) for row in rows]
+
+    portions = [(number, *part) for number, task in enumerate(tasks) for part in task.portions(batch_size)]
+    for (number, _, _), (new, rows) in zip(portions, team.deal(portions, find, known, pack, unpack), strict=False):
+        if new and file is not None:
+            file.write({**row, "task": number} for row in pack(rows))
+        yield number, rows
 
 
 def checked_batch(task: Task, count: int, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:

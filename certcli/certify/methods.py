@@ -13,6 +13,7 @@ from certcli.certify.certificate import Certificate, Certifier
 from certcli.checkpoint import Checkpoint
 from certcli.evaluation import RecordFile, Run
 from certcli.images import Images
+from certcli.processes import ALONE, Team
 from certcli.registry import Entry, Registry
 
 METHODS = Registry(
@@ -70,18 +71,31 @@ def run_of(certifier: Certifier, checkpoint: Checkpoint, images: Images) -> Run:
 
 
 def certify(
-    certifier: Certifier, images: Images, batch_size: int, file: RecordFile | None = None
+    certifier: Certifier, images: Images, batch_size: int, file: RecordFile | None = None, team: Team = ALONE
 ) -> Iterator[list[Certificate]]:
-    """Certificates in the order of the images, batch by batch; what `file` holds already is read, not found again."""
+    """Certificates in the order of the images, batch by batch; what `file` holds already is read, not found again.
+
+    A batch is one process's, whole: a network's last digits depend on how many images it is given. Only the leader is
+    handed certificates.
+    """
     step = certifier.at_once or batch_size
-    for start in range(0, len(images), step):
-        positions = list(range(start, min(start + step, len(images))))
-        indices = images.indices[positions].tolist()
-        earlier = file.take([(index,) for index in indices]) if file is not None else None
-        if earlier is not None:
-            yield [Certificate.from_json(row) for row in earlier]
-            continue
-        rows = certifier.batch(indices, images.fetch(positions), images.labels[positions].tolist())
-        if file is not None:
-            file.write(row.to_json() for row in rows)
+
+    def known(positions: list[int]) -> list[Certificate] | None:
+        earlier = file.take([(index,) for index in images.indices[positions].tolist()]) if file is not None else None
+        return None if earlier is None else [Certificate.from_json(row) for row in earlier]
+
+    def find(positions: list[int]) -> list[Certificate]:
+        indices, labels = images.indices[positions].tolist(), images.labels[positions].tolist()
+        return certifier.batch(indices, images.fetch(positions), labels)
+
+    def pack(rows: list[Certificate]) -> list[dict[str, Any]]:
+        return [row.to_json() for row in rows]
+
+    def unpack(rows: list[dict[str, Any]]) -> list[Certificate]:
+        return [Certificate.from_json(row) for row in rows]
+
+    batches = [list(range(start, min(start + step, len(images)))) for start in range(0, len(images), step)]
+    for new, rows in team.deal(batches, find, known, pack, unpack):
+        if new and file is not None:
+            file.write(pack(rows))
         yield rows

@@ -11,6 +11,7 @@ from certcli.cli.command import command
 from certcli.cli.groups import Machine, Output, Source, Talk
 from certcli.cli.output import Gate
 from certcli.errors import UsageError
+from certcli.processes import require_one, team
 
 if TYPE_CHECKING:
     from certcli.checkpoint import Checkpoint
@@ -33,8 +34,11 @@ def attack(
     """Share of the images that the attacks leave correctly classified: no certified accuracy can exceed it."""
     from certcli.attack.campaign import parameters_of, tasks_of
     from certcli.attack.certified import read_certified
+    from certcli.evaluation import digested
 
     results.check(chosen)
+    if results.keeps_images:
+        require_one("adversarial images are kept", "leave out --save-examples and --gallery, or torchrun")
     output.claim(source, wanted, chosen, results)
     sink, gate = talk.sink(), Gate()
     settings, stages = wanted.plan(chosen.seed, chosen.only_certified is not None)
@@ -43,7 +47,7 @@ def attack(
     certificates = None
     if chosen.only_certified is not None:
         certificates = read_certified(chosen.only_certified, checkpoint.digest)
-    images = chosen.images(checkpoint.record, sink)
+    images = digested(chosen.images(checkpoint.record, sink), team())
     drawn = [stage.with_draws(chosen.seed, checkpoint.record.classes, wanted.precision) for stage in stages]
     tasks = tasks_of(drawn, images, certificates)
     told = {
@@ -53,7 +57,10 @@ def attack(
         "refine": wanted.refine,
     }
     session = attacked.Session(checkpoint, images, tasks, settings, certificates, machine, told, sink)
-    findings, found = session.run(crafted_on, results, output.force, wanted.checks)
+    outcome = session.run(crafted_on, results, output.force, wanted.checks)
+    if outcome is None:
+        return
+    findings, found = outcome
     document = session.document(findings)
     attacked.gate_of(findings, results.minimum, gate)
     sink.document(document, gate)

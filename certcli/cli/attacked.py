@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from certcli.cli.groups import Machine
 from certcli.cli.output import Gate, Sink, percent
 from certcli.errors import CertvitError, GateError
+from certcli.processes import team
 
 if TYPE_CHECKING:
     from certcli.attack.campaign import Task
@@ -47,18 +48,24 @@ class Session:
 
     def run(
         self, crafted_on: Checkpoint | None, results: Results, force: bool, checks: bool
-    ) -> tuple[Findings, dict[int, list[Attacked]]]:
-        """The findings, and the records by number of the task; written to `--records` as they are found."""
+    ) -> tuple[Findings, dict[int, list[Attacked]]] | None:
+        """The findings, and the records by number of the task; written to `--records` as they are found. None for a process
+        that leads no others: what it found is theirs.
+        """
         from certcli.attack.campaign import RECORD_KEYS, run_of, run_tasks
         from certcli.attack.checks import raised
         from certcli.attack.findings import findings_of, inspect
         from certcli.evaluation import RecordFile
 
         batch_size = self.machine.batch_size
-        run = run_of(self.tasks, self.settings, batch_size, self.checkpoint.digest, self.images, **self.told)
         model = self.load(self.checkpoint)
         crafter = None if crafted_on is None else self.load(crafted_on)
         found: dict[int, list[Attacked]] = {}
+        spent = (self.tasks, self.settings, batch_size)
+        if not team().leads:
+            list(run_tasks(model, *spent, source=crafter, refine_steps=self.told["refine"], team=team()))
+            return None
+        run = run_of(*spent, self.checkpoint.digest, self.images, **self.told)
         with RecordFile(results.records, run, self.images, RECORD_KEYS, resume=results.resume, force=force) as file:
             if results.resume:
                 self.sink.note(f"{results.records} holds {file.earlier} records of this run")
@@ -68,13 +75,12 @@ class Session:
             with self.sink.progress("attack", total=sum(map(len, self.tasks))) as bar:
                 for number, rows in run_tasks(
                     model,
-                    self.tasks,
-                    self.settings,
-                    batch_size,
+                    *spent,
                     source=crafter,
                     refine_steps=self.told["refine"],
                     keep_images=results.keeps_images,
                     file=file,
+                    team=team(),
                 ):
                     found.setdefault(number, []).extend(rows)
                     bar.advance(len(rows))

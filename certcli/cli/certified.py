@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.output import Gate, Sink, percent
 from certcli.errors import DataError, GateError, UsageError
+from certcli.processes import team
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -149,21 +150,24 @@ def run(
     resume: bool,
     force: bool,
     sink: Sink,
-) -> Result:
-    """All certificates of one method, shown as a bar and written as they are found."""
+) -> Result | None:
+    """All certificates of one method, shown as a bar and written as they are found; None where another process leads."""
     from certcli.certify.certificate import certified_accuracy
     from certcli.certify.methods import certify, prepare, run_of
     from certcli.evaluation import RecordFile
 
     certifier = prepare(method, checkpoint, machine.pick(), given)
     _require_reach(certifier, radii, sink)
+    if not team().leads:
+        list(certify(certifier, images, machine.batch_size, team=team()))
+        return None
     rows: list[Certificate] = []
     with RecordFile(records, run_of(certifier, checkpoint, images), images, resume=resume, force=force) as file:
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
         started, earlier = time.perf_counter(), file.earlier
         with sink.progress(f"certify ({method})", total=len(images)) as bar:
-            for batch in certify(certifier, images, machine.batch_size, file):
+            for batch in certify(certifier, images, machine.batch_size, file, team()):
                 rows += batch
                 bar.advance(len(batch))
     found = certified_accuracy(rows, radii)

@@ -11,6 +11,7 @@ from certcli.cli.command import command, group
 from certcli.cli.groups import Evaluation, Machine, Output, Source, Talk
 from certcli.cli.local_options import Local
 from certcli.cli.output import Gate
+from certcli.processes import require_one, team
 
 
 @group()
@@ -112,8 +113,10 @@ def certify(
     """Share of the images that are classified correctly, certified, within each pixel l2 radius."""
     from certcli.cli import certified, certified_view, pages, rechecked
     from certcli.errors import NoBoundError
+    from certcli.evaluation import digested
 
     if wanted.verify is not None or wanted.sample is not None:
+        require_one("records are verified", "certvit certify ... --verify, without torchrun")
         asked = rechecked.Asked(wanted.verify, wanted.sample, wanted.methods, noise.denoiser)
         asked.require_alone(
             records=wanted.records, plot=wanted.plot, html=wanted.html, attack_records=wanted.attack_records
@@ -125,10 +128,12 @@ def certify(
     demand, radii = certified.demand(wanted.minimum, wanted.epsilon)
     certified.require_methods(wanted.methods, wanted.records)
     local.require(wanted.methods)
+    if certified.AUTO in wanted.methods or noise.sigma == certified.AUTO:
+        require_one("auto chooses by trying", "certvit certify ... --limit 50 says what it chooses; name that")
     output.claim(source, wanted, noise, data)
     sink = talk.sink()
     checkpoint = source.open(sink)
-    images = data.images(checkpoint.record, sink)
+    images = digested(data.images(checkpoint.record, sink), team())
     attacked = certified.attacked_shares(wanted.attack_records, checkpoint.digest, images, local.norm)
     given = {
         **noise.given(),
@@ -148,11 +153,13 @@ def certify(
                 method, checkpoint, images, given, machine, radii, records, resume, output.force, sink
             )
         except NoBoundError as failure:
-            if not results:  # gate and document speak of the first: no other may stand in its place
+            if method == methods[0]:  # gate and document speak of the first: no other may stand in its place
                 raise
             sink.warn(f"{method} is left out: {failure.message}")
         else:
-            results.append(found)
+            results += [found] if found is not None else []
+    if not results:  # a process that leads no others
+        return
     first = results[0]
     demand.ask(first.found, gate)
     document = certified_view.document(results, reason, checkpoint.digest, images)

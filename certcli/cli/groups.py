@@ -11,6 +11,7 @@ import typer
 from certcli.cli import inputs, options
 from certcli.cli.command import group, marked
 from certcli.cli.output import Sink
+from certcli.processes import team
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +99,7 @@ class Output:
 
     def claim(self, *groups: object) -> None:
         """Before any work: refuse what these groups and -o must not write, or what they read as well."""
-        self._outputs(groups).check()
+        self._check(self._outputs(groups))
 
     def target(self, command: str, source: str, *groups: object, last: bool = False, state: str | None = None) -> Path:
         """The same for a command that makes a checkpoint: -o, or <stem>.<command>.safetensors beside the source.
@@ -113,8 +114,12 @@ class Output:
             outputs.writes("-o, the last epoch's file", beside(path, "last"))
         if state is not None:
             outputs.keeps_state(beside(path, "state"), state)
-        outputs.check()
+        self._check(outputs)
         return path
+
+    def _check(self, outputs: Outputs) -> None:
+        if team().leads:  # another process would find what the leader has begun to write
+            outputs.check()
 
     def _outputs(self, groups: tuple[object, ...]) -> Outputs:
         from certcli.outputs import Outputs

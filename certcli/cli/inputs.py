@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.errors import DataError, UsageError
+from certcli.processes import local_rank, team
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +21,16 @@ if TYPE_CHECKING:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` takes CUDA, then Apple's GPU, then the CPU; UsageError for a device that is not there."""
+    """`auto` takes CUDA where there is one, else the CPU; of several processes each takes the GPU of its number.
+
+    UsageError for a device that is not there.
+    """
     import torch
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and team().several:
+        name = f"cuda:{local_rank()}"
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)

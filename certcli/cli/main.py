@@ -14,6 +14,7 @@ from certcli.cli import adapt, attack, audit, certify, constrain, finetune, init
 from certcli.cli.output import Sink, plain
 from certcli.cli.streams import Interrupts, guarded
 from certcli.errors import CertvitError, Interrupted, UsageError
+from certcli.processes import ALONE, Ended, Team, require_one, team
 
 app = typer.Typer(
     name="certvit",
@@ -30,8 +31,11 @@ def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., Non
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         Sink.command = name
+        if name not in SPLIT:
+            require_one(f"{name} runs", f"certvit {name} without torchrun; {', '.join(SPLIT)} run with it")
         try:
             command(*args, **kwargs)
+            team().finish()
         except KeyboardInterrupt as stop:
             hint = "nothing half-written was left; adapt, finetune, certify and attack go on with --resume"
             raise Interrupted("interrupted", hint) from stop
@@ -39,6 +43,8 @@ def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., Non
     return wrapped
 
 
+SPLIT = ("certify", "attack")
+"""Commands that several processes share."""
 COMMANDS: dict[str, Callable[..., None]] = {
     "init": init.init,
     "adapt": adapt.adapt,
@@ -78,8 +84,8 @@ def run(started: float | None = None) -> None:
 
     started: when the process began, on the clock of `time.perf_counter`.
     """
-    Sink.concluded, Sink.started = False, started
-    with guarded() as out, Interrupts() as interrupts:
+    Sink.concluded, Sink.started, Sink.silent = False, started, not _others().leads
+    with guarded() as out, Interrupts(terminated=_others().several) as interrupts:
         code = _run(interrupts)
         out.flush()
         if out.failure and code == 0:
@@ -96,6 +102,8 @@ def _run(interrupts: Interrupts) -> int:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         return _report("interrupted", "", Interrupted.code)
+    except Ended as end:
+        return _others().fail(end.code) or end.code
     except CertvitError as failure:
         return _report(failure.message, failure.hint, failure.code)
     except MemoryError:
@@ -125,10 +133,24 @@ def _usage(failure: Any) -> int:
     return _report(message[:1].lower() + message[1:], f"{words} --help", UsageError.code)
 
 
+def _others() -> Team:
+    """This process and the others; alone where the environment is not understood, which the command then says."""
+    try:
+        return team()
+    except UsageError:
+        return ALONE
+
+
 def _report(message: str, hint: str, code: int) -> int:
+    """The one line, unless another process of the command has said why it failed; the exit code."""
+    ended = _others().fail(code)
+    if ended is not None:
+        return ended
     if "--json" in sys.argv and not Sink.concluded:
         sys.stdout.write(json.dumps({"error": message, "hint": hint, "code": code}) + "\n")
     sys.stderr.write(plain(f"certvit: {message}" + (f"\n  hint: {hint}" if hint else "")) + "\n")
+    sys.stderr.flush()
+    _others().said()
     return code
 
 

@@ -68,6 +68,8 @@ class Sink:
     """
 
     concluded = False
+    silent = False
+    """In a process that leads no others: nothing is said."""
     command = ""
     started: float | None = None
 
@@ -75,8 +77,8 @@ class Sink:
         self.as_json = as_json
         self.quiet = quiet
         self._begun = False  # something is on stdout: a table stands apart from it
-        self._out = Console(file=sys.stdout, highlight=False, width=_width())
-        self._err = Console(file=sys.stderr, highlight=False)
+        self._out = Console(file=sys.stdout, highlight=False, width=_width(), quiet=Sink.silent)
+        self._err = Console(file=sys.stderr, highlight=False, quiet=Sink.silent)
         Sink.concluded = False
         self._network: Mapping[str, Any] | None = None
 
@@ -95,7 +97,7 @@ class Sink:
 
     def record(self, data: Mapping[str, Any]) -> None:
         """One JSON line of several."""
-        if self.as_json:
+        if self.as_json and not Sink.silent:
             sys.stdout.write(json.dumps(data, sort_keys=True) + "\n")
             sys.stdout.flush()
 
@@ -145,7 +147,7 @@ class Sink:
     @contextmanager
     def progress(self, label: str, total: int | None) -> Iterator["Bar"]:
         """A bar with time left on stderr; silent with --quiet or when stderr is not a terminal."""
-        silent = self.quiet or not sys.stderr.isatty()
+        silent = self.quiet or Sink.silent or not sys.stderr.isatty()
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),

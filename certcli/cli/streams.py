@@ -68,21 +68,28 @@ def guarded() -> Iterator[Guarded]:
 
 
 class Interrupts:
-    """Whether Ctrl-C was pressed: an import that it breaks off may raise anything but KeyboardInterrupt."""
+    """Whether Ctrl-C was pressed: an import that it breaks off may raise anything but KeyboardInterrupt.
 
-    def __init__(self) -> None:
+    terminated: SIGTERM means the same, as torchrun sends it to the others when one of several processes has ended.
+    """
+
+    def __init__(self, terminated: bool = False) -> None:
         self.seen = False
+        self._usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
+        self._usual |= {signal.SIGTERM: signal.SIG_DFL} if terminated else {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupts":
-        self._before = signal.getsignal(signal.SIGINT)
-        if self._before is signal.default_int_handler:  # not where a shell has told us to ignore it
-            with contextlib.suppress(ValueError):  # not the main thread
-                signal.signal(signal.SIGINT, self._handle)
+        for number, usual in self._usual.items():
+            if signal.getsignal(number) is usual:  # not where a shell has told us to ignore it
+                with contextlib.suppress(ValueError):  # not the main thread
+                    signal.signal(number, self._handle)
+                    self._before[number] = usual
         return self
 
     def __exit__(self, *_: object) -> None:
-        if signal.getsignal(signal.SIGINT) == self._handle:
-            signal.signal(signal.SIGINT, self._before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
     def _handle(self, number: int, frame: Any) -> None:
         self.seen = True

@@ -1,0 +1,147 @@
+"""Several processes find what one finds, byte for byte, and end as one: two of gloo under torchrun, and teams of threads."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as distributed
+from typer.testing import CliRunner
+
+from certcli.cli.main import app
+from certcli.errors import UsageError
+from certcli.processes import ALONE, Ended, Team
+
+CERTIFY = ["certify", "certified.safetensors", "--batch-size", "32", "-e", "0.1"]
+SMOOTHING = [*CERTIFY, "--method", "smoothing", "--limit", "9", "-n", "100", "--n0", "20", "--sigma", "0.1"]
+ATTACK = ["attack", "plain.safetensors", "-a", "pgd-3", "-a", "margin-pgd-3", "-e", "0.3", "-e", "1", "--limit", "90"]
+ATTACK += ["--batch-size", "20"]
+RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "attack": ATTACK}
+"""Commands by the name of their file of records."""
+
+
+def together(size: int, work: Callable[[Team], Any]) -> list[Any]:
+    """What `work` returns, or raises, in each of `size` threads that are a team."""
+    store, found = distributed.HashStore(), [None] * size
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = work(Team(rank, size, store))
+        except Exception as failure:
+            found[rank] = failure  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "pieces", "stored"), [(1, 5, 2), (2, 7, 0), (3, 20, 6), (3, 2, 0), (2, 3, 3), (2, 0, 0)]
+)
+def test_pieces_come_back_in_order_each_found_once(size: int, pieces: int, stored: int) -> None:
+    found: list[int] = []
+
+    def find(piece: int) -> list[int]:
+        found.append(piece)
+        return [piece * piece]
+
+    def work(team: Team) -> list[tuple[bool, list[int]]]:
+        first = list(team.deal(range(pieces), find, lambda piece: [piece * piece] if piece < stored else None))
+        assert team.agree(lambda: ["said", 1.5]) == ["said", 1.5]
+        second = list(team.deal(range(3), lambda piece: [-piece]))  # another turn meets nothing of the first
+        team.finish()
+        return first + second
+
+    leader, *others = together(size, work)
+    assert leader == [(n >= stored, [n * n]) for n in range(pieces)] + [(True, [-n]) for n in range(3)]
+    assert others == [[]] * (size - 1)
+    assert sorted(found) == list(range(stored, pieces))
+
+
+def test_the_first_to_fail_speaks_and_all_end_with_its_code() -> None:
+    def work(team: Team) -> int | None:
+        if team.rank == 1:
+            code = team.fail(6)
+            team.said()
+            return code
+        try:
+            list(team.deal(range(10**6), lambda piece: piece))
+        except Ended as end:
+            return team.fail(end.code)
+        return None
+
+    assert together(3, work) == [6, None, 6]
+    assert ALONE.fail(6) is None
+    with pytest.raises(UsageError):
+        Team(2, 2)
+
+
+@pytest.fixture(scope="module")
+def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """Folders in which one process and two did the same, and what the two said on stderr."""
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    for folder in (one, two):
+        for name in ("plain", "certified"):
+            (folder / f"{name}.safetensors").symlink_to(workshop / f"{name}.safetensors")
+    alone = CliRunner()
+
+    def do(words: list[str]) -> None:
+        done = alone.invoke(app, words)
+        assert done.exit_code == 0, (words, done.output, done.exception)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(one)
+        do([*CERTIFY, "--records", "certify.jsonl"])
+        begun = (one / "certify.jsonl").read_bytes().splitlines(keepends=True)
+        (two / "resumed.jsonl").write_bytes(b"".join(begun[:50]) + begun[50][:20])  # interrupted in the midst of a line
+        plan = [
+            *([*words, "--records", f"{name}.jsonl", "-q"] for name, words in RECORDS.items()),
+            [*CERTIFY, "--records", "resumed.jsonl", "--resume", "-q"],
+            ["FAIL", *CERTIFY, "--records", "failed.jsonl", "-q", "--json"],
+        ]
+        (two / "plan.json").write_text(json.dumps(plan))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        script = Path(__file__).with_name("several.py")
+        with (two / "stdout").open("w") as out, (two / "stderr").open("w") as err:
+            running = subprocess.Popen([*torchrun, script, "plan.json", "."], cwd=two, stdout=out, stderr=err)
+            for name in ("smoothing", "attack"):
+                do([*RECORDS[name], "--records", f"{name}.jsonl", "-q"])
+            running.wait(timeout=120)
+    return one, two, (two / "stderr").read_text()
+
+
+def test_two_processes_write_the_bytes_of_one(both: tuple[Path, Path, str]) -> None:
+    one, two, said = both
+    for rank in (0, 1):
+        codes = json.loads((two / f"codes.{rank}.json").read_text())
+        assert codes == [0, 0, 0, 0, 6], said
+    for name in RECORDS:
+        texts = [(folder / f"{name}.jsonl").read_text() for folder in (one, two)]
+        if name == "smoothing":  # what an image took is not what was found
+            texts = [re.sub(r', "seconds": [0-9.e-]+', "", text) for text in texts]
+        assert texts[0] == texts[1], name
+    assert (two / "resumed.jsonl").read_bytes() == (one / "certify.jsonl").read_bytes()
+
+
+def test_two_processes_speak_once(both: tuple[Path, Path, str]) -> None:
+    _, two, said = both
+    assert said.count("image 7 is broken") == 1
+    *results, failure = (two / "stdout").read_text().strip().splitlines()
+    assert json.loads(failure) == {"error": "image 7 is broken", "hint": "remove it", "code": 6}
+    assert sum("average radius" in line for line in results) == 3
+
+
+def test_what_was_found_before_a_failure_is_gone_on_with(both: tuple[Path, Path, str], monkeypatch: Any) -> None:
+    one, two, _ = both
+    monkeypatch.chdir(two)
+    done = CliRunner().invoke(app, [*CERTIFY, "--records", "failed.jsonl", "--resume"])
+    assert done.exit_code == 0, done.output
+    assert Path("failed.jsonl").read_bytes() == (one / "certify.jsonl").read_bytes()
