@@ -14,27 +14,15 @@ Of two entries that `MaxMin` joins, each counts as moving if one does. Everythin
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from certcli.enclosure.rounding import TINY, gamma, norm2, up
-from certcli.engine.replay import replayed
-from certcli.engine.table import NoRule, RuleTable
-from certcli.engine.tracer import Untraceable
-from certcli.engine.walk import Call, Constant, Domain, walk
-from certcli.errors import NoBoundError
-from certcli.lipschitz.convolution import conv_norm
-from certcli.lipschitz.spectral import spectral_norm, spectral_norms
-from certcli.models import PixelNormalize
-from certcli.nn.activations import MaxMin
-
-Run = Callable[[Tensor, Tensor], Tensor]
-rules = RuleTable("sequential")
+from certcli.lipschitz.arithmetic import RigorousArithmetic
+from certcli.lipschitz.chain import Activation, Map, Run, read_chain
+from certcli.lipschitz.spectral import spectral_norms
 
 
 @dataclass(frozen=True)
@@ -51,115 +39,12 @@ class Affine:
     terms: int
     matrix: bool = False
 
-
-@dataclass(frozen=True)
-class Activation:
-    """apply: monotone, of slope at most 1 in each entry and 1 in l2. pairs: whether it joins the halves of the last axis."""
-
-    apply: Callable[[Tensor], Tensor]
-    pairs: bool = False
-
-    def joined(self, x: Tensor) -> Tensor:
-        """The larger one of the entries that are joined, at both places."""
-        if not self.pairs:
-            return x
-        first, second = x.chunk(2, dim=-1)
-        larger = torch.maximum(first, second)
-        return torch.cat([larger, larger], dim=-1)
-
-
-@dataclass(frozen=True)
-class Flatten:
-    """(b, c, h, w) -> (b, c h w)."""
-
-
-Step = Affine | Activation | Flatten
-Chain = tuple[Step, ...]
-
-
-@rules.module(nn.Identity, nn.Dropout)
-def nothing(shape: Any, module: nn.Module, x: Chain) -> Chain:
-    return x
-
-
-@rules.module(PixelNormalize)
-def pixels(shape: Any, module: PixelNormalize, x: Chain) -> Chain:
-    """(x - mean) / std, the weight being std: an entry of the result is one rounded quotient."""
-    mean, std = module.mean.double(), module.std.double()
-    norm = float(up(1 / std.abs().min(), 1))
-    return (*x, Affine(std, -mean / std, lambda t, weight: t / weight, norm, 2))
-
-
-@rules.module(nn.Linear)
-def linear(shape: Any, module: nn.Linear, x: Chain) -> Chain:
-    if len(shape.shape) != 2:
-        raise NoRule("a linear layer on something other than one vector an image")
-    weight = module.weight.detach()
-    bias = None if module.bias is None else module.bias.detach()
-    return (*x, Affine(weight, bias, F.linear, spectral_norm(weight), weight.shape[1], matrix=True))
-
-
-@rules.module(nn.Conv2d, when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str))
-def convolution(shape: Any, module: nn.Conv2d, x: Chain) -> Chain:
-    size = shape.node.args[0].meta["shape"]
-    if len(size) != 4:
-        raise NoRule("a convolution of something other than (b, c, h, w)")
-    weight = module.weight.detach()
-    geometry: dict[str, Any] = {
-        "stride": module.stride, "padding": module.padding, "dilation": module.dilation, "groups": module.groups
-    }  # fmt: skip
-    norm = conv_norm(weight, input_size=size[2:], **geometry)
-    bias = None if module.bias is None else module.bias.detach().view(-1, 1, 1)
-    return (*x, Affine(weight, bias, lambda t, w: F.conv2d(t, w, None, **geometry), norm, weight[0].numel()))
-
-
-@rules.module(nn.ReLU)
-@rules.function(torch.relu, F.relu)
-def relu(shape: Any, *arguments: Any, inplace: bool = False) -> Chain:
-    return (*_chain(arguments), Activation(torch.relu))
-
-
-@rules.module(nn.ReLU6, nn.Hardtanh, when=lambda module: module.min_val < module.max_val)
-def clipped(shape: Any, module: nn.Hardtanh, x: Chain) -> Chain:
-    low, high = float(module.min_val), float(module.max_val)
-    return (*x, Activation(lambda t: t.clamp(low, high)))
-
-
-@rules.module(MaxMin)
-def maxmin(shape: Any, module: MaxMin, x: Chain) -> Chain:
-    return (*x, Activation(module.forward, pairs=True))
-
-
-@rules.module(nn.Flatten, when=lambda module: module.start_dim == 1 and module.end_dim == -1)
-@rules.method("flatten")
-@rules.function(torch.flatten)
-def flatten(shape: Any, *arguments: Any, start_dim: int = 0, end_dim: int = -1) -> Chain:
-    if isinstance(arguments[0], nn.Module):
-        return (*_chain(arguments), Flatten())
-    value, *rest = arguments
-    if [*rest, start_dim][0] != 1 or end_dim != -1 or len(rest) > 1:
-        raise NoRule("a flattening of something other than an image's entries")
-    return (*_chain((value,)), Flatten())
-
-
-def _chain(arguments: tuple[Any, ...]) -> Chain:
-    """The tensor that a rule is about, for modules (which come first) and functions alike."""
-    value = arguments[1] if isinstance(arguments[0], nn.Module) else arguments[0]
-    if isinstance(value, Constant) or not isinstance(value, tuple):
-        raise NoRule("something other than the tensor before it")
-    return value
-
-
-class _Sequence(Domain):
-    """The steps from the image to each tensor. Two branches cannot meet: no rule takes two of them."""
-
-    rules = rules
-
-    def image(self, shape: tuple[int, ...]) -> Chain:
-        return ()
-
-    def context(self, call: Call) -> Call:
-        return call
+    @classmethod
+    def of(cls, step: Map) -> "Affine":
+        """The map with its weights of now and a proven norm."""
+        norm = float(step.norm(RigorousArithmetic()))
+        bias = None if step.bias is None else step.bias.detach()
+        return cls(step.weight.detach(), bias, step.run, norm, step.terms, step.matrix)
 
 
 @dataclass(frozen=True)
@@ -191,23 +76,9 @@ class SequentialNetwork:
     """A network that is a chain, read from its trace. NoBoundError names what it has that a chain has not."""
 
     def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
-        try:
-            with replayed(model, size, rules) as traced:
-                steps: Chain = walk(traced, _Sequence())
-        except (NoRule, Untraceable) as reason:
-            hint = "chains of Conv2d, Linear, ReLU and MaxMin are; --method local takes other small networks"
-            raise NoBoundError(f"the network is no chain: {reason}", hint) from reason
-        last = steps[-1] if steps else None
-        if not isinstance(last, Affine) or not last.matrix:
-            raise NoBoundError("the network does not end in a linear layer", "--method lipschitz")
-        before: Step | None = None
-        for step in steps:
-            if isinstance(step, Activation) and not isinstance(before, Affine):
-                raise NoBoundError(
-                    "the network has an activation without a linear layer before it", "--method lipschitz"
-                )
-            before = before if isinstance(step, Flatten) else step
-        self.body, self.last = steps[:-1], last
+        body, last = read_chain(model, size)
+        self.body = tuple(Affine.of(step) if isinstance(step, Map) else step for step in body)
+        self.last = Affine.of(last)
 
     def values(self, pixels: Tensor) -> Values:
         """Every affine step at these images, (b, c, h, w) float64."""

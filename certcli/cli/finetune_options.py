@@ -18,7 +18,10 @@ class Objective:
     """What is to be learned."""
 
     loss: Annotated[
-        str, typer.Option(help="ce, or of certified training: margin, gloro, lmt, emma, trades, hinge-kr.")
+        str,
+        typer.Option(
+            help="ce, or of certified training: margin, gloro, lmt, emma, trades, hinge-kr; of chains: bcp, local-lip."
+        ),
     ] = "margin"
     epsilon: Annotated[
         float,

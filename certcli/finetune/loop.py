@@ -21,7 +21,8 @@ from certcli.errors import CheckpointError, DataError, NoBoundError, one_line
 from certcli.finetune.budget import Costs, affordable_steps, measure_steps
 from certcli.finetune.ema import Average
 from certcli.finetune.evaluate import Quality, evaluate
-from certcli.finetune.losses import NEEDS_BOUND
+from certcli.finetune.losses import CHAIN, NEEDS_BOUND
+from certcli.finetune.losses.chain import ChainBound
 from certcli.finetune.objective import Objective, checkpoint_activations
 from certcli.finetune.optimisers import Rates, make_optimisers
 from certcli.finetune.settings import FinetuneSettings
@@ -96,7 +97,9 @@ class Trainer:
             checkpoint_activations(model.net)
         self.optimisers = make_optimisers(model, self.orthogonal, settings)
         self.rates = Rates(self.optimisers, settings)
-        self.objective = Objective(model, settings, self.generator, teacher, classes)
+        drop = settings.loss == "local-lip"
+        self.chain = ChainBound(model, lambda: self.arithmetic, drop=drop) if settings.loss in CHAIN else None
+        self.objective = Objective(model, settings, self.generator, teacher, classes, self.chain)
         self.descent = Descent(model, settings, self.objective, self.optimisers, self.pairs)
         self.average = Average(model.net, settings.ema) if settings.ema > 0 else None
         self.best_net = self._net_state()
@@ -206,16 +209,20 @@ class Trainer:
         batch = max(self.settings.batch_size, 256)
         with torch.no_grad():
             if self.average is None:
-                pairs = self.pairs()
-                quality = evaluate(self.model, pairs, images, self.settings.epsilon, batch, self.device)
-                return quality, self._net_state()
+                return self._quality(images, batch), self._net_state()
             with self.average.applied(self.model.net, self.orthogonal):
                 live, self.arithmetic = self.arithmetic, self._arithmetic(AVERAGE_ITERATIONS)
                 self.arithmetic.vectors = dict(live.vectors)
-                pairs = self.pairs()
-                self.arithmetic = live
-                quality = evaluate(self.model, pairs, images, self.settings.epsilon, batch, self.device)
-                return quality, self._net_state()
+                try:
+                    return self._quality(images, batch), self._net_state()
+                finally:
+                    self.arithmetic = live
+
+    def _quality(self, images: Images, batch: int) -> Quality:
+        """By the estimate that the loss reads."""
+        chain, epsilon = self.chain, self.settings.epsilon
+        gains = None if chain is None else lambda pixels, labels: chain.gains(pixels, epsilon)(labels)
+        return evaluate(self.model, self.pairs(), images, epsilon, batch, self.device, gains)
 
     def last_net(self) -> dict[str, Tensor]:
         """The weights as they stand now: the average, where one is kept."""

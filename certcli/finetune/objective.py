@@ -12,6 +12,7 @@ from certcli.errors import ArchitectureError, UsageError
 from certcli.finetune.adversarial import Adversary
 from certcli.finetune.augment import Mix, augment, mix
 from certcli.finetune.losses import LOSSES
+from certcli.finetune.losses.chain import ChainBound
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images import Images
 from certcli.models import PixelModel
@@ -29,7 +30,10 @@ class Batch:
 
 
 class Objective:
-    """The loss of a batch, from the pair constants. Draws only from `generator`, so that a run can be gone on with."""
+    """The loss of a batch, from the pair constants. Draws only from `generator`, so that a run can be gone on with.
+
+    chain: for the losses that follow each image's neighbourhood through a chain of layers.
+    """
 
     def __init__(
         self,
@@ -38,8 +42,10 @@ class Objective:
         generator: Generator,
         teacher: PixelModel | None,
         classes: int,
+        chain: ChainBound | None = None,
     ) -> None:
         self.model, self.settings, self.generator, self.teacher = model, settings, generator, teacher
+        self.chain = chain
         self.device = next(model.parameters()).device
         self.loss: Callable[..., Tensor] = LOSSES.load(settings.loss)
         self.adversary = None if settings.adversarial == "none" else Adversary(model, settings, generator)
@@ -98,11 +104,15 @@ class Objective:
         settings = self.settings
         beside = settings.adversarial == "trades"
         moved = batch.adversarial
-        logits = self.forward(batch.images if moved is None or beside else moved)
-        constants = pairs()
-        loss = self._mixed(
-            batch, lambda labels: self.loss(logits, labels, constants, epsilon, settings.label_smoothing)
-        )
+        images = batch.images if moved is None or beside else moved
+        logits = self.forward(images)
+        if self.chain is None:
+            constants = pairs()
+            loss = self._mixed(
+                batch, lambda labels: self.loss(logits, labels, constants, epsilon, settings.label_smoothing)
+            )
+        else:
+            loss = self._through_chain(self.chain, batch, images, logits, epsilon)
         if beside and moved is not None:
             loss = loss + settings.trades_beta / len(logits) * _divergence(self.forward(moved), logits)
         if batch.taught is not None:
@@ -110,6 +120,16 @@ class Objective:
             apart = _divergence(logits / heat, batch.taught / heat) / len(logits)
             loss = (1 - weight) * loss + weight * heat**2 * apart
         return loss
+
+    def _through_chain(self, chain: ChainBound, batch: Batch, images: Tensor, logits: Tensor, epsilon: float) -> Tensor:
+        """a CE(z) + (1 - a) CE(worst logits) where a falls to 0 as the radius rises to its end, as in the papers' code."""
+        slopes, smoothing = chain.slopes(images, epsilon), self.settings.label_smoothing
+        worst = self._mixed(batch, lambda labels: self.loss(logits, labels, slopes(labels), epsilon, smoothing))
+        share = 1.0 if self.settings.epsilon == 0 else epsilon / self.settings.epsilon
+        if share == 1:
+            return worst
+        plain = self._mixed(batch, lambda labels: cross_entropy(logits, labels, label_smoothing=smoothing))
+        return share * worst + (1 - share) * plain
 
     @staticmethod
     def _mixed(batch: Batch, loss: Callable[[Tensor], Tensor]) -> Tensor:

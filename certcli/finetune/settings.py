@@ -77,7 +77,8 @@ SWITCHES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """epsilon: pixel l2 radius of the losses that read the bound; it ramps from 20 % over the first `ramp` of the steps.
+    """epsilon: pixel l2 radius of the losses that read the bound; it ramps from 20 % (0 for those through a
+    chain) over the first `ramp` of the steps.
 
     lr: of AdamW / SGD (with `stiefel`: of biases, residual weights and head); stiefel_lr: of the orthogonal matrices.
     steps: optimiser steps in all, in place of `epochs`. One step reads accumulate x batch_size images. teacher: digest

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from certcli.errors import CertvitError
+from certcli.finetune.losses import CHAIN
 from certcli.finetune.objective import Batch, Objective
 from certcli.finetune.penalties import SpectralPenalty
 from certcli.finetune.projections import WeightProjection
@@ -14,6 +15,9 @@ from certcli.finetune.sam import climbed
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images import Images
 from certcli.models import PixelModel
+
+START = 0.2
+"""Of the radius, where the ramp begins. Losses through a chain begin at 0 with cross entropy alone, as published."""
 
 
 class Diverged(CertvitError):
@@ -53,7 +57,7 @@ class Descent:
         """The mean loss at these images, whose gradient has then been followed. Diverged when it is not finite."""
         settings = self.settings
         with _own_randomness(settings.seed, number, self.objective.device):
-            epsilon = settings.epsilon * _ramp(settings.ramp, share)
+            epsilon = settings.epsilon * _ramp(settings.ramp, share, 0.0 if settings.loss in CHAIN else START)
             batches = [self.objective.prepare(train, part, share) for part in positions.split(settings.batch_size)]
             loss = self._gradient(batches, epsilon, where)
             if settings.sam > 0:
@@ -116,8 +120,8 @@ class Descent:
             self.scaler.load_state_dict({name: value.item() for name, value in parts["scaler"].items()})
 
 
-def _ramp(ramp: float, share: float) -> float:
-    return 1.0 if ramp == 0 else min(1.0, 0.2 + 0.8 * share / ramp)
+def _ramp(ramp: float, share: float, start: float) -> float:
+    return 1.0 if ramp == 0 else min(1.0, start + (1 - start) * share / ramp)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""Losses by name. Each maps (logits (b, k), labels (b,), pair constants (k, k), epsilon, smoothing) to a scalar."""
+"""Losses by name. Each maps (logits (b, k), labels (b,), pair constants (k, k), epsilon, smoothing) to a scalar.
+
+Those of CHAIN take slopes (b, k) of the images at hand in place of pair constants of the network.
+"""
 
 from certcli.registry import Entry, Registry
 
@@ -38,7 +41,22 @@ LOSSES = Registry(
         "hinge at the radius of every pair, plus the Kantorovich-Rubinstein term",
         "Serrurier et al. 2021",
     ),
+    Entry(
+        "bcp",
+        "certcli.finetune.losses.chain:worst_logits",
+        "cross entropy of the worst logits in a box and a ball carried through a chain of layers",
+        "Lee, Lee & Park 2020",
+    ),
+    Entry(
+        "local-lip",
+        "certcli.finetune.losses.chain:worst_logits",
+        "the same with units that are constant near the image left out of linear layers' norms",
+        "Huang et al. 2021",
+    ),
 )
 
-NEEDS_BOUND = frozenset(LOSSES.names()) - {"ce"}
+CHAIN = frozenset({"bcp", "local-lip"})
+"""Losses that follow a neighbourhood of each image through a chain of layers."""
+
+NEEDS_BOUND = frozenset(LOSSES.names()) - {"ce"} - CHAIN
 """Losses that read the pair constants."""

@@ -1,0 +1,169 @@
+"""BCP and Local-Lip in training: how much other logits gain on the label's, image by image, in a chain of layers.
+
+A box (lo, hi) and a ball rho are carried from layer to layer as `certify.sequential` carries them for certificates, and the
+worst case is sought in their intersection. Here nothing is rounded and norms are power iterations with gradients: what is
+found approaches the certificate's numbers from below. It is minimised, never shown.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from certcli.finetune.losses.worst_case import shifted
+from certcli.lipschitz.arithmetic import TrainableArithmetic
+from certcli.lipschitz.chain import Activation, Map, read_chain
+from certcli.models import PixelModel
+
+ITERATIONS = 4
+"""Power iterations on each image's own rows and columns, from the vectors of the whole matrix."""
+_HALVINGS = 14
+_LEAST = 1e-12
+
+
+def worst_logits(logits: Tensor, labels: Tensor, slopes: Tensor, epsilon: float, smoothing: float) -> Tensor:
+    """Cross entropy of z_j + epsilon s_j, s_j the most that z_j - z_y gains, over epsilon: (b, k), (b,), (b, k) -> ().
+
+    Sources: Lee, Lee & Park 2020 (BCP); Huang et al. 2021 (Local-Lip), whose network clips at learnt thresholds.
+    """
+    return functional.cross_entropy(shifted(logits, epsilon * slopes.double()), labels, label_smoothing=smoothing)
+
+
+@dataclass
+class Reach:
+    """What the last layer's input can be near each image: x itself (b, n), x + d with lo <= d <= hi and |d| <= rho (b,)."""
+
+    x: Tensor
+    lo: Tensor
+    hi: Tensor
+    rho: Tensor
+
+    def flattened(self) -> "Reach":
+        return Reach(self.x.flatten(1), self.lo.flatten(1), self.hi.flatten(1), self.rho)
+
+    @property
+    def moving(self) -> Tensor:
+        """1 where an entry can move at all, else 0."""
+        return ((self.lo < 0) | (self.hi > 0)).to(self.x.dtype)
+
+
+class ChainBound:
+    """Gains of the other logits near images, with gradients to weights. NoBoundError where the network is no chain.
+
+    drop: leave units that are constant near the image out of the linear layers' norms (Local-Lip); else BCP.
+    arithmetic: gives the one whose singular vectors are in use.
+    """
+
+    def __init__(self, model: PixelModel, arithmetic: Callable[[], TrainableArithmetic], *, drop: bool) -> None:
+        self.body, self.last = read_chain(model, model.input_size)
+        self.arithmetic, self.drop = arithmetic, drop
+
+    def gains(self, pixels: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
+        """For images (b, c, h, w) and radius epsilon: labels (b,) -> the most that each z_j - z_y can grow (b, k)."""
+        reach = self.reach(pixels, epsilon)
+        return lambda labels: self._gains(reach, labels)
+
+    def slopes(self, pixels: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
+        """The same divided by the radius, as the loss takes it."""
+        gains = self.gains(pixels, epsilon)
+        return lambda labels: gains(labels) / max(epsilon, _LEAST)
+
+    def reach(self, pixels: Tensor, epsilon: float) -> Reach:
+        """Of the last layer's input."""
+        arithmetic = self.arithmetic()
+        arithmetic.begin()
+        radius = torch.full_like(pixels, epsilon)
+        lo, hi = -torch.minimum(radius, pixels.clamp_min(0)), torch.minimum(radius, (1 - pixels).clamp_min(0))
+        found = Reach(pixels, lo, hi, pixels.new_full((len(pixels),), epsilon))
+        waiting: tuple[Map, Tensor] | None = (
+            None  # a map whose norm waits for the mask after it, and the mask before it
+        )
+        for step in self.body:
+            if isinstance(step, Map):
+                before = found.moving
+                if waiting is not None:
+                    found.rho = self._ball(found, waiting, None)
+                found, waiting = _mapped(found, step, before if self.drop else None), (step, before)
+            elif isinstance(step, Activation):
+                found = _activated(found, step)
+                if waiting is not None:
+                    found.rho, waiting = self._ball(found, waiting, step.joined(found.moving)), None
+            else:
+                found = found.flattened()
+        if waiting is not None:
+            found.rho = self._ball(found, waiting, None)
+        return found
+
+    def _ball(self, found: Reach, waiting: tuple[Map, Tensor], after: Tensor | None) -> Tensor:
+        """rho after a map: times its norm, and never above the length of the box's farthest corner."""
+        step, before = waiting
+        arithmetic = self.arithmetic()
+        norm = step.norm(arithmetic).to(found.x.dtype)
+        if self.drop and step.matrix:
+            after = torch.ones_like(found.x) if after is None else after
+            norm = torch.minimum(norm, _masked_norms(step.weight, before, after, arithmetic.vectors.get(step.path)))
+        corner = torch.maximum(-found.lo, found.hi).flatten(1)
+        return torch.minimum(norm * found.rho, (corner.square().sum(1) + _LEAST).sqrt())
+
+    def _gains(self, reach: Reach, labels: Tensor) -> Tensor:
+        weight = self.last.weight.to(reach.x.dtype)
+        difference = weight[labels][:, None, :] - weight[None]
+        slopes = difference.abs() * reach.moving[:, None] if self.drop else difference.abs()
+        farthest = torch.where(difference > 0, -reach.lo[:, None], reach.hi[:, None])
+        return _largest(slopes, farthest, reach.rho[:, None])
+
+
+def _mapped(found: Reach, step: Map, mask: Tensor | None) -> Reach:
+    """Interval arithmetic, and |d'_i| <= |w_i| rho of the columns that can move; rho is left as it is."""
+    weight = step.weight.to(found.x.dtype)
+    x = step.run(found.x, weight)
+    x = x if step.bias is None else x + step.bias.to(x.dtype)
+    middle, half = (found.hi + found.lo) / 2, (found.hi - found.lo) / 2
+    centre, away = step.run(middle, weight), step.run(half, weight.abs())
+    squares = step.run(torch.ones_like(found.x[:1]) if mask is None else mask, weight.square())
+    ball = (squares + _LEAST).sqrt() * found.rho.view(-1, *([1] * (x.dim() - 1)))
+    return Reach(
+        x,
+        torch.maximum((centre - away).clamp(max=0), -ball),
+        torch.minimum((centre + away).clamp(min=0), ball),
+        found.rho,
+    )
+
+
+def _activated(found: Reach, step: Activation) -> Reach:
+    x = step.apply(found.x)
+    rise, fall = step.apply(found.x + found.hi) - x, x - step.apply(found.x + found.lo)
+    return Reach(x, -torch.minimum(fall, step.joined(-found.lo)), torch.minimum(rise, step.joined(found.hi)), found.rho)
+
+
+def _masked_norms(weight: Tensor, before: Tensor, after: Tensor, start: Tensor | None) -> Tensor:
+    """About |D' W D|_2 of each image's masks (b, n) and (b, m): power iteration from `start`, (m,): (b,)."""
+    with torch.no_grad():
+        fixed = weight.detach()
+        u = after if start is None else after * start
+        for _ in range(ITERATIONS):
+            v = functional.normalize((u @ fixed) * before, dim=1)
+            u = functional.normalize((v @ fixed.T) * after, dim=1)
+    return (u * (v @ weight.T)).sum(1)
+
+
+def _largest(slopes: Tensor, farthest: Tensor, rho: Tensor) -> Tensor:
+    """max g.s over 0 <= s <= farthest, |s|_2 <= rho: (b, k, n), (b, k, n), (b, 1) -> (b, k).
+
+    Every t > 0 bounds it by sum_i max_{0 <= s <= farthest_i} (g_i s - s^2 / 2t) + rho^2 / 2t, and the gradient of the least
+    of these is that at its t. Beside it the box alone and the ball alone.
+    """
+    ball, box = rho * (slopes.square().sum(-1) + _LEAST).sqrt(), (slopes * farthest).sum(-1)
+    with torch.no_grad():
+        low = rho / slopes.norm(dim=-1).clamp_min(_LEAST)  # here the box does not matter
+        high = low * 2.0**12
+        for _ in range(_HALVINGS):
+            t = (low * high).sqrt()
+            short = torch.minimum(farthest, t[..., None] * slopes).square().sum(-1) < rho.square()
+            low, high = torch.where(short, t, low), torch.where(short, high, t)
+    wide = low.clamp_min(_LEAST)[..., None]
+    s = torch.minimum(farthest, wide * slopes)
+    both = (slopes * s - s.square() / (2 * wide)).sum(-1) + rho.square() / (2 * wide.squeeze(-1))
+    return torch.minimum(torch.minimum(ball, box), both)

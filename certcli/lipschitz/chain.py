@@ -1,0 +1,190 @@
+"""Networks that are a chain of layers: affine map after activation, one after another, read from the trace.
+
+For bounds that follow a neighbourhood from layer to layer: certificates (`certify.sequential`) and losses
+(`finetune.losses.chain`), which take the same steps with proven norms or with trainable ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from certcli.engine.replay import replayed
+from certcli.engine.table import NoRule, RuleTable
+from certcli.engine.tracer import Untraceable
+from certcli.engine.walk import Call, Constant, Domain, walk
+from certcli.errors import NoBoundError
+from certcli.lipschitz.arithmetic import Arithmetic, Scalar
+from certcli.lipschitz.convolution_estimate import Geometry
+from certcli.models import PixelNormalize
+from certcli.nn.activations import MaxMin
+
+Run = Callable[[Tensor, Tensor], Tensor]
+rules = RuleTable("sequential")
+
+
+@dataclass(frozen=True)
+class Map:
+    """x -> W x + bias on batches, with the weights that `module` has now. run(x, weight): with others of the same form.
+
+    path: the module's name. terms: of the longest inner product. geometry: of a convolution; matrix: whether it is a
+    linear layer, acting on the last axis of (b, n). Pixel normalisation has neither: it divides by its weight.
+    """
+
+    path: str
+    module: nn.Module
+    run: Run
+    terms: int
+    matrix: bool = False
+    geometry: Geometry | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        return self.module.std if isinstance(self.module, PixelNormalize) else self.module.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """In a shape that is added to the map's result."""
+        if isinstance(self.module, PixelNormalize):
+            return -self.module.mean / self.module.std
+        bias: Tensor | None = self.module.bias  # type: ignore[assignment]
+        return bias if bias is None or self.matrix else bias.view(-1, 1, 1)
+
+    def norm(self, arithmetic: Arithmetic) -> Scalar:
+        """|W|_2, proven or with a gradient."""
+        if self.geometry is not None:
+            return arithmetic.convolution(self.weight, 0.0, self.geometry, self.path)
+        if self.matrix:
+            return arithmetic.sigma(arithmetic.matrix(self.weight), self.path)
+        return arithmetic.const(1.0) / arithmetic.absolute(self.weight.abs().min())
+
+
+@dataclass(frozen=True)
+class Activation:
+    """apply: monotone, of slope at most 1 in each entry and 1 in l2. pairs: whether it joins the halves of the last axis."""
+
+    apply: Callable[[Tensor], Tensor]
+    pairs: bool = False
+
+    def joined(self, x: Tensor) -> Tensor:
+        """The larger one of the entries that are joined, at both places."""
+        if not self.pairs:
+            return x
+        first, second = x.chunk(2, dim=-1)
+        larger = torch.maximum(first, second)
+        return torch.cat([larger, larger], dim=-1)
+
+
+@dataclass(frozen=True)
+class Flatten:
+    """(b, c, h, w) -> (b, c h w)."""
+
+
+Step = Map | Activation | Flatten
+Chain = tuple[Step, ...]
+
+
+@rules.module(nn.Identity, nn.Dropout)
+def nothing(call: Call, module: nn.Module, x: Chain) -> Chain:
+    return x
+
+
+@rules.module(PixelNormalize)
+def pixels(call: Call, module: PixelNormalize, x: Chain) -> Chain:
+    """(x - mean) / std, the weight being std: an entry of the result is one rounded quotient."""
+    return (*x, Map(call.path, module, lambda t, weight: t / weight, 2))
+
+
+@rules.module(nn.Linear)
+def linear(call: Call, module: nn.Linear, x: Chain) -> Chain:
+    if len(call.shape) != 2:
+        raise NoRule("a linear layer on something other than one vector an image")
+    return (*x, Map(call.path, module, F.linear, module.in_features, matrix=True))
+
+
+@rules.module(nn.Conv2d, when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str))
+def convolution(call: Call, module: nn.Conv2d, x: Chain) -> Chain:
+    size = call.node.args[0].meta["shape"]  # type: ignore[union-attr]
+    if len(size) != 4:
+        raise NoRule("a convolution of something other than (b, c, h, w)")
+    numbers: dict[str, Any] = {
+        "stride": module.stride, "padding": module.padding, "dilation": module.dilation, "groups": module.groups
+    }  # fmt: skip
+    padding = tuple((int(p), int(p)) for p in module.padding)
+    geometry = Geometry(module.stride, padding, module.dilation, module.groups, tuple(size[2:]))
+    terms = module.weight[0].numel()
+    return (*x, Map(call.path, module, lambda t, w: F.conv2d(t, w, None, **numbers), terms, geometry=geometry))
+
+
+@rules.module(nn.ReLU)
+@rules.function(torch.relu, F.relu)
+def relu(call: Call, *arguments: Any, inplace: bool = False) -> Chain:
+    return (*_chain(arguments), Activation(torch.relu))
+
+
+@rules.module(nn.ReLU6, nn.Hardtanh, when=lambda module: module.min_val < module.max_val)
+def clipped(call: Call, module: nn.Hardtanh, x: Chain) -> Chain:
+    low, high = float(module.min_val), float(module.max_val)
+    return (*x, Activation(lambda t: t.clamp(low, high)))
+
+
+@rules.module(MaxMin)
+def maxmin(call: Call, module: MaxMin, x: Chain) -> Chain:
+    return (*x, Activation(module.forward, pairs=True))
+
+
+@rules.module(nn.Flatten, when=lambda module: module.start_dim == 1 and module.end_dim == -1)
+@rules.method("flatten")
+@rules.function(torch.flatten)
+def flatten(call: Call, *arguments: Any, start_dim: int = 0, end_dim: int = -1) -> Chain:
+    if isinstance(arguments[0], nn.Module):
+        return (*_chain(arguments), Flatten())
+    value, *rest = arguments
+    if [*rest, start_dim][0] != 1 or end_dim != -1 or len(rest) > 1:
+        raise NoRule("a flattening of something other than an image's entries")
+    return (*_chain((value,)), Flatten())
+
+
+def _chain(arguments: tuple[Any, ...]) -> Chain:
+    """The tensor that a rule is about, for modules (which come first) and functions alike."""
+    value = arguments[1] if isinstance(arguments[0], nn.Module) else arguments[0]
+    if isinstance(value, Constant) or not isinstance(value, tuple):
+        raise NoRule("something other than the tensor before it")
+    return value
+
+
+class _Sequence(Domain):
+    """The steps from the image to each tensor. Two branches cannot meet: no rule takes two of them."""
+
+    rules = rules
+
+    def image(self, shape: tuple[int, ...]) -> Chain:
+        return ()
+
+    def context(self, call: Call) -> Call:
+        return call
+
+
+def read_chain(model: nn.Module, size: tuple[int, int, int]) -> tuple[Chain, Map]:
+    """(the steps, the linear layer after them) of a network on images (c, h, w), checked against the network itself.
+
+    NoBoundError names what it has that a chain has not, or what a chain must have and it has not.
+    """
+    try:
+        with replayed(model, size, rules) as traced:
+            steps: Chain = walk(traced, _Sequence())
+    except (NoRule, Untraceable) as reason:
+        hint = "chains of Conv2d, Linear, ReLU and MaxMin are; others: certify --method local, finetune --loss margin"
+        raise NoBoundError(f"the network is no chain: {reason}", hint) from reason
+    last = steps[-1] if steps else None
+    if not isinstance(last, Map) or not last.matrix:
+        raise NoBoundError("the network does not end in a linear layer", "--method lipschitz")
+    before: Step | None = None
+    for step in steps:
+        if isinstance(step, Activation) and not isinstance(before, Map):
+            raise NoBoundError("the network has an activation without a linear layer before it", "--method lipschitz")
+        before = before if isinstance(step, Flatten) else step
+    return steps[:-1], last
