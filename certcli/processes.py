@@ -156,6 +156,15 @@ class Team:
             for tensor, total in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                 tensor.detach().copy_(total.view_as(tensor))
 
+    def copy_from_leader(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Each tensor becomes the leader's: unlike processors would let copies drift apart."""
+        import torch
+
+        if self.several:
+            for tensor in tensors:  # gloo knows no truth values
+                sent = tensor.detach().view(torch.uint8) if tensor.dtype == torch.bool else tensor.detach()
+                self.group().broadcast(sent, src=0)
+
     def fail(self, code: int) -> int | None:
         """None for the first process that fails: it says why, and then that it has (`said`). Else the first one's code."""
         if not self.several:

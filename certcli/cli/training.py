@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from certcli.cli.groups import beside
 from certcli.cli.output import Sink, percent
 from certcli.outputs import discard_state, last_command, require_own_state
+from certcli.processes import require_one, team
 
 if TYPE_CHECKING:
     from certcli.checkpoint import Checkpoint
@@ -33,6 +34,8 @@ class Training:
 
         self.started = time.perf_counter() - min(time.process_time(), LONGEST_START)
         self.settings, self.order, self.sink = settings, order, sink
+        if settings.time_budget is not None:
+            require_one("a time budget is planned", "--epochs or --steps")
         reads = (order.source, order.data, order.distillation)
         self.path = order.output.target("finetune", order.source.ckpt, *reads, last=True, state=KEY)
         self.state_path, self.last_path = beside(self.path, "state"), beside(self.path, "last")
@@ -53,7 +56,7 @@ class Training:
         teacher = self._teacher(device)
         model = models.load(self.checkpoint, device, writable=True)
         run = identity(self.checkpoint.digest, self.settings, train, validation)
-        trainer = Trainer(model, self.settings, self.checkpoint.record.classes, run, teacher)
+        trainer = Trainer(model, self.settings, self.checkpoint.record.classes, run, teacher, team())
         require_own_state(self.state_path, KEY, run, self.order.output.force or self.order.length.resume)
         if self.order.length.resume:
             self._resume(trainer, run)
@@ -63,10 +66,14 @@ class Training:
         try:
             self._learn(trainer, train, validation)
         except Diverged as failure:
+            if not team().leads:
+                return
             if trainer.best_epoch < 0:
                 discard_state(self.state_path, KEY, run)
                 raise
             diverged = failure
+        if not team().leads:
+            return
         try:
             self._write(trainer, train, validation, diverged is None)
         except OutputError as failure:
@@ -165,6 +172,8 @@ class Training:
         from certcli.errors import OutputError
         from certcli.finetune.state import save_state
 
+        if not team().leads:
+            return
         try:
             save_state(self.state_path, trainer.state())
         except OutputError as failure:

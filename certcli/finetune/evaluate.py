@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.images import Images
+from certcli.processes import ALONE, Team
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,6 @@ Gains = Callable[[Tensor, Tensor], Tensor]
 """(images (b, c, h, w), labels (b,)) -> the most that each z_j - z_y can grow within the radius, (b, k)."""
 
 
-@torch.no_grad()
 def evaluate(
     model: nn.Module,
     pairs: Tensor | None,
@@ -36,10 +36,12 @@ def evaluate(
     batch_size: int,
     device: torch.device,
     gains: Gains | None = None,
+    team: Team = ALONE,
 ) -> Quality:
     """Share of images whose every margin z_y - z_j exceeds epsilon K_jy, with the estimated pair constants K (k, k).
 
-    gains: in place of epsilon K_jy, from losses that look at each image's neighbourhood.
+    gains: in place of epsilon K_jy, from losses that look at each image's neighbourhood. Several processes take a batch
+    each, and all learn what the leader has: patience and the best epoch hang on it.
     """
     if gains is None and pairs is not None:
         moved = epsilon * pairs.double()
@@ -47,17 +49,19 @@ def evaluate(
         def gains(pixels: Tensor, labels: Tensor) -> Tensor:
             return moved[labels]
 
-    right = robust = 0
-    for _, pixels, labels in images.batches(batch_size):
-        pixels = pixels.to(device)
+    @torch.no_grad()
+    def judge(start: int) -> tuple[int, int]:
+        positions = list(range(start, min(start + batch_size, len(images))))
+        pixels, labels = images.fetch(positions).to(device), images.labels[positions]
         logits = model(pixels).double().cpu()
-        own = logits.gather(1, labels.unsqueeze(1))
-        right += int((logits.argmax(1) == labels).sum())
+        right, robust = int((logits.argmax(1) == labels).sum()), 0
         if gains is not None:
-            needed = gains(pixels, labels.to(device)).double().cpu()
+            own, needed = logits.gather(1, labels.unsqueeze(1)), gains(pixels, labels.to(device)).double().cpu()
             slack = (own - logits - needed).scatter(1, labels.unsqueeze(1), math.inf)
-            robust += int((slack.amin(1) > 0).sum())
-    count = len(images)
-    if gains is None:
-        return Quality(right / count, None, None)
-    return Quality(right / count, robust / count, None if pairs is None else float(pairs.max()))
+            robust = int((slack.amin(1) > 0).sum())
+        return right, robust
+
+    found = [row for _, row in team.deal(range(0, len(images), batch_size), judge)]
+    norm = None if pairs is None else float(pairs.max())
+    right, robust, norm = team.agree(lambda: [*(sum(column) for column in zip(*found, strict=True)), norm])
+    return Quality(right / len(images), None if gains is None else robust / len(images), norm)

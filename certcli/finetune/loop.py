@@ -34,6 +34,7 @@ from certcli.lipschitz.arithmetic import TrainableArithmetic
 from certcli.lipschitz.network import pair_constants
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import PixelModel
+from certcli.processes import ALONE, Team
 
 AVERAGE_ITERATIONS = 10
 """Power iterations from the vectors of the weights in training to those of their average, once an epoch."""
@@ -77,8 +78,9 @@ class Trainer:
         classes: int,
         run_identity: str,
         teacher: PixelModel | None = None,
+        team: Team = ALONE,
     ) -> None:
-        self.model, self.settings, self.classes = model, settings, classes
+        self.model, self.settings, self.classes, self.team = model, settings, classes, team
         self.device = next(model.parameters()).device
         self.identity = run_identity
         self.generator = torch.Generator().manual_seed(settings.seed)
@@ -99,8 +101,10 @@ class Trainer:
         self.rates = Rates(self.optimisers, settings)
         drop = settings.loss == "local-lip"
         self.chain = ChainBound(model, lambda: self.arithmetic, drop=drop) if settings.loss in CHAIN else None
-        self.objective = Objective(model, settings, self.generator, teacher, classes, self.chain)
-        self.descent = Descent(model, settings, self.objective, self.optimisers, self.pairs)
+        # the order of the images, which is one for all processes, is drawn from the run's own generator
+        draws = torch.Generator() if team.several else self.generator
+        self.objective = Objective(model, settings, draws, teacher, classes, self.chain)
+        self.descent = Descent(model, settings, self.objective, self.optimisers, self.pairs, team)
         self.average = Average(model.net, settings.ema) if settings.ema > 0 else None
         self.best_net = self._net_state()
 
@@ -148,6 +152,7 @@ class Trainer:
         while self.step < total and not self._out_of_patience():
             started, losses, seen, before = time.perf_counter(), 0.0, 0, self.step
             self.model.train()
+            self.team.copy_from_leader(list(self.model.net.state_dict().values()))
             order = torch.randperm(len(train), generator=self.generator)
             for positions in order.split(settings.batch_size * settings.accumulate)[: total - self.step]:
                 losses += self._learn(train, positions, total)
@@ -222,7 +227,7 @@ class Trainer:
         """By the estimate that the loss reads."""
         chain, epsilon = self.chain, self.settings.epsilon
         gains = None if chain is None else lambda pixels, labels: chain.gains(pixels, epsilon)(labels)
-        return evaluate(self.model, self.pairs(), images, epsilon, batch, self.device, gains)
+        return evaluate(self.model, self.pairs(), images, epsilon, batch, self.device, gains, self.team)
 
     def last_net(self) -> dict[str, Tensor]:
         """The weights as they stand now: the average, where one is kept."""

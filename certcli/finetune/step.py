@@ -15,6 +15,10 @@ from certcli.finetune.sam import climbed
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images import Images
 from certcli.models import PixelModel
+from certcli.processes import ALONE, Team
+
+_APART = 0x9E3779B97F4A7C15
+"""Between the seeds of two processes: far more than there are steps."""
 
 START = 0.2
 """Of the radius, where the ramp begins. Losses through a chain begin at 0 with cross entropy alone, as published."""
@@ -34,7 +38,8 @@ class Diverged(CertvitError):
 class Descent:
     """Everything between a list of image positions and changed weights.
 
-    pairs() gives the trainable pair constants; it is called once a gradient, however many batches that gradient has.
+    pairs() gives the trainable pair constants; it is called once a gradient, however many batches that gradient has. Of
+    several processes each takes its part of every batch; the gradients are added, and all make the same step.
     """
 
     def __init__(
@@ -44,8 +49,9 @@ class Descent:
         objective: Objective,
         optimisers: list[torch.optim.Optimizer],
         pairs: Callable[[], Tensor | None],
+        team: Team = ALONE,
     ) -> None:
-        self.model, self.settings, self.objective = model, settings, objective
+        self.model, self.settings, self.objective, self.team = model, settings, objective, team
         self.optimisers, self.pairs = optimisers, pairs
         self.parameters = [p for group in optimisers for part in group.param_groups for p in part["params"]]
         self.scaler = torch.amp.GradScaler("cuda", enabled=settings.precision == "fp16")
@@ -56,9 +62,14 @@ class Descent:
     def step(self, train: Images, positions: Tensor, share: float, where: str, number: int) -> float:
         """The mean loss at these images, whose gradient has then been followed. Diverged when it is not finite."""
         settings = self.settings
-        with _own_randomness(settings.seed, number, self.objective.device):
+        with _own_randomness(settings.seed, number, self.objective.device, self.team):
+            if self.team.several:  # the run's own generator orders the images, the same in all processes
+                self.objective.generator.manual_seed(torch.initial_seed())
             epsilon = settings.epsilon * _ramp(settings.ramp, share, 0.0 if settings.loss in CHAIN else START)
-            batches = [self.objective.prepare(train, part, share) for part in positions.split(settings.batch_size)]
+            batches = []
+            for part in positions.split(settings.batch_size):
+                own, weight = self._own(part)
+                batches.append((self.objective.prepare(train, own, share), weight * len(part) / len(positions)))
             loss = self._gradient(batches, epsilon, where)
             if settings.sam > 0:
                 with climbed(self.parameters, settings.sam, settings.adaptive_sam):
@@ -74,29 +85,44 @@ class Descent:
             self.projection.after_step()
         return loss
 
-    def _gradient(self, batches: list[Batch], epsilon: float, where: str) -> float:
-        """Fill every `.grad` with the gradient of the mean over all images; returns that mean."""
+    def _own(self, part: Tensor) -> tuple[Tensor, float]:
+        """This process's images of a batch, and their weight in it; of too few images for all each takes all."""
+        size = self.team.size
+        own = part.tensor_split(size)[self.team.rank] if len(part) >= size else part
+        return own, len(own) / len(part) if len(part) >= size else 1 / size
+
+    def _gradient(self, batches: list[tuple[Batch, float]], epsilon: float, where: str) -> float:
+        """Fill every `.grad` with the gradient of the mean over all images of all processes; returns that mean."""
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
-        if len(batches) == 1:
-            loss = self.objective.value(batches[0], self.pairs, epsilon)
+        if len(batches) == 1 and not self.team.several:
+            loss = self.objective.value(batches[0][0], self.pairs, epsilon)
             if self.penalty is not None:
                 loss = loss + self.penalty()
             return self._backward(loss, where)
         # the bound's graph is walked once: batches add to the gradient of its value, which is then passed on
         pairs = self.pairs()
         leaf = None if pairs is None else pairs.detach().requires_grad_(True)
-        count, total = sum(len(batch.labels) for batch in batches), 0.0
-        for batch in batches:
+        total = 0.0
+        for batch, weight in batches:
             loss = self.objective.value(batch, lambda: leaf, epsilon)
-            total += self._backward(loss * (len(batch.labels) / count), where)
+            total += self._backward(loss * weight, where)
         if pairs is not None and leaf is not None and leaf.grad is not None:
             pairs.backward(leaf.grad)
-        return total if self.penalty is None else total + self._backward(self.penalty(), where)
+        if self.penalty is not None:  # of the weights alone: each process gives its share of it
+            total += self._backward(self.penalty() / self.team.size, where)
+        return self._added(total, where) if self.team.several else total
+
+    def _added(self, loss: float, where: str) -> float:
+        """Gradients and loss added up over the processes; all of them see whether that is finite."""
+        total = torch.tensor(loss, dtype=torch.float64)
+        self.team.add_up([total, *(p.grad for p in self.parameters if p.grad is not None)])
+        _require_finite(total, where)
+        return float(total)
 
     def _backward(self, loss: Tensor, where: str) -> float:
-        if not torch.isfinite(loss):
-            raise Diverged(f"the loss became {float(loss.detach())} at {where}")
+        if not self.team.several:
+            _require_finite(loss, where)
         self.scaler.scale(loss).backward()
         return float(loss.detach())
 
@@ -120,13 +146,20 @@ class Descent:
             self.scaler.load_state_dict({name: value.item() for name, value in parts["scaler"].items()})
 
 
+def _require_finite(loss: Tensor, where: str) -> None:
+    if not torch.isfinite(loss):
+        raise Diverged(f"the loss became {float(loss.detach())} at {where}")
+
+
 def _ramp(ramp: float, share: float, start: float) -> float:
     return 1.0 if ramp == 0 else min(1.0, start + (1 - start) * share / ramp)
 
 
 @contextlib.contextmanager
-def _own_randomness(seed: int, number: int, device: torch.device) -> Iterator[None]:
-    """Dropout draws from global generators: inside the block they depend on seed and step alone, so a run can resume."""
+def _own_randomness(seed: int, number: int, device: torch.device, team: Team) -> Iterator[None]:
+    """Dropout draws from global generators: inside the block they depend on seed, step and process alone, so a run can
+    resume.
+    """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed((seed * 1_000_003 + number) % 2**63)
+        torch.manual_seed((seed * 1_000_003 + number + team.rank * _APART) % 2**63)
         yield
