@@ -14,7 +14,8 @@ from certcli.enclosure.functions import GELU
 from certcli.enclosure.norms.table import Context, folded_norm, rules
 from certcli.enclosure.norms.value import Near, Normalised, rearranged, settled
 from certcli.enclosure.rounding import FUNCTION, gamma, norm2, up
-from certcli.enclosure.rules.shapes import ARRANGING_FUNCTIONS, ARRANGING_METHODS, untokened
+from certcli.enclosure.rules.shapes import register_moves
+from certcli.enclosure.rules.sums import constant_operand
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.lipschitz.convolution import conv_norm
@@ -156,27 +157,7 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return [rearranged(x, c, p) for c, p in zip(centre, places, strict=True)]
 
 
-def _register() -> None:
-    for name, function in ARRANGING_METHODS.items():
-        rules.method(name)(lambda ctx, x, *args, _run=function, **kwargs: arranged(_run, x, *args, **kwargs))
-    for function in ARRANGING_FUNCTIONS:
-        rules.function(function)(lambda ctx, x, *args, _run=function, **kwargs: arranged(_run, x, *args, **kwargs))
-
-
-_register()
-
-
-@rules.function(operator.getitem)
-def item(ctx: Context, x: Any, index: Any) -> Any:
-    if isinstance(x, (list, tuple)):
-        return x[index]
-    x = settled(x)
-    return arranged(operator.getitem, x, untokened(ctx.node, x.shape, index))
-
-
-@rules.method("expand")
-def expand(ctx: Context, x: Any, *sizes: Any) -> Any:
-    return arranged(Tensor.expand, x, *sizes)
+register_moves(rules, arranged, settled)
 
 
 @rules.function(torch.mean)
@@ -219,11 +200,7 @@ def _still(constant: Tensor, images: int) -> Near:
 
 
 def _constant(value: Any, like: Near) -> Tensor:
-    tensor = value.tensor if isinstance(value, Constant) else value
-    tensor = torch.as_tensor(tensor, dtype=like.centre.dtype, device=like.centre.device)
-    if torch.broadcast_shapes(tensor.shape, like.shape) != like.shape:
-        raise NoRule("an operation that repeats a tensor")
-    return tensor
+    return constant_operand(value, like.centre, like.shape)
 
 
 def _pair(x: Any, y: Any) -> tuple[Near, Any]:

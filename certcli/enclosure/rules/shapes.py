@@ -13,7 +13,7 @@ from certcli.enclosure.form import Form
 from certcli.enclosure.rounding import gamma, up
 from certcli.enclosure.table import Context, rules
 from certcli.enclosure.tape import BACK, Node
-from certcli.engine.table import NoRule
+from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
 
 _METHODS = (
@@ -50,21 +50,26 @@ def _part(run: Callable[[Tensor], Any], index: int) -> Callable[[Tensor], Tensor
     return lambda t: run(t)[index]
 
 
-def _register() -> None:
+def register_moves(table: RuleTable, move: Callable[..., Any], settle: Callable[[Any], Any] = lambda x: x) -> None:
+    """Registers in a domain's table what moves, repeats or drops entries of one tensor.
+
+    move: (function, value, *args, **kwargs) -> value(s). settle: makes a value speak of the tensor itself.
+    """
     for name, function in ARRANGING_METHODS.items():
-        rules.method(name)(lambda ctx, x, *args, _run=function, **kwargs: arranged(_run, x, *args, **kwargs))
+        table.method(name)(lambda ctx, x, *args, _run=function, **kwargs: move(_run, x, *args, **kwargs))
     for function in ARRANGING_FUNCTIONS:
-        rules.function(function)(lambda ctx, x, *args, _run=function, **kwargs: arranged(_run, x, *args, **kwargs))
+        table.function(function)(lambda ctx, x, *args, _run=function, **kwargs: move(_run, x, *args, **kwargs))
 
+    @table.function(operator.getitem)
+    def item(ctx: Any, x: Any, index: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return x[index]
+        x = settle(x)
+        return move(operator.getitem, x, untokened(ctx.node, x.shape, index))
 
-_register()
-
-
-@rules.function(operator.getitem)
-def item(ctx: Context, x: Any, index: Any) -> Any:
-    if isinstance(x, (list, tuple)):
-        return x[index]
-    return arranged(operator.getitem, x, untokened(ctx.node, x.shape, index))
+    @table.method("expand")
+    def expand(ctx: Any, x: Any, *sizes: Any) -> Any:
+        return move(Tensor.expand, x, *sizes)
 
 
 def untokened(node: fx.Node, shape: tuple[int, ...], index: Any) -> Any:
@@ -72,9 +77,7 @@ def untokened(node: fx.Node, shape: tuple[int, ...], index: Any) -> Any:
     return (index[0], 0, *index[2:]) if chosen_token(node) is not None and shape[1] == 1 else index
 
 
-@rules.method("expand")
-def expand(ctx: Context, x: Any, *sizes: Any) -> Any:
-    return arranged(Tensor.expand, x, *sizes)
+register_moves(rules, arranged)
 
 
 @rules.method("mean")

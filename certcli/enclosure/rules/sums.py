@@ -13,13 +13,17 @@ from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 
 
-def _constant(value: Any, like: Form) -> Tensor:
-    """A constant operand as a tensor that broadcasts to `like`."""
+def constant_operand(value: Any, centre: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A constant operand as a tensor that broadcasts to one of that shape, in centre's type and place."""
     tensor = value.tensor if isinstance(value, Constant) else value
-    tensor = torch.as_tensor(tensor, dtype=like.centre.dtype, device=like.centre.device)
-    if torch.broadcast_shapes(tensor.shape, like.shape) != like.shape:
+    tensor = torch.as_tensor(tensor, dtype=centre.dtype, device=centre.device)
+    if torch.broadcast_shapes(tensor.shape, shape) != shape:
         raise NoRule("an operation that repeats a tensor")
     return tensor
+
+
+def _constant(value: Any, like: Form) -> Tensor:
+    return constant_operand(value, like.centre, like.shape)
 
 
 def _pair(x: Any, y: Any) -> tuple[Form, Any]:
