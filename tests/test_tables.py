@@ -89,7 +89,7 @@ def test_a_claim_is_judged_by_its_interval() -> None:
         pairs = {"t/a": better, "t/b": worse}
         runs = {results.key(n, seed): {"figures": {"clean": v}} for n, vs in pairs.items() for seed, v in enumerate(vs)}
         turned = Claim(claim.text, claim.better, claim.worse, claim.column, sign)
-        return claims.verdict(turned, claims.differences(turned, runs))[0]
+        return claims.verdict(turned, claims.differences(turned, runs))
 
     assert judged([0.9, 0.91, 0.92], [0.8, 0.81, 0.8]) == "reproduced"
     assert judged([0.9, 0.91, 0.92], [0.8, 0.81, 0.8], -1) == "refuted"
@@ -97,6 +97,37 @@ def test_a_claim_is_judged_by_its_interval() -> None:
     assert judged([0.9], [0.8]) == "not decided: one seed"
     assert judged([], []) == "not run"
     assert judged([0.9, 0.9, 0.9], [0.8]) == "not decided: one seed"  # only seeds that both have
+
+
+def test_claims_name_rows_and_the_papers_own_figures() -> None:
+    published = {name: figures for table in results.published().values() for name, figures in table["rows"].items()}
+    for claim in claims.CLAIMS:
+        assert claim.column in BY_NAME[claim.better].figures
+        assert claim.column in BY_NAME[claim.worse].figures
+        if claim.paper and claim.column != "upper":  # the papers' bounds are of another kind
+            assert claims.theirs(claim, published)
+    (msvp,) = [claim for claim in claims.CLAIMS if "PGD-2, lambda 1e-4" in claim.text]
+    assert claims.theirs(msvp, published) == [7.18, 3.64, 0.27]  # 29.53 - 22.35 and so on, SpecFormer's Table 1
+
+
+def test_what_a_row_says_of_the_paper() -> None:
+    tables = {table.name: table for table in TABLES}
+
+    def said(name: str, figures: list[dict[str, float]], published: dict[str, float]) -> str:
+        row = BY_NAME[name]
+        mine = [{"figures": entry} for entry in figures]
+        runs = {results.key(name, seed): run for seed, run in enumerate(mine)}
+        worse = {"figures": {"pgd20": 0.5, "clean": 0.9}}
+        runs |= {results.key("specformer-2/digits/none", seed): worse for seed in range(len(mine))}
+        return render.status(tables[row.table], row, mine, runs, published)
+
+    assert said("certvit-2/vit-t16", [], {"parameters": 5.7}) == "not run"
+    assert said("certvit-2/vit-t16", [{"parameters": 5.72}], {"parameters": 5.7}) == "reproduced"
+    assert said("certvit-2/vit-t16", [{"parameters": 6.0}], {"parameters": 5.7}) == "refuted: parameters, 10^6"
+    assert said("certvit-1/mnist/4c3f/gloro", [{"clean": 0.8}], {"clean": 97.0}) == "not decided: a shorter training"
+    assert said("certvit-1/digits/vit/standard", [{"clean": 0.8}], {}) == "run"
+    better = [{"pgd20": share} for share in (0.6, 0.61, 0.62)]
+    assert said("specformer-2/digits/msvp", better, {}) == "reproduced (PGD-20 %)"
 
 
 def test_rows_come_after_those_they_read() -> None:

@@ -1,11 +1,12 @@
 """Runs rows of the papers' tables and writes results.json and docs/tables.md. What is there already is not run again.
 
-    python -m benchmarks.tables --quick --data mnist=DIR --data cifar10=DIR [--jobs 2]    all quick rows
+    python -m benchmarks.tables --quick --data mnist=DIR --data cifar10=DIR [--jobs 2]    the quick rows, three seeds at most
     python -m benchmarks.tables --row certvit-2/vit-t16 [--row ...]                       these, and those they start from
     python -m benchmarks.tables --list                                                     every row with its commands
     python -m benchmarks.tables --render                                                   docs/tables.md again, nothing run
 
-A data set that is not given leaves its rows empty. A run can be interrupted: finished steps are kept in --work.
+A data set that is not given leaves its rows empty. A run can be interrupted: rows stand in the results as soon as they
+are done, finished steps of the others are kept in --work, and the same command goes on with what is lacking.
 """
 
 import argparse
@@ -90,7 +91,7 @@ def there(row: Row, seed: int, known: dict[str, Any]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="every row marked quick: 30 minutes on two cores")
+    parser.add_argument("--quick", action="store_true", help="every row marked quick, three seeds at most")
     parser.add_argument("--row", action="append", default=[], help="rows by name, * and ? allowed")
     parser.add_argument("--data", action="append", default=[], metavar="NAME=DIR", help=f"one of {', '.join(DATA)}")
     parser.add_argument(
@@ -116,9 +117,9 @@ def main() -> int:
         parser.error("no such row: --list shows them")
     jobs = []
     for chain in chains(rows):
-        seeds = sorted({seed for row in chain for seed in given.seed or row.seeds})
-        for seed in seeds:
-            tasks = [(row, seed) for row in chain if seed in (given.seed or row.seeds)]
+        wanted = {row.name: given.seed or (row.quick_seeds if given.quick else row.seeds) for row in chain}
+        for seed in sorted({seed for seeds in wanted.values() for seed in seeds}):
+            tasks = [(row, seed) for row in chain if seed in wanted[row.name]]
             jobs.append((tasks, data, given.work.resolve(), given.again, given.results))
     with multiprocessing.get_context("fork").Pool(given.jobs, maxtasksperchild=1) as pool:
         failed = sum(pool.starmap(run_chain, jobs, chunksize=1))

@@ -1,4 +1,4 @@
-"""What a table, a row and a claim are. The rows themselves: convolutional.py, transformers.py, claims in claims.py."""
+"""What a table, a row and a claim are. The rows themselves: a file a paper (rows.py names them), claims in claims.py."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,6 +7,7 @@ SOUND = "sound bound"
 FORMULA = "the paper's formula"
 MEASURED = "measured"
 COUNTED = "counted"
+QUICK_SEEDS = 3
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Row:
     name: table/.../row, also its folder. steps: name -> command; {seed} and the names of data sets are filled in, files are
     of the row's own folder or, through {name/of/a/row}, of another row's that it starts from. figures: column -> step and
     the keys of its JSON document, "certify/certified/1.58". after: rows whose files it reads. same: the row whose runs it
-    shows, with the columns of its own table. quick: part of `--quick`.
+    shows, with the columns of its own table. quick: part of `--quick`,
+    which takes the first three seeds.
     """
 
     name: str
@@ -43,29 +45,37 @@ class Row:
     def table(self) -> str:
         return self.name.partition("/")[0]
 
+    @property
+    def quick_seeds(self) -> tuple[int, ...]:
+        """Those of `--quick`."""
+        return self.seeds[:QUICK_SEEDS] if self.quick else ()
+
 
 @dataclass(frozen=True)
 class Table:
-    """heads: of the cells that name a row. about: what was done otherwise than in the paper, in Markdown."""
+    """heads: of the cells that name a row. about: what was done otherwise than in the paper, in Markdown.
+
+    apart: why figures that were run beside the paper's decide nothing by themselves, in a word or two.
+    """
 
     name: str
     title: str
-    paper: str
     heads: tuple[str, ...]
     columns: tuple[Column, ...]
     about: str
+    apart: str = "a shorter training"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A published sentence as an inequality: `better` exceeds `worse` in `column` (sign +1) or falls below it (-1)."""
+    """A published sentence as an inequality: `better` exceeds `worse` in `column` (sign +1) or falls below it (-1).
+
+    paper: the paper's own rows of the same comparison, in pairs.
+    """
 
     text: str
     better: str
     worse: str
     column: str
     sign: int = 1
-
-    @property
-    def table(self) -> str:
-        return self.better.partition("/")[0]
+    paper: tuple[tuple[str, str], ...] = ()

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import results
-from benchmarks.tables.claims import CLAIMS, differences, verdict
+from benchmarks.tables import claims, results
+from benchmarks.tables.claims import CLAIMS
 from benchmarks.tables.layout import COUNTED, SOUND, Column, Row, Table
 from benchmarks.tables.rows import ROWS, TABLES
 
@@ -22,8 +22,8 @@ Written by `python -m benchmarks.tables` from `benchmarks/tables/results.json`; 
 
     python -m benchmarks.tables --row NAME --data mnist=DIR --data cifar10=DIR ...
 
-with NAME from the last column; `--list` prints every row's commands, `--quick` runs all rows that fit into 30 minutes on two
-cores. Rows that are there already are not run again; an interrupted row goes on where it was.
+with NAME from the last column; `--list` prints every row's commands, `--quick` runs the rows that are meant to fit into 30
+minutes on two cores. Rows that are there already are not run again; an interrupted row goes on after its last whole step.
 
 **How to read.** Ours on the left, the paper's figure on its right; an empty cell was not run (or not published). Figures of
 several seeds: mean ± standard deviation (number of seeds). "Sound bound": proven by certvit for the network at hand. "The
@@ -31,7 +31,11 @@ paper's formula": what the paper computes, evaluated on our network; no certific
 ([why](soundness.md)). Accuracies are shares of the test images named in the commands; a share of 100 images is known to
 within 10 points, of 1,000 to within 3. CPU: seconds of all steps of one seed, one thread, without Python's start; a row that
 starts from another's network does not count that one. Figures marked * were measured earlier:
-[results.md](results.md)."""
+[results.md](results.md).
+
+**Verdicts.** *Reproduced* and *refuted*: counted figures within 2 % of the paper's or not; differences between rows, by the
+claims below, which are listed row by row as well. *Not decided*: run, and either the interval holds 0 or the row's training
+is too unlike the paper's to say. *Run*: ours, with nothing of the paper's beside it. *Not run*: empty."""
 
 
 def shown(column: Column, value: float) -> str:
@@ -77,8 +81,37 @@ def row_line(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping
     for column in table.columns:
         cells += [ours(column, mine), theirs(column, published.get(row.name, {}))]
     seconds = [sum(run["cpu_seconds"].values()) for run in mine]
-    cells += [f"{statistics.fmean(seconds):.0f}" if any(seconds) else "", row.note, f"`{name}`"]
+    found = status(table, row, mine, runs, published.get(row.name, {}))
+    cells += [found, f"{statistics.fmean(seconds):.0f}" if any(seconds) else "", row.note, f"`{name}`"]
     return f"| {' | '.join(cells)} |"
+
+
+def status(
+    table: Table,
+    row: Row,
+    mine: Sequence[Mapping[str, Any]],
+    runs: Mapping[str, Any],
+    published: Mapping[str, float],
+) -> str:
+    """What the row says of the paper: see *Verdicts* in the introduction."""
+    if not mine:
+        return "not run"
+    counted = [column for column in table.columns if column.promise == COUNTED and column.key in published]
+    if counted:
+        figures = mine[0]["figures"]
+        away = [c.heading for c in counted if abs(figures[c.key] / published[c.key] - 1) > CLOSE]
+        return f"refuted: {'; '.join(away)}" if away else "reproduced"
+    columns = {column.key: column for column in table.columns}
+    said: dict[str, list[str]] = {}
+    for claim in CLAIMS:
+        if claim.better == (row.same or row.name) and claim.column in columns:
+            verdict = claims.verdict(claim, claims.differences(claim, runs))
+            heading = columns[claim.column].heading
+            said.setdefault(verdict, [])
+            said[verdict] += [] if heading in said[verdict] else [heading]
+    if said:
+        return "; ".join(f"{verdict} ({', '.join(headings)})" for verdict, headings in said.items())
+    return f"not decided: {table.apart}" if published else "run"
 
 
 def table_lines(table: Table, runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
@@ -86,7 +119,7 @@ def table_lines(table: Table, runs: Mapping[str, Any], published: Mapping[str, A
     for column in table.columns:
         sound = f" ({column.promise})" if column.promise == SOUND else ""
         heads += [column.heading + sound, "paper"]
-    heads += ["CPU s", "note", "row"]
+    heads += ["verdict", "CPU s", "note", "row"]
     rows = [row for row in ROWS if row.table == table.name]
     found = published.get(table.name, {"source": "", "rows": {}})
     lines = [f"## {table.title}", "", *textwrap.wrap(table.about, 118), ""]
@@ -117,19 +150,46 @@ def agreement_lines(table: Table, runs: Mapping[str, Any], published: Mapping[st
     return [*lines, ""] if lines else []
 
 
-def claim_lines(runs: Mapping[str, Any]) -> list[str]:
+def claim_lines(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
     text = (
         "Differences are taken seed by seed; the interval is Student's, over the seeds, at 95 %: it speaks of these small "
         "networks and these images, not of the papers' networks. In points, or in the column's unit (bounds: powers of "
-        'ten). "Reproduced" and "refuted": the interval lies on one side of 0. A dozen such intervals at once: one of '
-        "them may be wrong by chance."
+        'ten). "Reproduced" and "refuted": the interval lies on one side of 0. Two dozen such intervals at once: one or '
+        "two of them may be wrong by chance. Beside it the paper's own differences, of its networks in the order of its "
+        "table, and how many of them lie within the interval: where none does, there is no effect of that size here. Seeds "
+        "beyond three were added where three had not decided; that makes 95 % a little less."
     )
+    rows = {name: figures for table in published.values() for name, figures in table["rows"].items()}
     lines = ["## What the papers claim, and what came out", "", *textwrap.wrap(text, 118), ""]
-    lines += ["| claim | row | against | difference (95 %) | verdict |", "|---|---|---|---|---|"]
+    lines += [
+        "| claim | row | against | seeds | difference (95 %) | the paper's | within | verdict |",
+        "|" + "---|" * 8,
+    ]
     for claim in CLAIMS:
-        said, interval = verdict(claim, differences(claim, runs))
-        lines.append(f"| {claim.text} | `{claim.better}` | `{claim.worse}` | {interval} | {said} |")
+        values = claims.differences(claim, runs)
+        found, paper = claims.interval(claim, values), claims.theirs(claim, rows)
+        shown = within = ""
+        if found is not None:
+            mean, half = found
+            shown = f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f})"
+            within = f"{sum(abs(value - mean) <= half for value in paper)} of {len(paper)}" if paper else ""
+        cells = [claim.text, f"`{claim.better}`", f"`{claim.worse}`", str(len(values)), shown]
+        cells += [", ".join(f"{value:+g}" for value in paper), within, claims.verdict(claim, values)]
+        lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def quick_lines(runs: Mapping[str, Any]) -> list[str]:
+    """What `--quick` takes, by the CPU seconds that its rows recorded."""
+    keys = [results.key(row.name, seed) for row in ROWS if row.steps for seed in row.quick_seeds]
+    done = [runs[key] for key in keys if key in runs and "earlier" not in runs[key]]
+    seconds = sum(sum(run["cpu_seconds"].values()) for run in done)
+    text = (
+        f"Rows marked quick, once for each of at most three seeds: {len(keys)}. Run: {len(done)}, one at a time, in "
+        f"{seconds:.0f} CPU seconds of one thread, {seconds / 120:.0f} minutes on two cores that have nothing else to do. "
+        "This is a sum: `--quick` itself was not run from end to end."
+    )
+    return ["## What `--quick` takes", "", *textwrap.wrap(text, 118), ""]
 
 
 def machine_lines(runs: Mapping[str, Any]) -> list[str]:
@@ -142,10 +202,10 @@ def page(runs: Mapping[str, Any] | None = None) -> str:
     """The whole page."""
     runs = results.read() if runs is None else runs
     published = results.published()
-    lines = [INTRODUCTION, "", *claim_lines(runs)]
+    lines = [INTRODUCTION, "", *claim_lines(runs, published)]
     for table in TABLES:
         lines += table_lines(table, runs, published)
-    return "\n".join([*lines, *machine_lines(runs)]).rstrip() + "\n"
+    return "\n".join([*lines, *quick_lines(runs), *machine_lines(runs)]).rstrip() + "\n"
 
 
 def write() -> None:

@@ -1,9 +1,12 @@
 """All tables and rows, in the order of the page."""
 
-from benchmarks.tables import convolutional, transformers
+from benchmarks.tables import cauchy, convolutional, pretrained, specformer
 
 DATA = ("mnist", "cifar10", "cifar100", "tinyimagenet", "imagenette", "weights")
 """Names of --data, folders: mnist holds MNIST/raw, weights one folder a timm model, the others class folders."""
 
-TABLES = (convolutional.TABLE, convolutional.PICTURE, *transformers.TABLES)
-ROWS = (*convolutional.rows(), *transformers.rows())
+TABLES = (
+    *(convolutional.TABLE, convolutional.PICTURE),
+    *(table for paper in (pretrained, specformer, cauchy) for table in paper.TABLES),
+)
+ROWS = tuple(row for paper in (convolutional, pretrained, specformer, cauchy) for row in paper.rows())

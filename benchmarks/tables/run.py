@@ -66,7 +66,9 @@ def step(command: str, names: Mapping[str, str], folder: Path, name: str) -> dic
         "document": json.loads(out.read_text().strip().splitlines()[-1]),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
     }
-    kept.write_text(json.dumps(found))
+    partial = kept.with_suffix(".partial")
+    partial.write_text(json.dumps(found))
+    os.replace(partial, kept)  # whole or not at all: a run may be interrupted here as well
     return found
 
 
