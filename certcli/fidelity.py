@@ -142,13 +142,13 @@ def keeps(found: Fidelity, keep: float, witness: Witness) -> bool:
     return found.same >= keep * found.images
 
 
-def allowed_share(witness: Witness, logits: Tensor, found: Fidelity, keep: float) -> float:
-    """The largest t such that z0 + t (z - z0) keeps enough, by the rule of `keeps`; at most 4, which is far."""
+def allowed_share(witness: Witness, logits: Tensor, found: Fidelity, keep: float, most: float = 4.0) -> float:
+    """The largest t such that z0 + t (z - z0) keeps enough, by the rule of `keeps`; at most `most`, which is far."""
     if not witness.images.classes:
-        return min(4.0, ERROR_SHARE * (1 - keep) / max(found.error, 1e-12))
+        return min(most, ERROR_SHARE * (1 - keep) / max(found.error, 1e-12))
     reach = witness.reach(logits).sort().values
     may_go = found.images - math.ceil(keep * found.images)
-    return min(4.0, float(reach[may_go]))
+    return min(most, float(reach[may_go]))
 
 
 def check_keep(keep: float) -> None:

@@ -14,7 +14,7 @@ from certcli.constrain.ball import constrain_ball, least_squares_on_ball
 from certcli.constrain.douglas_rachford import constrain_matrix, paper_eta
 from certcli.constrain.methods import METHODS, PENALTIES
 from certcli.constrain.network import Calibration, Options, constrain_to
-from certcli.constrain.parallel import attention_blocks, constrain_layer, constrain_layers, side_by_side
+from certcli.constrain.parallel import attention_blocks, constrain_layer, constrain_layers, side_by_side, try_layer
 from certcli.constrain.projection import Eigenbasis, eigenbasis, pull_inside
 from certcli.constrain.prox import per_head
 from certcli.constrain.statistics import LayerStatistics, collect
@@ -43,6 +43,20 @@ def test_spectral_prox_reaches_the_pareto_front(shape: tuple[int, int, int], eta
     clipped = METHODS.load("clip")(statistics, eta)
     assert clipped.feasible
     assert result.objective <= clipped.objective * (1 + 2e-3)
+
+
+@pytest.mark.parametrize("eta", [0.05, 0.4])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_trial_is_about_the_weight(shape: tuple[int, int, int], eta: float) -> None:
+    statistics, _ = layer(*shape)
+    options = {"prox": "spectral", "beta": 0.01, "eta": eta, "relaxation": 1.2, "max_iterations": 200, "ridge": 0.3}
+    weight, basis = try_layer(statistics, tolerance=0.005, blocks=1, basis=None, **options)
+    exact = constrain_layer(statistics, **options)
+    assert basis is not None
+    assert float(statistics.relative_errors(weight.double())[0]) <= eta * (1 + 1e-5)  # float32, not pulled inside again
+    assert spectral_norm(weight) <= exact.after * (1 + 0.005 + 1e-4)
+    again, _ = try_layer(statistics, tolerance=0.005, blocks=1, basis=basis, **options)
+    assert torch.equal(weight, again)
 
 
 @pytest.mark.parametrize("beta", [0.003, 0.03])

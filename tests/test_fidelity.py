@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from constrain_layers import IMAGES, PATHS, small_net
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -14,6 +15,8 @@ from certcli import data, fidelity, models
 from certcli.calibration import synthetic_photographs
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
+from certcli.constrain import keep
+from certcli.constrain.network import Calibration, Options
 from certcli.fidelity import ERROR_SHARE, Fidelity, Witness, known_labels
 from certcli.images import Images
 from certcli.provenance import InputSpec
@@ -113,11 +116,42 @@ def test_labels_count_only_where_they_mean_the_network_s_classes(plain: Checkpoi
     assert "10 classes" in why
 
 
-@pytest.mark.parametrize("keep", [0.8, 0.98])
-def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, keep: float) -> None:
+@pytest.mark.parametrize("optimism", [1.0, 3.0, 0.2])
+@pytest.mark.parametrize("truth", [0.0004, 0.003, 0.0083, 0.019, 0.021, 0.09, 0.3, 2.0])
+def test_trials_find_the_largest_eta_or_end(truth: float, optimism: float) -> None:
+    tried = []
+
+    def trial(eta: float) -> tuple[bool, float]:
+        tried.append(eta)
+        return eta <= truth, 0.9 * min(optimism * truth, keep.FAR * eta)
+
+    found = keep.search(trial)
+    assert len(tried) <= keep.TRIALS
+    assert 0 < found <= keep.MOST
+    if optimism == 1.0 and truth > 0.001:  # a line that tells the truth: a tenth is left for caution, a quarter is near
+        assert 0.7 * min(truth, keep.MOST) <= found <= truth
+
+
+@pytest.mark.parametrize("share", [0.9, 0.98])
+def test_what_is_written_keeps_enough_whatever_trials_said(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials that change nothing keep everything, so that the search goes as far as it may: the weights themselves judge."""
+    net = small_net()
+    judges = Witness(net, images_of(IMAGES), None)
+    calibration = Calibration(net, PATHS, IMAGES.split(4))
+    originals = {path: net.get_submodule(path).weight.detach().clone() for path in PATHS}
+    monkeypatch.setattr(keep, "try_at", lambda *_: iter(originals.items()))
+    found = keep.constrain_keeping(calibration, Options("spectral", 0.01, 0.1, 1.2, 200, ridge=0.3), share, judges)
+    assert found.fidelity == judges.compare(judges.logits(net))
+    assert found.fidelity.agreement >= share
+    if not found.results:
+        assert all(torch.equal(net.get_submodule(path).weight, weight) for path, weight in originals.items())
+
+
+@pytest.mark.parametrize("share", [0.8, 0.98])
+def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, share: float) -> None:
     """As many first choices stay as were asked for, judged by the written file, and a lower --keep lowers the norms more."""
     source, out = workshop / "plain.safetensors", tmp_path / "out.safetensors"
-    words = ["constrain", source, "--keep", keep, "--limit", 400, "--json", "-o", out]
+    words = ["constrain", source, "--keep", share, "--limit", 400, "--json", "-o", out]
     outcome = CliRunner().invoke(app, [str(word) for word in words])
     assert outcome.exit_code == 0, outcome.exception
     report = json.loads(outcome.stdout)
@@ -131,7 +165,7 @@ def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, keep: float) -
     with torch.no_grad():
         before, after = old(pixels), new(pixels)
     same = float((before.argmax(1) == after.argmax(1)).double().mean())
-    assert same == kept["agreement"] >= keep
+    assert same == kept["agreement"] >= share
     # kernels on batches of another size differ by some 1e-6 of the logits
     assert kept["logits_error"] == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-3)
     assert kept["accuracy_before"] == float((before.argmax(1) == labels).double().mean())
@@ -169,10 +203,10 @@ def test_too_few_images_to_hold_any_out_are_said(tiny: Checkpoint, tmp_path: Pat
     assert "too few to hold any out" in outcome.stderr.replace("\n", " ")
 
 
-@pytest.mark.parametrize("keep", [0, 1.5])
-def test_a_share_is_a_share(tiny: Checkpoint, tmp_path: Path, keep: float) -> None:
+@pytest.mark.parametrize("share", [0, 1.5])
+def test_a_share_is_a_share(tiny: Checkpoint, tmp_path: Path, share: float) -> None:
     source = tmp_path / "tiny.safetensors"
     tiny.write(source)
-    outcome = CliRunner().invoke(app, ["constrain", str(source), "--keep", str(keep)])
+    outcome = CliRunner().invoke(app, ["constrain", str(source), "--keep", str(share)])
     assert outcome.exit_code != 0
     assert "--keep must lie between 0 and 1" in str(outcome.exception) + outcome.output

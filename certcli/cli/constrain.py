@@ -194,15 +194,15 @@ def _keeping(
     calibration: "network.Calibration", chosen: "network.Options", keep: float, witness: "Witness", sink: Sink
 ) -> tuple[list[Any], "Fidelity"]:
     """The layers at the largest eta that keeps enough, and what the network then keeps; what was found is said."""
-    from certcli.constrain.keep import ROUNDS, constrain_keeping
+    from certcli.constrain.keep import ROUNDS, TRIALS, constrain_keeping
 
-    with sink.progress("constrain", total=len(calibration.paths) * ROUNDS) as bar:
+    with sink.progress("constrain", total=len(calibration.paths) * (TRIALS + ROUNDS)) as bar:
         found = constrain_keeping(
             calibration,
             chosen,
             keep,
             witness,
-            lambda turn, eta, result: bar.advance(remark=f"round {turn}, eta {eta:.3g}: {result.path}"),
+            lambda eta, path: bar.advance(remark=f"eta {eta:.3g}: {path}"),
         )
     if not found.results:
         sink.warn(f"no eta that was tried keeps {100 * keep:g} % of the first choices: nothing is changed")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from certcli.constrain.one_group import Run, Settings, State, one_group
+from certcli.constrain.one_group import Run, Settings, State, one_group, roughly
 from certcli.constrain.projection import ROUNDING, Eigenbasis, eigenbasis, project, pull_inside
 from certcli.constrain.prox import Penalty
 from certcli.constrain.relu import RectifiedStatistics
@@ -113,6 +113,24 @@ def constrain_matrix(
         seconds=time.perf_counter() - begun,
         basis=basis,
     )
+
+
+def rough_matrix(
+    statistics: LayerStatistics,
+    penalty: Penalty,
+    beta: float,
+    eta: float,
+    relaxation: float,
+    max_iterations: int,
+    tolerance: float,
+    basis: Eigenbasis,
+) -> Tensor:
+    """`constrain_matrix` for one group in float32, to the tolerance as far as float32 can tell: (out, in) float32."""
+    radius = eta * eta * float(statistics.energies)
+    if radius == 0.0 or not bool(statistics.weight.any()):
+        return statistics.weight.float()
+    settings = Settings(penalty, 1, beta, relaxation, max_iterations, tolerance)
+    return roughly(statistics.weight, basis, radius, settings)
 
 
 def _many_groups(statistics: LayerStatistics, radii: Tensor, ridge: float, settings: Settings) -> Run:

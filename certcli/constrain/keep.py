@@ -1,24 +1,33 @@
 """The largest eta a layer at which the network keeps its first choices, found end to end on images that took no part.
 
-The layers' statistics are gathered once; a round constrains all layers at one eta, each starting where the round before
-ended, and looks at the held-out images' logits. Logits move almost in proportion to eta, so the straight line from the old
-logits through the new ones says at which eta each image's first choice would go (`Witness.reach`), and the next round is
-made there. Two or three rounds suffice.
+The layers' statistics are gathered once. A trial constrains all layers at one eta, roughly, and looks at the held-out images'
+logits. These move almost in proportion to eta, so the straight line from the old logits through the new ones says at which
+eta each image's first choice would go (`Witness.reach`), and the next trial is made there. Where two trials are close, or
+one went too far and says how far, the layers are constrained in earnest, and judged again by their own logits: what is
+written is what kept enough. A trial takes a third of the time, and one or two suffice.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from certcli.calibration import PHOTOGRAPHS
-from certcli.constrain.network import Calibration, Options, constrain_to, write
+from certcli.constrain.network import Calibration, Options, constrain_to, try_at, write
 from certcli.constrain.parallel import LayerResult
 from certcli.constrain.projection import Eigenbasis
 from certcli.fidelity import Fidelity, Witness, allowed_share, check_keep, keeps
 from certcli.images import Images
 
-ROUNDS = 4
-"""Most times that all layers are constrained."""
+TRIALS = 4
+"""Most times that all layers are constrained roughly, to find eta."""
+
+ROUNDS = 3
+"""Most times that they then are in earnest: once, unless rough and exact weights differ in what they keep."""
+
+ROUGH = 0.005
+"""A trial's layers lie within this share of their least norms, or so float32 says."""
 
 START = 0.02
 """The first eta that is tried: near what networks of photographs turn out to allow."""
@@ -28,6 +37,9 @@ MOST = 0.5
 
 _NEAR = 1.25
 """Two etas this close are one."""
+
+FAR = 8.0
+"""A trial says nothing about etas more than this many times its own."""
 
 _SAFE = 0.9
 """Share of the predicted eta that is tried, for the logits move a little faster than the line says."""
@@ -50,7 +62,6 @@ class Kept:
     eta: float
     results: Sequence[LayerResult]
     fidelity: Fidelity
-    rounds: int
 
 
 def constrain_keeping(
@@ -58,47 +69,69 @@ def constrain_keeping(
     options: Options,
     keep: float,
     witness: Witness,
-    report: Callable[[int, float, LayerResult], None] = lambda *_: None,
+    report: Callable[[float, str], None] = lambda *_: None,
 ) -> Kept:
     """Constrain at the largest eta found that leaves `keep` of the first choices as they were (`keeps`), and write it.
 
-    report(round, eta, result) is called for each layer of each round. The eta is at most MOST, and within 25 % of one
-    that was refused, or the best of ROUNDS. If every round was refused, eta 0: nothing is changed.
+    report(eta, path) is called for each layer of each trial and round. The eta is at most MOST; it is within 25 % of one that
+    was refused, or what such a one predicts. If every round was refused, eta 0: nothing is changed.
     """
     check_keep(keep)
     model = calibration.model
     parameters: dict[str, Any] = {path: model.get_submodule(path).weight for path in calibration.paths}
     originals = {path: parameter.detach().clone() for path, parameter in parameters.items()}
-    best = Kept(0.0, [], witness.compare(witness.before), 0)
-    refused, eta = MOST * _NEAR, START
-    bases: dict[str, Eigenbasis] = {}
-    for turn in range(1, ROUNDS + 1):
-        results = []
-        tried = replace(options, eta=eta)
-        for result in constrain_to(calibration, tried, bases=bases if calibration.memory_limit_bytes is None else None):
-            results.append(result)
-            report(turn, eta, result)
-        write(model, {result.path: result.weight for result in results})
+    bases: dict[str, Eigenbasis] | None = {} if calibration.memory_limit_bytes is None else None
+
+    def judged(weights: Mapping[str, Tensor], eta: float) -> tuple[Fidelity, float]:
+        """What the network keeps with these weights, and the eta at which it might keep just enough."""
+        write(model, weights)
         logits = witness.logits(model)
         write(model, originals)
         found = witness.compare(logits)
+        return found, _SAFE * eta * allowed_share(witness, logits, found, keep, FAR)
+
+    def trial(eta: float) -> tuple[bool, float]:
+        weights = {}
+        for path, weight in try_at(calibration, replace(options, eta=eta), ROUGH, bases):
+            weights[path] = weight
+            report(eta, path)
+        found, aim = judged(weights, eta)
+        return keeps(found, keep, witness), aim
+
+    eta = search(trial)
+    for turn in range(1, ROUNDS + 1):
+        results = []
+        for result in constrain_to(calibration, replace(options, eta=eta), bases=bases):
+            results.append(result)
+            report(eta, result.path)
+        found, aim = judged({result.path: result.weight for result in results}, eta)
         if keeps(found, keep, witness):
-            best = Kept(eta, results, found, turn)
+            write(model, {result.path: result.weight for result in results})
+            return Kept(eta, results, found)
+        nearer = eta / 2 if turn == ROUNDS - 1 else eta / _NEAR  # the last is to keep enough as surely as may be
+        eta = min(aim, nearer) if aim > 0 else nearer
+    return Kept(0.0, [], witness.compare(witness.before))
+
+
+def search(trial: Callable[[float], tuple[bool, float]]) -> float:
+    """An eta to constrain at, from at most TRIALS: trial(eta) says whether enough was kept, and at which eta it might be."""
+    eta, kept, refused = START, 0.0, MOST * _NEAR
+    for _ in range(TRIALS):
+        enough, aim = trial(eta)
+        if enough:
+            kept = eta
         else:
             refused = eta
-        best = replace(best, rounds=turn)
-        aim = _SAFE * eta * allowed_share(witness, logits, found, keep)
-        # a prediction outside of what is known, or too close to it, is no news: between the two then
-        if best.eta > 0 and refused <= _NEAR * best.eta:
-            break
-        if not best.eta < aim < refused:
-            if best.eta > 0 and aim <= _NEAR * best.eta:
-                break
-            aim = (best.eta * refused) ** 0.5 if best.eta > 0 else eta / 2
+            if kept < aim < refused:  # between what is known, the line is as good as another trial
+                return aim
+        if refused <= _NEAR * kept:
+            return kept
+        if not kept < aim < refused:
+            # a prediction outside of what is known is no news: between the two then
+            if kept and aim <= _NEAR * kept:
+                return kept
+            aim = (kept * refused) ** 0.5 if kept else eta / 2
+        if min(MOST, aim) <= _NEAR * kept:
+            return kept
         eta = min(MOST, aim)
-        if best.eta == 0 and turn == ROUNDS - 1:
-            eta /= 2  # the last chance to keep enough and change something
-        if eta <= _NEAR * best.eta:
-            break
-    write(model, {result.path: result.weight for result in best.results})
-    return best
+    return kept or eta

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from certcli.constrain.layers import Batches
-from certcli.constrain.parallel import LayerResult, attention_blocks, constrain_layer, side_by_side, workers_for
+from certcli.constrain.parallel import (
+    LayerResult,
+    attention_blocks,
+    constrain_layer,
+    side_by_side,
+    try_layer,
+    workers_for,
+)
 from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
 from certcli.constrain.statistics import LayerStatistics, collect_in_passes, gathered
@@ -21,8 +28,8 @@ from certcli.lipschitz.real import Real
 
 DISTANCES = ("plain", "relu", "auto")
 
-BASES_BYTES = 2**28
-"""So much of eigenbases is kept for another eta: nearly all of ViT-S's, a quarter of ViT-B's (statistics: 2 GiB)."""
+BASES_BYTES = 2**29
+"""So much of eigenbases is kept for another eta: all of ViT-S's and Swin-T's, half of ViT-B's."""
 
 TRIALS = 8
 """Most times that a network is constrained for a target; the last time every layer at the end of its curve."""
@@ -195,11 +202,43 @@ def constrain_to(
 
     for part in calibration.parts():
         for result in side_by_side(one, (layer for layer in part if eta_of(layer) > 0), calibration.workers):
-            if bases is not None and result.basis is not None:
-                held = sum(basis.vectors.nbytes for path, basis in bases.items() if path != result.path)
-                if held + result.basis.vectors.nbytes <= BASES_BYTES:
-                    bases[result.path] = result.basis
+            _remember(bases, result.path, result.basis)
             yield replace(result, basis=None)
+
+
+def try_at(
+    calibration: Calibration, options: Options, tolerance: float, bases: dict[str, Eigenbasis] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Path and weight of each layer, about as `constrain_to` would find it: see `try_layer`. For a look, not to write."""
+    blocks = attention_blocks(calibration.model) if options.per_head else {}
+
+    def one(layer: LayerStatistics) -> tuple[str, Tensor, Eigenbasis | None]:
+        weight, basis = try_layer(
+            layer,
+            prox=options.prox,
+            beta=options.beta,
+            eta=options.eta,
+            relaxation=options.relaxation,
+            max_iterations=options.iterations,
+            tolerance=tolerance,
+            blocks=blocks.get(layer.path, 1),
+            ridge=options.ridge,
+            basis=None if bases is None else bases.get(layer.path),
+        )
+        return layer.path, weight, basis
+
+    for part in calibration.parts():
+        for path, weight, basis in side_by_side(one, part, calibration.workers):
+            _remember(bases, path, basis)
+            yield path, weight
+
+
+def _remember(bases: dict[str, Eigenbasis] | None, path: str, basis: Eigenbasis | None) -> None:
+    """Keep a layer's basis where there is room for it."""
+    if bases is not None and basis is not None:
+        held = sum(other.vectors.nbytes for name, other in bases.items() if name != path)
+        if held + basis.vectors.nbytes <= BASES_BYTES:
+            bases[path] = basis
 
 
 def write(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

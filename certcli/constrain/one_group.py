@@ -16,9 +16,10 @@ and has the same P, so that nothing is lost by a change.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -108,27 +109,21 @@ def one_group(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settin
     is F R there, F (out, in) of orthonormal columns: every iterate is F times a square matrix, which is all that is
     iterated. Large matrices are iterated in float32.
     """
-    frame, turned = None, not settings.penalty.invariant
-    exact = centre @ basis.vectors
-    if settings.penalty.invariant and settings.blocks == 1 and len(exact) > exact.shape[1]:
-        frame, exact = torch.linalg.qr(exact)
-    inside = _Ellipsoid(exact, basis, radius, settings, turned)
+    inside, frame = _framed(centre, basis, radius, settings)
+    exact = inside.centre
     single = exact.numel() >= SINGLE_FROM and settings.tolerance >= SINGLE_GAP
     fast = inside.to(torch.float32) if single else inside
     prox = settings.prox()
     if state is None:
-        current, strength = fast.centre, fast.strength(prox)
+        begun, pace = fast.centre, fast.strength(prox)
     else:
         known = state.matrix @ basis.vectors
-        current, strength = (known if frame is None else frame.mT @ known).to(fast.centre), state.strength
-    iteration, asked = 0, settings.tolerance * (_CAUTION if single else 1.0)
+        begun, pace = (known if frame is None else frame.mT @ known).to(fast.centre), state.strength
+    asked = settings.tolerance * (_CAUTION if single else 1.0)
     best, lower, proven = (math.inf, exact), 0.0, 0.0
-    while True:
-        iteration += 1
-        step = fast.step(current, strength, prox)
+    for iteration, current, strength, step in _iterates(fast, prox, begun, pace):
         lower = max(lower, step.lower)
-        upper = step.share * step.size + (1.0 - step.share) * fast.whole
-        last, met = iteration >= settings.max_iterations, upper <= (1.0 + asked) * lower
+        last, met = iteration >= settings.max_iterations, fast.upper(step) <= (1.0 + asked) * lower
         if last or met or iteration % CHECK_EVERY == 0:
             judged = inside.step(current.double(), strength, settings.exact_prox)
             best, proven = inside.better(best, judged.share * judged.moved), max(proven, judged.lower)
@@ -138,13 +133,6 @@ def one_group(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settin
             if last or best[0] <= (1.0 + settings.tolerance) * proven:
                 break
             asked = asked / 2 if met else asked
-        factor = balance(step.pull, step.moved, _BALANCE * settings.beta) if iteration in TURNS else 1.0
-        factor = min(factor, fast.ceiling / strength)
-        if not 0.5 <= factor <= 2.0:
-            near = step.moved + fast.centre
-            current, strength = near + factor * (current - near), factor * strength
-        else:
-            current = current + settings.relaxation * step.change
     objective, moved = best
     found, ended = exact + moved, current.double()
     if frame is not None:
@@ -152,6 +140,47 @@ def one_group(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settin
     residual = float(judged.change.norm()) / float(exact.norm())
     weight, ended = found @ basis.vectors.mT, ended @ basis.vectors.mT
     return Run(weight, State(ended, strength), iteration, residual, objective, proven)
+
+
+def roughly(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settings) -> Tensor:
+    """`one_group` to the settings' tolerance as float32 sees it, judged by nothing else: for a trial that is not written.
+
+    centre (out, in) of any precision -> float32.
+    """
+    single = replace(basis, values=basis.values.float(), vectors=basis.vectors.float())
+    inside, frame = _framed(centre.float(), single, radius, settings)
+    prox, lower = settings.prox(), 0.0
+    for iteration, _, _, step in _iterates(inside, prox, inside.centre, inside.strength(prox)):
+        lower = max(lower, step.lower)
+        if iteration >= settings.max_iterations or inside.upper(step) <= (1.0 + settings.tolerance) * lower:
+            break
+    found = inside.centre + step.share * step.moved
+    return (found if frame is None else frame @ found) @ single.vectors.mT
+
+
+def _framed(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settings) -> "tuple[_Ellipsoid, Tensor | None]":
+    """The ellipsoid in the eigenbasis, and F where it is seen in the column space of W0: a matrix there is F times it."""
+    turned, frame = centre @ basis.vectors, None
+    if settings.penalty.invariant and settings.blocks == 1 and len(turned) > turned.shape[1]:
+        frame, turned = torch.linalg.qr(turned)
+    return _Ellipsoid(turned, basis, radius, settings, not settings.penalty.invariant), frame
+
+
+def _iterates(
+    inside: "_Ellipsoid", prox: Callable[[Tensor, float], Tensor], current: Tensor, strength: float
+) -> "Iterator[tuple[int, Tensor, float, _Step]]":
+    """Number, Z, strength and step of each iteration, without end."""
+    settings = inside.settings
+    for iteration in count(1):
+        step = inside.step(current, strength, prox)
+        yield iteration, current, strength, step
+        factor = balance(step.pull, step.moved, _BALANCE * settings.beta) if iteration in TURNS else 1.0
+        factor = min(factor, inside.ceiling / strength)
+        if not 0.5 <= factor <= 2.0:
+            near = step.moved + inside.centre
+            current, strength = near + factor * (current - near), factor * strength
+        else:
+            current = current + settings.relaxation * step.change
 
 
 def balance(pull: float, moved: Tensor, aim: float) -> float:
@@ -240,6 +269,10 @@ class _Ellipsoid:
         factors, _ = shrinkage(reach, self.basis, self.radius)
         change, pull = reach * factors - moved, float(normal.norm())
         return _Step(moved, share, size, pull, change, self.lower(normal, strength))
+
+    def upper(self, step: _Step) -> float:
+        """L of the feasible point that the step found, from above."""
+        return step.share * step.size + (1.0 - step.share) * self.whole
 
     def better(self, best: tuple[float, Tensor], moved: Tensor) -> tuple[float, Tensor]:
         """The lesser of `best` and (L(W), W - W0) for a W that rounding may have left outside."""

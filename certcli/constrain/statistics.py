@@ -42,7 +42,8 @@ class LayerStatistics:
 
     weight (out, in) float64, a convolution's as out x (in * kh * kw); grams (groups, in, in) float64, G_j = X_j X_j^T;
     tokens (groups,) float64, T_j; kind "linear" | "conv"; held_out (in, in) or None, the Gram matrix of images that
-    take no part in the constraint; shape and dtype are the parameter's own; conv: see `layers.geometry`.
+    take no part in the constraint, float32 where tokens are sampled: it is only reported; shape and dtype are the
+    parameter's own; conv: see `layers.geometry`.
     """
 
     path: str
@@ -68,12 +69,12 @@ class LayerStatistics:
         """The same ratio on the held-out images, None without them."""
         if self.held_out is None:
             return None
-        return float(_ratio(energy(weight - self.weight, self.held_out), self._held_out_energy))
+        return float(_ratio(energy(weight - self.weight, self.held_out.double()), self._held_out_energy))
 
     @cached_property
     def _held_out_energy(self) -> Tensor:
         assert self.held_out is not None
-        return energy(self.weight, self.held_out)
+        return energy(self.weight, self.held_out.double())
 
     @cached_property
     def before(self) -> float:
@@ -202,9 +203,7 @@ def collect(
     if count < groups:
         raise DataError(f"{groups} groups need at least {groups} batches, there are {count}", "use fewer groups")
     if held_out is None and held_out_batches is not None:
-        held_out = {
-            path: one.grams[0] for path, one in _accumulate(model, held_out_batches, paths, 1, sample)[0].items()
-        }
+        held_out = _reported(_accumulate(model, held_out_batches, paths, 1, sample)[0], sample)
     statistics = {}
     for path in paths:
         if path in sums:
@@ -264,7 +263,12 @@ def gathered(model: nn.Module, paths: Sequence[str], sample: int | None) -> Iter
     found: dict[str, _Sums] = {}
     with watched(model, paths, _adding(found, 1, sample)):
         yield grams
-    grams.update({path: sums.grams[0] for path, sums in _ordinary(found).items()})
+    grams.update(_reported(_ordinary(found), sample))
+
+
+def _reported(found: dict[str, _Sums], sample: int | None) -> dict[str, Tensor]:
+    """The Gram matrices of held-out images; of a sample of tokens in float32, which is half of the memory."""
+    return {path: sums.grams[0] if sample is None else sums.grams[0].float() for path, sums in found.items()}
 
 
 def _adding(found: dict[str, _Sums], groups: int, sample: int | None) -> Callable[[int, str, nn.Module, Tensor], None]:
