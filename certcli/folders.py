@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from certcli.ahead import Ahead
 from certcli.errors import DataError, one_line
 from certcli.images import Images, require_split, split_training
 from certcli.provenance import InputSpec
@@ -56,11 +57,9 @@ def _class_folder(folder: Path, spec: InputSpec, split: str) -> Images:
         raise DataError(f"{folder} has a class whose name does not print: {strange!a}", "rename it")
     decode = Decoder(spec)
 
-    def fetch(positions: Sequence[int]) -> Tensor:
-        return torch.stack([decode(paths[position]) for position in positions])
-
-    note = _sizes(paths, spec)
-    return Images(folder.name, split, tuple(classes), torch.tensor(labels), torch.arange(len(paths)), fetch, note)
+    ahead = Ahead(lambda position: decode(paths[position]))
+    positions, note = torch.arange(len(paths)), _sizes(paths, spec)
+    return Images(folder.name, split, tuple(classes), torch.tensor(labels), positions, ahead, note, ahead.expect, ahead)
 
 
 def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:

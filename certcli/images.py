@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from certcli.ahead import Ahead
 from certcli.errors import DataError
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -19,9 +20,16 @@ VALIDATION_SHARE = 0.1
 _SPLIT_SEED = 20260101  # fixed for ever: the validation images of a dataset must be the same in every run
 
 
+def _ignore(positions: Sequence[int]) -> None:
+    """What is in memory needs no time."""
+
+
 @dataclass(frozen=True)
 class Images:
-    """Labelled images in a fixed order. `fetch(positions)` returns pixel images (b, c, h, w) in [0, 1]."""
+    """Labelled images in a fixed order. `fetch(positions)` returns pixel images (b, c, h, w) in [0, 1].
+
+    expect(positions): those that will be fetched next, all of them; files are decoded meanwhile (`ahead`, None in memory).
+    """
 
     name: str
     split: str
@@ -30,6 +38,8 @@ class Images:
     indices: Tensor
     fetch: Callable[[Sequence[int]], Tensor]
     note: str = ""
+    expect: Callable[[Sequence[int]], None] = _ignore
+    ahead: Ahead | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -38,7 +48,19 @@ class Images:
         """All images once, in order. `indices` are positions in the whole split, whatever --limit selected."""
         for start in range(0, len(self), batch_size):
             positions = list(range(start, min(start + batch_size, len(self))))
-            yield self.indices[positions], self.fetch(positions), self.labels[positions]
+            pixels = self.fetch(positions)
+            self.expect_at(start + batch_size, batch_size)
+            yield self.indices[positions], pixels, self.labels[positions]
+
+    def expect_at(self, start: int, count: int) -> None:
+        """`expect` of so many images from there on, as far as there are any."""
+        self.expect(range(start, min(start + count, len(self))))
+
+    def read_by(self, workers: int | None) -> "Images":
+        """These images, their files read by so many threads; None leaves that as it is."""
+        if self.ahead is not None and workers is not None:
+            self.ahead.workers = workers
+        return self
 
     def select(self, positions: Sequence[int]) -> "Images":
         """The images at these positions, in this order, keeping their indices."""
@@ -48,6 +70,7 @@ class Images:
             labels=self.labels[chosen],
             indices=self.indices[chosen],
             fetch=lambda asked: self.fetch([chosen[position] for position in asked]),
+            expect=lambda asked: self.expect([chosen[position] for position in asked]),
         )
 
     def limit(self, count: int | None, seed: int = 0) -> "Images":
@@ -74,14 +97,17 @@ class Images:
     @cached_property
     def digests(self) -> dict[int, str]:
         """Index of each image -> sha256 of its label and its pixels as fetched, the first 16 hex digits."""
-        parts = range(0, len(self), DIGESTED)
-        return dict(row for start in parts for row in self.digests_at(range(start, min(start + DIGESTED, len(self)))))
+        found: dict[int, str] = {}
+        for start in range(0, len(self), DIGESTED):
+            found |= dict(self.digests_at(range(start, min(start + DIGESTED, len(self)))))
+        return found
 
     def digests_at(self, positions: Sequence[int]) -> list[tuple[int, str]]:
         """Index and digest of the images at these positions."""
         indices, labels = self.indices[list(positions)].tolist(), self.labels[list(positions)].tolist()
-        found = []
-        for index, label, row in zip(indices, labels, self.fetch(positions).cpu().contiguous().numpy(), strict=True):
+        found, pixels = [], self.fetch(positions)
+        self.expect_at(max(positions) + 1, DIGESTED)
+        for index, label, row in zip(indices, labels, pixels.cpu().contiguous().numpy(), strict=True):
             head = f"{label}\0{row.dtype.str}\0{row.shape}\0"
             found.append((index, hashlib.sha256(head.encode() + row.tobytes()).hexdigest()[:16]))
         return found

@@ -78,6 +78,30 @@ def test_folder_of_classes(tmp_path: Path) -> None:
     assert not set(train.indices.tolist()) & set(val.indices.tolist())
 
 
+def test_threads_that_read_ahead_change_nothing(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, {"cat": 5, "dog": 4})
+    broken = folder / "dog" / "zz.png"
+    broken.write_bytes(b"no image")
+
+    def pixels(workers: int) -> torch.Tensor:
+        images = data.load(str(folder), COLOUR).select([8, 2, 2, 7, 0, 1]).read_by(workers)
+        found = [images.fetch([4])]
+        images.expect([0, 1])  # of which the second alone is then wanted, and others
+        found += [images.fetch([1, 3]), *(batch for _, batch, _ in images.batches(4))]
+        return torch.cat(found)
+
+    for workers in (1, 3):
+        assert torch.equal(pixels(workers), pixels(0))
+    images = data.load(str(folder), COLOUR).read_by(2)
+    images.expect([9])  # the broken one: whoever never asks for it never hears of it
+    assert len(images.fetch([8])) == 1
+    for _ in range(2):
+        with pytest.raises(DataError, match="zz"):
+            images.fetch([9])
+    alone = images.digests_at([0, 1])
+    assert alone == images.read_by(0).digests_at([0, 1])
+
+
 def test_folder_with_splits(tmp_path: Path) -> None:
     for split, count in (("train", 10), ("test", 2)):
         make_folder(tmp_path / "set" / split, {"a": count, "b": count})

@@ -229,6 +229,10 @@ def run_tasks(
         number, positions, radii = portion
         task, stage = tasks[number], tasks[number].stage
         pixels, labels = task.images.fetch(positions), task.images.labels[positions]
+        step = 1 if task.own is not None else batch_size
+        task.images.expect_at(
+            positions[0] + team.size * step, step
+        )  # the next portion, if each process takes one in turn
         batch = (task.images.indices[positions], pixels.to(like.device, like.dtype), labels)
         rows: list[Attacked] = []
         for row in attack_curve(

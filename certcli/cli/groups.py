@@ -57,6 +57,7 @@ class Data:
     data_dir: options.DataDir = None
     limit: options.Limit = None
     seed: options.Seed = 0
+    workers: options.Workers = None
 
 
 @group("Images")
@@ -66,7 +67,8 @@ class Evaluation(Data):
     split: options.Split = None
 
     def images(self, record: Record, sink: Sink) -> Images:
-        return inputs.evaluation_images(record, self.dataset, self.data_dir, self.split, self.limit, self.seed, sink)
+        given = (self.dataset, self.data_dir, self.split, self.limit, self.seed)
+        return inputs.evaluation_images(record, *given, sink).read_by(self.workers)
 
 
 @group("Images")
@@ -76,7 +78,8 @@ class Calibration(Data):
     limit: Annotated[int, typer.Option("--limit", help="Calibration images.")] = 500
 
     def images(self, record: Record, sink: Sink) -> Images:
-        return inputs.calibration_images(record, self.dataset, self.data_dir, self.limit, self.seed, sink)
+        given = (self.dataset, self.data_dir, self.limit, self.seed)
+        return inputs.calibration_images(record, *given, sink).read_by(self.workers)
 
 
 @group("Machine")

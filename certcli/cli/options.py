@@ -71,6 +71,12 @@ Limit = Annotated[int | None, typer.Option("--limit", help="Use a seeded, class-
 Seed = Annotated[int, typer.Option("--seed", help="Seed of every random choice.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, max=MOST_IMAGES, help="Images at a time.")]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", min=0, max=64, help="Threads that read image files ahead; by default one a core, at most 8."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.")]
 Plot = Annotated[

@@ -103,6 +103,8 @@ class Training:
             for split in ("train", "val")
         )
         doubt_images(train, record, self.sink)
+        for images in (train, validation):
+            images.read_by(self.order.data.workers)
         return train.limit(self.order.data.limit, self.settings.seed), validation
 
     def _teacher(self, device: Any) -> PixelModel | None:

@@ -53,6 +53,7 @@ def evaluate(
     def judge(start: int) -> tuple[int, int]:
         positions = list(range(start, min(start + batch_size, len(images))))
         pixels, labels = images.fetch(positions).to(device), images.labels[positions]
+        images.expect_at(start + team.size * batch_size, batch_size)
         logits = model(pixels).double().cpu()
         right, robust = int((logits.argmax(1) == labels).sum()), 0
         if gains is not None:

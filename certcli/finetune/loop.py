@@ -154,7 +154,9 @@ class Trainer:
             self.model.train()
             self.team.copy_from_leader(list(self.model.net.state_dict().values()))
             order = torch.randperm(len(train), generator=self.generator)
-            for positions in order.split(settings.batch_size * settings.accumulate)[: total - self.step]:
+            steps = order.split(settings.batch_size * settings.accumulate)[: total - self.step]
+            for number, positions in enumerate(steps):
+                self.descent.expect(train, *steps[number : number + 2])
                 losses += self._learn(train, positions, total)
                 seen += len(positions)
                 watch(self.step, losses / (self.step - before))

@@ -85,6 +85,11 @@ class Descent:
             self.projection.after_step()
         return loss
 
+    def expect(self, train: Images, *steps: Tensor) -> None:
+        """The positions of this step and of those that follow: their files are read meanwhile."""
+        parts = [part for positions in steps for part in positions.split(self.settings.batch_size)]
+        train.expect([position for part in parts for position in self._own(part)[0].tolist()])
+
     def _own(self, part: Tensor) -> tuple[Tensor, float]:
         """This process's images of a batch, and their weight in it; of too few images for all each takes all."""
         size = self.team.size
