@@ -119,11 +119,12 @@ def test_what_a_row_says_of_the_paper() -> None:
         runs = {results.key(name, seed): run for seed, run in enumerate(mine)}
         worse = {"figures": {"pgd20": 0.5, "clean": 0.9}}
         runs |= {results.key("specformer-2/digits/none", seed): worse for seed in range(len(mine))}
-        return render.status(tables[row.table], row, mine, runs, published)
+        return render.status(tables[row.table], row, runs, published)
 
     assert said("certvit-2/vit-t16", [], {"parameters": 5.7}) == "not run"
-    assert said("certvit-2/vit-t16", [{"parameters": 5.72}], {"parameters": 5.7}) == "reproduced"
-    assert said("certvit-2/vit-t16", [{"parameters": 6.0}], {"parameters": 5.7}) == "refuted: parameters, 10^6"
+    assert said("certvit-2/vit-t16", [{"parameters": 5.72}], {"parameters": 5.7}) == "reproduced (parameters)"
+    assert said("certvit-2/vit-t16", [{"parameters": 6.0}], {"parameters": 5.7}) == "refuted (parameters)"
+    assert said("certvit-2/vit-t16", [{"adapt": 8.0}], {"adapt": 6.4}) == "not decided (L2 adaptation)"
     assert said("certvit-1/mnist/4c3f/gloro", [{"clean": 0.8}], {"clean": 97.0}) == "not decided: a shorter training"
     assert said("certvit-1/digits/vit/standard", [{"clean": 0.8}], {}) == "run"
     better = [{"pgd20": share} for share in (0.6, 0.61, 0.62)]

@@ -7,6 +7,7 @@ SOUND = "sound bound"
 FORMULA = "the paper's formula"
 MEASURED = "measured"
 COUNTED = "counted"
+ASSUMED = "counted, the paper does not say what"
 QUICK_SEEDS = 3
 
 

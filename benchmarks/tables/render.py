@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.tables import claims, results
 from benchmarks.tables.claims import CLAIMS
-from benchmarks.tables.layout import COUNTED, SOUND, Column, Row, Table
+from benchmarks.tables.layout import ASSUMED, COUNTED, SOUND, Column, Row, Table
 from benchmarks.tables.rows import ROWS, TABLES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tables.md"
@@ -33,9 +33,10 @@ within 10 points, of 1,000 to within 3. CPU: seconds of all steps of one seed, o
 starts from another's network does not count that one. Figures marked * were measured earlier:
 [results.md](results.md).
 
-**Verdicts.** *Reproduced* and *refuted*: counted figures within 2 % of the paper's or not; differences between rows, by the
-claims below, which are listed row by row as well. *Not decided*: run, and either the interval holds 0 or the row's training
-is too unlike the paper's to say. *Run*: ours, with nothing of the paper's beside it. *Not run*: empty."""
+**Verdicts.** *Reproduced* and *refuted*: counted figures within 2 % of the paper's or not (not decided where it does not
+say what it counts); differences between rows, by the claims below, which are listed row by row as well. *Not decided*: run,
+and either the interval holds 0 or the row's training is too unlike the paper's to say. *Run*: ours, with nothing of the
+paper's beside it. *Not run*: empty."""
 
 
 def shown(column: Column, value: float) -> str:
@@ -75,34 +76,34 @@ def theirs(column: Column, published: Mapping[str, float]) -> str:
 
 
 def row_line(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping[str, Any]) -> str:
-    name = row.same or row.name
-    mine = [run for run in (runs.get(results.key(name, seed)) for seed in range(10)) if run is not None]
+    mine = own_runs(row, runs)
     cells = list(row.cells)
     for column in table.columns:
         cells += [ours(column, mine), theirs(column, published.get(row.name, {}))]
     seconds = [sum(run["cpu_seconds"].values()) for run in mine]
-    found = status(table, row, mine, runs, published.get(row.name, {}))
-    cells += [found, f"{statistics.fmean(seconds):.0f}" if any(seconds) else "", row.note, f"`{name}`"]
+    found = status(table, row, runs, published.get(row.name, {}))
+    cells += [found, f"{statistics.fmean(seconds):.0f}" if any(seconds) else "", row.note, f"`{row.same or row.name}`"]
     return f"| {' | '.join(cells)} |"
 
 
-def status(
-    table: Table,
-    row: Row,
-    mine: Sequence[Mapping[str, Any]],
-    runs: Mapping[str, Any],
-    published: Mapping[str, float],
-) -> str:
+def own_runs(row: Row, runs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of every seed, also of the row whose runs it shows."""
+    found = (runs.get(results.key(row.same or row.name, seed)) for seed in range(claims.MOST_SEEDS))
+    return [run for run in found if run is not None]
+
+
+def status(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping[str, float]) -> str:
     """What the row says of the paper: see *Verdicts* in the introduction."""
+    mine = own_runs(row, runs)
     if not mine:
         return "not run"
-    counted = [column for column in table.columns if column.promise == COUNTED and column.key in published]
-    if counted:
-        figures = mine[0]["figures"]
-        away = [c.heading for c in counted if abs(figures[c.key] / published[c.key] - 1) > CLOSE]
-        return f"refuted: {'; '.join(away)}" if away else "reproduced"
     columns = {column.key: column for column in table.columns}
     said: dict[str, list[str]] = {}
+    for key, value in published.items():
+        if columns[key].promise in (COUNTED, ASSUMED):
+            close = abs(mine[0]["figures"][key] / value - 1) <= CLOSE
+            verdict = "reproduced" if close else "refuted" if columns[key].promise == COUNTED else "not decided"
+            said.setdefault(verdict, []).append(columns[key].heading.partition(",")[0])
     for claim in CLAIMS:
         if claim.better == (row.same or row.name) and claim.column in columns:
             verdict = claims.verdict(claim, claims.differences(claim, runs))
@@ -133,7 +134,7 @@ def table_lines(table: Table, runs: Mapping[str, Any], published: Mapping[str, A
 def agreement_lines(table: Table, runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
     """How far counted figures are from the paper's: they need no training and no luck."""
     lines = []
-    for column in [column for column in table.columns if column.promise == COUNTED]:
+    for column in [column for column in table.columns if column.promise in (COUNTED, ASSUMED)]:
         pairs = [
             (run["figures"][column.key] / published[row][column.key], row)
             for row in published
@@ -179,6 +180,23 @@ def claim_lines(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[s
     return [*lines, ""]
 
 
+VERDICTS = ("refuted", "reproduced", "not decided", "run", "not run")
+
+
+def summary_lines(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
+    """How many rows of each table have which verdict; of several the first in the order of VERDICTS."""
+    text = "Rows of each table by verdict; a row with several counts under the first of them."
+    lines = ["## In short", "", text, "", f"| table | {' | '.join(VERDICTS)} |", "|" + "---|" * (1 + len(VERDICTS))]
+    for table in TABLES:
+        figures = published.get(table.name, {"rows": {}})["rows"]
+        said = [status(table, row, runs, figures.get(row.name, {})) for row in ROWS if row.table == table.name]
+        counts = dict.fromkeys(VERDICTS, 0)
+        for entry in said:
+            counts[next(verdict for verdict in VERDICTS if entry.startswith(verdict) or f"; {verdict}" in entry)] += 1
+        lines.append(f"| {table.title} | {' | '.join(str(count) for count in counts.values())} |")
+    return [*lines, ""]
+
+
 def quick_lines(runs: Mapping[str, Any]) -> list[str]:
     """What `--quick` takes, by the CPU seconds that its rows recorded."""
     keys = [results.key(row.name, seed) for row in ROWS if row.steps for seed in row.quick_seeds]
@@ -202,7 +220,7 @@ def page(runs: Mapping[str, Any] | None = None) -> str:
     """The whole page."""
     runs = results.read() if runs is None else runs
     published = results.published()
-    lines = [INTRODUCTION, "", *claim_lines(runs, published)]
+    lines = [INTRODUCTION, "", *summary_lines(runs, published), *claim_lines(runs, published)]
     for table in TABLES:
         lines += table_lines(table, runs, published)
     return "\n".join([*lines, *quick_lines(runs), *machine_lines(runs)]).rstrip() + "\n"

@@ -47,6 +47,7 @@ PENALTIES = Table(
     ("lambda of q, k, v",),
     (*ROBUST, BOUND),
     "Standard training of the digits ViT, as in Table 1 above. One seed but for the rows that Table 1 has.",
+    "digits, one seed",
 )
 
 TABLES = (STANDARD, ADVERSARIAL, COST, PENALTIES)
