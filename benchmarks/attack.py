@@ -1,11 +1,16 @@
 """Time of an evaluation with certvit against torchattacks called plainly on every image, both in one run.
 
     python benchmarks/attack.py [--images 397] [--threads 1] [--device cpu]
+    python benchmarks/attack.py --autoattack 128 [--radii 0.1 0.2 0.3]
 
 The net is the reference ViT for the embedded digits, its training stopped early so that it has about 75 % of the test
 images right. Each workload runs twice in turn, the shorter time counts. certvit's time includes its verdicts; the plain
 side only counts predictions. Robust accuracy: no attack of the workload changed the prediction of an image that was
 classified correctly. The two sides draw other random starts, so single images may differ.
+
+With --autoattack: torchattacks' parts with the published budgets (100 steps, 9 targets, 5,000 queries), each on what
+withstood those before, against `autoattack-full` (the same budgets) and `autoattack` (runs without prospects are left), on
+the first N test images, each once; and which images one side broke and the other did not.
 """
 
 import argparse
@@ -17,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli import data, models
+from certcli.attack.judge import judge
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, robust_accuracy
@@ -80,6 +86,46 @@ def plainly(attacks: list[Callable[[Tensor, Tensor], Tensor]], net: nn.Module, b
     return robust / total
 
 
+def ensemble(net: nn.Module, threat: Threat, batches: list[Batch]) -> set[int]:
+    """Standard AutoAttack from torchattacks' parts: indices of the images that withstand."""
+    lib, common = library(), {"norm": "L2", "eps": threat.radius}
+    robust: set[int] = set()
+    for indices, images, labels in batches:
+        with torch.no_grad():
+            standing = (net(images).argmax(dim=1) == labels).nonzero().flatten()
+        for attack in (
+            lib.APGD(net, steps=100, **common),
+            lib.APGDT(net, steps=100, **common),
+            lib.FAB(net, steps=100, multi_targeted=True, **common),
+            lib.Square(net, n_queries=5000, **common),
+        ):
+            if len(standing):
+                adversarial = attack(images[standing], labels[standing])
+                # FAB's points may lie beyond the radius: the verdict is ours on both sides
+                verdict = judge(net, images[standing], labels[standing], adversarial, threat)
+                standing = standing[~verdict.success]
+        robust |= set(indices[standing.cpu()].tolist())
+    return robust
+
+
+def compare(net: nn.Module, batches: list[Batch], radii: list[float], clock: Callable[[], float]) -> None:
+    """AutoAttack, three ways."""
+    print(f"{'radius':>6} {'attack':22} {'withstand':>9} {'seconds':>8} {'times':>6}  differs from torchattacks on")
+    for radius in radii:
+        threat, settings = Threat("l2", radius), AttackSettings()
+
+        def ours(name: str, threat: Threat = threat, settings: AttackSettings = settings) -> set[int]:
+            rows = attack_images(net, batches, [name], threat, settings)
+            return {row.index for row in rows if row.withstood}
+
+        slow, first = timed(lambda threat=threat: ensemble(net, threat, batches), clock)
+        print(f"{radius:6g} {'torchattacks':22} {len(first):9} {slow:8.1f} {1:6.2f}", flush=True)
+        for name in ("autoattack-full", "autoattack"):
+            seconds, found = timed(lambda name=name, ours=ours: ours(name), clock)
+            differs = f"{len(first - found)} broken here only, {len(found - first)} there only"
+            print(f"{radius:6g} {name:22} {len(found):9} {seconds:8.1f} {slow / seconds:6.2f}  {differs}", flush=True)
+
+
 def timed(work: Callable[[], Any], clock: Callable[[], float]) -> tuple[float, Any]:
     start = clock()
     result = work()
@@ -91,13 +137,18 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=397)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--autoattack", type=int, metavar="N", help="compare AutoAttack on the first N test images")
+    parser.add_argument("--radii", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     # seconds of CPU hold on a busy machine too; what a GPU does passes by the CPU's clock
     clock = time.process_time if options.device == "cpu" else time.perf_counter
     net = train(0).to(options.device)
-    images = data.load("digits", SPEC, "test").limit(options.images)
+    images = data.load("digits", SPEC, "test").limit(options.autoattack or options.images)
     batches = [(index, x.to(options.device), y.to(options.device)) for index, x, y in images.batches(BATCH)]
+    if options.autoattack:
+        compare(net, batches, options.radii, clock)
+        return
     threat = Threat("l2", RADIUS)
     print(f"{len(images)} test images, l2 radius {RADIUS}, batches of {BATCH}, {options.threads} thread(s)")
     print(

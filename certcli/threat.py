@@ -1,6 +1,7 @@
 """The threat model: a ball of pixel-space radius around an image, intersected with the box [0, 1]."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -17,16 +18,37 @@ def image_norms(delta: Tensor, norm: Norm) -> Tensor:
     return flat.norm(dim=1) if norm == "l2" else flat.abs().amax(dim=1)
 
 
-def _per_image(values: Tensor, like: Tensor) -> Tensor:
+def per_image(values: Tensor, like: Tensor) -> Tensor:
+    """One number an image, as a factor of its pixels: (b,) -> (b, 1, 1, 1), in the dtype of `like`."""
     return values.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
 
 
 @dataclass(frozen=True)
 class Threat:
-    """All images x' in [0, 1] with |x' - x| <= radius (pixel units)."""
+    """All images x' in [0, 1] with |x' - x| <= radius (pixel units).
+
+    own: (b,) float64, a radius for each image of a batch, where they differ; `radius` is then the largest of them.
+    """
 
     norm: Norm
     radius: float
+    own: Tensor | None = field(default=None, compare=False)
+
+    @staticmethod
+    def each(norm: Norm, radii: Sequence[float]) -> "Threat":
+        """One radius for each image of a batch."""
+        checked = [Threat(norm, radius).radius for radius in radii]
+        return Threat(norm, max(checked), torch.tensor(checked, dtype=torch.float64))
+
+    def of(self, rows: Tensor) -> "Threat":
+        """The threat to the images of a batch at these positions (or under this mask)."""
+        return self if self.own is None else replace(self, own=self.own[rows.to(self.own.device)])
+
+    def radii(self, images: Tensor) -> Tensor:
+        """(b,) float64, on the images' device."""
+        if self.own is None:
+            return torch.full((len(images),), self.radius, dtype=torch.float64, device=images.device)
+        return self.own.to(images.device)
 
     def __post_init__(self) -> None:
         if self.norm not in ("l2", "linf"):
@@ -41,35 +63,36 @@ class Threat:
         """
         delta = adversarial - images
         if self.norm == "linf":
-            delta = delta.clamp(-self.radius, self.radius)
+            limit = per_image(self.radii(images), images)
+            delta = torch.minimum(torch.maximum(delta, -limit), limit)
         else:
             length = image_norms(delta, "l2").clamp_min(1e-30)
-            delta = delta * _per_image((self.radius / length).clamp_max(1.0), delta)
+            delta = delta * per_image((self.radii(images) / length).clamp_max(1.0), delta)
         return (images + delta).clamp(0.0, 1.0)
 
     def random_start(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """A point drawn uniformly from the ball, clipped to the box: (b, c, h, w) -> (b, c, h, w)."""
         shape, device = images.shape, images.device
         if self.norm == "linf":
-            delta = (2 * torch.rand(shape, generator=generator).to(device) - 1) * self.radius
+            delta = (2 * torch.rand(shape, generator=generator).to(device) - 1) * per_image(self.radii(images), images)
         else:
             delta = torch.randn(shape, generator=generator).to(device)
             pixels = delta[0].numel()
             share = torch.rand(shape[0], generator=generator).to(device) ** (1 / pixels)
-            delta = delta * _per_image(share * self.radius / image_norms(delta, "l2").clamp_min(1e-30), delta)
+            delta = delta * per_image(share * self.radii(images) / image_norms(delta, "l2").clamp_min(1e-30), delta)
         return self.project(images + delta.to(images.dtype), images)
 
     def steepest(self, gradient: Tensor) -> Tensor:
         """Direction of norm 1 along which a linear function grows fastest: (b, c, h, w) -> (b, c, h, w)."""
         if self.norm == "linf":
             return gradient.sign()
-        return gradient / _per_image(image_norms(gradient, "l2").clamp_min(1e-30), gradient)
+        return gradient / per_image(image_norms(gradient, "l2").clamp_min(1e-30), gradient)
 
     def contains(self, adversarial: Tensor, images: Tensor) -> Tensor:
         """Which images lie in the closed ball and in the box, by exact comparison: -> (b,) bool.
 
         The difference is taken in float64, where it is exact for float32 pixels.
         """
-        inside = image_norms(adversarial.double() - images.double(), self.norm) <= self.radius
+        inside = image_norms(adversarial.double() - images.double(), self.norm) <= self.radii(images)
         boxed = ((adversarial >= 0) & (adversarial <= 1)).flatten(1).all(dim=1)
         return inside & boxed

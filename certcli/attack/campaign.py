@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from certcli.attack.certified import Certified, require_correct, select
 from certcli.attack.presets import preset
-from certcli.attack.run import Attacked, attack_curve
+from certcli.attack.run import Attacked, attack_threats
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.errors import DataError, UsageError
 from certcli.evaluation import RecordFile, Run
@@ -20,8 +20,8 @@ from certcli.threat import Norm, Threat
 
 RECORD_KEYS = ("task", "epsilon", "index")
 """What tells one record of a run from another."""
-Portion = tuple[int, list[int], tuple[float, ...]]
-"""What is attacked together: the number of the task, positions among its images, radii."""
+Portion = tuple[int, list[int]]
+"""What is attacked together: the number of the task, positions among its images."""
 
 DEFAULT_ATTACK, DEFAULT_NORM, DEFAULT_RADIUS = "pgd", "l2", 0.5
 
@@ -110,14 +110,18 @@ class Task:
         """The number of records."""
         return len(self.images) * (1 if self.own is not None else len(self.stage.radii))
 
-    def portions(self, batch_size: int) -> Iterator[tuple[list[int], tuple[float, ...]]]:
-        """Positions and radii of what is attacked together. An own radius makes an image a batch of its own."""
-        if self.own is not None:
-            for position, index in enumerate(self.images.indices.tolist()):
-                yield [position], (self.own[index],)
-            return
+    def portions(self, batch_size: int) -> Iterator[list[int]]:
+        """Positions of what is attacked together."""
         for start in range(0, len(self.images), batch_size):
-            yield list(range(start, min(start + batch_size, len(self.images)))), self.stage.radii
+            yield list(range(start, min(start + batch_size, len(self.images))))
+
+    def rounds(self, indices: Sequence[int]) -> list[tuple[Threat, list[float]]]:
+        """The threats to the images of one batch, in order, and the radius of each image under them."""
+        norm = self.stage.norm
+        if self.own is not None:
+            radii = [self.own[index] for index in indices]
+            return [(Threat.each(norm, radii), radii)]
+        return [(Threat(norm, radius), [radius] * len(indices)) for radius in self.stage.radii]
 
 
 def tasks_of(
@@ -219,28 +223,27 @@ def run_tasks(
     like = next(model.parameters())
 
     def known(portion: Portion) -> list[Attacked] | None:
-        number, positions, radii = portion
+        number, positions = portion
         indices = tasks[number].images.indices[positions].tolist()
-        wanted = [(number, radius, index) for radius in radii for index in indices]
+        rounds = [radii for _, radii in tasks[number].rounds(indices)]
+        wanted = [(number, radius, index) for radii in rounds for radius, index in zip(radii, indices, strict=True)]
         earlier = file.take(wanted) if file is not None else None
         return None if earlier is None else [Attacked.from_json(row) for row in earlier]
 
     def find(portion: Portion) -> list[Attacked]:
-        number, positions, radii = portion
+        number, positions = portion
         task, stage = tasks[number], tasks[number].stage
         pixels, labels = task.images.fetch(positions), task.images.labels[positions]
-        step = 1 if task.own is not None else batch_size
-        task.images.expect_at(
-            positions[0] + team.size * step, step
-        )  # the next portion, if each process takes one in turn
-        batch = (task.images.indices[positions], pixels.to(like.device, like.dtype), labels)
+        # the next portion, if each process takes one in turn
+        task.images.expect_at(positions[0] + team.size * batch_size, batch_size)
+        indices = task.images.indices[positions]
+        batch = (indices, pixels.to(like.device, like.dtype), labels)
         rows: list[Attacked] = []
-        for row in attack_curve(
+        for row in attack_threats(
             model,
             [batch],
             stage.plan,
-            stage.norm,
-            radii,
+            [threat for threat, _ in task.rounds(indices.tolist())],
             settings,
             independent=stage.independent,
             refine_steps=refine_steps,
@@ -259,8 +262,8 @@ def run_tasks(
     def unpack(rows: list[dict[str, Any]]) -> list[Attacked]:
         return [Attacked.from_json(row) for row in rows]
 
-    portions = [(number, *part) for number, task in enumerate(tasks) for part in task.portions(batch_size)]
-    for (number, _, _), (new, rows) in zip(portions, team.deal(portions, find, known, pack, unpack), strict=False):
+    portions = [(number, part) for number, task in enumerate(tasks) for part in task.portions(batch_size)]
+    for (number, _), (new, rows) in zip(portions, team.deal(portions, find, known, pack, unpack), strict=False):
         if new and file is not None:
             file.write({**row, "task": number} for row in pack(rows))
         yield number, rows

@@ -71,7 +71,7 @@ def ascend(
     `target_rank` r > 0 puts z_t - z_y in place of the loss, t the r-th likeliest wrong class at the image.
     Each row returns the point of its largest loss, or, with `stop_early` and one sample, the first judged success.
     """
-    alpha = settings.step(threat, steps)
+    alpha = settings.step(threat, steps, images)
     generator = torch.Generator().manual_seed(settings.draw)
 
     def climb(net: Watched, images: Tensor, labels: Tensor) -> Tensor:

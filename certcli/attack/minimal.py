@@ -1,5 +1,6 @@
-"""The attacks of torchattacks that look for the smallest perturbation: DeepFool and FAB."""
+"""The attack of torchattacks that looks for the smallest perturbation: DeepFool."""
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -7,13 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.settings import AttackSettings
-from certcli.attack.watch import Watched, count_classes, craft_with
-from certcli.threat import Norm, Threat, image_norms
+from certcli.attack.watch import Watched, craft_with
+from certcli.threat import Threat
 
 DEEPFOOL_STEPS = 50
-FAB_STEPS = 100  # Croce & Hein's; torchattacks' default is 10
 _STRETCHES = (0.02, 0.05, 0.1, 0.2, 0.5)
-_LIBRARY_NORM: dict[Norm, str] = {"l2": "L2", "linf": "Linf"}
 
 
 class Shortlist(nn.Module):
@@ -39,9 +38,9 @@ def deepfool(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, s
     """
     steps = settings.steps or DEEPFOOL_STEPS
 
-    def single(lib: ModuleType, net: Shortlist, image: Tensor) -> Tensor:
+    def single(lib: Callable[[], ModuleType], net: Shortlist, image: Tensor) -> Tensor:
         first = torch.zeros(1, dtype=torch.long, device=image.device)
-        end = lib.DeepFool(net, steps=steps, overshoot=_STRETCHES[0])(image, first).detach()
+        end = lib().DeepFool(net, steps=steps, overshoot=_STRETCHES[0])(image, first).detach()
         for stretch in (0.0, *_STRETCHES):
             point = (image + (1 + stretch) * (end - image)).clamp(0.0, 1.0)
             logits = net(point)[0]
@@ -50,7 +49,7 @@ def deepfool(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, s
                 return point
         return end
 
-    def build(lib: ModuleType, net: Watched) -> Any:
+    def build(lib: Callable[[], ModuleType], net: Watched) -> Any:
         def each(images: Tensor, labels: Tensor) -> Tensor:
             with torch.no_grad():
                 logits = net(images)
@@ -60,46 +59,5 @@ def deepfool(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, s
             return torch.cat([single(lib, Shortlist(net, classes), image[None]) for image, classes in pairs])
 
         return each
-
-    return craft_with(build, model, images, labels, threat, settings, watch=False)
-
-
-def fab(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
-    """Projections of x and of the image onto the linearised boundary to each likely class: (b, c, h, w), (b,) -> same.
-
-    100 steps a target class, at most `targets` of them, the nearest success of all; the radius bounds random starts
-    only. torchattacks would stop at the first target that succeeds within the radius, whatever the others offer.
-    Source: Croce & Hein 2020, Algorithm 1 (FAB-T).
-    """
-    if not len(images) or threat.radius == 0:
-        return images.clone()
-    targets = min(settings.targets, count_classes(model, images, settings) - 1)
-
-    def build(lib: ModuleType, net: Watched) -> Any:
-        attack = lib.FAB(
-            net,
-            norm=_LIBRARY_NORM[threat.norm],
-            eps=threat.radius,
-            steps=settings.steps or FAB_STEPS,
-            seed=settings.draw,
-            multi_targeted=True,
-            n_classes=targets + 1,
-        )
-
-        @torch.no_grad()
-        def nearest(images: Tensor, labels: Tensor) -> Tensor:
-            best = images.clone()
-            least = torch.full((len(images),), float("inf"), dtype=torch.float64, device=images.device)
-            for rank in range(2, targets + 2):  # rank 1 is the predicted class
-                attack.target_class = rank
-                trial = attack.attack_single_run_targeted(images, labels, use_rand_start=settings.restart > 0)
-                trial = trial.to(images.dtype)
-                # NaN comes of a vanished gradient; its norm is NaN and never the least
-                norm = image_norms(trial.double() - images.double(), threat.norm)
-                nearer = (norm > 0) & (norm < least)
-                best[nearer], least[nearer] = trial[nearer], norm[nearer]
-            return best
-
-        return nearest
 
     return craft_with(build, model, images, labels, threat, settings, watch=False)

@@ -86,12 +86,11 @@ def attack_images(
     `independent` asks for the share of each attack alone. `refine_steps` bisects each success towards its image.
     `source` crafts the images that `model` is tested on (transfer). A name may carry steps: "pgd-20".
     """
-    return attack_curve(
+    return attack_threats(
         model,
         batches,
         names,
-        threat.norm,
-        (threat.radius,),
+        (threat,),
         settings,
         independent=independent,
         refine_steps=refine_steps,
@@ -118,13 +117,40 @@ def attack_curve(
     So the curve falls by construction, and each image is attacked until its first failure only. UsageError when no
     attack or no radius is named, or a model is in training mode.
     """
-    planned = planned_attacks(names, settings)
     if not radii:
         raise UsageError("no radius was given")
-    threats = [Threat(norm, radius) for radius in sorted(set(radii))]
+    return attack_threats(
+        model,
+        batches,
+        names,
+        [Threat(norm, radius) for radius in sorted(set(radii))],
+        settings,
+        independent=independent,
+        refine_steps=refine_steps,
+        source=source,
+        keep_images=keep_images,
+    )
+
+
+def attack_threats(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    names: Sequence[str | Planned],
+    threats: Sequence[Threat],
+    settings: AttackSettings,
+    *,
+    independent: bool = False,
+    refine_steps: int = 0,
+    source: nn.Module | None = None,
+    keep_images: bool = False,
+) -> Iterator[Attacked]:
+    """`attack_curve` for threats in one norm that grow. One with a radius for each image fits one batch only."""
+    planned = planned_attacks(names, settings)
     for entry in planned:
-        if norm != "l2" and entry.attack in L2_ONLY:
-            raise UsageError(f"{entry.attack} is an attack in l2, not in {norm}", "margin-pgd and fab know both norms")
+        if threats[0].norm != "l2" and entry.attack in L2_ONLY:
+            raise UsageError(
+                f"{entry.attack} is an attack in l2, not in {threats[0].norm}", "margin-pgd and fab know both norms"
+            )
     for kind in (model, source):
         if kind is not None and kind.training:
             raise UsageError("the model is in training mode", "call model.eval() before an attack")
@@ -181,19 +207,20 @@ class _Standing:
             rows = torch.tensor(standing, device=self.images.device)
             images, labels = self.images[rows], self.labels[rows]
             turn = replace(settings, restart=restart)
-            candidates = craft(source or self.model, images, labels, threat, turn)
+            limit = threat.of(rows)
+            candidates = craft(source or self.model, images, labels, limit, turn)
             with seeded(images, self.seed):  # a random net draws in the verdict too
                 verdict = judge(
                     self.model,
                     images,
                     labels,
                     candidates,
-                    threat,
+                    limit,
                     prediction=self.prediction[rows],
                     samples=self.samples,
                 )
                 if self.refine_steps:
-                    verdict = refine(self.model, images, labels, verdict, threat, self.refine_steps, self.samples)
+                    verdict = refine(self.model, images, labels, verdict, limit, self.refine_steps, self.samples)
             self._note(rows, verdict, entry.label)
             standing = [row for row in standing if outcome[row]]
 
@@ -208,7 +235,7 @@ class _Standing:
 
     def records(self, indices: Tensor, threat: Threat, keep_images: bool) -> Iterator[Attacked]:
         lengths = image_norms(self.adversarial.double() - self.images.double(), "l2").tolist()
-        norms = self.norm.tolist()
+        norms, radii = self.norm.tolist(), threat.radii(self.images).tolist()
         for row, index in enumerate(indices.tolist()):
             fallen = norms[row] < float("inf")
             yield Attacked(
@@ -219,7 +246,7 @@ class _Standing:
                 robust={label: outcome[row] for label, outcome in self.outcome.items()},
                 norm=norms[row] if fallen else None,
                 l2=lengths[row] if fallen else None,
-                epsilon=threat.radius,
+                epsilon=radii[row],
                 kind=threat.norm,
                 broken_by=self.broken_by[row],
                 image=self.images[row].cpu().clone() if keep_images else None,

@@ -4,11 +4,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
 from certcli.errors import UsageError
-from certcli.threat import Threat
+from certcli.threat import Threat, per_image
 
 PRECISIONS = ("float32", "bf16")
 
@@ -22,9 +23,10 @@ class AttackSettings:
     classes: number of classes k; None asks the model. targets: classes tried by targeted attacks, at most k - 1.
     queries: forward passes of the Square attack. samples: draws averaged by EOT-PGD and by the verdict on random nets.
     searches, confidence, initial_c, learning_rate: Carlini & Wagner's binary search, kappa, first c, and Adam's rate.
-    restart: which of the restarts a run is, counted from 0; set by `run`. stop_early: rows
-    that are solved cost nothing more; off for transfer, where the crafting model is not the judge. precision: of the
-    forward and backward passes that craft; the verdict is always taken on the network as it is.
+    restart: which of the restarts a run is, counted from 0; set by `run`. stop_early: rows that are solved cost nothing
+    more; off for transfer, where the crafting model is not the judge. give_up: AutoAttack's parts leave a run that is
+    less than half way to success at a checkpoint. precision: of the forward and backward passes that craft; the verdict
+    is always taken on the network as it is.
     """
 
     steps: int | None = None
@@ -42,6 +44,7 @@ class AttackSettings:
     learning_rate: float = 0.01
     restart: int = 0
     stop_early: bool = True
+    give_up: bool = False
     precision: str = PRECISIONS[0]
 
     def __post_init__(self) -> None:
@@ -61,9 +64,13 @@ class AttackSettings:
         """The seed of this restart, apart from the seeds 0, 1, 2, ... that people choose."""
         return self.seed + 1_000_003 * self.restart
 
-    def step(self, threat: Threat, steps: int) -> float:
-        """alpha: the given step size, else relative_step * radius / steps (2.5 is Madry et al.'s choice)."""
-        return self.step_size if self.step_size is not None else self.relative_step * threat.radius / steps
+    def step(self, threat: Threat, steps: int, images: Tensor) -> Tensor:
+        """alpha, (b, 1, 1, 1): the given step size, else relative_step * radius / steps (2.5 is Madry et al.'s choice)."""
+        radii = threat.radii(images)
+        wanted = (
+            self.relative_step * radii / steps if self.step_size is None else torch.full_like(radii, self.step_size)
+        )
+        return per_image(wanted, images)
 
 
 Craft = Callable[[nn.Module, Tensor, Tensor, Threat, AttackSettings], Tensor]

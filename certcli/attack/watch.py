@@ -25,6 +25,33 @@ def library() -> ModuleType:
     return import_module("torchattacks")
 
 
+class Successes:
+    """Which images of a batch were seen to fall, and where: what flips is judged at once, by the model itself."""
+
+    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor, threat: Threat) -> None:
+        self._model, self._images, self._labels, self._threat = model, images, labels, threat
+        self.solved = torch.zeros(len(images), dtype=torch.bool, device=images.device)
+        self._kept = images.clone()
+
+    def note(self, owner: Tensor, points: Tensor, logits: Tensor) -> None:
+        """points (r, c, h, w), logits (r, k) of images `owner` (r,), of which several may be the same."""
+        flipped = (logits.argmax(dim=1) != self._labels[owner]) & logits.isfinite().all(dim=1) & ~self.solved[owner]
+        rows = flipped.nonzero().flatten()
+        if not len(rows):
+            return
+        at = owner[rows]
+        labels, images = self._labels[at], self._images[at]
+        verdict = judge(self._model, images, labels, points[rows], self._threat.of(at), prediction=labels)
+        for row in verdict.success.nonzero().flatten().tolist():
+            if not self.solved[at[row]]:  # the first of several rows of one image
+                self.solved[at[row]], self._kept[at[row]] = True, verdict.adversarial[row]
+
+    def harvest(self, adversarial: Tensor) -> Tensor:
+        """The kept point of each solved image, the attack's own answer for the rest: (b, c, h, w) -> (b, c, h, w)."""
+        solved = self.solved.view(-1, *[1] * (adversarial.dim() - 1))
+        return torch.where(solved, self._kept, adversarial.to(self._kept.dtype))
+
+
 class Watched(nn.Module):
     """f, with a memory: a row that was seen to succeed is judged, kept, and costs nothing more.
 
@@ -51,10 +78,10 @@ class Watched(nn.Module):
         super().__init__()
         self.anchor = nn.Parameter(torch.zeros(0, device=images.device), requires_grad=False)
         self._hidden = (model,)
-        self._images, self._labels, self._threat, self._watching = images, labels, threat, watching
+        self._images, self._watching = images, watching
         self._half = precision == "bf16"
-        self._solved = torch.zeros(len(images), dtype=torch.bool, device=images.device)
-        self._kept = images.clone()
+        self._successes = Successes(model, images, labels, threat)
+        self._all = torch.arange(len(images), device=images.device)
         self._last: Tensor | None = None
         self.eval()
 
@@ -69,28 +96,17 @@ class Watched(nn.Module):
         if self._last is None:
             logits = self._logits(images)
         else:
-            rows = (~self._solved).nonzero().flatten()
+            rows = (~self._successes.solved).nonzero().flatten()
             if not len(rows):
                 raise AllSolved
             logits = self._last.to(images.dtype).index_copy(0, rows, self._logits(images[rows]))
         self._last = logits.detach().clone()  # a clone: the caller may write into the logits it gets
-        self._note(images.detach(), self._last)
+        self._successes.note(self._all, images.detach(), self._last)
         return logits
-
-    def _note(self, images: Tensor, logits: Tensor) -> None:
-        flipped = (logits.argmax(dim=1) != self._labels) & logits.isfinite().all(dim=1) & ~self._solved
-        rows = flipped.nonzero().flatten()
-        if len(rows):
-            labels = self._labels[rows]
-            verdict = judge(self._hidden[0], self._images[rows], labels, images[rows], self._threat, prediction=labels)
-            won = rows[verdict.success]
-            self._solved[won] = True
-            self._kept[won] = verdict.adversarial[verdict.success]
 
     def harvest(self, adversarial: Tensor) -> Tensor:
         """The kept point of each solved row, the attack's own answer for the rest: (b, c, h, w) -> (b, c, h, w)."""
-        solved = self._solved.view(-1, *[1] * (adversarial.dim() - 1))
-        return torch.where(solved, self._kept, adversarial.to(self._kept.dtype))
+        return self._successes.harvest(adversarial)
 
 
 @contextmanager
@@ -136,7 +152,7 @@ def _unfused(model: nn.Module) -> Iterator[None]:
 
 
 def craft_with(
-    build: Callable[[ModuleType, Watched], Any],
+    build: Callable[[Callable[[], ModuleType], Watched], Any],
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
@@ -145,7 +161,7 @@ def craft_with(
     *,
     watch: bool = True,
 ) -> Tensor:
-    """Run the attack that `build(torchattacks, watched model)` returns: (b, c, h, w) -> (b, c, h, w), to be judged.
+    """Run the attack that `build(library, watched model)` returns: (b, c, h, w) -> (b, c, h, w), to be judged.
 
     `watch=False` is for attacks that look for the smallest perturbation, which must not stop at the first.
     """
@@ -158,10 +174,38 @@ def craft_with(
     slow = settings.precision == "bf16" and images.device.type == "cpu"
     with undisturbed(model, images, settings.draw), _unfused(model) if slow else nullcontext():
         try:
-            adversarial = build(library(), watched)(images, labels)
+            adversarial = build(library, watched)(images, labels)
         except AllSolved:
             adversarial = images
     return watched.harvest(adversarial.detach())
+
+
+Climb = Callable[[Watched, Successes | None, Tensor, Tensor], Tensor]
+"""net, successes, images, labels -> points. Without successes nothing may stop early: the end of the run is judged."""
+
+
+def climb_with(
+    climb: Climb,
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    threat: Threat,
+    settings: AttackSettings,
+    *,
+    watch: bool = True,
+) -> Tensor:
+    """Run an attack that keeps its own books: (b, c, h, w), (b,) -> (b, c, h, w), to be judged."""
+    images, labels = images.detach(), labels.to(images.device)
+    if not len(images) or threat.radius == 0:
+        return images.clone()
+    watching = watch and settings.stop_early and settings.samples == 1
+    successes = Successes(model, images, labels, threat) if watching else None
+
+    def build(_: Any, net: Watched) -> Any:
+        return lambda images, labels: climb(net, successes, images, labels)
+
+    end = craft_with(build, model, images, labels, threat, settings, watch=False)
+    return end if successes is None else successes.harvest(end)
 
 
 def count_classes(model: nn.Module, images: Tensor, settings: AttackSettings) -> int:

@@ -13,12 +13,24 @@ from certcli.cli.local_options import Local
 from certcli.cli.output import Gate
 from certcli.processes import require_one, team
 
+RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
+"""Radii at which certified accuracy is shown where none is asked for."""
+
 
 @group()
 class Wanted:
     """What is certified, at which radii, and what the result must meet."""
 
-    epsilon: options.Epsilons = field(default_factory=lambda: [0.25, 0.5, 1.0])
+    epsilon: Annotated[
+        list[float],
+        typer.Option(
+            "--epsilon",
+            "-e",
+            parser=options.fraction,
+            metavar="R",
+            help="Radius in pixel units: 0.5 or 36/255; may be repeated. Else 0.25, 0.5, 1, in linf 1, 2, 4, 8 / 255.",
+        ),
+    ] = field(default_factory=list)
     methods: Annotated[
         list[str],
         typer.Option(
@@ -124,10 +136,10 @@ def certify(
         asked.require_alone(min_certified=wanted.minimum, output=output.output, resume=wanted.resume or None)
         rechecked.verify_records(asked, source, data, machine, talk.sink())
         return
-    gate = Gate()
-    demand, radii = certified.demand(wanted.minimum, wanted.epsilon)
-    certified.require_methods(wanted.methods, wanted.records)
     local.require(wanted.methods)
+    gate = Gate()
+    demand, radii = certified.demand(wanted.minimum, wanted.epsilon or RADII[local.norm])
+    certified.require_methods(wanted.methods, wanted.records)
     if certified.AUTO in wanted.methods or noise.sigma == certified.AUTO:
         require_one("auto chooses by trying", "certvit certify ... --limit 50 says what it chooses; name that")
     output.claim(source, wanted, noise, data)
