@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 import certcli.compat  # noqa: F401
 
 # isort: split
+from timm.layers.norm import RmsNorm
 from timm.models.vision_transformer import VisionTransformer
 
 from certcli.certify.local import LocalCertifier
@@ -29,6 +30,8 @@ OPTIONS = {
     "relu": {"global_pool": "avg", "act_layer": nn.ReLU, "norm_layer": nn.Identity, "fc_norm": False},
     "tanh": {"act_layer": lambda: nn.GELU("tanh"), "pre_norm": True, "no_embed_class": True},
     "qk norm": {"qk_norm": True},
+    "rms": {"qk_norm": True, "norm_layer": RmsNorm},
+    "silu": {"act_layer": nn.SiLU},
 }
 
 
@@ -115,7 +118,7 @@ def largest_share(
 
 
 @pytest.mark.parametrize("squares", [128, 0], ids=["squares", "linear"])
-@pytest.mark.parametrize("kind", ["plain", "mean", "relu", "tanh"])
+@pytest.mark.parametrize("kind", ["plain", "mean", "relu", "tanh", "rms"])
 def test_every_node_stays_in_its_enclosure(kind: str, squares: int) -> None:
     model, pixels = network(kind), image()
     local = LocalNetwork(model, SIZE)

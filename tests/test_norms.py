@@ -11,6 +11,7 @@ from certcli.certify.local import LocalCertifier
 from certcli.cli.local_options import Local
 from certcli.cli.log_view import _certified, sentence
 from certcli.enclosure.norms.attention import nonnegative_norm
+from certcli.enclosure.norms.heads import heads
 from certcli.enclosure.norms.layers import arranged
 from certcli.enclosure.norms.network import NormsNetwork
 from certcli.enclosure.norms.table import Context, rules
@@ -84,7 +85,45 @@ def test_ascent_does_not_leave_the_ball(kind: str, size: float) -> None:
     assert best > (0.1 if size < 0.1 else 0.001)  # and the ball is no larger than it must be by more than this
 
 
-@pytest.mark.parametrize("kind", ["plain", "mean", "relu", "tanh"])
+@pytest.mark.parametrize("size", [1e-8, 1e-3, 0.1, 1.0])
+def test_ascent_does_not_leave_the_ball_of_heads(size: float) -> None:
+    """Queries, keys and values moved within their radii, up the gradient of how far each result has come."""
+    parts = [draw(1, 1, 2, 4, 3, seed=seed) for seed in (1, 2, 3)]
+    radii = [
+        size * torch.rand(1, 1, 2, 4, generator=torch.Generator().manual_seed(seed)).double() for seed in (4, 5, 6)
+    ]
+    near = [Near.of(c, r, torch.full((1,), 9 * size).double()) for c, r in zip(parts, radii, strict=True)]
+    found = heads(context(), *near, scale=0.7)
+    moves, best = [draw(60, 1, 2, 4, 3, seed=seed) for seed in (7, 8, 9)], 0.0
+    for _ in range(30):
+        moves = [
+            (m * (r[..., None] / m.norm(dim=-1, keepdim=True))).requires_grad_(True)
+            for m, r in zip(moves, radii, strict=True)
+        ]
+        q, k, v = (c + m for c, m in zip(parts, moves, strict=True))
+        out = ((0.7 * q @ k.mT).softmax(-1) @ v - found.centre).norm(dim=-1)
+        share = (out - 1e-14) / found.fibre
+        best = max(best, float(share.detach().max()))
+        assert best <= 1
+        grads = torch.autograd.grad(share.flatten(1).amax(1).sum(), moves)
+        moves = [
+            m.detach() + size * g / g.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+            for m, g in zip(moves, grads, strict=True)
+        ]
+    assert best > (0.4 if size < 0.1 else 0.05)
+
+
+def test_fibres_that_are_joined_or_cut_keep_what_is_known_of_them() -> None:
+    x = Near(draw(1, 1, 2, 4, 3), torch.rand(1, 1, 2, 4).double() + 0.1, torch.full((1,), 50.0).double())
+    joined = arranged(lambda t: t.transpose(1, 2).flatten(-2), x)
+    assert torch.allclose(joined.fibre[0, 0], x.fibre[0, 0].norm(dim=0))
+    cut = arranged(lambda t: t.unflatten(-1, (2, 3)).transpose(1, 2), joined)  # (1, 2, 4, 3), each of one fibre
+    assert torch.allclose(cut.fibre, joined.fibre[:, :, None].expand(1, 1, 2, 4))
+    twice = arranged(lambda t: torch.cat([t, t], -1), x)  # an entry twice in a fibre: only the whole is known
+    assert (twice.fibre >= 2**0.5 * x.fibre).all()
+
+
+@pytest.mark.parametrize("kind", ["plain", "mean", "relu", "tanh", "qk norm", "rms"])
 def test_every_node_stays_near(kind: str) -> None:
     model, pixels = network(kind), image()
     local = NormsNetwork(model, SIZE)
@@ -192,8 +231,11 @@ def test_auto_takes_norms_where_zonotopes_do_not_fit(monkeypatch: pytest.MonkeyP
 
 
 def test_what_has_no_theorem_is_named() -> None:
-    with pytest.raises(NoRule, match=r"attn.*scaled_dot_product_attention"):
-        NormsNetwork(network("qk norm"), SIZE)
+    with pytest.raises(NoRule, match=r"mlp\.act.*'silu'"):
+        NormsNetwork(network("silu"), SIZE)
+    with pytest.raises(NoBoundError, match=r"blocks\.0\.mlp\.act") as refused:
+        LocalCertifier(network("silu"), SIZE)
+    assert "--method smoothing" in str(refused.value.hint)
 
 
 def test_linf_balls_of_all_rungs_hold_and_are_not_mixed_with_l2() -> None:

@@ -3,4 +3,4 @@
 import certcli.compat  # noqa: F401 (before anything here imports timm)
 
 # isort: split
-from certcli.enclosure.norms import attention, layers  # noqa: F401 (for their decorators)
+from certcli.enclosure.norms import attention, heads, layers  # noqa: F401 (for their decorators)

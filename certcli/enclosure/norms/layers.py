@@ -74,22 +74,35 @@ def layer_norm(ctx: Context, module: Any, x: Any) -> Normalised:
     return normalised(module, x)
 
 
-def normalised(module: Any, x: Any) -> Normalised:
-    """|N(z) - N(c)| <= |z - c| / sqrt(s t), s and t the deviations at c and the least within reach; never above 2 sqrt(d)."""
+@rules.function(F.rms_norm)
+def rms_norm(ctx: Context, x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Normalised:
+    """LayerNorm without the mean."""
     x = settled(x)
-    width = x.shape[-1]
+    if eps is None or tuple(shape) != x.shape[-1:]:
+        raise NoRule("an RMSNorm over several axes, or with the default eps of its dtype")
+    return _scaled(x, x.centre, eps, None if weight is None else _constant(weight, x), None)
+
+
+def normalised(module: Any, x: Any) -> Normalised:
+    """A LayerNorm over the last axis."""
+    x = settled(x)
     y = x.centre - x.centre.mean(-1, keepdim=True)
     # y is off by 2 gamma |c|: as if the image's tensor were, so it counts into the radius
-    x = x.noisy(2 * gamma(width + 4) * x.size)
+    return _scaled(x.noisy(2 * gamma(x.shape[-1] + 4) * x.size), y, module.eps, module.weight, module.bias)
+
+
+def _scaled(x: Near, y: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None) -> Normalised:
+    """|N(z) - N(c)| <= |z - c| / sqrt(s t), s and t the deviations at c and the least within reach; never above 2 sqrt(d)."""
+    width = x.shape[-1]
     length = fibres(y)
     down = 1 - gamma(2 * width + 16)
-    here = (length * down) ** 2 / width + module.eps
-    least = (length * down - x.fibre).clamp_min(0) ** 2 / width + module.eps
+    here = (length * down) ** 2 / width + eps
+    least = (length * down - x.fibre).clamp_min(0) ** 2 / width + eps
     gain = up(1 / ((here * least).sqrt() * down).sqrt(), 8)
-    centre = y / (y.square().sum(-1, keepdim=True) / width + module.eps).sqrt()
+    centre = y / (y.square().sum(-1, keepdim=True) / width + eps).sqrt()
     found = x.moved(centre, gain, gamma(2 * width + 32) * fibres(centre))
     far = torch.full_like(found.fibre, 2 * math.sqrt(width) * (1 + 2**-40))
-    return Normalised(Near.of(centre, torch.minimum(found.fibre, far), found.whole), module.weight, module.bias)
+    return Normalised(Near.of(centre, torch.minimum(found.fibre, far), found.whole), weight, bias)
 
 
 @rules.module(LayerScale)
@@ -183,7 +196,7 @@ def mean(ctx: Context, x: Any, dim: Any, keepdim: bool = False) -> Near:
 @rules.function(torch.cat, torch.concat)
 def cat(ctx: Context, parts: Any, dim: int = 0) -> Near:
     images = next(len(part.centre) for part in parts if isinstance(part, (Near, Normalised)))
-    values = [_still(part.tensor, images) if isinstance(part, Constant) else settled(part) for part in parts]
+    values = [still(part.tensor, images) if isinstance(part, Constant) else settled(part) for part in parts]
     axis = dim % len(values[0].shape)
     if axis == 0:
         raise NoRule("a concatenation along the batch")
@@ -194,7 +207,8 @@ def cat(ctx: Context, parts: Any, dim: int = 0) -> Near:
     return Near.of(centre, torch.cat([value.fibre for value in values], axis + 1), whole)
 
 
-def _still(constant: Tensor, images: int) -> Near:
+def still(constant: Tensor, images: int) -> Near:
+    """A constant, as near as can be to itself."""
     centre = constant.double().expand(images, *constant.shape)
     return Near(centre, centre.new_zeros(centre.shape[:-1]), centre.new_zeros(images))
 
@@ -242,3 +256,16 @@ def multiply(ctx: Context, x: Any, y: Any) -> Near:
     fibre = up(x.fibre * second + first * y.fibre + x.fibre * y.fibre, 4)
     together = up(fibre.flatten(1).norm(dim=1), fibre[0].numel())
     return Near.of(centre, fibre, together).noisy(gamma(1) * fibres(centre))
+
+
+@rules.function(operator.truediv, torch.div)
+@rules.method("div")
+def divide(ctx: Context, x: Any, y: Any) -> Near:
+    """By a number: what is divided by it is as far off as the product with a rounded inverse, and one rounding more."""
+    x = settled(x)
+    if not isinstance(y, (int, float)) or y == 0:
+        raise NoRule("a division by something other than a number")
+    centre = x.centre / y
+    return x.moved(
+        centre, up(torch.tensor(1 / abs(y), dtype=torch.float64, device=centre.device)), gamma(1) * fibres(centre)
+    )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from certcli.enclosure.demand import split, tokens_read
 from certcli.enclosure.domain import Enclosure, queries, require_rules, tokenwise
@@ -58,6 +59,9 @@ class NormsNetwork:
             if node.op not in ("call_module", "call_function", "call_method") or not isinstance(shape, tuple):
                 continue
             most = max(most, math.prod(shape))
+            if node.target is functional.scaled_dot_product_attention:
+                keys = node.all_input_nodes[1].meta.get("shape", shape)
+                most = max(most, math.prod(shape[:-1]) * keys[-2])
             module: Any = self.ending.trace.root.get_submodule(str(node.target)) if node.op == "call_module" else None
             if isinstance(getattr(module, "num_heads", None), int):
                 tokens = shape[-2]

@@ -113,15 +113,18 @@ def pixel_ball(images: Tensor, radii: Tensor, norm: Norm = "l2") -> Near:
 
 
 def rearranged(x: Near, centre: Tensor, places: Tensor) -> Near:
-    """`centre` holds entries of x, those of flat index `places` (1, *t): fibres that stay together keep their radius."""
-    width = x.shape[-1]
+    """`centre` holds entries of x, those of flat index `places` (1, *t): |t_i|^2 <= the sum over the fibres it is made of."""
     repeated = int(torch.bincount(places.flatten()).max()) if places.numel() else 1
     whole = up(x.whole * math.sqrt(repeated))
-    of = places // width
-    kept = places.shape[-1:] == (width,) and bool((of == of[..., :1]).all())
-    kept = kept and bool((places.sort(-1).values.diff(dim=-1) > 0).all())
-    if kept:
-        fibre = x.fibre.flatten(1)[:, of[..., 0].flatten()].view(len(x.fibre), *places.shape[:-1])
-    else:
-        fibre = _beside(whole, centre[..., 0]).expand(centre.shape[:-1])
+    fibre = _beside(whole, centre[..., 0]).expand(centre.shape[:-1])
+    if places.numel() and bool((places.sort(-1).values.diff(dim=-1) > 0).all()):  # no entry twice
+        of = (places // x.shape[-1]).sort(-1).values
+        first = torch.cat([torch.ones_like(of[..., :1]), (of.diff(dim=-1) > 0).long()], -1)
+        widest = int(first.sum(-1).max())
+        if widest == 1:
+            made = x.fibre.flatten(1)[:, of[..., 0].flatten()].view(fibre.shape)
+        else:
+            squares = x.fibre.flatten(1).square()[:, of.flatten()].view(len(fibre), *of.shape[0:])
+            made = up((squares * first).sum(-1), of.shape[-1] + 2).sqrt() * (1 + 2**-50)
+        fibre = torch.minimum(fibre, made)
     return Near.of(centre, fibre, whole)

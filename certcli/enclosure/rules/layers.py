@@ -16,6 +16,7 @@ from certcli.enclosure.normalisation import layer_norm
 from certcli.enclosure.pointwise import apply, relu
 from certcli.enclosure.table import Context, rules
 from certcli.engine.table import NoRule, runs_known_code
+from certcli.engine.walk import Constant
 from certcli.models import PixelNormalize
 
 NORMS = (nn.LayerNorm, TimmLayerNorm)
@@ -43,6 +44,14 @@ def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
 @rules.module(*NORMS, when=lambda module: len(module.normalized_shape) == 1)
 def normalise(ctx: Context, module: Any, x: Form) -> Form:
     return layer_norm(x, module.eps, module.weight, module.bias)
+
+
+@rules.function(F.rms_norm)
+def rms_norm(ctx: Context, x: Form, shape: Any, weight: Any = None, eps: float | None = None) -> Form:
+    if eps is None or tuple(shape) != x.shape[-1:]:
+        raise NoRule("an RMSNorm over several axes, or with the default eps of its dtype")
+    gain = weight.tensor if isinstance(weight, Constant) else weight
+    return layer_norm(x, eps, gain, None, center=False)
 
 
 @rules.module(nn.GELU, when=lambda module: module.approximate in ("none", "tanh"))

@@ -60,3 +60,12 @@ def subtract(ctx: Context, x: Any, y: Any) -> Form:
 def multiply(ctx: Context, x: Any, y: Any) -> Form:
     x, y = _pair(x, y)
     return product(x.worked(), y.worked(), times, 1) if isinstance(y, Form) else x.scale(_constant(y, x))
+
+
+@rules.function(operator.truediv, torch.div)
+@rules.method("div")
+def divide(ctx: Context, x: Any, y: Any) -> Form:
+    """By a number."""
+    if not isinstance(x, Form) or not isinstance(y, (int, float)) or y == 0:
+        raise NoRule("a division by something other than a number")
+    return x.linear(lambda t: t / y, lambda t: t / abs(y), terms=1)
