@@ -1,10 +1,27 @@
 """Why images may say little about a network: few, grey, of another size, or with labels of another network's classes."""
 
+import copy
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import certcli.compat  # noqa: F401 (before timm: torchvision must be importable)
+
+# isort: split
+from timm.models.vision_transformer import Block
+
 from certcli.checkpoint import Checkpoint
 from certcli.images import Images
 from certcli.intervals import share_interval
 
 _LOOKED_AT = 8
+_TOGETHER = 32
+_UNSURE = 2 / 3
+"""A share of right answers from which on nobody asks where the norms of a network stand."""
+_LEVEL = 1e-3
+"""Chance at most that a network read as it was trained is asked about all the same, were both readings equally good."""
 _FAR = 0.1
 """How far below an earlier accuracy the whole interval has to lie before it is said."""
 
@@ -53,3 +70,46 @@ def accuracy_doubts(right: int, count: int, checkpoint: Checkpoint) -> list[str]
         for command, clean in known
         if high < clean - _FAR
     ][:1]
+
+
+def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | None:
+    """Whether the same tensors, with each norm after what it stands before, are right on significantly more of the images.
+
+    right: of the first len(right) images, which the network as it is read gets right. None for networks without timm's
+    pre-norm blocks, and for those that are right on most images: a network of the other order would not be. Of the images
+    on which only one reading is right, n in all, k favour the other: P[Binomial(n, 1/2) >= k] <= 1e-3 (a sign test).
+    """
+    other = copy.deepcopy(model)
+    blocks = [module for module in other.modules() if type(module) is Block]
+    if not blocks or sum(right) >= _UNSURE * len(right):
+        return None
+    for block in blocks:
+        block.forward = MethodType(_post_norm, block)  # type: ignore[method-assign]
+    device = next(other.parameters()).device
+    found: list[bool] = []
+    with torch.no_grad():
+        for _, pixels, labels in images.select(range(len(right))).batches(_TOGETHER):
+            found += (other(pixels.to(device)).argmax(1).cpu() == labels).tolist()
+    better = sum(b and not a for a, b in zip(right, found, strict=True))
+    worse = sum(a and not b for a, b in zip(right, found, strict=True))
+    if better == 0 or _chance_of_so_many(better, better + worse) > _LEVEL:
+        return None
+    return (
+        f"read as a post-norm network (each norm after attention or MLP, not before) it is right on {sum(found)} of "
+        f"{len(found)} images, as it is read on {sum(right)}: all figures here are of the wrong network if it is one, and "
+        "certvit reads no such network"
+    )
+
+
+def _post_norm(block: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The block of Vaswani et al. 2017 from the parts of timm's."""
+    x = block.norm1(x + block.drop_path1(block.ls1(block.attn(x))))
+    found: Tensor = block.norm2(x + block.drop_path2(block.ls2(block.mlp(x))))
+    return found
+
+
+def _chance_of_so_many(hits: int, draws: int) -> float:
+    """P[Binomial(draws, 1/2) >= hits], hits > 0"""
+    from scipy.special import betainc
+
+    return float(betainc(hits, draws - hits + 1, 0.5))

@@ -60,6 +60,13 @@ class PixelModel(nn.Module):
         return next((weight.dtype for weight in self.net.parameters()), None) == torch.float64
 
 
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether matrices are multiplied faster in bfloat16 there: tensor cores, or a CPU's matrix tiles (AMX)."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())
+
+
 def own_name(model: nn.Module, path: str) -> str:
     """A module or tensor of `model` by the name that a checkpoint has for it: without PixelModel's own `net.`."""
     if not isinstance(model, PixelModel):

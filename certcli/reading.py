@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import certcli.compat  # noqa: F401 (before timm: torchvision must be importable)
+
+# isort: split
+from timm.models.vision_transformer import Block, ResPostBlock
+
 from certcli import models
 from certcli.errors import ArchitectureError
 from certcli.provenance import Record
@@ -20,6 +25,8 @@ RECORD = "its record"
 KEY = "assumed"
 """Of the line in a record's `foreign`."""
 
+_ORDERS = {Block: "pre-norm", ResPostBlock: "norms at the branches' ends"}
+"""Where timm's blocks of vision transformers have their norms. The same tensors fit blocks of another order."""
 _IMAGE_AND_CLASSES = frozenset(("num_classes", "in_chans", "img_size"))
 _SAME = 0.01
 """Relative difference of logits below which two readings of a file are one network: eps 1e-5 for 1e-6 is far below."""
@@ -87,7 +94,7 @@ def _view(record: Record) -> str:
 
 
 def invisible(net: nn.Module) -> dict[str, str]:
-    """What of a network no tensor's shape shows: its heads, norms with their eps, activations, pooling."""
+    """What of a network no tensor's shape shows: its heads, norms with eps and place, activations, pooling."""
     found: dict[str, list[str]] = {"heads": [], "norm": [], "activation": []}
     for path, module in net.named_modules():
         kind = type(module).__name__
@@ -100,6 +107,9 @@ def invisible(net: nn.Module) -> dict[str, str]:
         if last.startswith("act") and not list(module.children()):
             found["activation"].append(kind)
     shown = {name: " and ".join(dict.fromkeys(values)) or "none" for name, values in found.items()}
+    if found["norm"]:
+        kinds = {type(module) for module in net.modules()}
+        shown["norm"] += "".join(f", {order}" for block, order in _ORDERS.items() if block in kinds)
     pooling = getattr(net, "global_pool", None)
     if isinstance(pooling, str):
         with_prefix = pooling != "token" and bool(getattr(net, "pool_include_prefix", False))

@@ -11,11 +11,17 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from certcli.audit import gates
-from certcli.audit.clock import Clock, OutOfTime
+from certcli import data, models
+from certcli.attack.settings import AttackSettings
+from certcli.audit import gates, judged
+from certcli.audit import run as audit_run
+from certcli.audit.clock import Clock, OutOfTime, Part
 from certcli.audit_document import Audit, Block, Gate, Judged, Share, Step, from_json, written_schema
+from certcli.certify.certificate import Doubt
+from certcli.certify.methods import prepare
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
 from certcli.errors import GateError, UsageError
@@ -239,6 +245,86 @@ def test_one_second_is_one_second_and_what_is_missing_is_said(workshop: Path) ->
     assert {"smoothing", "attack", "clean"} & {item["stage"].partition(",")[0] for item in found["skipped"]}
     assert any("--time-budget" in line for line in found["next"])
     assert sum(share is not None for share in done.values()) + len(missing) >= 3
+
+
+class OneBatch(Part):
+    """Time for one batch, whatever it takes."""
+
+    asked = 0
+
+    @property
+    def left(self) -> float:
+        self.asked += 1
+        return 1e6 if self.asked <= 3 else 0.0  # asked twice when it begins, and before its first batch
+
+
+def test_rounds_find_what_one_round_finds(workshop: Path) -> None:
+    """Attacks and certificates that go on where they ended: the same records, each image once, in order."""
+    checkpoint = Checkpoint.read(workshop / "certified.safetensors")
+    model, cpu = models.load(checkpoint), torch.device("cpu")
+    images = data.load("digits", checkpoint.record.input, "test").in_turn(0).select(range(10))
+
+    def attacking() -> judged.Attacking:
+        return judged.Attacking(model, images, ["fgsm"], (0.05, 0.3), AttackSettings(), 10, 4, 1e-4, 60.0)
+
+    rounds, whole = attacking(), attacking()
+    counts = []
+    while rounds.rest:
+        rounds.go(OneBatch(1e6))
+        counts.append(rounds.count)
+    whole.go(Part(1e6))
+    assert counts == [4, 8, 10]
+    assert rounds.records == whole.records
+    assert [row.index for row in rounds.records[:8:2]] != [row.index for row in rounds.records[8:16:2]]
+    assert rounds.shares is not None
+    assert rounds.shares.robust == whole.shares.robust
+    assert len({row.index for row in rounds.exhibits}) == len(rounds.exhibits) == len(whole.exhibits)
+    going = judged.Certifying(prepare("lipschitz", checkpoint, cpu), images, 4)
+    while going.rest:
+        assert going.go(OneBatch(1e6)) is False
+    assert [row.index for row in going.rows] == images.indices.tolist()
+    never = judged.Certifying(prepare("lipschitz", checkpoint, cpu), images, 4)
+    assert never.go(Part(0.0)) is True
+    assert never.rows == []
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_large_networks_are_judged_in_bf16_where_that_is_fast(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch, runs: bool
+) -> None:
+    def refused(*_: object) -> None:
+        raise UsageError("this network does not run in bf16")
+
+    monkeypatch.setattr(audit_run, "LARGE", 1)
+    monkeypatch.setattr(models, "multiplies_bf16", lambda device: True)
+    if not runs:
+        monkeypatch.setattr(audit_run, "classifier", refused)
+    words = ("--limit", 4, "-e", 0.1, "-a", "fgsm", "--method", "smoothing", "--json", "--quiet")
+    found = certvit("audit", workshop / "plain.safetensors", *words)
+    precision = "bf16" if runs else "float32"
+    (smoothed,) = found["certificates"]
+    assert smoothed["arithmetic"] == smoothed["parameters"]["precision"] == precision
+    assert found["attack"]["settings"]["precision"] == precision
+    assert ("--precision bf16" in found["reproduce"]) is runs
+    certvit("audit", workshop / "plain.safetensors", "--precision", "half", code=2)
+
+
+def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -> None:
+    """One enclosure for each radius that is asked about, in place of a search for the largest."""
+    checkpoint = Checkpoint.read(workshop / "plain.safetensors")
+    images = data.load("digits", checkpoint.record.input, "test").select(range(1))
+    given = (images.indices.tolist(), images.fetch([0]), images.labels.tolist())
+    certifier = prepare("local", checkpoint, torch.device("cpu"), {"at": [1e-4, 1e-3, 0.4]})
+    tried: list[float] = []
+    proven = certifier.proven
+    certifier.proven = lambda image, label, radius: tried.append(radius) or proven(image, label, radius)
+    (found,) = certifier.batch(*given)
+    assert [found.holds_at(radius) for radius in (1e-4, 1e-3, 0.4)] == [True, True, False]
+    assert len(tried) == 3
+    (confirmed,) = certifier.confirm([found], given[1], Doubt(0, 1e-6))
+    assert confirmed.status == "verified"
+    with pytest.raises(UsageError):
+        prepare("local", checkpoint, torch.device("cpu"), {"at": [0.2, 0.1]})
 
 
 def turn_for_ever() -> None:

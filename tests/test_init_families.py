@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from certcli import models
 from certcli.checkpoint import Checkpoint
+from certcli.cli.main import app
 from certcli.provenance import InputSpec
 
 
@@ -38,3 +40,12 @@ def test_a_reference_network_of_another_size_says_which_images_it_takes(arch: st
     assert spec.size == (3, 32, 32)
     assert len(spec.mean) == len(spec.std) == 3
     assert net(torch.zeros(2, *spec.size)).shape == (2, 10)
+
+
+def test_init_refuses_a_network_that_cannot_run(tmp_path: Path) -> None:
+    """Exit 4, as any later command would: patches of 16 pixels on images of 8."""
+    path = tmp_path / "made.safetensors"
+    outcome = CliRunner().invoke(app, ["init", "vit_tiny_patch16_224", "--arch-arg", "img_size=8", "-o", str(path)])
+    assert getattr(outcome.exception, "code", outcome.exit_code) == 4
+    assert "does not take an image of size 3x8x8" in str(outcome.exception)
+    assert not path.exists()

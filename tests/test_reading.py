@@ -1,9 +1,11 @@
 """What is read of others' files: networks by words, what is assumed of them, and traps in which a wrong network fits."""
 
+import copy
 import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from certcli import models
-from certcli.doubts import chance_doubt, image_doubts
+from certcli.checkpoint import Checkpoint
+from certcli.doubts import chance_doubt, image_doubts, order_doubt
 from certcli.enclosure.domain import LocalNetwork
 from certcli.enclosure.form import l2_ball
 from certcli.errors import ArchitectureError
@@ -209,7 +212,7 @@ def test_each_fact_says_where_it_came_from(tmp_path: Path) -> None:
     assert facts == {
         "architecture": (ARCH, "config.json"),
         "heads": ("4", OWN),
-        "norm": ("LayerNorm eps 1e-05", "--arch-arg"),
+        "norm": ("LayerNorm eps 1e-05, pre-norm", "--arch-arg"),
         "activation": ("GELU", OWN),
         "pooling": ("token", OWN),
         "mean": ("0.25", "--mean"),
@@ -223,7 +226,7 @@ def test_each_fact_says_where_it_came_from(tmp_path: Path) -> None:
         "ours.safetensors carries its own record: --arch, --mean, --arch-arg num_heads ignored",
     )
     assert again.checkpoint.digest == told.checkpoint.digest
-    assert "1e-05 (--arch-arg)" in again.checkpoint.record.foreign["assumed"]
+    assert "1e-05, pre-norm (--arch-arg)" in again.checkpoint.record.foreign["assumed"]
 
 
 def test_every_report_says_it(tmp_path: Path) -> None:
@@ -260,3 +263,38 @@ def test_images_that_say_little_are_said(count: int, kind: str) -> None:
 )  # fmt: skip
 def test_an_accuracy_about_chance_is_doubted(right: int, count: int, classes: int, doubted: bool) -> None:
     assert (chance_doubt(right, count, classes) is not None) == doubted
+
+
+def test_a_post_norm_file_is_said_to_be_one_where_labels_show_it(
+    monkeypatch: pytest.MonkeyPatch, tiny: Checkpoint
+) -> None:
+    """Labels that the post-norm reading of some tensors gives: read as pre-norm they are right on fewer, and it is said."""
+    model = models.load(tiny)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():  # far from the start, at which both readings nearly agree
+            weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
+    pixels = torch.rand(60, *tiny.record.input.size, generator=generator)
+    post = copy.deepcopy(model)
+    for block in post.net.blocks:
+        block.forward = MethodType(post_norm, block)
+    with torch.no_grad():
+        read_as_pre, read_as_post = (net(pixels).argmax(1) for net in (model, post))
+    assert (read_as_pre != read_as_post).float().mean() > 0.4
+
+    def doubt(labels: torch.Tensor) -> str | None:
+        images = Images("made", "test", ("",) * 10, labels, torch.arange(60), lambda asked: pixels[list(asked)])
+        return order_doubt(model, images, (read_as_pre == labels).tolist())
+
+    told = doubt(read_as_post)
+    assert told is not None
+    assert "read as a post-norm network" in told
+    assert "is right on 60 of 60 images" in told
+    assert doubt(read_as_pre) is None
+    assert doubt(torch.randint(10, (60,), generator=generator)) is None  # neither reading is any good
+    assert all(torch.equal(a, b) for a, b in zip(model(pixels[:2]), model(pixels[:2]), strict=True))
+
+
+def post_norm(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = block.norm1(x + block.attn(x))
+    return block.norm2(x + block.mlp(x))

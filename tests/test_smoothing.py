@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from certcli.certify import methods, noise
 from certcli.certify.certificate import Certificate
-from certcli.certify.smoothing import HOPELESS, Smoothing, SmoothingCertifier
+from certcli.certify.smoothing import HOPELESS, UNLIKELY, Smoothing, SmoothingCertifier
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
 from certcli.errors import CertvitError, UsageError
@@ -94,10 +94,10 @@ def certificates(
     return found
 
 
-@pytest.mark.parametrize("enough", [None, 0.2])
-def test_wrong_certificates_are_no_more_than_alpha_says(enough: float | None) -> None:
+@pytest.mark.parametrize(("enough", "decide"), [(None, False), (0.2, False), (0.2, True)])
+def test_wrong_certificates_are_no_more_than_alpha_says(enough: float | None, decide: bool) -> None:
     """1,000 runs on a classifier whose radius is known: the share of radii beyond it, early success or not."""
-    settings = Smoothing(sigma=0.5, n0=8, samples=64, alpha=0.05, enough=enough)
+    settings = Smoothing(sigma=0.5, n0=8, samples=64, alpha=0.05, enough=enough, decide=decide)
     true = 0.3
     pixels = torch.full((1000, 1, 1, 2), true / math.sqrt(2))  # w x / |w| = true
     found = certificates(settings, pixels)
@@ -127,6 +127,23 @@ def test_early_stops_change_no_certificate_but_to_an_abstention() -> None:
     spent = [sum(row.seconds for row in rows) for rows in (early, whole)]
     assert spent[0] > 0
     assert any(row.prediction is None for row in early)
+
+
+def test_what_is_only_decided_costs_less_and_loses_little() -> None:
+    """`decide`: the same draws, fewer of them; an image that is given up keeps a radius that its look may state."""
+    heights = torch.linspace(-0.1, 0.9, 200)
+    pixels = (heights / math.sqrt(2)).view(-1, 1, 1, 1).expand(-1, 1, 1, 2)
+    values = {"sigma": 0.5, "n0": 8, "samples": 256, "alpha": 0.01, "enough": 0.4}
+    whole, decided = (certificates(Smoothing(**values, decide=decide), pixels) for decide in (False, True))
+    held = [sum(row.radius > 0.4 for row in rows) for rows in (whole, decided)]
+    assert held[1] <= held[0] <= held[1] + stats.binom.ppf(1 - 1e-6, 200, 5 * UNLIKELY)
+    assert {row.radius for row in decided if row.radius > 0.4} <= {row.radius for row in whole}
+    kept = [row.radius for row in decided if 0 < row.radius <= 0.4]
+    assert kept
+    assert all(Smoothing(**values, decide=True).states(radius) for radius in kept)
+    early = [radius for radius in kept if not Smoothing(**values).states(radius)]
+    assert early  # found at a look at which the other run would have gone on
+    assert not Smoothing(**values, decide=True).states(0.4321)
 
 
 def test_the_published_algorithm_agrees_within_its_interval() -> None:

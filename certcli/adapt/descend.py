@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from certcli.models import multiplies_bf16
+
 JUDGED = 256  # images by which two epochs are compared
 
 
 def mixed_precision(device: torch.device, size: int) -> contextlib.AbstractContextManager[Any]:
     """bfloat16 products on GPUs and on CPUs with matrix tiles, for streams long enough to gain from it."""
-    tiles = device.type == "cpu" and torch.cpu._is_amx_tile_supported()
-    if size < 2**14 or not (tiles or device.type == "cuda"):
+    if size < 2**14 or not multiplies_bf16(device):
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
 

@@ -33,6 +33,7 @@ def compose(
     record, clean = checkpoint.record, results.clean
     doubts = list(opened.reading.doubts)
     doubts += [] if clean is None else accuracy_doubts(clean.hits, clean.images, checkpoint)
+    doubts += results.doubts
     judged = gates.judge(demands, results.bound, results.clean, results.certificates, results.attack, results.skipped)
     name, images = shown(source), None if dataset is None else shown(dataset)
     data = [*(() if images is None else ("--dataset", images)), *more]
@@ -60,7 +61,7 @@ def compose(
             Step(command=step.command, parameters=dict(step.parameters), seed=step.seed, parent=step.parent)
             for step in record.lineage
         ],
-        reproduce=words.reproduce(asked, demands, name, data, limit, clock.budget),
+        reproduce=words.reproduce(asked, results.precision, demands, name, data, limit, clock.budget),
         budget=clock.budget,
         seconds=round(clock.spent, 2),
         versions=versions(),

@@ -7,7 +7,7 @@ begun only if there is time to finish it, by what the longest took: images that 
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -28,6 +28,12 @@ CAREFUL = 1.25
 """A batch is begun if so many times the seconds of the longest one are left."""
 EXHIBITS = 6
 """Fooled images that are kept to be looked at."""
+BATCH_SHARE = 0.2
+"""Of an attack's time, that one batch may take: image by image a network computes several times more slowly."""
+BF16_GAIN = 3.0
+"""How much faster passes in bfloat16 are, for a first guess."""
+LATER = 0.25
+"""What a further radius costs beside the first, for a first guess: most images fall after a few steps."""
 PASSES_A_STEP = 3
 """A gradient costs about three forward passes."""
 STEPS = {"fgsm": 1, "pgd": 20, "eot-pgd": 200, "saga": 20, "margin-pgd": 40, "deepfool": 500, "cw": 900}
@@ -61,29 +67,38 @@ def predictions(model: PixelModel, images: Images, batch_size: int, part: Part) 
     return found, longest / max(1, min(batch_size, len(found)))
 
 
-def certificates(
-    certifier: Certifier, images: Images, batch_size: int, part: Part, expected: float = 0.0
-) -> tuple[list[Certificate], bool]:
-    """Certificates of the first n images, until the time is over; and whether a batch was broken off, which is not counted.
+@dataclass
+class Certifying:
+    """Certificates of one method, image after image; `go` goes on where the last one ended."""
 
-    expected: seconds of the first batch, a guess.
-    """
-    step = certifier.at_once or batch_size
-    rows: list[Certificate] = []
-    longest = expected
-    try:
-        with part.ended():
-            for start in range(0, len(images), step):
-                if part.left < CAREFUL * longest and rows:
-                    break
-                began = time.perf_counter()
-                positions = list(range(start, min(start + step, len(images))))
-                indices, labels = images.indices[positions].tolist(), images.labels[positions].tolist()
-                rows += certifier.batch(indices, images.fetch(positions), labels)
-                longest = max(longest, time.perf_counter() - began)
-    except OutOfTime:
-        return rows, True
-    return rows, False
+    certifier: Certifier
+    images: Images
+    batch_size: int
+    longest: float = 0.0  # seconds of a batch; at first what one may take
+    rows: list[Certificate] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def rest(self) -> int:
+        """Images that are left."""
+        return len(self.images) - len(self.rows)
+
+    def go(self, part: Part) -> bool:
+        """Further certificates until the time is over; whether a batch was broken off, which is not counted."""
+        step = self.certifier.at_once or self.batch_size
+        try:
+            with part.ended():
+                while self.rest and (part.left >= CAREFUL * self.longest or not self.rows):
+                    began, start = time.perf_counter(), len(self.rows)
+                    positions = list(range(start, min(start + step, len(self.images))))
+                    indices, labels = self.images.indices[positions].tolist(), self.images.labels[positions].tolist()
+                    found = self.certifier.batch(indices, self.images.fetch(positions), labels)
+                    self.rows += found
+                    took = time.perf_counter() - began
+                    self.longest, self.seconds = max(self.longest, took), self.seconds + took
+        except OutOfTime:
+            return True
+        return False
 
 
 def certified(
@@ -126,58 +141,83 @@ class AttackRun:
     exhibits: list[AttackedImage]
 
 
-def attack(
-    model: PixelModel,
-    images: Images,
-    names: Sequence[str],
-    radii: Sequence[float],
-    settings: AttackSettings,
-    classes: int,
-    most: int,
-    image_seconds: float,
-    part: Part,
-) -> AttackRun | None:
-    """The attacks in turn at ascending radii on the first n images; None when not one batch was finished.
+class Attacking:
+    """The attacks in turn at ascending radii, image after image; `go` goes on where the last one ended.
 
-    most: images at a time at most; fewer where a batch would take more than a twelfth of the time. image_seconds: of a pass.
+    most: images at a time at most; fewer where a batch would take more than BATCH_SHARE of `seconds`. image_seconds: of a
+    forward pass in float32.
     """
-    (stage,) = stages_of(names, None, "l2", radii, settings)
-    (stage,) = (stage.with_draws(settings.seed, classes, settings.precision),)
-    started = time.perf_counter()
-    steps = sum(entry.settings.steps or STEPS.get(entry.attack, 1000) for entry in stage.plan)
-    each = max(1e-9, image_seconds * PASSES_A_STEP * steps * settings.restarts * len(radii))
-    size = max(1, min(most, int(part.left / 12 / each), len(images)))
-    device = next(model.parameters()).device
-    records: list[AttackedImage] = []
-    exhibits: list[AttackedImage] = []
-    count, longest = 0, 0.0
-    with contextlib.suppress(OutOfTime), part.ended():
-        for indices, pixels, labels in images.batches(size):
-            began = time.perf_counter()
-            batch = [(indices, pixels.to(device), labels)]
-            rows = list(attack_curve(model, batch, stage.plan, "l2", radii, settings, keep_images=True))
-            for row in rows:
-                new = row.fell and len(exhibits) < EXHIBITS and all(row.index != shown.index for shown in exhibits)
-                exhibits += [row] if new else []
-            records += [replace(row, image=None, adversarial=None) for row in rows]
-            count += len(indices)
-            longest = max(longest, time.perf_counter() - began)
-            if part.left < CAREFUL * longest:
-                break
-    if not records:
-        return None
-    summaries = curve(records)
-    clean = sum(row.correct for row in records if row.epsilon == summaries[0].epsilon)
-    left = {f"{s.epsilon:g}": sum(r.withstood for r in records if r.epsilon == s.epsilon) for s in summaries}
-    shares = Attacked(
-        attacks=[entry.label for entry in stage.plan],
-        norm="l2",
-        dataset=dataset_of(first(images, count)),
-        clean=Share.of(clean, count),
-        robust={name: Share.of(hits, count) for name, hits in left.items()},
-        fooled={name: clean - hits for name, hits in left.items()},
-        median_norm=summaries[-1].median_norm,
-        settings={**asdict(settings), "batch_size": size},
-        seconds=round(time.perf_counter() - started, 2),
-    )
-    return AttackRun(shares, records, exhibits)
+
+    def __init__(
+        self,
+        model: PixelModel,
+        images: Images,
+        names: Sequence[str],
+        radii: Sequence[float],
+        settings: AttackSettings,
+        classes: int,
+        most: int,
+        image_seconds: float,
+        seconds: float,
+    ) -> None:
+        (stage,) = stages_of(names, None, "l2", radii, settings)
+        (self.stage,) = (stage.with_draws(settings.seed, classes, settings.precision),)
+        self.model, self.images, self.radii, self.settings = model, images, radii, settings
+        steps = sum(entry.settings.steps or STEPS.get(entry.attack, 1000) for entry in self.stage.plan)
+        passes = PASSES_A_STEP * steps * settings.restarts * (1 + LATER * (len(radii) - 1))
+        each = max(1e-9, image_seconds * passes / (BF16_GAIN if settings.precision == "bf16" else 1.0))
+        self.size = max(1, min(most, int(BATCH_SHARE * seconds / each), len(images)))
+        self.records: list[AttackedImage] = []
+        self.exhibits: list[AttackedImage] = []
+        self.longest, self.seconds = 0.0, 0.0
+
+    @property
+    def count(self) -> int:
+        """Images that were attacked at every radius; from the records alone, which grow in one piece."""
+        return len(self.records) // len(self.radii)
+
+    @property
+    def rest(self) -> int:
+        """Images that are left."""
+        return len(self.images) - self.count
+
+    def go(self, part: Part) -> None:
+        """Further images until the time is over; a batch that was broken off is not counted."""
+        with contextlib.suppress(OutOfTime), part.ended():
+            while self.rest and (part.left >= CAREFUL * self.longest or not self.count):
+                self._batch()
+
+    def _batch(self) -> None:
+        began = time.perf_counter()
+        positions = list(range(self.count, min(self.count + self.size, len(self.images))))
+        pixels = self.images.fetch(positions).to(next(self.model.parameters()).device)
+        batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
+        rows = list(attack_curve(self.model, batch, self.stage.plan, "l2", self.radii, self.settings, keep_images=True))
+        self.records += [replace(row, image=None, adversarial=None) for row in rows]
+        shown = {row.index for row in self.exhibits}
+        for row in rows:
+            if row.fell and len(self.exhibits) < EXHIBITS and row.index not in shown:
+                self.exhibits.append(row)
+                shown.add(row.index)
+        took = time.perf_counter() - began
+        self.longest, self.seconds = max(self.longest, took), self.seconds + took
+
+    @property
+    def shares(self) -> Attacked | None:
+        """The shares so far; None when not one batch was finished."""
+        if not self.records:
+            return None
+        summaries = curve(self.records)
+        clean = sum(row.correct for row in self.records if row.epsilon == summaries[0].epsilon)
+        left = {f"{s.epsilon:g}": sum(r.withstood for r in self.records if r.epsilon == s.epsilon) for s in summaries}
+        return Attacked(
+            attacks=[entry.label for entry in self.stage.plan],
+            norm="l2",
+            dataset=dataset_of(first(self.images, self.count)),
+            clean=Share.of(clean, self.count),
+            robust={name: Share.of(hits, self.count) for name, hits in left.items()},
+            fooled={name: clean - hits for name, hits in left.items()},
+            median_norm=summaries[-1].median_norm,
+            settings={**asdict(self.settings), "batch_size": self.size},
+            seconds=round(self.seconds, 2),
+        )

@@ -1,5 +1,6 @@
 """The audit itself: stage after stage within one time budget, and what did not fit."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,18 +16,29 @@ from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.choice import USEFUL
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.methods import prepare
+from certcli.certify.smoothed import classifier
 from certcli.checkpoint import Checkpoint
+from certcli.doubts import order_doubt
 from certcli.errors import ArchitectureError, DataError, NoBoundError, UsageError
 from certcli.images import Images
 from certcli.lipschitz.network import NetworkBound
 from certcli.nn.residual import attention_weight
 
+AUTO = "auto"
 HOPELESS = 6.0
 """log10 of radius times bound from which on no certificate is tried: it would need a margin of a million between logits."""
 LOCAL_PIXELS, LOCAL_PARAMETERS = 1024, 500_000
 """Networks that local certificates are tried on: beyond, one image takes minutes."""
-DRAWS_FIRST, DRAWS = 32, 400
-"""Of smoothing: draws that choose the class, and at most that bound its probability. A sure image takes 96 in all."""
+DRAWS_FIRST, DRAWS = 16, 256
+"""Of smoothing: draws that choose the class, and at most that bound its probability. A sure image takes 80 in all."""
+NOISY = 64
+"""Noisy images at a time on a CPU: four images' first draws."""
+LARGE = 1_000_000
+"""Parameters from which on smoothing and attacks run in bfloat16, where the machine multiplies matrices in it."""
+ORDERED = 100
+"""Images on which another place of the norms is tried, for a file of others."""
+CLASSIFIED = 32
+"""Images at a time for clean accuracy: on a slow machine a larger batch would take its whole time."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,8 @@ class Asked:
     """What an audit is asked for. radii: ascending; sigma: None takes the smallest radius above 0.
 
     reach: the largest radius that smoothing must speak of (None: the smallest of radii above 0). methods: of certificates;
-    none takes those that make sense for the network.
+    none takes those that make sense for the network. precision: of smoothing and of the attacks' own passes; "auto" takes
+    bf16 for large networks where the machine multiplies matrices in it, else float32.
     """
 
     radii: tuple[float, ...] = (0.12, 0.5)
@@ -45,7 +58,7 @@ class Asked:
     methods: tuple[str, ...] = ()
     seed: int = 0
     batch_size: int = 128
-    precision: str = "float32"
+    precision: str = AUTO
 
     @property
     def least(self) -> float:
@@ -70,6 +83,8 @@ class Results:
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
     exhibits: list[Any] = field(default_factory=list)
     radii: dict[str, list[float]] = field(default_factory=dict)
+    precision: str = "float32"
+    doubts: list[str] = field(default_factory=list)
 
     def skip(self, stage: str, why: str, for_time: bool = False) -> None:
         self.skipped.append(Skipped(stage=stage, why=why, for_time=for_time))
@@ -94,7 +109,8 @@ def run(
     results.parameters = sum(weight.numel() for weight in model.parameters())
     results.attention_weight = attention_weight(model)
     tell("slope")
-    part = clock.part(0.15)
+    results.precision = _precision(asked, checkpoint, device, results.parameters)
+    part = clock.part(0.1)
     results.slope = proof.slope(model, images if images is not None else calibration(), asked.seed, part)
     if results.slope is None:
         results.skip("slope", f"no image was finished in {part.seconds:.0f} s", True)
@@ -104,29 +120,48 @@ def run(
     results.dataset = judged.dataset_of(images)
     tell("clean accuracy")
     part = clock.part(0.2)
-    found, image_seconds = judged.predictions(model, images, asked.batch_size, part)
+    found, image_seconds = judged.predictions(model, images, min(asked.batch_size, CLASSIFIED), part)
     if not found:
         results.skip("clean", f"no batch of images was classified in {part.seconds:.0f} s", True)
         return results
     labels, indices = images.labels.tolist(), images.indices.tolist()
-    results.clean = Share.of(sum(a == b for a, b in zip(found, labels)), len(found))
+    right = [a == b for a, b in zip(found, labels)]
+    results.clean = Share.of(sum(right), len(found))
+    if checkpoint.record.foreign:  # what certvit trained is read as it was trained
+        with contextlib.suppress(OutOfTime), clock.part(0.1).ended():
+            results.doubts += filter(None, [order_doubt(model, images, right[:ORDERED])])
     if len(found) < len(images):
         told = f"{len(found)} of {len(images)} images fitted into {part.seconds:.0f} s"
         results.skip("clean, further images", told, True)
     for index, label, prediction in zip(indices, labels, found):
         results.rows[index] = {"index": index, "label": label, "prediction": prediction}
-    stages = _Stages(checkpoint, images, asked, device, clock, results, tell, image_seconds)
+    stages = _Stages(checkpoint, model, images, asked, device, clock, results, tell, image_seconds)
     useful = stages.wanted("lipschitz") and stages.lipschitz(proven)
     if useful and not asked.methods:
         for method in ("local", "smoothing"):
             results.skip(method, "the proof of the whole network certifies more than a tenth of what is correct")
     elif stages.wanted("local"):
         stages.local()
-    last = "smoothing" not in asked.methods if asked.methods else useful
-    stages.attack(model, 0.9 if last else 0.4)
+    stages.attack()
     if (asked.methods or not useful) and stages.wanted("smoothing"):
         stages.smoothing()
+    stages.finish()
     return results
+
+
+def _precision(asked: Asked, checkpoint: Checkpoint, device: torch.device, parameters: int) -> str:
+    """The one that is asked for; of "auto", bf16 where it is faster and the network runs in it."""
+    if asked.precision != AUTO:
+        return asked.precision
+    if parameters < LARGE or not models.multiplies_bf16(device):
+        return "float32"
+    grey = torch.full((1, *checkpoint.record.input.size), 0.5, device=device)
+    try:
+        with torch.no_grad():
+            logits = classifier(checkpoint, device, "bf16")(grey)
+    except UsageError:
+        return "float32"
+    return "bf16" if bool(torch.isfinite(logits).all()) else "float32"
 
 
 def _prove(
@@ -146,6 +181,7 @@ def _prove(
 @dataclass
 class _Stages:
     checkpoint: Checkpoint
+    model: models.PixelModel
     images: Images
     asked: Asked
     device: torch.device
@@ -153,6 +189,8 @@ class _Stages:
     results: Results
     tell: Callable[[str], None]
     image_seconds: float
+    going: list[tuple[judged.Certifying, str, Sequence[float], bool]] = field(default_factory=list)
+    attacking: judged.Attacking | None = None
 
     def wanted(self, method: str) -> bool:
         """Whether it was named, or none was; else it is said that it was not."""
@@ -184,7 +222,7 @@ class _Stages:
         return sum(row.holds_at(least) for row in rows) > USEFUL * correct if rows else False
 
     def local(self) -> None:
-        """Certificates image by image, of a small network as it is."""
+        """Certificates image by image, of a small network as it is, at the radii that are asked about."""
         pixels = self.images.fetch([0])[0].numel()
         large = pixels > LOCAL_PIXELS or self.results.parameters > LOCAL_PARAMETERS
         if large and "local" not in self.asked.methods:
@@ -192,9 +230,10 @@ class _Stages:
             return
         self.tell("local certificates")
         part = self.clock.part(0.3)
+        at = [radius for radius in self.asked.radii if radius > 0]
         try:
             with part.ended():
-                certifier = prepare("local", self.checkpoint, self.device)
+                certifier = prepare("local", self.checkpoint, self.device, {"at": at})
         except OutOfTime:
             self.results.skip("local", f"not made ready in {part.seconds:.0f} s", True)
             return
@@ -205,13 +244,14 @@ class _Stages:
 
     def smoothing(self) -> None:
         """Certificates of the smoothed network, with what time is left."""
-        asked = self.asked
+        asked, precision = self.asked, self.results.precision
         reach = asked.reach if asked.reach is not None else asked.least
         sigma = asked.sigma if asked.sigma is not None else max(asked.least, reach / 2)
-        size = asked.batch_size if self.device.type == "cuda" else min(asked.batch_size, DRAWS_FIRST)
+        radii = [radius for radius in asked.radii if 0 < radius <= reach]
+        size = asked.batch_size if self.device.type == "cuda" else min(asked.batch_size, NOISY)
         given = {
-            "sigma": sigma, "n0": DRAWS_FIRST, "samples": DRAWS, "enough": reach, "seed": asked.seed,
-            "precision": asked.precision, "batch_size": size,
+            "sigma": sigma, "n0": DRAWS_FIRST, "samples": DRAWS, "enough": reach, "decide": radii == [reach],
+            "seed": asked.seed, "precision": precision, "batch_size": size,
         }  # fmt: skip
         self.tell("smoothing")
         try:
@@ -219,55 +259,80 @@ class _Stages:
         except UsageError as refusal:
             self.results.skip("smoothing", refusal.message)
             return
-        radii = [radius for radius in asked.radii if 0 < radius <= reach]
-        expected = self.image_seconds * (DRAWS_FIRST + DRAWS) * (certifier.at_once or 1)
+        each = self.image_seconds / (judged.BF16_GAIN if precision == "bf16" else 1.0)
+        expected = each * (DRAWS_FIRST + DRAWS) * (certifier.at_once or 1)
         self._certify(certifier, 1.0, f"the network smoothed by noise of sigma {sigma:g}", radii, expected)
 
     def _certify(
         self, certifier: Certifier, share: float, about: str, radii: Sequence[float], expected: float = 0.0
     ) -> list[Certificate]:
         part = self.clock.part(share)
+        going = judged.Certifying(certifier, self.images, self.asked.batch_size, expected)
         try:
-            rows, broken = judged.certificates(certifier, self.images, self.asked.batch_size, part, expected)
-        except (NoBoundError, DataError) as failure:
+            broken = going.go(part)
+        except (NoBoundError, DataError, UsageError) as failure:
             self.results.skip(certifier.method, failure.message)
             return []
-        if not rows:
-            self.results.skip(certifier.method, f"no image was finished in {part.seconds:.0f} s", True)
-            return []
-        if len(rows) < len(self.images):
-            told = f"{len(rows)} of {len(self.images)} images fitted into {part.seconds:.0f} s"
-            told += "; one more was broken off and is not counted: such images tend to be hard" if broken else ""
-            self.results.skip(f"{certifier.method}, further images", told, True)
-        self.results.certificates.append(judged.certified(certifier, rows, self.images, radii, about, part.spent))
-        self.results.radii[certifier.method] = [row.radius if row.correct else -1.0 for row in rows]
-        for row in rows:
-            kept = self.results.rows.setdefault(row.index, {"index": row.index, "label": row.label})
-            kept.setdefault("radius", {})[certifier.method] = row.radius if row.radius < float("inf") else "inf"
-        return rows
+        self.going.append((going, about, radii, broken))
+        return going.rows
 
-    def attack(self, model: Any, share: float) -> None:
-        """Attacks in turn, radii ascending, for a share of the time left."""
+    def attack(self) -> None:
+        """Attacks in turn, radii ascending, for 0.4 of the time left; `finish` goes on."""
         asked = self.asked
         if not asked.attacked:
             self.results.skip("attack", "no radius to attack at")
             return
         self.tell("attacks")
-        part = self.clock.part(share)
-        settings = AttackSettings(seed=asked.seed, precision=asked.precision)
-        classes = self.checkpoint.record.classes
-        found = judged.attack(
-            model, self.images, asked.attacks, asked.attacked, settings, classes, asked.batch_size, self.image_seconds, part
+        part = self.clock.part(0.4)
+        settings = AttackSettings(seed=asked.seed, precision=self.results.precision)
+        self.attacking = judged.Attacking(
+            self.model, self.images, asked.attacks, asked.attacked, settings, self.checkpoint.record.classes,
+            asked.batch_size, self.image_seconds, part.seconds,
         )  # fmt: skip
-        if found is None:
-            self.results.skip("attack", f"no batch of images was finished in {part.seconds:.0f} s", True)
+        self.attacking.go(part)
+
+    def finish(self) -> None:
+        """Time left over goes to images that attacks, then certificates, did not come to; then all is written down."""
+        if self.attacking is not None and self.attacking.rest:
+            self.tell("attacks, further images")
+            self.attacking.go(self.clock.part(1.0))
+        for number, (going, about, radii, broken) in enumerate(self.going):
+            if going.rest and going.certifier.method != "smoothing":  # smoothing had all there was
+                self.tell(f"{going.certifier.method} certificates, further images")
+                broken = going.go(self.clock.part(1.0)) or broken
+            self.going[number] = (going, about, radii, broken)
+        for going, about, radii, broken in self.going:
+            self._certified(going, about, radii, broken)
+        self._attacked()
+
+    def _certified(self, going: judged.Certifying, about: str, radii: Sequence[float], broken: bool) -> None:
+        method, rows, results = going.certifier.method, going.rows, self.results
+        if not rows:
+            results.skip(method, "no image was finished in its time", True)
             return
-        self.results.attack, self.results.exhibits = found.shares, found.exhibits
-        if found.shares.clean.images < len(self.images):
-            told = f"{found.shares.clean.images} of {len(self.images)} images fitted into {part.seconds:.0f} s"
-            self.results.skip("attack, further images", told, True)
-        for row in found.records:
-            kept = self.results.rows.setdefault(row.index, {"index": row.index, "label": row.label})
+        if going.rest:
+            told = f"{len(rows)} of {len(self.images)} images fitted into {going.seconds:.0f} s"
+            told += "; one more was broken off and is not counted: such images tend to be hard" if broken else ""
+            results.skip(f"{method}, further images", told, True)
+        results.certificates.append(judged.certified(going.certifier, rows, self.images, radii, about, going.seconds))
+        results.radii[method] = [row.radius if row.correct else -1.0 for row in rows]
+        for row in rows:
+            kept = results.rows.setdefault(row.index, {"index": row.index, "label": row.label})
+            kept.setdefault("radius", {})[method] = row.radius if row.radius < float("inf") else "inf"
+
+    def _attacked(self) -> None:
+        results, attacking = self.results, self.attacking
+        if attacking is None:
+            return
+        results.attack, results.exhibits = attacking.shares, attacking.exhibits
+        if results.attack is None:
+            results.skip("attack", "no batch of images was finished in its time", True)
+            return
+        if attacking.rest:
+            told = f"{attacking.count} of {len(self.images)} images fitted into {attacking.seconds:.0f} s"
+            results.skip("attack, further images", told, True)
+        for row in attacking.records:
+            kept = results.rows.setdefault(row.index, {"index": row.index, "label": row.label})
             kept.setdefault("withstood", {})[f"{row.epsilon:g}"] = row.withstood
             if row.fell and "norm" not in kept:
                 kept |= {"adversarial_prediction": row.adversarial_prediction, "norm": row.norm}

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 from certcli.audit.gates import FailOn
-from certcli.audit.run import HOPELESS, Asked, Results
+from certcli.audit.run import AUTO, HOPELESS, Asked, Results
 from certcli.audit_document import Certified, Share
 
 FEW = 30
@@ -64,12 +64,23 @@ def _proof(results: Results, asked: Asked) -> str:
     driven = f" ({bound.drivers})" if bound.drivers else ""
     told = f"the global bound is {large}{driven}"
     if proofs:
-        return f"No usable proof: {told}, and none of {proofs[-1].clean.images} images is certified at {asked.least:g}."
+        return f"No usable proof: {told}. {_none(proofs[-1], asked.least)}"
     if results.dataset is None and bound.log10_upper is not None:
         usable = "A" if bound.log10_upper < HOPELESS else "No usable proof: a"
         apart = _margin(bound.log10_upper, asked.least)
         return f"{usable} certificate at l2 {asked.least:g} needs logits {apart} apart: {told}."
     return f"No usable proof: {told}."
+
+
+def _none(found: Certified, radius: float) -> str:
+    """That proofs certify no image, and of how many."""
+    right = found.clean.hits
+    if right == 0:
+        return f"None of the {found.clean.images} images tried is classified correctly."
+    way = "By it" if found.method == "lipschitz" else "Image by image"
+    if right == 1:
+        return f"{way}, the one correct image tried is not certified at {radius:g}."
+    return f"{way}, none of the {right} correct images tried is certified at {radius:g}."
 
 
 def _size(log10: float | None, text: str) -> str:
@@ -114,7 +125,8 @@ def next_steps(results: Results, asked: Asked, name: str, dataset: str | None, b
         found.append(f"certvit attack {ckpt}{images} --only-certified certified.jsonl -a margin-pgd")
     elif smoothed and any(item.share for item in smoothed[0].certified.values()):
         sigma = f"{smoothed[0].parameters['sigma']:g}"
-        found.append(f"certvit certify {ckpt}{images} --method smoothing --sigma {sigma} -e {radius} --limit 500")
+        fast = " --precision bf16" if results.precision == "bf16" else ""
+        found.append(f"certvit certify {ckpt}{images} --method smoothing --sigma {sigma} -e {radius} --limit 500{fast}")
         found.append(f"certvit finetune {ckpt}{images} --loss ce --noise {2 * float(sigma):g}")
     elif results.changed:  # its parts have small constants: training against the bound is what they are for
         found.append(f"certvit finetune {ckpt}{images} --loss margin -e {asked.radii[-1]:g}")
@@ -127,9 +139,15 @@ def next_steps(results: Results, asked: Asked, name: str, dataset: str | None, b
 
 
 def reproduce(
-    asked: Asked, gates: Sequence[FailOn], name: str, data: Sequence[str], limit: int | None, budget: float
+    asked: Asked,
+    precision: str,
+    gates: Sequence[FailOn],
+    name: str,
+    data: Sequence[str],
+    limit: int | None,
+    budget: float,
 ) -> str:
-    """The command that asks the same. How many images fit into its time depends on the machine."""
+    """The command that asks the same, in the precision that it ran in. How many images fit depends on the machine."""
     words = ["certvit", "audit", name, *data]
     for radius in asked.attacked:
         words += ["-e", f"{radius:g}"]
@@ -140,7 +158,7 @@ def reproduce(
     words += [] if asked.sigma is None else ["--sigma", f"{asked.sigma:g}"]
     words += [] if limit is None else ["--limit", str(limit)]
     words += ["--seed", str(asked.seed), "--time-budget", f"{budget:g}s"]
-    words += ["--precision", asked.precision] if asked.precision != "float32" else []
+    words += ["--precision", precision] if precision != "float32" or asked.precision != AUTO else []
     for gate in gates:
         words += ["--fail-on", gate.text]
     return shlex.join(words)

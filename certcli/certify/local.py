@@ -1,5 +1,6 @@
 """Certificates of a network as it is, image by image: what it can do on the ball around each."""
 
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ SYMBOLS = {ZONOTOPE: 8000, BACKWARD: 2000}
 SQUARES = 128
 """Pixels up to which e e^T has columns of its own: 8,256 of them."""
 _FEWEST = 64
+_BEYOND = 1e-6
 _HINT = "--method smoothing takes any network; certvit adapt replaces layers"
 
 
@@ -41,6 +43,7 @@ class LocalCertifier(Certifier):
     norm: of the radii, "l2" or "linf".
     symbols: box symbols a tensor may carry from block to block; fewer where memory does not last, which the rung says.
     steps: bisections after the first bracket, 4: within 4 % or so of the largest radius this rung can prove.
+    at: ascending radii; zonotopes then try these alone, up to the first that they do not prove, in place of a search.
     """
 
     method = METHOD
@@ -55,10 +58,14 @@ class LocalCertifier(Certifier):
         norm: Norm = "l2",
         symbols: int | None = None,
         steps: int = 4,
+        at: Sequence[float] = (),
     ) -> None:
         if effort not in EFFORTS:
             raise UsageError(f"--effort {effort}: one of {', '.join(EFFORTS)}")
         self.model, self.steps, self.effort = model, steps, effort
+        self.at = [float(radius) for radius in at]
+        if not all(0 < radius < math.inf for radius in self.at) or self.at != sorted(self.at):
+            raise UsageError("radii to try are finite, above 0 and ascending")
         self.walked = effort
         if norm not in ("l2", "linf"):
             raise UsageError(f"--norm {norm}: one of l2, linf")
@@ -119,7 +126,8 @@ class LocalCertifier(Certifier):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        return {"effort": self.effort, "norm": self.norm, "symbols": self.asked, "steps": self.steps}
+        found = {"effort": self.effort, "norm": self.norm, "symbols": self.asked, "steps": self.steps}
+        return {**found, "at": self.at} if self.at else found
 
     @property
     def rung(self) -> str:
@@ -203,6 +211,10 @@ class LocalCertifier(Certifier):
 
     def radius(self, image: Tensor, label: int) -> float:
         """A pixel radius at which every margin of `label` was proven positive; the search starts at the last one."""
+        if self.at:
+            beyond = (radius * (1 + _BEYOND) for radius in self.at)  # a certificate holds at what its radius exceeds
+            held = list(itertools.takewhile(lambda r: self.proven(image, label, r), beyond))
+            return held[-1] if held else 0.0
         found = certified_radius(lambda r: self.proven(image, label, r), self._guess, steps=self.steps)
         self._guess = found or self._guess
         return found
@@ -235,5 +247,5 @@ class LocalCertifier(Certifier):
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> LocalCertifier:
     """The checkpoint's network traced for local certificates. NoBoundError names what has no theorem."""
     model = load_double(checkpoint, device)
-    chosen = {name: options[name] for name in ("effort", "norm") if name in options}
+    chosen = {name: options[name] for name in ("effort", "norm", "at") if name in options}
     return LocalCertifier(model, checkpoint.record.input.size, **chosen)

@@ -28,6 +28,8 @@ EARLY_SHARE = 0.1
 """Of alpha, for all looks before the last together, when a certificate may be given early."""
 HOPELESS = 1e-4
 """An image is given up when p <= 1/2 at this confidence. No certificate is wrong by it: it only abstains."""
+UNLIKELY = 0.01
+"""With `decide`, an image is given up when at this confidence it cannot be certified beyond `enough`."""
 _DOWN = 1 - 1e-12
 """Relative: scipy's normal quantile errs by a few 1e-16."""
 _SAME = 1e-9
@@ -38,8 +40,9 @@ _SAME = 1e-9
 class Smoothing:
     """sigma of the noise; n0 draws choose the class, `samples` bound its probability, at confidence 1 - alpha an image.
 
-    enough: stop drawing for an image once it is certified beyond this radius (None: draw them all). precision: of the
-    network as it runs. seed: of all noise. UsageError on values that mean nothing or that can certify nothing.
+    enough: stop drawing for an image once it is certified beyond this radius (None: draw them all). decide: and once it is
+    unlikely to be; it keeps the radius that it has then. precision: of the network as it runs. seed: of all noise.
+    UsageError on values that mean nothing or that can certify nothing.
     """
 
     sigma: float = 0.25
@@ -49,13 +52,16 @@ class Smoothing:
     enough: float | None = None
     seed: int = 0
     precision: str = "float32"
+    decide: bool = False
 
     def __post_init__(self) -> None:
         for item in fields(self):  # they also come from records and evidence, which anyone may have written
             value = getattr(self, item.name)
-            kinds = {"precision": str, "n0": int, "samples": int, "seed": int}.get(item.name, (int, float))
+            kinds = {"precision": str, "n0": int, "samples": int, "seed": int, "decide": bool}.get(
+                item.name, (int, float)
+            )
             optional = item.name == "enough" and value is None
-            if not optional and (not isinstance(value, kinds) or isinstance(value, bool)):
+            if not optional and (not isinstance(value, kinds) or isinstance(value, bool) != (kinds is bool)):
                 raise UsageError(f"--{item.name} {value!r} is not of its kind")
         if not 0 < self.sigma < math.inf:
             raise UsageError(f"--sigma {self.sigma:g} is not a finite number above 0", "--sigma 0.25, or --sigma auto")
@@ -65,6 +71,8 @@ class Smoothing:
             raise UsageError(f"--n0 and --samples must be between 1 and {MOST:,}")
         if self.enough is not None and not 0 <= self.enough < math.inf:
             raise UsageError(f"--enough {self.enough:g} is not a finite radius >= 0")
+        if self.decide and self.enough is None:
+            raise UsageError("--decide needs a radius to decide about", "--enough 0.25")
         if not 0 <= self.seed < 1 << 64:
             raise UsageError(f"--seed {self.seed} is not between 0 and 2^64")
         if self.precision not in PRECISIONS:
@@ -117,16 +125,22 @@ class Smoothing:
                 middle = (low + high) // 2
                 low, high = (low, middle) if self.radius(middle, look) >= radius * (1 - _SAME) else (middle + 1, high)
             found = self.radius(low, look)
-            ends = look == self.samples or (self.enough is not None and found > self.enough)
+            ends = look == self.samples or (self.enough is not None and found > self.enough) or self.hopeless(low, look)
             if ends and abs(found - radius) <= radius * _SAME:
                 return True
         return False
 
     def hopeless(self, hits: int, drawn: int) -> bool:
-        """No sample that is left could lead to a certificate, or p <= 1/2 at the confidence 1 - HOPELESS."""
-        if self.radius(hits + self.samples - drawn, self.samples) <= 0:
+        """No sample that is left could lead to a certificate, or p <= 1/2 at the confidence 1 - HOPELESS.
+
+        With `decide`: to one beyond `enough`, or p <= Phi(enough / sigma) at the confidence 1 - UNLIKELY.
+        """
+        least = self.enough if self.decide and self.enough is not None else 0.0
+        if self.radius(hits + self.samples - drawn, self.samples) <= least:
             return True
-        return upper_confidence(hits, drawn, HOPELESS) <= 0.5
+        if upper_confidence(hits, drawn, HOPELESS) <= 0.5:
+            return True
+        return self.decide and upper_confidence(hits, drawn, UNLIKELY) <= _chance(least / self.sigma)
 
 
 class SmoothingCertifier(Certifier):
@@ -165,7 +179,10 @@ class SmoothingCertifier(Certifier):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        return {**asdict(self.settings), "noise": noise.VERSION, **self._stated}
+        given = asdict(self.settings)
+        if not self.settings.decide:  # records that were written before there was such a choice stay the same run
+            del given["decide"]
+        return {**given, "noise": noise.VERSION, **self._stated}
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -214,12 +231,10 @@ class SmoothingCertifier(Certifier):
 
     def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
         """Fresh noise: a claim says p >= Phi(R / sigma). It is refuted where so few hits have at most the chance `level`."""
-        from scipy.special import ndtr
-
         found, hits = [], self._hits(claims, pixels, doubt.seed, noise.CONFIRM)
         for claim, count in zip(claims, hits, strict=True):
             told = f"{count} of {self.settings.samples} fresh draws are of class {claim.prediction}"
-            least = float(ndtr(claim.radius / self.settings.sigma))
+            least = _chance(claim.radius / self.settings.sigma)
             if not self.settings.states(claim.radius):
                 told = f"no count of hits gives the radius {claim.radius!r} with these parameters"
                 found.append(Confirmation("refuted", told))
@@ -285,6 +300,13 @@ class SmoothingCertifier(Certifier):
             cells = torch.tensor(which, device=self._device) * self._classes + logits.argmax(dim=1)
             counts += torch.bincount(cells, minlength=len(counts))
         return counts.view(len(indices), self._classes).cpu()
+
+
+def _chance(z: float) -> float:
+    """Phi(z)"""
+    from scipy.special import ndtr
+
+    return float(ndtr(z))
 
 
 def _chance_of_so_few(hits: int, draws: int, p: float) -> float:

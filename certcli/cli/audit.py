@@ -49,9 +49,13 @@ class Wanted:
             parser=options.fraction, metavar="S", help="Noise of smoothing, pixel units; else the smallest --epsilon."
         ),
     ] = None
-    precision: Annotated[str, typer.Option(help="float32, or bf16 for smoothing and the attack's own passes.")] = (
-        "float32"
-    )
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="float32 or bf16, of smoothing and the attack's own passes; auto: bf16 for a million parameters and more, "
+            "where the machine multiplies matrices in it."
+        ),
+    ] = "auto"
     fail_on: Annotated[
         list[str],
         typer.Option(
@@ -69,16 +73,18 @@ class Wanted:
     def asked(self, gates: list[FailOn], seed: int, batch_size: int) -> Asked:
         """UsageError on names and values that mean nothing, before any work."""
         from certcli.attack.campaign import stages_of
-        from certcli.attack.settings import AttackSettings
+        from certcli.attack.settings import PRECISIONS, AttackSettings
         from certcli.audit.gates import widened
-        from certcli.audit.run import Asked
+        from certcli.audit.run import AUTO, Asked
         from certcli.evaluation import require_radii
 
         for method in self.methods:
             if method not in METHODS:
                 raise UsageError(f"an audit knows no method '{method}'", one_of(method, METHODS))
         chosen = require_radii(self.epsilon)
-        stages_of(self.attacks, None, "l2", chosen, AttackSettings(seed=seed, precision=self.precision))
+        if self.precision not in (AUTO, *PRECISIONS):
+            raise UsageError(f"unknown precision '{self.precision}'", one_of(self.precision, (AUTO, *PRECISIONS)))
+        stages_of(self.attacks, None, "l2", chosen, AttackSettings(seed=seed))
         asked = Asked(
             radii=chosen,
             attacked=chosen,

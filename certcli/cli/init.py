@@ -57,6 +57,7 @@ def init(architecture: Architecture, output: Output = Output(), talk: Talk = Tal
     arch = architecture.arch
     path = output.target("init", arch, architecture)
     made = architecture.build()
+    _require_running(made)
     checkpoint = made.derive(
         made.tensors, "init", {"arch": arch, "pretrained": architecture.pretrained}, architecture.seed
     )
@@ -65,3 +66,10 @@ def init(architecture: Architecture, output: Output = Output(), talk: Talk = Tal
     count = sum(tensor.numel() for tensor in checkpoint.tensors.values())
     sink.document({"output": str(path), "arch": arch, "classes": checkpoint.record.classes, "parameters": count})
     sink.text(f"{path}: {arch}, {checkpoint.record.classes} classes, input {size}, {count:,} parameters")
+
+
+def _require_running(made: "Checkpoint") -> None:
+    """ArchitectureError, as every later command would raise it, for a network that does not map an image to its classes."""
+    from certcli import models
+
+    models.load(made)
