@@ -129,6 +129,14 @@ class Team:
             return made
         return json.loads(self._wait(name))
 
+    def everyone(self, mine: Any) -> list[Any]:
+        """What each process gave, plain values, by rank."""
+        if not self.several:
+            return [mine]
+        name = self._next()
+        self._set(f"{name}/{self.rank}", mine)
+        return [json.loads(self._wait(f"{name}/{rank}")) for rank in range(self.size)]
+
     def group(self) -> Any:
         """torch.distributed with its process group made: gloo for the CPU, NCCL for CUDA."""
         import torch
@@ -158,12 +166,15 @@ class Team:
 
     def copy_from_leader(self, tensors: Sequence[torch.Tensor]) -> None:
         """Each tensor becomes the leader's: unlike processors would let copies drift apart."""
+        for tensor in tensors if self.several else ():
+            self.spread(tensor, 0)
+
+    def spread(self, tensor: torch.Tensor, rank: int) -> None:
+        """The tensor becomes that of process `rank`, in all."""
         import torch
 
-        if self.several:
-            for tensor in tensors:  # gloo knows no truth values
-                sent = tensor.detach().view(torch.uint8) if tensor.dtype == torch.bool else tensor.detach()
-                self.group().broadcast(sent, src=0)
+        sent = tensor.detach()  # gloo knows no truth values
+        self.group().broadcast(sent.view(torch.uint8) if sent.dtype == torch.bool else sent, src=rank)
 
     def fail(self, code: int) -> int | None:
         """None for the first process that fails: it says why, and then that it has (`said`). Else the first one's code."""

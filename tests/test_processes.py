@@ -27,7 +27,24 @@ SMOOTHING = [*CERTIFY, "--method", "smoothing", "--limit", "9", "-n", "100", "--
 ATTACK = ["attack", "plain.safetensors", "-a", "pgd-3", "-a", "margin-pgd-3", "-e", "0.3", "-e", "1", "--limit", "90"]
 ATTACK += ["--batch-size", "20"]
 FINETUNE = ["finetune", "certified.safetensors", "--dataset", "digits", "--loss", "margin", "-e", "0.2", "--json", "-q"]
-FINETUNE += ["--epochs", "2", "--limit", "301", "--batch-size", "50"]  # the last batch: one image for two processes
+FINETUNE += ["--epochs", "2", "--limit", "151", "--batch-size", "50"]  # the last batch: one image for two processes
+CONSTRAIN = {
+    "kept": ["constrain", "certified.safetensors", "--limit", "60", "--keep", "0.9"],
+    "met": [
+        "constrain",
+        "plain.safetensors",
+        "--limit",
+        "60",
+        "--prox",
+        "clip",
+        "--target",
+        "3e7",
+        "--layers",
+        "head*",
+    ],
+}
+CONSTRAIN["met"] += ["--layers", "*mlp*"]
+"""Commands by the name of their output."""
 RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "attack": ATTACK}
 """Commands by the name of their file of records."""
 
@@ -117,6 +134,7 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         plan = [
             *([*words, "--records", f"{name}.jsonl", "-q"] for name, words in RECORDS.items()),
             [*CERTIFY, "--records", "resumed.jsonl", "--resume", "-q"],
+            *([*words, "-o", f"{name}.safetensors", "-q"] for name, words in CONSTRAIN.items()),
             [*FINETUNE, "-o", "tuned.safetensors"],
             [*FINETUNE, "-o", "resumed.safetensors", "--resume"],
             ["FAIL", *CERTIFY, "--records", "failed.jsonl", "-q", "--json"],
@@ -133,6 +151,8 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
             running = subprocess.Popen([*torchrun, script, "plan.json", "."], cwd=two, stdout=out, stderr=err)
             for name in ("smoothing", "attack"):
                 do([*RECORDS[name], "--records", f"{name}.jsonl", "-q"])
+            for name, words in CONSTRAIN.items():
+                do([*words, "-o", f"{name}.safetensors", "-q"])
             (one / "finetune.json").write_text(do([*FINETUNE, "-o", "tuned.safetensors"]))
             running.wait(timeout=120)
     return one, two, (two / "stderr").read_text()
@@ -142,13 +162,21 @@ def test_two_processes_write_the_bytes_of_one(both: tuple[Path, Path, str]) -> N
     one, two, said = both
     for rank in (0, 1):
         codes = json.loads((two / f"codes.{rank}.json").read_text())
-        assert codes == [0, 0, 0, 0, 0, 0, 6], said
+        assert codes == [0] * 8 + [6], said
     for name in RECORDS:
         texts = [(folder / f"{name}.jsonl").read_text() for folder in (one, two)]
         if name == "smoothing":  # what an image took is not what was found
             texts = [re.sub(r', "seconds": [0-9.e-]+', "", text) for text in texts]
         assert texts[0] == texts[1], name
     assert (two / "resumed.jsonl").read_bytes() == (one / "certify.jsonl").read_bytes()
+
+
+def test_two_processes_constrain_to_the_bit(both: tuple[Path, Path, str]) -> None:
+    one, two, _ = both
+    start = (one / "certified.safetensors").read_bytes()
+    for name in CONSTRAIN:
+        written = (one / f"{name}.safetensors").read_bytes()
+        assert (two / f"{name}.safetensors").read_bytes() == written != start, name
 
 
 def test_two_processes_learn_what_one_learns(both: tuple[Path, Path, str]) -> None:

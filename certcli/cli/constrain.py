@@ -11,6 +11,7 @@ from certcli.cli import constrained, kept, options
 from certcli.cli.command import command, group
 from certcli.cli.groups import Calibration, Machine, Output, Source, Talk
 from certcli.cli.output import Sink
+from certcli.processes import team
 
 if TYPE_CHECKING:
     from certcli.constrain import network
@@ -128,10 +129,11 @@ def constrain(
         memory,
         network.rectified_paths(model, size, paths, method.distance),
         method.tokens or None,
+        team=team(),
     )
     with calibration.watching():
         witness = kept.witness(model, seen, unseen, record, machine.batch_size, sink)
-    before = network.network_upper(model, size, classes)
+    before = network.network_upper(model, size, classes) if team().leads else None
     found = _curves(calibration, chosen, sink) if method.target is not None or layers.plot is not None else {}
     judged = None
     if method.target is not None:
@@ -141,6 +143,8 @@ def constrain(
         network.write(model, {result.path: result.weight for result in results})
     else:
         results, judged = _keeping(calibration, chosen, keep, witness, sink)
+    if not team().leads:
+        return
     constrained.remarks(results, sorted(set(paths) - calibration.called), refused, sink)
     after = network.network_upper(model, size, classes)
     end_to_end = kept.told(witness, model, record, not len(unseen), judged) | {"chose": judged is not None}

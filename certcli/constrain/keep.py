@@ -82,21 +82,31 @@ def constrain_keeping(
     originals = {path: parameter.detach().clone() for path, parameter in parameters.items()}
     bases: dict[str, Eigenbasis] | None = {} if calibration.memory_limit_bytes is None else None
 
-    def judged(weights: Mapping[str, Tensor], eta: float) -> tuple[Fidelity, float]:
-        """What the network keeps with these weights, and the eta at which it might keep just enough."""
-        write(model, weights)
-        logits = witness.logits(model)
-        write(model, originals)
-        found = witness.compare(logits)
-        return found, _SAFE * eta * allowed_share(witness, logits, found, keep, FAR)
+    found = unchanged = witness.compare(witness.before)
+
+    def judged(weights: Mapping[str, Tensor], eta: float) -> tuple[bool, float]:
+        """Whether the network keeps enough with these weights (`found`), and the eta at which it might keep just enough.
+
+        Of several processes the leader looks: they must go the same way.
+        """
+
+        def look() -> tuple[bool, float]:
+            nonlocal found
+            write(model, weights)
+            logits = witness.logits(model)
+            write(model, originals)
+            found = witness.compare(logits)
+            return keeps(found, keep, witness), _SAFE * eta * allowed_share(witness, logits, found, keep, FAR)
+
+        enough, aim = calibration.team.agree(look)
+        return enough, aim
 
     def trial(eta: float) -> tuple[bool, float]:
         weights = {}
         for path, weight in try_at(calibration, replace(options, eta=eta), ROUGH, bases):
             weights[path] = weight
             report(eta, path)
-        found, aim = judged(weights, eta)
-        return keeps(found, keep, witness), aim
+        return judged(weights, eta)
 
     eta = search(trial)
     for turn in range(1, ROUNDS + 1):
@@ -104,13 +114,13 @@ def constrain_keeping(
         for result in constrain_to(calibration, replace(options, eta=eta), bases=bases):
             results.append(result)
             report(eta, result.path)
-        found, aim = judged({result.path: result.weight for result in results}, eta)
-        if keeps(found, keep, witness):
+        enough, aim = judged({result.path: result.weight for result in results}, eta)
+        if enough:
             write(model, {result.path: result.weight for result in results})
             return Kept(eta, results, found)
         nearer = eta / 2 if turn == ROUNDS - 1 else eta / _NEAR  # the last is to keep enough as surely as may be
         eta = min(aim, nearer) if aim > 0 else nearer
-    return Kept(0.0, [], witness.compare(witness.before))
+    return Kept(0.0, [], unchanged)
 
 
 def search(trial: Callable[[float], tuple[bool, float]]) -> float:

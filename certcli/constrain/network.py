@@ -3,7 +3,8 @@
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
 from certcli.constrain.statistics import LayerStatistics, collect_in_passes, gathered
 from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
+from certcli.constrain.together import Packed, for_all, share_of
 from certcli.errors import NoBoundError, UsageError
 from certcli.lipschitz.network import bound_network, trial_upper
 from certcli.lipschitz.real import Real
+from certcli.processes import ALONE, Team
 
 DISTANCES = ("plain", "relu", "auto")
 
@@ -79,7 +82,8 @@ class Calibration:
 
     Where all fit in one pass they are collected once and kept; else again in every round. `model` must stay as it is
     while they are read. rectified: the layers whose inputs are streamed for the one-sided distance. sample: at most so many
-    tokens of an image count (None: all). called: the paths that the forward pass was seen to call.
+    tokens of an image count (None: all). called: the paths that the forward pass was seen to call. team: the processes that
+    share the layers; each has statistics of its own only.
     """
 
     model: nn.Module
@@ -91,6 +95,7 @@ class Calibration:
     rectified: frozenset[str] = frozenset()
     sample: int | None = None
     called: set[str] = field(default_factory=set)
+    team: Team = ALONE
     _kept: list[LayerStatistics] | None = field(default=None, repr=False)
     _seen: dict[str, Tensor] | None = field(default=None, repr=False)
 
@@ -100,7 +105,7 @@ class Calibration:
         if self.held_out is None or self.memory_limit_bytes is not None:
             yield
             return
-        with gathered(self.model, self.paths, self.sample) as grams:
+        with gathered(self.model, self.own, self.sample) as grams:
             yield
         self._seen = grams
 
@@ -111,13 +116,13 @@ class Calibration:
 
     def parts(self) -> Iterator[Iterator[LayerStatistics]]:
         """The same pass by pass: the network runs between two parts, not while one is read."""
-        if self._kept is not None:
-            yield map(self._one, self._kept)
+        if self._kept is not None or not self.own:
+            yield map(self._one, self._kept or [])
             return
         passes = collect_in_passes(
             self.model,
             self.batches,
-            self.paths,
+            self.own,
             groups=self.groups,
             memory_limit_bytes=self.memory_limit_bytes,
             held_out_batches=self.held_out,
@@ -133,6 +138,11 @@ class Calibration:
     def _drained(self, part: dict[str, LayerStatistics]) -> Iterator[LayerStatistics]:
         while part:  # a layer's statistics are let go of as soon as the caller is done with it
             yield self._one(part.pop(next(iter(part))))
+
+    @cached_property
+    def own(self) -> list[str]:
+        """The layers that this process takes."""
+        return share_of(self.model, self.paths, self.team)
 
     @property
     def workers(self) -> int:
@@ -151,6 +161,15 @@ def network_upper(model: Any, size: tuple[int, ...], classes: int) -> Real:
     return bound_network(model, size, classes).upper
 
 
+def _pack_curve(found: tuple[str, tuple[Point, ...]]) -> Packed:
+    return found[0], [(point.norm, point.error) for point in found[1]], None
+
+
+def _unpack_curve(path: str, points: Any, weight: Tensor | None) -> tuple[str, tuple[Point, ...]]:
+    return path, tuple(Point(*point) for point in points)
+
+
+@for_all(_pack_curve, _unpack_curve)
 def curves(calibration: Calibration, options: Options) -> Iterator[tuple[str, tuple[Point, ...]]]:
     """Each layer's Pareto curve (proven norm against output error), in order."""
     blocks = attention_blocks(calibration.model) if options.per_head else {}
@@ -171,6 +190,17 @@ def curves(calibration: Calibration, options: Options) -> Iterator[tuple[str, tu
         yield from side_by_side(one, part, calibration.workers)
 
 
+def _pack_result(found: LayerResult) -> Packed:
+    plain = {item.name: getattr(found, item.name) for item in fields(found) if item.name not in ("weight", "basis")}
+    return found.path, plain, found.weight
+
+
+def _unpack_result(path: str, plain: Any, weight: Tensor | None) -> LayerResult:
+    assert weight is not None
+    return LayerResult(**plain, weight=weight)
+
+
+@for_all(_pack_result, _unpack_result)
 def constrain_to(
     calibration: Calibration,
     options: Options,
@@ -206,6 +236,12 @@ def constrain_to(
             yield replace(result, basis=None)
 
 
+def _unpack_trial(path: str, plain: Any, weight: Tensor | None) -> tuple[str, Tensor]:
+    assert weight is not None
+    return path, weight
+
+
+@for_all(lambda found: (found[0], None, found[1]), _unpack_trial)
 def try_at(
     calibration: Calibration, options: Options, tolerance: float, bases: dict[str, Eigenbasis] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -299,19 +335,32 @@ def meet_target(
         etas = {path: curve[-1].error for path, curve in found.items()}
         exhausted = trial == TRIALS - 1 or aim <= 0
         if not exhausted:
-            try:
-                etas = budget(model, size, classes, found, aim)
-            except OutOfReach:
-                exhausted = True
+            chosen = calibration.team.agree(partial(_within, model, size, classes, found, aim))
+            exhausted, etas = chosen is None, etas if chosen is None else chosen
         results = list(constrain_to(calibration, options, etas))
         write(model, {result.path: result.weight for result in results})
-        upper = network_upper(model, size, classes)
-        if upper <= target:
+        upper = calibration.team.agree(lambda: _beyond(model, size, classes, target))
+        if upper is None:
             return results
         write(model, originals)
-        least = min(least, (upper.log10(), max(etas.values(), default=0.0)))
+        least = min(least, (upper, max(etas.values(), default=0.0)))
         if exhausted:
             break
         # constrained layers line up worse than scaled ones: ask for the difference, ever more of it
-        aim *= 10.0 ** (max(1, trial) * min(-0.01, math.log10(target) - upper.log10()))
+        aim *= 10.0 ** (max(1, trial) * min(-0.01, math.log10(target) - upper))
     raise OutOfReach(target, *least)
+
+
+def _within(
+    model: nn.Module, size: tuple[int, ...], classes: int, found: Mapping[str, tuple[Point, ...]], aim: float
+) -> dict[str, float] | None:
+    try:
+        return budget(model, size, classes, found, aim)
+    except OutOfReach:
+        return None
+
+
+def _beyond(model: nn.Module, size: tuple[int, ...], classes: int, target: float) -> float | None:
+    """log10 of the proven bound, or None where the target is met."""
+    upper = network_upper(model, size, classes)
+    return None if upper <= target else upper.log10()
