@@ -18,6 +18,7 @@ import certcli.compat  # noqa: F401
 # isort: split
 from timm.models.convit import GPSA
 
+from certcli.engine.state import digest
 from certcli.lipschitz.arithmetic import Matrix, RigorousArithmetic
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.real import Real, as_real
@@ -467,3 +468,19 @@ def test_what_crashed_is_bounded_or_refused(name: str) -> None:
     else:
         assert not result.upper.finite
         assert reason in result.bound.why
+
+
+@pytest.mark.parametrize("entries", [1, 5, 3000, 40001])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex64, torch.bool], ids=str)
+def test_the_digest_of_a_tensor_sees_every_entry_and_its_place(dtype: torch.dtype, entries: int) -> None:
+    storage = torch.rand(entries + 1, generator=torch.Generator().manual_seed(0)).round(decimals=1).to(dtype)
+    tensor = storage[1:]  # where a word of eight bytes need not begin
+    known = digest(tensor)
+    assert digest(tensor.clone()) == known
+    for place in {0, entries // 2, entries - 1}:
+        changed = tensor.clone()
+        changed[place] = ~changed[place] if dtype == torch.bool else changed[place] + 1
+        assert digest(changed) != known
+        moved = tensor.roll(1)
+        moved[place] = tensor[place]
+        assert (digest(moved) == known) == bool(torch.equal(moved, tensor))
