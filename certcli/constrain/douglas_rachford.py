@@ -96,7 +96,7 @@ def constrain_matrix(
     elif isinstance(statistics, RectifiedStatistics):
         run = _rectified(statistics, radii, basis.ridge, settings)
     elif len(radii) == 1:
-        run = one_group(statistics.weight, basis, float(radii[0]), settings, None)
+        run = one_group(statistics.weight, basis, float(radii[0]), settings, None, ends=False)
     else:
         run = _many_groups(statistics, radii, basis.ridge, settings)
     error = float(statistics.relative_errors(run.weight).max())

@@ -42,8 +42,7 @@ PACE = 150.0
 _NEAR = 2.5
 """The strength is looked for up to this factor: the number of iterations does not change much within it."""
 
-_PROBES = 6
-"""Most looks for it."""
+_PROBES = 6  # most looks for it
 
 _BALANCE = 80.0
 """|Z - P| / |P - W0| is brought to this times beta, 0.8 at the default, if it is off by more than a factor of two."""
@@ -102,12 +101,14 @@ class Run:
     lower: float
 
 
-def one_group(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settings, state: State | None) -> Run:
+def one_group(
+    centre: Tensor, basis: Eigenbasis, radius: float, settings: Settings, state: State | None, *, ends: bool = True
+) -> Run:
     """argmin L(W) over tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in) float64.
 
     An invariant penalty runs in the eigenbasis of G, where the projection scales columns and no product is left. A tall W0
     is F R there, F (out, in) of orthonormal columns: every iterate is F times a square matrix, which is all that is
-    iterated. Large matrices are iterated in float32.
+    iterated. Large matrices are iterated in float32. ends: the result tells its state, for a neighbour to start from.
     """
     inside, frame = _framed(centre, basis, radius, settings)
     exact = inside.centre
@@ -134,12 +135,13 @@ def one_group(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settin
                 break
             asked = asked / 2 if met else asked
     objective, moved = best
-    found, ended = exact + moved, current.double()
-    if frame is not None:
-        found, ended = frame @ found, frame @ ended
     residual = float(judged.change.norm()) / float(exact.norm())
-    weight, ended = found @ basis.vectors.mT, ended @ basis.vectors.mT
-    return Run(weight, State(ended, strength), iteration, residual, objective, proven)
+
+    def back(matrix: Tensor) -> Tensor:
+        return (matrix if frame is None else frame @ matrix) @ basis.vectors.mT
+
+    ended = State(back(current.double()), strength) if ends else None
+    return Run(back(exact + moved), ended, iteration, residual, objective, proven)
 
 
 def roughly(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settings) -> Tensor:

@@ -113,5 +113,7 @@ def digest(tensor: Tensor) -> int:
     rest = zlib.crc32(raw[whole:].cpu().numpy().tobytes())
     if not whole:
         return rest
-    blocks = raw[:whole].view(torch.int64).view(-1, _BLOCK)  # sums modulo 2^64: one word that changes, changes two of them
+    blocks = (
+        raw[:whole].view(torch.int64).view(-1, _BLOCK)
+    )  # sums modulo 2^64: one word that changes, changes two of them
     return zlib.crc32(torch.cat([blocks.sum(0), blocks.sum(1)]).cpu().numpy().tobytes(), rest)
