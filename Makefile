@@ -1,10 +1,11 @@
 # make demo: install, then the whole chain on embedded real images.   make test: install, lint, types, tests.
-# make soundness: the long campaigns.   make docs: the documentation site, in site/.   make tutorial: types it again.
+# make gpu: the tests that need a GPU, and a table of what each command takes on it.   make soundness: the long campaigns.
+# make docs: the documentation site, in site/.   make tutorial: types it again.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test check soundness docs tutorial clean
+.PHONY: install demo test check gpu soundness docs tutorial clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +25,11 @@ check: install
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadscope
+
+# without a CUDA device both say so and do nothing
+gpu: install
+	$(BIN)/python -m pytest -m gpu -rs -q
+	$(BIN)/python -m benchmarks.gpu --against-cpu
 
 # long campaigns beside the tests: hostile files, random networks with odd options, local certificates
 soundness: install

@@ -13,11 +13,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from certcli import sharded
 from certcli.errors import CheckpointError, one_line
 from certcli.outputs import atomic_file, require_absent
 from certcli.provenance import KEY, Evidence, Record, Step, versions
 
-FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+EIGHT = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+"""Read as the numbers they are. Scales beside them would be tensors that no network has: such a file is refused."""
+FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64)) | EIGHT
 LONGEST_NAME = 256
 INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
@@ -84,7 +87,10 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors (memory-mapped) and metadata of a safetensors file; CheckpointError says what is wrong with it."""
+    """Tensors (memory-mapped) and metadata of a safetensors file, or the tensors of those that an index names.
+
+    CheckpointError says what is wrong.
+    """
     if not path.exists():
         raise CheckpointError(
             f"no file {path}", "give a .safetensors file, a folder with model.safetensors, or a timm name"
@@ -93,6 +99,33 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(f"{path} is a folder without model.safetensors")
     if not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
+    if sharded.is_index(path):
+        return _read_shards(path), {}
+    tensors, metadata = _read_one(path)
+    require_numbers(tensors, path.name)
+    return tensors, metadata
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """The tensors of every file that the index names, each where it says. Their metadata is not read."""
+    tensors: dict[str, Tensor] = {}
+    for path, stated in sharded.named(index).items():
+        if not path.is_file():
+            raise CheckpointError(f"{index} names {path.name}, which is not beside it", "fetch it again, whole")
+        found, _ = _read_one(path)
+        require_numbers(found, path.name)
+        wrong = stated ^ found.keys()
+        if wrong:
+            name = one_line(min(wrong))[:80]
+            has = "lacks" if min(wrong) in stated else "also holds"
+            raise CheckpointError(
+                f"{path} {has} the tensor '{name}', {index.name} says otherwise", "fetch both again, of one version"
+            )
+        tensors |= found
+    return tensors
+
+
+def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as handle:
             metadata = handle.metadata() or {}
@@ -104,15 +137,13 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         ) from failure
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors")
-    require_numbers(tensors, path.name)
     return tensors, dict(metadata)
 
 
 def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
     """CheckpointError when a tensor is of a type that certvit does not compute with, holds NaN or infinity, or has no name.
 
-    No number computed from such a tensor would mean anything: torch drops imaginary parts, and quantised weights (float8)
-    have scales elsewhere.
+    No number computed from such a tensor would mean anything: torch drops imaginary parts.
     """
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -125,11 +156,15 @@ def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
                 f"tensor '{one_line(name)}' of {where} is {str(tensor.dtype).removeprefix('torch.')}: not a type of weights",
                 "convert it to float32, float64, float16 or bfloat16 where that is what it means",
             )
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not _finite(tensor):
             raise CheckpointError(
                 f"tensor '{one_line(name)}' of {where} holds NaN or infinite values",
                 "go back to the checkpoint before it; `certvit log` shows the lineage",
             )
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor.half() if tensor.dtype in EIGHT else tensor).all())  # half holds all of float8
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], force: bool = False) -> None:

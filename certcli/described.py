@@ -16,13 +16,14 @@ from certcli import models
 from certcli.errors import ArchitectureError, CheckpointError, Refused, one_line
 from certcli.provenance import InputSpec, Record
 from certcli.schema import LONGEST_RECORD, ConfigFields, decode_config, require_pixels
+from certcli.sharded import INDEX
 
 if TYPE_CHECKING:
     from certcli.foreign import Hints
 
 CONFIG = "config.json"
 TIMM = "timm's own"
-_HUB_NAMES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth")
+_HUB_NAMES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.pth")
 """The names under which timm saves the weights that its config.json is about."""
 
 

@@ -27,6 +27,7 @@ from certcli.hub import cache_if_unreachable
 from certcli.provenance import KEY, Record
 from certcli.reading import RECORD, Reading, reading_of, rival
 from certcli.schema import LONGEST_TEXT, is_name, require_statistics
+from certcli.sharded import INDEX, named, weights_in
 
 _TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 
@@ -83,9 +84,12 @@ def read(source: str, hints: Hints | None = None) -> Opened:
             f"cannot open {one_line(source)}: {failure.strerror}", "check its name and permissions"
         ) from failure
     if found and path.is_dir():
-        if not (path / "model.safetensors").is_file():
-            raise CheckpointError(f"folder {path} holds no model.safetensors", "name the file itself")
-        return _from_file(path / "model.safetensors", hints)
+        weights = weights_in(path)
+        if weights is None:
+            raise CheckpointError(
+                f"folder {path} holds no model.safetensors, nor {INDEX} of several", "name the file itself"
+            )
+        return _from_file(weights, hints)
     if found:
         return _from_file(path, hints)
     if source.startswith(("hf-hub:", "hf_hub:")):
@@ -122,7 +126,7 @@ def _from_file(path: Path, hints: Hints) -> Opened:
     record = replace(description.record, foreign=_short(metadata))
     net = models.build(record, like=tensors)
     try:
-        models.load_weights(net, tensors)  # refuse now what would not load later
+        models.require_fitting(net, tensors)  # refuse now what would not load later
     except ArchitectureError as failure:
         if hints.arch is None and not hints.arch_args:
             raise ArchitectureError(
@@ -207,12 +211,24 @@ def _from_hub(name: str, hints: Hints) -> Opened:
     name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.
     """
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
 
     repository, _, revision = name.partition("@")
+
+    def fetch(file: str) -> Path:
+        return Path(hf_hub_download(repository, file, revision=revision or None))
+
     with cache_if_unreachable() as offline:
         try:
-            for file in ("config.json", "model.safetensors"):
-                path = Path(hf_hub_download(repository, file, revision=revision or None))
+            fetch("config.json")
+            try:
+                path = fetch("model.safetensors")
+            except EntryNotFoundError:
+                path = fetch(INDEX)
+                for part in named(path):
+                    fetch(part.name)
+        except CheckpointError:
+            raise
         except Exception as failure:  # every network and hub library has its own exceptions
             raise CheckpointError(
                 f"cannot fetch '{one_line(name)}' from the hub ({offline or _said(failure)})",

@@ -15,6 +15,7 @@ import certcli.compat
 import timm
 
 import certcli.nn.reference  # noqa: F401 (registers our reference nets with timm)
+from certcli import spool
 from certcli.arch_args import arch_arguments
 from certcli.building import Building
 from certcli.checkpoint import FLOATS, INTEGERS, Checkpoint
@@ -155,8 +156,22 @@ def replace_module(net: nn.Module, replacement: Replacement) -> nn.Module:
     return new
 
 
-def load_weights(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put `tensors` into `net`, all of them and no others; ArchitectureError names what disagrees."""
+def load_weights(net: nn.Module, tensors: Mapping[str, Tensor], *, own: bool = False) -> None:
+    """Put `tensors` into `net`, all of them and no others; ArchitectureError names what disagrees.
+
+    Where the type need not change the network's weights are these tensors, unless they are to be its `own`.
+    """
+    require_fitting(net, tensors)
+    # half precision is widened, and single beside double, which is exact: bound and forward pass speak of the same numbers
+    double = any(value.dtype == torch.float64 for value in tensors.values())
+    wide = torch.float64 if double else torch.float32
+    dtypes = {name: wide if value.is_floating_point() else value.dtype for name, value in tensors.items()}
+    copied = {name: value for name, value in tensors.items() if own or value.dtype != dtypes[name]}
+    net.load_state_dict({**tensors, **spool.copies(copied, dtypes)}, strict=True, assign=True)
+
+
+def require_fitting(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """ArchitectureError unless `net` has just these tensors."""
     expected = net.state_dict()
     missing = sorted(expected.keys() - tensors.keys())
     surplus = sorted(tensors.keys() - expected.keys())
@@ -181,11 +196,6 @@ def load_weights(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             f"architecture and tensors disagree: {'; '.join(problems)}",
             "name the architecture with --arch (and --arch-arg key=value), or put timm's config.json beside the file",
         )
-    # half precision is widened, and single beside double, which is exact: bound and forward pass speak of the same numbers
-    double = any(value.dtype == torch.float64 for value in tensors.values())
-    wide = torch.float64 if double else torch.float32
-    widened = {name: value.to(wide) if value.is_floating_point() else value for name, value in tensors.items()}
-    net.load_state_dict(widened, strict=True, assign=True)
 
 
 def _kind(tensor: Tensor) -> str:
@@ -216,7 +226,7 @@ def load(
     """
     tensors = checkpoint.tensors
     net = build(checkpoint.record, like=tensors)
-    load_weights(net, {name: value.clone() for name, value in tensors.items()} if writable else tensors)
+    load_weights(net, tensors, own=writable)
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     model = PixelModel(checkpoint.record.input, net).eval().to(device)

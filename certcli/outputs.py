@@ -18,7 +18,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from certcli.errors import OutputError, UsageError, one_line
+from certcli.errors import CheckpointError, OutputError, UsageError, one_line
+from certcli.sharded import INDEX, is_index, named
 
 LONGEST_HEADER = 100_000_000
 """Bytes of a safetensors header, as the format's own reader limits them."""
@@ -48,10 +49,16 @@ class Outputs:
         self._written: list[tuple[Named, bool]] = []
 
     def reads(self, option: str, path: Path) -> None:
-        """A file; or a checkpoint's folder; a name that is no path is none. The config.json beside it is read as well."""
-        for candidate in (path, path / "model.safetensors", path / "config.json", path.parent / "config.json"):
+        """A file; or a checkpoint's folder; a name that is no path is none. The config.json beside it is read as well, and
+        the files that an index names.
+        """
+        inside = (path / name for name in ("model.safetensors", INDEX, "config.json"))
+        for candidate in (path, *inside, path.parent / "config.json"):
             if candidate.is_file():
                 self._read.append(Named(option, candidate))
+            if candidate.is_file() and is_index(candidate):
+                with contextlib.suppress(CheckpointError):  # the reader will say it
+                    self._read += [Named(option, part) for part in named(candidate)]
 
     def reads_folder(self, option: str, path: Path) -> None:
         """A folder of images: nothing in it that could be one is replaced."""

@@ -145,6 +145,17 @@ class ConfigFields(Struct):
     pretrained_cfg: PretrainedFields = msgspec.field(default_factory=PretrainedFields)
 
 
+LARGEST_INDEX = 64 * 2**20
+"""Bytes of the index of a checkpoint in several files."""
+ShardName = Annotated[str, Meta(max_length=255, pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors\Z")]
+
+
+class IndexFields(Struct):
+    """model.safetensors.index.json; its metadata (a total of bytes) is not read: the files say how large they are."""
+
+    weight_map: Annotated[dict[str, ShardName], Meta(min_length=1)]
+
+
 Index = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 

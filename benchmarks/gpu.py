@@ -1,0 +1,188 @@
+"""What each command takes on a GPU: seconds, memory of GPU and host, images a second. `make gpu` runs it.
+
+    python -m benchmarks.gpu [--arch vit_base_patch16_224] [--images 64] [--against-cpu] [--only NAME,...]
+
+Every row is a command line as it would be typed, in a process of its own (the seconds hold its start), on random weights and
+random images in files: neither decides the time, apart from what an attack has to do. Memory of the GPU is what torch
+allocated at most, that of the host the largest resident set. --against-cpu runs the rows that prove something on the CPU
+as well and compares: bounds within 1e-9 of one another, certificates of the same images, radii within 1e-6. Without the
+device nothing is measured, and it says so.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+CLASSES = 10
+SAME_BOUND, SAME_RADIUS = 1e-9, 1e-6
+"""Relative, for sums in another order: a bound is a product of norms, a radius may be off as where it is found again."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One command line. images: how many it judges or learns from; proves: whether a CPU must say the same."""
+
+    name: str
+    words: tuple[str, ...]
+    images: int = 0
+    proves: bool = False
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a row took. gpu: bytes, None on a CPU. output: its JSON, where it gives one."""
+
+    seconds: float
+    gpu: int | None
+    host: int
+    output: dict
+
+
+def rows(count: int, batch: int) -> list[Row]:
+    """The chain from a fresh network on, in an order in which each finds its input."""
+    data = ("--dataset", "images", "--batch-size", str(batch))
+    judged = (*data, "--limit", str(count), "--json", "-e", "0.01")
+    certify, norms = ("certify", "plain.safetensors", *judged), min(count, 8)
+    return [
+        Row("lipschitz", ("lipschitz", "plain.safetensors", "--json"), 0, True),
+        Row("audit", ("audit", "plain.safetensors", *judged, "--method", "lipschitz", "-a", "pgd-20"), count),
+        Row("adapt", ("adapt", "plain.safetensors", "--dataset", "images", "-o", "adapted.safetensors"), count),
+        Row("constrain", ("constrain", "adapted.safetensors", "--dataset", "images", "-o", "small.safetensors"), count),
+        Row("certify lipschitz", ("certify", "adapted.safetensors", *judged, "--method", "lipschitz"), count, True),
+        Row("certify smoothing", (*certify, "--method", "smoothing", "--sigma", "0.25", "--samples", "1000"), count),
+        Row("certify local norms", (*certify, "--method", "local", "--effort", "norms", "--limit", str(norms)), norms),
+        Row("attack pgd-20", ("attack", "plain.safetensors", *judged, "-a", "pgd-20"), count),
+        Row(
+            "finetune, an epoch",
+            ("finetune", "plain.safetensors", *data, "--loss", "ce", "--epochs", "1", "-o", "tuned.safetensors"),
+            count,
+        ),
+    ]
+
+
+def make_images(folder: Path, side: int, count: int, channels: int) -> None:
+    """Noise in class folders, train/, val/ and test/ of so many each."""
+    generator = np.random.default_rng(0)
+    for part in ("train", "val", "test"):
+        for number in range(count):
+            place = folder / part / f"class{number % CLASSES}"
+            place.mkdir(parents=True, exist_ok=True)
+            pixels = generator.integers(0, 256, (side, side, 3), dtype=np.uint8)
+            Image.fromarray(pixels if channels == 3 else pixels[..., 0]).save(place / f"{number}.png")
+
+
+_RUN = """
+import json, resource, sys
+from certcli.cli.main import run
+code = 0
+try:
+    run()
+except SystemExit as end:
+    code = end.code or 0
+import torch
+gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+print(json.dumps({"gpu": gpu, "host": host}), file=open("taken.json", "w"))
+sys.exit(code)
+"""
+
+
+def take(row: Row, folder: Path, device: str) -> Taken:
+    """Run a row in `folder`. RuntimeError with the command's last words when it fails."""
+    words = [*row.words, "--quiet", "--device", device, *(["--force"] if "-o" in row.words else [])]
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", _RUN, *words], cwd=folder, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        raise RuntimeError(f"certvit {' '.join(words)}: exit code {done.returncode}: {done.stderr.strip()[-400:]}")
+    about = json.loads((folder / "taken.json").read_text())
+    output = json.loads(done.stdout) if "--json" in row.words else {}
+    return Taken(seconds, about["gpu"], about["host"], output)
+
+
+def disagreement(here: object, there: object, path: str = "") -> str | None:
+    """The first place where two outputs differ by more than sums in another order; None when there is none."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        if here.keys() != there.keys():
+            return f"{path}: other fields"
+        pairs = ((f"{path}.{key}", here[key], there[key]) for key in here if "seconds" not in key)
+        return next((found for key, one, other in pairs if (found := disagreement(one, other, key))), None)
+    if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
+        pairs = ((f"{path}[{number}]", one, there[number]) for number, one in enumerate(here))
+        return next((found for key, one, other in pairs if (found := disagreement(one, other, key))), None)
+    if isinstance(here, float) and isinstance(there, float):
+        limit = SAME_RADIUS if "radius" in path else SAME_BOUND
+        return None if here == there or abs(here - there) <= limit * abs(there) else f"{path}: {here} and {there}"
+    return None if here == there else f"{path}: {here} and {there}"
+
+
+def proven(row: Row, output: dict) -> dict:
+    """What a row proves: of `lipschitz` the upper bound, of `certify` the certificates. What was measured may differ."""
+    names = ("upper", "log10_upper") if row.name == "lipschitz" else ("clean", "certified", "average_radius", "bound")
+    return {name: output[name] for name in names}
+
+
+def table(options: argparse.Namespace, folder: Path, device: str) -> list[str]:
+    """The Markdown table of all rows, made in `folder`."""
+    from certcli import models
+    from certcli.cli.inputs import parse_arguments
+
+    arguments = {"num_classes": CLASSES, **parse_arguments(options.arch_arg)}
+    net = models.create(options.arch, arguments, initialise=False)
+    spec = models.spec_of(net, size=models.input_size_of(net))
+    models.initialise(options.arch, arguments, spec, CLASSES, 0).write(folder / "plain.safetensors", force=True)
+    make_images(folder / "images", spec.size[1], options.images, spec.size[0])
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+    lines = [
+        f"{options.arch}, {name}, torch {torch.__version__}, {options.images} images of {spec.size[1]} x {spec.size[2]}, "
+        f"batches of {options.batch_size}",
+        "",
+        "| command | seconds | images a second | GPU memory, GiB | host memory, GiB | beside the CPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    wanted = None if options.only is None else options.only.split(",")
+    for row in rows(options.images, options.batch_size):
+        if wanted is not None and row.name not in wanted:
+            continue
+        taken = take(row, folder, device)
+        beside = ""
+        if options.against_cpu and row.proves:
+            other = take(row, folder, "cpu")
+            found = disagreement(proven(row, taken.output), proven(row, other.output))
+            beside = f"{other.seconds / taken.seconds:.1f} times faster, " + ("the same" if found is None else found)
+        rate = f"{row.images / taken.seconds:.2f}" if row.images else ""
+        gpu = "" if taken.gpu is None else f"{taken.gpu / 2**30:.2f}"
+        lines.append(f"| {row.name} | {taken.seconds:.1f} | {rate} | {gpu} | {taken.host / 2**30:.2f} | {beside} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="vit_base_patch16_224")
+    parser.add_argument("--arch-arg", action="append", default=[])
+    parser.add_argument("--images", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--against-cpu", action="store_true")
+    parser.add_argument("--only", help="names of rows, comma-separated; each finds what those before it wrote")
+    options = parser.parse_args()
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        print("no CUDA device here: nothing was measured (--device cpu tries the rows on the CPU)")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="certvit-gpu-") as folder:
+        print("\n".join(table(options, Path(folder), options.device)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

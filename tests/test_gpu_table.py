@@ -1,0 +1,66 @@
+"""The table of `make gpu`: its rows are command lines that run, its comparison can fail, and without a GPU it says so."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from certcli.cli.main import COMMANDS
+
+
+def test_without_the_device_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    assert gpu.main() == 0
+    assert "no CUDA device here: nothing was measured" in capsys.readouterr().out
+
+
+def asked(against_cpu: bool) -> argparse.Namespace:
+    given = {"arch": "certvit_lip_digits", "arch_arg": [], "images": 10, "batch_size": 5, "only": "lipschitz"}
+    return argparse.Namespace(**given, against_cpu=against_cpu)
+
+
+def test_a_row_runs(tmp_path: Path) -> None:
+    last = gpu.table(asked(False), tmp_path, "cpu")[-1]
+    assert last.startswith("| lipschitz | ")
+    assert 0.1 < float(last.split("|")[5]) < 16  # GiB of this process
+    assert len(list((tmp_path / "images" / "test").glob("*/*.png"))) == 10
+
+
+def test_a_row_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"cpu": 1.0, "elsewhere": 1.0 + 1e-7}
+    monkeypatch.setattr(
+        gpu,
+        "take",
+        lambda row, folder, device: gpu.Taken(1.0, 2**30, 2**30, {"upper": found[device], "log10_upper": 0}),
+    )
+    assert gpu.table(asked(True), tmp_path, "cpu")[-1].endswith("the same |")
+    assert ".upper: 1.0000001 and 1.0" in gpu.table(asked(True), tmp_path, "elsewhere")[-1]
+
+
+def test_rows_are_of_commands_and_find_what_earlier_ones_wrote() -> None:
+    written = {"plain.safetensors"}
+    for row in gpu.rows(4, 2):
+        assert row.words[0] in COMMANDS
+        assert row.words[1] in written
+        written |= {row.words[place + 1] for place, word in enumerate(row.words) if word == "-o"}
+
+
+DIFFER = [
+    ({"upper": 1.0}, {"upper": 1.0 + 1e-8}),
+    ({"radius": 1.0}, {"radius": 1.0 + 1e-5}),
+    ({"certified": {"0.5": 0.5}}, {"certified": {"0.5": 0.6}}),
+    ([1.0, 2.0], [1.0]),
+    ({"a": 1}, {"b": 1}),
+    ({"upper": "inf"}, {"upper": 3.0}),
+    ({"clean": float("nan")}, {"clean": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("here", "there"), DIFFER)
+def test_what_differs_is_found(here: object, there: object) -> None:
+    assert gpu.disagreement(here, there) is not None
+    assert gpu.disagreement(there, there) is None
