@@ -57,6 +57,10 @@ def test_a_trial_is_about_the_weight(shape: tuple[int, int, int], eta: float) ->
     assert spectral_norm(weight) <= exact.after * (1 + 0.005 + 1e-4)
     again, _ = try_layer(statistics, tolerance=0.005, blocks=1, basis=basis, **options)
     assert torch.equal(weight, again)
+    small, large = 2.0**-60, 2.0**120  # squares leave float32
+    scaled = replace(statistics, weight=small * statistics.weight, grams=large * statistics.grams)
+    other, _ = try_layer(scaled, tolerance=0.005, blocks=1, basis=None, **options)
+    assert torch.allclose(other / small, weight, rtol=0, atol=1e-5 * float(weight.abs().max()))
 
 
 @pytest.mark.parametrize("beta", [0.003, 0.03])

@@ -147,17 +147,18 @@ def one_group(
 def roughly(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settings) -> Tensor:
     """`one_group` to the settings' tolerance as float32 sees it, judged by nothing else: for a trial that is not written.
 
-    centre (out, in) of any precision -> float32.
+    centre (out, in) float64 -> float32. In units of |W0|_F and of G's mean eigenvalue: float32 ends at 1e38.
     """
-    single = replace(basis, values=basis.values.float(), vectors=basis.vectors.float())
-    inside, frame = _framed(centre.float(), single, radius, settings)
+    size, unit = float(centre.norm()), float(basis.values.mean())
+    single = replace(basis, values=(basis.values / unit).float(), vectors=basis.vectors.float())
+    inside, frame = _framed((centre / size).float(), single, radius / (size * size * unit), settings)
     prox, lower = settings.prox(), 0.0
     for iteration, _, _, step in _iterates(inside, prox, inside.centre, inside.strength(prox)):
         lower = max(lower, step.lower)
         if iteration >= settings.max_iterations or inside.upper(step) <= (1.0 + settings.tolerance) * lower:
             break
     found = inside.centre + step.share * step.moved
-    return (found if frame is None else frame @ found) @ single.vectors.mT
+    return (found if frame is None else frame @ found) @ (size * single.vectors.mT)
 
 
 def _framed(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settings) -> "tuple[_Ellipsoid, Tensor | None]":
