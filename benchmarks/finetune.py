@@ -1,9 +1,11 @@
 """What a training step costs with a bound, a penalty or SAM, as ratios to the plain step in the same round.
 
     python benchmarks/finetune.py --rounds 15
+    python benchmarks/finetune.py --arch certvit_lip_mnist --variants recipe --batch-size 256   # that of examples/mnist.sh
 
 The network is CertViT's Table 4 for CIFAR-10 (certvit_vit_cifar10): L2 attention, centre norms and convex residuals
-(--network adapted), or as timm builds it (--network plain). Weights and images are random: they do not decide the time.
+(--network adapted), or as timm builds it (--network plain); --arch takes another. 'loop' is what anyone would write
+without certvit: cross entropy, AdamW, images in memory. Weights and images are random: they do not decide the time.
 In every round each variant makes --steps steps, one after the other in a random order; a ratio divides two times of one
 round, and the table shows the median and quartiles over the rounds, so other work on the machine does not tilt it. On
 a CPU the seconds are those of this process, all threads together; on a GPU they are those of the clock.
@@ -26,6 +28,7 @@ from certcli.provenance import Record, Replacement
 ARCHITECTURE = "certvit_vit_cifar10"
 
 VARIANTS: dict[str, tuple[str, dict]] = {
+    "loop": ("loop", {}),
     "plain": ("plain", {"loss": "ce"}),
     "+ bound (margin)": ("plain", {"loss": "margin"}),
     "+ MSVP": ("plain", {"loss": "ce", "msvp": (1e-4, 1e-4, 1e-4)}),
@@ -34,6 +37,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "+ all three": ("plain", {"loss": "margin", "msvp": (1e-4, 1e-4, 1e-4), "sam": 0.05}),
     "stiefel": ("plain", {"loss": "ce", "optimiser": "stiefel"}),
     "stiefel + bound": ("stiefel", {"loss": "margin", "optimiser": "stiefel"}),
+    "recipe": ("loop", {"loss": "margin", "optimiser": "stiefel"}),
 }
 """Name -> (the variant it is compared with, settings)."""
 
@@ -47,11 +51,11 @@ def surgery(depth: int) -> tuple[Replacement, ...]:
     return (*found, Replacement("norm", "center-norm"))
 
 
-def build(network: str, device: torch.device, seed: int) -> models.PixelModel:
+def build(arch: str, network: str, device: torch.device, seed: int) -> models.PixelModel:
     torch.manual_seed(seed)
-    net = models.create(ARCHITECTURE, {}, initialise=True)
-    record = Record(arch=ARCHITECTURE, arch_args={}, input=models.spec_of(net), classes=10)
-    if network == "adapted":
+    net = models.create(arch, {}, initialise=True)
+    record = Record(arch=arch, arch_args={}, input=models.spec_of(net), classes=10)
+    if network == "adapted" and hasattr(net, "blocks"):
         for replacement in surgery(len(net.blocks)):
             models.replace_module(net, replacement)
     return models.PixelModel(record.input, net).eval().to(device)
@@ -67,19 +71,15 @@ def random_images(count: int, size: tuple[int, int, int], seed: int) -> Images:
 
 def stepper(variant: str, options: argparse.Namespace, device: torch.device) -> Callable[[], float]:
     """A function that makes --steps steps and returns the seconds of one."""
-    settings = FinetuneSettings(batch_size=options.batch_size, precision=options.precision, **VARIANTS[variant][1])
-    trainer = Trainer(build(options.network, device, options.seed), settings, 10, "benchmark")
-    trainer.model.train()
-    images = random_images(options.batch_size, trainer.model.input_size, options.seed)
-    positions, number = torch.arange(options.batch_size), iter(range(10**9))
+    model = build(options.arch, options.network, device, options.seed)
+    images = random_images(options.batch_size, model.input_size, options.seed)
     clock = time.process_time if device.type == "cpu" else time.perf_counter
+    step = plain_loop(model, images) if variant == "loop" else certvit_step(variant, model, images, options)
 
     def steps() -> float:
         started = clock()
         for _ in range(options.steps):
-            trainer.descent.step(images, positions, 0.5, "the benchmark", next(number))
-            if trainer.average is not None:
-                trainer.average.update(trainer.model.net)
+            step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return (clock() - started) / options.steps
@@ -87,10 +87,42 @@ def stepper(variant: str, options: argparse.Namespace, device: torch.device) -> 
     return steps
 
 
+def plain_loop(model: models.PixelModel, images: Images) -> Callable[[], None]:
+    device = next(model.parameters()).device
+    pixels, labels = images.fetch(range(len(images))).to(device), images.labels.to(device)
+    optimiser = torch.optim.AdamW(model.requires_grad_(True).train().parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(model(pixels), labels).backward()
+        optimiser.step()
+
+    return step
+
+
+def certvit_step(
+    variant: str, model: models.PixelModel, images: Images, options: argparse.Namespace
+) -> Callable[[], None]:
+    settings = FinetuneSettings(batch_size=options.batch_size, precision=options.precision, **VARIANTS[variant][1])
+    trainer = Trainer(model, settings, 10, "benchmark")
+    trainer.model.train()
+    positions, number = torch.arange(options.batch_size), iter(range(10**9))
+
+    def step() -> None:
+        trainer.descent.step(images, positions, 0.5, "the benchmark", next(number))
+        if trainer.average is not None:
+            trainer.average.update(trainer.model.net)
+
+    return step
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=("adapted", "plain"), default="adapted")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated; 'plain' is always run")
+    parser.add_argument("--arch", default=ARCHITECTURE)
+    parser.add_argument(
+        "--variants", default=",".join(VARIANTS), help="comma-separated, and what they are compared with"
+    )
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--rounds", type=int, default=15)
@@ -101,7 +133,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    wanted = [name for name in VARIANTS if name in ("plain", *options.variants.split(","))]
+    wanted = [name for name in VARIANTS if name in options.variants.split(",")]
     wanted += [VARIANTS[name][0] for name in wanted if VARIANTS[name][0] not in wanted]
     run = {name: stepper(name, options, device) for name in VARIANTS if name in wanted}
     for steps in run.values():
@@ -111,7 +143,7 @@ def main() -> None:
         for name in order.sample(list(run), len(run)):
             seconds[name].append(run[name]())
     print(
-        f"{ARCHITECTURE} ({options.network}), batch {options.batch_size}, {options.precision}, {options.device}, "
+        f"{options.arch} ({options.network}), batch {options.batch_size}, {options.precision}, {options.device}, "
         f"{options.threads} thread(s), {options.rounds} rounds of {options.steps} steps"
     )
     print(f"{'step':22} {'seconds':>8}  {'compared with':14} {'ratio':>6}  quartiles")

@@ -14,7 +14,15 @@ from certcli.finetune.losses import CHAIN, LOSSES, NEEDS_BOUND
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import load_state, save_state
 from certcli.finetune.step import Diverged
-from certcli.finetune.stiefel import StiefelMuon, orthogonal_parameters, orthogonalise, polar_factor, retract
+from certcli.finetune.stiefel import (
+    RETRACT_EVERY,
+    StiefelMuon,
+    direction,
+    orthogonal_parameters,
+    orthogonalise,
+    polar_factor,
+    retract,
+)
 from certcli.lipschitz.network import bound_network
 
 
@@ -46,6 +54,87 @@ def test_polar_factors_and_updates_stay_on_the_manifold(shape: tuple[int, ...]) 
         small = flat @ flat.T if flat.shape[0] <= flat.shape[1] else flat.T @ flat
         # cubic Newton-Schulz converges to float32 rounding
         assert torch.allclose(small, torch.eye(len(small)), atol=1e-5)
+
+
+def descend(optimiser: StiefelMuon, weights: list[torch.nn.Parameter], steps: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        optimiser.step()
+
+
+SHAPES = [(8, 8), (12, 5), (5, 12), (8, 8), (5, 3, 2, 2)]
+
+
+def polar_weights(shapes: list[tuple[int, ...]]) -> list[torch.nn.Parameter]:
+    torch.manual_seed(1)
+    return [torch.nn.Parameter(polar_factor(torch.randn(shape))) for shape in shapes]
+
+
+def test_matrices_of_one_shape_move_as_each_would_alone() -> None:
+    together, apart = polar_weights(SHAPES), polar_weights(SHAPES)
+    descend(StiefelMuon(together, lr=0.05), together, 2 * RETRACT_EVERY, 0)
+    alone = [StiefelMuon([weight], lr=0.05) for weight in apart]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2 * RETRACT_EVERY):
+        for weight, optimiser in zip(apart, alone, strict=True):
+            weight.grad = torch.randn(weight.shape, generator=generator)
+            optimiser.step()
+    for one, other in zip(together, apart, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)  # float32 sums in two orders, through sixteen steps
+
+
+def test_steps_stay_tangent_between_two_cubic_retractions() -> None:
+    weights = polar_weights(SHAPES)
+    optimiser = StiefelMuon(weights, lr=0.05)
+    for number in range(1, 4 * RETRACT_EVERY + 1):
+        descend(optimiser, weights, 1, number)
+        # a division leaves some lr^2 / 2, of eight of them a cubic step the square
+        limit = 1e-4 if number % RETRACT_EVERY == 0 else 1e-2
+        for weight in weights:
+            sizes = torch.linalg.svdvals(weight.detach().flatten(1))
+            assert float((sizes - 1).abs().max()) < limit
+
+
+def test_an_optimiser_goes_on_between_two_retractions_to_the_bit() -> None:
+    first = polar_weights(SHAPES)
+    optimiser = StiefelMuon(first, lr=0.05)
+    descend(optimiser, first, RETRACT_EVERY - 3, 0)
+    second = [torch.nn.Parameter(weight.detach().clone()) for weight in first]
+    resumed = StiefelMuon(second, lr=0.05)
+    stored = optimiser.state_dict()
+    stored["state"] = {  # as a file gives them back: contiguous, each in memory of its own
+        key: {
+            name: value.clone().contiguous() if isinstance(value, torch.Tensor) else value
+            for name, value in state.items()
+        }
+        for key, state in stored["state"].items()
+    }
+    resumed.load_state_dict(stored)
+    for each, weights in ((optimiser, first), (resumed, second)):
+        descend(each, weights, 6, 7)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    with pytest.raises(ValueError, match="earlier version"):
+        resumed.load_state_dict({"state": {0: {"momentum_buffer": torch.zeros(8, 8)}}, "param_groups": []})
+
+
+@pytest.mark.parametrize("fast", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 12, 5), (1, 160, 40), (1, 64, 64)], ids=str)
+def test_directions_have_singular_values_near_one(shape: tuple[int, ...], fast: torch.dtype) -> None:
+    """The law on which the cheap retraction rests, in the precision of every machine, whichever this one would choose."""
+    torch.manual_seed(2)
+    left, _, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    count = shape[-1]
+    spectrum = torch.linspace(1.0, 0.2, count)
+    tangent = 1e-3 * left * spectrum @ right
+    found = direction(tangent, fast).float()
+    sizes = torch.linalg.svdvals(found)
+    assert float(sizes.min()) > 0.6
+    assert float(sizes.max()) < 1.25  # the quintic's own range is [0.68, 1.13] (Jordan et al.), bfloat16 adds some 1 %
+    polar = left @ right
+    assert float((found * polar).sum() / (found.norm() * polar.norm())) > 0.97
+    assert not direction(torch.zeros(shape), fast).any()
 
 
 def test_orthogonalise_gives_norm_one_and_spares_the_last_layer(workshop: Path) -> None:

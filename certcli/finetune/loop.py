@@ -39,6 +39,9 @@ from certcli.processes import ALONE, Team
 AVERAGE_ITERATIONS = 10
 """Power iterations from the vectors of the weights in training to those of their average, once an epoch."""
 
+RETRACTIONS = 6
+"""Cubic steps after an epoch, to float precision: the estimate takes these norms for 1, and any epoch may be the best."""
+
 CONTENT = 1024
 """Images of each set whose pixels stand in a run's identity."""
 
@@ -162,10 +165,9 @@ class Trainer:
                 watch(self.step, losses / (self.step - before))
             self.model.eval()
             self.epoch += 1
-            if self.step == total:
-                with torch.no_grad():
-                    for weight in self.orthogonal:
-                        retract(weight, 6)  # to float precision: the proven norm is then 1 up to 1e-6
+            with torch.no_grad():
+                for weight in self.orthogonal:
+                    retract(weight, RETRACTIONS)
             self._require_finite_weights()
             elapsed = time.perf_counter() - started
             quality, net = self.evaluate(validation)
