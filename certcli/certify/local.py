@@ -42,7 +42,7 @@ class LocalCertifier(Certifier):
     the way back where e e^T has no columns; norms for networks and images for which they say nothing).
     norm: of the radii, "l2" or "linf".
     symbols: box symbols a tensor may carry from block to block; fewer where memory does not last, which the rung says.
-    steps: bisections after the first bracket, 4: within 4 % or so of the largest radius this rung can prove.
+    steps: radii are tried on a grid of 2^steps points between a radius and its double; 4: 4.4 % from point to point.
     at: ascending radii; zonotopes then try these alone, up to the first that they do not prove, in place of a search.
     """
 
@@ -76,7 +76,7 @@ class LocalCertifier(Certifier):
         self.asked = symbols or SYMBOLS.get(self.walked, 0)
         self._size, self._device = size, next(model.parameters()).device
         self._norms: NormsNetwork | None = None
-        self._guess = 1e-2
+        self._guess, self._known = 1e-2, False
         self._zonotope = self._enclosed() if effort != NORMS else None
         if self._zonotope is None:
             self._balls()
@@ -215,8 +215,11 @@ class LocalCertifier(Certifier):
             beyond = (radius * (1 + _BEYOND) for radius in self.at)  # a certificate holds at what its radius exceeds
             held = list(itertools.takewhile(lambda r: self.proven(image, label, r), beyond))
             return held[-1] if held else 0.0
-        found = certified_radius(lambda r: self.proven(image, label, r), self._guess, steps=self.steps)
-        self._guess = found or self._guess
+        found = certified_radius(
+            lambda r: self.proven(image, label, r), self._guess, steps=self.steps, close=self._known
+        )
+        if found:
+            self._guess, self._known = found, True
         return found
 
     def proven(self, image: Tensor, label: int, radius: float) -> bool:

@@ -1,4 +1,4 @@
-"""The largest radius that was itself proven: bisection over neighbourhoods, each of which is checked on its own."""
+"""The largest radius of a grid that was itself proven: bisection over neighbourhoods, each of which is checked on its own."""
 
 import math
 from collections.abc import Callable
@@ -7,36 +7,34 @@ Check = Callable[[float], bool]
 SMALLEST = 1e-12
 
 
-def certified_radius(check: Check, guess: float, *, steps: int = 4, largest: float = 1e3) -> float:
-    """A radius r for which check(r) was true, 0.0 when none was found down to 1e-12.
+def certified_radius(check: Check, guess: float, *, steps: int = 4, largest: float = 1e3, close: bool = False) -> float:
+    """A radius r = 2^(k / 2^steps) for which check(r) was true, 0.0 when none was found down to 1e-12.
 
-    check(r): whether the network is proven constant on the ball of radius r. From `guess` the radius grows or shrinks by
-    factors 2, 4, 16, ... until one side is proven and the other is not, then `steps` geometric bisections follow. Nothing
-    is assumed to be monotone: what is returned was checked itself.
+    check(r): whether the network is proven constant on the ball of radius r. From the point of the grid next to `guess` the
+    radius grows or shrinks by factors 2, 4, 16, ... until one side is proven and the other is not, then the grid between is
+    halved until the next larger point was tried in vain: 4.4 % for 4 steps. close: the guess is a good one, another image's
+    radius; the first stride is then two points of the grid, so that most images take three checks. Where check is monotone
+    the result does not depend on the guess; nothing is assumed, what is returned was checked itself.
     """
-    proven, open_above = 0.0, math.inf
-    radius, factor = guess, 2.0
-    while SMALLEST <= radius <= largest:
-        if check(radius):
-            proven = max(proven, radius)
-            if math.isfinite(open_above):
-                break
-            radius *= factor
+    parts = 2**steps
+    place, stride = (
+        math.floor(math.log2(min(max(guess, 2 * SMALLEST), largest)) * parts + 0.01),
+        min(2, parts) if close else parts,
+    )
+    proven: int | None = None
+    refused: int | None = None
+    while SMALLEST <= 2.0 ** (place / parts) <= largest and (proven is None or refused is None):
+        if check(2.0 ** (place / parts)):
+            proven, place = place, place + stride
         else:
-            open_above = min(open_above, radius)
-            if proven:
-                break
-            radius /= factor
-        factor = min(factor * factor, 256.0) if not proven or math.isinf(open_above) else factor
-    if not proven or math.isinf(open_above):
-        return proven
-    ratio = open_above / proven
-    for _ in range(steps + max(0, math.ceil(math.log2(math.log2(ratio))))):
-        middle = math.sqrt(proven * open_above)
-        if not proven < middle < open_above:
-            break
-        if check(middle):
+            refused, place = place, place - stride
+        stride = min(2 * stride, 8 * parts)
+    if proven is None:
+        return 0.0
+    while refused is not None and refused - proven > 1:
+        middle = (proven + refused) // 2
+        if check(2.0 ** (middle / parts)):
             proven = middle
         else:
-            open_above = middle
-    return proven
+            refused = middle
+    return 2.0 ** (proven / parts)
