@@ -30,7 +30,7 @@ from certcli.attack.catalogue import ATTACKS, DETERMINISTIC, L2_ONLY
 from certcli.attack.fab import projection
 from certcli.attack.judge import judge
 from certcli.attack.margin import ascend, lost_margin
-from certcli.attack.run import attack_images
+from certcli.attack.run import attack_curve, attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.attack.summary import curve, robust_accuracy
 from certcli.attack.watch import undisturbed
@@ -324,6 +324,30 @@ def test_autoattack_with_many_classes_tries_nine_targets() -> None:
     craft = ATTACKS.load("apgd-t")
     craft(model, images, labels, Threat("l2", 1e-4), AttackSettings(steps=5))
     assert len(passes) <= 3 + 9 * (5 + 2)
+
+
+def test_what_was_reached_at_a_smaller_radius_is_tried_first_at_a_larger_one() -> None:
+    """On a linear net of two classes the first direction is the right one, so no second run is needed."""
+    model = linear(2)
+    images = pictures(5)
+    labels = labelled(model, images)
+    distance = float(exact_distances(model, images, labels, "l2").max())
+    passes: list[int] = []
+    model.register_forward_hook(lambda _, inputs, __: passes.append(len(inputs[0])))
+    radii = (0.1 * distance, 3.0 * distance)
+    for independent in (False, True):
+        counts = []
+        for chosen in (radii[:1], radii):
+            passes.clear()
+            rows = list(
+                attack_curve(
+                    model, batches(images, labels, 5), ["apgd-ce"], "l2", chosen, SHORT, independent=independent
+                )
+            )
+            counts.append(len(passes))
+        assert counts[1] <= counts[0] + 2
+        assert not any(row.withstood for row in rows if row.epsilon == radii[1])
+        assert all(row.norm <= radii[1] for row in rows if row.fell)
 
 
 def test_radius_zero_and_empty_batches() -> None:

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from certcli.attack.apgd import apgd_ce, apgd_targeted
 from certcli.attack.fab import fab_within
-from certcli.attack.judge import judge
+from certcli.attack.judge import judge, tuck_in
+from certcli.attack.margin import lost_margin
 from certcli.attack.settings import AttackSettings, Craft
 from certcli.attack.square import square
 from certcli.attack.watch import count_classes, seeded
@@ -42,14 +43,19 @@ def _ensemble(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, 
     images, labels = images.detach(), labels.to(images.device)
     settings = replace(settings, classes=count_classes(model, images, settings)) if len(images) else settings
     best, standing = images.clone(), torch.arange(len(images), device=images.device)
+    height = torch.full_like(images[:, 0, 0, 0], float("-inf"))
     for part in PARTS:
         if not len(standing):
             break
         left, wanted, limit = images[standing], labels[standing], threat.of(standing)
-        candidates = part(model, left, wanted, limit, settings)
-        best[standing] = candidates
+        candidates = tuck_in(part(model, left, wanted, limit, settings), left, limit)
+        with seeded(left, settings.draw), torch.no_grad():
+            value = lost_margin(model(candidates), wanted)
+        higher = value > height[standing]
+        best[standing[higher]], height[standing[higher]] = candidates[higher], value[higher]
         if settings.stop_early:  # else (transfer) the crafting model cannot say what is solved
             with seeded(left, settings.draw):
                 verdict = judge(model, left, wanted, candidates, limit, prediction=wanted, samples=settings.samples)
+            best[standing[verdict.success]] = candidates[verdict.success]
             standing = standing[~verdict.success]
     return best

@@ -158,7 +158,7 @@ def attack_threats(
         labels = labels.to(images.device)
         batch = _Standing(model, images, labels, planned, settings, refine_steps)
         for threat in threats:
-            batch.widen()
+            batch.widen(threat, independent)
             for entry in planned:
                 batch.attack(entry, threat, source, independent)
             yield from batch.records(indices, threat, keep_images)
@@ -185,19 +185,41 @@ class _Standing:
         self.norm = torch.where(self.correct, float("inf"), 0.0).double()
         self.broken_by: list[str | None] = [None] * len(images)
         self.outcome = {entry.label: [None if right else False for right in self.correct.tolist()] for entry in planned}
+        self.reached: dict[str, tuple[Threat, Tensor]] = {}
+        """Of each attack: the last radius, and how far it came at it without success."""
 
-    def widen(self) -> None:
-        """A larger radius: what fell has fallen, what withstood the smaller one is open again."""
+    def widen(self, threat: Threat, independent: bool) -> None:
+        """A larger radius: what fell has fallen, what withstood the smaller one is open again, and may fall at once.
+
+        Where an attack ended at the smaller radius, stretched to the new one, costs one forward pass to look at.
+        """
         for outcome in self.outcome.values():
             outcome[:] = [False if passed is False else None for passed in outcome]
+        for label, (earlier, points) in self.reached.items():
+            standing = self._open(label, independent)
+            if standing and earlier.radius > 0:
+                rows = torch.tensor(standing, device=self.images.device)
+                clean = self.images[rows]
+                farther = clean + (points[rows] - clean) * (threat.radius / earlier.radius)
+                self._note(rows, self._verdict(rows, farther, threat.of(rows)), label)
+
+    def _open(self, label: str, independent: bool) -> list[int]:
+        """Rows that this attack may still break."""
+        standing = [row for row, passed in enumerate(self.outcome[label]) if passed is not False]
+        return standing if independent else [row for row in standing if self.broken_by[row] is None]
+
+    def _verdict(self, rows: Tensor, candidates: Tensor, limit: Threat) -> Verdict:
+        images, labels, before = self.images[rows], self.labels[rows], self.prediction[rows]
+        with seeded(images, self.seed):  # a random net draws in the verdict too
+            verdict = judge(self.model, images, labels, candidates, limit, prediction=before, samples=self.samples)
+            if self.refine_steps:
+                verdict = refine(self.model, images, labels, verdict, limit, self.refine_steps, self.samples)
+        return verdict
 
     def attack(self, entry: Planned, threat: Threat, source: nn.Module | None, independent: bool) -> None:
         """Run one attack with its restarts on the rows that it may still break, and write down what it broke."""
         craft: Craft = ATTACKS.load(entry.attack)
-        outcome = self.outcome[entry.label]
-        standing = [row for row in range(len(outcome)) if outcome[row] is not False]
-        if not independent:
-            standing = [row for row in standing if self.broken_by[row] is None]
+        outcome, standing = self.outcome[entry.label], self._open(entry.label, independent)
         for row in standing:
             outcome[row] = True
         settings = entry.settings if source is None else replace(entry.settings, stop_early=False)
@@ -209,18 +231,11 @@ class _Standing:
             turn = replace(settings, restart=restart)
             limit = threat.of(rows)
             candidates = craft(source or self.model, images, labels, limit, turn)
-            with seeded(images, self.seed):  # a random net draws in the verdict too
-                verdict = judge(
-                    self.model,
-                    images,
-                    labels,
-                    candidates,
-                    limit,
-                    prediction=self.prediction[rows],
-                    samples=self.samples,
-                )
-                if self.refine_steps:
-                    verdict = refine(self.model, images, labels, verdict, limit, self.refine_steps, self.samples)
+            verdict = self._verdict(rows, candidates, limit)
+            if restart == 0:
+                points = self.reached[entry.label][1] if entry.label in self.reached else self.images.clone()
+                points[rows] = candidates.to(points)
+                self.reached[entry.label] = (threat, points)
             self._note(rows, verdict, entry.label)
             standing = [row for row in standing if outcome[row]]
 
