@@ -28,6 +28,7 @@ ATTACK = ["attack", "plain.safetensors", "-a", "pgd-3", "-a", "margin-pgd-3", "-
 ATTACK += ["--batch-size", "20"]
 FINETUNE = ["finetune", "certified.safetensors", "--dataset", "digits", "--loss", "margin", "-e", "0.2", "--json", "-q"]
 FINETUNE += ["--epochs", "2", "--limit", "151", "--batch-size", "50"]  # the last batch: one image for two processes
+LIPSCHITZ = ["lipschitz", "certified.safetensors", "--limit", "5", "--batch-size", "1", "--json", "-q"]
 CONSTRAIN = {
     "kept": ["constrain", "certified.safetensors", "--limit", "60", "--keep", "0.9"],
     "met": [
@@ -135,6 +136,7 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
             *([*words, "--records", f"{name}.jsonl", "-q"] for name, words in RECORDS.items()),
             [*CERTIFY, "--records", "resumed.jsonl", "--resume", "-q"],
             *([*words, "-o", f"{name}.safetensors", "-q"] for name, words in CONSTRAIN.items()),
+            LIPSCHITZ,
             [*FINETUNE, "-o", "tuned.safetensors"],
             [*FINETUNE, "-o", "resumed.safetensors", "--resume"],
             ["FAIL", *CERTIFY, "--records", "failed.jsonl", "-q", "--json"],
@@ -153,6 +155,7 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
                 do([*RECORDS[name], "--records", f"{name}.jsonl", "-q"])
             for name, words in CONSTRAIN.items():
                 do([*words, "-o", f"{name}.safetensors", "-q"])
+            (one / "lipschitz.json").write_text(do(LIPSCHITZ))
             (one / "finetune.json").write_text(do([*FINETUNE, "-o", "tuned.safetensors"]))
             running.wait(timeout=120)
     return one, two, (two / "stderr").read_text()
@@ -162,7 +165,7 @@ def test_two_processes_write_the_bytes_of_one(both: tuple[Path, Path, str]) -> N
     one, two, said = both
     for rank in (0, 1):
         codes = json.loads((two / f"codes.{rank}.json").read_text())
-        assert codes == [0] * 8 + [6], said
+        assert codes == [0] * 9 + [6], said
     for name in RECORDS:
         texts = [(folder / f"{name}.jsonl").read_text() for folder in (one, two)]
         if name == "smoothing":  # what an image took is not what was found
@@ -179,11 +182,17 @@ def test_two_processes_constrain_to_the_bit(both: tuple[Path, Path, str]) -> Non
         assert (two / f"{name}.safetensors").read_bytes() == written != start, name
 
 
+def test_two_processes_tell_the_same_bound_and_slope(both: tuple[Path, Path, str]) -> None:
+    one, two, _ = both
+    (line,) = [line for line in (two / "stdout").read_text().splitlines() if '"command": "lipschitz"' in line]
+    assert line == (one / "lipschitz.json").read_text().strip()
+
+
 def test_two_processes_learn_what_one_learns(both: tuple[Path, Path, str]) -> None:
     """Up to sums of float32 in another order: measured, 4e-8 of the loss and 3e-6 in the weights after 20 steps."""
     one, two, _ = both
     alone = [json.loads(line) for line in (one / "finetune.json").read_text().splitlines()]
-    found = [json.loads(line) for line in (two / "stdout").read_text().splitlines() if line.startswith("{")][:-1]
+    found = [json.loads(line) for line in (two / "stdout").read_text().splitlines() if line.startswith("{")][1:-1]
     first, second, done, resumed_second, resumed = found
     assert [first["loss"], second["loss"]] == pytest.approx([epoch["loss"] for epoch in alone[:2]], rel=1e-5)
     assert resumed_second["loss"] == pytest.approx(alone[1]["loss"], rel=1e-5)

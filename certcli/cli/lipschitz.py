@@ -12,6 +12,7 @@ from certcli.cli.groups import Calibration, Machine, Output, Source, Talk
 from certcli.cli.output import Gate, Sink
 from certcli.cli.views import Audited
 from certcli.errors import GateError, NoBoundError, UsageError
+from certcli.processes import require_one, team
 
 
 @group("Lower bound")
@@ -73,6 +74,7 @@ def lipschitz(
     if verify is not None:
         from certcli.cli.verified import verify_report
 
+        require_one("reports are verified", "certvit lipschitz --verify, without torchrun")
         verify_report(verify, source, machine, sink)
         return
     if not source.ckpt:
@@ -80,6 +82,11 @@ def lipschitz(
     from certcli.cli.inputs import return_large_blocks
 
     output.claim(source, show, data)
+    if show.other is not None or show.jacobian:
+        require_one("networks are compared and blocks measured", "leave out --compare and --jacobian, or torchrun")
+    if not team().leads:
+        _measure_beside(source, slope, data, machine, sink)
+        return
     return_large_blocks()
     audited = views.audit(source, machine, sink)
     lower = _slope(audited, slope, data, machine, sink) if slope.estimate else None
@@ -95,6 +102,17 @@ def lipschitz(
         audited.checkpoint.with_evidence("lipschitz", about, result).write(output.output, output.force)
         sink.note(f"wrote {output.output}")
     gate.enforce()
+
+
+def _measure_beside(source: Source, slope: Slope, data: Calibration, machine: Machine, sink: Sink) -> None:
+    """What the other processes do while the leader proves: they measure slopes."""
+    from certcli import models
+
+    if slope.estimate:
+        checkpoint = source.open(sink)
+        model = models.load(checkpoint, machine.pick())
+        images = data.images(checkpoint.record, sink)
+        views.steepest(model, images, slope.iterations, machine.batch_size, data.seed, sink)
 
 
 def _slope(audited: Audited, slope: Slope, data: Calibration, machine: Machine, sink: Sink) -> float:

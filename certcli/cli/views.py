@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from certcli.cli import blocks
 from certcli.cli.groups import Machine, Source
 from certcli.cli.output import Sink, percent, stated
+from certcli.processes import team
 
 if TYPE_CHECKING:
     from certcli.checkpoint import Checkpoint
@@ -51,14 +52,25 @@ def right_on(model: Any, images: "Images", labels: Any, batch_size: int) -> int:
 
 def lower_bound(audited: Audited, images: "Images", iterations: int, batch_size: int, seed: int, sink: Sink) -> float:
     """The largest slope that was found at images: measured, no bound."""
+    return steepest(audited.model, images, iterations, batch_size, seed, sink)
+
+
+def steepest(model: Any, images: "Images", iterations: int, batch_size: int, seed: int, sink: Sink) -> float:
+    """The largest slope of the network at images, batch by batch, each batch by whoever is free; 0 but for the leader."""
     from certcli.lipschitz.estimate import measure
 
-    device = next(audited.model.parameters()).device
-    batches = (pixels.to(device) for _, pixels, _ in images.batches(batch_size))
-    best = 0.0
-    with sink.progress("measured slope", total=-(-len(images) // batch_size)) as bar:
-        for found in measure(audited.model, batches, iterations, seed):
-            best = found.value
+    device, best = next(model.parameters()).device, 0.0
+
+    def find(start: int) -> float:
+        pixels = images.fetch(range(start, min(start + batch_size, len(images)))).to(device)
+        images.expect_at(start + team().size * batch_size, batch_size)
+        (found,) = measure(model, iter([pixels]), iterations, seed)
+        return found.value
+
+    starts = range(0, len(images), batch_size)
+    with sink.progress("measured slope", total=len(starts)) as bar:
+        for _, value in team().deal(starts, find):
+            best = max(best, value)
             bar.advance(remark=f">= {best:.4g}")
     return best
 
