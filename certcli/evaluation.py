@@ -20,6 +20,7 @@ from certcli.processes import Team
 
 SCHEMA = "certvit-records/1"
 PIXELS = "pixels"
+NETWORK = "network"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class RecordFile:
 
     keys: the fields that say which record a line is. With `resume` the lines of an existing file are handed out again by
     `take`; from the first one that is missing on, the file is written anew. UsageError when the file exists (without force
-    or resume) or belongs to another run: the difference is named.
+    or resume) or belongs to another run: the difference is named. network: what was assumed in reading the checkpoint, for
+    the header; it decides nothing, since the digest says which function was judged.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class RecordFile:
         *,
         resume: bool = False,
         force: bool = False,
+        network: Mapping[str, Any] = {},
     ) -> None:
         self.path, self._run, self._keys, self._images = path, run, tuple(keys), images
         self._earlier: list[dict[str, Any]] = []
@@ -120,7 +123,7 @@ class RecordFile:
         except OSError as failure:
             raise OutputError(f"cannot write {path}: {failure.strerror}", "choose another --records") from failure
         if not self._ends:
-            self._append([run.to_json()])
+            self._append([run.to_json() | ({NETWORK: network} if network else {})])
             self._ends = [self._handle.tell()]
 
     @property
@@ -199,6 +202,7 @@ def _parse(data: bytes, path: Path) -> tuple[Run, list[dict[str, Any]], list[int
             if run is None:
                 if row.pop("schema") != SCHEMA:
                     raise ValueError(f"its schema is not {SCHEMA}")
+                row.pop(NETWORK, None)
                 run = Run(**row)
                 if not (isinstance(run.checkpoint, str) and isinstance(run.dataset, dict)):
                     raise ValueError("it names no network and no dataset")

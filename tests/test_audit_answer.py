@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import time
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -441,6 +442,62 @@ def test_machine_formats_keep_hostile_names_as_text(hostile: Audit) -> None:
     ] == []
     assert all(line.isprintable() for line in card.splitlines())
     assert json.loads(formats.text_of(hostile, ".json"))["network"]["name"] == HOSTILE
+
+
+SARIF = {  # of sarif-schema-2.1.0.json: what an object must have, and what of the rest it may have that we write
+    "log": ({"version", "runs"}, {"$schema"}),
+    "runs": ({"tool"}, {"invocations", "artifacts", "results"}),
+    "tool": ({"driver"}, set()),
+    "driver": ({"name"}, {"version", "rules"}),
+    "rules": ({"id"}, {"shortDescription"}),
+    "shortDescription": ({"text"}, set()),
+    "invocations": ({"executionSuccessful"}, {"commandLine"}),
+    "artifacts": (set(), {"location", "hashes"}),
+    "location": (set(), {"uri"}),
+    "hashes": (set(), {"certvit-function"}),
+    "results": ({"message"}, {"ruleId", "ruleIndex", "kind", "level", "locations"}),
+    "message": ({"text"}, set()),
+    "locations": (set(), {"physicalLocation"}),
+    "physicalLocation": ({"artifactLocation"}, {"region"}),
+    "artifactLocation": (set(), {"uri"}),
+    "region": (set(), {"startLine"}),
+}  # fmt: skip
+JUNIT = {  # of Jenkins' junit-10.xsd: element -> (children, attributes it must have, attributes it may have)
+    "testsuites": ({"testsuite"}, set(), {"name", "time", "tests", "failures", "errors"}),
+    "testsuite": ({"properties", "testcase"}, {"name", "tests", "failures", "errors"}, {"time", "skipped"}),
+    "properties": ({"property"}, set(), set()),
+    "property": (set(), {"name", "value"}, set()),
+    "testcase": ({"skipped", "error", "failure", "system-out"}, {"name"}, {"time", "classname"}),
+    "failure": (set(), set(), {"type", "message"}),
+    "skipped": (set(), set(), {"type", "message"}),
+    "system-out": (set(), set(), set()),
+}
+
+
+def objects(value: Any, name: str) -> Iterator[tuple[str, dict]]:
+    """Every object of a JSON document, with the key under which it, or the list that holds it, stands."""
+    if isinstance(value, dict):
+        yield name, value
+        for key, inner in value.items():
+            yield from objects(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from objects(inner, name)
+
+
+def test_sarif_and_junit_are_what_their_schemas_allow(folder: Path, hostile: Audit) -> None:
+    """Both schemas are closed: a property, an element or an attribute that they do not know is refused by a strict reader."""
+    for suffix in (".sarif", ".xml"):
+        for text in ((folder / f"certified{suffix}").read_text(), formats.text_of(hostile, suffix)):
+            if suffix == ".sarif":
+                for name, found in objects(json.loads(text), "log"):
+                    needed, known = SARIF[name]
+                    assert needed <= set(found) <= needed | known, name
+                continue
+            for element in ElementTree.fromstring(text).iter():
+                children, needed, known = JUNIT[element.tag]
+                assert {child.tag for child in element} <= children, element.tag
+                assert needed <= set(element.attrib) <= needed | known, element.tag
 
 
 def test_sarif_has_what_the_standard_requires(folder: Path, hostile: Audit) -> None:

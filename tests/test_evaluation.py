@@ -144,6 +144,24 @@ def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_
             RecordFile(tmp_path / "r.jsonl", other, images, resume=True)
 
 
+def test_the_header_says_what_was_assumed_of_the_network(workshop: Path, tmp_path: Path) -> None:
+    """It decides nothing: a file from before there was such a line is continued, and read by whoever reads records."""
+    path = tmp_path / "r.jsonl"
+    words = ("certify", workshop / "certified.safetensors", "--records", path)
+    assert certvit(*words, "--limit", 4).exit_code == 0
+    header, *rows = path.read_text().splitlines()
+    stated = json.loads(header)
+    assert stated["network"]["architecture"]["from"] == "its record"
+    assert stated["network"]["mean"]["value"] == "0.5"
+    del stated["network"]
+    path.write_text("\n".join([json.dumps(stated), *rows[:2]]) + "\n")
+    assert certvit(*words, "--limit", 4, "--resume").exit_code == 0
+    assert len(path.read_text().splitlines()) == 5
+    run, read = read_records(path, "certify")
+    assert run.checkpoint == stated["checkpoint"]
+    assert [row["index"] for row in read] == [json.loads(row)["index"] for row in rows]
+
+
 BROKEN = {
     "nothing": b"",
     "no header": b'{"index": 3, "label": 1}\n',

@@ -48,6 +48,9 @@ class Part:
     seconds: float
     started: float = field(default_factory=time.perf_counter)
 
+    def __str__(self) -> str:
+        return f"{self.seconds:.0f} s" if self.seconds >= 1 else "less than a second"
+
     @property
     def spent(self) -> float:
         return time.perf_counter() - self.started

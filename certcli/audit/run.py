@@ -113,7 +113,7 @@ def run(
     part = clock.part(0.1)
     results.slope = proof.slope(model, images if images is not None else calibration(), asked.seed, part)
     if results.slope is None:
-        results.skip("slope", f"no image was finished in {part.seconds:.0f} s", True)
+        results.skip("slope", f"no image was finished in {part}", True)
     if images is None:
         results.skip("images", "no labelled images were given: accuracy, certificates and attacks need them")
         return results
@@ -122,7 +122,7 @@ def run(
     part = clock.part(0.2)
     found, image_seconds = judged.predictions(model, images, min(asked.batch_size, CLASSIFIED), part)
     if not found:
-        results.skip("clean", f"no batch of images was classified in {part.seconds:.0f} s", True)
+        results.skip("clean", f"no batch of images was classified in {part}", True)
         return results
     labels, indices = images.labels.tolist(), images.indices.tolist()
     right = [a == b for a, b in zip(found, labels)]
@@ -131,7 +131,7 @@ def run(
         with contextlib.suppress(OutOfTime), clock.part(0.1).ended():
             results.doubts += filter(None, [order_doubt(model, images, right[:ORDERED])])
     if len(found) < len(images):
-        told = f"{len(found)} of {len(images)} images fitted into {part.seconds:.0f} s"
+        told = f"{len(found)} of {len(images)} images fitted into {part}"
         results.skip("clean, further images", told, True)
     for index, label, prediction in zip(indices, labels, found):
         results.rows[index] = {"index": index, "label": label, "prediction": prediction}
@@ -173,7 +173,7 @@ def _prove(
         double = models.load_double(checkpoint, device)
         results.bound, proven = proof.bound(double, checkpoint.record.classes, part)
     except OutOfTime:
-        results.skip("bound", f"its proof was not finished in {part.seconds:.0f} s: it is unknown, not infinite", True)
+        results.skip("bound", f"its proof was not finished in {part}: it is unknown, not infinite", True)
         return None
     return double, proven
 
@@ -235,7 +235,7 @@ class _Stages:
             with part.ended():
                 certifier = prepare("local", self.checkpoint, self.device, {"at": at})
         except OutOfTime:
-            self.results.skip("local", f"not made ready in {part.seconds:.0f} s", True)
+            self.results.skip("local", f"not made ready in {part}", True)
             return
         except (NoBoundError, ArchitectureError) as failure:
             self.results.skip("local", failure.message)

@@ -66,7 +66,15 @@ class Session:
             list(run_tasks(model, *spent, source=crafter, refine_steps=self.told["refine"], team=team()))
             return None
         run = run_of(*spent, self.checkpoint.digest, self.images, **self.told)
-        with RecordFile(results.records, run, self.images, RECORD_KEYS, resume=results.resume, force=force) as file:
+        with RecordFile(
+            results.records,
+            run,
+            self.images,
+            RECORD_KEYS,
+            resume=results.resume,
+            force=force,
+            network=self.sink.network,
+        ) as file:
             if results.resume:
                 self.sink.note(f"{results.records} holds {file.earlier} records of this run")
             flags = inspect(model, crafter, self.tasks[0], self.settings) if checks else ()

@@ -162,7 +162,9 @@ def run(
         list(certify(certifier, images, machine.batch_size, team=team()))
         return None
     rows: list[Certificate] = []
-    with RecordFile(records, run_of(certifier, checkpoint, images), images, resume=resume, force=force) as file:
+    with RecordFile(
+        records, run_of(certifier, checkpoint, images), images, resume=resume, force=force, network=sink.network
+    ) as file:
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
         started, earlier = time.perf_counter(), file.earlier

@@ -85,6 +85,10 @@ class Noise:
         float | None,
         typer.Option(parser=options.fraction, metavar="R", help="Draw no more once an image is certified beyond R."),
     ] = None
+    decide: Annotated[
+        bool,
+        typer.Option("--decide", help="With --enough: nor once it is unlikely (1 %) to be; for a share at R alone."),
+    ] = False
     precision: Annotated[
         str, typer.Option(help="float32 or bf16: of the network as it runs, which the statement is about.")
     ] = "float32"
@@ -100,7 +104,7 @@ class Noise:
 
         sigma = self.sigma if self.sigma == "auto" else number(self.sigma, "--sigma")
         return {
-            **{name: getattr(self, name) for name in ("n0", "samples", "alpha", "enough", "precision")},
+            **{name: getattr(self, name) for name in ("n0", "samples", "alpha", "enough", "decide", "precision")},
             "sigma": sigma,
             "denoiser_file": self.denoiser,
         }

@@ -87,6 +87,11 @@ class Sink:
         self.text(line)
         self._network = self._network or network
 
+    @property
+    def network(self) -> Mapping[str, Any]:
+        """What was assumed of the first network, as documents and headers of records have it; empty before `assumes`."""
+        return self._network or {}
+
     def document(self, data: Mapping[str, Any], gate: Gate | None = None) -> None:
         """The one JSON document, or nothing for a person (who gets a table); `gate`: of a command that has gates."""
         envelope = {"schema": SCHEMA, "command": Sink.command, **data}

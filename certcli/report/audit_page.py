@@ -33,7 +33,7 @@ def page_of(audit: Audit, pictures: Sequence[Picture] = ()) -> Page:
         verdict=audit.verdict,
         doubts=audit.doubts,
         gates=[Gate(row.passed, row.reason) for row in audit.gate.judged],
-        tables=list(_tables(audit)),
+        tables=[table for table in _tables(audit) if table.rows],
         curves=list(curves(audit)),
         curve_note=NOTE,
         bars=[
@@ -47,7 +47,7 @@ def page_of(audit: Audit, pictures: Sequence[Picture] = ()) -> Page:
         ],
         bar_note=""
         if bound is None
-        else f"Proven constant of each part, as a power of ten; their product is the bound, {bound.upper_text}. "
+        else f"Proven constant of each part, on a logarithmic axis; their product is the bound, {bound.upper_text}. "
         "Rest the pointer on a bar for the law and the largest constants inside.",
         pictures=pictures,
         commands=list(_commands(audit)),
@@ -183,5 +183,6 @@ def certify_again(audit: Audit, method: str) -> str:
     given = found.parameters
     if method == "smoothing":
         line += f" --sigma {given['sigma']:g} --n0 {given['n0']} -n {given['samples']} --enough {given['enough']:g}"
+        line += " --decide" if given.get("decide") else ""
         line += "" if given["precision"] == "float32" else f" --precision {given['precision']}"
     return line

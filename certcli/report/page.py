@@ -11,9 +11,9 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-LEFT, RIGHT, TOP, BOTTOM = 52, 700, 14, 290
+LEFT, RIGHT, TOP, BOTTOM = 64, 700, 14, 290
 LEGEND = 20
-BAR_LEFT, BAR_RIGHT, BAR_STEP = 190, 640, 22
+BAR_LEFT, BAR_RIGHT, BAR_STEP = 190, 620, 22
 MOST_BARS = 80
 SHORT = 2.0
 """Powers of ten below which the axis of the bars has marks at 1, 2, 5 between them."""
