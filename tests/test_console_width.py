@@ -20,6 +20,8 @@ COMMANDS = [
     ["certify", "certified", "--limit", "5", "-e", "0.1", "-e", "0.25"],
     ["certify", "certified", "--limit", "2", "--method", "lipschitz", "--method", "smoothing", "--samples", "50"],
     ["attack", "certified", "--limit", "5", "-a", "fgsm", "-a", "pgd-2", "-e", "0.25", "--no-checks"],
+    ["audit", "certified", "--limit", "8", "-e", "0.1", "-a", "fgsm", "--fail-on", "clean<0.01"],
+    ["audit", "plain", "--limit", "4", "-e", "0.1", "-a", "fgsm", "--method", "smoothing"],
     ["constrain", "plain", "--limit", "20", "--eta", "0.05", "--iterations", "2", "-o", "OUT"],
     ["adapt", "plain", "--dry-run"],
     ["finetune", "plain", "--epochs", "1", "--limit", "64", "-o", "OUT"],
