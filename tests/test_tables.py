@@ -131,6 +131,13 @@ def test_what_a_row_says_of_the_paper() -> None:
     assert said("specformer-2/digits/msvp", better, {}) == "reproduced (PGD-20 %)"
 
 
+def test_quick_rows_fit_into_half_an_hour_on_two_cores() -> None:
+    """By what each of them took when it was run by itself, which all were."""
+    keys = [results.key(row.name, seed) for row in ROWS for seed in row.quick_seeds if row.steps]
+    assert [key for key in keys if key not in RUNS] == []
+    assert sum(sum(RUNS[key]["cpu_seconds"].values()) for key in keys) <= 2 * 30 * 60
+
+
 def test_rows_come_after_those_they_read() -> None:
     rows = chosen(["certvit-f1/*", "certvit-2/vit-t16"], quick=False)
     assert {"certvit-1/digits/4c3f/standard", "certvit-1/digits/4c3f/gloro"} < {row.name for row in rows}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import render, results
-from benchmarks.tables.layout import Row
+from benchmarks.tables.layout import QUICK_SEEDS, Row
 from benchmarks.tables.rows import DATA, ROWS
 from benchmarks.tables.run import RowFailed, missing_data, run_row
 
@@ -117,7 +117,7 @@ def main() -> int:
         parser.error("no such row: --list shows them")
     jobs = []
     for chain in chains(rows):
-        wanted = {row.name: given.seed or (row.quick_seeds if given.quick else row.seeds) for row in chain}
+        wanted = {row.name: given.seed or row.seeds[: QUICK_SEEDS if given.quick else None] for row in chain}
         for seed in sorted({seed for seeds in wanted.values() for seed in seeds}):
             tasks = [(row, seed) for row in chain if seed in wanted[row.name]]
             jobs.append((tasks, data, given.work.resolve(), given.again, given.results))

@@ -75,7 +75,6 @@ def rows() -> Iterator[Row]:
 def _pipeline(name: str, label: str, arch: str) -> Iterator[Row]:
     start, images = f"{{weights}}/{arch}", "--dataset {imagenette}"
     root = f"certvit-3/{name}"
-    quick = name == "vit-t16"
     stages = {
         "dp": ("dot-product attention", "", start),
         "l2": (
@@ -111,6 +110,5 @@ def _pipeline(name: str, label: str, arch: str) -> Iterator[Row]:
             steps,
             found,
             after=(f"{root}/l2",) if stage in ("certvit", "spectral") else (),
-            quick=quick,
             note="20 images, PGD-20",
         )
