@@ -12,7 +12,7 @@ from certcli.threat import Norm, Threat, image_norms, per_image
 FAB_STEPS = 100  # Croce & Hein's; torchattacks' default is 10
 OVERSHOOT, BACK, PULL = 1.05, 0.9, 0.1  # eta, beta, alpha_max
 LOOK = 0.2
-"""Share of the steps after which `give_up` asks whether a run comes near the radius at all."""
+"""Share of the steps after which `give_up` asks, again and again, whether a run can still come within the radius."""
 
 
 def fab(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
@@ -28,8 +28,8 @@ def fab(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settin
 def fab_within(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
     """FAB that ends at the first success within the radius: (b, c, h, w), (b,) -> same. A part of AutoAttack.
 
-    With `give_up` a target is left after a fifth of the steps if what it found, or the linearised boundary where it
-    found nothing, is more than twice the radius away.
+    With `give_up` a target is left after each fifth of the steps if what it found, or the linearised boundary where it
+    found nothing, is more than twice the radius away, or would not come within it at the pace of that fifth.
     """
     return _run(model, images, labels, threat, settings, within=True)
 
@@ -79,6 +79,7 @@ def _search(
         drawn = threat.of(owner).random_start(nearest, generator)
         point = nearest + (drawn - nearest) / 2
     rows = torch.arange(len(owner), device=images.device)
+    look, earlier = max(1, int(LOOK * steps)), least.clone()
     for step in range(steps):
         if successes is not None:
             open_ = ~successes.solved[owner[rows]]
@@ -109,9 +110,13 @@ def _search(
             nearer = won & (length > 0) & (length < least[rows])  # the norm of NaN is never the least
             nearest[rows[nearer]], least[rows[nearer]] = point[nearer], length[nearer]
             point = torch.where(_rows(won, clean), clean + (point - clean) * BACK, point)
-        if settings.give_up and successes is not None and step + 1 == max(1, int(LOOK * steps)):
-            reach = torch.where(least[rows].isfinite(), least[rows], straight)
-            near = reach <= 2 * threat.of(at).radii(clean)
+        if settings.give_up and successes is not None and (step + 1) % look == 0:
+            found, limit = least[rows], threat.of(at).radii(clean)
+            pace = (earlier[rows] - found).nan_to_num(posinf=float("inf"), nan=float("inf")) * (steps - step - 1) / look
+            near = (torch.where(found.isfinite(), found, straight) <= 2 * limit) & (
+                found.isinf() | (found - limit <= pace)
+            )
+            earlier = least.clone()
             rows, point = rows[near], point[near]
     return nearest, least
 

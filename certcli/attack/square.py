@@ -24,7 +24,8 @@ def square(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, set
     """Random search over square patches of the sphere's surface, `queries` forward passes: (b, c, h, w) -> same.
 
     For l2 the published tiling needs square images of 5 x 5 pixels or more: UsageError otherwise. With `give_up` an image
-    is left after each fifth of the queries if the margin has come less than half the way from its value there to 0.
+    is left after each fifth of the queries if the margin has come less than half the way from its value there to 0, or
+    would not get there at the pace of that fifth.
     Source: Andriushchenko et al. 2020, Algorithms 1-3.
     """
     height, width = images.shape[-2:]
@@ -42,7 +43,7 @@ def square(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, set
         reached = torch.full_like(images[:, 0, 0, 0], float("-inf"))
         best = first(images, threat, draw)
         start = lost_margin(net(images), labels) if settings.give_up else reached
-        look = max(1, int(LOOK * settings.queries))
+        look, before = max(1, int(LOOK * settings.queries)), start
         for query in range(settings.queries + 1):
             clean, limit = images[rows], threat.of(rows)
             trial = best[rows]
@@ -58,7 +59,10 @@ def square(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, set
                 successes.note(rows, trial, logits)
                 rows = rows[~successes.solved[rows]]
             if settings.give_up and query and query % look == 0:
-                rows = rows[-reached[rows] <= reached[rows] - start[rows]]
+                ahead, gain = -reached[rows], reached[rows] - before[rows]
+                left = (settings.queries - query) / look
+                rows = rows[(ahead <= reached[rows] - start[rows]) & (ahead <= left * gain)]
+                before = reached.clone()
             if not len(rows):
                 break
         return best
