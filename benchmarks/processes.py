@@ -24,7 +24,7 @@ SMOOTH = ["certify", "net.safetensors", "--method", "smoothing", "--sigma", "0.1
 ATTACK = ["attack", "net.safetensors", "-a", "pgd-200", "-e", "0.3", "--batch-size", "12", "--no-checks", "-q"]
 LEARN = ["finetune", "net.safetensors", "--loss", "ce", "--batch-size", "128", "-q"]
 COMMANDS = {
-    "certify --method smoothing": ([*SMOOTH, "--limit", "4"], [*SMOOTH, "--limit", "32"]),
+    "certify --method smoothing": ([*SMOOTH, "--limit", "4"], [*SMOOTH, "--limit", "96"]),
     "attack": ([*ATTACK, "--limit", "12"], [*ATTACK, "--limit", "240"]),
     "finetune": ([*LEARN, "--steps", "2", "-o", "a.safetensors"], [*LEARN, "--epochs", "3", "-o", "b.safetensors"]),
 }
