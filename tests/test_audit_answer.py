@@ -119,7 +119,9 @@ def test_the_answer_is_what_the_commands_find(workshop: Path, folder: Path, cert
     alone = certvit("certify", path, *words)
     assert {radius: share["share"] for radius, share in found["certified"].items()} == alone["certified"]
     assert found["dataset"] == alone["dataset"]
-    assert (found["clean"]["share"], found["average_radius"]) == (alone["clean"], alone["average_radius"])
+    assert found["clean"]["share"] == alone["clean"]
+    # the audit takes batches of another size, in which sums may be made in another order
+    assert found["average_radius"] == pytest.approx(alone["average_radius"], rel=1e-12)
     attacked = certvit("attack", path, "-a", "fgsm", *words)
     assert {radius: share["share"] for radius, share in certified_audit["attack"]["robust"].items()} == attacked[
         "curve"
