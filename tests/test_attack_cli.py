@@ -251,6 +251,22 @@ def test_what_is_certified_is_not_broken(proven: Path, certificates: Path, tmp_p
         assert part["images"] == sum(r > radius for r in radii.values())
 
 
+def test_certificates_in_linf_are_attacked_in_linf(proven: Path, certificates: Path, tmp_path: Path) -> None:
+    """A ball of l2 within that of linf would be attacked otherwise: an attack that cannot refute what it is given."""
+    path, found = tmp_path / "linf.jsonl", tmp_path / "found.jsonl"
+    header, *rest = certificates.read_text().splitlines()
+    # a linf radius of r / 8 lies within the l2 radius r of 64 pixels, so these hold as well
+    rows = [{**row, "radius": row["radius"] / 8} for row in map(json.loads, rest)]
+    text = [json.dumps({**json.loads(header), "norm": "linf"}), *map(json.dumps, rows)]
+    path.write_text("\n".join(text) + "\n")
+    words = (proven, "-a", "margin-pgd-5", "--only-certified", path, "--no-checks")
+    assert document(*words, "--records", found)["norm"] == "linf"
+    assert {row["kind"] for row in lines(found)} == {"linf"}
+    assert isinstance(attack(*words, "--norm", "l2").exception, UsageError)
+    path.write_text(path.read_text().replace('"norm": "linf"', '"norm": "l1"', 1))
+    assert isinstance(attack(*words).exception, DataError)
+
+
 def test_a_broken_certificate_is_a_bug_and_names_the_image(proven: Path, certificates: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.jsonl"
     rows = lines(certificates)

@@ -66,8 +66,6 @@ def stages_of(
         return _preset_stages(preset_name, names, norm, chosen, settings, certified)
     if norm is not None and norm not in ("l2", "linf"):
         raise UsageError(f"unknown norm '{norm}'", "one of: l2, linf")
-    if certified and norm == "linf":
-        raise UsageError("certified radii are l2 radii, they bound no linf attack", "leave out --norm")
     planned = planned_attacks(list(names) or [DEFAULT_ATTACK], settings)
     if not chosen and not certified:
         chosen = (DEFAULT_RADIUS,)
@@ -92,6 +90,13 @@ def _preset_stages(
             f"the preset {name} has {len(wanted.parts)} parts with radii of their own", "leave out --epsilon"
         )
     return tuple(Stage(part.threat.norm, radii or (part.threat.radius,), part.plan, True) for part in wanted.parts)
+
+
+def in_norm(stages: Sequence[Stage], norm: Norm, asked: str | None) -> tuple[Stage, ...]:
+    """The stages in the norm that certificates speak of; UsageError where another was asked for."""
+    if asked not in (None, norm):
+        raise UsageError(f"the certified radii are {norm} radii, they bound no attack in {asked}", "leave out --norm")
+    return tuple(replace(stage, norm=norm) for stage in stages)
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,8 @@ def tasks_of(
         if not stage.radii:
             chosen = select(images, certificates, 0.0)
             # the whole box lies within its diagonal, so an unbounded radius asks for no more than that
-            diagonal = float(chosen.fetch([0])[0].numel()) ** 0.5 if len(chosen) else 0.0
+            entries = float(chosen.fetch([0])[0].numel()) if len(chosen) else 0.0
+            diagonal = entries**0.5 if stage.norm == "l2" else 1.0
             indices = chosen.indices.tolist()
             found.append(Task(stage, chosen, {i: min(certificates[i].radius, diagonal) for i in indices}, True))
         for radius in stage.radii:

@@ -3,16 +3,18 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from certcli.attack.run import Attacked
-from certcli.errors import DataError, UsageError
+from certcli.errors import DataError, UsageError, one_line
 from certcli.evaluation import PIXELS, read_records, require_same_images, require_same_network
 from certcli.images import Images
+from certcli.threat import Norm
 
 
 @dataclass(frozen=True)
 class Certified:
-    """An image that is classified correctly, provably, within `radius` (pixel l2, may be inf); pixels: its digest."""
+    """An image that is classified correctly, provably, within `radius` (may be inf); pixels: its digest."""
 
     index: int
     label: int
@@ -20,14 +22,19 @@ class Certified:
     pixels: str
 
 
-def read_certified(path: Path, checkpoint: str) -> dict[int, Certified]:
-    """Records of `certify` -> index -> certificate, of correct predictions with a radius above 0.
+def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certified]]:
+    """Records of `certify` -> norm of their radii; index -> certificate, of correct predictions with a radius above 0.
 
     DataError when they are no such records, or of another network than `checkpoint` (its digest). UsageError for statements
     with a chance of failure (smoothing): they speak of the smoothed classifier, which is not the network that is attacked.
     """
     run, rows = read_records(path, "certify")
     require_same_network(run, checkpoint, path)
+    norm = next((norm for norm in get_args(Norm) if norm == run.norm), None)
+    if norm is None:
+        raise DataError(
+            f"{path} certifies in a norm that no attack knows: {one_line(run.norm)[:40]}", "certify in l2 or linf"
+        )
     found: dict[int, Certified] = {}
     for number, row in enumerate(rows, start=2):
         try:
@@ -47,7 +54,7 @@ def read_certified(path: Path, checkpoint: str) -> dict[int, Certified]:
             raise DataError(f"{path} speaks twice of image {index}")
         if prediction == label and radius > 0:
             found[index] = Certified(index, label, radius, str(row[PIXELS]))
-    return found
+    return norm, found
 
 
 def select(images: Images, certificates: Mapping[int, Certified], radius: float) -> Images:

@@ -32,7 +32,7 @@ def attack(
     talk: Talk = Talk(),
 ) -> None:
     """Share of the images that the attacks leave correctly classified: no certified accuracy can exceed it."""
-    from certcli.attack.campaign import parameters_of, tasks_of
+    from certcli.attack.campaign import in_norm, parameters_of, tasks_of
     from certcli.attack.certified import read_certified
     from certcli.evaluation import digested
 
@@ -46,7 +46,8 @@ def attack(
     crafted_on, compared = (_second(path, checkpoint, source.ckpt) for path in (wanted.crafted_on, results.compare))
     certificates = None
     if chosen.only_certified is not None:
-        certificates = read_certified(chosen.only_certified, checkpoint.digest)
+        norm, certificates = read_certified(chosen.only_certified, checkpoint.digest)
+        stages = in_norm(stages, norm, wanted.norm)
     images = digested(chosen.images(checkpoint.record, sink), team())
     drawn = [stage.with_draws(chosen.seed, checkpoint.record.classes, wanted.precision) for stage in stages]
     tasks = tasks_of(drawn, images, certificates)
