@@ -1,10 +1,11 @@
 """Can a softmax transformer be trained so that local certificates stay tight? Plain, adversarial, and with a penalty.
 
-    python benchmarks/local_training.py [--split test] [--arms plain adversarial ...] [--seed 0] [--images 30]
+    python benchmarks/local_training.py [--split test] [--arms plain adversarial ...] [--seed 0] [--images 30] [--mnist DIR]
 
 Every arm trains the same network from the same weights on the embedded digits: `certvit_vit_digits` (pre-LN, softmax,
 LayerNorm, depth 2, 4 heads) with patch 4 (5 tokens) and width 32; "linear" is the control, one linear layer of the pixels
-trained like "adversarial". Then the certifier of `certify --method local` is asked, image by image, whether a radius is
+trained like "adversarial". With --mnist DIR (torchvision's layout) it is 28 x 28 images, patch 7 (17 tokens), and the first
+TRAINED_ON training images. Then the certifier of `certify --method local` is asked, image by image, whether a radius is
 proven (`LocalCertifier.proven`, effort auto: zonotopes here). Shares are of all images named (the classes in turn), wrong
 ones counting as not certified, with Clopper-Pearson intervals over the images; one seed is one network, and they say nothing
 of other seeds. "frozen" is clean accuracy with every attention's probabilities replaced by their mean over the images: what
@@ -27,6 +28,7 @@ Choose on --split val; the table is of --split test.
 import argparse
 import math
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +40,9 @@ from certcli.intervals import share_interval
 from certcli.provenance import InputSpec
 from certcli.threat import Threat
 
-SPEC = InputSpec(size=(1, 8, 8), mean=(0.5,), std=(0.5,))
+DIGITS, MNIST = (InputSpec(size=(1, side, side), mean=(0.5,), std=(0.5,)) for side in (8, 28))
+PATCH = {DIGITS: 4, MNIST: 7}
+TRAINED_ON = 20_000
 RADII = (0.05, 0.1, 0.25)
 TRAINED_AT, TRAIN_STEPS, ATTACK_STEPS, ATTACKED = 0.25, 5, 40, 200
 STEP = 0.02  # h of the penalty, in pixel units
@@ -52,12 +56,21 @@ ARMS: dict[str, tuple[bool, float]] = {
 """Name -> (trained on PGD images?, weight of the penalty)."""
 
 
-def build(linear: bool, seed: int) -> models.PixelModel:
+def load(split: str, mnist: Path | None) -> tuple[Tensor, Tensor]:
+    """The images of a split, the classes in turn, and their labels; of MNIST as many as are used."""
+    if mnist is None:
+        return data.load("digits", DIGITS, split).in_turn().tensors()
+    images = data.load("torch/mnist", MNIST, split, mnist)
+    return images.select(range(min(len(images), TRAINED_ON))).in_turn().tensors()
+
+
+def build(linear: bool, seed: int, spec: InputSpec) -> models.PixelModel:
     torch.manual_seed(seed)
-    net = models.create("certvit_vit_digits", {"embed_dim": 32, "patch_size": 4}, initialise=True)
+    size = {"img_size": spec.size[1], "embed_dim": 32, "patch_size": PATCH[spec]}
+    net = models.create("certvit_vit_digits", size, initialise=True)
     if linear:
-        net = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(SPEC.size), 10))
-    return models.PixelModel(SPEC, net).eval()
+        net = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(spec.size), 10))
+    return models.PixelModel(spec, net).eval()
 
 
 def climb(
@@ -109,9 +122,10 @@ def scores(qkv: Tensor, heads: int) -> Tensor:
     return query @ key.transpose(-1, -2) * (width // 3 // heads) ** -0.5
 
 
-def train(model: models.PixelModel, adversarial: bool, weight: float, epochs: int, seed: int) -> None:
+def train(
+    model: models.PixelModel, images: Tensor, labels: Tensor, adversarial: bool, weight: float, epochs: int, seed: int
+) -> None:
     """AdamW, batch 64, one cycle to 3e-3; the attack and the penalty grow over the first half of the training."""
-    images, labels = data.load("digits", SPEC, "train").in_turn().tensors()
     draws = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
     batches = len(images) // 64
@@ -172,14 +186,16 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=30, help="images certified")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mnist", type=Path, metavar="DIR", help="MNIST in place of the digits")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    spec = DIGITS if options.mnist is None else MNIST
     for arm in options.arms:
-        model, started = build(arm == "linear", options.seed), time.process_time()
-        train(model, *ARMS[arm], options.epochs, options.seed)
+        model, started = build(arm == "linear", options.seed, spec), time.process_time()
+        train(model, *load("train", options.mnist), *ARMS[arm], options.epochs, options.seed)
         trained = time.process_time() - started
         model = model.double().requires_grad_(False)
-        images, labels = data.load("digits", SPEC, options.split).in_turn().tensors()
+        images, labels = load(options.split, options.mnist)
         images, some, few = images.double(), slice(ATTACKED), slice(options.images)
         right = {0.0: model(images[some]).argmax(1) == labels[some]}
         for radius in RADII:
