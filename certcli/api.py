@@ -20,6 +20,7 @@ from certcli.audit import gates as audit_gates
 from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
 from certcli.audit.compose import compose
+from certcli.audit.words import Typed
 from certcli.audit_document import Audit
 from certcli.calibration import calibration_images
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
@@ -167,8 +168,8 @@ def audit(
 
     results = audit_run.run(checkpoint, chosen, calibration, wanted, torch.device(device), clock)
     name = "checkpoint" if isinstance(source, Checkpoint) else str(source)
-    dataset = given if isinstance(given, str) else None
-    return compose(opened, results, wanted, gates, clock, source=name, dataset=dataset, limit=None)
+    typed = Typed(name, dataset=given if isinstance(given, str) else None)
+    return compose(opened, results, wanted, gates, clock, typed=typed, limit=None)
 
 
 def _images(checkpoint: Checkpoint, given: Data, labels: Labels) -> Images:

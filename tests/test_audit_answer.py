@@ -3,8 +3,11 @@
 import csv
 import json
 import re
+import shlex
+import shutil
 import time
 from collections.abc import Iterator
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -166,6 +169,23 @@ def test_evidence_is_verified_and_the_input_is_untouched(workshop: Path, folder:
     certvit("log", folder / "forged.safetensors", "--verify", "--proven-only", code=7)
 
 
+def test_what_is_shown_to_be_typed_works_here(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal names the files as they were typed, with what reading them needs; a document has no folders."""
+    (tmp_path / "a b").mkdir()
+    shutil.copy(workshop / "certified.safetensors", tmp_path / "a b" / "net.safetensors")
+    monkeypatch.chdir(tmp_path)
+    words = ["audit", "a b/net.safetensors", "--as-stated", "--dataset", "digits", "--data-dir", ".", "--limit", "4"]
+    words += ["--report", "r.json", "-a", "fgsm", "--quiet"]
+    shown = CliRunner().invoke(app, words).stdout
+    again = shlex.split(re.sub(r"\s+", " ", shown.partition("Again: ")[2]))
+    assert again[1:8] == words[:7]
+    assert CliRunner().invoke(app, [*again[1:], "--quiet"]).exit_code == 0
+    following = shlex.split(re.sub(r"\s+", " ", shown.partition("Next: ")[2].partition("\n  or:")[0]))
+    assert CliRunner().invoke(app, [*following[1:], "--quiet"]).exit_code == 0
+    assert "net.safetensors --as-stated" in json.loads(Path("r.json").read_text())["reproduce"]
+    assert "a b" not in Path("r.json").read_text()
+
+
 def test_the_records_are_one_line_an_image(folder: Path, certified_audit: dict) -> None:
     with (folder / "certified.csv").open(newline="") as handle:
         rows = list(csv.DictReader(handle))
@@ -303,10 +323,12 @@ def test_large_networks_are_judged_in_bf16_where_that_is_fast(
     if not runs:
         monkeypatch.setattr(audit_run, "classifier", refused)
     words = ("--limit", 4, "-e", 0.1, "-a", "fgsm", "--method", "smoothing", "--json", "--quiet")
+    words += ("--fail-on", "certified@0.3<0")  # holds if it was measured: the noise must reach as far
     found = certvit("audit", workshop / "plain.safetensors", *words)
     precision = "bf16" if runs else "float32"
     (smoothed,) = found["certificates"]
     assert smoothed["arithmetic"] == smoothed["parameters"]["precision"] == precision
+    assert list(smoothed["certified"]) == ["0.1", "0.3"]
     assert found["attack"]["settings"]["precision"] == precision
     assert ("--precision bf16" in found["reproduce"]) is runs
     certvit("audit", workshop / "plain.safetensors", "--precision", "half", code=2)
@@ -422,6 +444,9 @@ def test_a_page_stands_alone_and_hostile_names_stay_text(folder: Path, hostile: 
         assert "prefers-color-scheme: dark" in text
         assert "@media print" in text
         assert page.tags.count("svg") == 2
+        broken = re.findall(r'<td class="long">(.*?)</td>', text, re.DOTALL)  # only these may be parted within a word
+        assert [cell for cell in broken if max(map(len, unescape(cell).split())) <= 24] == []
+    assert broken
     fooled = json.loads((folder / "certified.json").read_text())["attack"]["fooled"]["0.3"]
     assert (folder / "certified.html").read_text().count("<figcaption>image ") == min(6, fooled)
 
@@ -431,7 +456,7 @@ def test_machine_formats_keep_hostile_names_as_text(hostile: Audit) -> None:
     suite = suites.find("testsuite")
     assert suite is not None
     assert suite.get("name", "").startswith("</title><script>")
-    assert {case.tag for case in suite} == {"properties", "testcase"}
+    assert {case.tag for case in suite} == {"properties", "testcase", "system-out", "system-err"}
     counted = {tag: sum(case.find(tag) is not None for case in suite) for tag in ("failure", "skipped")}
     assert (counted["failure"], counted["skipped"]) == (int(suite.get("failures", "")), int(suite.get("skipped", "")))
     assert len(suite.findall("testcase")) == int(suite.get("tests", ""))
@@ -464,16 +489,22 @@ SARIF = {  # of sarif-schema-2.1.0.json: what an object must have, and what of t
     "artifactLocation": (set(), {"uri"}),
     "region": (set(), {"startLine"}),
 }  # fmt: skip
-JUNIT = {  # of Jenkins' junit-10.xsd: element -> (children, attributes it must have, attributes it may have)
-    "testsuites": ({"testsuite"}, set(), {"name", "time", "tests", "failures", "errors"}),
-    "testsuite": ({"properties", "testcase"}, {"name", "tests", "failures", "errors"}, {"time", "skipped"}),
-    "properties": ({"property"}, set(), set()),
-    "property": (set(), {"name", "value"}, set()),
-    "testcase": ({"skipped", "error", "failure", "system-out"}, {"name"}, {"time", "classname"}),
-    "failure": (set(), set(), {"type", "message"}),
-    "skipped": (set(), set(), {"type", "message"}),
-    "system-out": (set(), set(), set()),
+SUITE = {"name", "id", "package", "hostname", "timestamp", "tests", "failures", "errors", "time"}
+JUNIT = {  # of Ant's JUnit.xsd, within Jenkins' junit-10.xsd: element -> (children in order, its attributes, further ones)
+    "testsuites": ("(testsuite )*", set(), set()),
+    "testsuite": ("properties (testcase )*system-out system-err ", SUITE, {"skipped"}),
+    "properties": ("(property )*", set(), set()),
+    "property": ("", {"name", "value"}, set()),
+    "testcase": ("((skipped|error|failure) )?", {"name", "classname", "time"}, set()),
+    "failure": ("", {"type"}, {"message"}),
+    "skipped": ("", set(), {"type", "message"}),
+    "system-out": ("", set(), set()),
+    "system-err": ("", set(), set()),
 }
+VALUES = {
+    "timestamp": r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", "time": r"\d+\.\d+", "id": "0", "tests": r"\d+",
+    "failures": r"\d+", "errors": r"\d+", "skipped": r"\d+", "hostname": "localhost",
+}  # fmt: skip
 
 
 def objects(value: Any, name: str) -> Iterator[tuple[str, dict]]:
@@ -498,8 +529,10 @@ def test_sarif_and_junit_are_what_their_schemas_allow(folder: Path, hostile: Aud
                 continue
             for element in ElementTree.fromstring(text).iter():
                 children, needed, known = JUNIT[element.tag]
-                assert {child.tag for child in element} <= children, element.tag
+                assert re.fullmatch(children, "".join(f"{child.tag} " for child in element)), element.tag
                 assert needed <= set(element.attrib) <= needed | known, element.tag
+                for key, value in element.attrib.items():
+                    assert re.fullmatch(VALUES.get(key, "(?s).+"), value), (key, value)
 
 
 def test_sarif_has_what_the_standard_requires(folder: Path, hostile: Audit) -> None:

@@ -1,7 +1,6 @@
 """From results to the document: the answer in words, the gates, the lineage, and how to ask again."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from certcli.audit import gates, words
@@ -20,23 +19,17 @@ def compose(
     demands: Sequence[gates.FailOn],
     clock: Clock,
     *,
-    source: str,
-    dataset: str | None,
+    typed: words.Typed,
     limit: int | None,
-    more: Sequence[str] = (),
 ) -> Audit:
-    """source, dataset: as they were typed; more: further words of the command that the same answer needs.
-
-    Documents travel: what is a path here is shown without its folders.
-    """
+    """Documents travel: what is a path here is shown without its folders."""
     checkpoint = opened.checkpoint
     record, clean = checkpoint.record, results.clean
     doubts = list(opened.reading.doubts)
     doubts += [] if clean is None else accuracy_doubts(clean.hits, clean.images, checkpoint)
     doubts += results.doubts
     judged = gates.judge(demands, results.bound, results.clean, results.certificates, results.attack, results.skipped)
-    name, images = shown(source), None if dataset is None else shown(dataset)
-    data = [*(() if images is None else ("--dataset", images)), *more]
+    named = typed.travelling()
     kept: dict[str, Any] = {
         name: getattr(results, name)
         for name in ("bound", "slope", "dataset", "clean", "certificates", "attack", "skipped")
@@ -46,7 +39,7 @@ def compose(
         command="audit",
         checkpoint=checkpoint.digest,
         network=Network(
-            name=name,
+            name=named.source,
             arch=record.arch,
             classes=record.classes,
             input=list(record.input.size),
@@ -55,21 +48,16 @@ def compose(
         ),
         verdict=words.verdict(results, asked),
         doubts=doubts,
-        next=words.next_steps(results, asked, name, images, clock.budget),
+        next=words.next_steps(results, asked, named, clock.budget),
         gate=judged,
         lineage=[
             Step(command=step.command, parameters=dict(step.parameters), seed=step.seed, parent=step.parent)
             for step in record.lineage
         ],
-        reproduce=words.reproduce(asked, results.precision, demands, name, data, limit, clock.budget),
+        reproduce=words.reproduce(asked, results.precision, demands, named, limit, clock.budget),
         budget=clock.budget,
         seconds=round(clock.spent, 2),
         versions=versions(),
         records=results.records(),
         **kept,
     )
-
-
-def shown(typed: str) -> str:
-    """The last part of a path; a name that is none as it is."""
-    return Path(typed).resolve().name if Path(typed).exists() else typed

@@ -90,7 +90,7 @@ def widened(asked: Asked, gates: Sequence[FailOn]) -> Asked:
         asked,
         radii=require_radii([*asked.radii, *certified]),
         attacked=require_radii([*asked.attacked, *radii(gates, "robust")]),
-        reach=max(certified, default=asked.reach),
+        reach=max(radii(gates, "certified"), default=asked.reach),
     )
 
 
@@ -113,7 +113,7 @@ def judge(
         by, why = "", ""
         if gate.quantity == "upper":
             measured = None if bound is None else math.inf if bound.upper == "inf" else float(bound.upper)
-            by, why = ("", missing("bound")) if bound is None else (f": the bound is {bound.upper_text}", "")
+            by, why = ("", missing("bound")) if bound is None else ("", "")
         elif gate.quantity == "clean":
             share, why = clean, missing("images", "clean")
         elif gate.quantity == "robust":
@@ -139,7 +139,7 @@ def judge(
             return Judged(fail_on=gate.text, passed=False, measured=None, reason=f"{gate.text}: {told}")
         failed = gate.met(measured)
         shown: float | str = measured if math.isfinite(measured) else "inf"
-        value = f"{100 * measured:.1f} %" if share is not None else f"{shown}" if shown == "inf" else f"{measured:.4g}"
+        value = f"{100 * measured:.1f} %" if share is not None else "" if bound is None else bound.upper_text
         text = f"{gate.text}: {'failed' if failed else 'passed'}, {gate.quantity} {value}{by}"
         return Judged(fail_on=gate.text, passed=not failed, measured=shown, reason=text)  # type: ignore[arg-type]
 

@@ -3,6 +3,8 @@
 import math
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from certcli.audit.gates import FailOn
 from certcli.audit.run import AUTO, HOPELESS, Asked, Results
@@ -10,6 +12,35 @@ from certcli.audit_document import Certified, Share
 
 FEW = 30
 """Images below which a share is hardly one: the sentence says so."""
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What was typed that names the network (hints: further words that reading it needs) and its images."""
+
+    source: str
+    hints: Sequence[str] = ()
+    dataset: str | None = None
+    data_dir: str | None = None
+    split: str | None = None
+
+    def network(self) -> list[str]:
+        return [self.source, *self.hints]
+
+    def images(self, judged: bool = True) -> list[str]:
+        """judged: of a command that judges a network by them, and knows of splits."""
+        found = [] if self.dataset is None else ["--dataset", self.dataset]
+        found += [] if self.data_dir is None else ["--data-dir", self.data_dir]
+        return found + (["--split", self.split] if self.split is not None and judged else [])
+
+    def travelling(self) -> "Typed":
+        """For documents that others read: what is a path here without its folders."""
+
+        def shown(typed: str) -> str:
+            return Path(typed).resolve().name if Path(typed).exists() else typed
+
+        dataset, folder = (None if name is None else shown(name) for name in (self.dataset, self.data_dir))
+        return replace(self, source=shown(self.source), dataset=dataset, data_dir=folder)
 
 
 def share(found: Share) -> str:
@@ -103,9 +134,10 @@ def _smoothed(found: Certified, asked: Asked) -> str:
     )
 
 
-def next_steps(results: Results, asked: Asked, name: str, dataset: str | None, budget: float) -> list[str]:
+def next_steps(results: Results, asked: Asked, typed: Typed, budget: float) -> list[str]:
     """Commands that lead on, the most useful first; at most three."""
-    ckpt, images = shlex.quote(name), "" if dataset is None else f" --dataset {shlex.quote(dataset)}"
+    ckpt = shlex.join(typed.network())
+    images, training = ("".join(f" {shlex.quote(word)}" for word in typed.images(judged)) for judged in (True, False))
     found: list[str] = []
     if results.dataset is None:
         return [f"certvit audit {ckpt} --dataset FOLDER"]
@@ -127,13 +159,13 @@ def next_steps(results: Results, asked: Asked, name: str, dataset: str | None, b
         sigma = f"{smoothed[0].parameters['sigma']:g}"
         fast = " --precision bf16" if results.precision == "bf16" else ""
         found.append(f"certvit certify {ckpt}{images} --method smoothing --sigma {sigma} -e {radius} --limit 500{fast}")
-        found.append(f"certvit finetune {ckpt}{images} --loss ce --noise {2 * float(sigma):g}")
+        found.append(f"certvit finetune {ckpt}{training} --loss ce --noise {2 * float(sigma):g}")
     elif results.changed:  # its parts have small constants: training against the bound is what they are for
-        found.append(f"certvit finetune {ckpt}{images} --loss margin -e {asked.radii[-1]:g}")
+        found.append(f"certvit finetune {ckpt}{training} --loss margin -e {asked.radii[-1]:g}")
         found.append(f"certvit constrain {ckpt}")
     else:
         noise = f"{2 * asked.least:g}"
-        found.append(f"certvit finetune {ckpt}{images} --loss ce --noise {noise}")
+        found.append(f"certvit finetune {ckpt}{training} --loss ce --noise {noise}")
         found.append(f"certvit adapt {ckpt}")
     return found[:3]
 
@@ -142,13 +174,12 @@ def reproduce(
     asked: Asked,
     precision: str,
     gates: Sequence[FailOn],
-    name: str,
-    data: Sequence[str],
+    typed: Typed,
     limit: int | None,
     budget: float,
 ) -> str:
     """The command that asks the same, in the precision that it ran in. How many images fit depends on the machine."""
-    words = ["certvit", "audit", name, *data]
+    words = ["certvit", "audit", *typed.network(), *typed.images()]
     for radius in asked.attacked:
         words += ["-e", f"{radius:g}"]
     for attack in asked.attacks:

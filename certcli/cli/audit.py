@@ -133,7 +133,7 @@ def audit(
     from certcli.audit.clock import Clock
     from certcli.audit.compose import compose
     from certcli.audit.run import run
-    from certcli.audit.words import next_steps
+    from certcli.audit.words import Typed, next_steps, reproduce
     from certcli.cli import audited
     from certcli.cli.inputs import calibration_images
     from certcli.finetune.budget import parse_duration
@@ -159,20 +159,21 @@ def audit(
 
         results = run(checkpoint, images, calibration, asked, machine.pick(), clock, tell)
     dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
+    folder = None if data.data_dir is None else str(data.data_dir)
+    typed = Typed(source.ckpt, source.words(), dataset, folder, data.split)
     document = compose(
         opened,
         results,
         asked,
         gates,
         clock,
-        source=source.ckpt,
-        dataset=dataset,
+        typed=typed,
         limit=data.limit,
-        more=audited.words(data),
     )
     gate = audited.gate_of(document)
-    further = next_steps(results, asked, source.ckpt, dataset, clock.budget)
-    audited.show(document, further, opened.reading.line(), sink)
+    further = next_steps(results, asked, typed, clock.budget)
+    again = reproduce(asked, results.precision, gates, typed, data.limit, clock.budget)
+    audited.show(document, further, again, opened.reading.line(), sink)
     names = [] if images is None else class_names(images, checkpoint.record.classes, checkpoint.record.class_names)
     audited.write(document, results, checkpoint, reports, output, names, data.seed, sink)
     gate.enforce()

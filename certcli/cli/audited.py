@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from certcli.audit_document import Audit, Share
     from certcli.checkpoint import Checkpoint
     from certcli.cli.audit import Reports
-    from certcli.cli.groups import Evaluation, Output
+    from certcli.cli.groups import Output
     from certcli.report.page import Picture
 
 FORMATS = (".html", ".json", ".sarif", ".xml", ".csv", ".svg", ".md")
@@ -31,12 +31,6 @@ def require_formats(paths: Sequence[Path]) -> None:
             raise UsageError(f"--report {path}: no format has the suffix '{path.suffix}'", one_of(path.suffix, FORMATS))
 
 
-def words(data: Evaluation) -> list[str]:
-    """Further words of the command that choose the same images."""
-    found = [] if data.data_dir is None else ["--data-dir", data.data_dir.name]
-    return found + ([] if data.split is None else ["--split", data.split])
-
-
 def gate_of(document: Audit) -> Gate:
     gate = Gate()
     for row in document.gate.judged:
@@ -44,8 +38,11 @@ def gate_of(document: Audit) -> Gate:
     return gate
 
 
-def show(document: Audit, further: Sequence[str], reading: str, sink: Sink) -> None:
-    """Words first, then the table, then details; with --json the document. further: what to do next, as it can be typed."""
+def show(document: Audit, further: Sequence[str], again: str, reading: str, sink: Sink) -> None:
+    """Words first, then the table, then details; with --json the document.
+
+    further, again: what to do next, and the same once more, as they can be typed here.
+    """
     from certcli.audit_document import to_json
 
     sink.document(to_json(document))
@@ -59,7 +56,7 @@ def show(document: Audit, further: Sequence[str], reading: str, sink: Sink) -> N
         sink.text(f"Gate {row.reason}")
     sink.text("")
     sink.table(_title(document), ["what", "result", "n", "95 % interval", "holds"], list(_rows(document)))
-    _details(document, reading, sink)
+    _details(document, again, reading, sink)
 
 
 def _title(document: Audit) -> str:
@@ -91,7 +88,7 @@ def _rows(document: Audit) -> list[tuple[str, ...]]:
     return rows
 
 
-def _details(document: Audit, reading: str, sink: Sink) -> None:
+def _details(document: Audit, again: str, reading: str, sink: Sink) -> None:
     sink.text("")
     sink.text(reading)
     sink.text("Radii are pixel l2, images in [0, 1]. Certified and attacked shares count correct images only.")
@@ -105,7 +102,7 @@ def _details(document: Audit, reading: str, sink: Sink) -> None:
         sink.text(f"largest parts of the bound: {', '.join(f'{block.path} {block.text}' for block in largest)}")
     for item in document.skipped:
         sink.text(f"not done: {item.stage} ({item.why})")
-    sink.text(f"{document.seconds:.0f} of {document.budget:.0f} s. Again: {document.reproduce}")
+    sink.text(f"{document.seconds:.0f} of {document.budget:.0f} s. Again: {again}")
 
 
 def write(

@@ -38,6 +38,13 @@ class Source:
     def hints(self) -> Hints:
         return inputs.hints(self.arch, self.arch_arg, self.mean, self.std, self.norm_eps, self.as_stated)
 
+    def words(self) -> list[str]:
+        """What was said about the network beside its name, to be typed again."""
+        given = {"--arch": self.arch, "--mean": self.mean, "--std": self.std, "--norm-eps": self.norm_eps}
+        found = [part for name, value in given.items() if value is not None for part in (name, str(value))]
+        found += [part for pair in self.arch_arg for part in ("--arch-arg", pair)]
+        return found + ["--as-stated"] * self.as_stated
+
     def open(self, sink: Sink) -> Checkpoint:
         """The checkpoint; what is assumed in reading it is said, and stands in the document."""
         from certcli.foreign import read
