@@ -5,8 +5,9 @@
 Every row is a command line as it would be typed, in a process of its own (the seconds hold its start), on random weights and
 random images in files: neither decides the time, apart from what an attack has to do. Memory of the GPU is what torch
 allocated at most, that of the host the largest resident set. --against-cpu runs the rows that prove something on the CPU
-as well and compares: bounds within 1e-9 of one another, certificates of the same images, radii within 1e-6. Without the
-device nothing is measured, and it says so.
+as well and compares them record by record: bounds within 1e-9 of one another, of every image the same class, the same
+pixels and the same certificates at the radii asked about, radii within 1e-6. Without the device nothing is measured, and
+it says so.
 """
 
 import argparse
@@ -23,43 +24,64 @@ import torch
 from PIL import Image
 
 CLASSES = 10
+RADIUS = 0.01
+"""At which shares are shown, and certificates must be the same."""
 SAME_BOUND, SAME_RADIUS = 1e-9, 1e-6
 """Relative, for sums in another order: a bound is a product of norms, a radius may be off as where it is found again."""
+MEASURED = ("seconds",)
+"""Of a record: what differs between any two runs."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One command line. images: how many it judges or learns from; proves: whether a CPU must say the same."""
+    """One command line. images: how many it judges or learns from; proves: whether a CPU must say the same.
+
+    records: a file of one record an image, written where there is something to compare.
+    """
 
     name: str
     words: tuple[str, ...]
     images: int = 0
     proves: bool = False
+    records: str | None = None
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a row took. gpu: bytes, None on a CPU. output: its JSON, where it gives one."""
+    """What a row took. gpu: bytes, None on a CPU. output: its JSON, where it gives one. records: by image, in order."""
 
     seconds: float
     gpu: int | None
     host: int
     output: dict
+    records: tuple[dict, ...] = ()
 
 
 def rows(count: int, batch: int) -> list[Row]:
     """The chain from a fresh network on, in an order in which each finds its input."""
     data = ("--dataset", "images", "--batch-size", str(batch))
-    judged = (*data, "--limit", str(count), "--json", "-e", "0.01")
+    judged = (*data, "--limit", str(count), "--json", "-e", str(RADIUS))
     certify, norms = ("certify", "plain.safetensors", *judged), min(count, 8)
     return [
         Row("lipschitz", ("lipschitz", "plain.safetensors", "--json"), 0, True),
         Row("audit", ("audit", "plain.safetensors", *judged, "--method", "lipschitz", "-a", "pgd-20"), count),
         Row("adapt", ("adapt", "plain.safetensors", "--dataset", "images", "-o", "adapted.safetensors"), count),
         Row("constrain", ("constrain", "adapted.safetensors", "--dataset", "images", "-o", "small.safetensors"), count),
-        Row("certify lipschitz", ("certify", "adapted.safetensors", *judged, "--method", "lipschitz"), count, True),
+        Row(
+            "certify lipschitz",
+            ("certify", "adapted.safetensors", *judged, "--method", "lipschitz"),
+            count,
+            True,
+            "bound.jsonl",
+        ),
         Row("certify smoothing", (*certify, "--method", "smoothing", "--sigma", "0.25", "--samples", "1000"), count),
-        Row("certify local norms", (*certify, "--method", "local", "--effort", "norms", "--limit", str(norms)), norms),
+        Row(
+            "certify local norms",
+            (*certify, "--method", "local", "--effort", "norms", "--limit", str(norms)),
+            norms,
+            True,
+            "norms.jsonl",
+        ),
         Row("attack pgd-20", ("attack", "plain.safetensors", *judged, "-a", "pgd-20"), count),
         Row(
             "finetune, an epoch",
@@ -98,7 +120,9 @@ sys.exit(code)
 
 def take(row: Row, folder: Path, device: str) -> Taken:
     """Run a row in `folder`. RuntimeError with the command's last words when it fails."""
-    words = [*row.words, "--quiet", "--device", device, *(["--force"] if "-o" in row.words else [])]
+    files = [] if row.records is None else ["--records", row.records]
+    again = ["--force"] if files or "-o" in row.words else []
+    words = [*row.words, "--quiet", "--device", device, *files, *again]
     started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", _RUN, *words], cwd=folder, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - started
@@ -106,7 +130,8 @@ def take(row: Row, folder: Path, device: str) -> Taken:
         raise RuntimeError(f"certvit {' '.join(words)}: exit code {done.returncode}: {done.stderr.strip()[-400:]}")
     about = json.loads((folder / "taken.json").read_text())
     output = json.loads(done.stdout) if "--json" in row.words else {}
-    return Taken(seconds, about["gpu"], about["host"], output)
+    lines = [] if row.records is None else (folder / row.records).read_text().splitlines()[1:]
+    return Taken(seconds, about["gpu"], about["host"], output, tuple(map(json.loads, lines)))
 
 
 def disagreement(here: object, there: object, path: str = "") -> str | None:
@@ -114,7 +139,7 @@ def disagreement(here: object, there: object, path: str = "") -> str | None:
     if isinstance(here, dict) and isinstance(there, dict):
         if here.keys() != there.keys():
             return f"{path}: other fields"
-        pairs = ((f"{path}.{key}", here[key], there[key]) for key in here if "seconds" not in key)
+        pairs = ((f"{path}.{key}", here[key], there[key]) for key in here if key not in MEASURED)
         return next((found for key, one, other in pairs if (found := disagreement(one, other, key))), None)
     if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
         pairs = ((f"{path}[{number}]", one, there[number]) for number, one in enumerate(here))
@@ -125,10 +150,24 @@ def disagreement(here: object, there: object, path: str = "") -> str | None:
     return None if here == there else f"{path}: {here} and {there}"
 
 
-def proven(row: Row, output: dict) -> dict:
-    """What a row proves: of `lipschitz` the upper bound, of `certify` the certificates. What was measured may differ."""
-    names = ("upper", "log10_upper") if row.name == "lipschitz" else ("clean", "certified", "average_radius", "bound")
-    return {name: output[name] for name in names}
+def proven(taken: Taken) -> dict:
+    """What a row proves: bounds, shares, and of every image whether it is certified. What was measured may differ."""
+    names = ("upper", "log10_upper", "clean", "certified", "bound")
+    found = {name: taken.output[name] for name in names if name in taken.output}
+    return found | {"record": [{**row, "holds": float(row["radius"]) > RADIUS} for row in taken.records]}
+
+
+def beside(here: Taken, there: Taken) -> str:
+    """How much faster, and whether the same was proven: else how many records differ, and where first."""
+    one, other = proven(here), proven(there)
+    found = disagreement(one, other)
+    if found is None:
+        same = f"the same, {len(here.records)} records" if here.records else "the same"
+    else:
+        pairs = zip(one["record"], other["record"], strict=False)
+        apart = sum(disagreement(*pair) is not None for pair in pairs)
+        same = f"{apart} of {len(here.records)} records differ, {found}" if apart else found
+    return f"{there.seconds / here.seconds:.1f} times faster, {same}"
 
 
 def table(options: argparse.Namespace, folder: Path, device: str) -> list[str]:
@@ -154,14 +193,10 @@ def table(options: argparse.Namespace, folder: Path, device: str) -> list[str]:
         if wanted is not None and row.name not in wanted:
             continue
         taken = take(row, folder, device)
-        beside = ""
-        if options.against_cpu and row.proves:
-            other = take(row, folder, "cpu")
-            found = disagreement(proven(row, taken.output), proven(row, other.output))
-            beside = f"{other.seconds / taken.seconds:.1f} times faster, " + ("the same" if found is None else found)
+        compared = beside(taken, take(row, folder, "cpu")) if options.against_cpu and row.proves else ""
         rate = f"{row.images / taken.seconds:.2f}" if row.images else ""
         gpu = "" if taken.gpu is None else f"{taken.gpu / 2**30:.2f}"
-        lines.append(f"| {row.name} | {taken.seconds:.1f} | {rate} | {gpu} | {taken.host / 2**30:.2f} | {beside} |")
+        lines.append(f"| {row.name} | {taken.seconds:.1f} | {rate} | {gpu} | {taken.host / 2**30:.2f} | {compared} |")
         print(lines[-1], file=sys.stderr, flush=True)
     return lines
 

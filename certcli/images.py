@@ -20,6 +20,13 @@ VALIDATION_SHARE = 0.1
 _SPLIT_SEED = 20260101  # fixed for ever: the validation images of a dataset must be the same in every run
 
 
+def sent(pixels: Tensor, device: torch.device) -> Tensor:
+    """The pixels on the device. To a GPU from page-locked memory, so that the caller goes on while they are copied."""
+    if device.type != "cuda" or pixels.device.type != "cpu":
+        return pixels.to(device)
+    return pixels.pin_memory().to(device, non_blocking=True)
+
+
 def _ignore(positions: Sequence[int]) -> None:
     """What is in memory needs no time."""
 

@@ -224,6 +224,8 @@ def load(
     On the same device and dtype the weights share the checkpoint's (memory-mapped) tensors and must not be changed;
     `writable` copies them, for training and constraining.
     """
+    if torch.device(device).type == "cuda":  # what says float32 is float32: convolutions would take TF32 by default
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     tensors = checkpoint.tensors
     net = build(checkpoint.record, like=tensors)
     load_weights(net, tensors, own=writable)

@@ -41,6 +41,30 @@ def test_a_row_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert ".upper: 1.0000001 and 1.0" in gpu.table(asked(True), tmp_path, "elsewhere")[-1]
 
 
+def record(index: int, radius: float, prediction: int = 1) -> dict:
+    return {"index": index, "prediction": prediction, "radius": radius, "pixels": "ab", "seconds": radius}
+
+
+RECORDS = [
+    (record(1, 0.5), "the same, 2 records"),
+    (record(1, 0.5 + 1e-8), "the same, 2 records"),
+    (record(1, 0.5 + 1e-5), "1 of 2 records differ, .record[1].radius: 0.50001 and 0.5"),
+    (record(1, 0.5, prediction=2), "1 of 2 records differ, .record[1].prediction: 2 and 1"),
+    (record(2, 0.5), "1 of 2 records differ, .record[1].index: 2 and 1"),
+]
+
+
+@pytest.mark.parametrize(("other", "said"), RECORDS)
+def test_each_record_is_compared(other: dict, said: str) -> None:
+    """Shares alone would be equal in all of these."""
+    output = {"clean": 1.0, "certified": {"0.01": 1.0}}
+    here = gpu.Taken(1.0, None, 2**30, output, (record(0, gpu.RADIUS), other))
+    there = gpu.Taken(2.0, None, 2**30, output, (record(0, gpu.RADIUS), record(1, 0.5)))
+    assert gpu.beside(here, there) == f"2.0 times faster, {said}"
+    edge = gpu.Taken(1.0, None, 2**30, output, (record(0, gpu.RADIUS * (1 + 1e-9)), record(1, 0.5)))
+    assert ".record[0].holds: True and False" in gpu.beside(edge, there)
+
+
 def test_rows_are_of_commands_and_find_what_earlier_ones_wrote() -> None:
     written = {"plain.safetensors"}
     for row in gpu.rows(4, 2):

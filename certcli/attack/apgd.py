@@ -192,10 +192,10 @@ def _ascend(
         torch.ones_like(owner, dtype=torch.bool),
         value,
     )
-    stretch, left = first, first
+    stretch, left, fallen = first, first, 0
     for turn in range(steps):
-        if successes is not None and successes.solved[runs.owner].any():
-            runs = runs.keep(~successes.solved[runs.owner])
+        if successes is not None and successes.count != fallen:
+            runs, fallen = runs.keep(~successes.solved[runs.owner]), successes.count
         if not len(runs.owner):
             break
         clean, limit = images[runs.owner], threat.of(runs.owner)

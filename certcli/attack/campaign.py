@@ -14,7 +14,7 @@ from certcli.attack.run import Attacked, attack_threats
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.errors import DataError, UsageError
 from certcli.evaluation import RecordFile, Run
-from certcli.images import Images
+from certcli.images import Images, sent
 from certcli.processes import ALONE, Team
 from certcli.threat import Norm, Threat
 
@@ -243,7 +243,7 @@ def run_tasks(
         # the next portion, if each process takes one in turn
         task.images.expect_at(positions[0] + team.size * batch_size, batch_size)
         indices = task.images.indices[positions]
-        batch = (indices, pixels.to(like.device, like.dtype), labels)
+        batch = (indices, sent(pixels, like.device).to(like.dtype), labels)
         rows: list[Attacked] = []
         for row in attack_threats(
             model,

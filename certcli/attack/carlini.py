@@ -78,8 +78,8 @@ def _minimise(
 
         norm = image_norms(current, "l2")
         won = (margin.detach() < 0) & (margin.detach() <= -settings.confidence)
-        nearer = won & (norm < least[rows])
-        succeeded[rows[won]] = True
+        nearer = (won & (norm < least[rows])).nonzero().flatten()
+        succeeded[rows] |= won
         best[rows[nearer]], least[rows[nearer]] = (clean + current)[nearer], norm[nearer]
 
         mean[rows] = 0.9 * mean[rows] + 0.1 * gradient

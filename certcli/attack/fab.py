@@ -107,7 +107,8 @@ def _search(
             if successes is not None:
                 inside = won & (length <= threat.of(at).radii(clean))
                 successes.note(at[inside], point[inside], logits[inside])
-            nearer = won & (length > 0) & (length < least[rows])  # the norm of NaN is never the least
+            # the norm of NaN is never the least
+            nearer = (won & (length > 0) & (length < least[rows])).nonzero().flatten()
             nearest[rows[nearer]], least[rows[nearer]] = point[nearer], length[nearer]
             point = torch.where(_rows(won, clean), clean + (point - clean) * BACK, point)
         if settings.give_up and successes is not None and (step + 1) % look == 0:

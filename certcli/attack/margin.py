@@ -93,10 +93,10 @@ def ascend(
                     gradient = gradient + torch.autograd.grad(values.sum(), point)[0]
             if weights is not None:
                 gradient = gradient * weights
-            higher = value > height
-            peak[higher], height[higher] = point.detach()[higher], value[higher]
+            point, higher = point.detach(), value > height
+            peak = torch.where(higher.view(-1, *[1] * (images.dim() - 1)), point, peak)
+            height = torch.where(higher, value, height)
             # a pixel at the edge of the box cannot follow: without it the step keeps its length in l2
-            point = point.detach()
             blocked = ((point <= 0) & (gradient < 0)) | ((point >= 1) & (gradient > 0))
             gradient = gradient.masked_fill(blocked, 0.0)
             fall = 1 - 0.9 * turn / steps if decay else 1.0

@@ -243,7 +243,7 @@ class _Standing:
         for row in rows[verdict.success].tolist():
             self.outcome[label][row] = False
             self.broken_by[row] = self.broken_by[row] or label
-        nearer = verdict.success & (verdict.norm < self.norm[rows])
+        nearer = (verdict.success & (verdict.norm < self.norm[rows])).nonzero().flatten()
         self.norm[rows[nearer]] = verdict.norm[nearer]
         self.adversarial[rows[nearer]] = verdict.adversarial[nearer]
         self.found[rows[nearer]] = verdict.adversarial_prediction[nearer]
@@ -251,13 +251,14 @@ class _Standing:
     def records(self, indices: Tensor, threat: Threat, keep_images: bool) -> Iterator[Attacked]:
         lengths = image_norms(self.adversarial.double() - self.images.double(), "l2").tolist()
         norms, radii = self.norm.tolist(), threat.radii(self.images).tolist()
+        labels, predictions, found = self.labels.tolist(), self.prediction.tolist(), self.found.tolist()
         for row, index in enumerate(indices.tolist()):
             fallen = norms[row] < float("inf")
             yield Attacked(
                 index=index,
-                label=int(self.labels[row]),
-                prediction=int(self.prediction[row]),
-                adversarial_prediction=int(self.found[row]),
+                label=labels[row],
+                prediction=predictions[row],
+                adversarial_prediction=found[row],
                 robust={label: outcome[row] for label, outcome in self.outcome.items()},
                 norm=norms[row] if fallen else None,
                 l2=lengths[row] if fallen else None,

@@ -51,7 +51,7 @@ def square(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, set
                 trial = propose(trial, clean, limit, draw, _side(query - 1, settings.queries, height * width))
             logits = net(trial)
             value = lost_margin(logits, labels[rows])
-            better = value > reached[rows]
+            better = (value > reached[rows]).nonzero().flatten()
             best[rows[better]], reached[rows[better]] = trial[better], value[better]
             if successes is None:
                 continue

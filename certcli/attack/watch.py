@@ -31,6 +31,8 @@ class Successes:
     def __init__(self, model: nn.Module, images: Tensor, labels: Tensor, threat: Threat) -> None:
         self._model, self._images, self._labels, self._threat = model, images, labels, threat
         self.solved = torch.zeros(len(images), dtype=torch.bool, device=images.device)
+        self.count = 0
+        """How many fell, known without asking the device."""
         self._kept = images.clone()
 
     def note(self, owner: Tensor, points: Tensor, logits: Tensor) -> None:
@@ -42,9 +44,15 @@ class Successes:
         at = owner[rows]
         labels, images = self._labels[at], self._images[at]
         verdict = judge(self._model, images, labels, points[rows], self._threat.of(at), prediction=labels)
-        for row in verdict.success.nonzero().flatten().tolist():
-            if not self.solved[at[row]]:  # the first of several rows of one image
-                self.solved[at[row]], self._kept[at[row]] = True, verdict.adversarial[row]
+        won = verdict.success.nonzero().flatten()
+        if not len(won):
+            return
+        first: dict[int, int] = {}  # of several rows of one image
+        for image, row in zip(at[won].tolist(), won.tolist(), strict=True):
+            first.setdefault(image, row)
+        fallen, shown = (torch.tensor(list(some), device=at.device) for some in (first.keys(), first.values()))
+        self.solved[fallen], self._kept[fallen] = True, verdict.adversarial[shown]
+        self.count += len(first)
 
     def harvest(self, adversarial: Tensor) -> Tensor:
         """The kept point of each solved image, the attack's own answer for the rest: (b, c, h, w) -> (b, c, h, w)."""
@@ -82,6 +90,7 @@ class Watched(nn.Module):
         self._half = precision == "bf16"
         self._successes = Successes(model, images, labels, threat)
         self._all = torch.arange(len(images), device=images.device)
+        self._rows, self._known = self._all, 0  # those that stand, as of so many that fell
         self._last: Tensor | None = None
         self.eval()
 
@@ -96,7 +105,9 @@ class Watched(nn.Module):
         if self._last is None:
             logits = self._logits(images)
         else:
-            rows = (~self._successes.solved).nonzero().flatten()
+            if self._known != self._successes.count:
+                self._rows, self._known = (~self._successes.solved).nonzero().flatten(), self._successes.count
+            rows = self._rows
             if not len(rows):
                 raise AllSolved
             logits = self._last.to(images.dtype).index_copy(0, rows, self._logits(images[rows]))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from certcli.certify.certificate import LOGIT_SLACK, Certificate, Certifier
 from certcli.checkpoint import Checkpoint
 from certcli.errors import DataError, NoBoundError
-from certcli.images import Images
+from certcli.images import Images, sent
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models import load_double
 
@@ -67,7 +67,7 @@ class LipschitzCertifier(Certifier):
 
     @torch.no_grad()
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
-        logits = self.model(pixels.double().to(self._device))
+        logits = self.model(sent(pixels, self._device).double())
         if not torch.isfinite(logits).all():
             raise DataError("the network gives NaN or infinite logits on these images")
         radii = certified_radii(logits, self._pairs)
@@ -87,5 +87,5 @@ def plain_accuracy(model: nn.Module, images: Images, batch_size: int = 256) -> f
     right = 0
     with torch.no_grad():
         for _, pixels, labels in images.batches(batch_size):
-            right += int((model(pixels.to(device, dtype)).argmax(1).cpu() == labels).sum())
+            right += int((model(sent(pixels, device).to(dtype)).argmax(1).cpu() == labels).sum())
     return right / len(images)

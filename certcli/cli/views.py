@@ -57,12 +57,13 @@ def lower_bound(audited: Audited, images: "Images", iterations: int, batch_size:
 
 def steepest(model: Any, images: "Images", iterations: int, batch_size: int, seed: int, sink: Sink) -> float:
     """The largest slope of the network at images, batch by batch, each batch by whoever is free; 0 but for the leader."""
+    from certcli.images import sent
     from certcli.lipschitz.estimate import measure
 
     device, best = next(model.parameters()).device, 0.0
 
     def find(start: int) -> float:
-        pixels = images.fetch(range(start, min(start + batch_size, len(images)))).to(device)
+        pixels = sent(images.fetch(range(start, min(start + batch_size, len(images)))), device)
         images.expect_at(start + team().size * batch_size, batch_size)
         (found,) = measure(model, iter([pixels]), iterations, seed)
         return found.value

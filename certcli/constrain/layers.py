@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certcli.errors import DataError, UsageError
+from certcli.images import sent
 from certcli.lipschitz.convolution import conv_norm
 from certcli.lipschitz.spectral import spectral_norm
 
@@ -70,7 +71,7 @@ def stream(
     with watched(model, paths, visit), torch.inference_mode():
         for batch in batches() if callable(batches) else batches:
             with contextlib.suppress(Enough):
-                model(_images(batch).to(device))
+                model(sent(_images(batch), device))
             count += 1
     if count == 0:
         raise DataError("there are no calibration images", "give --dataset or a larger --limit")

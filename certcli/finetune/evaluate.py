@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from certcli.images import Images
+from certcli.images import Images, sent
 from certcli.processes import ALONE, Team
 
 
@@ -52,7 +52,7 @@ def evaluate(
     @torch.no_grad()
     def judge(start: int) -> tuple[int, int]:
         positions = list(range(start, min(start + batch_size, len(images))))
-        pixels, labels = images.fetch(positions).to(device), images.labels[positions]
+        pixels, labels = sent(images.fetch(positions), device), images.labels[positions]
         images.expect_at(start + team.size * batch_size, batch_size)
         logits = model(pixels).double().cpu()
         right, robust = int((logits.argmax(1) == labels).sum()), 0

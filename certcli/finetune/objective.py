@@ -14,7 +14,7 @@ from certcli.finetune.augment import Mix, augment, mix
 from certcli.finetune.losses import LOSSES
 from certcli.finetune.losses.chain import ChainBound
 from certcli.finetune.settings import FinetuneSettings
-from certcli.images import Images
+from certcli.images import Images, sent
 from certcli.models import PixelModel
 
 
@@ -57,8 +57,8 @@ class Objective:
     def prepare(self, train: Images, positions: Tensor, share: float) -> Batch:
         """Fetch, move, mix, attack. share: of the training done so far."""
         settings = self.settings
-        images = train.fetch(positions.tolist()).to(self.device)
-        labels = train.labels[positions].to(self.device)
+        images = sent(train.fetch(positions.tolist()), self.device)
+        labels = sent(train.labels[positions], self.device)
         mixed: Mix | None = None
         if settings.augment:
             images = augment(images, settings.augment, self.generator)

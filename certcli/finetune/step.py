@@ -1,6 +1,7 @@
 """One optimiser step: the gradient of one or several batches, made sharp, clipped, applied, projected."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -122,14 +123,15 @@ class Descent:
         """Gradients and loss added up over the processes; all of them see whether that is finite."""
         total = torch.tensor(loss, dtype=torch.float64)
         self.team.add_up([total, *(p.grad for p in self.parameters if p.grad is not None)])
-        _require_finite(total, where)
+        _require_finite(float(total), where)
         return float(total)
 
     def _backward(self, loss: Tensor, where: str) -> float:
+        value = float(loss.detach())
         if not self.team.several:
-            _require_finite(loss, where)
+            _require_finite(value, where)
         self.scaler.scale(loss).backward()
-        return float(loss.detach())
+        return value
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Vectors of the penalty and the projection, and the scale of half-precision gradients."""
@@ -151,9 +153,9 @@ class Descent:
             self.scaler.load_state_dict({name: value.item() for name, value in parts["scaler"].items()})
 
 
-def _require_finite(loss: Tensor, where: str) -> None:
-    if not torch.isfinite(loss):
-        raise Diverged(f"the loss became {float(loss.detach())} at {where}")
+def _require_finite(loss: float, where: str) -> None:
+    if not math.isfinite(loss):
+        raise Diverged(f"the loss became {loss} at {where}")
 
 
 def _ramp(ramp: float, share: float, start: float) -> float:
