@@ -79,13 +79,16 @@ class Team:
         known: Callable[[Piece], Found | None] = lambda piece: None,
         pack: Callable[[Found], Any] = lambda found: found,
         unpack: Callable[[Any], Found] = lambda plain: plain,
+        aside: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[bool, Found]]:
         """(whether it is new, what was found) of every piece, in order, for the leader; nothing for the others.
 
         known: what an earlier run found, asked by the leader alone, from the first piece to the first that is not known.
-        pack, unpack: to plain values and back.
+        pack, unpack: to plain values and back. aside: what the leader does before its first piece, while the others have
+        begun with theirs.
         """
         if not self.several:
+            aside()
             for piece in pieces:
                 earlier = known(piece)
                 yield (True, find(piece)) if earlier is None else (False, earlier)
@@ -101,6 +104,7 @@ class Team:
             yield False, earlier
             start += 1
         self._set(f"{name}/from", start)
+        aside()
         own: dict[int, Found] = {}
         left, turn = True, start
         while turn < len(pieces):

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -219,12 +219,14 @@ def run_tasks(
     keep_images: bool = False,
     file: RecordFile | None = None,
     team: Team = ALONE,
+    aside: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, list[Attacked]]]:
     """(number of the task, records of one batch), in order; what `file` holds already is read, not attacked again.
 
     Each batch draws from its own seed, so a resumed run gives the records of an uninterrupted one. Images go to the
     model's device and dtype. `keep_images` keeps those of each image's first success only. DataError when an image that is
-    certified is misclassified as it stands. Only the leader of several processes is handed records, without images.
+    certified is misclassified as it stands. Only the leader of several processes is handed records, without images; what it
+    does `aside` keeps the others from nothing.
     """
     like = next(model.parameters())
 
@@ -269,7 +271,7 @@ def run_tasks(
         return [Attacked.from_json(row) for row in rows]
 
     portions = [(number, part) for number, task in enumerate(tasks) for part in task.portions(batch_size)]
-    for (number, _), (new, rows) in zip(portions, team.deal(portions, find, known, pack, unpack), strict=False):
+    for (number, _), (new, rows) in zip(portions, team.deal(portions, find, known, pack, unpack, aside), strict=False):
         if new and file is not None:
             file.write({**row, "task": number} for row in pack(rows))
         yield number, rows

@@ -15,6 +15,7 @@ from certcli.processes import team
 if TYPE_CHECKING:
     from certcli.attack.campaign import Task
     from certcli.attack.certified import Certified
+    from certcli.attack.checks import Flag
     from certcli.attack.findings import Findings
     from certcli.attack.run import Attacked
     from certcli.attack.settings import AttackSettings
@@ -77,9 +78,14 @@ class Session:
         ) as file:
             if results.resume:
                 self.sink.note(f"{results.records} holds {file.earlier} records of this run")
-            flags = inspect(model, crafter, self.tasks[0], self.settings) if checks else ()
-            for flag in raised(flags):
-                self.sink.warn(f"{flag.check.name}: {flag.measured}. {flag.check.explanation}")
+            flags: tuple[Flag, ...] = ()
+
+            def check() -> None:
+                nonlocal flags
+                flags = inspect(model, crafter, self.tasks[0], self.settings) if checks else ()
+                for flag in raised(flags):
+                    self.sink.warn(f"{flag.check.name}: {flag.measured}. {flag.check.explanation}")
+
             with self.sink.progress("attack", total=sum(map(len, self.tasks))) as bar:
                 for number, rows in run_tasks(
                     model,
@@ -89,6 +95,7 @@ class Session:
                     keep_images=results.keeps_images,
                     file=file,
                     team=team(),
+                    aside=check,
                 ):
                     found.setdefault(number, []).extend(rows)
                     bar.advance(len(rows))
