@@ -68,12 +68,18 @@ class Checkpoint:
         entry = Evidence(command, dict(parameters), dict(result), self.digest)
         return Checkpoint(self.tensors, self.record.with_evidence(entry))
 
-    def write(self, path: Path, force: bool = False) -> None:
-        """Write to a temporary file beside `path`, sync, rename: `path` holds the old bytes or all the new ones."""
+    def write(self, path: Path, force: bool = False, shard_bytes: int = sharded.SHARD_BYTES) -> None:
+        """Write to a temporary file beside `path`, sync, rename: `path` holds the old bytes or all the new ones.
+
+        A path that ends as an index does gets files of at most `shard_bytes` beside it: `write_shards`.
+        """
         require_numbers(self.tensors, path.name)
         text = self.record.to_json()
         Record.from_json(text)  # what would not be read back is not written
-        write_safetensors(path, self.tensors, {KEY: text}, force)
+        if sharded.is_index(path):
+            write_shards(path, self.tensors, {KEY: text}, force, shard_bytes)
+        else:
+            write_safetensors(path, self.tensors, {KEY: text}, force)
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -100,7 +106,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
     if sharded.is_index(path):
-        return _read_shards(path), {}
+        return _read_shards(path), sharded.metadata_of(path)
     tensors, metadata = _read_one(path)
     require_numbers(tensors, path.name)
     return tensors, metadata
@@ -170,6 +176,49 @@ def _finite(tensor: Tensor) -> bool:
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], force: bool = False) -> None:
     """Atomic write of tensors and metadata; UsageError when `path` exists and `force` is not set."""
     require_absent(path, force)
-    separate = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     with atomic_file(path) as temporary:
-        save_file(separate, temporary, metadata)
+        save_file(_separate(tensors), temporary, metadata)
+
+
+def write_shards(
+    index: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: dict[str, str],
+    force: bool = False,
+    most: int = sharded.SHARD_BYTES,
+) -> None:
+    """The same in files of at most `most` bytes under new names, then the index, atomically, then the old one's files go.
+
+    Whoever reads meanwhile finds the old checkpoint or the new one, whole. Metadata is the index's.
+    """
+    require_absent(index, force)
+    parts = list(sharded.parts_of(tensors, most))
+    paths, old = sharded.free_names(index, len(parts)), sharded.belonging(index)
+    place: dict[str, str] = {}
+    try:
+        for path, part in zip(paths, parts, strict=True):
+            write_safetensors(path, part, {"format": "pt"})  # others ask for it
+            place |= dict.fromkeys(part, path.name)
+        about = {**metadata, "total_size": sum(tensor.nbytes for tensor in tensors.values())}
+        with atomic_file(index) as temporary:
+            temporary.write_text(json.dumps({"metadata": about, "weight_map": place}, indent=2, sort_keys=True) + "\n")
+    except BaseException:
+        kept = sharded.belonging(index)  # stopped after all was done
+        for path in paths:
+            if path not in kept:
+                path.unlink(missing_ok=True)
+        raise
+    for path in old:
+        path.unlink(missing_ok=True)
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as they can be written: where two share their memory each has its own."""
+    found: dict[str, Tensor] = {}
+    memories = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        memory = plain.untyped_storage().data_ptr()
+        found[name] = plain.clone() if memory in memories else plain
+        memories.add(memory)
+    return found

@@ -156,7 +156,9 @@ def replace_module(net: nn.Module, replacement: Replacement) -> nn.Module:
     return new
 
 
-def load_weights(net: nn.Module, tensors: Mapping[str, Tensor], *, own: bool = False) -> None:
+def load_weights(
+    net: nn.Module, tensors: Mapping[str, Tensor], *, own: bool = False, dtype: torch.dtype | None = None
+) -> None:
     """Put `tensors` into `net`, all of them and no others; ArchitectureError names what disagrees.
 
     Where the type need not change the network's weights are these tensors, unless they are to be its `own`.
@@ -164,7 +166,7 @@ def load_weights(net: nn.Module, tensors: Mapping[str, Tensor], *, own: bool = F
     require_fitting(net, tensors)
     # half precision is widened, and single beside double, which is exact: bound and forward pass speak of the same numbers
     double = any(value.dtype == torch.float64 for value in tensors.values())
-    wide = torch.float64 if double else torch.float32
+    wide = dtype or (torch.float64 if double else torch.float32)
     dtypes = {name: wide if value.is_floating_point() else value.dtype for name, value in tensors.items()}
     copied = {name: value for name, value in tensors.items() if own or value.dtype != dtypes[name]}
     net.load_state_dict({**tensors, **spool.copies(copied, dtypes)}, strict=True, assign=True)
@@ -228,7 +230,8 @@ def load(
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     tensors = checkpoint.tensors
     net = build(checkpoint.record, like=tensors)
-    load_weights(net, tensors, own=writable)
+    # mapped where it is large; a device takes its numbers over in the type they have
+    load_weights(net, tensors, own=writable, dtype=dtype if torch.device(device).type == "cpu" else None)
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     model = PixelModel(checkpoint.record.input, net).eval().to(device)
@@ -273,9 +276,13 @@ def load_double(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> P
     return load(checkpoint, "cpu" if place.type == "mps" else place, torch.float64)
 
 
-def tensors_of(model: PixelModel) -> dict[str, Tensor]:
-    """The tensors a checkpoint stores: timm's names, without the normalisation, which the record holds."""
-    return {name: value.detach().cpu().clone() for name, value in model.net.state_dict().items()}
+def tensors_of(model: PixelModel, *, copy: bool = True) -> dict[str, Tensor]:
+    """The tensors a checkpoint stores: timm's names, without the normalisation, which the record holds.
+
+    copy: as they are now, whatever becomes of the model; else, where it is on the CPU, its own.
+    """
+    found = {name: value.detach().cpu() for name, value in model.net.state_dict().items()}
+    return {name: value.clone() for name, value in found.items()} if copy else found
 
 
 def initialise(arch: str, arch_args: Mapping[str, Any], spec: InputSpec, classes: int, seed: int) -> Checkpoint:

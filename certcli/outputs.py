@@ -19,7 +19,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from certcli.errors import CheckpointError, OutputError, UsageError, one_line
-from certcli.sharded import INDEX, is_index, named
+from certcli.sharded import INDEX, belonging, is_index, metadata_of, named
 
 LONGEST_HEADER = 100_000_000
 """Bytes of a safetensors header, as the format's own reader limits them."""
@@ -88,11 +88,17 @@ class Outputs:
         OutputError for its folder."""
         for position, (output, continued) in enumerate(self._written):
             require_absent(output.path, self.force or continued, output.option)
+            old = belonging(output.path) if is_index(output.path) else []
             for source in self._read:
                 if same_file(output.path, source.path):
                     raise UsageError(
                         f"the output {output.path} ({output.option}) is the input {source.path} ({source.option})",
                         f"an input file is never modified; choose another {output.option}",
+                    )
+                if any(same_file(part, source.path) for part in old):
+                    raise UsageError(
+                        f"the input {source.path} ({source.option}) goes with {output.path}, which would be replaced",
+                        f"an input file is never deleted; choose another {output.option}",
                     )
             for folder in self._folders:
                 if output.path.exists() and output.path.suffix not in WRITTEN and _inside(output.path, folder.path):
@@ -177,14 +183,16 @@ def _umask() -> int:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file, its tensors unread; empty for anything else."""
+    """The metadata of a safetensors file or an index, tensors unread; empty for anything else."""
     try:
         if not path.is_file():
             return {}
+        if is_index(path):
+            return metadata_of(path)
         with path.open("rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
             found = json.loads(handle.read(length))["__metadata__"] if length <= LONGEST_HEADER else {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, CheckpointError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -218,3 +226,10 @@ def discard_state(path: Path, key: str, identity: str) -> None:
     """Delete a state that has served; one of another run is left where it is."""
     if is_state_of(path, key, identity):
         path.unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint: the file; or the index, then what it alone named."""
+    files = belonging(path) if is_index(path) else []
+    for file in (path, *files):
+        file.unlink(missing_ok=True)

@@ -151,9 +151,10 @@ ShardName = Annotated[str, Meta(max_length=255, pattern=r"\A[A-Za-z0-9_][A-Za-z0
 
 
 class IndexFields(Struct):
-    """model.safetensors.index.json; its metadata (a total of bytes) is not read: the files say how large they are."""
+    """model.safetensors.index.json. Of its metadata only texts are read, as of one file: how large the files are they say."""
 
     weight_map: Annotated[dict[str, ShardName], Meta(min_length=1)]
+    metadata: Json | None = None
 
 
 Index = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]

@@ -22,6 +22,7 @@ from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app, run
 from certcli.errors import NoBoundError, OutputError
 from certcli.lipschitz.table import rules
+from certcli.sharded import INDEX
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,37 @@ def two_classes(folder: Path, good: Path) -> None:
             Image.new("L", (8, 8), 9 * index).save(folder / "two" / name / f"{index}.png")
 
 
+def several(spoil: Callable[[Path], object]) -> Callable[[Path, Path], None]:
+    """The checkpoint in three files and their index, then spoilt."""
+
+    def made(folder: Path, good: Path) -> None:
+        checkpoint = Checkpoint.read(good)
+        checkpoint.write(folder / INDEX, shard_bytes=2 * sum(each.nbytes for each in checkpoint.tensors.values()) // 5)
+        spoil(folder)
+
+    return made
+
+
+def index_of(**changes: object) -> Callable[[Path], object]:
+    """The index with these entries of its weight_map."""
+
+    def spoil(folder: Path) -> None:
+        raw = json.loads((folder / INDEX).read_text())
+        raw["weight_map"] |= changes
+        (folder / INDEX).write_text(json.dumps(raw))
+
+    return spoil
+
+
+def in_two(folder: Path) -> None:
+    first, second = (safetensors.torch.load_file(folder / f"model-0000{n}-of-00003.safetensors") for n in (1, 2))
+    safetensors.torch.save_file(first | second, folder / "model-00002-of-00003.safetensors")
+
+
+def shortened(folder: Path) -> None:
+    truncated(folder, folder / "model-00003-of-00003.safetensors")
+
+
 def nothing(folder: Path, good: Path) -> None:
     pass
 
@@ -110,6 +142,34 @@ CASES: list[tuple[str, Callable[[Path, Path], None], list[str], int, str]] = [
     ("truncated", truncated, ["certify", "m.safetensors", "--dataset", "digits"], 3, "complete"),
     ("not safetensors", not_safetensors, ["attack", "m.safetensors", "--dataset", "digits"], 3, "m.safetensors"),
     ("NaN weights", nan_weights, ["lipschitz", "m.safetensors"], 3, "pos_embed"),
+    (
+        "no file",
+        several(lambda f: (f / "model-00002-of-00003.safetensors").unlink()),
+        ["lipschitz", INDEX],
+        3,
+        "-00002-of",
+    ),
+    ("file truncated", several(shortened), ["constrain", ".", "-o", "out.safetensors"], 3, "model-00003-of-00003"),
+    ("file above", several(index_of(a="../c.safetensors")), ["lipschitz", "."], 3, "weight_map"),
+    ("file of another", several(index_of(a="/etc/c.safetensors")), ["adapt", INDEX, "-o", INDEX[6:]], 3, "weight_map"),
+    ("tensor nowhere", several(index_of(a="model-00001-of-00003.safetensors")), ["lipschitz", INDEX], 3, "lacks"),
+    ("tensor twice", several(in_two), ["lipschitz", INDEX], 3, "also holds"),
+    ("no index", several(lambda f: (f / INDEX).write_text("weights")), ["lipschitz", INDEX], 3, "malformed"),
+    ("deep index", several(lambda f: (f / INDEX).write_text('{"a":' + "[" * 10**5)), ["lipschitz", "."], 3, INDEX),
+    (
+        "many files",
+        several(index_of(**{f"t{n}": f"{n}.safetensors" for n in range(10**4)})),
+        ["lipschitz", "."],
+        3,
+        INDEX,
+    ),
+    (
+        "one shard",
+        several(lambda f: None),
+        ["lipschitz", "model-00001-of-00003.safetensors"],
+        4,
+        "model-00001-of-00003",
+    ),
     ("tensor missing", without("head.bias"), ["lipschitz", "m.safetensors"], 4, "head.bias"),
     ("wrong shape", wrong_shape, ["adapt", "m.safetensors", "-o", "out.safetensors"], 4, "head.bias"),
     ("unknown architecture", unknown_architecture, ["lipschitz", "m.safetensors"], 4, "vit_of_nobody"),

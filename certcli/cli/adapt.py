@@ -7,6 +7,7 @@ import typer
 from certcli.cli import adapted, kept
 from certcli.cli.command import command, group
 from certcli.cli.groups import Calibration, Machine, Output, Source, Talk, beside
+from certcli.cli.inputs import say_wider
 from certcli.cli.output import percent, stated
 
 if TYPE_CHECKING:
@@ -128,7 +129,8 @@ def adapt(
     written = models.load(result, machine.pick())  # as whoever reads the file will have it
     before, after = (prove(model, checkpoint.record.classes).upper for model in (adapter.teacher, written))
     trade = adapted.trade_document(adapter)
-    result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}).write(path, output.force)
+    say_wider(checkpoint, result, sink)
+    output.write(result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}), path)
     discard_state(state_path, KEY, adapter.identity)
     parts = [{"path": r.path, "from": r.before, "to": r.after, "error": r.error} for r in adapter.records]
     memory = _peak_memory()

@@ -72,7 +72,7 @@ def attack(
     if output.output is not None:
         parameters = parameters_of(tasks, settings, **told)
         result = {name: value for name, value in document.items() if name not in ("schema", "command", "checkpoint")}
-        checkpoint.with_evidence("attack", parameters, result).write(output.output, output.force)
+        output.write(checkpoint.with_evidence("attack", parameters, result), output.output)
         sink.note(f"wrote {output.output}")
     gate.enforce()
 

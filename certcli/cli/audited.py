@@ -127,8 +127,7 @@ def write(
     if output.output is not None:
         from certcli.audit.evidence import with_evidence
 
-        found = with_evidence(checkpoint, document, results.attention_weight, seed)
-        found.write(output.output, output.force)
+        output.write(with_evidence(checkpoint, document, results.attention_weight, seed), output.output)
         sink.note(f"wrote {output.output}")
 
 

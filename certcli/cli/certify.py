@@ -195,7 +195,7 @@ def certify(
         for result in reversed(results):  # the first named comes last, where `log` looks for it
             evidence = certified_view.evidence(result, images)
             checkpoint = checkpoint.with_evidence("certify", {**about, "method": result.certifier.method}, evidence)
-        checkpoint.write(output.output, output.force)
+        output.write(checkpoint, output.output)
         sink.note(f"wrote {output.output}")
     gate.enforce()
 

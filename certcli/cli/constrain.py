@@ -10,6 +10,7 @@ import typer
 from certcli.cli import constrained, kept, options
 from certcli.cli.command import command, group
 from certcli.cli.groups import Calibration, Machine, Output, Source, Talk
+from certcli.cli.inputs import say_wider, size_in_bytes
 from certcli.cli.output import Sink
 from certcli.processes import team
 
@@ -110,16 +111,21 @@ def constrain(
     from certcli.constrain.keep import usual_share
 
     sink = talk.sink()
-    chosen, memory = method.options(), _bytes(layers.memory)
+    chosen = method.options()
+    memory = None if layers.memory is None else size_in_bytes("--memory", layers.memory)
     path = output.target("constrain", source.ckpt, source, data, layers)
     checkpoint = source.open(sink)
     record = checkpoint.record
     size, classes = record.input.size, record.classes
     images = data.images(record, sink)
     keep = usual_share(images) if method.keep is None else method.keep
-    model = models.load(checkpoint, machine.pick(), writable=True)
+    model = models.load(checkpoint, machine.pick())
     paths, refused = constrained.choose(model, layers.layers, layers.exclude)
     seen, unseen = hold_out(images)
+    if memory is None and machine.pick().type == "cpu":
+        memory = network.room_for(model, paths, method.groups)
+        if memory is not None:
+            sink.note(f"statistics of {memory / 2**30:.1f} GiB at a time, the network is run for each: --memory")
     calibration = network.Calibration(
         model,
         paths,
@@ -158,8 +164,9 @@ def constrain(
     }
     if method.eta is None and method.target is None:
         parameters["eta"] = max((result.eta for result in results), default=0.0)
-    derived = checkpoint.derive(models.tensors_of(model), "constrain", parameters, data.seed)
-    derived.with_evidence("constrain", {"calibration": images.name}, end_to_end).write(path, output.force)
+    derived = checkpoint.derive(models.tensors_of(model, copy=False), "constrain", parameters, data.seed)
+    say_wider(checkpoint, derived, sink)
+    output.write(derived.with_evidence("constrain", {"calibration": images.name}, end_to_end), path)
     if layers.plot is not None:
         network_name, where = Path(source.ckpt).stem, f"{len(seen)} images of {images.name} ({images.split})"
         constrained.plot(found, results, layers.plot, f"{network_name}: norm against output error on {where}", sink)
@@ -211,16 +218,3 @@ def _keeping(
     if not found.results:
         sink.warn(f"no eta that was tried keeps {100 * keep:g} % of the first choices: nothing is changed")
     return list(found.results), found.fidelity
-
-
-def _bytes(text: str | None) -> int | None:
-    """\"500M\" or \"2G\" -> bytes."""
-    from certcli.errors import UsageError
-
-    if text is None:
-        return None
-    scale = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:].upper(), 1)
-    try:
-        return int(float(text.rstrip("kKmMgG")) * scale)
-    except (ValueError, OverflowError) as failure:
-        raise UsageError(f"--memory '{text}' is not a size", "--memory 500M, or --memory 2G") from failure

@@ -11,6 +11,7 @@ import typer
 from certcli.cli import inputs, options
 from certcli.cli.command import group, marked
 from certcli.cli.output import Sink
+from certcli.errors import UsageError
 from certcli.processes import team
 
 if TYPE_CHECKING:
@@ -105,18 +106,22 @@ class Output:
     """The checkpoint to be written, and the one place that compares all that is written with all that is read."""
 
     output: options.Output = None
+    shard_size: options.ShardSize = None
     force: options.Force = False
 
     def claim(self, *groups: object) -> None:
         """Before any work: refuse what these groups and -o must not write, or what they read as well."""
+        self._shard_bytes()
         self._check(self._outputs(groups))
 
     def target(self, command: str, source: str, *groups: object, last: bool = False, state: str | None = None) -> Path:
         """The same for a command that makes a checkpoint: -o, or <stem>.<command>.safetensors beside the source.
 
+        With --shard-size and no -o it is an index.
         last, state: it also writes the last epoch's file, a state file (whose metadata has this key) beside the output.
         """
-        path = self.output or inputs.default_output(source, command)
+        self._shard_bytes()
+        path = self.output or inputs.default_output(source, command, shards=self.shard_size is not None)
         outputs = self._outputs(groups)
         if self.output is None:
             outputs.writes("-o", path)
@@ -126,6 +131,22 @@ class Output:
             outputs.keeps_state(beside(path, "state"), state)
         self._check(outputs)
         return path
+
+    def write(self, checkpoint: Checkpoint, path: Path) -> None:
+        """In one file, or in several where `path` is an index's."""
+        checkpoint.write(path, self.force, self._shard_bytes())
+
+    def _shard_bytes(self) -> int:
+        from certcli.sharded import ENDING, SHARD_BYTES, is_index
+
+        if self.shard_size is None:
+            return SHARD_BYTES
+        if self.output is not None and not is_index(self.output):
+            raise UsageError(
+                f"--shard-size makes several files and their index, and {self.output} is to be one file",
+                f"-o {self.output.with_name(self.output.name.removesuffix('.safetensors') + ENDING)}",
+            )
+        return inputs.size_in_bytes("--shard-size", self.shard_size)
 
     def _check(self, outputs: Outputs) -> None:
         if team().leads:  # another process would find what the leader has begun to write
@@ -148,8 +169,10 @@ class Output:
 
 
 def beside(path: Path, word: str) -> Path:
-    """<stem>.<word>.safetensors beside an output."""
-    return path.with_name(f"{path.name.removesuffix('.safetensors')}.{word}.safetensors")
+    """<stem>.<word>.safetensors beside an output, in one file or in several as it is; a state is one file always."""
+    from certcli.sharded import ENDING, is_index, stem
+
+    return path.with_name(f"{stem(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}")
 
 
 @group("Output")

@@ -61,7 +61,7 @@ def init(architecture: Architecture, output: Output = Output(), talk: Talk = Tal
     checkpoint = made.derive(
         made.tensors, "init", {"arch": arch, "pretrained": architecture.pretrained}, architecture.seed
     )
-    checkpoint.write(path, output.force)
+    output.write(checkpoint, path)
     size = "x".join(str(side) for side in checkpoint.record.input.size)
     count = sum(tensor.numel() for tensor in checkpoint.tensors.values())
     sink.document({"output": str(path), "arch": arch, "classes": checkpoint.record.classes, "parameters": count})

@@ -102,14 +102,31 @@ def fresh(arch: str, arguments: dict[str, Any], given: Hints, seed: int) -> Chec
     return models.initialise(arch, arguments, spec, models.classes_of(net), seed)
 
 
-def default_output(source: str, command: str) -> Path:
-    """<stem>.<command>.safetensors beside the source; in the current folder for a network that is named, not read."""
-    path = Path(source)
+def default_output(source: str, command: str, shards: bool = False) -> Path:
+    """<stem>.<command>.safetensors beside the source; in the current folder for a network that is named, not read.
+
+    shards: the index of several files.
+    """
+    from certcli.sharded import ENDING, stem
+
+    path, ending = Path(source), ENDING if shards else ".safetensors"
     if path.is_dir():
-        return path / f"model.{command}.safetensors"
+        return path / f"model.{command}{ending}"
     parent = path.parent if path.exists() else Path()
-    stem = path.name.removesuffix(".safetensors").replace(":", "_").replace("/", "_")
-    return parent / f"{stem}.{command}.safetensors"
+    return parent / f"{stem(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
+
+
+def size_in_bytes(option: str, text: str) -> int:
+    """\"500M\" or \"2G\" -> bytes: powers of 1024; 500MB and 2GB of 1000, as disks and the hub count."""
+    number = text.upper().removesuffix("B")
+    base = 1000 if text.upper().endswith("B") else 1024
+    try:
+        found = int(float(number.rstrip("KMG")) * base ** ("KMG".find(number[-1:]) + 1))
+    except (ValueError, OverflowError):
+        found = 0
+    if found < 1:
+        raise UsageError(f"{option} '{text}' is not a size", f"{option} 500M, or {option} 2G")
+    return found
 
 
 def evaluation_images(
@@ -174,6 +191,13 @@ def calibration_images(
     if dataset is None and record.dataset is not None and record.dataset not in (images.name, f"torch/{images.name}"):
         sink.warn(f"the checkpoint was trained on {record.dataset}, which is not found here: --dataset, --data-dir")
     return images
+
+
+def say_wider(before: Checkpoint, after: Checkpoint, sink: Sink) -> None:
+    """Say that what is written has wider numbers than what was read: networks are changed in float32, or float64."""
+    old, new = ({str(t.dtype)[6:] for t in ckpt.tensors.values() if t.is_floating_point()} for ckpt in (before, after))
+    if old - new:
+        sink.note(f"written as {', '.join(sorted(new))}; the numbers that were read are {', '.join(sorted(old))}")
 
 
 def remember_dataset(record: Record, images: Images) -> Record:

@@ -99,7 +99,7 @@ def lipschitz(
     if output.output is not None:
         result = {name: report[name] for name in ("upper", "log10_upper", "lower", "why", "attention_weight")}
         about = {"images": data.limit if slope.estimate else 0}
-        audited.checkpoint.with_evidence("lipschitz", about, result).write(output.output, output.force)
+        output.write(audited.checkpoint.with_evidence("lipschitz", about, result), output.output)
         sink.note(f"wrote {output.output}")
     gate.enforce()
 

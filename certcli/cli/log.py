@@ -110,9 +110,18 @@ def _files(named: list[Path]) -> list[Path]:
 
     found: list[Path] = []
     for path in named:
-        inside = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        inside = [file for file in inside if not file.name.endswith(".state.safetensors")]
+        inside = _checkpoints_in(path) if path.is_dir() else [path]
         if not inside:
             raise CheckpointError(f"no checkpoint in the folder {path}", "certvit log FILE.safetensors")
         found += inside
     return found
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    """Its files and indexes; neither states nor what an index names."""
+    from certcli.sharded import ENDING, named
+
+    indexes = list(folder.glob(f"*{ENDING}"))
+    parts = {part for index in indexes for part in named(index)}
+    files = [file for file in folder.glob("*.safetensors") if not file.name.endswith(".state.safetensors")]
+    return sorted([*indexes, *(file for file in files if file not in parts)])

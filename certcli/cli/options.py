@@ -59,6 +59,12 @@ CheckpointArgument = Annotated[
     Reads(),
 ]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Checkpoint to write."), Writes()]
+ShardSize = Annotated[
+    str | None,
+    typer.Option(
+        "--shard-size", metavar="SIZE", help="Bytes of a file, where -o ends in .safetensors.index.json: 5GB, 200MB."
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output file.")]
 Dataset = Annotated[
     str | None,

@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.groups import beside
+from certcli.cli.inputs import say_wider
 from certcli.cli.output import Sink, percent
-from certcli.outputs import discard_state, last_command, require_own_state
+from certcli.outputs import discard_state, last_command, remove, require_own_state
 from certcli.processes import require_one, team
 
 if TYPE_CHECKING:
@@ -192,15 +193,16 @@ class Training:
         about: dict[str, Any] = {"split": "val", "epsilon": epsilon}
         if settings.validation_limit is not None:
             about["images"] = len(images)
-        derived.with_evidence("finetune", about, final).write(self.path, self.order.output.force)
+        say_wider(self.checkpoint, derived, self.sink)
+        self.order.output.write(derived.with_evidence("finetune", about, final), self.path)
         report = {"done": True, "output": str(self.path), "epoch": best, "steps": trainer.step, **final}
         line = ""
         if finished and last != best:
-            self._derived(trainer, trainer.last_net(), train).write(self.last_path, self.order.output.force)
+            self.order.output.write(self._derived(trainer, trainer.last_net(), train), self.last_path)
             report["last"] = str(self.last_path)
             line = f"; {self.last_path}: the last epoch, {last}"
         elif self.order.output.force and last_command(self.last_path) == "finetune":
-            self.last_path.unlink()  # of the run that this one replaces
+            remove(self.last_path)  # of the run that this one replaces
         if finished:
             self.sink.document(report)
             self.sink.text(

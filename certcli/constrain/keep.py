@@ -79,7 +79,7 @@ def constrain_keeping(
     check_keep(keep)
     model = calibration.model
     parameters: dict[str, Any] = {path: model.get_submodule(path).weight for path in calibration.paths}
-    originals = {path: parameter.detach().clone() for path, parameter in parameters.items()}
+    originals = {path: parameter.detach() for path, parameter in parameters.items()}
     bases: dict[str, Eigenbasis] | None = {} if calibration.memory_limit_bytes is None else None
 
     found = unchanged = witness.compare(witness.before)

@@ -21,13 +21,14 @@ from certcli.constrain.parallel import (
 )
 from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
-from certcli.constrain.statistics import LayerStatistics, collect_in_passes, gathered
+from certcli.constrain.statistics import LayerStatistics, bytes_of, collect_in_passes, gathered
 from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
 from certcli.constrain.together import Packed, for_all, share_of
 from certcli.errors import NoBoundError, UsageError
 from certcli.lipschitz.network import bound_network, trial_upper
 from certcli.lipschitz.real import Real
 from certcli.processes import ALONE, Team
+from certcli.spool import Spool, free_bytes
 
 DISTANCES = ("plain", "relu", "auto")
 
@@ -74,6 +75,17 @@ def rectified_paths(model: nn.Module, size: tuple[int, ...], paths: Sequence[str
             f"layer '{path}' is not followed by ReLU: {reason}", "--exclude it, or --distance auto for those that are"
         )
     return frozenset(paths) - set(others)
+
+
+def room_for(model: nn.Module, paths: Sequence[str], groups: int) -> int | None:
+    """A limit for the statistics (with held-out images) where all of them take more than half of the free memory, else None.
+
+    A quarter of it, or what the largest layer needs. The limit changes how often the network is run, and no result.
+    """
+    free = free_bytes()
+    if bytes_of(model, paths, groups + 1) <= free / 2:
+        return None
+    return max(int(free / 4), *(bytes_of(model, [path], groups + 1) for path in paths))
 
 
 @dataclass
@@ -129,15 +141,17 @@ class Calibration:
             sample=self.sample,
             held_out=self._seen,
         )
-        for count, part in enumerate(passes):
-            if count == 0 and self.memory_limit_bytes is None:
-                self._kept = list(part.values())
+        for part in passes:
             self.called |= set(part)
-            yield self._drained(part)
+            if self.memory_limit_bytes is None:
+                self._kept = [layer.widened() for layer in part.values()]
+                yield map(self._one, self._kept)
+            else:
+                yield self._drained(part)
 
     def _drained(self, part: dict[str, LayerStatistics]) -> Iterator[LayerStatistics]:
         while part:  # a layer's statistics are let go of as soon as the caller is done with it
-            yield self._one(part.pop(next(iter(part))))
+            yield self._one(part.pop(next(iter(part))).widened())
 
     @cached_property
     def own(self) -> list[str]:
@@ -209,10 +223,13 @@ def constrain_to(
 ) -> Iterator[LayerResult]:
     """Constrain each layer at the options' eta, or at its own (0: leave it). The model is not touched: see `write`.
 
+    Weights beyond what memory should hold are mapped (`certcli.spool`).
+
     bases: those of the layers' statistics, as far as they are known from another eta; what is found is added, up to
     BASES_BYTES of it. The results do not hold theirs.
     """
     blocks = attention_blocks(calibration.model) if options.per_head else {}
+    spool = Spool()
 
     def eta_of(layer: LayerStatistics) -> float:
         return options.eta if etas is None else etas[layer.path]
@@ -233,7 +250,7 @@ def constrain_to(
     for part in calibration.parts():
         for result in side_by_side(one, (layer for layer in part if eta_of(layer) > 0), calibration.workers):
             _remember(bases, result.path, result.basis)
-            yield replace(result, basis=None)
+            yield replace(result, weight=spool.keep(result.weight), basis=None)
 
 
 def _unpack_trial(path: str, plain: Any, weight: Tensor | None) -> tuple[str, Tensor]:
@@ -247,6 +264,7 @@ def try_at(
 ) -> Iterator[tuple[str, Tensor]]:
     """Path and weight of each layer, about as `constrain_to` would find it: see `try_layer`. For a look, not to write."""
     blocks = attention_blocks(calibration.model) if options.per_head else {}
+    spool = Spool()
 
     def one(layer: LayerStatistics) -> tuple[str, Tensor, Eigenbasis | None]:
         weight, basis = try_layer(
@@ -266,7 +284,7 @@ def try_at(
     for part in calibration.parts():
         for path, weight, basis in side_by_side(one, part, calibration.workers):
             _remember(bases, path, basis)
-            yield path, weight
+            yield path, spool.keep(weight)
 
 
 def _remember(bases: dict[str, Eigenbasis] | None, path: str, basis: Eigenbasis | None) -> None:
@@ -278,10 +296,10 @@ def _remember(bases: dict[str, Eigenbasis] | None, path: str, basis: Eigenbasis 
 
 
 def write(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Put these weights, path -> tensor, into the model."""
+    """Give the model these weights, path -> tensor; none is copied, and what it had before is left as it was."""
     for path, weight in weights.items():
         parameter: Any = model.get_submodule(path).weight
-        parameter.data.copy_(weight)
+        parameter.data = weight.to(parameter)
 
 
 def budget(
@@ -296,20 +314,20 @@ def budget(
     if not network_upper(model, size, classes).finite:
         raise NoBoundError("the network has no finite bound to bring to a target", "certvit lipschitz says why")
     weights: dict[str, Any] = {path: model.get_submodule(path).weight for path in found}
-    originals = {path: weight.data.clone() for path, weight in weights.items()}
+    originals = {path: weight.detach() for path, weight in weights.items()}
 
     def log10_bound(norms: Mapping[str, float]) -> float:
+        spool = Spool()
         for path, norm in norms.items():
             largest = found[path][0].norm
-            weights[path].data.copy_(originals[path] * (norm / largest if largest > 0 else 1.0))
+            weights[path].data = spool.keep(originals[path] * (norm / largest if largest > 0 else 1.0))
         upper = trial_upper(model, size)
         return upper.log10() if upper > 0.0 else -math.inf
 
     try:
         chosen = allocate(found, target, log10_bound)
     finally:
-        for path, weight in weights.items():
-            weight.data.copy_(originals[path])
+        write(model, originals)
     return {path: point.error for path, point in chosen.items()}
 
 
@@ -329,7 +347,7 @@ def meet_target(
     """
     model = calibration.model
     parameters: dict[str, Any] = {path: model.get_submodule(path).weight for path in found}
-    originals = {path: parameter.detach().clone() for path, parameter in parameters.items()}
+    originals = {path: parameter.detach() for path, parameter in parameters.items()}
     aim, least = target, (math.inf, 0.0)
     for trial in range(TRIALS):
         etas = {path: curve[-1].error for path, curve in found.items()}

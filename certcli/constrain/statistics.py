@@ -40,10 +40,10 @@ from certcli.errors import DataError, UsageError
 class LayerStatistics:
     """Sufficient statistics of one layer for `groups` mini-batches j of T_j tokens.
 
-    weight (out, in) float64, a convolution's as out x (in * kh * kw); grams (groups, in, in) float64, G_j = X_j X_j^T;
-    tokens (groups,) float64, T_j; kind "linear" | "conv"; held_out (in, in) or None, the Gram matrix of images that
-    take no part in the constraint, float32 where tokens are sampled: it is only reported; shape and dtype are the
-    parameter's own; conv: see `layers.geometry`.
+    weight (out, in) float64 (see `widened`), a convolution's as out x (in * kh * kw); grams (groups, in, in) float64,
+    G_j = X_j X_j^T; tokens (groups,) float64, T_j; kind "linear" | "conv"; held_out (in, in) or None, the Gram matrix of
+    images that take no part in the constraint, float32 where tokens are sampled: it is only reported; shape and dtype are
+    the parameter's own; conv: see `layers.geometry`.
     """
 
     path: str
@@ -90,6 +90,10 @@ class LayerStatistics:
         """Whether this is a convolution whose windows share pixels."""
         return self.conv is not None and tuple(self.conv["stride"]) != tuple(self.shape[2:])
 
+    def widened(self) -> "LayerStatistics":
+        """With the weight in float64; before, it is the parameter's own memory."""
+        return replace(self, weight=self.weight.double())
+
     def to(self, device: torch.device | str) -> "LayerStatistics":
         held_out = None if self.held_out is None else self.held_out.to(device)
         return replace(
@@ -108,6 +112,12 @@ def energy(matrix: Tensor, grams: Tensor) -> Tensor:
 
 def _ratio(error: Tensor, reference: Tensor) -> Tensor:
     return torch.where(error > 0, (error / reference).sqrt(), torch.zeros_like(error))
+
+
+def bytes_of(model: nn.Module, paths: Sequence[str], copies: int) -> int:
+    """Of the statistics of all these layers at once, their weights in float64 included; `copies` as in `passes_within`."""
+    shapes = [module_at(model, path).weight.flatten(1).shape for path in paths]
+    return sum(8 * (copies * columns**2 + rows * columns) for rows, columns in shapes)
 
 
 def passes_within(
@@ -148,8 +158,9 @@ def collect_in_passes(
 ) -> Iterator[dict[str, LayerStatistics]]:
     """Yield the statistics of as many layers as fit the limit, one forward pass over `batches` each time.
 
-    The model must stay as it is until the last pass. Arguments and errors as in `collect`; several passes need
-    `batches` that can be iterated again (a list, a loader, or a function that returns an iterator).
+    Their weights are still to be `widened`, one layer at a time. The model must stay as it is until the last pass.
+    Arguments and errors as in `collect`; several passes need `batches` that can be iterated again (a list, a loader, or a
+    function that returns an iterator).
     """
     copies = groups + (held_out_batches is not None)
     passes = passes_within(model, paths, copies=copies, memory_limit_bytes=memory_limit_bytes)
@@ -158,9 +169,7 @@ def collect_in_passes(
             if source is not None and not callable(source) and iter(source) is source:
                 raise UsageError("several passes are needed, and the batches can be iterated once only")
     for part in passes:
-        yield collect(
-            model, batches, part, groups=groups, held_out_batches=held_out_batches, sample=sample, held_out=held_out
-        )
+        yield _collect(model, batches, part, groups, held_out_batches, sample, held_out)
 
 
 def collect(
@@ -197,7 +206,21 @@ def collect(
             sample=sample,
             held_out=held_out,
         )
-        return {path: found for part in parts for path, found in part.items()}
+        return {path: found.widened() for part in parts for path, found in part.items()}
+    found = _collect(model, batches, paths, groups, held_out_batches, sample, held_out)
+    return {path: layer.widened() for path, layer in found.items()}
+
+
+def _collect(
+    model: nn.Module,
+    batches: Batches,
+    paths: Sequence[str],
+    groups: int,
+    held_out_batches: Batches | None,
+    sample: int | None,
+    held_out: Mapping[str, Tensor] | None,
+) -> dict[str, LayerStatistics]:
+    """`collect` in one pass; the weights are the model's own."""
     _check(model, paths, groups)
     sums, count = _accumulate(model, batches, paths, groups, sample)
     if count < groups:
@@ -211,7 +234,7 @@ def collect(
             weight = module.weight.detach()
             statistics[path] = LayerStatistics(
                 path=path,
-                weight=weight.double().flatten(1),
+                weight=weight.flatten(1),
                 grams=sums[path].grams,
                 tokens=sums[path].tokens,
                 kind="linear" if isinstance(module, nn.Linear) else "conv",

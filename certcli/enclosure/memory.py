@@ -1,11 +1,11 @@
 """How many box symbols fit into memory, estimated before anything is allocated."""
 
 import ctypes
-import os
 
 import torch
 
 from certcli.enclosure.domain import LocalNetwork
+from certcli.spool import free_bytes
 
 _COPIES = 5
 """Arrays of the largest kind that are alive at once, temporaries of one operation included (measured: 4)."""
@@ -15,13 +15,7 @@ def available(device: torch.device) -> float:
     """Bytes that may be used: 60 % of what is free on the device, or of the machine's memory."""
     if device.type == "cuda":
         return 0.6 * torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as facts:
-            free = next(line for line in facts if line.startswith("MemAvailable"))
-        return 0.6 * 1024 * int(free.split()[1])
-    except (OSError, StopIteration, ValueError):
-        pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**20
-        return 0.3 * pages * 4096
+    return 0.6 * free_bytes()
 
 
 def keep_pages() -> None:
