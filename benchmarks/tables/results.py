@@ -21,7 +21,17 @@ def key(row: str, seed: int) -> str:
 
 def read(path: Path = PATH) -> dict[str, Any]:
     """Run's key -> run; empty before the first."""
-    return dict(json.loads(path.read_text())["runs"]) if path.exists() else {}
+    return dict(_document(path)["runs"])
+
+
+def quick(path: Path = PATH) -> dict[str, Any] | None:
+    """What the last `--quick` took that ran every row of it: seconds by the clock, jobs, runs; None before the first."""
+    found: dict[str, Any] | None = _document(path).get("quick")
+    return found
+
+
+def _document(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.exists() else {"schema": 1, "runs": {}}
 
 
 def published() -> dict[str, Any]:
@@ -39,12 +49,13 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def change(edit: Callable[[dict[str, Any]], None], path: Path = PATH) -> None:
-    """Read, edit, write at once; several processes may do so side by side."""
+def change(edit: Callable[[dict[str, Any]], None], path: Path = PATH, quick: dict[str, Any] | None = None) -> None:
+    """Read, edit the runs, write at once; several processes may do so side by side. quick: of the function of that name."""
     with _locked(path.parent):
-        runs = read(path)
-        edit(runs)
-        text = json.dumps({"schema": 1, "runs": dict(sorted(runs.items()))}, indent=1) + "\n"
+        document = _document(path)
+        edit(document["runs"])
+        document["runs"] = dict(sorted(document["runs"].items()))
+        text = json.dumps(document | ({"quick": quick} if quick else {}), indent=1) + "\n"
         handle, temporary = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "w") as file:
             file.write(text)
