@@ -48,6 +48,17 @@ def test_a_larger_radius_never_lowers_the_loss(name: str, smoothing: float) -> N
     assert values[4] > values[0]
 
 
+@pytest.mark.parametrize("name", CERTIFIED)
+@pytest.mark.parametrize("gain", [30.0, 1e3])
+def test_a_bound_that_is_far_too_large_has_a_way_down(name: str, gain: float) -> None:
+    """Certified training begins there after `constrain`: a flat loss would leave every image uncertified for good."""
+    logits, labels, pairs = batch()
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    value = loaded(name)(logits, labels, scale * gain * pairs / pairs.max(), 1.0, 0.0)
+    (slope,) = torch.autograd.grad(value, scale)
+    assert float(slope) > 0.01  # a flat one has 1e-9 of it at 30, and none beyond
+
+
 @pytest.mark.parametrize("name", ["lmt", "emma", "trades", *sorted(CHAIN)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_at_radius_zero_only_cross_entropy_is_left(name: str, smoothing: float) -> None:
