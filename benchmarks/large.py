@@ -32,9 +32,9 @@ SPREAD = 0.02
 PROCESS_MADVISE, PIDFD_OPEN, PAGE_OUT = 440, 434, 21  # of Linux, on every architecture
 
 
-def make(folder: Path, width: int, depth: int, side: int, dtype: torch.dtype, shard: int) -> None:
+def make(folder: Path, width: int, depth: int, side: int, ratio: int, dtype: torch.dtype, shard: int) -> None:
     """The shards, the index and config.json."""
-    arguments = {"embed_dim": width, "depth": depth, "num_heads": width // 64, "img_size": side}
+    arguments = {"embed_dim": width, "depth": depth, "num_heads": width // 64, "img_size": side, "mlp_ratio": ratio}
     with torch.device("meta"):
         net = models.create(ARCH, arguments, initialise=False)
     shapes = {name: tuple(value.shape) for name, value in sorted(net.state_dict().items())}
@@ -147,6 +147,7 @@ def main() -> int:
     making.add_argument("--width", type=int, default=1280)
     making.add_argument("--depth", type=int, default=127)
     making.add_argument("--side", type=int, default=224)
+    making.add_argument("--mlp-ratio", type=int, default=4)
     making.add_argument("--dtype", default="float32")
     making.add_argument("--shard-size", default="2GB")
     running = parts.add_parser("run")
@@ -156,7 +157,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.part == "make":
         shard = size_in_bytes("--shard-size", given.shard_size)
-        make(given.folder, given.width, given.depth, given.side, getattr(torch, given.dtype), shard)
+        make(given.folder, given.width, given.depth, given.side, given.mlp_ratio, getattr(torch, given.dtype), shard)
         return 0
     most = None if given.most is None else size_in_bytes("--most", given.most)
     return run(given.folder, given.words, most)

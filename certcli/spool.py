@@ -15,6 +15,9 @@ from torch import Tensor
 IN_MEMORY = 2**30
 """Bytes of copies made in memory, as long as a network's copies do not exceed them together."""
 
+SPARED = 2**28
+"""The same of what is written once and read: trained weights would be written to the disk again and again."""
+
 _SMALL = 2**16
 """Bytes of a tensor that is not worth a file of its own."""
 
@@ -38,7 +41,7 @@ def free_bytes() -> float:
 
 
 class Spool:
-    """Takes tensors one by one: up to IN_MEMORY bytes of them stay where they are, what comes after is mapped."""
+    """Takes tensors one by one: up to SPARED bytes of them stay where they are, what comes after is mapped."""
 
     def __init__(self) -> None:
         self.held = 0
@@ -46,7 +49,7 @@ class Spool:
     def keep(self, value: Tensor) -> Tensor:
         """The same numbers."""
         self.held += value.nbytes
-        return value if self.held <= IN_MEMORY else _mapped(value, value.dtype)
+        return value if self.held <= SPARED else _mapped(value, value.dtype)
 
 
 def _in_memory(value: Tensor, dtype: torch.dtype) -> Tensor:

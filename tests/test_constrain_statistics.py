@@ -8,8 +8,9 @@ import torch
 from constrain_layers import IMAGES, PATHS, ROUNDING, Net, gaussian, small_net
 from torch import Tensor, nn
 
+from certcli.constrain import network
 from certcli.constrain.layers import constrainable
-from certcli.constrain.network import Calibration
+from certcli.constrain.network import Calibration, room_for
 from certcli.constrain.parallel import constrain_layer
 from certcli.constrain.statistics import collect, collect_in_passes, passes_within
 from certcli.errors import DataError, UsageError
@@ -126,6 +127,17 @@ def test_a_memory_limit_splits_the_work_and_changes_nothing(net: Net) -> None:
     ):
         assert list(parts) == list(whole)
         assert all(torch.equal(parts[path].grams, whole[path].grams) for path in whole)
+
+
+def test_statistics_that_do_not_fit_are_made_in_passes(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = [path for path in PATHS if path != "hidden"]
+    assert room_for(net, called, 1) is None
+    monkeypatch.setattr(network, "free_bytes", lambda: 1000.0)
+    limit = room_for(net, called, 1)
+    assert limit is not None
+    parts = passes_within(net, called, copies=2, memory_limit_bytes=limit)
+    assert len(parts) > 1
+    assert [path for part in parts for path in part] == called
 
 
 def test_bad_input_is_named(net: Net) -> None:

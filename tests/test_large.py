@@ -11,6 +11,8 @@ import torch
 
 from certcli import models, spool
 from certcli.checkpoint import Checkpoint
+from certcli.cli.inputs import say_wider
+from certcli.cli.output import Sink
 from certcli.errors import CertvitError, UsageError
 from certcli.foreign import open_checkpoint
 from certcli.lipschitz.network import prove_checkpoint
@@ -105,3 +107,20 @@ def test_narrow_weights_are_audited_as_the_numbers_they_are(
             weight.add_(1.0)
     assert path.read_bytes() == bytes_before
     assert torch.equal(read.tensors["head.out.weight"].float(), wide["head.out.weight"])
+
+
+def test_wider_numbers_are_said(tiny: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    half = Checkpoint({name: value.bfloat16() for name, value in tiny.tensors.items()}, tiny.record)
+    say_wider(half, half, Sink(False, False))
+    assert not capsys.readouterr().err
+    say_wider(half, tiny, Sink(False, False))
+    assert "written as float32; the numbers that were read are bfloat16" in capsys.readouterr().err
+
+
+def test_a_network_in_float64_is_the_same_numbers_mapped(tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "IN_MEMORY", 0)
+    monkeypatch.setattr(spool, "_SMALL", 0)
+    pixels = torch.rand(2, *tiny.record.input.size, dtype=torch.float64)
+    mapped, plain = models.load(tiny, dtype=torch.float64), models.load(tiny).double()
+    assert torch.equal(mapped(pixels), plain(pixels))
+    assert all(value.dtype == torch.float64 for value in mapped.parameters())

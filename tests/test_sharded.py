@@ -153,6 +153,7 @@ def test_every_command_that_writes_one_writes_several(plain: Checkpoint, tmp_pat
     one = Checkpoint.read(tmp_path / "one.safetensors")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(spool, "IN_MEMORY", 0)
+        patched.setattr(spool, "SPARED", 0)
         patched.setattr(spool, "_SMALL", 0)
         certvit("constrain", tmp_path / "s", *words, "--memory", "64K", "--shard-size", "6KB")
     several = Checkpoint.read(tmp_path / "s" / "model.constrain.safetensors.index.json")
