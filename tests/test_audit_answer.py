@@ -301,7 +301,7 @@ def test_rounds_find_what_one_round_finds(workshop: Path) -> None:
     assert [row.index for row in rounds.records[:8:2]] != [row.index for row in rounds.records[8:16:2]]
     assert rounds.shares is not None
     assert rounds.shares.robust == whole.shares.robust
-    assert len({row.index for row in rounds.exhibits}) == len(rounds.exhibits) == len(whole.exhibits)
+    assert len({row.index for row in rounds.exhibits()}) == len(rounds.exhibits()) == len(whole.exhibits())
     going = judged.Certifying(prepare("lipschitz", checkpoint, cpu), images, 4)
     while going.rest:
         assert going.go(OneBatch(1e6)) is False

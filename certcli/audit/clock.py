@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from certcli.processes import ALONE, Team
+
 FINISHING = 0.04
 """Share of the budget kept for writing what was found."""
 
@@ -17,15 +19,19 @@ class OutOfTime(BaseException):
 
 @dataclass
 class Clock:
-    """budget: wall seconds, from `started` on the clock of `time.perf_counter`."""
+    """budget: wall seconds, from `started` on the clock of `time.perf_counter`.
+
+    Of several processes the leader's is right.
+    """
 
     budget: float
     started: float = field(default_factory=time.perf_counter)
+    team: Team = ALONE
 
     @staticmethod
-    def since(started: float | None, budget: float) -> "Clock":
+    def since(started: float | None, budget: float, team: Team = ALONE) -> "Clock":
         """A budget that began at `started`, else now."""
-        return Clock(budget) if started is None else Clock(budget, started)
+        return Clock(budget, time.perf_counter() if started is None else started, team)
 
     @property
     def spent(self) -> float:
@@ -37,8 +43,8 @@ class Clock:
         return max(0.0, self.budget * (1 - FINISHING) - self.spent)
 
     def part(self, share: float) -> "Part":
-        """A stage that may take this share of what is left."""
-        return Part(share * self.left)
+        """A stage that may take this share of what is left. All processes ask."""
+        return Part(self.team.agree(lambda: share * self.left))
 
 
 @dataclass

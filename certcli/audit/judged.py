@@ -4,10 +4,10 @@ The images come class by class in turn, so any first n of them are a balanced sa
 begun only if there is time to finish it, by what the longest took: images that take long are not left out for taking long.
 """
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -16,13 +16,15 @@ from certcli.attack.run import Attacked as AttackedImage
 from certcli.attack.run import attack_curve
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import curve
-from certcli.audit.clock import OutOfTime, Part
+from certcli.audit.clock import Part
+from certcli.audit.together import together
 from certcli.audit_document import Attacked, Certified, Dataset, Share
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.errors import DataError
 from certcli.evaluation import describe
-from certcli.images import Images
+from certcli.images import Images, sent
 from certcli.models import PixelModel
+from certcli.processes import ALONE, Team
 
 CAREFUL = 1.25
 """A batch is begun if so many times the seconds of the longest one are left."""
@@ -49,22 +51,43 @@ def first(images: Images, count: int) -> Images:
     return images.select(sorted(range(count), key=lambda position: int(images.indices[position])))
 
 
-def predictions(model: PixelModel, images: Images, batch_size: int, part: Part) -> tuple[list[int], float]:
+def predictions(
+    model: PixelModel, images: Images, batch_size: int, part: Part, team: Team = ALONE
+) -> tuple[list[int], float]:
     """The class of each of the first n images, and seconds an image at worst. DataError when the network gives NaN."""
     device = next(model.parameters()).device
     found: list[int] = []
-    longest = 0.0
-    with contextlib.suppress(OutOfTime), part.ended(), torch.no_grad():
-        for _, pixels, _ in images.batches(batch_size):
-            started = time.perf_counter()
-            logits = model(pixels.to(device))
-            if not torch.isfinite(logits).all():
-                raise DataError("the network gives NaN or infinite logits on these images")
-            found += logits.argmax(1).tolist()
-            longest = max(longest, time.perf_counter() - started)
-            if part.left < CAREFUL * longest:
-                break
+    longest, broken = 0.0, False
+
+    @torch.no_grad()
+    def classify() -> tuple[list[int], float]:
+        positions = own(team, images, len(found), batch_size)
+        pixels = images.fetch(positions) if positions else None
+        images.expect_at(len(found) + (team.size + team.rank) * batch_size, batch_size)
+        if pixels is None:
+            return [], 0.0
+        started = time.perf_counter()
+        logits = model(sent(pixels, device))
+        if not torch.isfinite(logits).all():
+            raise DataError("the network gives NaN or infinite logits on these images")
+        return logits.argmax(1).tolist(), time.perf_counter() - started
+
+    def enough() -> bool:
+        return part.left < CAREFUL * longest
+
+    while len(found) < len(images) and not broken:
+        parts, broken = together(team, part, classify)
+        for classes, seconds in parts:
+            found += classes
+            longest = max(longest, seconds)
+        broken = team.agree(enough) or broken
     return found, longest / max(1, min(batch_size, len(found)))
+
+
+def own(team: Team, images: Images, done: int, size: int) -> list[int]:
+    """Positions of this process's batch of the next ones, after the first `done` images; none where they are not enough."""
+    start = done + team.rank * size
+    return list(range(start, min(start + size, len(images))))
 
 
 @dataclass
@@ -75,6 +98,7 @@ class Certifying:
     images: Images
     batch_size: int
     longest: float = 0.0  # seconds of a batch; at first what one may take
+    team: Team = ALONE
     rows: list[Certificate] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -86,19 +110,31 @@ class Certifying:
     def go(self, part: Part) -> bool:
         """Further certificates until the time is over; whether a batch was broken off, which is not counted."""
         step = self.certifier.at_once or self.batch_size
-        try:
-            with part.ended():
-                while self.rest and (part.left >= CAREFUL * self.longest or not self.rows):
-                    began, start = time.perf_counter(), len(self.rows)
-                    positions = list(range(start, min(start + step, len(self.images))))
-                    indices, labels = self.images.indices[positions].tolist(), self.images.labels[positions].tolist()
-                    found = self.certifier.batch(indices, self.images.fetch(positions), labels)
-                    self.rows += found
-                    took = time.perf_counter() - began
-                    self.longest, self.seconds = max(self.longest, took), self.seconds + took
-        except OutOfTime:
-            return True
-        return False
+
+        def find() -> list[Certificate]:
+            positions = own(self.team, self.images, len(self.rows), step)
+            if not positions:
+                return []
+            indices, labels = self.images.indices[positions].tolist(), self.images.labels[positions].tolist()
+            return self.certifier.batch(indices, self.images.fetch(positions), labels)
+
+        def pack(rows: list[Certificate]) -> list[dict[str, Any]]:
+            return [row.to_json() for row in rows]
+
+        def unpack(rows: list[dict[str, Any]]) -> list[Certificate]:
+            return [Certificate.from_json(row) for row in rows]
+
+        broken = False
+        while self.rest and not broken:
+            if not self.team.agree(lambda: part.left >= CAREFUL * self.longest or not self.rows):
+                break
+            began = time.perf_counter()
+            found, broken = together(self.team, part, find, pack, unpack)
+            self.rows += [row for rows in found for row in rows]
+            took = time.perf_counter() - began
+            if found:
+                self.longest, self.seconds = max(self.longest, took), self.seconds + took
+        return broken
 
 
 def certified(
@@ -159,16 +195,17 @@ class Attacking:
         most: int,
         image_seconds: float,
         seconds: float,
+        team: Team = ALONE,
     ) -> None:
         (stage,) = stages_of(names, None, "l2", radii, settings)
         (self.stage,) = (stage.with_draws(settings.seed, classes, settings.precision),)
-        self.model, self.images, self.radii, self.settings = model, images, radii, settings
+        self.model, self.images, self.radii, self.settings, self.team = model, images, radii, settings, team
         steps = sum(entry.settings.steps or STEPS.get(entry.attack, 1000) for entry in self.stage.plan)
         passes = PASSES_A_STEP * steps * settings.restarts * (1 + LATER * (len(radii) - 1))
         each = max(1e-9, image_seconds * passes / (BF16_GAIN if settings.precision == "bf16" else 1.0))
-        self.size = max(1, min(most, int(BATCH_SHARE * seconds / each), len(images)))
+        self.size = max(1, min(most, int(BATCH_SHARE * seconds / each), -(-len(images) // team.size)))
         self.records: list[AttackedImage] = []
-        self.exhibits: list[AttackedImage] = []
+        self._shown: list[tuple[int, AttackedImage]] = []  # with the process that has its pixels
         self.longest, self.seconds = 0.0, 0.0
 
     @property
@@ -183,24 +220,59 @@ class Attacking:
 
     def go(self, part: Part) -> None:
         """Further images until the time is over; a batch that was broken off is not counted."""
-        with contextlib.suppress(OutOfTime), part.ended():
-            while self.rest and (part.left >= CAREFUL * self.longest or not self.count):
-                self._batch()
+        broken = False
+        while self.rest and not broken:
+            if not self.team.agree(lambda: part.left >= CAREFUL * self.longest or not self.count):
+                break
+            broken = self._batches(part)
 
-    def _batch(self) -> None:
+    def _batches(self, part: Part) -> bool:
+        """A batch for each process; whether one of them was broken off."""
         began = time.perf_counter()
-        positions = list(range(self.count, min(self.count + self.size, len(self.images))))
-        pixels = self.images.fetch(positions).to(next(self.model.parameters()).device)
-        batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
-        rows = list(attack_curve(self.model, batch, self.stage.plan, "l2", self.radii, self.settings, keep_images=True))
-        self.records += [replace(row, image=None, adversarial=None) for row in rows]
-        shown = {row.index for row in self.exhibits}
-        for row in rows:
-            if row.fell and len(self.exhibits) < EXHIBITS and row.index not in shown:
-                self.exhibits.append(row)
-                shown.add(row.index)
+        mine: list[AttackedImage] = []
+
+        def find() -> list[AttackedImage]:
+            positions = own(self.team, self.images, self.count, self.size)
+            if not positions:
+                return []
+            pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
+            batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
+            plan, radii = self.stage.plan, self.radii
+            mine.extend(attack_curve(self.model, batch, plan, "l2", radii, self.settings, keep_images=True))
+            return mine
+
+        def pack(rows: list[AttackedImage]) -> list[dict[str, Any]]:
+            return [row.to_json() for row in rows]
+
+        def unpack(rows: list[dict[str, Any]]) -> list[AttackedImage]:
+            return [AttackedImage.from_json(row) for row in rows]
+
+        found, broken = together(self.team, part, find, pack, unpack)
+        for rank, rows in enumerate(found):
+            self.records += [replace(row, image=None, adversarial=None) for row in rows]
+            for number, row in enumerate(rows):
+                known = any(other.index == row.index for _, other in self._shown)
+                if row.fell and len(self._shown) < EXHIBITS and not known:
+                    self._shown.append((rank, mine[number] if rank == self.team.rank else row))
         took = time.perf_counter() - began
-        self.longest, self.seconds = max(self.longest, took), self.seconds + took
+        if found:
+            self.longest, self.seconds = max(self.longest, took), self.seconds + took
+        return broken
+
+    def exhibits(self) -> list[AttackedImage]:
+        """A few fooled images with their pixels, which come from the process that attacked them. All processes ask."""
+        if not self.team.several:
+            return [row for _, row in self._shown]
+        found = []
+        for rank, row in self._shown:
+            pictures = [row.image, row.adversarial]
+            if rank != self.team.rank:
+                pictures = [torch.empty(self.model.input_size) for _ in pictures]
+            for picture in pictures:
+                assert picture is not None
+                self.team.spread(picture, rank)
+            found.append(replace(row, image=pictures[0], adversarial=pictures[1]))
+        return found
 
     @property
     def shares(self) -> Attacked | None:

@@ -9,6 +9,7 @@ from certcli.images import Images
 from certcli.lipschitz.estimate import measure
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models import PixelModel
+from certcli.processes import ALONE, Team
 
 SLOPE_IMAGES = 8
 """Images at most on which a slope is measured."""
@@ -112,12 +113,31 @@ def _why(proven: NetworkBound, path: str) -> str:
     return "; ".join(f"{charge.path} {charge.constant}: {charge.why}" for charge in largest)
 
 
-def slope(model: PixelModel, images: Images, seed: int, part: Part) -> Slope | None:
-    """The steepest slope found at a few images, one by one, until the time is over; None when not one was finished."""
+def slope(model: PixelModel, images: Images, seed: int, part: Part, team: Team = ALONE) -> Slope | None:
+    """The steepest slope found at a few images, one by one, until the time is over; None when not one was finished.
+
+    Of several processes all but the leader measure, who is busy with the proof meanwhile.
+    """
+    few = images.select(range(min(SLOPE_IMAGES, len(images))))
+    if not team.several:
+        return _slope(model, few, seed, part)
+    others = range(team.rank - 1, len(few), team.size - 1) if not team.leads else ()
+    mine = _slope(model, few.select(others), seed, part) if others else None
+    found = [row for row in team.everyone(None if mine is None else [mine.lower, mine.images, mine.seconds]) if row]
+    if not found:
+        return None
+    lowers, seen, seconds = zip(*found, strict=True)
+    return Slope(lower=max(lowers), images=sum(seen), of=_told(images), seconds=max(seconds))
+
+
+def _told(images: Images) -> str:
+    return f"{images.name} ({images.split})"
+
+
+def _slope(model: PixelModel, few: Images, seed: int, part: Part) -> Slope | None:
     device = next(model.parameters()).device
     started = time.perf_counter()
     seen, best = 0, 0.0
-    few = images.select(range(min(SLOPE_IMAGES, len(images))))
     batches = (pixels.to(device) for _, pixels, _ in few.batches(1))
     try:
         with part.ended():
@@ -128,5 +148,4 @@ def slope(model: PixelModel, images: Images, seed: int, part: Part) -> Slope | N
     except OutOfTime:
         if not seen:
             return None
-    told = f"{images.name} ({images.split})"
-    return Slope(lower=best, images=seen, of=told, seconds=round(time.perf_counter() - started, 2))
+    return Slope(lower=best, images=seen, of=_told(few), seconds=round(time.perf_counter() - started, 2))

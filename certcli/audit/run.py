@@ -1,6 +1,7 @@
 """The audit itself: stage after stage within one time budget, and what did not fit."""
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from certcli import models
 from certcli.attack.settings import AttackSettings
 from certcli.audit import judged, proof
-from certcli.audit.clock import Clock, OutOfTime
+from certcli.audit.clock import Clock, OutOfTime, Part
+from certcli.audit.together import together
 from certcli.audit_document import Attacked, Certified, Dataset, Found, Row, Share, Skipped, Slope
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.choice import USEFUL
@@ -21,8 +23,11 @@ from certcli.checkpoint import Checkpoint
 from certcli.doubts import order_doubt
 from certcli.errors import ArchitectureError, DataError, NoBoundError, UsageError
 from certcli.images import Images
+from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.network import NetworkBound
+from certcli.lipschitz.real import INF
 from certcli.nn.residual import attention_weight
+from certcli.processes import Team
 
 AUTO = "auto"
 HOPELESS = 6.0
@@ -104,16 +109,22 @@ def run(
     clock: Clock,
     tell: Callable[[str], None] = lambda stage: None,
 ) -> Results:
-    """images: those to judge by, in turn; None when there are none. calibration: images for the slope, if there are none."""
+    """images: those to judge by, in turn; None when there are none. calibration: images for the slope, if there are none.
+
+    Of several processes (`clock.team`) each judges a part of the images; the leader's results are whole.
+    """
+    team = clock.team
+    if len(set(team.everyone(checkpoint.digest if team.several else ""))) > 1:
+        raise DataError("the processes did not read the same network", "leave the file alone while it is audited")
     results = Results(changed=bool(checkpoint.record.surgery))
     proven = _prove(checkpoint, device, clock, results, tell)
     model = models.load(checkpoint, device)
     results.parameters = sum(weight.numel() for weight in model.parameters())
     results.attention_weight = attention_weight(model)
     tell("slope")
-    results.precision = _precision(asked, checkpoint, device, results.parameters)
+    results.precision = team.agree(lambda: _precision(asked, checkpoint, device, results.parameters))
     part = clock.part(0.1)
-    results.slope = proof.slope(model, images if images is not None else calibration(), asked.seed, part)
+    results.slope = proof.slope(model, images if images is not None else calibration(), asked.seed, part, team)
     if results.slope is None:
         results.skip("slope", f"no image was finished in {part}", True)
     if images is None:
@@ -122,15 +133,15 @@ def run(
     results.dataset = judged.dataset_of(images)
     tell("clean accuracy")
     part = clock.part(0.2)
-    found, image_seconds = judged.predictions(model, images, min(asked.batch_size, CLASSIFIED), part)
+    found, image_seconds = judged.predictions(model, images, min(asked.batch_size, CLASSIFIED), part, team)
     if not found:
         results.skip("clean", f"no batch of images was classified in {part}", True)
         return results
     labels, indices = images.labels.tolist(), images.indices.tolist()
     right = [a == b for a, b in zip(found, labels)]
     results.clean = Share.of(sum(right), len(found))
-    if checkpoint.record.foreign:  # what certvit trained is read as it was trained
-        with contextlib.suppress(OutOfTime), clock.part(0.1).ended():
+    if checkpoint.record.foreign and team.leads:  # what certvit trained is read as it was trained
+        with contextlib.suppress(OutOfTime), Part(0.1 * clock.left).ended():
             results.doubts += filter(None, [order_doubt(model, images, right[:ORDERED])])
     if len(found) < len(images):
         told = f"{len(found)} of {len(images)} images fitted into {part}"
@@ -171,6 +182,8 @@ def _prove(
 ) -> tuple[Any, NetworkBound] | None:
     tell("proven bound")
     part = clock.part(0.4)
+    if not clock.team.leads:  # it proves; the others measure slopes
+        return None
     try:
         double = models.load_double(checkpoint, device)
         results.bound, proven = proof.bound(double, checkpoint.record.classes, part)
@@ -194,6 +207,10 @@ class _Stages:
     going: list[tuple[judged.Certifying, str, Sequence[float], bool]] = field(default_factory=list)
     attacking: judged.Attacking | None = None
 
+    @property
+    def team(self) -> Team:
+        return self.clock.team
+
     def wanted(self, method: str) -> bool:
         """Whether it was named, or none was; else it is said that it was not."""
         if self.asked.methods and method not in self.asked.methods:
@@ -203,25 +220,40 @@ class _Stages:
 
     def lipschitz(self, proven: tuple[Any, NetworkBound] | None) -> bool:
         """Certificates from the bound, where some logits could reach them; whether they are worth having."""
-        results, least = self.results, self.asked.least
-        if proven is None or results.bound is None:
-            results.skip("lipschitz", "there is no bound yet")
-            return False
-        model, bound = proven
-        if bound.pairs is None:
-            results.skip("lipschitz", f"no finite bound: {bound.bound.why}")
-            return False
-        size = results.bound.log10_upper
-        need = -1.0 if size is None else size + torch.tensor(least).log10().item()
-        if need > HOPELESS and "lipschitz" not in self.asked.methods:
-            told = f"a certificate at {least:g} would need logits 10^{need:.0f} apart"
-            results.skip("lipschitz", told)
+        refusal = self.team.agree(lambda: self._refusal(proven))
+        if refusal is not None:
+            self.results.skip("lipschitz", refusal)
             return False
         self.tell("certificates of the bound")
-        certifier = LipschitzCertifier(model, bound)
+        certifier = LipschitzCertifier(*self._for_all(proven))
         rows = self._certify(certifier, 0.3, "the network itself", self.asked.radii)
-        correct = sum(row.correct for row in rows)
+        correct, least = sum(row.correct for row in rows), self.asked.least
         return sum(row.holds_at(least) for row in rows) > USEFUL * correct if rows else False
+
+    def _refusal(self, proven: tuple[Any, NetworkBound] | None) -> str | None:
+        """Why no certificate of the bound is tried."""
+        results, least = self.results, self.asked.least
+        if proven is None or results.bound is None:
+            return "there is no bound yet"
+        if proven[1].pairs is None:
+            return f"no finite bound: {proven[1].bound.why}"
+        size = results.bound.log10_upper
+        need = -1.0 if size is None else size + math.log10(least)
+        if need > HOPELESS and "lipschitz" not in self.asked.methods:
+            return f"a certificate at {least:g} would need logits 10^{need:.0f} apart"
+        return None
+
+    def _for_all(self, proven: tuple[Any, NetworkBound] | None) -> tuple[Any, NetworkBound]:
+        """What the leader proved of the network that all have read, in float64."""
+        if proven is None:
+            nothing = Bound("", type(self.model).__name__, INF, "unbounded", "another process proved it")
+            classes = self.checkpoint.record.classes
+            pairs = torch.empty(classes, classes, dtype=torch.float64)
+            proven = models.load_double(self.checkpoint, self.device), NetworkBound(nothing, pairs, (), ())
+        assert proven[1].pairs is not None
+        if self.team.several:
+            self.team.spread(proven[1].pairs, 0)
+        return proven
 
     def local(self) -> None:
         """Certificates image by image, of a small network as it is, at the radii that are asked about."""
@@ -233,16 +265,21 @@ class _Stages:
         self.tell("local certificates")
         part = self.clock.part(0.3)
         at = [radius for radius in self.asked.radii if radius > 0]
+        ready: list[Certifier] = []
+
+        def make() -> bool:
+            ready.append(prepare("local", self.checkpoint, self.device, {"at": at}))
+            return True
+
         try:
-            with part.ended():
-                certifier = prepare("local", self.checkpoint, self.device, {"at": at})
-        except OutOfTime:
-            self.results.skip("local", f"not made ready in {part}", True)
-            return
+            _, broken = together(self.team, part, make)
         except (NoBoundError, ArchitectureError) as failure:
             self.results.skip("local", failure.message)
             return
-        self._certify(certifier, 0.3, "the network itself", self.asked.radii)
+        if broken:
+            self.results.skip("local", f"not made ready in {part}", True)
+            return
+        self._certify(ready[0], 0.3, "the network itself", self.asked.radii)
 
     def smoothing(self) -> None:
         """Certificates of the smoothed network, with what time is left."""
@@ -269,7 +306,7 @@ class _Stages:
         self, certifier: Certifier, share: float, about: str, radii: Sequence[float], expected: float = 0.0
     ) -> list[Certificate]:
         part = self.clock.part(share)
-        going = judged.Certifying(certifier, self.images, self.asked.batch_size, expected)
+        going = judged.Certifying(certifier, self.images, self.asked.batch_size, expected, self.team)
         try:
             broken = going.go(part)
         except (NoBoundError, DataError, UsageError) as failure:
@@ -289,7 +326,7 @@ class _Stages:
         settings = AttackSettings(seed=asked.seed, precision=self.results.precision)
         self.attacking = judged.Attacking(
             self.model, self.images, asked.attacks, asked.attacked, settings, self.checkpoint.record.classes,
-            asked.batch_size, self.image_seconds, part.seconds,
+            asked.batch_size, self.image_seconds, part.seconds, self.team,
         )  # fmt: skip
         self.attacking.go(part)
 
@@ -303,6 +340,9 @@ class _Stages:
                 self.tell(f"{going.certifier.method} certificates, further images")
                 broken = going.go(self.clock.part(1.0)) or broken
             self.going[number] = (going, about, radii, broken)
+        self.results.exhibits = [] if self.attacking is None else self.attacking.exhibits()
+        if not self.team.leads:
+            return
         for going, about, radii, broken in self.going:
             self._certified(going, about, radii, broken)
         self._attacked()
@@ -326,7 +366,7 @@ class _Stages:
         results, attacking = self.results, self.attacking
         if attacking is None:
             return
-        results.attack, results.exhibits = attacking.shares, attacking.exhibits
+        results.attack = attacking.shares
         if results.attack is None:
             results.skip("attack", "no batch of images was finished in its time", True)
             return

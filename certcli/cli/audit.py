@@ -13,6 +13,7 @@ from certcli.cli.command import command, group
 from certcli.cli.groups import Evaluation, Machine, Output, Source, Talk
 from certcli.cli.output import Sink
 from certcli.errors import UsageError
+from certcli.processes import team
 from certcli.registry import one_of
 
 if TYPE_CHECKING:
@@ -136,10 +137,11 @@ def audit(
     from certcli.audit.words import Typed, next_steps, reproduce
     from certcli.cli import audited
     from certcli.cli.inputs import calibration_images
+    from certcli.evaluation import digested
     from certcli.finetune.budget import parse_duration
     from certcli.foreign import read
 
-    clock = Clock.since(Sink.started, parse_duration(wanted.time_budget))
+    clock = Clock.since(Sink.started, parse_duration(wanted.time_budget), team())
     gates = wanted.gates()
     asked = wanted.asked(gates, data.seed, machine.batch_size)
     output.claim(source, data, reports)
@@ -148,6 +150,7 @@ def audit(
     opened = read(source.ckpt, source.hints())
     checkpoint = opened.checkpoint
     images = _images(checkpoint.record, data, sink)
+    images = None if images is None else digested(images, team())
 
     def calibration() -> Images:
         return calibration_images(checkpoint.record, None, None, 8, data.seed, sink)
@@ -158,6 +161,8 @@ def audit(
             bar.reach(round(clock.spent), stage)
 
         results = run(checkpoint, images, calibration, asked, machine.pick(), clock, tell)
+    if not team().leads:
+        return
     dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
     folder = None if data.data_dir is None else str(data.data_dir)
     typed = Typed(source.ckpt, source.words(), dataset, folder, data.split)
