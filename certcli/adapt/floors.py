@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from certcli.adapt.pixels import as_pixels
 from certcli.adapt.streams import Replaced
 from certcli.nn.norms import FloorNorm
+from certcli.processes import ALONE, Team
 
 BLANK = (0.0, 0.5, 1.0)
 
 
 @torch.no_grad()
-def least_floors(teacher: Any, student: Any, images: Tensor, batch_size: int) -> Iterator[Replaced]:
+def least_floors(teacher: Any, student: Any, images: Tensor, batch_size: int, team: Team = ALONE) -> Iterator[Replaced]:
     """Set every floor of the student to the least deviation that reaches it, at least 1e-6; a record for each norm.
 
     images: pixels (n, c, h, w), float in [0, 1] or uint8. error: above a floor the two norms differ by LayerNorm's eps
@@ -30,15 +31,20 @@ def least_floors(teacher: Any, student: Any, images: Tensor, batch_size: int) ->
     for path, new in student.net.named_modules():
         if isinstance(new, FloorNorm):
             pairs.append((path, teacher.net.get_submodule(path), new))
-    least = deviations(teacher, [old for _, old, _ in pairs], images, batch_size)
+    least = deviations(teacher, [old for _, old, _ in pairs], images, batch_size, team)
     for (path, old, new), floor in zip(pairs, least, strict=True):
         floor = max(floor, 1e-6) if math.isfinite(floor) else 1.0  # a norm that is never called
         new.floor.fill_(floor)
         yield Replaced(path, type(old).__name__, f"FloorNorm, floor {floor:.3g}", old.eps / (2 * floor * floor))
 
 
-def deviations(teacher: Any, norms: Sequence[nn.Module], images: Tensor, batch_size: int) -> list[float]:
-    """The least standard deviation of a row that reaches each norm, over the images and blank ones."""
+def deviations(
+    teacher: Any, norms: Sequence[nn.Module], images: Tensor, batch_size: int, team: Team = ALONE
+) -> list[float]:
+    """The least standard deviation of a row that reaches each norm, over the images and blank ones.
+
+    Of several processes each looks at every so manyth batch.
+    """
     least = [float("inf")] * len(norms)
 
     def note(index: int, rows: Tensor) -> None:
@@ -51,9 +57,9 @@ def deviations(teacher: Any, norms: Sequence[nn.Module], images: Tensor, batch_s
     blank = torch.stack([torch.full(images.shape[1:], value) for value in BLANK]).to(images.device)
     try:
         teacher(blank)
-        for part in images.split(batch_size):
+        for part in images.split(batch_size)[team.rank :: team.size]:
             teacher(as_pixels(part))
     finally:
         for handle in handles:
             handle.remove()
-    return least
+    return [min(found) for found in zip(*team.everyone(least), strict=True)]

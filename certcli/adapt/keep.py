@@ -22,6 +22,7 @@ from certcli.adapt.trials import Trials
 from certcli.checkpoint import Checkpoint
 from certcli.errors import DataError
 from certcli.fidelity import Witness
+from certcli.processes import ALONE, Team
 from certcli.provenance import Replacement
 
 
@@ -62,10 +63,11 @@ class Keeper:
         settings: AdaptSettings,
         images: Tensor,
         device: torch.device,
+        team: Team = ALONE,
     ) -> None:
         if not len(images):
             raise DataError("adapt needs at least one calibration image")
-        self.checkpoint, self.settings = checkpoint, settings
+        self.checkpoint, self.settings, self.team = checkpoint, settings, team
         self.keep = 1.0
         self.chooser: Witness | None = None
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
@@ -78,10 +80,12 @@ class Keeper:
         self.trade = Trade()
         self._trials: Trials | None = None
 
-    def choose_by(self, chooser: Witness, keep: float) -> None:
-        """Change more, as far as `keep` of the first choices stay. chooser: the original network's word on other images."""
+    def choose_by(self, chooser: Witness | None, keep: float) -> None:
+        """Change more, as far as `keep` of the first choices stay. chooser: the original network's word on other images;
+        None in a process that leads no others.
+        """
         self.chooser, self.keep = chooser, keep
-        self._trials = Trials(self.student, self.images, self.settings.batch_size)
+        self._trials = Trials(self.student, self.images, self.settings.batch_size, self.team)
 
     @property
     def steps(self) -> int:
@@ -90,9 +94,9 @@ class Keeper:
 
     def run(self) -> Iterator[str]:
         """A word on each step that is done."""
-        self.records = list(least_floors(self.teacher, self.student, self.images, self.settings.batch_size))
+        self.records = list(least_floors(self.teacher, self.student, self.images, self.settings.batch_size, self.team))
         yield "floors"
-        if self._trials is None or self.chooser is None:
+        if self._trials is None:
             return
         for option in self._trials.run():
             yield f"{option.path}, {option.change}: logits off by {100 * option.error:.2g} %"

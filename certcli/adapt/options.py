@@ -93,23 +93,28 @@ def floor_options(path: str, norm: FloorNorm, seen: Seen) -> Iterator[Option]:
             )
 
 
-def replaced_attentions(path: str, holder: nn.Module, name: str, old: nn.Module, seen: Seen) -> Iterator[Option]:
-    """Attentions of smaller constant, their output map fitted to what the old one gave on the same inputs."""
-    weights = AttentionWeights.of(old)
-    for attention in TRIED:
-        kind = ATTENTIONS[attention]
-        assert kind is not None
-        new: Any = REPLACEMENTS.load(kind)(old)
-        new = new.requires_grad_(False).eval().to(weights.query)
-        new.start(weights)
-        solver = LeastSquares(
-            new.proj.in_features, new.proj.out_features, weights.query.device, new.proj.bias is not None
-        )
-        for args, kwargs, wanted in seen.calls:
-            mixed = captured(new.proj, partial(new, *args, **kwargs))
-            solver.add(mixed.flatten(0, -2), wanted.flatten(0, -2))
-        # as with kept attentions: directions that the images hardly excite stay as the closed form has them
-        solver.solve_into(new.proj, _RIDGE, keep=True)
-        yield Option(
-            path, kind, type(new).__name__, 1.0, partial(setattr, holder, name, new), 0.0, f"{attention} attention"
-        )
+def made(attention: str, old: nn.Module) -> Any:
+    """The attention of that name for the place of `old`, its weights yet to come."""
+    kind = ATTENTIONS[attention]
+    assert kind is not None
+    return REPLACEMENTS.load(kind)(old).requires_grad_(False).eval().to(AttentionWeights.of(old).query)
+
+
+def fitted(attention: str, old: nn.Module, seen: Seen) -> Any:
+    """An attention of smaller constant, its output map fitted to what the old one gave on the same inputs."""
+    weights, new = AttentionWeights.of(old), made(attention, old)
+    new.start(weights)
+    solver = LeastSquares(new.proj.in_features, new.proj.out_features, weights.query.device, new.proj.bias is not None)
+    for args, kwargs, wanted in seen.calls:
+        mixed = captured(new.proj, partial(new, *args, **kwargs))
+        solver.add(mixed.flatten(0, -2), wanted.flatten(0, -2))
+    # as with kept attentions: directions that the images hardly excite stay as the closed form has them
+    solver.solve_into(new.proj, _RIDGE, keep=True)
+    return new
+
+
+def attention_option(path: str, attention: str, place: Callable[[Any], Any], new: nn.Module) -> Option:
+    """place: puts an attention where this one shall be."""
+    kind = ATTENTIONS[attention]
+    assert kind is not None
+    return Option(path, kind, type(new).__name__, 1.0, partial(place, new), 0.0, f"{attention} attention")

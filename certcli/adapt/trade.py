@@ -7,7 +7,7 @@ from typing import Any
 
 from certcli.adapt.options import FLOOR, Option
 from certcli.adapt.trials import Step, Trials
-from certcli.fidelity import Witness, allowed_share, keeps
+from certcli.fidelity import Fidelity, Witness, allowed_share, keeps
 
 ROUNDS = 4
 """Most rungs that are measured in search of the best one."""
@@ -41,12 +41,14 @@ class Rung:
         return asdict(self)
 
 
-def climb(steps: Sequence[Step], trials: Trials, chooser: Witness, keep: float) -> tuple[list[Rung], int]:
+def climb(steps: Sequence[Step], trials: Trials, chooser: Witness | None, keep: float) -> tuple[list[Rung], int]:
     """(rungs in order, how many steps are worth taking): the most that keeps enough of the choosers' first choices.
 
     The errors of single changes add up in squares, nearly; the line from the old logits to a rung's says how much further
-    one may go, and the next rung is put there. Leaves the student with the steps that are taken.
+    one may go, and the next rung is put there. Leaves the student with the steps that are taken. Of several processes the
+    leader has the chooser, and the last one proves meanwhile.
     """
+    team = trials.team
     expected = [0.0]
     for step in steps:
         expected.append((expected[-1] ** 2 + step.cost) ** 0.5)
@@ -54,10 +56,16 @@ def climb(steps: Sequence[Step], trials: Trials, chooser: Witness, keep: float) 
 
     def measure(count: int) -> tuple[bool, float]:
         placed = trials.place(steps[:count])
-        logits = chooser.logits(trials.student)
-        told = chooser.compare(logits)
-        found[count] = _rung(count, placed, trials.log10_upper(), told)
-        return keeps(told, keep, chooser), allowed_share(chooser, logits, told, keep)
+        upper = trials.log10_upper() if team.rank == team.size - 1 else None
+        judged: tuple[dict[str, Any], bool, float] | None = None
+        if chooser is not None:
+            logits = chooser.logits(trials.student)
+            told = chooser.compare(logits)
+            judged = asdict(told), keeps(told, keep, chooser), allowed_share(chooser, logits, told, keep)
+        everyone = team.everyone([judged, upper])
+        stated, enough, share = everyone[0][0]
+        found[count] = _rung(count, placed, everyone[-1][1], Fidelity(**stated))
+        return enough, share
 
     def within(error: float) -> int:
         return sum(each <= error for each in expected) - 1

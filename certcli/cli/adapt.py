@@ -1,6 +1,6 @@
 """certvit adapt: a vision transformer becomes Lipschitz-continuous, and keeps what it knew or is ready to be trained."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,9 +9,12 @@ from certcli.cli.command import command, group
 from certcli.cli.groups import Calibration, Machine, Output, Source, Talk, beside
 from certcli.cli.inputs import say_wider
 from certcli.cli.output import percent, stated
+from certcli.processes import team
 
 if TYPE_CHECKING:
     from certcli.adapt.settings import AdaptSettings
+    from certcli.checkpoint import Checkpoint
+    from certcli.models import PixelModel
 
 
 @group("Surgery")
@@ -102,7 +105,6 @@ def adapt(
     from certcli.adapt.state import KEY
     from certcli.calibration import hold_out
     from certcli.cli.dry_run import open_for_plan, show_plan
-    from certcli.lipschitz.network import prove
     from certcli.outputs import discard_state, require_own_state
 
     sink = talk.sink()
@@ -121,13 +123,19 @@ def adapt(
     learnt, choosing = hold_out(seen, 3) if keep < 1 else (seen, None)
     pixels = compact(batch for _, batch, _ in learnt.batches(256))
     adapter = adapted.begin(checkpoint, settings, pixels, machine.pick(), keep, choosing)
+    if not team().leads:
+        adapted.fit(adapter, state_path, fitting.resume, sink)
+        proves = team().rank == team().size - 1
+        team().everyone(_proven("upper_before", adapter.teacher, checkpoint) if proves else None)
+        return
     witness = kept.witness(adapter.teacher, seen, unseen, checkpoint.record, machine.batch_size, sink)
     require_own_state(state_path, KEY, adapter.identity, output.force or fitting.resume)
     adapted.fit(adapter, state_path, fitting.resume, sink)
     result = adapter.result()  # first: it folds norms, and what is told is of the network as it is written
     end_to_end = kept.told(witness, adapter.student, checkpoint.record, took_part=not len(unseen))
     written = models.load(result, machine.pick())  # as whoever reads the file will have it
-    before, after = (prove(model, checkpoint.record.classes).upper for model in (adapter.teacher, written))
+    after = _proven("upper_after", written, checkpoint)
+    before = team().everyone(None if team().several else _proven("upper_before", adapter.teacher, checkpoint))[-1]
     trade = adapted.trade_document(adapter)
     say_wider(checkpoint, result, sink)
     output.write(result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}), path)
@@ -138,8 +146,8 @@ def adapt(
         {
             "output": str(path),
             "kept": end_to_end,
-            **stated("upper_before", before),
-            **stated("upper_after", after),
+            **before,
+            **after,
             **trade,
             "options": adapted.options_document(adapter),
             "replaced": parts,
@@ -147,7 +155,7 @@ def adapt(
         }
     )
     kept.show(end_to_end, sink)
-    sink.text(f"network's bound: {before} -> {after}")
+    sink.text(f"network's bound: {before['upper_before_text']} -> {after['upper_after_text']}")
     adapted.show_trade(adapter, sink)
     sink.table(
         adapted.PARTS if settings.refit else adapted.PARTS_ALONE,
@@ -155,6 +163,13 @@ def adapt(
         [(r.path, r.before, r.after, percent(r.error)) for r in adapter.records],
     )
     sink.text(f"wrote {path}; peak memory {memory / 2**30:.1f} GiB")
+
+
+def _proven(name: str, model: "PixelModel", checkpoint: "Checkpoint") -> dict[str, Any]:
+    """The network's proven bound as the document has it, under this name."""
+    from certcli.lipschitz.network import prove
+
+    return stated(name, prove(model, checkpoint.record.classes).upper)
 
 
 def _settings(surgery: Surgery, fitting: Fitting, batch_size: int, seed: int) -> "AdaptSettings":

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.output import Sink, percent
+from certcli.processes import require_one, team
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,8 @@ def check(keep: float | None, settings: "AdaptSettings") -> None:
     from certcli.errors import UsageError
     from certcli.fidelity import check_keep
 
+    if settings.refit:
+        require_one("parts are fitted block by block", "leave out torchrun; --goal keep runs with it")
     if keep is None:
         return
     check_keep(keep)
@@ -61,9 +64,10 @@ def begin(
 
     if settings.refit:
         return Adapter(checkpoint, settings, pixels, device)
-    keeper = Keeper(checkpoint, settings, pixels, device)
+    keeper = Keeper(checkpoint, settings, pixels, device, team())
     if choosing is not None and len(choosing):
-        keeper.choose_by(Witness(keeper.teacher, choosing.limit(MOST_CHOOSING, settings.seed)), keep)
+        asked = choosing.limit(MOST_CHOOSING, settings.seed)
+        keeper.choose_by(Witness(keeper.teacher, asked) if team().leads else None, keep)
     return keeper
 
 

@@ -43,7 +43,7 @@ def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., Non
     return wrapped
 
 
-SPLIT = ("constrain", "finetune", "lipschitz", "audit", "certify", "attack")
+SPLIT = ("adapt", "constrain", "finetune", "lipschitz", "audit", "certify", "attack")
 """Commands that several processes share."""
 COMMANDS: dict[str, Callable[..., None]] = {
     "init": init.init,
