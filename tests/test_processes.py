@@ -180,7 +180,7 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
             (one / "audit.json").write_text(do(AUDIT))
             (one / "adapt.json").write_text(do([*ADAPT, "-o", "adapted.safetensors"]))
             (one / "finetune.json").write_text(do([*FINETUNE, "-o", "tuned.safetensors"]))
-            running.wait(timeout=300)  # on a machine with others at work
+            running.wait(timeout=600)  # on a machine with others at work
     return one, two, (two / "stderr").read_text()
 
 
