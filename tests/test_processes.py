@@ -15,10 +15,12 @@ import torch
 import torch.distributed as distributed
 from typer.testing import CliRunner
 
+from certcli.audit.clock import Part
+from certcli.audit.together import together as in_turns
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
 from certcli.cli.training import Training
-from certcli.errors import Interrupted, UsageError
+from certcli.errors import DataError, Interrupted, UsageError
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.processes import ALONE, Ended, Team
 
@@ -126,6 +128,23 @@ def test_the_first_to_fail_speaks_and_all_end_with_its_code() -> None:
     assert ALONE.fail(6) is None
     with pytest.raises(UsageError):
         Team(2, 2)
+
+
+def test_a_stage_of_an_audit_ends_for_all_alike() -> None:
+    """What lies behind a piece that was broken off is dropped; what one process refuses, all refuse."""
+
+    def late(team: Team) -> tuple[list[int], bool]:
+        return in_turns(team, Part(0.0 if team.rank == 1 else 60.0), lambda: team.rank)
+
+    assert together(3, late) == [([0], True)] * 3
+
+    def refused(team: Team) -> int:
+        if team.rank == 2:
+            raise DataError("image 7 is broken", "remove it")
+        return team.rank
+
+    found = together(3, lambda team: in_turns(team, Part(60.0), lambda: refused(team)))
+    assert [(type(one), one.message, one.hint) for one in found] == [(DataError, "image 7 is broken", "remove it")] * 3
 
 
 def interrupt(*_: object) -> None:
