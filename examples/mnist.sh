@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Certified training on MNIST, l2 radius 1.58, from scratch: a network that is Lipschitz by design and has no attention.
-# Usage: examples/mnist.sh DATA_DIR   (the folder that holds MNIST/raw); some eleven minutes on one core.
+# Usage: examples/mnist.sh DATA_DIR   (the folder that holds MNIST/raw); some ten minutes on one core.
 set -euo pipefail
 
 data=$(cd "${1:?give the folder that holds MNIST/raw}" && pwd)
