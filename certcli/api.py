@@ -13,7 +13,7 @@ from torch import Tensor
 
 from certcli import data, models
 from certcli.attack.campaign import stages_of
-from certcli.attack.run import attack_curve
+from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, curve
 from certcli.audit import gates as audit_gates
@@ -36,6 +36,7 @@ from certcli.lipschitz.network import NetworkBound, prove_checkpoint
 from certcli.models import PixelModel
 from certcli.provenance import Record
 from certcli.reading import Reading
+from certcli.threat import growing
 
 FUNCTIONS = (
     "load", "save", "history", "network", "images", "bound", "slope", "certify", "shares", "attack", "audit",
@@ -139,7 +140,7 @@ def attack(
     model = network(checkpoint, device=device)
     where = next(model.parameters()).device
     batches = ((i, pixels.to(where), y) for i, pixels, y in _images(checkpoint, given, labels).batches(batch_size))
-    return curve(attack_curve(model, batches, stage.plan, stage.norm, stage.radii, chosen))
+    return curve(attack_images(model, batches, stage.plan, growing(stage.norm, stage.radii), chosen))
 
 
 def audit(

@@ -5,6 +5,7 @@ record, written and flushed as it is found, so an interrupted run is a shorter r
 image, so that records of two runs can be compared image by image.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -177,7 +178,11 @@ class RecordFile:
             self._handle.write(text.encode())
             self._handle.flush()
         except OSError as failure:
-            raise OutputError(f"cannot write {self.path}: {failure.strerror}", "free some space") from failure
+            handle, self._handle = self._handle, None
+            with contextlib.suppress(OSError):  # it would try to write what is buffered once more
+                handle.close()
+            hint = "free some space, then repeat the command with --resume"
+            raise OutputError(f"cannot write {self.path}: {failure.strerror}", hint) from failure
 
     def __enter__(self) -> "RecordFile":
         return self

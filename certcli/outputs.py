@@ -144,8 +144,12 @@ def require_absent(path: Path, force: bool, option: str = "-o") -> None:
     folder = path.parent
     if not folder.is_dir():
         raise OutputError(f"cannot write {path}: there is no folder {folder}", f"mkdir -p {folder}")
-    if not os.access(folder, os.W_OK):
-        raise OutputError(f"cannot write {path}: the folder is read-only", f"choose another folder with {option}")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # its permissions do not tell: /proc has them, and takes no file
+    except OSError as failure:
+        locked = failure.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        reason = "the folder is read-only" if locked else f"{folder} takes no files ({failure.strerror})"
+        raise OutputError(f"cannot write {path}: {reason}", f"choose another folder with {option}") from failure
 
 
 @contextlib.contextmanager

@@ -96,3 +96,10 @@ class Threat:
         inside = image_norms(adversarial.double() - images.double(), self.norm) <= self.radii(images)
         boxed = ((adversarial >= 0) & (adversarial <= 1)).flatten(1).all(dim=1)
         return inside & boxed
+
+
+def growing(norm: Norm, radii: Sequence[float]) -> list[Threat]:
+    """One threat a radius, ascending, each once. UsageError when there is none."""
+    if not radii:
+        raise UsageError("no radius was given")
+    return [Threat(norm, radius) for radius in sorted(set(radii))]

@@ -17,7 +17,7 @@ from certcli.attack.catalogue import ATTACKS
 from certcli.attack.certified import Certified
 from certcli.attack.checks import CHECKS
 from certcli.attack.presets import PRESETS
-from certcli.attack.run import attack_threats
+from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
@@ -196,9 +196,9 @@ def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
 
     def counted(model: object, batches: list[Batch], *words: object, **more: object) -> object:
         attacked.append(len(batches[0][0]))
-        return attack_threats(model, batches, *words, **more)
+        return attack_images(model, batches, *words, **more)
 
-    monkeypatch.setattr(campaign, "attack_threats", counted)
+    monkeypatch.setattr(campaign, "attack_images", counted)
     assert document(net, *RUN, "--records", parts, "--resume") == expected
     assert parts.read_bytes() == written
     # batches of 15, 15 and 10 images at two radii

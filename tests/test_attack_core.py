@@ -30,11 +30,11 @@ from certcli.attack.catalogue import ATTACKS, DETERMINISTIC, L2_ONLY
 from certcli.attack.fab import projection
 from certcli.attack.judge import judge
 from certcli.attack.margin import ascend, lost_margin
-from certcli.attack.run import attack_curve, attack_images
+from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.attack.summary import curve, robust_accuracy
 from certcli.attack.watch import undisturbed
-from certcli.threat import Norm, Threat, image_norms
+from certcli.threat import Norm, Threat, growing, image_norms
 
 
 @pytest.mark.parametrize("saturated", [False, True], ids=["inner pixels", "pixels at 0 and 1"])
@@ -340,8 +340,13 @@ def test_what_was_reached_at_a_smaller_radius_is_tried_first_at_a_larger_one() -
         for chosen in (radii[:1], radii):
             passes.clear()
             rows = list(
-                attack_curve(
-                    model, batches(images, labels, 5), ["apgd-ce"], "l2", chosen, SHORT, independent=independent
+                attack_images(
+                    model,
+                    batches(images, labels, 5),
+                    ["apgd-ce"],
+                    growing("l2", chosen),
+                    SHORT,
+                    independent=independent,
                 )
             )
             counts.append(len(passes))

@@ -23,11 +23,11 @@ from certcli.attack import checks, examples
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.margin import lost_margin
 from certcli.attack.presets import PRESETS, preset
-from certcli.attack.run import Attacked, attack_curve, attack_images
+from certcli.attack.run import Attacked, attack_images
 from certcli.attack.settings import AttackSettings, planned_attacks
 from certcli.attack.summary import curve, robust_accuracy
 from certcli.errors import DataError, UsageError
-from certcli.threat import Norm, Threat, image_norms
+from certcli.threat import Norm, Threat, growing, image_norms
 
 
 def test_cascade_asks_each_image_once_and_independence_asks_all() -> None:
@@ -64,7 +64,9 @@ def test_a_curve_falls_and_carries_what_fell() -> None:
     images = pictures(20)
     labels = labelled(model, images, wrong=3)
     radii = (0.4, 0.05, 0.1, 0.2)
-    records = list(attack_curve(model, batches(images, labels), ["fgsm", "pgd"], "l2", radii, AttackSettings()))
+    records = list(
+        attack_images(model, batches(images, labels), ["fgsm", "pgd"], growing("l2", radii), AttackSettings())
+    )
     summaries = curve(records)
     assert [summary.epsilon for summary in summaries] == sorted(radii)
     robust = [summary.robust for summary in summaries]
@@ -114,7 +116,7 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(UsageError, match="l2"):
         list(attack_images(model, data, ["cw"], Threat("linf", 0.1), SHORT))
     with pytest.raises(UsageError, match="radius"):
-        list(attack_curve(model, data, ["pgd"], "l2", (), SHORT))
+        list(attack_images(model, data, ["pgd"], growing("l2", ()), SHORT))
     with pytest.raises(UsageError, match="training"):
         list(attack_images(perceptron(3).train(), data, ["pgd"], Threat("l2", 0.1), SHORT))
     with pytest.raises(UsageError, match="Square"):
@@ -225,7 +227,9 @@ def test_examples_are_proofs_by_themselves() -> None:
     labels = labelled(model, images, wrong=2)
     threat = Threat("l2", 0.2)
     records = list(
-        attack_curve(model, batches(images, labels), ["margin-pgd"], "l2", (0.1, 0.2), SHORT, keep_images=True)
+        attack_images(
+            model, batches(images, labels), ["margin-pgd"], growing("l2", (0.1, 0.2)), SHORT, keep_images=True
+        )
     )
     saved = examples.collect(records)
     assert (

@@ -332,6 +332,7 @@ def test_large_networks_are_judged_in_bf16_where_that_is_fast(
     assert found["attack"]["settings"]["precision"] == precision
     assert ("--precision bf16" in found["reproduce"]) is runs
     certvit("audit", workshop / "plain.safetensors", "--precision", "half", code=2)
+    certvit("audit", workshop / "plain.safetensors", "--limit", 0, "--dataset", "digits", code=6)
 
 
 def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -> None:

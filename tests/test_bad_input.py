@@ -1,6 +1,7 @@
 """Bad input: one line, the documented exit code, inputs untouched, nothing half-written; run by a shell, as users do."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -225,13 +227,22 @@ def test_json_errors_are_one_object_on_stdout(tmp_path: Path) -> None:
 
 
 def test_a_read_only_folder(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`os.access` is asked before any work is done; root, for whom every folder is writable, is told so here."""
+    """A file is tried before any work is done; root, for whom every folder is writable, is told so here."""
     good = tmp_path / "m.safetensors"
     shutil.copy(workshop / "plain.safetensors", good)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+
+    def refused(dir: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    if Path("/proc/self").exists():  # root may write there, by its permissions
+        done = certvit(tmp_path, "constrain", "m.safetensors", "-o", "/proc/x.safetensors")
+        assert (done.returncode, done.stderr.count("\n")) == (8, 2), done.stderr
+        assert "/proc takes no files" in done.stderr
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
     failure = CliRunner().invoke(app, ["constrain", str(good)]).exception
     assert isinstance(failure, OutputError)
     assert failure.code == 8
+    assert "read-only" in failure.message
     assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
 
 

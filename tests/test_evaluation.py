@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -16,7 +17,7 @@ from certcli.certify import methods
 from certcli.certify.certificate import Certificate, certified_accuracy
 from certcli.checkpoint import Checkpoint
 from certcli.cli.main import app
-from certcli.errors import CertvitError, DataError, UsageError
+from certcli.errors import CertvitError, DataError, OutputError, UsageError
 from certcli.evaluation import PIXELS, RecordFile, Run, read_records
 from certcli.intervals import lower_confidence, share_interval, upper_confidence
 from certcli.report import curve
@@ -142,6 +143,28 @@ def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_
     ):
         with pytest.raises(UsageError, match=named):
             RecordFile(tmp_path / "r.jsonl", other, images, resume=True)
+
+
+def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(plain: Checkpoint, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk: writes fail, and so does closing what is buffered."""
+    images = data.load("digits", plain.record.input, "test").select(range(1))
+    run, path = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={}), tmp_path / "r.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    row = {"index": int(images.indices[0]), "radius": 0.5}
+
+    def fill() -> None:
+        with RecordFile(path, run, images) as file:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+            for _ in range(1000):
+                file.write([row])
+
+    try:
+        with pytest.raises(OutputError, match="cannot write"):
+            fill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.stat().st_size == 5000
+    assert RecordFile(path, run, images, resume=True).earlier > 10
 
 
 def test_the_header_says_what_was_assumed_of_the_network(workshop: Path, tmp_path: Path) -> None:

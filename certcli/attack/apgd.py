@@ -1,6 +1,6 @@
 """APGD of Croce and Hein, for any loss that has a row an image and for several targets of an image at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -60,15 +60,9 @@ def apgd_targeted(model: nn.Module, images: Tensor, labels: Tensor, threat: Thre
     targets = min(settings.targets, count_classes(model, images, settings) - 1) if len(images) else 0
 
     def climb(net: Watched, successes: Successes | None, images: Tensor, labels: Tensor) -> Tensor:
-        with torch.no_grad():
-            ranked = net(images).scatter(1, labels[:, None], float("-inf")).topk(targets, dim=1).indices
         best, height = images.clone(), torch.full_like(images[:, 0, 0, 0], float("-inf"))
         generator = torch.Generator().manual_seed(settings.draw)
-        for first, last in at_once(images, targets):
-            rows = standing(successes, images)
-            if not len(rows):
-                break
-            owner, aims = rows.repeat(last - first), ranked[rows, first:last].T.reshape(-1)
+        for _, owner, aims in aimed(net, successes, images, labels, targets):
             end, value = _ascend(
                 net, successes, images, labels, threat, settings, targeted_ratio, generator, owner, aims
             )
@@ -88,10 +82,18 @@ def targeted_ratio(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
     return margin / (top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + 1e-12)
 
 
-def at_once(images: Tensor, targets: int) -> list[tuple[int, int]]:
-    """Ranges of target ranks that are attacked together."""
+def aimed(
+    net: Watched, successes: Successes | None, images: Tensor, labels: Tensor, targets: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Runs against the likeliest wrong classes, as many at once as are small: (r,) images that have not fallen, (m r,)
+    the image and (m r,) the class of each run, of which each class has r."""
+    with torch.no_grad():
+        ranked = net(images).scatter(1, labels[:, None], float("-inf")).topk(targets, dim=1).indices
     many = max(1, min(targets, ENTRIES // max(1, images.numel())))
-    return [(first, min(first + many, targets)) for first in range(0, targets, many)]
+    for part in ranked.split(many, dim=1) if targets else ():
+        rows = standing(successes, images)
+        if len(rows):
+            yield rows, rows.repeat(part.shape[1]), part[rows].T.reshape(-1)
 
 
 def standing(successes: Successes | None, images: Tensor) -> Tensor:

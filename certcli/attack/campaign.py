@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from certcli.attack.certified import Certified, require_correct, select
 from certcli.attack.presets import preset
-from certcli.attack.run import Attacked, attack_threats
+from certcli.attack.run import Attacked, attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.errors import DataError, UsageError
 from certcli.evaluation import RecordFile, Run
@@ -247,7 +247,7 @@ def run_tasks(
         indices = task.images.indices[positions]
         batch = (indices, sent(pixels, like.device).to(like.dtype), labels)
         rows: list[Attacked] = []
-        for row in attack_threats(
+        for row in attack_images(
             model,
             [batch],
             stage.plan,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.apgd import at_once, standing
+from certcli.attack.apgd import aimed
 from certcli.attack.margin import targeted_margin
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watch import Successes, Watched, climb_with, count_classes
@@ -40,17 +40,11 @@ def _run(
     targets = min(settings.targets, count_classes(model, images, settings) - 1) if len(images) else 0
 
     def climb(net: Watched, successes: Successes | None, images: Tensor, labels: Tensor) -> Tensor:
-        with torch.no_grad():
-            ranked = net(images).scatter(1, labels[:, None], float("-inf")).topk(targets, dim=1).indices
         best, least = images.clone(), torch.full((len(images),), float("inf"), device=images.device).double()
         generator = torch.Generator().manual_seed(settings.draw)
-        for first, last in at_once(images, targets):
-            rows = standing(successes, images)
-            if not len(rows):
-                break
-            owner, aims = rows.repeat(last - first), ranked[rows, first:last].T.reshape(-1)
+        for rows, owner, aims in aimed(net, successes, images, labels, targets):
             found, length = _search(net, successes, images, labels, threat, settings, generator, owner, aims)
-            for points, norms in zip(found.chunk(last - first), length.chunk(last - first), strict=True):
+            for points, norms in zip(found.split(len(rows)), length.split(len(rows)), strict=True):
                 nearer = norms < least[rows]
                 best[rows[nearer]], least[rows[nearer]] = points[nearer], norms[nearer]
         return best

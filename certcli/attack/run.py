@@ -72,7 +72,7 @@ def attack_images(
     model: nn.Module,
     batches: Iterable[Batch],
     names: Sequence[str | Planned],
-    threat: Threat,
+    threats: Threat | Sequence[Threat],
     settings: AttackSettings,
     *,
     independent: bool = False,
@@ -80,71 +80,17 @@ def attack_images(
     source: nn.Module | None = None,
     keep_images: bool = False,
 ) -> Iterator[Attacked]:
-    """One record an image: is there an attack among `names` with argmax f(x') != y, |x' - x| <= radius?
+    """One record an image and threat: is there an attack among `names` with argmax f(x') != y, |x' - x| <= radius?
 
     Misclassified images are not attacked; an image that one attack breaks is not shown to the next, unless
     `independent` asks for the share of each attack alone. `refine_steps` bisects each success towards its image.
     `source` crafts the images that `model` is tested on (transfer). A name may carry steps: "pgd-20".
+
+    Several threats are of one norm and grow (`growing`): what breaks an image at one radius breaks it at all larger
+    ones, so the curve falls by construction, and each image is attacked until its first failure only. A threat with a
+    radius for each image fits one batch only. UsageError when no attack is named or a model is in training mode.
     """
-    return attack_threats(
-        model,
-        batches,
-        names,
-        (threat,),
-        settings,
-        independent=independent,
-        refine_steps=refine_steps,
-        source=source,
-        keep_images=keep_images,
-    )
-
-
-def attack_curve(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    names: Sequence[str | Planned],
-    norm: Norm,
-    radii: Sequence[float],
-    settings: AttackSettings,
-    *,
-    independent: bool = False,
-    refine_steps: int = 0,
-    source: nn.Module | None = None,
-    keep_images: bool = False,
-) -> Iterator[Attacked]:
-    """One record an image and radius, radii ascending: what breaks an image at one radius breaks it at all larger ones.
-
-    So the curve falls by construction, and each image is attacked until its first failure only. UsageError when no
-    attack or no radius is named, or a model is in training mode.
-    """
-    if not radii:
-        raise UsageError("no radius was given")
-    return attack_threats(
-        model,
-        batches,
-        names,
-        [Threat(norm, radius) for radius in sorted(set(radii))],
-        settings,
-        independent=independent,
-        refine_steps=refine_steps,
-        source=source,
-        keep_images=keep_images,
-    )
-
-
-def attack_threats(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    names: Sequence[str | Planned],
-    threats: Sequence[Threat],
-    settings: AttackSettings,
-    *,
-    independent: bool = False,
-    refine_steps: int = 0,
-    source: nn.Module | None = None,
-    keep_images: bool = False,
-) -> Iterator[Attacked]:
-    """`attack_curve` for threats in one norm that grow. One with a radius for each image fits one batch only."""
+    threats = [threats] if isinstance(threats, Threat) else threats
     planned = planned_attacks(names, settings)
     for entry in planned:
         if threats[0].norm != "l2" and entry.attack in L2_ONLY:

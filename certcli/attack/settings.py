@@ -64,6 +64,11 @@ class AttackSettings:
         """The seed of this restart, apart from the seeds 0, 1, 2, ... that people choose."""
         return self.seed + 1_000_003 * self.restart
 
+    @property
+    def stops(self) -> bool:
+        """Whether a success ends a run. On a random net one lucky draw is none: the end is judged, on the average."""
+        return self.stop_early and self.samples == 1
+
     def step(self, threat: Threat, steps: int, images: Tensor) -> Tensor:
         """alpha, (b, 1, 1, 1): the given step size, else relative_step * radius / steps (2.5 is Madry et al.'s choice)."""
         radii = threat.radii(images)

@@ -55,7 +55,7 @@ def robust_accuracy(records: Iterable[Attacked]) -> RobustAccuracy:
 
 
 def curve(records: Iterable[Attacked]) -> tuple[RobustAccuracy, ...]:
-    """One summary a radius, ascending, from the records of `attack_curve`."""
+    """One summary a radius, ascending, from the records of `attack_images`."""
     groups: dict[float, list[Attacked]] = {}
     for record in records:
         groups.setdefault(record.epsilon, []).append(record)

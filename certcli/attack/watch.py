@@ -29,11 +29,12 @@ class Successes:
     """Which images of a batch were seen to fall, and where: what flips is judged at once, by the model itself."""
 
     def __init__(self, model: nn.Module, images: Tensor, labels: Tensor, threat: Threat) -> None:
-        self._model, self._images, self._labels, self._threat = model, images, labels, threat
+        self._model, self._threat = model, threat
+        self._images, self._labels = images.detach(), labels.to(images.device)
         self.solved = torch.zeros(len(images), dtype=torch.bool, device=images.device)
         self.count = 0
         """How many fell, known without asking the device."""
-        self._kept = images.clone()
+        self._kept = self._images.clone()
 
     def note(self, owner: Tensor, points: Tensor, logits: Tensor) -> None:
         """points (r, c, h, w), logits (r, k) of images `owner` (r,), of which several may be the same."""
@@ -179,9 +180,7 @@ def craft_with(
     images, labels = images.detach(), labels.to(images.device)
     if not len(images) or threat.radius == 0:
         return images.clone()
-    # on a random net (samples > 1) one lucky draw is no success: the end of the run is judged, on the average
-    watching = watch and settings.stop_early and settings.samples == 1
-    watched = Watched(model, images, labels, threat, watching, settings.precision)
+    watched = Watched(model, images, labels, threat, watch and settings.stops, settings.precision)
     slow = settings.precision == "bf16" and images.device.type == "cpu"
     with undisturbed(model, images, settings.draw), _unfused(model) if slow else nullcontext():
         try:
@@ -206,11 +205,7 @@ def climb_with(
     watch: bool = True,
 ) -> Tensor:
     """Run an attack that keeps its own books: (b, c, h, w), (b,) -> (b, c, h, w), to be judged."""
-    images, labels = images.detach(), labels.to(images.device)
-    if not len(images) or threat.radius == 0:
-        return images.clone()
-    watching = watch and settings.stop_early and settings.samples == 1
-    successes = Successes(model, images, labels, threat) if watching else None
+    successes = Successes(model, images, labels, threat) if watch and settings.stops else None
 
     def build(_: Any, net: Watched) -> Any:
         return lambda images, labels: climb(net, successes, images, labels)

@@ -13,7 +13,7 @@ import torch
 
 from certcli.attack.campaign import stages_of
 from certcli.attack.run import Attacked as AttackedImage
-from certcli.attack.run import attack_curve
+from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import curve
 from certcli.audit.clock import Part
@@ -25,6 +25,7 @@ from certcli.evaluation import describe
 from certcli.images import Images, sent
 from certcli.models import PixelModel
 from certcli.processes import ALONE, Team
+from certcli.threat import growing
 
 CAREFUL = 1.25
 """A batch is begun if so many times the seconds of the longest one are left."""
@@ -237,8 +238,8 @@ class Attacking:
                 return []
             pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
             batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
-            plan, radii = self.stage.plan, self.radii
-            mine.extend(attack_curve(self.model, batch, plan, "l2", radii, self.settings, keep_images=True))
+            plan, threats = self.stage.plan, growing("l2", self.radii)
+            mine.extend(attack_images(self.model, batch, plan, threats, self.settings, keep_images=True))
             return mine
 
         def pack(rows: list[AttackedImage]) -> list[dict[str, Any]]:

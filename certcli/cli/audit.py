@@ -47,7 +47,9 @@ class Wanted:
     sigma: Annotated[
         float | None,
         typer.Option(
-            parser=options.fraction, metavar="S", help="Noise of smoothing, pixel units; else the smallest --epsilon."
+            parser=options.fraction,
+            metavar="S",
+            help="Noise of smoothing, pixel units; else the smallest --epsilon, at least R / 1.5 for certified@R.",
         ),
     ] = None
     precision: Annotated[
@@ -199,4 +201,4 @@ def _images(record: Record, data: Evaluation, sink: Sink) -> Images | None:
             f"the images that it was trained on are not here ({failure.message}): the audit goes on without images"
         )
         return None
-    return images if data.limit is None or data.limit >= len(images) else images.select(range(data.limit))
+    return images.select(range(len(images.limit(data.limit))))

@@ -32,7 +32,9 @@ class Views:
     worst: Annotated[bool, typer.Option("--worst", help="Largest constants first.")] = False
     other: Annotated[
         str | None,
-        typer.Option("--compare", metavar="CKPT", help="A second checkpoint, side by side."),
+        typer.Option(
+            "--compare", metavar="CKPT", help="A second checkpoint, side by side; --arch and the like speak of both."
+        ),
         options.Reads(),
     ] = None
     formulas: Annotated[
