@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 from certcli import data, fidelity, models
 from certcli.calibration import synthetic_photographs
 from certcli.checkpoint import Checkpoint
+from certcli.cli.kept import show
 from certcli.cli.main import app
+from certcli.cli.output import Sink
 from certcli.constrain import keep
 from certcli.constrain.network import Calibration, Options
 from certcli.fidelity import ERROR_SHARE, Fidelity, Witness, known_labels
@@ -210,3 +212,15 @@ def test_a_share_is_a_share(tiny: Checkpoint, tmp_path: Path, share: float) -> N
     outcome = CliRunner().invoke(app, ["constrain", str(source), "--keep", str(share)])
     assert outcome.exit_code != 0
     assert "--keep must lie between 0 and 1" in str(outcome.exception) + outcome.output
+
+
+@pytest.mark.parametrize(("error", "warned"), [(0.10, False), (0.40, True)])
+def test_synthetic_photographs_do_not_vouch_for_large_changes(
+    error: float, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = fidelity.Fidelity(80, 43, error).to_json()
+    show(
+        {"dataset": "synthetic photographs", "split": "made", "took_part": False, "trained_on": False, **found},
+        Sink(False, False),
+    )
+    assert ("on real ones nothing may be" in " ".join(capsys.readouterr().err.split())) == warned
