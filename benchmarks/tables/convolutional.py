@@ -79,7 +79,7 @@ class Data:
 
     nets: name -> arguments of `certvit init`. sample: of the training images. epochs: plain, GloRo, after constraining.
     chain: batch size, sample and epochs of losses that follow each image through the layers: as many steps as GloRo's.
-    seeds: of rows with convolutions.
+    seeds: of rows with convolutions. further: those of standard, GloRo and CertViT beyond, where three had not decided.
     plain, parts, certified: of the ViT, the options of its training, of `adapt`, and of its certified training.
     """
 
@@ -96,6 +96,7 @@ class Data:
     quick: bool = False
     chain: str = "--batch-size 32 --limit 5000 --validation-limit 200 --epochs 4"
     seeds: tuple[int, ...] = (0,)
+    further: tuple[int, ...] = ()
 
     plain: str = "--epochs 1 --batch-size 128 --lr 1e-3 --limit 20000 --validation-limit 1000"
     parts: str = "--norm fold --residual weighted --activation maxmin --head 512,512,256"
@@ -129,6 +130,7 @@ DATA = (
     Data(
         "digits", "digits (ours)", "--dataset digits", "0.5", "0.5", {"4c3f": " --arch-arg img_size=8"}, "vit_digits",
         sample="", batch=64, epochs=(10, 30, 30), quick=True, chain="--batch-size 32 --epochs 15", seeds=(0, 1, 2),
+        further=(3, 4),
         plain="--epochs 45 --lr 2e-3 --noise 0.1",
         parts="--norm fold --activation maxmin --head 128,128", certified="--optimiser stiefel --lr 0.01 --epochs 80",
     ),
@@ -155,7 +157,7 @@ def _convolutional(data: Data, net: str) -> Iterator[Row]:
         (*label, "standard"),
         trained(data.images, arch, f"--loss ce {tool} --epochs {plain}", arguments) | judge,
         shown,
-        data.seeds,
+        data.seeds + data.further,
         quick=data.quick,
     )
     imagewise = f"--optimiser adamw --lr 1e-3 --weight-decay 0 {data.chain} --ramp 0.5"
@@ -171,7 +173,7 @@ def _convolutional(data: Data, net: str) -> Iterator[Row]:
             (*label, method),
             trained(data.images, arch, how, arguments) | own,
             shown | ({"upper": "train/log10_upper"} if chain else {}),
-            data.seeds,
+            data.seeds + (data.further if loss == "gloro" else ()),
             quick=data.quick and (not chain or data.name == "digits"),
             note=f"certified by {loss} itself" if chain else "",
         )
@@ -189,7 +191,7 @@ def _convolutional(data: Data, net: str) -> Iterator[Row]:
         }
         | judge,
         shown,
-        data.seeds,
+        data.seeds + data.further,
         after=(f"{name}/standard",),
         quick=data.name == "digits",
         note="the standard network constrained (l1, the paper's), then trained with the margin loss",
