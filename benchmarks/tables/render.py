@@ -203,7 +203,7 @@ def quick_lines(runs: Mapping[str, Any], whole: Mapping[str, Any] | None) -> lis
     done = [runs[key] for key in keys if key in runs and "earlier" not in runs[key]]
     seconds = sum(sum(run["cpu_seconds"].values()) for run in done)
     text = (
-        f"Rows marked quick, once for each of at most three seeds: {len(keys)}. Run: {len(done)}, one at a time, in "
+        f"Rows marked quick, once for each of at most three seeds: {len(keys)}. Run: {len(done)}, in "
         f"{seconds:.0f} CPU seconds of one thread, {seconds / 120:.0f} minutes on two cores that have nothing else to do. "
     )
     if whole is None:
@@ -211,7 +211,7 @@ def quick_lines(runs: Mapping[str, Any], whole: Mapping[str, Any] | None) -> lis
     else:
         text += (
             f"From end to end, with nothing there before and --jobs {whole['jobs']}: {whole['runs']} runs in "
-            f"{whole['seconds'] / 60:.0f} minutes by the clock."
+            f"{whole['seconds'] / 60:.0f} minutes by the clock{whole.get('note', '')}."
         )
     return ["## What `--quick` takes", "", *textwrap.wrap(text, 118), ""]
 

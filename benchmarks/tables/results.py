@@ -25,7 +25,10 @@ def read(path: Path = PATH) -> dict[str, Any]:
 
 
 def quick(path: Path = PATH) -> dict[str, Any] | None:
-    """What the last `--quick` took that ran every row of it: seconds by the clock, jobs, runs; None before the first."""
+    """What the last `--quick` took that ran every row of it: seconds by the clock, jobs, runs; None before the first.
+
+    note, by hand: what else the clock saw.
+    """
     found: dict[str, Any] | None = _document(path).get("quick")
     return found
 
