@@ -24,11 +24,27 @@ DEEPEST = 24  # brackets inside each other, in what a step or a result says of i
 PIXEL_SCALE = 2.0  # beyond it, a mean or standard deviation belongs to pixels of another scale than [0, 1]
 SMALLEST_STD = 1e-6
 
-Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z")]
-Path = Annotated[str, Meta(max_length=256, pattern=r"\A([A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*)?\Z")]
-Text = Annotated[str, Meta(max_length=512, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")]
-Dataset = Annotated[str, Meta(max_length=256, pattern=r"\A(torch/)?[^/\\\x00-\x1f\x7f-\x9f]*\Z")]
-Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+PATTERNS = {
+    "name": (r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z", "a name of letters, digits, '_', '.', '-'"),
+    "path": (r"\A([A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*)?\Z", "the path of a module, such as blocks.0.attn"),
+    "text": (r"\A[^\x00-\x1f\x7f-\x9f]*\Z", "text without control characters"),
+    "dataset": (r"\A(torch/)?[^/\\\x00-\x1f\x7f-\x9f]*\Z", "the name of a dataset, no path"),
+    "digest": (r"\A[0-9a-f]{64}\Z", "64 hexadecimal digits"),
+    "shard": (r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors\Z", "the name of a .safetensors file in the same folder"),
+    "index": (r"\A[0-9]{1,9}\Z", "a number"),
+}
+"""What a text may be: the expression, and the words for it in a refusal."""
+
+
+def _like(name: str, longest: int | None = None, shortest: int | None = None) -> Meta:
+    return Meta(pattern=PATTERNS[name][0], max_length=longest, min_length=shortest)
+
+
+Name = Annotated[str, _like("name", 128, 1)]
+Path = Annotated[str, _like("path", 256)]
+Text = Annotated[str, _like("text", 512)]
+Dataset = Annotated[str, _like("dataset", 256)]
+Digest = Annotated[str, _like("digest")]
 Side = Annotated[int, Meta(ge=1, le=LARGEST_SIDE)]
 Channels = Annotated[int, Meta(ge=1, le=MOST_CHANNELS)]
 Classes = Annotated[int, Meta(ge=0, le=MOST_CLASSES)]
@@ -147,7 +163,7 @@ class ConfigFields(Struct):
 
 LARGEST_INDEX = 64 * 2**20
 """Bytes of the index of a checkpoint in several files."""
-ShardName = Annotated[str, Meta(max_length=255, pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors\Z")]
+ShardName = Annotated[str, _like("shard", 255)]
 
 
 class IndexFields(Struct):
@@ -157,7 +173,7 @@ class IndexFields(Struct):
     metadata: Json | None = None
 
 
-Index = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
+Index = Annotated[str, _like("index")]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
@@ -313,7 +329,7 @@ def decode(text: str | bytes, wanted: type[T]) -> T:
     except RecursionError:
         raise Refused("JSON nested too deeply") from None
     except (msgspec.MsgspecError, UnicodeError, ValueError) as failure:
-        raise Refused(one_line(failure)) from failure
+        raise Refused(_said(failure)) from failure
 
 
 def is_name(text: str) -> bool:
@@ -326,7 +342,15 @@ def convert(value: Any, wanted: type[T]) -> T:
     try:
         return msgspec.convert(value, wanted)
     except (msgspec.ValidationError, RecursionError) as failure:
-        raise Refused(one_line(failure)) from failure
+        raise Refused(_said(failure)) from failure
+
+
+def _said(failure: Exception) -> str:
+    """msgspec's reason in one line, with words in place of an expression."""
+    text = str(failure)
+    for pattern, words in PATTERNS.values():
+        text = text.replace(f"`str` matching regex {pattern!r}", words)
+    return one_line(text)
 
 
 def surgery_arguments(path: str, kind: str, args: Json) -> None:

@@ -86,3 +86,11 @@ def test_wrong_settings_are_one_line(
     assert hint in outcome.exception.hint
     other = CliRunner().invoke(app, ["log", "m.safetensors"])  # other commands do not read them
     assert not isinstance(other.exception, UsageError)
+
+
+def test_settings_that_are_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "certvit.toml").mkdir()
+    outcome = CliRunner().invoke(app, ["audit", "m.safetensors"])
+    assert isinstance(outcome.exception, UsageError), outcome.exception
+    assert "certvit.toml is no file" in outcome.exception.message

@@ -100,7 +100,7 @@ class Data:
 
     plain: str = "--epochs 1 --batch-size 128 --lr 1e-3 --limit 20000 --validation-limit 1000"
     parts: str = "--norm fold --residual weighted --activation maxmin --head 512,512,256"
-    certified: str = "--epochs 12 --batch-size 256"
+    certified: str = "--epochs 4 --batch-size 128 --limit 20000 --validation-limit 1000"
 
     def judged(self, method: str = "") -> dict[str, str]:
         """method: of the certificate, in place of the global bound; on fewer images, since it looks at each."""

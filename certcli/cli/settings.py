@@ -9,6 +9,7 @@ option without its dashes; files that are written, and what is said, belong to t
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,10 @@ def defaults(command: str, parameters: list[Any], context: Any, folder: Path = P
 
 def _table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
     try:
-        if not path.is_file():
+        if not os.path.lexists(path):
             return {}
+        if not path.is_file():
+            raise UsageError(f"{path} is no file, and would hold the settings", "remove it, or write TOML there")
         if path.stat().st_size > LARGEST:
             raise UsageError(f"{path} is larger than a settings file", "a few lines of TOML")
         found: Any = tomllib.loads(path.read_text(encoding="utf-8"))
