@@ -29,17 +29,6 @@ def copies(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> 
     return {name: copy(value, dtypes[name]) for name, value in tensors.items()}
 
 
-def free_bytes() -> float:
-    """Memory that nobody uses now; half of the machine's where it does not say."""
-    try:
-        with open("/proc/meminfo") as facts:
-            free = next(line for line in facts if line.startswith("MemAvailable"))
-        return 1024.0 * int(free.split()[1])
-    except (OSError, StopIteration, ValueError):
-        pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**20
-        return 0.5 * pages * 4096
-
-
 class Spool:
     """Takes tensors one by one: up to SPARED bytes of them stay where they are, what comes after is mapped."""
 

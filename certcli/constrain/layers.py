@@ -21,6 +21,10 @@ Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 """Batches of images; a function, where they shall be read again in every pass and never all be held."""
 
 
+Visit = Callable[[int, str, nn.Module, Tensor], None]
+"""Called with a batch's number, a path, its module and what enters it."""
+
+
 class Enough(Exception):
     """Raised by a visitor of `stream` that needs no more of this batch."""
 
@@ -59,9 +63,11 @@ def module_at(model: nn.Module, path: str) -> Any:
         raise UsageError(f"the model has no layer '{path}'", "certvit lipschitz --layers lists them") from None
 
 
-def stream(
-    model: nn.Module, batches: Batches, paths: Sequence[str], visit: Callable[[int, str, nn.Module, Tensor], None]
-) -> int:
+def all_of(batches: Batches) -> Iterable[Any]:
+    return batches() if callable(batches) else batches
+
+
+def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visit) -> int:
     """Run the batches; visit(batch number, path, module, its input) at every call of a module of `paths`. -> batches.
 
     A batch is a tensor of images, or a tuple whose first floating-point tensor is one.
@@ -69,9 +75,9 @@ def stream(
     count = 0
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with watched(model, paths, visit), torch.inference_mode():
-        for batch in batches() if callable(batches) else batches:
+        for batch in all_of(batches):
             with contextlib.suppress(Enough):
-                model(sent(_images(batch), device))
+                model(sent(images_of(batch), device))
             count += 1
     if count == 0:
         raise DataError("there are no calibration images", "give --dataset or a larger --limit")
@@ -79,10 +85,8 @@ def stream(
 
 
 @contextlib.contextmanager
-def watched(
-    model: nn.Module, paths: Sequence[str], visit: Callable[[int, str, nn.Module, Tensor], None]
-) -> Iterator[None]:
-    """Inside, whoever runs the model is watched: a visit as in `stream`, each call of the model being a batch."""
+def watched(model: nn.Module, paths: Sequence[str], visit: Visit, each: nn.Module | None = None) -> Iterator[None]:
+    """Inside, whoever runs the model is watched: a visit as in `stream`, each call of it (or of `each`) being a batch."""
     count = 0
 
     def hook_for(path: str) -> Callable[..., None]:
@@ -96,7 +100,7 @@ def watched(
         count += 1
 
     handles = [module_at(model, path).register_forward_pre_hook(hook_for(path), with_kwargs=True) for path in paths]
-    handles.append(model.register_forward_hook(ended, always_call=True))
+    handles.append((each or model).register_forward_hook(ended, always_call=True))
     try:
         yield
     finally:
@@ -104,7 +108,7 @@ def watched(
             handle.remove()
 
 
-def _images(batch: Any) -> Tensor:
+def images_of(batch: Any) -> Tensor:
     for part in batch if isinstance(batch, tuple | list) else (batch,):
         if isinstance(part, Tensor) and part.is_floating_point():
             return part

@@ -25,10 +25,11 @@ from certcli.constrain.statistics import LayerStatistics, bytes_of, collect_in_p
 from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
 from certcli.constrain.together import Packed, for_all, share_of
 from certcli.errors import NoBoundError, UsageError
+from certcli.free_memory import free_bytes
 from certcli.lipschitz.network import bound_network, trial_upper
 from certcli.lipschitz.real import Real
 from certcli.processes import ALONE, Team
-from certcli.spool import Spool, free_bytes
+from certcli.spool import Spool
 
 DISTANCES = ("plain", "relu", "auto")
 

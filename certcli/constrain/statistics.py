@@ -13,7 +13,7 @@ allowed error of 0.1 % on ViT-Tiny by at most 3e-4 of it, in the patch embedding
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from certcli.constrain.layers import (
     Batches,
+    Visit,
     geometry,
     module_at,
     proven_norm,
@@ -30,9 +31,9 @@ from certcli.constrain.layers import (
     require_finite,
     rows,
     sampled,
-    stream,
     watched,
 )
+from certcli.constrain.trunk import Legs, Trunk
 from certcli.errors import DataError, UsageError
 
 
@@ -158,7 +159,8 @@ def collect_in_passes(
 ) -> Iterator[dict[str, LayerStatistics]]:
     """Yield the statistics of as many layers as fit the limit, one forward pass over `batches` each time.
 
-    Their weights are still to be `widened`, one layer at a time. The model must stay as it is until the last pass.
+    Their weights are still to be `widened`, one layer at a time. The model must stay as it is until the last pass. Several
+    passes take the network up where the one before stopped, where it has a trunk (`trunk`).
     Arguments and errors as in `collect`; several passes need `batches` that can be iterated again (a list, a loader, or a
     function that returns an iterator).
     """
@@ -168,8 +170,11 @@ def collect_in_passes(
         for source in (batches, held_out_batches):
             if source is not None and not callable(source) and iter(source) is source:
                 raise UsageError("several passes are needed, and the batches can be iterated once only")
-    for part in passes:
-        yield _collect(model, batches, part, groups, held_out_batches, sample, held_out)
+    trunk = Trunk.of(model, batches, paths) if len(passes) > 1 else None
+    legs = Legs(model, batches, trunk)
+    held_out_legs = None if held_out_batches is None else Legs(model, held_out_batches, trunk)
+    for part, following in zip(passes, [*passes[1:], []]):
+        yield _collect(model, legs, part, groups, held_out_legs, sample, held_out, following)
 
 
 def collect(
@@ -207,26 +212,28 @@ def collect(
             held_out=held_out,
         )
         return {path: found.widened() for part in parts for path, found in part.items()}
-    found = _collect(model, batches, paths, groups, held_out_batches, sample, held_out)
+    held_out_legs = None if held_out_batches is None else Legs(model, held_out_batches, None)
+    found = _collect(model, Legs(model, batches, None), paths, groups, held_out_legs, sample, held_out)
     return {path: layer.widened() for path, layer in found.items()}
 
 
 def _collect(
     model: nn.Module,
-    batches: Batches,
+    legs: Legs,
     paths: Sequence[str],
     groups: int,
-    held_out_batches: Batches | None,
+    held_out_legs: Legs | None,
     sample: int | None,
     held_out: Mapping[str, Tensor] | None,
+    following: Sequence[str] = (),
 ) -> dict[str, LayerStatistics]:
-    """`collect` in one pass; the weights are the model's own."""
+    """`collect` in one pass; the weights are the model's own. following: the layers of the next one."""
     _check(model, paths, groups)
-    sums, count = _accumulate(model, batches, paths, groups, sample)
+    sums, count = _accumulate(legs, paths, following, groups, sample)
     if count < groups:
         raise DataError(f"{groups} groups need at least {groups} batches, there are {count}", "use fewer groups")
-    if held_out is None and held_out_batches is not None:
-        held_out = _reported(_accumulate(model, held_out_batches, paths, 1, sample)[0], sample)
+    if held_out is None and held_out_legs is not None:
+        held_out = _reported(_accumulate(held_out_legs, paths, following, 1, sample)[0], sample)
     statistics = {}
     for path in paths:
         if path in sums:
@@ -272,10 +279,10 @@ class _Sums:
 
 
 def _accumulate(
-    model: nn.Module, batches: Batches, paths: Sequence[str], groups: int, sample: int | None
+    legs: Legs, paths: Sequence[str], following: Sequence[str], groups: int, sample: int | None
 ) -> tuple[dict[str, _Sums], int]:
     found: dict[str, _Sums] = {}
-    count = stream(model, batches, paths, _adding(found, groups, sample))
+    count = legs.stream(paths, following, _adding(found, groups, sample))
     return _ordinary(found), count
 
 
@@ -294,7 +301,7 @@ def _reported(found: dict[str, _Sums], sample: int | None) -> dict[str, Tensor]:
     return {path: sums.grams[0] if sample is None else sums.grams[0].float() for path, sums in found.items()}
 
 
-def _adding(found: dict[str, _Sums], groups: int, sample: int | None) -> Callable[[int, str, nn.Module, Tensor], None]:
+def _adding(found: dict[str, _Sums], groups: int, sample: int | None) -> Visit:
     """A visitor of `stream` that adds what enters a layer to its sums."""
 
     def visit(number: int, path: str, module: nn.Module, value: Tensor) -> None:

@@ -5,7 +5,7 @@ import ctypes
 import torch
 
 from certcli.enclosure.domain import LocalNetwork
-from certcli.spool import free_bytes
+from certcli.free_memory import free_bytes
 
 _COPIES = 5
 """Arrays of the largest kind that are alive at once, temporaries of one operation included (measured: 4)."""
