@@ -77,7 +77,7 @@ def constrain_ball(statistics: LayerStatistics, eta: float = 0.1, *, ridge: floa
 
     Several groups are fitted together and each must hold; `lower` is then unknown (0).
     """
-    basis = eigenbasis(statistics.grams.sum(0), ridge)
+    basis = eigenbasis(statistics.gram, ridge)
     centre = statistics.weight @ basis.vectors
     single = len(statistics.grams) == 1
     target = eta * eta * float(statistics.energies[0]) if single else None
@@ -100,7 +100,7 @@ def constrain_clip(statistics: LayerStatistics, eta: float = 0.1, *, ridge: floa
 
     A ridge changes nothing here, there is no fit to regularise.
     """
-    basis = eigenbasis(statistics.grams.sum(0), ridge)
+    basis = eigenbasis(statistics.gram, ridge)
     return _search(statistics, eta, basis, lambda radius: (clip(statistics.weight, radius), 1, True, False))
 
 

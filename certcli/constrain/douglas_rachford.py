@@ -87,7 +87,7 @@ def constrain_matrix(
     """
     check_options(beta, eta, relaxation)
     begun = time.perf_counter()
-    basis = eigenbasis(statistics.grams.sum(0), ridge) if basis is None else basis
+    basis = eigenbasis(statistics.gram, ridge) if basis is None else basis
     radii = eta * eta * statistics.energies
     settings = Settings(penalty, blocks, beta, relaxation, max_iterations, tolerance)
     if float(radii.max()) == 0.0 or not bool(statistics.weight.any()):

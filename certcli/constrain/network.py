@@ -21,7 +21,7 @@ from certcli.constrain.parallel import (
 )
 from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
-from certcli.constrain.statistics import LayerStatistics, bytes_of, collect_in_passes, gathered
+from certcli.constrain.statistics import LayerStatistics, bytes_of, collect_in_passes, gathered, work_bytes
 from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
 from certcli.constrain.together import Packed, for_all, share_of
 from certcli.errors import NoBoundError, UsageError
@@ -161,9 +161,15 @@ class Calibration:
 
     @property
     def workers(self) -> int:
-        """How many layers may be computed side by side: one where the one-sided distance runs the network meanwhile."""
+        """How many layers may be computed side by side: as many as half of the memory that is free now holds the work of.
+
+        One where the one-sided distance runs the network meanwhile.
+        """
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        return 1 if self.rectified else workers_for(device)
+        most = 1 if self.rectified else workers_for(device)
+        if most == 1 or not self.own:
+            return most
+        return max(1, min(most, int(free_bytes() / 2 / max(work_bytes(self.model, path) for path in self.own))))
 
     def _one(self, layer: LayerStatistics) -> LayerStatistics:
         if layer.path not in self.rectified:
@@ -236,7 +242,7 @@ def constrain_to(
         return options.eta if etas is None else etas[layer.path]
 
     def one(layer: LayerStatistics) -> LayerResult:
-        return constrain_layer(
+        result = constrain_layer(
             layer,
             prox=options.prox,
             beta=options.beta,
@@ -247,6 +253,7 @@ def constrain_to(
             ridge=options.ridge,
             basis=None if bases is None else bases.get(layer.path),
         )
+        return result if bases is not None else replace(result, basis=None)
 
     for part in calibration.parts():
         for result in side_by_side(one, (layer for layer in part if eta_of(layer) > 0), calibration.workers):
@@ -280,7 +287,7 @@ def try_at(
             ridge=options.ridge,
             basis=None if bases is None else bases.get(layer.path),
         )
-        return layer.path, weight, basis
+        return layer.path, weight, basis if bases is not None else None
 
     for part in calibration.parts():
         for path, weight, basis in side_by_side(one, part, calibration.workers):

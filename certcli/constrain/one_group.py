@@ -264,13 +264,15 @@ class _Ellipsoid:
     def step(self, state: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]) -> _Step:
         """P = prox(Z), Q = projection of 2 P - Z, and what P proves."""
         near = self.near(state, strength, prox)
-        moved, normal = near - self.centre, state - near
+        normal = state - near
+        size = float((normal * near).sum()) / strength
+        moved = near.sub_(self.centre)  # in place, here and below: matrices of the layer's size are what memory goes to
         energy = self.energy(moved)
         share = min(1.0, math.sqrt(self.radius / energy)) if energy > 0 else 1.0
-        size = float((normal * near).sum()) / strength
-        reach = moved - normal
-        factors, _ = shrinkage(reach, self.basis, self.radius)
-        change, pull = reach * factors - moved, float(normal.norm())
+        change = moved - normal
+        factors, _ = shrinkage(change, self.basis, self.radius)
+        change.mul_(factors).sub_(moved)
+        pull = float(normal.norm())
         return _Step(moved, share, size, pull, change, self.lower(normal, strength))
 
     def upper(self, step: _Step) -> float:

@@ -165,7 +165,6 @@ def constrain_layer(
     else:
         result = METHODS.load(prox)(layer, eta, ridge=ridge)
     cast, error = cast_inside(layer, result.weight, eta)
-    matrix = cast.double().flatten(1)
     return LayerResult(
         path=layer.path,
         kind=layer.kind,
@@ -173,7 +172,7 @@ def constrain_layer(
         before=layer.before,
         after=layer.norm(cast),
         error=error,
-        held_out_error=layer.held_out_error(matrix),
+        held_out_error=layer.held_out_error(cast.flatten(1)),
         prox=prox,
         eta=eta,
         beta=beta,
@@ -215,7 +214,7 @@ def try_layer(
     if prox not in PENALTIES or blocks > 1 or len(layer.grams) > 1 or isinstance(layer, RectifiedStatistics):
         result = constrain_layer(layer, prox=prox, blocks=blocks, ridge=ridge, basis=basis, **options)
         return result.weight, result.basis
-    basis = eigenbasis(layer.grams[0], ridge) if basis is None else basis
+    basis = eigenbasis(layer.gram, ridge) if basis is None else basis
     found = rough_matrix(layer, PENALTIES.load(prox), basis=basis, **options)
     return found.to(layer.dtype).reshape(layer.shape), basis
 
@@ -228,8 +227,8 @@ def cast_inside(layer: LayerStatistics, weight: Tensor, eta: float) -> tuple[Ten
     displacement = weight - layer.weight
     shrink, share = 0.0, 1e-7
     while True:
-        cast = (layer.weight + (1.0 - shrink) * displacement).to(layer.dtype)
-        error = float(layer.relative_errors(cast.double()).max())
+        cast = ((1.0 - shrink) * displacement).add_(layer.weight).to(layer.dtype)
+        error = float(layer.relative_errors(cast).max())
         if error <= eta or shrink >= 1.0:
             return cast.reshape(layer.shape), error
         shrink, share = min(1.0, shrink + share), 2 * share

@@ -57,13 +57,18 @@ class LayerStatistics:
     held_out: Tensor | None = None
     conv: Mapping[str, Any] | None = None
 
+    @property
+    def gram(self) -> Tensor:
+        """Of all groups together: (in, in)."""
+        return self.grams[0] if len(self.grams) == 1 else self.grams.sum(0)
+
     @cached_property
     def energies(self) -> Tensor:
         """S_j = |W0 X_j|_F^2, the energy of the outputs without bias: (groups,)."""
         return energy(self.weight, self.grams)
 
     def relative_errors(self, weight: Tensor) -> Tensor:
-        """|W X_j - W0 X_j|_F / |W0 X_j|_F of each group: (out, in) -> (groups,). 0 / 0 counts as 0."""
+        """|W X_j - W0 X_j|_F / |W0 X_j|_F of each group: (out, in), any float dtype, -> (groups,). 0 / 0 counts as 0."""
         return _ratio(energy(weight - self.weight, self.grams), self.energies)
 
     def held_out_error(self, weight: Tensor) -> float | None:
@@ -108,7 +113,7 @@ class LayerStatistics:
 
 def energy(matrix: Tensor, grams: Tensor) -> Tensor:
     """tr(M G M^T) >= 0: (out, in), (..., in, in) -> (...)."""
-    return ((matrix @ grams) * matrix).sum((-2, -1)).clamp_min(0)
+    return (matrix @ grams).mul_(matrix).sum((-2, -1)).clamp_min(0)
 
 
 def _ratio(error: Tensor, reference: Tensor) -> Tensor:
@@ -119,6 +124,12 @@ def bytes_of(model: nn.Module, paths: Sequence[str], copies: int) -> int:
     """Of the statistics of all these layers at once, their weights in float64 included; `copies` as in `passes_within`."""
     shapes = [module_at(model, path).weight.flatten(1).shape for path in paths]
     return sum(8 * (copies * columns**2 + rows * columns) for rows, columns in shapes)
+
+
+def work_bytes(model: nn.Module, path: str) -> int:
+    """Most that the work on a layer takes beside its statistics: three matrices of those, ten of its own shape (measured)."""
+    rows, columns = module_at(model, path).weight.flatten(1).shape
+    return 8 * (3 * columns**2 + 10 * rows * columns)
 
 
 def passes_within(

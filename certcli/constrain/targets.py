@@ -60,7 +60,7 @@ def pareto(
     """
     prox = SAME.get(prox, prox)
     points = [Point(statistics.before, 0.0)]
-    basis = eigenbasis(statistics.grams.sum(0), ridge) if prox in PENALTIES else None
+    basis = eigenbasis(statistics.gram, ridge) if prox in PENALTIES else None
     for eta in sorted(etas):
         if basis is None:
             norm = constrain_layer(statistics, prox=prox, eta=eta, ridge=ridge).after
