@@ -168,6 +168,16 @@ class Team:
             for tensor, total in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                 tensor.detach().copy_(total.view_as(tensor))
 
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor of each process, by rank: all of one shape and dtype."""
+        import torch
+
+        if not self.several:
+            return [tensor]
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        self.group().all_gather(found, tensor)
+        return found
+
     def copy_from_leader(self, tensors: Sequence[torch.Tensor]) -> None:
         """Each tensor becomes the leader's: unlike processors would let copies drift apart."""
         for tensor in tensors if self.several else ():
