@@ -190,6 +190,17 @@ class Team:
         sent = tensor.detach()  # gloo knows no truth values
         self.group().broadcast(sent.view(torch.uint8) if sent.dtype == torch.bool else sent, src=rank)
 
+    def join(self, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+        """For the leader the tensor of this shape, on the CPU, of which each process holds the rows that torch.chunk gives
+        it; None for the others.
+        """
+        most = -(-shape[0] // self.size)
+        sent = rows.new_zeros(most, *shape[1:], device="cpu")
+        sent[: len(rows)] = rows.detach()
+        found = sent.new_empty(most * self.size, *shape[1:]) if self.leads else None
+        self.group().gather(sent, None if found is None else list(found.chunk(self.size)), dst=0)
+        return None if found is None else found[: shape[0]]
+
     def fail(self, code: int) -> int | None:
         """None for the first process that fails: it says why, and then that it has (`said`). Else the first one's code."""
         if not self.several:
