@@ -578,16 +578,20 @@ def test_a_method_that_is_named_is_the_one_that_runs(workshop: Path) -> None:
     assert "--method lipschitz" in found["reproduce"]
 
 
-def test_pages_of_certify_and_log(workshop: Path, folder: Path) -> None:
+def test_pages_of_certify_and_log(workshop: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, page = workshop / "certified.safetensors", folder / "certify.html"
     found = certvit("certify", path, "--limit", 12, "-e", 0.1, "-e", 0.3, "--json", "--quiet", "--html", page)
     text = page.read_text()
     assert f"{100 * found['certified']['0.3']:.1f} %" in text
     assert found["checkpoint"] in text
+    monkeypatch.chdir(workshop)  # a page names its files, not where they were
+    again = shlex.split(unescape(re.sub("<[^>]+>", "", text.partition("<pre>")[2].partition("</pre>")[0])))
+    assert certvit(*again[1:], "--json")["certified"] == found["certified"]
     certvit("certify", path, "--limit", 12, "--quiet", "--html", page, code=2)  # it is there already
     both = folder / "log.html"
     certvit("log", folder / "certified.safetensors", path, "--html", both)
     assert both.read_text().count("Evidence of certified.safetensors") == 2
+    assert "(proven)" in both.read_text()  # in the words of the terminal
     certvit("log", folder / "certified.safetensors", "--html", folder / "certified.safetensors", "--force", code=2)
     for made in (page, both):
         read = Read()

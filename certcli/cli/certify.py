@@ -117,6 +117,7 @@ class Noise:
     page="certify.md",
 )
 def certify(
+    context: typer.Context,
     source: Source,
     wanted: Wanted = Wanted(),
     noise: Noise = Noise(),
@@ -127,7 +128,7 @@ def certify(
     talk: Talk = Talk(),
 ) -> None:
     """Share of the images that are classified correctly, certified, within each pixel l2 radius."""
-    from certcli.cli import certified, certified_view, pages, rechecked
+    from certcli.cli import certified, certified_view, pages, rechecked, typed
     from certcli.errors import NoBoundError
     from certcli.evaluation import digested
 
@@ -186,9 +187,8 @@ def certify(
     if wanted.plot is not None:
         certified_view.plot(results, attacked, _name(source.ckpt), images, wanted.plot, radii[-1], sink)
     if wanted.html is not None:
-        pages.write(
-            pages.certify_page(results, attacked, checkpoint, _name(source.ckpt), images, data.seed), wanted.html
-        )
+        again = typed.again(context, frozenset(("minimum", "attack_records")))
+        pages.write(pages.certify_page(results, attacked, checkpoint, _name(source.ckpt), images, again), wanted.html)
         sink.note(f"wrote {wanted.html}")
     if output.output is not None:
         about = {"dataset": images.name, "split": images.split, "limit": data.limit, "seed": data.seed}

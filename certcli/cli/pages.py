@@ -28,14 +28,18 @@ def certify_page(
     checkpoint: Checkpoint,
     name: str,
     images: Images,
-    seed: int,
+    again: str,
 ) -> Page:
-    """What was certified, with the curves over all judged images and, where it was attacked too, over those."""
+    """What was certified, with the curves over all judged images and, where it was attacked too, over those.
+
+    again: the command that certifies it once more.
+    """
     from certcli.report.audit_page import NOTE, percent, steps
     from certcli.report.page import Command, Curve, Page, Table
 
     curves: list[Curve] = []
-    rows, verdict, commands = [], [], []
+    rows: list[list[str]] = []
+    verdict: list[str] = []
     for result in results:
         certifier, found, count = result.certifier, result.found, len(result.rows)
         proof = certifier.promise == "proof"
@@ -50,11 +54,11 @@ def certify_page(
             told = f"{100 * low:.1f} to {100 * high:.1f}"
             rows.append([f"certified, {certifier.method}", radius, percent(share), told, str(count), promise])
         least = next(iter(found.certified))
+        about = certifier.title[:1].upper() + certifier.title[1:]
         verdict.append(
             f"{certifier.method} certifies {round(found.certified[least] * count)} of {count} images "
-            f"({percent(found.certified[least])}) at l2 {least}, {promise}. {certifier.title}."
+            f"({percent(found.certified[least])}) at l2 {least}, {promise}. {about}."
         )
-        commands.append(Command(f"The certificates of {certifier.method} again:", _again(result, name, images, seed)))
     if attacked:
         shares = sorted((radius, sum(left.values()) / len(left)) for radius, left in attacked.items())
         count = len(next(iter(attacked.values())))
@@ -74,26 +78,13 @@ def certify_page(
         ],
         curves=curves,
         curve_note=NOTE,
-        commands=commands,
+        commands=[Command("The same once more:", again)],
         facts=[
             f"Network (digest of its function): {checkpoint.digest}",
             f"Images (digest of pixels and labels): {images.digest}",
             "Radii are pixel l2, images in [0, 1].",
         ],
     )
-
-
-def _again(result: Result, name: str, images: Images, seed: int) -> str:
-    words = ["certvit", "certify", name, "--dataset", images.name, "--split", images.split, "--limit", str(len(images))]
-    words += ["--seed", str(seed), "--method", result.certifier.method]
-    for radius in result.found.certified:
-        words += ["-e", radius]
-    given = result.certifier.parameters
-    options = {"sigma": "--sigma", "n0": "--n0", "samples": "-n", "alpha": "--alpha", "enough": "--enough"}
-    for key, option in options.items():
-        words += [option, f"{given[key]:g}"] if given.get(key) is not None else []
-    words += ["--precision", given["precision"]] if given.get("precision", "float32") != "float32" else []
-    return shlex.join(words)
 
 
 def lineage_tables(checkpoint: Checkpoint) -> list[Table]:
@@ -110,6 +101,7 @@ def lineage_tables(checkpoint: Checkpoint) -> list[Table]:
 
 def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[Mapping[str, Any]]]) -> Page:
     """Lineage and fresh evidence of each file; claims: of --verify, one list a file, or none."""
+    from certcli.cli.log_view import sentence
     from certcli.report.page import Command, Page, Table
 
     verdict, tables, commands, curves = [], [], [], []
@@ -118,8 +110,8 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
         stale = len(checkpoint.record.evidence) - len(fresh)
         steps = " → ".join(step.command for step in checkpoint.record.lineage) or "no step"
         about = f"; {stale} about other networks" if stale else ""
-        verdict.append(f"{path.name}: {steps}; {len(fresh)} results about this network{about}.")
-        rows = [[entry.command, _told(entry.command, entry.result)] for entry in fresh]
+        verdict.append(f"{path.name}: {steps}; {len(fresh)} result{'s' * (len(fresh) != 1)} about this network{about}.")
+        rows = [[entry.command, sentence(entry)] for entry in fresh]
         if rows:
             tables.append(Table(f"Evidence of {path.name}", ["command", "result"], rows))
         if claims:
@@ -143,16 +135,6 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
         commands=commands,
         facts=[f"{path.name} (digest of its function): {checkpoint.digest}" for path, checkpoint in read],
     )
-
-
-def _told(command: str, result: Mapping[str, Any]) -> str:
-    from certcli.report.audit_page import short
-
-    kept = {
-        name: value for name, value in result.items() if name not in ("dataset", "parameters", "intervals", "parts")
-    }
-    flat = {name: short(value) if isinstance(value, dict) else value for name, value in kept.items()}
-    return short(flat)
 
 
 def _evidence_curves(name: str, fresh: Sequence[Any]) -> list[Curve]:

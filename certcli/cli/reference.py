@@ -46,6 +46,8 @@ def _tables(command: Callable[..., None]) -> Iterator[str]:
     panels: dict[str, list[str]] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         info: Any = info_of(parameter.annotation)
+        if info is None:  # Typer's context, which nobody types
+            continue
         panel = getattr(info, "rich_help_panel", None) or ("" if isinstance(info, ArgumentInfo) else "Options")
         panels.setdefault(panel, []).append(_row(parameter, info))
     first = [panels.pop(name) for name in ("", "Options") if name in panels]
