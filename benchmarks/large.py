@@ -3,8 +3,12 @@
 Linux only. `make` writes a plain ViT with random weights (normal, of standard deviation .02) in shards with an index and a
 config.json, a tensor at a time. `run` starts certvit with FOLDER as its checkpoint and looks at it every .2 s: its own
 memory (anonymous pages, which only swap could take), and the pages of files that it has mapped, which the system drops or
-writes back when memory is short. --most SIZE has them dropped whenever the two together are more, as a limit would: the
-command must go on with them gone.
+writes back when memory is short.
+
+--limit SIZE runs it in a memory control group of that size, pages of files included (version 1, made and removed here, which
+takes root; with version 2: `systemd-run --scope -p MemoryMax=4G -p MemorySwapMax=0` before the whole line): what needs more
+is killed. FOLDER's pages are dropped first, for what was in memory before would be on another's account.
+--most SIZE only has the pages dropped whenever both together are more: the command must go on with them gone.
 """
 
 import argparse
@@ -27,6 +31,7 @@ from certcli.cli.inputs import size_in_bytes
 from certcli.sharded import INDEX
 
 ARCH = "vit_base_patch16_224"
+GROUPS = Path("/sys/fs/cgroup/memory")
 PAUSE = 0.2
 SPREAD = 0.02
 PROCESS_MADVISE, PIDFD_OPEN, PAGE_OUT = 440, 434, 21  # of Linux, on every architecture
@@ -82,10 +87,18 @@ def _write(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, g
             file.write(value.to(dtype).reshape(-1).view(torch.uint8).numpy().data)
 
 
-def run(folder: Path, words: list[str], most: int | None) -> int:
+def run(folder: Path, words: list[str], most: int | None, limit: int | None) -> int:
     """The command's exit code; what it needed is printed."""
     started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "certcli", words[0], str(folder), *words[1:]])
+    group = None if limit is None else _group(limit)
+    for file in folder.glob("*.safetensors") if group is not None else ():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "certcli", words[0], str(folder), *words[1:]],
+        preexec_fn=None if group is None else lambda: _enter(group),
+    )
     peaks: dict[str, int] = {}
     drops = 0
     try:
@@ -102,9 +115,31 @@ def run(folder: Path, words: list[str], most: int | None) -> int:
         process.wait()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     told = ", ".join(f"{name} {value / 1e9:.2f} GB" for name, value in peaks.items())
-    print(f"peak: {told}; pages dropped {drops} times")
+    print(f"peak: {told}" + ("" if most is None else f"; pages dropped {drops} times"))
+    if group is not None:
+        top, allowed = (_number(group, f"{name}_in_bytes") / 1e9 for name in ("max_usage", "limit"))
+        print(f"group: peak {top:.2f} of {allowed:.2f} GB, {_number(group, 'failcnt'):,} times at the limit")
+        print(f"exit code {process.returncode}")
+        group.rmdir()
     print(f"{used.ru_utime + used.ru_stime:.0f} CPU seconds, {time.perf_counter() - started:.0f} s by the clock")
     return process.returncode
+
+
+def _group(limit: int) -> Path:
+    """A new memory control group, without swap."""
+    group = GROUPS / f"certvit-{os.getpid()}"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(limit))
+    (group / "memory.swappiness").write_text("0")
+    return group
+
+
+def _enter(group: Path) -> None:
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def _number(group: Path, name: str) -> int:
+    return int((group / f"memory.{name}").read_text())
 
 
 def _memory(pid: int) -> dict[str, int]:
@@ -153,6 +188,7 @@ def main() -> int:
     running = parts.add_parser("run")
     running.add_argument("folder", type=Path)
     running.add_argument("--most")
+    running.add_argument("--limit")
     running.add_argument("words", nargs="+")
     given = parser.parse_args()
     if given.part == "make":
@@ -160,7 +196,7 @@ def main() -> int:
         make(given.folder, given.width, given.depth, given.side, given.mlp_ratio, getattr(torch, given.dtype), shard)
         return 0
     most = None if given.most is None else size_in_bytes("--most", given.most)
-    return run(given.folder, given.words, most)
+    return run(given.folder, given.words, most, None if given.limit is None else size_in_bytes("--limit", given.limit))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Nothing else reads raw metadata. A file may describe a network (a registered nam
 file, a URL, a callable or weights, and no number in it may ask for more than a machine has.
 """
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -325,11 +326,24 @@ def decode_config(text: str | bytes) -> ConfigFields:
 def decode(text: str | bytes, wanted: type[T]) -> T:
     """JSON as the structure `wanted`, or Refused."""
     try:
-        return msgspec.json.decode(text, type=wanted)
+        found = msgspec.json.decode(text, type=wanted)
+        json.loads(text, object_pairs_hook=_each_once)
+        return found
+    except Refused:
+        raise
     except RecursionError:
         raise Refused("JSON nested too deeply") from None
     except (msgspec.MsgspecError, UnicodeError, ValueError) as failure:
         raise Refused(_said(failure)) from failure
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> None:
+    """Refused where an object names a key twice: which of the two counts, readers do not agree on."""
+    seen = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise Refused(f"the key '{one_line(key)[:80]}' stands there twice")
+        seen.add(key)
 
 
 def is_name(text: str) -> bool:

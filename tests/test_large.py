@@ -69,6 +69,24 @@ BAD: dict[str, Spoil] = {
 }
 
 
+TWICE = [
+    ('"weight_map": {', '"weight_map": {"norm.bias": "model-00002-of-00003.safetensors", ', "norm.bias"),
+    ("{", '{"weight_map": {"x": "a.safetensors"}, ', "weight_map"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "key"), TWICE, ids=["a tensor", "the map"])
+def test_an_index_that_names_a_key_twice_is_refused(
+    tiny: Checkpoint, tmp_path: Path, old: str, new: str, key: str
+) -> None:
+    in_shards(tiny, tmp_path)
+    text = (tmp_path / INDEX).read_text()
+    (tmp_path / INDEX).write_text(text.replace(old, new, 1))
+    with pytest.raises(CertvitError, match=f"the key '{key}' stands there twice") as refused:
+        open_checkpoint(str(tmp_path))
+    assert refused.value.code == 3
+
+
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
 def test_an_index_that_lies_is_refused(tiny: Checkpoint, tmp_path: Path, spoil: Spoil) -> None:
     weight_map = in_shards(tiny, tmp_path)
