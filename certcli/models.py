@@ -214,6 +214,12 @@ def _some(names: list[str], count: int = 3) -> str:
     return shown if len(names) <= count else f"{shown} and {len(names) - count} more"
 
 
+def keep_float32(device: torch.device) -> None:
+    """What says float32 is float32: on CUDA convolutions would take TF32 by default."""
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+
+
 def load(
     checkpoint: Checkpoint,
     device: torch.device | str = "cpu",
@@ -226,8 +232,7 @@ def load(
     On the same device and dtype the weights share the checkpoint's (memory-mapped) tensors and must not be changed;
     `writable` copies them, for training and constraining.
     """
-    if torch.device(device).type == "cuda":  # what says float32 is float32: convolutions would take TF32 by default
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    keep_float32(torch.device(device))
     tensors = checkpoint.tensors
     net = build(checkpoint.record, like=tensors)
     # mapped where it is large; a device takes its numbers over in the type they have

@@ -168,6 +168,16 @@ class Team:
             for tensor, total in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                 tensor.detach().copy_(total.view_as(tensor))
 
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor of each process, by rank: all of one shape and dtype."""
+        import torch
+
+        if not self.several:
+            return [tensor]
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        self.group().all_gather(found, tensor)
+        return found
+
     def copy_from_leader(self, tensors: Sequence[torch.Tensor]) -> None:
         """Each tensor becomes the leader's: unlike processors would let copies drift apart."""
         for tensor in tensors if self.several else ():
@@ -179,6 +189,17 @@ class Team:
 
         sent = tensor.detach()  # gloo knows no truth values
         self.group().broadcast(sent.view(torch.uint8) if sent.dtype == torch.bool else sent, src=rank)
+
+    def join(self, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+        """For the leader the tensor of this shape, on the CPU, of which each process holds the rows that torch.chunk gives
+        it; None for the others.
+        """
+        most = -(-shape[0] // self.size)
+        sent = rows.new_zeros(most, *shape[1:], device="cpu")
+        sent[: len(rows)] = rows.detach()
+        found = sent.new_empty(most * self.size, *shape[1:]) if self.leads else None
+        self.group().gather(sent, None if found is None else list(found.chunk(self.size)), dst=0)
+        return None if found is None else found[: shape[0]]
 
     def fail(self, code: int) -> int | None:
         """None for the first process that fails: it says why, and then that it has (`said`). Else the first one's code."""

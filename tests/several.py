@@ -1,21 +1,27 @@
 """What torchrun starts for test_processes.py: several commands in the same processes, since starting them takes longest.
 
 `several.py PLAN.json FOLDER`: the plan is a list of word lists; each rank leaves its exit codes in FOLDER/codes.RANK.json.
-At the word FAIL, rank 1 alone is made to fail.
+At the word FAIL, rank 1 alone is made to fail. At KEEP the state of a training run stays where it is when it has served,
+and each rank leaves in FOLDER/held.RANK.json how many of how many weights it holds.
 """
 
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from certcli.certify.lipschitz import LipschitzCertifier
+from certcli.cli import training
 from certcli.cli.main import run
 from certcli.errors import DataError
+from certcli.finetune import shards
+from certcli.models import PixelModel
 
 
 def break_rank_1(rank: int) -> None:
@@ -31,6 +37,23 @@ def break_rank_1(rank: int) -> None:
     LipschitzCertifier.batch = batch  # type: ignore[method-assign]
 
 
+@contextmanager
+def kept(note: Path) -> Iterator[None]:
+    """Inside the block training leaves its state behind, and says here what share of the weights it holds."""
+    discard, share_out = training.discard_state, shards.share_out
+
+    def weighed(model: PixelModel, *given: Any) -> None:
+        share_out(model, *given)
+        held = [[shards.own(weight).numel(), weight.numel()] for weight in model.parameters()]
+        note.write_text(json.dumps([sum(column) for column in zip(*held, strict=True)]))
+
+    training.discard_state, shards.share_out = (lambda *_: None), weighed
+    try:
+        yield
+    finally:
+        training.discard_state, shards.share_out = discard, share_out
+
+
 def main() -> None:
     torch.set_num_threads(1)
     plan, folder, rank = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), int(os.environ["RANK"])
@@ -38,9 +61,10 @@ def main() -> None:
     for words in plan:
         if words[0] == "FAIL":
             break_rank_1(rank)
-        sys.argv = ["certvit", *(word for word in words if word != "FAIL")]
+        sys.argv = ["certvit", *(word for word in words if word not in ("FAIL", "KEEP"))]
         try:
-            run()
+            with kept(folder / f"held.{rank}.json") if words[0] == "KEEP" else nullcontext():
+                run()
         except SystemExit as stop:
             codes.append(stop.code)
         (folder / f"codes.{rank}.json").write_text(json.dumps(codes))

@@ -1,6 +1,5 @@
 """Adaptation: the closed forms keep what they claim to keep, the plan is what is done, the result is what is recorded."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,15 @@ from certcli.adapt.keep import Keeper
 from certcli.adapt.plan import plan
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import ATTENTIONS, AdaptSettings, settings_for
-from certcli.adapt.start import LeastSquares, center_norm_start, compose_inputs, floor_start, fold_center_norm
+from certcli.adapt.start import (
+    CenterStart,
+    LeastSquares,
+    between_inputs,
+    compose_inputs,
+    deviations,
+    floor_start,
+    fold_center_norm,
+)
 from certcli.adapt.streams import Replaced
 from certcli.checkpoint import Checkpoint
 from certcli.errors import ArchitectureError, DataError, UsageError
@@ -215,7 +222,7 @@ def test_floor_norm_of_a_constant_token_has_a_finite_gradient() -> None:
 def test_the_chosen_floor_lies_below_nearly_all_deviations() -> None:
     x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
     norm = FloorNorm(8)
-    floor_start(norm, [x[:400], x[400:]], None)
+    floor_start(norm, torch.cat([deviations(x[:400]), deviations(x[400:])]))
     share = float((x.var(dim=1, correction=0).sqrt() < norm.floor).float().mean())
     assert 0.03 < share < 0.07
 
@@ -263,7 +270,10 @@ def test_composed_inputs_undo_a_linear_change_of_them() -> None:
     new = old @ torch.randn(4, 4) + torch.randn(4)
     with torch.no_grad():
         wanted = [layer(old) for layer in layers]
-        compose_inputs(layers, [(new[:30], old[:30]), (new[30:], old[30:])], ridge=1e-12)
+        solver = between_inputs(layers)
+        for part in (slice(30), slice(30, None)):
+            solver.add(new[part], old[part])
+        compose_inputs(layers, solver, ridge=1e-12)
         for layer, goal in zip(layers, wanted, strict=True):
             assert torch.allclose(layer(new), goal, atol=1e-4)
 
@@ -273,12 +283,10 @@ def test_centre_norm_start_beats_every_other_gain() -> None:
     x = torch.randn(100, 4) * 3 + 1
     wanted = nn.functional.layer_norm(x, (4,))
     norm = CenterNorm(4)
-
-    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-        yield x[:70], wanted[:70]
-        yield x[70:], wanted[70:]
-
-    center_norm_start(norm, pairs())
+    found = CenterStart(4, CPU)
+    for part in (slice(70), slice(70, None)):
+        found.add(x[part], wanted[part])
+    found.start(norm)
     with torch.no_grad():
         best = (norm(x) - wanted).square().sum()
         for scale in (0.9, 1.1):

@@ -17,12 +17,13 @@ from typer.testing import CliRunner
 
 from certcli.audit.clock import Part
 from certcli.audit.together import together as in_turns
-from certcli.checkpoint import Checkpoint
+from certcli.checkpoint import Checkpoint, read_tensors
 from certcli.cli.main import app
 from certcli.cli.training import Training
 from certcli.errors import DataError, Interrupted, UsageError
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.processes import ALONE, Ended, Team
+from tests.several import kept
 
 CERTIFY = ["certify", "certified.safetensors", "--batch-size", "32", "-e", "0.1"]
 SMOOTHING = [*CERTIFY, "--method", "smoothing", "--limit", "9", "-n", "100", "--n0", "20", "--sigma", "0.1"]
@@ -30,10 +31,38 @@ ATTACK = ["attack", "plain.safetensors", "-a", "pgd-3", "-a", "margin-pgd-3", "-
 ATTACK += ["--batch-size", "20"]
 FINETUNE = ["finetune", "certified.safetensors", "--dataset", "digits", "--loss", "margin", "-e", "0.2", "--json", "-q"]
 FINETUNE += ["--epochs", "2", "--limit", "151", "--batch-size", "50"]  # the last batch: one image for two processes
+SHARDED = [
+    "finetune",
+    "plain.safetensors",
+    "--dataset",
+    "digits",
+    "--loss",
+    "ce",
+    "--epochs",
+    "2",
+    "--limit",
+    "61",
+    "--json",
+]
+SHARDED += [
+    "--batch-size",
+    "20",
+    "--clip-grad",
+    "0.5",
+    "--sam",
+    "0.05",
+    "--ema",
+    "0.9",
+    "-o",
+    "shared.safetensors",
+    "-q",
+]
 LIPSCHITZ = ["lipschitz", "certified.safetensors", "--limit", "5", "--batch-size", "1", "--json", "-q"]
 AUDIT = ["audit", "certified.safetensors", "--limit", "12", "--batch-size", "3", "-e", "0.1", "--json", "-q"]
 AUDIT += ["--method", "lipschitz", "--method", "smoothing", "--time-budget", "10m"]
 ADAPT = ["adapt", "plain.safetensors", "--dataset", "digits", "--limit", "60", "--keep", "0.7", "--json", "-q"]
+REFIT = ["adapt", "plain.safetensors", "--dataset", "digits", "--limit", "50", "--goal", "certify", "--norm", "floor"]
+REFIT += ["--batch-size", "25", "--epochs", "1", "--distill", "1", "--json", "-q"]
 CONSTRAIN = {
     "kept": ["constrain", "certified.safetensors", "--limit", "60", "--keep", "0.9"],
     "met": [
@@ -177,16 +206,20 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
             LIPSCHITZ,
             AUDIT,
             [*ADAPT, "-o", "adapted.safetensors"],
+            [*REFIT, "-o", "refitted.safetensors"],
             [*FINETUNE, "-o", "tuned.safetensors"],
             [*FINETUNE, "-o", "resumed.safetensors", "--resume"],
+            ["KEEP", *SHARDED, "--resume", "--shard-weights"],
             ["FAIL", *CERTIFY, "--records", "failed.jsonl", "-q", "--json"],
         ]
         (two / "plan.json").write_text(json.dumps(plan))
         patch.setattr(Training, "_say", interrupt)
         assert isinstance(alone.invoke(app, [*FINETUNE, "-o", "resumed.safetensors"]).exception, Interrupted)
+        assert isinstance(alone.invoke(app, SHARDED).exception, Interrupted)
         patch.undo()
         patch.chdir(one)
-        shutil.copy("resumed.state.safetensors", two)
+        for name in ("resumed", "shared"):
+            shutil.copy(f"{name}.state.safetensors", two)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         script = Path(__file__).with_name("several.py")
         with (two / "stdout").open("w") as out, (two / "stderr").open("w") as err:
@@ -197,8 +230,11 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
                 do([*words, "-o", f"{name}.safetensors", "-q"])
             (one / "lipschitz.json").write_text(do(LIPSCHITZ))
             (one / "audit.json").write_text(do(AUDIT))
-            (one / "adapt.json").write_text(do([*ADAPT, "-o", "adapted.safetensors"]))
+            (one / "adapted.json").write_text(do([*ADAPT, "-o", "adapted.safetensors"]))
+            (one / "refitted.json").write_text(do([*REFIT, "-o", "refitted.safetensors"]))
             (one / "finetune.json").write_text(do([*FINETUNE, "-o", "tuned.safetensors"]))
+            with kept(one / "held.json"):
+                (one / "sharded.json").write_text(do([*SHARDED, "--resume"]))
             running.wait(timeout=600)  # on a machine with others at work
     return one, two, (two / "stderr").read_text()
 
@@ -207,7 +243,7 @@ def test_two_processes_write_the_bytes_of_one(both: tuple[Path, Path, str]) -> N
     one, two, said = both
     for rank in (0, 1):
         codes = json.loads((two / f"codes.{rank}.json").read_text())
-        assert codes == [0] * 11 + [6], said
+        assert codes == [0] * 13 + [6], said
     for name in RECORDS:
         texts = [(folder / f"{name}.jsonl").read_text() for folder in (one, two)]
         if name == "smoothing":  # what an image took is not what was found
@@ -229,10 +265,10 @@ def test_two_processes_tell_the_same_bound_and_slope(both: tuple[Path, Path, str
     assert said_by(two, "lipschitz") == json.loads((one / "lipschitz.json").read_text())
 
 
-def said_by(two: Path, command: str) -> dict:
-    """The document of this command, of which there is one."""
+def said_by(two: Path, command: str, output: str | None = None) -> dict:
+    """The document of this command, of which there is one with this output."""
     lines = [json.loads(line) for line in (two / "stdout").read_text().splitlines() if line.startswith("{")]
-    (found,) = [document for document in lines if document.get("command") == command]
+    (found,) = [each for each in lines if each.get("command") == command and output in (None, each.get("output"))]
     return found
 
 
@@ -256,19 +292,21 @@ def test_two_processes_audit_as_one(both: tuple[Path, Path, str]) -> None:
         assert without(found, "seconds") == without(wanted, "seconds")
 
 
-def test_two_processes_adapt_to_the_bit(both: tuple[Path, Path, str]) -> None:
+@pytest.mark.parametrize("name", ["adapted", "refitted"])
+def test_two_processes_adapt_to_the_bit(both: tuple[Path, Path, str], name: str) -> None:
+    """Parts chosen for what they cost, and parts fitted block by block with AdamW, then distilled."""
     one, two, _ = both
-    written = (one / "adapted.safetensors").read_bytes()
-    assert (two / "adapted.safetensors").read_bytes() == written != (one / "plain.safetensors").read_bytes()
-    alone = json.loads((one / "adapt.json").read_text())
-    assert without(said_by(two, "adapt"), "peak_memory_bytes") == without(alone, "peak_memory_bytes")
+    written = (one / f"{name}.safetensors").read_bytes()
+    assert (two / f"{name}.safetensors").read_bytes() == written != (one / "plain.safetensors").read_bytes()
+    found, alone = said_by(two, "adapt", f"{name}.safetensors"), json.loads((one / f"{name}.json").read_text())
+    assert without(found, "peak_memory_bytes") == without(alone, "peak_memory_bytes")
 
 
 def test_two_processes_learn_what_one_learns(both: tuple[Path, Path, str]) -> None:
     """Up to sums of float32 in another order: measured, 4e-8 of the loss and 3e-6 in the weights after 20 steps."""
     one, two, _ = both
     alone = [json.loads(line) for line in (one / "finetune.json").read_text().splitlines()]
-    found = [json.loads(line) for line in (two / "stdout").read_text().splitlines() if line.startswith("{")][3:-1]
+    found = [json.loads(line) for line in (two / "stdout").read_text().splitlines() if line.startswith("{")][4:9]
     first, second, done, resumed_second, resumed = found
     assert [first["loss"], second["loss"]] == pytest.approx([epoch["loss"] for epoch in alone[:2]], rel=1e-5)
     assert resumed_second["loss"] == pytest.approx(alone[1]["loss"], rel=1e-5)
@@ -278,7 +316,27 @@ def test_two_processes_learn_what_one_learns(both: tuple[Path, Path, str]) -> No
         for name, tensor in written.tensors.items():
             torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-4)
         assert str(prove_checkpoint(written).upper) == report["upper_text"]
-    assert not list(two.glob("*.state.safetensors"))
+    assert [path.name for path in two.glob("*.state.safetensors")] == ["shared.state.safetensors"]  # which was to stay
+
+
+def test_two_processes_share_the_weights_out(both: tuple[Path, Path, str]) -> None:
+    """They go on with one process's state, and leave what one leaves: up to sums in another order, as above."""
+    one, two, _ = both
+    for rank in (0, 1):
+        held, all_of_them = json.loads((two / f"held.{rank}.json").read_text())
+        assert 0.45 < held / all_of_them < 0.55
+    alone = [json.loads(line) for line in (one / "sharded.json").read_text().splitlines()]
+    found = [json.loads(line) for line in (two / "stdout").read_text().splitlines() if line.startswith("{")][9:11]
+    assert [epoch["epoch"] for epoch in found] == [epoch["epoch"] for epoch in alone] == [2, alone[1]["epoch"]]
+    assert found[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
+    assert found[0]["clean"] == alone[0]["clean"]
+    for name in ("shared", "shared.state"):
+        tensors, _ = read_tensors(two / f"{name}.safetensors")
+        wanted, _ = read_tensors(one / f"{name}.safetensors")
+        assert tensors.keys() == wanted.keys()
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(tensor, wanted[key], rtol=0, atol=1e-4, msg=key)
+    assert str(prove_checkpoint(Checkpoint.read(two / "shared.safetensors")).upper) == found[1]["upper_text"]
 
 
 def test_two_processes_speak_once(both: tuple[Path, Path, str]) -> None:

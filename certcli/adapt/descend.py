@@ -2,12 +2,14 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from certcli.adapt.lots import Lots
+from certcli.adapt.settings import AdaptSettings
 from certcli.models import multiplies_bf16
 
 JUDGED = 256  # images by which two epochs are compared
@@ -38,52 +40,62 @@ def make_optimiser(
     return optimiser, schedule
 
 
+@torch.enable_grad()
 def descend(
     block: Callable[[Tensor], Tensor],
     module: nn.Module,
-    inputs: Tensor,
-    targets: Tensor,
+    lots: Lots,
+    inputs: Mapping[int, Tensor],
+    targets: Mapping[int, Tensor],
     scale: float,
-    epochs: int,
-    lr: float,
-    batch_size: int,
+    settings: AdaptSettings,
     generator: torch.Generator,
 ) -> None:
     """Fit block(inputs) to targets / scale; the best epoch's weights are kept, so it never ends worse than it began.
 
-    Every feature counts by its own variance: the next norm sees them side by side, and a few features of pre-trained
-    vision transformers are a hundred times larger than the rest.
+    inputs, targets: of each lot that this process works on. Every feature counts by its own variance: the next norm sees
+    them side by side, and a few features of pre-trained vision transformers are a hundred times larger than the rest.
     """
+    epochs, batch_size = settings.epochs, settings.batch_size
     if epochs <= 0:
         return
     parameters = list(module.parameters())
     for parameter in parameters:
         parameter.requires_grad_(True)
-    steps = epochs * -(-len(inputs) // batch_size)
-    optimiser, schedule = make_optimiser(parameters, lr, steps, 1 / scale)
-    cast = mixed_precision(inputs.device, inputs[0].numel())
-    judged = targets[:JUDGED].flatten(0, -2).double() / scale
-    deviation = judged.var(dim=0, correction=0).sqrt()
-    weight = (1 / deviation.clamp_min(1e-2 * float(deviation.mean()) + 1e-12)).to(targets.dtype)
-    del judged
+    steps = epochs * -(-lots.count // batch_size)
+    optimiser, schedule = make_optimiser(parameters, settings.lr, steps, 1 / scale)
+    some = next(iter(inputs.values()))
+    cast = mixed_precision(some.device, some[0].numel())
+    deviation = _deviation(lots, targets, scale)
+    weight = (1 / deviation.clamp_min(1e-2 * float(deviation.mean()) + 1e-12)).to(some.dtype)
 
     def distance(found: Tensor, goal: Tensor) -> Tensor:
         return ((found.float() - goal / scale) * weight).square().mean()
 
     def error() -> float:
-        total = 0.0
-        with torch.no_grad(), cast:
-            for part, goal in zip(inputs[:JUDGED].split(batch_size), targets[:JUDGED].split(batch_size), strict=True):
-                total += float(distance(block(part), goal)) * len(part)
-        return total
+        def of(lot: int) -> list[Tensor]:
+            total, judged = 0.0, lots.size(lot, JUDGED)
+            with torch.no_grad(), cast:
+                parts = zip(
+                    inputs[lot][:judged].split(batch_size), targets[lot][:judged].split(batch_size), strict=True
+                )
+                for part, goal in parts:
+                    total += float(distance(block(part), goal)) * len(part)
+            return [torch.tensor([total], dtype=torch.float64)]
+
+        return float(lots.total(of, [torch.zeros(1, dtype=torch.float64)])[0])
 
     best, best_state = error(), state_of(module)
     for _ in range(epochs):
-        for positions in torch.randperm(len(inputs), generator=generator).split(batch_size):
-            with cast:
-                loss = distance(block(inputs[positions]), targets[positions])
-            optimiser.zero_grad()
-            loss.backward()
+        for batch in lots.batches(batch_size, generator):
+            images = sum(map(len, batch.values()))
+
+            def loss(lot: int, rows: Tensor, images: int = images) -> Tensor:
+                with cast:
+                    found = distance(block(inputs[lot][rows]), targets[lot][rows])
+                return found * (len(rows) / images)
+
+            follow(parameters, lots, batch, loss)
             optimiser.step()
             schedule.step()
         found = error()
@@ -91,7 +103,39 @@ def descend(
             best, best_state = found, state_of(module)
     module.load_state_dict(best_state)
     for parameter in parameters:
+        parameter.grad = None
         parameter.requires_grad_(False)
+
+
+def follow(
+    parameters: Sequence[nn.Parameter],
+    lots: Lots,
+    batch: Mapping[int, Tensor],
+    loss: Callable[[int, Tensor], Tensor],
+) -> None:
+    """Every `.grad` becomes that of the sum of loss(lot, rows) over the lots of the batch."""
+
+    def of(lot: int) -> Sequence[Tensor] | None:
+        if not len(batch[lot]):
+            return None
+        found = torch.autograd.grad(loss(lot, batch[lot]), parameters, allow_unused=True)
+        pairs = zip(found, parameters, strict=True)
+        return [torch.zeros_like(parameter) if each is None else each for each, parameter in pairs]
+
+    for parameter, gradient in zip(parameters, lots.total(of, parameters), strict=True):
+        parameter.grad = gradient
+
+
+def _deviation(lots: Lots, targets: Mapping[int, Tensor], scale: float) -> Tensor:
+    """(d,) float64: the standard deviation of each feature of targets / scale, on the images that judge."""
+
+    def of(lot: int) -> list[Tensor]:
+        rows = targets[lot][: lots.size(lot, JUDGED)].flatten(0, -2).double() / scale
+        return [rows.sum(0), rows.square().sum(0), torch.full_like(rows[0, :1], len(rows))]
+
+    features = next(iter(targets.values())).flatten(0, -2)[0].double()
+    total, squares, count = lots.total(of, [features, features, features[:1]])
+    return (squares / count - (total / count).square()).clamp_min(0).sqrt()
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:

@@ -1,14 +1,15 @@
 """End-to-end distillation: all parts together learn the old network's logits on varied calibration images."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from certcli.adapt.descend import JUDGED, make_optimiser, mixed_precision, state_of
-from certcli.adapt.pixels import as_pixels, varied
+from certcli.adapt.descend import JUDGED, follow, make_optimiser, mixed_precision, state_of
+from certcli.adapt.lots import Lots
+from certcli.adapt.pixels import as_pixels, chances, varied
 from certcli.adapt.settings import AdaptSettings
 
 _BATCH = 32
@@ -21,15 +22,18 @@ class Distiller:
     Adapted networks can be steep: an epoch that loses more than a tenth is repeated at a quarter of the rate.
     """
 
-    def __init__(self, teacher: Any, student: Any, settings: AdaptSettings, images: Tensor) -> None:
-        self.teacher, self.student, self.settings, self.images = teacher, student, settings, images
+    def __init__(
+        self, teacher: Any, student: Any, settings: AdaptSettings, images: Mapping[int, Tensor], lots: Lots
+    ) -> None:
+        self.teacher, self.student, self.settings, self.images, self.lots = teacher, student, settings, images, lots
         self.batch_size = min(settings.batch_size, _BATCH)
-        self.batches = -(-len(images) // self.batch_size)
+        self.batches = -(-lots.count // self.batch_size)
         self.epoch = 0
         self.parameters = list(student.net.parameters())
         steps = settings.distill_epochs * self.batches
         self.optimiser, self.schedule = make_optimiser(self.parameters, settings.lr, steps)
-        self.cast = mixed_precision(images.device, images[0].numel())
+        some = next(iter(images.values()))
+        self.cast = mixed_precision(some.device, some[0].numel())
         self.best, (self.best_loss, _) = state_of(student.net), self.judge()
 
     def run(self) -> Iterator[float]:
@@ -56,18 +60,31 @@ class Distiller:
     def _pass(self) -> tuple[float, float]:
         """All images once; how the student then does."""
         generator = torch.Generator().manual_seed(self.settings.seed * 10_007 + 20_000 + self.epoch)
-        for positions in torch.randperm(len(self.images), generator=generator).split(self.batch_size):
-            self._learn(varied(as_pixels(self.images[positions]), generator))
+        self.lots.team.copy_from_leader(list(self.student.net.state_dict().values()))  # unlike machines drift apart
+        for batch in self.lots.batches(self.batch_size, generator):
+            drawn = {
+                lot: chances(len(rows), generator) for lot, rows in batch.items()
+            }  # of all lots: one stream of numbers
+            self._learn(batch, drawn)
         return self.judge()
 
-    def _learn(self, images: Tensor) -> None:
-        with self.cast:
-            with torch.no_grad():
-                wanted = self.teacher(images).float()
-            found = self.student(images).float()
-        loss = _loss(found, wanted)
-        self.optimiser.zero_grad()
-        loss.backward()
+    def _learn(self, batch: Mapping[int, Tensor], drawn: Mapping[int, Tensor]) -> None:
+        seen = {lot: varied(as_pixels(self.images[lot][batch[lot]]), drawn[lot]) for lot in self.lots.own}
+        with self.cast, torch.no_grad():
+            wanted = {lot: self.teacher(pixels).float() for lot, pixels in seen.items() if len(pixels)}
+
+        def squares(lot: int) -> list[Tensor] | None:
+            return [wanted[lot].double().square().sum().cpu().view(1)] if lot in wanted else None
+
+        images = sum(map(len, batch.values()))
+        size = float(self.lots.total(squares, [torch.zeros(1, dtype=torch.float64)])[0]) / images
+
+        def loss(lot: int, rows: Tensor) -> Tensor:
+            with self.cast:
+                found = self.student(seen[lot]).float()
+            return _loss(found, wanted[lot], size) * (len(rows) / images)
+
+        follow(self.parameters, self.lots, batch, loss)
         self.optimiser.step()
         self.schedule.step()
 
@@ -85,15 +102,21 @@ class Distiller:
     @torch.no_grad()
     def judge(self) -> tuple[float, float]:
         """The loss, and the relative error of the logits, on calibration images as they are."""
-        loss = difference = size = 0.0
-        for part in self.images[:JUDGED].split(self.settings.batch_size):
-            pixels = as_pixels(part)
-            with self.cast:
-                wanted, found = self.teacher(pixels).double(), self.student(pixels).double()
-            loss += float(_loss(found, wanted)) * len(part)
-            difference += float((found - wanted).square().sum())
-            size += float(wanted.square().sum())
-        return loss, (difference / max(size, 1e-30)) ** 0.5
+
+        def of(lot: int) -> list[Tensor]:
+            loss = difference = size = 0.0
+            for part in self.images[lot][: self.lots.size(lot, JUDGED)].split(self.settings.batch_size):
+                pixels = as_pixels(part)
+                with self.cast:
+                    wanted, found = self.teacher(pixels).double(), self.student(pixels).double()
+                squares = float(wanted.square().sum())
+                loss += float(_loss(found, wanted, squares / len(part))) * len(part)
+                difference += float((found - wanted).square().sum())
+                size += squares
+            return [torch.tensor([loss, difference, size], dtype=torch.float64)]
+
+        loss, difference, size = self.lots.total(of, [torch.zeros(3, dtype=torch.float64)])[0].tolist()
+        return loss, float((difference / max(size, 1e-30)) ** 0.5)
 
     def state(self) -> dict[str, Tensor]:
         """What the next epoch depends on, beside the student's weights."""
@@ -119,8 +142,9 @@ class Distiller:
                 }
 
 
-def _loss(found: Tensor, wanted: Tensor) -> Tensor:
-    return _divergence(found, wanted) + _distance(found, wanted)
+def _loss(found: Tensor, wanted: Tensor, size: float) -> Tensor:
+    """The mean over images of divergence plus distance. size: the mean |wanted|^2 of an image."""
+    return _divergence(found, wanted) + (found - wanted).square().sum() / (len(found) * max(size, 1e-12))
 
 
 def _divergence(found: Tensor, wanted: Tensor) -> Tensor:
@@ -131,8 +155,3 @@ def _divergence(found: Tensor, wanted: Tensor) -> Tensor:
         log_target=True,
         reduction="batchmean",
     )
-
-
-def _distance(found: Tensor, wanted: Tensor) -> Tensor:
-    """Squared distance relative to the old logits' size: what the divergence does not see of unlikely classes."""
-    return functional.mse_loss(found, wanted) / wanted.square().mean().clamp_min(1e-12)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from certcli.adapt.carry import heads
 from certcli.adapt.descend import descend
-from certcli.adapt.start import LeastSquares, compose_inputs, relative_error
-from certcli.adapt.streams import Replaced, Streams, captured
+from certcli.adapt.start import LeastSquares, between_inputs, compose_inputs
+from certcli.adapt.streams import Replaced, Stream, Streams, captured
 from certcli.nn.heads import FlatHead
 
 _HEAD_RIDGE = 0.05
@@ -48,51 +48,61 @@ class Ending:
         net = self.streams.student.net
         return len(heads(net)) if getattr(net, "global_pool", "") == "token" else None
 
-    def _logits(self, model: Any, stream: Tensor) -> Tensor:
-        return torch.cat([self.streams.family.end(model.net, part) for (part,) in self.streams.chunks(stream)])
-
     def _end_error(self, path: str | None) -> float:
         """Relative error of a norm's outputs at the tokens that the head reads, or of the logits."""
-        found: list[Tensor] = []
-        wanted: list[Tensor] = []
-        for x, y in self.streams.chunks(self.streams.old, self.streams.new):
-            for model, stream, into in ((self.streams.student, y, found), (self.streams.teacher, x, wanted)):
-                if path is None:
-                    into.append(self.streams.family.end(model.net, stream))
-                else:
-                    norm = model.net.get_submodule(path)
-                    reached = captured(norm, partial(self._end_of, model, stream))
-                    into.append(norm(reached[:, : self._tokens_read] if reached.dim() == 3 else reached))
-        return relative_error(torch.cat(found), torch.cat(wanted))
+
+        def end(model: Any, stream: Tensor) -> Tensor:
+            if path is None:
+                return self._end_of(model, stream)
+            norm = model.net.get_submodule(path)
+            reached = captured(norm, partial(self._end_of, model, stream))
+            found: Tensor = norm(reached[:, : self._tokens_read] if reached.dim() == 3 else reached)
+            return found
+
+        streams = self.streams
+        return streams.apart(
+            lambda lot: (
+                (end(streams.student, y), end(streams.teacher, x))
+                for x, y in streams.chunks(streams.old[lot], streams.new[lot])
+            )
+        )
 
     def _correct_head(self, old: nn.Linear, new: nn.Linear) -> None:
-        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for x, y in self.streams.chunks(self.streams.old, self.streams.new):
-                after = captured(new, partial(self.streams.family.end, self.streams.student.net, y))
-                before = captured(old, partial(self.streams.family.end, self.streams.teacher.net, x))
+        streams = self.streams
+
+        def pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
+            for x, y in streams.chunks(streams.old[lot], streams.new[lot]):
+                after = captured(new, partial(self._end_of, streams.student, y))
+                before = captured(old, partial(self._end_of, streams.teacher, x))
                 yield after.flatten(0, -2), before.flatten(0, -2)
 
         # as few rows as images: the fewer there are for each feature, the more stays as it was
-        compose_inputs([new], pairs(), _HEAD_RIDGE * new.in_features / len(self.streams.new))
+        found = streams.added(partial(between_inputs, [new]), pairs)
+        compose_inputs([new], found, _HEAD_RIDGE * new.in_features / streams.lots.count)
 
     def _distil_head(self, head: FlatHead) -> None:
         """Orthogonal hidden layers, the last one by least squares on the old logits, then AdamW on all of them."""
-        net, settings = self.streams.student.net, self.streams.settings
+        streams, net, settings = self.streams, self.streams.student.net, self.streams.settings
         generator = torch.Generator().manual_seed(settings.seed * 10_007 + 9_999)
         hidden: list[Any] = list(head.hidden)
         for layer in hidden:
             nn.init.orthogonal_(layer.weight, generator=generator)
             nn.init.zeros_(layer.bias)
-        features = torch.cat([net.fc_norm(net.norm(part)) for (part,) in self.streams.chunks(self.streams.new)])
-        logits = self._logits(self.streams.teacher, self.streams.old)
-        solver = LeastSquares(head.out.in_features, head.out.out_features, features.device)
-        for part, goal in self.streams.chunks(features, logits):
-            rows = part.flatten(1)
-            for layer in hidden:
-                rows = head.act(layer(rows))
-            solver.add(rows, goal)
-        solver.solve_into(head.out, ridge=1e-3)
-        with torch.enable_grad():
-            descend(
-                head, head, features, logits, 1.0, settings.epochs, settings.lr, settings.batch_size, generator
-            )  # fmt: skip
+        features: Stream = {}
+        logits: Stream = {}
+        for lot in streams.lots.own:
+            parts = list(streams.chunks(streams.old[lot], streams.new[lot]))
+            features[lot] = torch.cat([net.fc_norm(net.norm(y)) for _, y in parts])
+            logits[lot] = torch.cat([self._end_of(streams.teacher, x) for x, _ in parts])
+
+        def pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
+            for part, goal in streams.chunks(features[lot], logits[lot]):
+                rows = part.flatten(1)
+                for layer in hidden:
+                    rows = head.act(layer(rows))
+                yield rows, goal
+
+        out = head.out
+        solver = streams.added(lambda: LeastSquares(out.in_features, out.out_features, out.weight.device), pairs)
+        solver.solve_into(out, ridge=1e-3)
+        descend(head, head, streams.lots, features, logits, 1.0, settings, generator)

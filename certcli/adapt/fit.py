@@ -15,10 +15,11 @@ from certcli.adapt.carry import HalfScale, Scales, input_maps, output_map
 from certcli.adapt.descend import descend
 from certcli.adapt.ending import Ending
 from certcli.adapt.families import Family, Half, Section, attended, run_half
+from certcli.adapt.lots import Lots
 from certcli.adapt.pixels import as_pixels
 from certcli.adapt.settings import AdaptSettings
-from certcli.adapt.start import LeastSquares, compose_inputs
-from certcli.adapt.streams import Replaced, Streams, captured
+from certcli.adapt.start import LeastSquares, between_inputs, compose_inputs
+from certcli.adapt.streams import Replaced, Stream, Streams, captured
 from certcli.nn.residual import ResidualBlock
 
 HALVES: tuple[Half, Half] = (1, 2)
@@ -30,9 +31,16 @@ class Fitter(Streams):
     """Walks both networks side by side. `position` counts the steps of the body that are done."""
 
     def __init__(
-        self, teacher: Any, student: Any, family: Family, scales: Scales, settings: AdaptSettings, images: Tensor
+        self,
+        teacher: Any,
+        student: Any,
+        family: Family,
+        scales: Scales,
+        settings: AdaptSettings,
+        images: Stream,
+        lots: Lots,
     ) -> None:
-        super().__init__(teacher, student, family, settings)
+        super().__init__(teacher, student, family, settings, lots)
         self.scales, self.images = scales, images
         self.position = 0
 
@@ -54,10 +62,12 @@ class Fitter(Streams):
             record = self._adapt(index, old, new)
             self.position = index + 1
             if record is not None:
+                self.agree_on(new.module)
                 yield [record]
         if self.position == len(steps):
             with torch.no_grad():
                 records = list(Ending(self).run())
+            self.agree_on(self.student.net)
             self.position += 1
             yield records
 
@@ -66,8 +76,7 @@ class Fitter(Streams):
         if new.kind == "tokens":
             self.move(old.run, new.run)
             return None
-        count = self._enough(new)
-        few = (self.old[:count].clone(), self.new[:count].clone())
+        few = self._few(self.old, new), self._few(self.new, new)
         if new.kind == "merge":
             self._merge(old, new, *few)
             self.move(old.run, new.run)
@@ -78,19 +87,16 @@ class Fitter(Streams):
         last = self.scales[(new.path, 2)].after
         if self.settings.epochs > 0:
             generator = torch.Generator().manual_seed(self.settings.seed * 10_007 + index)
-            with torch.enable_grad():
-                descend(
-                    new.module, new.module, self.new, self.old, last, self.settings.epochs, self.settings.lr,
-                    self.settings.batch_size, generator,
-                )  # fmt: skip
+            descend(new.module, new.module, self.lots, self.new, self.old, last, self.settings, generator)
         self.move(None, new.run)
         return Replaced(new.path, _name(old.module), describe(new.module), self.error(last))
 
-    def _enough(self, step: Section) -> int:
-        """Images whose tokens determine the widest least-squares problem of this step."""
+    def _few(self, stream: Stream, step: Section) -> Stream:
+        """A copy of as many images as have tokens enough to determine the widest least-squares problem of this step."""
         widest = step.module.mlp.fc2.in_features if step.kind == "block" else step.module.reduction.in_features
-        tokens = self.old[0].numel() // self.old.shape[-1]
-        return max(_FEWEST, -(-_ROWS * widest // tokens))
+        some = next(iter(self.old.values()))[0]
+        count = max(_FEWEST, -(-_ROWS * widest // (some.numel() // some.shape[-1])))
+        return {lot: rows[: self.lots.size(lot, count)].clone() for lot, rows in stream.items()}
 
     def _embed(self, start_norms: bool) -> None:
         """The streams before the first step; a new norm inside the embedding is started on the way."""
@@ -101,55 +107,68 @@ class Fitter(Streams):
 
         for path in self.family.embed_norms if start_norms else ():
             self.start_norm_at(path, lambda model, part: embed(model, part), self.images, self.images)
-        self.old = torch.cat([embed(self.teacher, part) for part in self.images.split(size)])
-        self.new = torch.cat([embed(self.student, part) for part in self.images.split(size)])
+        for model, stream in ((self.teacher, self.old), (self.student, self.new)):
+            for lot, images in self.images.items():
+                stream[lot] = torch.cat([embed(model, part) for part in images.split(size)])
 
-    def _half(self, old: Any, new: Any, half: Half, scale: HalfScale, x: Tensor, y: Tensor) -> None:
+    def _half(self, old: Any, new: Any, half: Half, scale: HalfScale, x: Stream, y: Stream) -> None:
         """Norm, input maps, output map of one residual branch; then both streams move past it."""
         old_norm, new_norm = getattr(old, f"norm{half}"), getattr(new, f"norm{half}")
 
-        def norm_pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for before, after in self.chunks(x, y):
+        def norm_pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
+            for before, after in self.chunks(x[lot], y[lot]):
                 yield after.flatten(0, -2), old_norm(before).flatten(0, -2)
 
         self.start_norm(new_norm, norm_pairs)
         readers = input_maps(new, half)
         if readers:
-            compose_inputs(readers, ((new_norm(after), wanted) for after, wanted in norm_pairs()), RIDGE)
+            found = self.added(
+                partial(between_inputs, readers), lambda lot: ((new_norm(rows), goal) for rows, goal in norm_pairs(lot))
+            )
+            compose_inputs(readers, found, RIDGE)
         output = output_map(new, half)
-        solver = LeastSquares(output.in_features, output.out_features, output.weight.device, output.bias is not None)
-        for before, after in self.chunks(x, y):
-            goal = run_half(old, half, before)
-            # what the stream lacks: (goal / s - keep y) / share
-            target = (goal / scale.after - scale.keep * after) / scale.share
-            features = captured(output, partial(run_half, new, half, after)).flatten(0, -2)
-            if half == 1:
-                inside = attended(new, torch.ones_like(target[..., :1])).flatten() > 0
-                target = attended(new, target).flatten(0, -2)[inside]
-                features = features[inside]
-            solver.add(features, target.flatten(0, -2))
-            before.copy_(goal)
-        kept = type(new.attn) is type(old.attn) if half == 1 else type(new.mlp.act) is type(old.mlp.act)
-        solver.solve_into(output, RIDGE, keep=kept)
-        for (after,) in self.chunks(y):
-            after.copy_(run_half(new, half, after))
 
-    def _merge(self, old: Section, new: Section, x: Tensor, y: Tensor) -> None:
+        def output_pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
+            for before, after in self.chunks(x[lot], y[lot]):
+                goal = run_half(old, half, before)
+                # what the stream lacks: (goal / s - keep y) / share
+                target = (goal / scale.after - scale.keep * after) / scale.share
+                features = captured(output, partial(run_half, new, half, after)).flatten(0, -2)
+                if half == 1:
+                    inside = attended(new, torch.ones_like(target[..., :1])).flatten() > 0
+                    target = attended(new, target).flatten(0, -2)[inside]
+                    features = features[inside]
+                yield features, target.flatten(0, -2)
+                before.copy_(goal)
+
+        kept = type(new.attn) is type(old.attn) if half == 1 else type(new.mlp.act) is type(old.mlp.act)
+        self.added(partial(_onto, output), output_pairs).solve_into(output, RIDGE, keep=kept)
+        for lot in self.lots.own:
+            for (after,) in self.chunks(y[lot]):
+                after.copy_(run_half(new, half, after))
+
+    def _merge(self, old: Section, new: Section, x: Stream, y: Stream) -> None:
         """Patch merging: its norm, then its map by least squares."""
         reduction: nn.Linear = new.module.reduction
 
-        def norm_pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for before, after in self.chunks(x, y):
+        def norm_pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
+            for before, after in self.chunks(x[lot], y[lot]):
                 inputs = captured(new.module.norm, partial(new.run, after))
                 reached = captured(old.module.norm, partial(old.run, before))
                 yield inputs.flatten(0, -2), old.module.norm(reached).flatten(0, -2)
 
+        def pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
+            for before, after in self.chunks(x[lot], y[lot]):
+                features = captured(reduction, partial(new.run, after))
+                yield features.flatten(0, -2), old.run(before).flatten(0, -2)
+
         self.start_norm(new.module.norm, norm_pairs)
-        solver = LeastSquares(reduction.in_features, reduction.out_features, reduction.weight.device, False)
-        for before, after in self.chunks(x, y):
-            features = captured(reduction, partial(new.run, after))
-            solver.add(features.flatten(0, -2), old.run(before).flatten(0, -2))
-        solver.solve_into(reduction, RIDGE, keep=True)
+        self.added(partial(_onto, reduction), pairs).solve_into(reduction, RIDGE, keep=True)
+
+
+def _onto(layer: nn.Linear) -> LeastSquares:
+    """To be given (what reaches the layer, what it should give)."""
+    return LeastSquares(layer.in_features, layer.out_features, layer.weight.device, layer.bias is not None)
 
 
 def _name(part: nn.Module) -> str:

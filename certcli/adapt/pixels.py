@@ -25,24 +25,34 @@ def as_pixels(images: Tensor) -> Tensor:
     return images.float() / 255 if images.dtype == torch.uint8 else images
 
 
-def varied(images: Tensor, generator: torch.Generator) -> Tensor:
+def photographs(images: Tensor) -> bool:
+    """Whether images (n, c, h, w) are as large as photographs."""
+    return min(images.shape[-2:]) >= _PHOTOGRAPH
+
+
+def chances(count: int, generator: torch.Generator) -> Tensor:
+    """(5, count) numbers in [0, 1): what `varied` does to so many images."""
+    return torch.rand(5, count, generator=generator)
+
+
+def varied(images: Tensor, chances: Tensor) -> Tensor:
     """Photographs are cropped to 35 to 100 % of their area and mirrored; small images in colour are mirrored.
 
     On 8 x 8 digits moved by up to a pixel distillation lost what it had: they are left as they are.
     """
-    count, channels, height, width = images.shape
+    count, channels = images.shape[:2]
     if channels != 3:
         return images
-
-    def draw(low: float, high: float) -> Tensor:
-        return low + (high - low) * torch.rand(count, generator=generator)
-
-    mirrored = draw(0, 1) < 0.5
-    if min(height, width) < _PHOTOGRAPH:
+    mirrored = chances[0] < 0.5
+    if not photographs(images):
         return torch.where(mirrored.to(images.device).view(-1, 1, 1, 1), images.flip(-1), images)
-    area, ratio = draw(0.35, 1.0), draw(-0.29, 0.29).exp()
+
+    def between(low: float, high: float, drawn: Tensor) -> Tensor:
+        return low + (high - low) * drawn
+
+    area, ratio = between(0.35, 1.0, chances[1]), between(-0.29, 0.29, chances[2]).exp()
     across, down = (area * ratio).sqrt().clamp_max(1), (area / ratio).sqrt().clamp_max(1)
-    move_x, move_y = draw(-1, 1) * (1 - across), draw(-1, 1) * (1 - down)
+    move_x, move_y = between(-1, 1, chances[3]) * (1 - across), between(-1, 1, chances[4]) * (1 - down)
     zero = torch.zeros(count)
     rows = [
         torch.stack([torch.where(mirrored, -across, across), zero, move_x], dim=1),

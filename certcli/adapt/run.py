@@ -12,6 +12,8 @@ from certcli.adapt.carry import Scales, carry_over, input_maps, reads_linearly
 from certcli.adapt.distil import Distiller
 from certcli.adapt.families import Half, family_of, token_counts
 from certcli.adapt.fit import Fitter
+from certcli.adapt.lots import FEW, LOTS, Lots
+from certcli.adapt.pixels import photographs
 from certcli.adapt.plan import folded, plan
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import fold_center_norm
@@ -20,28 +22,38 @@ from certcli.adapt.streams import Replaced
 from certcli.checkpoint import Checkpoint
 from certcli.errors import CheckpointError, DataError, one_line
 from certcli.nn.norms import CenterNorm
+from certcli.processes import ALONE, Team
 
 
 class Adapter:
     """Owns both networks. `run` yields a record for each adapted part, `result` is the checkpoint at the end.
 
-    images: calibration pixels (n, c, h, w), float in [0, 1] or uint8.
+    images: calibration pixels (n, c, h, w), float in [0, 1] or uint8. Several processes take some lots of them each
+    (`lots.py`), go the same way, and end with the same networks.
     """
 
-    def __init__(self, checkpoint: Checkpoint, settings: AdaptSettings, images: Tensor, device: torch.device) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        settings: AdaptSettings,
+        images: Tensor,
+        device: torch.device,
+        team: Team = ALONE,
+    ) -> None:
         if not len(images):
             raise DataError("adapt needs at least one calibration image")
         self.checkpoint, self.settings = checkpoint, settings
         # datasets come class by class; closed forms and comparisons look at the first images only
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
-        self.images = images[order].to(device)
+        self.lots = Lots(len(images), team, LOTS if photographs(images) else FEW)
+        self.images = {lot: images[order[self.lots.images(lot)]].to(device) for lot in self.lots.own}
         self.record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
         self.teacher = models.load(
             checkpoint, device, torch.float32
         )  # the student is new: no digit of float64 survives
         self.student, scales = operate(checkpoint, settings, self.teacher)
         family = family_of(self.teacher.net)
-        self.fitter = Fitter(self.teacher, self.student, family, scales, settings, self.images)
+        self.fitter = Fitter(self.teacher, self.student, family, scales, settings, self.images, self.lots)
         self.identity = identity(checkpoint.digest, settings, images)
         self.records: list[Replaced] = []
         self.distiller: Distiller | None = None
@@ -61,6 +73,7 @@ class Adapter:
         state = self._resumed
         if self.settings.epochs < 0:
             return
+        self.fitter.agree_on(self.student.net)
         whole = len(self.fitter.family.body(self.student.net)) + 1
         if state is None or state.done < whole:
             self.fitter.advance(0 if state is None else state.done)
@@ -69,7 +82,7 @@ class Adapter:
                 yield from records
         self.fitter.forget()
         if self.settings.distill_epochs > 0:
-            self.distiller = Distiller(self.teacher, self.student, self.settings, self.images)
+            self.distiller = Distiller(self.teacher, self.student, self.settings, self.images, self.lots)
             if state is not None and state.epoch > 0:
                 self.distiller.restore(dict(state.distiller), state.epoch)
             for error in self.distiller.run():
@@ -109,7 +122,7 @@ class Adapter:
         record = self.record
         if self.settings.norm == "fold":
             record = replace(record, surgery=folded(record.surgery, _fold_norms(self.student.net)))
-        parameters: dict[str, Any] = {**self.settings.parameters(), "calibration_images": len(self.images)}
+        parameters: dict[str, Any] = {**self.settings.parameters(), "calibration_images": self.lots.count}
         return self.checkpoint.derive(
             models.tensors_of(self.student), "adapt", parameters, self.settings.seed, surgery=record.surgery
         )

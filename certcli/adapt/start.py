@@ -1,6 +1,6 @@
 """Closed-form starts: each new part as close to the part it replaces as linear algebra makes it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,29 +11,38 @@ FLOOR_QUANTILE = 0.05
 """The share of calibration tokens whose deviation a floor that was not given lies above."""
 
 
-def center_norm_start(new: CenterNorm, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Per feature, the least-squares gain and offset from the centred inputs (t, d) to the old norm's outputs (t, d)."""
-    count = 0
-    sums = [torch.zeros(new.width, dtype=torch.float64, device=new.weight.device) for _ in range(4)]
-    for inputs, targets in pairs:
+class CenterStart:
+    """Per feature, the least-squares gain and offset from centred inputs (t, d) to an old norm's outputs (t, d)."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.sums = [torch.zeros(width, dtype=torch.float64, device=device) for _ in range(4)]
+        self.sums.append(torch.zeros(1, dtype=torch.float64, device=device))
+
+    def add(self, inputs: Tensor, targets: Tensor) -> None:
         rows, wanted = inputs.double(), targets.double()
         centred = rows - rows.mean(dim=-1, keepdim=True)
-        for total, term in zip(sums, (centred, wanted, centred.square(), centred * wanted), strict=True):
+        for total, term in zip(self.sums, (centred, wanted, centred.square(), centred * wanted), strict=False):
             total += term.sum(0)
-        count += len(rows)
-    middle, offset, square, product = (total / count for total in sums)
-    gain = (product - middle * offset) / (square - middle.square()).clamp_min(1e-12)
-    new.weight.data.copy_((gain * (new.width - 1) / new.width).to(new.weight))
-    new.bias.data.copy_((offset - gain * middle).to(new.bias))
+        self.sums[-1] += len(rows)
+
+    def start(self, new: CenterNorm) -> None:
+        """Write the solution into `new`."""
+        *sums, count = self.sums
+        middle, offset, square, product = (total / count for total in sums)
+        gain = (product - middle * offset) / (square - middle.square()).clamp_min(1e-12)
+        new.weight.data.copy_((gain * (new.width - 1) / new.width).to(new.weight))
+        new.bias.data.copy_((offset - gain * middle).to(new.bias))
 
 
-def floor_start(new: FloorNorm, inputs: Iterable[Tensor], floor: float | None) -> None:
-    """`floor` as given, or the 5 % quantile of the deviations of the inputs (t, d)."""
-    if floor is None:
-        deviations = torch.cat([x.double().var(dim=-1, correction=0).sqrt().flatten() for x in inputs])
-        order = deviations.sort().values
-        floor = max(float(order[int(FLOOR_QUANTILE * (len(order) - 1))]), 1e-6)
-    new.floor.fill_(floor)
+def deviations(inputs: Tensor) -> Tensor:
+    """(t,) float64: the standard deviation of each row of (t, d)."""
+    return inputs.double().var(dim=-1, correction=0).sqrt().flatten()
+
+
+def floor_start(new: FloorNorm, seen: Tensor) -> None:
+    """The floor becomes the 5 % quantile of the deviations (t,) that were seen."""
+    order = seen.sort().values
+    new.floor.fill_(max(float(order[int(FLOOR_QUANTILE * (len(order) - 1))]), 1e-6))
 
 
 class LeastSquares:
@@ -47,6 +56,11 @@ class LeastSquares:
         size = inputs + offset
         self.gram = torch.zeros(size, size, dtype=torch.float64, device=device)
         self.cross = torch.zeros(size, outputs, dtype=torch.float64, device=device)
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """What was added up, to be added up further."""
+        return [self.gram, self.cross]
 
     def add(self, x: Tensor, y: Tensor) -> None:
         rows = torch.cat([x, torch.ones(len(x), 1).to(x)], dim=1) if self.offset else x
@@ -75,22 +89,26 @@ class LeastSquares:
             layer.bias.data.copy_(solution[-1].to(layer.bias))
 
 
-def compose_inputs(layers: Sequence[nn.Linear], pairs: Iterable[tuple[Tensor, Tensor]], ridge: float) -> None:
-    """W <- W M, b <- b + W m for the affine map (M, m) that best takes the new inputs (t, d) to the old ones (t, d).
+def between_inputs(layers: Sequence[nn.Linear]) -> LeastSquares:
+    """To be given (new inputs (t, d), old inputs (t, d)) of these layers, for `compose_inputs`.
 
-    The layers were started for the old inputs. The ridge pulls towards the identity. An offset needs a place: it is left
-    out when one of the layers has no bias.
+    An offset needs a place: it is left out when one of the layers has no bias.
     """
-    width, device = layers[0].in_features, layers[0].weight.device
-    offset = all(layer.bias is not None for layer in layers)
-    solver = LeastSquares(width, width, device, offset)
-    for new, old in pairs:
-        solver.add(new, old)
-    identity = torch.eye(width + offset, width, dtype=torch.float64, device=device)
+    width = layers[0].in_features
+    return LeastSquares(width, width, layers[0].weight.device, all(layer.bias is not None for layer in layers))
+
+
+def compose_inputs(layers: Sequence[nn.Linear], solver: LeastSquares, ridge: float) -> None:
+    """W <- W M, b <- b + W m for the affine map (M, m) that best takes the new inputs to the old ones.
+
+    The layers were started for the old inputs. The ridge pulls towards the identity.
+    """
+    width = layers[0].in_features
+    identity = torch.eye(width + solver.offset, width).to(solver.gram)
     solution = solver.solve(ridge, identity)
     for layer in layers:
         weight = layer.weight.detach().double()
-        if offset:
+        if solver.offset:
             layer.bias.data.add_((weight @ solution[-1]).to(layer.bias))
         layer.weight.data.copy_((weight @ solution[:width].T).to(layer.weight))
 
@@ -110,8 +128,3 @@ def fold_center_norm(norm: CenterNorm, layer: nn.Linear) -> None:
     if layer.bias is not None:
         layer.bias.data.copy_((layer.bias.detach().double() + weight @ norm.bias.detach().double()).to(layer.bias))
     layer.weight.data.copy_((scaled - scaled.mean(dim=1, keepdim=True)).to(layer.weight))
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """|found - wanted|_F / |wanted|_F."""
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))

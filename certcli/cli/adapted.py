@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.output import Sink, percent
-from certcli.processes import require_one, team
+from certcli.processes import team
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,6 @@ def check(keep: float | None, settings: "AdaptSettings") -> None:
     from certcli.errors import UsageError
     from certcli.fidelity import check_keep
 
-    if settings.refit:
-        require_one("parts are fitted block by block", "leave out torchrun; --goal keep runs with it")
     if keep is None:
         return
     check_keep(keep)
@@ -63,7 +61,7 @@ def begin(
     from certcli.fidelity import Witness
 
     if settings.refit:
-        return Adapter(checkpoint, settings, pixels, device)
+        return Adapter(checkpoint, settings, pixels, device, team())
     keeper = Keeper(checkpoint, settings, pixels, device, team())
     if choosing is not None and len(choosing):
         asked = choosing.limit(MOST_CHOOSING, settings.seed)
@@ -83,13 +81,14 @@ def fit(adapter: "Adapter | Keeper", state_path: Path, resume: bool, sink: Sink)
             for remark in adapter.run():
                 bar.advance(remark=remark)
         return
-    if resume and state_path.exists():
+    if team().agree(lambda: resume and state_path.exists()):
         adapter.restore(load_state(state_path, adapter.identity))
         sink.note(f"going on after {adapter.records[-1].path if adapter.records else 'the start'}")
     with sink.progress("adapt", total=adapter.steps) as bar:
         bar.advance(adapter.steps_done)
         for record in adapter.run():
-            save_state(state_path, adapter.state())
+            if team().leads:
+                save_state(state_path, adapter.state())
             bar.advance(remark=f"{record.path}: error {percent(record.error)}")
 
 

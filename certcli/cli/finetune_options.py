@@ -81,6 +81,13 @@ class Steps:
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Recompute activations in place of keeping them.")
     ] = False
+    shard_weights: Annotated[
+        bool,
+        typer.Option(
+            "--shard-weights",
+            help="Under torchrun: each process keeps a part of the weights (ce, with adamw or sgd).",
+        ),
+    ] = False
     sam: Annotated[float, typer.Option(metavar="RHO", help="Sharpness-aware minimisation; 0 is none.")] = 0.0
     adaptive_sam: Annotated[
         bool, typer.Option("--adaptive-sam", help="Measure RHO relative to each weight's size.")

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.groups import beside
-from certcli.cli.inputs import say_wider
+from certcli.cli.inputs import return_large_blocks, say_wider
 from certcli.cli.output import Sink, percent
 from certcli.outputs import discard_state, last_command, remove, require_own_state
 from certcli.processes import require_one, team
@@ -31,6 +31,7 @@ class Training:
     """order: the command's options, in groups; settings: the numbers among them that decide the result."""
 
     def __init__(self, settings: FinetuneSettings, order: Order, sink: Sink) -> None:
+        from certcli.finetune.shards import require_shardable
         from certcli.finetune.state import KEY
 
         self.started = time.perf_counter() - min(time.process_time(), LONGEST_START)
@@ -38,6 +39,8 @@ class Training:
         if settings.time_budget is not None:
             require_one("a time budget is planned", "--epochs or --steps")
         reads = (order.source, order.data, order.distillation)
+        if order.steps.shard_weights:
+            require_shardable(settings, team())
         self.path = order.output.target("finetune", order.source.ckpt, *reads, last=True, state=KEY)
         self.state_path, self.last_path = beside(self.path, "state"), beside(self.path, "last")
         self.checkpoint = order.source.open(sink)
@@ -48,6 +51,7 @@ class Training:
         from certcli import models
         from certcli.errors import OutputError
         from certcli.finetune.loop import Trainer, identity
+        from certcli.finetune.shards import share_out
         from certcli.finetune.state import KEY
         from certcli.finetune.step import Diverged
 
@@ -55,9 +59,14 @@ class Training:
         self.sink.note(f"{len(train)} training and {len(validation)} validation images of {train.name}")
         device = self.order.machine.pick()
         teacher = self._teacher(device)
-        model = models.load(self.checkpoint, device, writable=True)
+        sharded = self.order.steps.shard_weights
+        # shared out, the weights stay in the file until each process takes its rows of them
+        model = models.load(self.checkpoint, "cpu" if sharded else device, writable=not sharded)
+        if sharded:
+            return_large_blocks()  # what one block's pass took is not kept for the next one's
+            share_out(model, device, team(), self.settings.precision)
         run = identity(self.checkpoint.digest, self.settings, train, validation)
-        trainer = Trainer(model, self.settings, self.checkpoint.record.classes, run, teacher, team())
+        trainer = Trainer(model, self.settings, self.checkpoint.record.classes, run, teacher, team(), sharded)
         require_own_state(self.state_path, KEY, run, self.order.output.force or self.order.length.resume)
         if self.order.length.resume:
             self._resume(trainer, run)
@@ -67,13 +76,14 @@ class Training:
         try:
             self._learn(trainer, train, validation)
         except Diverged as failure:
-            if not team().leads:
-                return
             if trainer.best_epoch < 0:
-                discard_state(self.state_path, KEY, run)
-                raise
+                if team().leads:
+                    discard_state(self.state_path, KEY, run)
+                    raise
+                return
             diverged = failure
         if not team().leads:
+            self._follow(trainer, diverged is None)
             return
         try:
             self._write(trainer, train, validation, diverged is None)
@@ -124,7 +134,7 @@ class Training:
         if not self.state_path.exists():
             self.sink.note(f"no {self.state_path.name} to go on from: starting at the beginning")
             return
-        trainer.restore(load_state(self.state_path, run))
+        trainer.restore(load_state(self.state_path, run, copy=not self.order.steps.shard_weights))
         self.sink.note(f"going on after epoch {trainer.epoch}, step {trainer.step}")
 
     def _plan(self, trainer: Trainer, train: Images, validation: Images) -> None:
@@ -175,20 +185,26 @@ class Training:
         from certcli.errors import OutputError
         from certcli.finetune.state import save_state
 
-        if not team().leads:
+        if not team().leads and not self.order.steps.shard_weights:
             return
         try:
-            save_state(self.state_path, trainer.state())
+            save_state(self.state_path, trainer.state(), team())
         except OutputError as failure:
             if self.savable:
                 self.sink.warn(f"{failure.message}; training goes on, but --resume will lack these epochs")
             self.savable = False
 
+    def _follow(self, trainer: Trainer, finished: bool) -> None:
+        """What the others do while the leader writes: weights that are shared out come together in it."""
+        trainer.whole(trainer.best_net)
+        if finished and trainer.epoch != trainer.best_epoch:
+            trainer.whole(trainer.last_net())
+
     def _write(self, trainer: Trainer, train: Images, validation: Images, finished: bool) -> None:
         best, last = trainer.best_epoch, trainer.epoch
         settings, epsilon = trainer.settings, trainer.settings.epsilon
         images = validation.limit(settings.validation_limit, settings.seed)
-        derived = self._derived(trainer, trainer.best_net, train)
+        derived = self._derived(trainer, trainer.whole(trainer.best_net), train)
         final = _prove(derived, images, epsilon, self.sink)
         about: dict[str, Any] = {"split": "val", "epsilon": epsilon}
         if settings.validation_limit is not None:
@@ -198,7 +214,7 @@ class Training:
         report = {"done": True, "output": str(self.path), "epoch": best, "steps": trainer.step, **final}
         line = ""
         if finished and last != best:
-            self.order.output.write(self._derived(trainer, trainer.last_net(), train), self.last_path)
+            self.order.output.write(self._derived(trainer, trainer.whole(trainer.last_net()), train), self.last_path)
             report["last"] = str(self.last_path)
             line = f"; {self.last_path}: the last epoch, {last}"
         elif self.order.output.force and last_command(self.last_path) == "finetune":

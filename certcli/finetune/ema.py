@@ -1,12 +1,14 @@
 """An exponential moving average of the weights, to validate and keep in place of the last iterate."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from certcli.finetune.shards import Rows, Stored, is_sharded, own, put
 from certcli.finetune.stiefel import retract
+from certcli.processes import ALONE, Team
 
 _RETRACTIONS = 12
 """Cubic steps from an average of orthogonal matrices (singular values in (0, 1]) back: from 0.05 they reach 1 - 1e-12."""
@@ -16,7 +18,7 @@ class Average:
     """a <- d_n a + (1 - d_n) w after step n, with d_n = min(decay, (1 + n) / (10 + n)) so that early steps are forgotten.
 
     Buffers that are not floating point are taken as they are. The average of orthogonal matrices is none: it is
-    retracted whenever it is put to use, never where it is stored.
+    retracted whenever it is put to use, never where it is stored. Of sharded weights each process averages its own rows.
     """
 
     def __init__(self, net: nn.Module, decay: float) -> None:
@@ -30,14 +32,14 @@ class Average:
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         for name, value in net.state_dict().items():
             if value.is_floating_point():
-                self.weights[name].lerp_(value, 1 - decay)
+                own(self.weights[name]).lerp_(own(value), 1 - decay)
             else:
                 self.weights[name].copy_(value)
 
     @contextmanager
     def applied(self, net: nn.Module, orthogonal: Sequence[Tensor]) -> Iterator[None]:
         """`net` holds the average inside the block, its own weights after it. orthogonal: its parameters to retract."""
-        own = {name: value.detach().clone() for name, value in net.state_dict().items()}
+        held = {name: value.detach().clone() for name, value in net.state_dict().items()}
         _assign(net, self.weights)
         with torch.no_grad():
             for weight in orthogonal:
@@ -45,18 +47,22 @@ class Average:
         try:
             yield
         finally:
-            _assign(net, own)
+            _assign(net, held)
 
-    def state(self) -> dict[str, Tensor]:
-        return {"updates": torch.tensor(self.updates), **{f"w.{name}": value for name, value in self.weights.items()}}
+    def state(self) -> dict[str, Stored]:
+        weights = {
+            f"w.{name}": Rows(own(value).cpu(), value.shape) if is_sharded(value) else value
+            for name, value in self.weights.items()
+        }
+        return {"updates": torch.tensor(self.updates), **weights}
 
-    def load(self, state: dict[str, Tensor]) -> None:
+    def load(self, state: Mapping[str, Tensor], team: Team = ALONE) -> None:
         self.updates = int(state["updates"])
         for name, value in self.weights.items():
-            value.copy_(state[f"w.{name}"])
+            put(value, state[f"w.{name}"], team)
 
 
 @torch.no_grad()
 def _assign(net: nn.Module, weights: dict[str, Tensor]) -> None:
     for name, value in net.state_dict().items():
-        value.copy_(weights[name])
+        own(value).copy_(own(weights[name]))

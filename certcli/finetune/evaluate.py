@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from certcli.images import Images, sent
 from certcli.processes import ALONE, Team
@@ -29,7 +29,7 @@ Gains = Callable[[Tensor, Tensor], Tensor]
 
 
 def evaluate(
-    model: nn.Module,
+    model: Callable[[Tensor], Tensor],
     pairs: Tensor | None,
     images: Images,
     epsilon: float,
@@ -37,11 +37,13 @@ def evaluate(
     device: torch.device,
     gains: Gains | None = None,
     team: Team = ALONE,
+    in_step: bool = False,
 ) -> Quality:
     """Share of images whose every margin z_y - z_j exceeds epsilon K_jy, with the estimated pair constants K (k, k).
 
     gains: in place of epsilon K_jy, from losses that look at each image's neighbourhood. Several processes take a batch
-    each, and all learn what the leader has: patience and the best epoch hang on it.
+    each, and all learn what the leader has: patience and the best epoch hang on it. in_step: each pass takes all of them
+    (weights shared out), so none goes ahead.
     """
     if gains is None and pairs is not None:
         moved = epsilon * pairs.double()
@@ -62,7 +64,18 @@ def evaluate(
             robust = int((slack.amin(1) > 0).sum())
         return right, robust
 
-    found = [row for _, row in team.deal(range(0, len(images), batch_size), judge)]
+    starts = range(0, len(images), batch_size)
+    found = _in_step(starts, judge, team) if in_step else [row for _, row in team.deal(starts, judge)]
     norm = None if pairs is None else float(pairs.max())
     right, robust, norm = team.agree(lambda: [*(sum(column) for column in zip(*found, strict=True)), norm])
     return Quality(right / len(images), None if gains is None else robust / len(images), norm)
+
+
+def _in_step(starts: range, judge: Callable[[int], tuple[int, int]], team: Team) -> list[list[int]]:
+    """What is found of every batch, as many of them at a time as there are processes; left over, one takes the last again."""
+    mine = []
+    for turn in range(team.rank, len(starts) + team.rank, team.size):
+        found = judge(starts[min(turn, len(starts) - 1)])
+        if turn < len(starts):
+            mine.append(found)
+    return [row for rows in team.everyone(mine) for row in rows]

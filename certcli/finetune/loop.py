@@ -8,8 +8,9 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from certcli.checkpoint import tensors_digest
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
 from certcli.errors import CheckpointError, DataError, NoBoundError, one_line
+from certcli.finetune import shards
 from certcli.finetune.budget import Costs, affordable_steps, measure_steps
 from certcli.finetune.ema import Average
 from certcli.finetune.evaluate import Quality, evaluate
@@ -26,6 +28,7 @@ from certcli.finetune.losses.chain import ChainBound
 from certcli.finetune.objective import Objective, checkpoint_activations
 from certcli.finetune.optimisers import Rates, make_optimisers
 from certcli.finetune.settings import FinetuneSettings
+from certcli.finetune.shards import Shares, Stored
 from certcli.finetune.state import TrainingState
 from certcli.finetune.step import Descent, Diverged
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
@@ -35,6 +38,7 @@ from certcli.lipschitz.network import pair_constants
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import PixelModel
 from certcli.processes import ALONE, Team
+from certcli.spool import Spool
 
 AVERAGE_ITERATIONS = 10
 """Power iterations from the vectors of the weights in training to those of their average, once an epoch."""
@@ -72,7 +76,10 @@ def identity(parent_digest: str, settings: FinetuneSettings, *sets: Images) -> s
 
 
 class Trainer:
-    """Owns the model while it learns. `run` yields an `Epoch` after each, `state` is what `--resume` needs."""
+    """Owns the model while it learns. `run` yields an `Epoch` after each, `state` is what `--resume` needs.
+
+    sharded: the model's weights are shared out among the processes (`share_out`); all make the same calls then.
+    """
 
     def __init__(
         self,
@@ -82,6 +89,7 @@ class Trainer:
         run_identity: str,
         teacher: PixelModel | None = None,
         team: Team = ALONE,
+        sharded: bool = False,
     ) -> None:
         self.model, self.settings, self.classes, self.team = model, settings, classes, team
         self.device = next(model.parameters()).device
@@ -100,14 +108,16 @@ class Trainer:
         self.trace = self._trace() if settings.loss in NEEDS_BOUND else None
         if settings.checkpointing:
             checkpoint_activations(model.net)
-        self.optimisers = make_optimisers(model, self.orthogonal, settings)
+        self.shares = Shares(model.parameters(), team) if sharded else None
+        moved = model.parameters() if self.shares is None else self.shares.rows
+        self.optimisers = make_optimisers(moved, self.orthogonal, settings)
         self.rates = Rates(self.optimisers, settings)
         drop = settings.loss == "local-lip"
         self.chain = ChainBound(model, lambda: self.arithmetic, drop=drop) if settings.loss in CHAIN else None
         # the order of the images, which is one for all processes, is drawn from the run's own generator
         draws = torch.Generator() if team.several else self.generator
         self.objective = Objective(model, settings, draws, teacher, classes, self.chain)
-        self.descent = Descent(model, settings, self.objective, self.optimisers, self.pairs, team)
+        self.descent = Descent(model, settings, self.objective, self.optimisers, self.pairs, team, self.shares)
         self.average = Average(model.net, settings.ema) if settings.ema > 0 else None
         self.best_net = self._net_state()
 
@@ -155,7 +165,8 @@ class Trainer:
         while self.step < total and not self._out_of_patience():
             started, losses, seen, before = time.perf_counter(), 0.0, 0, self.step
             self.model.train()
-            self.team.copy_from_leader(list(self.model.net.state_dict().values()))
+            held = self.model.net.state_dict().values()
+            self.team.copy_from_leader([value for value in held if not shards.is_sharded(value)])
             order = torch.randperm(len(train), generator=self.generator)
             steps = order.split(settings.batch_size * settings.accumulate)[: total - self.step]
             for number, positions in enumerate(steps):
@@ -200,9 +211,16 @@ class Trainer:
             )
 
     def _require_finite_weights(self) -> None:
-        for name, value in self.model.net.state_dict().items():
-            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise Diverged(f"the weights '{name}' became NaN or infinite by step {self.step}")
+        held = self.model.net.state_dict().items()
+        bad = [
+            name
+            for name, value in held
+            if value.is_floating_point() and not bool(torch.isfinite(shards.own(value)).all())
+        ]
+        if self.shares is not None:
+            bad = [name for names in self.team.everyone(bad) for name in names]
+        if bad:
+            raise Diverged(f"the weights '{bad[0]}' became NaN or infinite by step {self.step}")
 
     def _learn(self, train: Images, positions: Tensor, total: int) -> float:
         share = self.step / total
@@ -213,7 +231,7 @@ class Trainer:
         self.step += 1
         return loss
 
-    def evaluate(self, images: Images) -> tuple[Quality, dict[str, Tensor]]:
+    def evaluate(self, images: Images) -> tuple[Quality, dict[str, Stored]]:
         """The quality of the weights as they would be kept (the average, where there is one), and those weights."""
         batch = max(self.settings.batch_size, 256)
         with torch.no_grad():
@@ -231,14 +249,25 @@ class Trainer:
         """By the estimate that the loss reads."""
         chain, epsilon = self.chain, self.settings.epsilon
         gains = None if chain is None else lambda pixels, labels: chain.gains(pixels, epsilon)(labels)
-        return evaluate(self.model, self.pairs(), images, epsilon, batch, self.device, gains, self.team)
+        in_step = self.shares is not None
+        forward = self.objective.forward if in_step else self.model  # sharded weights are gathered in one precision
+        found = evaluate(forward, self.pairs(), images, epsilon, batch, self.device, gains, self.team, in_step)
+        if in_step:
+            shards.let_go(self.model.net)
+        return found
 
-    def last_net(self) -> dict[str, Tensor]:
+    def last_net(self) -> dict[str, Stored]:
         """The weights as they stand now: the average, where one is kept."""
         if self.average is None:
             return self._net_state()
         with self.average.applied(self.model.net, self.orthogonal):
             return self._net_state()
+
+    def whole(self, net: Mapping[str, Stored]) -> dict[str, Tensor]:
+        """The tensors of a checkpoint. Where they are shared out they come together one by one, for the leader alone, who
+        maps what is much (`Spool`).
+        """
+        return shards.whole(net, self.team, Spool().keep)
 
     def plan(self, train: Images, validation: Images, budget: float, around: Costs) -> None:
         """Resolve a time budget (seconds left of it) into `settings.steps`, and `validation_limit` where it must be.
@@ -262,12 +291,15 @@ class Trainer:
         made = affordable_steps(budget - (time.perf_counter() - started), costs, self.batches(train), len(validation))
         self.settings = replace(self.settings, steps=made.steps, validation_limit=made.validation_limit)
 
-    def _net_state(self) -> dict[str, Tensor]:
-        return {name: value.detach().cpu().clone() for name, value in self.model.net.state_dict().items()}
+    def _net_state(self) -> dict[str, Stored]:
+        return {name: shards.kept(value) for name, value in self.model.net.state_dict().items()}
 
     def state(self) -> TrainingState:
         """Everything the next epoch depends on."""
-        parts = self.descent.state()
+        parts: dict[str, dict[str, Any]] = {**self.descent.state()}
+        optimisers = [optimiser.state_dict() for optimiser in self.optimisers]
+        if self.shares is not None:
+            optimisers = [self.shares.stored(optimiser) for optimiser in optimisers]
         if self.average is not None:
             parts["average"] = self.average.state()
         return TrainingState(
@@ -280,7 +312,7 @@ class Trainer:
             validation_limit=self.settings.validation_limit,
             net=self._net_state(),
             best_net=self.best_net,
-            optimisers=[optimiser.state_dict() for optimiser in self.optimisers],
+            optimisers=optimisers,
             vectors={name: value.detach().cpu() for name, value in self.arithmetic.vectors.items()},
             generator=self.generator.get_state(),
             parts=parts,
@@ -298,14 +330,15 @@ class Trainer:
     def _restore(self, state: TrainingState) -> None:
         self.settings = replace(self.settings, steps=state.steps, validation_limit=state.validation_limit)
         self.epoch, self.step = state.epoch, state.step
-        self.best, self.best_epoch, self.best_net = state.best, state.best_epoch, state.best_net
-        with torch.no_grad():
-            for name, value in self.model.net.state_dict().items():
-                value.copy_(state.net[name])
+        held = self.model.net.state_dict()
+        best = {name: shards.kept_of(value, state.best_net[name], self.team) for name, value in held.items()}
+        self.best, self.best_epoch, self.best_net = state.best, state.best_epoch, best
+        for name, value in held.items():
+            shards.put(value, state.net[name], self.team)
         for optimiser, stored in zip(self.optimisers, state.optimisers, strict=True):
-            optimiser.load_state_dict(stored)
+            optimiser.load_state_dict(stored if self.shares is None else self.shares.own_of(stored))
         self.arithmetic.vectors = {name: value.to(self.device) for name, value in state.vectors.items()}
         self.generator.set_state(state.generator)
         self.descent.load(state.parts)
         if self.average is not None:
-            self.average.load(state.parts["average"])
+            self.average.load(state.parts["average"], self.team)

@@ -1,9 +1,10 @@
 """Optimisers by name, and the learning rate over the run."""
 
 import math
+from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.stiefel import StiefelMuon
@@ -13,11 +14,11 @@ SCALAR_RATE = 10.0
 
 
 def make_optimisers(
-    model: nn.Module, orthogonal: list[nn.Parameter], settings: FinetuneSettings
+    parameters: Iterable[Tensor], orthogonal: list[nn.Parameter], settings: FinetuneSettings
 ) -> list[torch.optim.Optimizer]:
     """AdamW or SGD on everything; with `stiefel` Adam on what is free and StiefelMuon on the orthogonal matrices."""
     held = set(map(id, orthogonal))
-    free = [p for p in model.parameters() if p.requires_grad and id(p) not in held]
+    free = [p for p in parameters if p.requires_grad and id(p) not in held]
     if settings.optimiser == "sgd":
         return [torch.optim.SGD(free, lr=settings.lr, momentum=0.9, weight_decay=settings.weight_decay)]
     if settings.optimiser == "adamw":

@@ -1,25 +1,36 @@
 """Sharpness-aware minimisation: the gradient is taken at the worst weights nearby, the step is made where one stands."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 
+def length_of(parts: Sequence[Tensor]) -> Tensor:
+    """The l2 norm of all of them together: ()."""
+    return torch.stack([part.norm() for part in parts]).norm()
+
+
 @contextmanager
-def climbed(parameters: Sequence[Tensor], rho: float, adaptive: bool = False) -> Iterator[None]:
+def climbed(
+    parameters: Sequence[Tensor],
+    rho: float,
+    adaptive: bool = False,
+    length_of: Callable[[Sequence[Tensor]], Tensor] = length_of,
+) -> Iterator[None]:
     """w -> w + rho g / |g|_2 inside the block, the very same w after it.
 
     g: the gradients the parameters hold, |.|_2 over all of them together. adaptive: w + rho w^2 g / |w g|_2, which does
     not change when a layer is scaled up and the next one down. Orthogonal matrices are moved in the ambient space.
+    length_of: |.|_2 of a list of tensors, where other processes hold more of them.
     Source: Foret et al. 2021, eq. 2; adaptive: Kwon et al. 2021, eq. 6.
     """
     held = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters]
     moving = [(parameter, w, gradient) for parameter, w, gradient in held if gradient is not None]
     with torch.no_grad():
         slopes = [w.abs() * gradient if adaptive else gradient for _, w, gradient in moving]
-        length = torch.stack([slope.norm() for slope in slopes]).norm().clamp_min(1e-12)
+        length = length_of(slopes).clamp_min(1e-12)
         for (parameter, w, _), slope in zip(moving, slopes, strict=True):
             parameter.add_(rho / length * (w.abs() * slope if adaptive else slope))
     try:

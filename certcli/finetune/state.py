@@ -1,6 +1,11 @@
-"""The state of a training run on disk: enough to go on bit for bit. safetensors, written atomically, no pickle."""
+"""The state of a training run on disk: enough to go on bit for bit. safetensors, written atomically, no pickle.
+
+Of weights shared out among processes it holds the whole tensors too, so that any number of processes goes on with it.
+"""
 
 import json
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +14,10 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint import read_tensors, write_safetensors
-from certcli.errors import CheckpointError, Refused
+from certcli.errors import CheckpointError, OutputError, Refused
+from certcli.finetune.shards import Rows, Stored
+from certcli.one_by_one import in_file_order, write_one_by_one
+from certcli.processes import ALONE, Team
 from certcli.schema import TrainingFields, decode
 
 KEY = "certvit-state"
@@ -31,16 +39,19 @@ class TrainingState:
     best_epoch: int
     steps: int | None
     validation_limit: int | None
-    net: dict[str, Tensor]
-    best_net: dict[str, Tensor]
+    net: Mapping[str, Stored]
+    best_net: Mapping[str, Stored]
     optimisers: list[dict[str, Any]]
     vectors: dict[str, Tensor]
     generator: Tensor
-    parts: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def save_state(path: Path, state: TrainingState) -> None:
-    tensors: dict[str, Tensor] = {"generator": state.generator}
+def save_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
+    """Written by the leader. All processes take part where the state is of weights shared out: whole tensors come together
+    one by one, and go straight into the file.
+    """
+    tensors: dict[str, Stored] = {"generator": state.generator}
     tensors |= {f"net.{name}": value for name, value in state.net.items()}
     tensors |= {f"best.{name}": value for name, value in state.best_net.items()}
     tensors |= {f"vector.{name}": value for name, value in state.vectors.items()}
@@ -52,7 +63,7 @@ def save_state(path: Path, state: TrainingState) -> None:
         for index, values in optimiser["state"].items():
             entries[str(index)] = {}
             for name, value in values.items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor | Rows):
                     tensors[f"optimiser.{number}.{index}.{name}"] = value
                 else:
                     entries[str(index)][name] = value
@@ -61,11 +72,37 @@ def save_state(path: Path, state: TrainingState) -> None:
     text = json.dumps(
         {**about, "optimisers": structure, "parts": sorted(state.parts)}, sort_keys=True, separators=(",", ":")
     )
-    write_safetensors(path, tensors, {KEY: text}, force=True)
+    if any(isinstance(value, Rows) for value in tensors.values()):
+        _write_together(path, tensors, {KEY: text}, team)
+    elif team.leads:
+        write_safetensors(
+            path, {name: value for name, value in tensors.items() if isinstance(value, Tensor)}, {KEY: text}, True
+        )
 
 
-def load_state(path: Path, identity: str) -> TrainingState:
-    """The state at `path`; CheckpointError when it is unreadable or belongs to another run."""
+def _write_together(path: Path, tensors: Mapping[str, Stored], metadata: dict[str, str], team: Team) -> None:
+    def wholes() -> Iterator[Tensor]:
+        for name in in_file_order(likes):
+            value = tensors[name]
+            tensor = team.join(value.rows, value.shape) if isinstance(value, Rows) else value
+            yield torch.empty(0) if tensor is None else tensor
+
+    likes = {name: value.like if isinstance(value, Rows) else value for name, value in tensors.items()}
+    coming = wholes()
+    try:
+        if team.leads:
+            write_one_by_one(path, likes, coming, metadata)
+        deque(coming, maxlen=0)
+    except OutputError:
+        deque(coming, maxlen=0)  # the others are not left waiting
+        raise
+
+
+def load_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
+    """The state at `path`; CheckpointError when it is unreadable or belongs to another run.
+
+    copy: else its tensors are mapped, for those who take rows of them alone.
+    """
     tensors, metadata = read_tensors(path)
     try:
         about = decode(metadata.get(KEY, ""), TrainingFields)
@@ -88,8 +125,11 @@ def load_state(path: Path, identity: str) -> TrainingState:
                 entries.setdefault(int(index) if index.isdecimal() else -1, {})[field_name] = value
         optimisers.append({"state": entries, "param_groups": optimiser.param_groups})
 
+    def of(prefix: str) -> Iterator[tuple[str, Tensor]]:
+        return ((name, value) for name, value in tensors.items() if name.startswith(prefix))
+
     def part(prefix: str) -> dict[str, Tensor]:
-        return {name[len(prefix) :]: value.clone() for name, value in tensors.items() if name.startswith(prefix)}
+        return {name[len(prefix) :]: value.clone() if copy else value for name, value in of(prefix)}
 
     return TrainingState(
         **{name: getattr(about, name) for name in PLAIN},

@@ -12,8 +12,9 @@ from certcli.finetune.losses import CHAIN
 from certcli.finetune.objective import Batch, Objective
 from certcli.finetune.penalties import SpectralPenalty
 from certcli.finetune.projections import WeightProjection
-from certcli.finetune.sam import climbed
+from certcli.finetune.sam import climbed, length_of
 from certcli.finetune.settings import FinetuneSettings
+from certcli.finetune.shards import Shares
 from certcli.images import Images
 from certcli.models import PixelModel
 from certcli.processes import ALONE, Team
@@ -41,6 +42,7 @@ class Descent:
 
     pairs() gives the trainable pair constants; it is called once a gradient, however many batches that gradient has. Of
     several processes each takes its part of every batch; the gradients are added, and all make the same step.
+    shares: of weights that are shared out among them; each makes the step of its own rows.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class Descent:
         optimisers: list[torch.optim.Optimizer],
         pairs: Callable[[], Tensor | None],
         team: Team = ALONE,
+        shares: Shares | None = None,
     ) -> None:
         self.model, self.settings, self.objective, self.team = model, settings, objective, team
+        self.shares = shares
         self.optimisers, self.pairs = optimisers, pairs
         self.parameters = [p for group in optimisers for part in group.param_groups for p in part["params"]]
         self.scaler = torch.amp.GradScaler("cuda", enabled=settings.precision == "fp16")
@@ -73,12 +77,16 @@ class Descent:
                 batches.append((self.objective.prepare(train, own, share), weight * len(part) / len(positions)))
             loss = self._gradient(batches, epsilon, where)
             if settings.sam > 0:
-                with climbed(self.parameters, settings.sam, settings.adaptive_sam):
+                length = length_of if self.shares is None else self.shares.length
+                with climbed(self.parameters, settings.sam, settings.adaptive_sam, length):
                     self._gradient(batches, epsilon, where)
         if settings.clip_grad is not None:
             for optimiser in self.optimisers:
                 self.scaler.unscale_(optimiser)
-            torch.nn.utils.clip_grad_norm_(self.parameters, settings.clip_grad)
+            if self.shares is None:
+                torch.nn.utils.clip_grad_norm_(self.parameters, settings.clip_grad)
+            else:
+                self.shares.clip(settings.clip_grad)
         for optimiser in self.optimisers:
             self.scaler.step(optimiser)
         self.scaler.update()
@@ -101,6 +109,8 @@ class Descent:
         """Fill every `.grad` with the gradient of the mean over all images of all processes; returns that mean."""
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
+        if self.shares is not None:
+            self.shares.forget()
         if len(batches) == 1 and not self.team.several:
             loss = self.objective.value(batches[0][0], self.pairs, epsilon)
             if self.penalty is not None:
@@ -122,7 +132,11 @@ class Descent:
     def _added(self, loss: float, where: str) -> float:
         """Gradients and loss added up over the processes; all of them see whether that is finite."""
         total = torch.tensor(loss, dtype=torch.float64)
-        self.team.add_up([total, *(p.grad for p in self.parameters if p.grad is not None)])
+        if self.shares is None:
+            self.team.add_up([total, *(p.grad for p in self.parameters if p.grad is not None)])
+        else:
+            self.team.add_up([total])
+            self.shares.collect()
         _require_finite(float(total), where)
         return float(total)
 
@@ -130,6 +144,8 @@ class Descent:
         value = float(loss.detach())
         if not self.team.several:
             _require_finite(value, where)
+        if self.shares is not None:
+            loss = loss * self.team.size  # what follows takes the mean over the processes
         self.scaler.scale(loss).backward()
         return value
 
