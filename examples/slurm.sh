@@ -16,6 +16,8 @@ IMAGES=${IMAGES:-/data/imagenet/val}
 RECORDS=${RECORDS:-smoothed.jsonl}
 PER_NODE=${PER_NODE:-8}
 
+# a network too large for one GPU is trained by the same call of torchrun, with `-m certcli finetune ... --shard-weights --resume`
+
 # the first machine of the job is where the processes meet
 MEET=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 

@@ -31,32 +31,9 @@ ATTACK = ["attack", "plain.safetensors", "-a", "pgd-3", "-a", "margin-pgd-3", "-
 ATTACK += ["--batch-size", "20"]
 FINETUNE = ["finetune", "certified.safetensors", "--dataset", "digits", "--loss", "margin", "-e", "0.2", "--json", "-q"]
 FINETUNE += ["--epochs", "2", "--limit", "151", "--batch-size", "50"]  # the last batch: one image for two processes
-SHARDED = [
-    "finetune",
-    "plain.safetensors",
-    "--dataset",
-    "digits",
-    "--loss",
-    "ce",
-    "--epochs",
-    "2",
-    "--limit",
-    "61",
-    "--json",
-]
-SHARDED += [
-    "--batch-size",
-    "20",
-    "--clip-grad",
-    "0.5",
-    "--sam",
-    "0.05",
-    "--ema",
-    "0.9",
-    "-o",
-    "shared.safetensors",
-    "-q",
-]
+SHARDED = ["finetune", "plain.safetensors", "--dataset", "digits", "--loss", "ce", "--epochs", "2", "--limit", "61"]
+SHARDED += ["--batch-size", "20", "--clip-grad", "0.5", "--sam", "0.05", "--ema", "0.9", "--json", "-q"]
+SHARDED += ["-o", "shared.safetensors"]
 LIPSCHITZ = ["lipschitz", "certified.safetensors", "--limit", "5", "--batch-size", "1", "--json", "-q"]
 AUDIT = ["audit", "certified.safetensors", "--limit", "12", "--batch-size", "3", "-e", "0.1", "--json", "-q"]
 AUDIT += ["--method", "lipschitz", "--method", "smoothing", "--time-budget", "10m"]
