@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from certcli.audit.clock import Part
 from certcli.audit.together import together as in_turns
 from certcli.checkpoint import Checkpoint, read_tensors
+from certcli.cli import main
 from certcli.cli.main import app
 from certcli.cli.training import Training
 from certcli.errors import DataError, Interrupted, UsageError
@@ -134,6 +135,22 @@ def test_the_first_to_fail_speaks_and_all_end_with_its_code() -> None:
     assert ALONE.fail(6) is None
     with pytest.raises(UsageError):
         Team(2, 2)
+
+
+def test_a_process_that_was_killed_is_no_bug_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(**options: object) -> None:
+        raise RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
+        )
+
+    monkeypatch.setattr(main, "app", broken)
+    monkeypatch.setattr(main, "_others", lambda: Team(0, 2, distributed.HashStore()))
+    with pytest.raises(SystemExit) as end:
+        main.run()
+    assert end.value.code == 1
+    assert capsys.readouterr().err.startswith("certvit: another process ended without a word\n")
 
 
 def test_a_stage_of_an_audit_ends_for_all_alike() -> None:

@@ -45,7 +45,9 @@ class Adapter:
         self.checkpoint, self.settings = checkpoint, settings
         # datasets come class by class; closed forms and comparisons look at the first images only
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
-        self.lots = Lots(len(images), team, LOTS if photographs(images) else FEW)
+        # on a GPU many small passes would cost more than equal bytes are worth, and nothing else promises them there
+        lots = 1 if device.type == "cuda" else LOTS if photographs(images) else FEW
+        self.lots = Lots(len(images), team, lots)
         self.images = {lot: images[order[self.lots.images(lot)]].to(device) for lot in self.lots.own}
         self.record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
         self.teacher = models.load(

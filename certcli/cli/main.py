@@ -118,6 +118,12 @@ def _run(interrupts: Interrupts) -> int:
         reason = (str(failure).splitlines() or [""])[0][:300]
         if type(failure).__name__ == "OutOfMemoryError" or "can't allocate memory" in reason:  # torch's ways to say it
             return _report("out of memory", "try a smaller --batch-size or --limit", 1)
+        if type(failure).__name__ == "DistBackendError" or ("gloo" in reason and _others().several):
+            return _report(
+                "another process ended without a word",
+                "killed, perhaps for want of memory? torchrun's own report says which; --resume goes on with what was saved",
+                1,
+            )
         return _report(
             f"a bug: {type(failure).__name__}: {reason}", "run again with CERTVIT_DEBUG=1 for a traceback", 1
         )
