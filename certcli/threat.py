@@ -1,6 +1,6 @@
 """The threat model: a ball of pixel-space radius around an image, intersected with the box [0, 1]."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -71,14 +71,25 @@ class Threat:
         return (images + delta).clamp(0.0, 1.0)
 
     def random_start(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """Where an ascent begins: (b, c, h, w) -> (b, c, h, w). linf: uniform in the ball; l2: direction and length are.
+
+        Nearly all of an l2 ball of many dimensions lies at its edge: an ascent from a uniform point of it begins as far
+        away as it may ever be, and breaks fewer images. Clipped to the box. Source: torchattacks' PGDL2.
+        """
+        return self._drawn(images, generator, lambda share, pixels: share)
+
+    def random_point(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """A point drawn uniformly from the ball, clipped to the box: (b, c, h, w) -> (b, c, h, w)."""
+        return self._drawn(images, generator, lambda share, pixels: share ** (1 / pixels))
+
+    def _drawn(self, images: Tensor, generator: torch.Generator, length: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """length: in l2, of the step, as a share of the radius, from uniform numbers and the number of pixels."""
         shape, device = images.shape, images.device
         if self.norm == "linf":
             delta = (2 * torch.rand(shape, generator=generator).to(device) - 1) * per_image(self.radii(images), images)
         else:
             delta = torch.randn(shape, generator=generator).to(device)
-            pixels = delta[0].numel()
-            share = torch.rand(shape[0], generator=generator).to(device) ** (1 / pixels)
+            share = length(torch.rand(shape[0], generator=generator).to(device), delta[0].numel())
             delta = delta * per_image(share * self.radii(images) / image_norms(delta, "l2").clamp_min(1e-30), delta)
         return self.project(images + delta.to(images.dtype), images)
 

@@ -155,6 +155,17 @@ def test_every_attack_on_every_net(name: str, norm: Norm, model: nn.Module) -> N
         json.dumps(record.to_json())
 
 
+def test_where_an_l2_ascent_begins() -> None:
+    """At a length uniform in [0, radius]; a uniform point of the ball would lie within 4 % of its edge here."""
+    images, threat = torch.full((4000, 1, 8, 8), 0.5), Threat("l2", 0.4)
+    generator = torch.Generator().manual_seed(0)
+    share = image_norms(threat.random_start(images, generator) - images, "l2").sort().values / 0.4
+    edge = image_norms(threat.random_point(images, generator) - images, "l2") / 0.4
+    distance = (share - torch.linspace(0, 1, 4000, dtype=torch.float64)).abs().max()
+    assert distance < 1.95 / 4000**0.5  # Kolmogorov and Smirnov's, at 0.1 %; the seed is fixed
+    assert float((edge > 0.96).double().mean()) > 0.9  # 1 - 0.96^64 = 0.927
+
+
 @pytest.mark.parametrize("name", GENERAL)
 def test_an_attack_leaves_no_trace(name: str) -> None:
     """Modes, buffers, gradients, requires_grad, the caller's tensors and the global random numbers are as before."""

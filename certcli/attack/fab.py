@@ -70,7 +70,7 @@ def _search(
     least = torch.full((len(owner),), float("inf"), dtype=torch.float64, device=images.device)
     point = nearest.clone()
     if settings.restart:
-        drawn = threat.of(owner).random_start(nearest, generator)
+        drawn = threat.of(owner).random_point(nearest, generator)
         point = nearest + (drawn - nearest) / 2
     rows = torch.arange(len(owner), device=images.device)
     look, earlier = max(1, int(LOOK * steps)), least.clone()
