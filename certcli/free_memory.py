@@ -6,6 +6,8 @@ version 1 (`memory.limit_in_bytes`) or 2 (`memory.max`, `memory.high`). Pages of
 when memory is short: they are free.
 """
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -23,6 +25,16 @@ _FILES = (  # a limit's file, what counts as used, and the start of the names of
 def free_bytes() -> float:
     """Bytes that nobody uses now and that this process may have; half of the machine's memory where it does not say."""
     return min([_of_the_machine(), *(left for group in _groups() for left in _left_in(group))])
+
+
+def give_back() -> None:
+    """Let glibc return to the system what was freed: it keeps matrices of less than 32 MB for the next ones.
+
+    They lie between others that are in use: 0.2 GB of 0.9 when layers of width 640 are constrained one by one. Nothing
+    happens where there is no glibc.
+    """
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _of_the_machine() -> float:

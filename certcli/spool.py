@@ -12,8 +12,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from certcli.free_memory import free_bytes
+
 IN_MEMORY = 2**30
-"""Bytes of copies made in memory, as long as a network's copies do not exceed them together."""
+"""Bytes of copies made in memory, as long as a network's copies do not exceed them together; never more than a quarter of
+what is free."""
 
 SPARED = 2**28
 """The same of what is written once and read: trained weights would be written to the disk again and again."""
@@ -25,7 +28,7 @@ _SMALL = 2**16
 def copies(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """New tensors with the same numbers, in the dtype that is named for each."""
     total = sum(value.numel() * dtypes[name].itemsize for name, value in tensors.items())
-    copy = _in_memory if total <= IN_MEMORY else _mapped
+    copy = _in_memory if total <= min(IN_MEMORY, free_bytes() / 4) else _mapped
     return {name: copy(value, dtypes[name]) for name, value in tensors.items()}
 
 

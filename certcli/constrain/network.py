@@ -25,7 +25,7 @@ from certcli.constrain.statistics import LayerStatistics, bytes_of, collect_in_p
 from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
 from certcli.constrain.together import Packed, for_all, share_of
 from certcli.errors import NoBoundError, UsageError
-from certcli.free_memory import free_bytes
+from certcli.free_memory import free_bytes, give_back
 from certcli.lipschitz.network import bound_network, trial_upper
 from certcli.lipschitz.real import Real
 from certcli.processes import ALONE, Team
@@ -144,6 +144,7 @@ class Calibration:
         )
         for part in passes:
             self.called |= set(part)
+            give_back()
             if self.memory_limit_bytes is None:
                 self._kept = [layer.widened() for layer in part.values()]
                 yield map(self._one, self._kept)
@@ -153,6 +154,7 @@ class Calibration:
     def _drained(self, part: dict[str, LayerStatistics]) -> Iterator[LayerStatistics]:
         while part:  # a layer's statistics are let go of as soon as the caller is done with it
             yield self._one(part.pop(next(iter(part))).widened())
+            give_back()
 
     @cached_property
     def own(self) -> list[str]:
@@ -242,7 +244,7 @@ def constrain_to(
         return options.eta if etas is None else etas[layer.path]
 
     def one(layer: LayerStatistics) -> LayerResult:
-        result = constrain_layer(
+        return constrain_layer(
             layer,
             prox=options.prox,
             beta=options.beta,
@@ -252,8 +254,8 @@ def constrain_to(
             blocks=blocks.get(layer.path, 1),
             ridge=options.ridge,
             basis=None if bases is None else bases.get(layer.path),
+            keep_basis=bases is not None,
         )
-        return result if bases is not None else replace(result, basis=None)
 
     for part in calibration.parts():
         for result in side_by_side(one, (layer for layer in part if eta_of(layer) > 0), calibration.workers):

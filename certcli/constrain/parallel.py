@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -143,8 +143,12 @@ def constrain_layer(
     blocks: int = 1,
     ridge: float | None = None,
     basis: Eigenbasis | None = None,
+    keep_basis: bool = True,
 ) -> LayerResult:
-    """One layer of `constrain_layers`: minimise, cast to the parameter's dtype, measure again what was cast."""
+    """One layer of `constrain_layers`: minimise, cast to the parameter's dtype, measure again what was cast.
+
+    keep_basis: the result holds it, which takes as much memory as the layer's Gram matrix.
+    """
     begun = time.perf_counter()
     if prox in PENALTIES:
         penalty = PENALTIES.load(prox)
@@ -164,6 +168,8 @@ def constrain_layer(
         raise UsageError(f"the one-sided distance does not go with '{prox}'", f"--prox {', '.join(PENALTIES.names())}")
     else:
         result = METHODS.load(prox)(layer, eta, ridge=ridge)
+    if not keep_basis:
+        result, basis = replace(result, basis=None), None
     cast, error = cast_inside(layer, result.weight, eta)
     return LayerResult(
         path=layer.path,
