@@ -1,7 +1,8 @@
-"""What a training step costs with a bound, a penalty or SAM, as ratios to the plain step in the same round.
+r"""What a training step costs with a bound, a penalty or SAM, as ratios to the plain step in the same round.
 
     python benchmarks/finetune.py --rounds 15
-    python benchmarks/finetune.py --arch certvit_lip_mnist --variants recipe --batch-size 256   # that of examples/mnist.sh
+    python benchmarks/finetune.py --arch certvit_lip_mnist --arch-arg patch=14 --arch-arg width=256 --arch-arg depth=1 \
+        --variants recipe --batch-size 256 --steps 8   # that of examples/mnist.sh
 
 The network is CertViT's Table 4 for CIFAR-10 (certvit_vit_cifar10): L2 attention, centre norms and convex residuals
 (--network adapted), or as timm builds it (--network plain); --arch takes another. 'loop' is what anyone would write
@@ -20,6 +21,8 @@ from collections.abc import Callable
 import torch
 
 from certcli import models
+from certcli.cli.inputs import parse_arguments
+from certcli.finetune import stiefel
 from certcli.finetune.loop import Trainer
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images import Images
@@ -51,10 +54,10 @@ def surgery(depth: int) -> tuple[Replacement, ...]:
     return (*found, Replacement("norm", "center-norm"))
 
 
-def build(arch: str, network: str, device: torch.device, seed: int) -> models.PixelModel:
+def build(arch: str, arch_args: dict, network: str, device: torch.device, seed: int) -> models.PixelModel:
     torch.manual_seed(seed)
-    net = models.create(arch, {}, initialise=True)
-    record = Record(arch=arch, arch_args={}, input=models.spec_of(net), classes=10)
+    net = models.create(arch, arch_args, initialise=True)
+    record = Record(arch=arch, arch_args=arch_args, input=models.spec_of(net), classes=10)
     if network == "adapted" and hasattr(net, "blocks"):
         for replacement in surgery(len(net.blocks)):
             models.replace_module(net, replacement)
@@ -71,7 +74,7 @@ def random_images(count: int, size: tuple[int, int, int], seed: int) -> Images:
 
 def stepper(variant: str, options: argparse.Namespace, device: torch.device) -> Callable[[], float]:
     """A function that makes --steps steps and returns the seconds of one."""
-    model = build(options.arch, options.network, device, options.seed)
+    model = build(options.arch, parse_arguments(options.arch_arg), options.network, device, options.seed)
     images = random_images(options.batch_size, model.input_size, options.seed)
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     step = plain_loop(model, images) if variant == "loop" else certvit_step(variant, model, images, options)
@@ -120,6 +123,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=("adapted", "plain"), default="adapted")
     parser.add_argument("--arch", default=ARCHITECTURE)
+    parser.add_argument("--arch-arg", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--without-amx", action="store_true", help="no products in bfloat16: as on a CPU without AMX")
     parser.add_argument(
         "--variants", default=",".join(VARIANTS), help="comma-separated, and what they are compared with"
     )
@@ -132,6 +137,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.without_amx:
+        stiefel.multiplies_bf16 = lambda device: False
     device = torch.device(options.device)
     wanted = [name for name in VARIANTS if name in options.variants.split(",")]
     wanted += [VARIANTS[name][0] for name in wanted if VARIANTS[name][0] not in wanted]
