@@ -1,4 +1,4 @@
-"""How much of N processes is work: smoothing, attack and training by one process and by several, a thread each, in one run.
+"""How much of N processes is work: four commands by one process and by several, a thread each, in one run.
 
     python benchmarks/processes.py --processes 2
 
@@ -23,10 +23,15 @@ NET = [f"--arch-arg={part}" for part in ("embed_dim=64", "depth=4", "num_heads=4
 SMOOTH = ["certify", "net.safetensors", "--method", "smoothing", "--sigma", "0.1", "-e", "0.1", "-q"]
 ATTACK = ["attack", "net.safetensors", "-a", "pgd-200", "-e", "0.3", "--batch-size", "12", "--no-checks", "-q"]
 LEARN = ["finetune", "net.safetensors", "--loss", "ce", "--batch-size", "128", "-q"]
+ADAPT = ["adapt", "net.safetensors", "--goal", "certify", "--dataset", "digits", "--epochs", "1", "-q"]
 COMMANDS = {
     "certify --method smoothing": ([*SMOOTH, "--limit", "4"], [*SMOOTH, "--limit", "96"]),
     "attack": ([*ATTACK, "--limit", "12"], [*ATTACK, "--limit", "240"]),
     "finetune": ([*LEARN, "--steps", "2", "-o", "a.safetensors"], [*LEARN, "--epochs", "3", "-o", "b.safetensors"]),
+    "adapt --goal certify": (
+        [*ADAPT, "--limit", "60", "--distill", "0", "-o", "c.safetensors"],
+        [*ADAPT, "--limit", "600", "--distill", "3", "-o", "d.safetensors"],
+    ),
 }
 """What is run: a few images first, then what is timed."""
 
