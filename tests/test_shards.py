@@ -47,7 +47,11 @@ def test_several_processes_are_asked_for() -> None:
 def test_each_block_is_gathered_by_itself_inner_ones_first() -> None:
     vit = models.create("certvit_vit_digits", {"embed_dim": 16, "depth": 3, "num_heads": 2}, initialise=False)
     assert blocks(vit) == list(reversed(vit.blocks))
-    swin = models.create("swin_tiny_patch4_window7_224", {"embed_dim": 24, "depths": [1, 2]}, initialise=False)
+    swin = models.create(
+        "swin_tiny_patch4_window7_224",
+        {"embed_dim": 8, "depths": [1, 2], "img_size": 56, "num_heads": [1, 2]},
+        initialise=False,
+    )
     found = blocks(swin)
     assert set(found) == {*swin.layers, *(block for stage in swin.layers for block in stage.blocks)}
     assert all(found.index(block) < found.index(stage) for stage in swin.layers for block in stage.blocks)
