@@ -1,6 +1,5 @@
 """Why images may say little about a network: few, grey, of another size, or with labels of another network's classes."""
 
-import copy
 from types import MethodType
 from typing import Any
 
@@ -79,17 +78,20 @@ def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | No
     pre-norm blocks, and for those that are right on most images: a network of the other order would not be. Of the images
     on which only one reading is right, n in all, k favour the other: P[Binomial(n, 1/2) >= k] <= 1e-3 (a sign test).
     """
-    other = copy.deepcopy(model)
-    blocks = [module for module in other.modules() if type(module) is Block]
+    blocks = [module for module in model.modules() if type(module) is Block]
     if not blocks or sum(right) >= _UNSURE * len(right):
         return None
-    for block in blocks:
-        block.forward = MethodType(_post_norm, block)  # type: ignore[method-assign]
-    device = next(other.parameters()).device
+    device = next(model.parameters()).device
     found: list[bool] = []
-    with torch.no_grad():
-        for _, pixels, labels in images.select(range(len(right))).batches(_TOGETHER):
-            found += (other(pixels.to(device)).argmax(1).cpu() == labels).tolist()
+    try:  # the network itself for a while: a copy of one larger than memory would be too much
+        for block in blocks:
+            block.forward = MethodType(_post_norm, block)  # type: ignore[method-assign]
+        with torch.no_grad():
+            for _, pixels, labels in images.select(range(len(right))).batches(_TOGETHER):
+                found += (model(pixels.to(device)).argmax(1).cpu() == labels).tolist()
+    finally:
+        for block in blocks:
+            vars(block).pop("forward", None)
     better = sum(b and not a for a, b in zip(right, found, strict=True))
     worse = sum(a and not b for a, b in zip(right, found, strict=True))
     if better == 0 or _chance_of_so_many(better, better + worse) > _LEVEL:

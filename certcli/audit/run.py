@@ -22,6 +22,7 @@ from certcli.certify.smoothed import classifier
 from certcli.checkpoint import Checkpoint
 from certcli.doubts import order_doubt
 from certcli.errors import ArchitectureError, DataError, NoBoundError, UsageError
+from certcli.free_memory import free_bytes
 from certcli.images import Images
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.network import NetworkBound
@@ -42,6 +43,8 @@ NOISY = 64
 """Noisy images at a time on a CPU: four images' first draws."""
 LARGE = 1_000_000
 """Parameters from which on smoothing and attacks run in bfloat16, where the machine multiplies matrices in it."""
+COPIED = 0.25
+"""Share of the free memory that a copy of the network in bfloat16 may take."""
 ORDERED = 100
 """Images on which another place of the norms is tried, for a file of others."""
 CLASSIFIED = 32
@@ -122,7 +125,8 @@ def run(
     results.parameters = sum(weight.numel() for weight in model.parameters())
     results.attention_weight = attention_weight(model)
     tell("slope")
-    results.precision = team.agree(lambda: _precision(asked, checkpoint, device, results.parameters))
+    if images is not None or asked.precision != AUTO:
+        results.precision = team.agree(lambda: _precision(asked, checkpoint, device, results.parameters))
     part = clock.part(0.1)
     results.slope = proof.slope(model, images if images is not None else calibration(), asked.seed, part, team)
     if results.slope is None:
@@ -167,6 +171,8 @@ def _precision(asked: Asked, checkpoint: Checkpoint, device: torch.device, param
     if asked.precision != AUTO:
         return asked.precision
     if parameters < LARGE or not models.multiplies_bf16(device):
+        return "float32"
+    if device.type == "cpu" and 2 * parameters > COPIED * free_bytes():  # float32 stays in its file
         return "float32"
     grey = torch.full((1, *checkpoint.record.input.size), 0.5, device=device)
     try:
