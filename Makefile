@@ -37,9 +37,13 @@ soundness: install
 	$(BIN)/python benchmarks/soundness.py --seconds 600
 	$(BIN)/python -m tests.local_campaign --seconds 600
 
+# tools of its own: mkdocs-material wants requests >= 2.33, torchattacks pins 2.25; certvit's packages come after them
 docs: install
-	$(BIN)/pip install --quiet -e ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(PYTHON) -m venv $(VENV)/docs
+	$(VENV)/docs/bin/pip install --quiet "mkdocs-material>=9.5,<10" "mkdocs>=1.6,<2"
+	at='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(BIN)/python -c "$$at" > "$$($(VENV)/docs/bin/python -c "$$at")/certvit.pth"
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs build --strict
 
 tutorial: install
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/tutorial.py
