@@ -286,14 +286,23 @@ def test_two_processes_audit_as_one(both: tuple[Path, Path, str]) -> None:
         assert without(found, "seconds") == without(wanted, "seconds")
 
 
-@pytest.mark.parametrize("name", ["adapted", "refitted"])
-def test_two_processes_adapt_to_the_bit(both: tuple[Path, Path, str], name: str) -> None:
-    """Parts chosen for what they cost, and parts fitted block by block with AdamW, then distilled."""
+def test_two_processes_adapt_to_the_bit(both: tuple[Path, Path, str]) -> None:
+    """Parts chosen for what they cost."""
     one, two, _ = both
-    written = (one / f"{name}.safetensors").read_bytes()
-    assert (two / f"{name}.safetensors").read_bytes() == written != (one / "plain.safetensors").read_bytes()
-    found, alone = said_by(two, "adapt", f"{name}.safetensors"), json.loads((one / f"{name}.json").read_text())
+    written = (one / "adapted.safetensors").read_bytes()
+    assert (two / "adapted.safetensors").read_bytes() == written != (one / "plain.safetensors").read_bytes()
+    found, alone = said_by(two, "adapt", "adapted.safetensors"), json.loads((one / "adapted.json").read_text())
     assert without(found, "peak_memory_bytes") == without(alone, "peak_memory_bytes")
+
+
+def test_two_processes_refit_as_one(both: tuple[Path, Path, str]) -> None:
+    """Block by block with AdamW, then distilled. Equal bytes in nearly every run; a gradient of the patches' convolution has
+    once ended in another digit (2e-9 of .3), as sums do where memory lies otherwise."""
+    one, two, _ = both
+    found, alone = (Checkpoint.read(folder / "refitted.safetensors") for folder in (two, one))
+    assert found.tensors.keys() == alone.tensors.keys() != Checkpoint.read(one / "plain.safetensors").tensors.keys()
+    for name, tensor in found.tensors.items():
+        torch.testing.assert_close(tensor, alone.tensors[name], rtol=0, atol=1e-6)
 
 
 def test_two_processes_learn_what_one_learns(both: tuple[Path, Path, str]) -> None:
