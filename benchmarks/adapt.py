@@ -21,15 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli import data, models
 from certcli.adapt.pixels import as_pixels, compact
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import AdaptSettings
-from certcli.checkpoint import Checkpoint
-from certcli.errors import CertvitError
-from certcli.foreign import open_checkpoint
-from certcli.images import Images
+from certcli.checkpoint.file import Checkpoint
+from certcli.images import datasets
+from certcli.images.labelled import Images
 from certcli.lipschitz.network import bound_network
+from certcli.models import build
+from certcli.models.open import open_checkpoint
+from certcli.system.errors import CertvitError
 
 CPU = torch.device("cpu")
 FEW = 250  # enough for the closed forms alone
@@ -45,8 +46,8 @@ def share(hits: Tensor) -> str:
 
 
 def images_of(checkpoint: Checkpoint, name: str, split: str, data_dir: Path | None, count: int) -> Images:
-    loaded = data.load(name, checkpoint.record.input, split, data_dir)
-    return data.require_classes(loaded, checkpoint.record.classes).limit(count)
+    loaded = datasets.load(name, checkpoint.record.input, split, data_dir)
+    return datasets.require_classes(loaded, checkpoint.record.classes).limit(count)
 
 
 def pixels_of(images: Images) -> Tensor:
@@ -58,7 +59,7 @@ def tiny(arguments: argparse.Namespace) -> None:
     calibration = images_of(checkpoint, arguments.data_dir, "train", None, arguments.limit)
     test = images_of(checkpoint, arguments.data_dir, "val", None, arguments.test_limit)
     pixels, shown = pixels_of(calibration), pixels_of(test)
-    original = models.load(checkpoint)
+    original = build.load(checkpoint)
     before = predictions(original, shown)
     print(f"{len(calibration)} calibration images, {len(test)} test images, {checkpoint.record.classes} classes")
     print(f"{'':44}{'top-1':>8}{'agrees':>9}{'CPU s':>8}{'wall s':>8}")
@@ -104,7 +105,7 @@ def grid(arguments: argparse.Namespace) -> None:
     calibration = images_of(checkpoint, arguments.dataset, "train", arguments.data_dir, arguments.limit)
     test = images_of(checkpoint, arguments.dataset, "test", arguments.data_dir, arguments.test_limit)
     pixels, shown = pixels_of(calibration), pixels_of(test)
-    original = models.load(checkpoint)
+    original = build.load(checkpoint)
 
     def judge(model: Any) -> tuple[str, str]:
         accuracy = share(predictions(model, shown) == test.labels)

@@ -21,14 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli import data, models
 from certcli.attack.judge import judge
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, robust_accuracy
-from certcli.attack.watch import library
-from certcli.images import Batch
-from certcli.threat import Threat
+from certcli.attack.torchattacks_model import library
+from certcli.evaluation.threat import Threat
+from certcli.images import datasets
+from certcli.images.labelled import Batch
+from certcli.models import build
 
 RADIUS = 0.2
 ENOUGH = 0.82  # on the 140 validation images; 75 % of the test images
@@ -36,13 +37,13 @@ BATCH = 128
 Plain = Callable[[nn.Module, Threat], list[Callable[[Tensor, Tensor], Tensor]]]
 
 
-def train(seed: int) -> models.PixelModel:
+def train(seed: int) -> build.PixelModel:
     """The digits ViT, stopped once `ENOUGH` of the validation images are right."""
     torch.manual_seed(seed)
-    checkpoint = models.initialise("certvit_vit_digits", {}, SPEC, 10, seed)
-    net = models.load(checkpoint).train().requires_grad_(True)
-    images, labels = data.load("digits", SPEC, "train").tensors()
-    held, truth = data.load("digits", SPEC, "val").tensors()
+    checkpoint = build.initialise("certvit_vit_digits", {}, SPEC, 10, seed)
+    net = build.load(checkpoint).train().requires_grad_(True)
+    images, labels = datasets.load("digits", SPEC, "train").tensors()
+    held, truth = datasets.load("digits", SPEC, "val").tensors()
     optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for step in range(2000):
         rows = torch.randint(len(images), (64,))
@@ -144,7 +145,7 @@ def main() -> None:
     # seconds of CPU hold on a busy machine too; what a GPU does passes by the CPU's clock
     clock = time.process_time if options.device == "cpu" else time.perf_counter
     net = train(0).to(options.device)
-    images = data.load("digits", SPEC, "test").limit(options.autoattack or options.images)
+    images = datasets.load("digits", SPEC, "test").limit(options.autoattack or options.images)
     batches = [(index, x.to(options.device), y.to(options.device)) for index, x, y in images.batches(BATCH)]
     if options.autoattack:
         compare(net, batches, options.radii, clock)
@@ -176,7 +177,7 @@ def main() -> None:
         )
 
 
-SPEC = models.spec_of(models.create("certvit_vit_digits", {}, initialise=False))
+SPEC = build.spec_of(build.create("certvit_vit_digits", {}, initialise=False))
 
 if __name__ == "__main__":
     main()

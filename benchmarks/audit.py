@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli import models
-from certcli.checkpoint import Checkpoint
-from certcli.lipschitz.arithmetic import RigorousArithmetic
+from certcli.checkpoint.file import Checkpoint
 from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.lipschitz.propagate import propagate, trace_network
-from certcli.lipschitz.spectral import spectral_norms
+from certcli.models import build
 
 
 def matrices(model: nn.Module) -> list[Tensor]:
@@ -41,13 +41,13 @@ def power_iteration(matrix: Tensor, steps: int = 100) -> float:
 
 
 def audit(arch: str, folder: Path) -> dict[str, Any]:
-    net = models.create(arch, {}, initialise=True)
-    spec, classes = models.spec_of(net), int(net.num_classes)  # type: ignore[arg-type]
+    net = build.create(arch, {}, initialise=True)
+    spec, classes = build.spec_of(net), int(net.num_classes)  # type: ignore[arg-type]
     path = folder / f"{arch}.safetensors"
-    models.initialise(arch, {}, spec, classes, seed=0).write(path)
+    build.initialise(arch, {}, spec, classes, seed=0).write(path)
     del net
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    model = models.load(Checkpoint.read(path))
+    model = build.load(Checkpoint.read(path))
     started = time.process_time()
     result = bound_network(model, spec.size, classes)
     bound_seconds = time.process_time() - started

@@ -28,7 +28,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-import certcli.compat  # noqa: F401  torchvision's operators must be declared before timm is imported
+import certcli.system.compat  # noqa: F401  torchvision's operators must be declared before timm is imported
 
 import timm  # isort: skip
 
@@ -59,15 +59,16 @@ def random_images(count: int, size: int) -> Tensor:
 
 
 def real(checkpoint_dir: str, data_dir: str | None, count: int) -> tuple[torch.nn.Module, Tensor]:
-    from certcli import data, models
-    from certcli.foreign import open_checkpoint
+    from certcli.images import datasets
+    from certcli.models import build
+    from certcli.models.open import open_checkpoint
 
     checkpoint = open_checkpoint(checkpoint_dir)
-    model = models.load(checkpoint, torch.device("cpu"))
+    model = build.load(checkpoint, torch.device("cpu"))
     size = checkpoint.record.input.size
     if data_dir is None:
         return model, random_images(count, size[-1])
-    return model, data.load(data_dir, checkpoint.record.input).limit(count, 0).tensors()[0]
+    return model, datasets.load(data_dir, checkpoint.record.input).limit(count, 0).tensors()[0]
 
 
 clock = time.process_time

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 
-from certcli import data, models
 from certcli.constrain.layers import constrainable
 from certcli.constrain.network import Calibration, Options, constrain_to, network_upper, rectified_paths, write
 from certcli.constrain.parallel import constrain_layer
 from certcli.constrain.relu import RectifiedStatistics
-from certcli.foreign import open_checkpoint
+from certcli.images import datasets
+from certcli.models import build
+from certcli.models.open import open_checkpoint
 
 ERRORS = (0.05, 0.1, 0.2)
 
@@ -54,10 +55,14 @@ def main() -> None:
     torch.set_num_threads(1)
     checkpoint = open_checkpoint(options.checkpoint)
     record = checkpoint.record
-    model = models.load(checkpoint, torch.device("cpu"), writable=True)
-    images = data.load(options.dataset, record.input, "train", options.data_dir).limit(options.images, 0).tensors()[0]
-    unseen = data.load(options.dataset, record.input, "train", options.data_dir).limit(options.images, 1).tensors()[0]
-    test = data.load(options.dataset, record.input, "test", options.data_dir).limit(options.test_images, 0)
+    model = build.load(checkpoint, torch.device("cpu"), writable=True)
+    images = (
+        datasets.load(options.dataset, record.input, "train", options.data_dir).limit(options.images, 0).tensors()[0]
+    )
+    unseen = (
+        datasets.load(options.dataset, record.input, "train", options.data_dir).limit(options.images, 1).tensors()[0]
+    )
+    test = datasets.load(options.dataset, record.input, "test", options.data_dir).limit(options.test_images, 0)
     paths = [f"net.{path}" for path in constrainable(model.net)]
     rectified = rectified_paths(model, record.input.size, paths, "auto")
     batches, held_out = list(images.split(50)), list(unseen.split(50))

@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from scipy import stats
 
-from certcli.certify.smoothed import classifier
-from certcli.certify.smoothing import Smoothing, SmoothingCertifier
-from certcli.cli.inputs import evaluation_images
-from certcli.cli.output import Sink
-from certcli.foreign import open_checkpoint
+from certcli.certify.smoothing.functions import classifier
+from certcli.certify.smoothing.method import Smoothing, SmoothingCertifier
+from certcli.cli.shared.inputs import evaluation_images
+from certcli.cli.shared.output import Sink
+from certcli.models.open import open_checkpoint
 
 TRUTH = 1 << 40  # a seed that no run has
 

@@ -20,13 +20,13 @@ from collections.abc import Callable
 
 import torch
 
-from certcli import models
-from certcli.cli.inputs import parse_arguments
+from certcli.checkpoint.record import Record, Replacement
+from certcli.cli.shared.inputs import parse_arguments
 from certcli.finetune import stiefel
 from certcli.finetune.loop import Trainer
 from certcli.finetune.settings import FinetuneSettings
-from certcli.images import Images
-from certcli.provenance import Record, Replacement
+from certcli.images.labelled import Images
+from certcli.models import build as models
 
 ARCHITECTURE = "certvit_vit_cifar10"
 

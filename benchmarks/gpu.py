@@ -172,13 +172,13 @@ def beside(here: Taken, there: Taken) -> str:
 
 def table(options: argparse.Namespace, folder: Path, device: str) -> list[str]:
     """The Markdown table of all rows, made in `folder`."""
-    from certcli import models
-    from certcli.cli.inputs import parse_arguments
+    from certcli.cli.shared.inputs import parse_arguments
+    from certcli.models import build
 
     arguments = {"num_classes": CLASSES, **parse_arguments(options.arch_arg)}
-    net = models.create(options.arch, arguments, initialise=False)
-    spec = models.spec_of(net, size=models.input_size_of(net))
-    models.initialise(options.arch, arguments, spec, CLASSES, 0).write(folder / "plain.safetensors", force=True)
+    net = build.create(options.arch, arguments, initialise=False)
+    spec = build.spec_of(net, size=build.input_size_of(net))
+    build.initialise(options.arch, arguments, spec, CLASSES, 0).write(folder / "plain.safetensors", force=True)
     make_images(folder / "images", spec.size[1], options.images, spec.size[0])
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
     lines = [

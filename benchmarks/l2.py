@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli import data, models
 from certcli.adapt.start import LeastSquares
-from certcli.foreign import open_checkpoint
+from certcli.images import datasets
+from certcli.models import build
+from certcli.models.open import open_checkpoint
 from certcli.nn.attention import tied_query
 from certcli.nn.attention_weights import AttentionWeights
 
@@ -117,8 +118,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     checkpoint = open_checkpoint(arguments.checkpoint)
-    model = models.load(checkpoint)
-    images = data.load(arguments.dataset, checkpoint.record.input, "train", arguments.data_dir).limit(
+    model = build.load(checkpoint)
+    images = datasets.load(arguments.dataset, checkpoint.record.input, "train", arguments.data_dir).limit(
         2 * arguments.images, 0
     )
     pixels = images.tensors()[0]

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import torch
 
-from certcli import models
-from certcli.cli.inputs import size_in_bytes
-from certcli.sharded import INDEX
+from certcli.checkpoint.shards import INDEX
+from certcli.cli.shared.inputs import size_in_bytes
+from certcli.models import build
 
 ARCH = "vit_base_patch16_224"
 GROUPS = Path("/sys/fs/cgroup/memory")
@@ -41,7 +41,7 @@ def make(folder: Path, width: int, depth: int, side: int, ratio: int, dtype: tor
     """The shards, the index and config.json."""
     arguments = {"embed_dim": width, "depth": depth, "num_heads": width // 64, "img_size": side, "mlp_ratio": ratio}
     with torch.device("meta"):
-        net = models.create(ARCH, arguments, initialise=False)
+        net = build.create(ARCH, arguments, initialise=False)
     shapes = {name: tuple(value.shape) for name, value in sorted(net.state_dict().items())}
     parts: list[dict[str, tuple[int, ...]]] = [{}]
     held = 0

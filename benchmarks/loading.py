@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from certcli import models
-from certcli.folders import load_folder
-from certcli.images import Images
+from certcli.images.folders import load_folder
+from certcli.images.labelled import Images
+from certcli.models import build
 
 
 def steps(net: nn.Module, device: torch.device) -> dict[str, Callable[[Tensor], object]]:
@@ -67,8 +67,8 @@ def main() -> None:
     parser.add_argument("--work", nargs="*", default=["reading", "forward", "training", "PGD-20"])
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    net = models.create(given.arch, {}, initialise=True).to(device)
-    spec = models.spec_of(net, size=models.input_size_of(net))
+    net = build.create(given.arch, {}, initialise=True).to(device)
+    spec = build.spec_of(net, size=build.input_size_of(net))
     images = load_folder(given.folder, spec, None).limit(given.images)
     images.fetch(range(min(8, len(images))))
     print(f"{given.arch}, {device.type}, {torch.get_num_threads()} threads of torch, batches of {given.batch}")

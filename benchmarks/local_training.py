@@ -34,11 +34,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli import data, models
 from certcli.certify.local import LocalCertifier
-from certcli.intervals import share_interval
-from certcli.provenance import InputSpec
-from certcli.threat import Threat
+from certcli.checkpoint.record import InputSpec
+from certcli.evaluation.intervals import share_interval
+from certcli.evaluation.threat import Threat
+from certcli.images import datasets
+from certcli.models import build as models
 
 DIGITS, MNIST = (InputSpec(size=(1, side, side), mean=(0.5,), std=(0.5,)) for side in (8, 28))
 PATCH = {DIGITS: 4, MNIST: 7}
@@ -59,8 +60,8 @@ ARMS: dict[str, tuple[bool, float]] = {
 def load(split: str, mnist: Path | None) -> tuple[Tensor, Tensor]:
     """The images of a split, the classes in turn, and their labels; of MNIST as many as are used."""
     if mnist is None:
-        return data.load("digits", DIGITS, split).in_turn().tensors()
-    images = data.load("torch/mnist", MNIST, split, mnist)
+        return datasets.load("digits", DIGITS, split).in_turn().tensors()
+    images = datasets.load("torch/mnist", MNIST, split, mnist)
     return images.select(range(min(len(images), TRAINED_ON))).in_turn().tensors()
 
 

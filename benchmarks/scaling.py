@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from certcli import models
 from certcli.lipschitz.network import bound_network
+from certcli.models import build
 
 BASE = {"depth": 2, "width": 192, "tokens": 49, "classes": 100}
 AXES: Mapping[str, tuple[int, ...]] = {
@@ -40,26 +40,26 @@ SHORT, SHORT_RUNS = 1.0, 5
 """What takes less CPU seconds the first time is timed over so many further runs."""
 
 
-def network(depth: int, width: int, tokens: int, classes: int) -> models.PixelModel:
+def network(depth: int, width: int, tokens: int, classes: int) -> build.PixelModel:
     """A ViT with heads of 64, patches of 16 and so many tokens beside the class token."""
     side = 16 * math.isqrt(tokens)
     size = {"embed_dim": width, "depth": depth, "num_heads": width // 64, "img_size": side, "num_classes": classes}
     arch = "vit_base_patch16_224"
-    net = models.create(arch, size, initialise=False)
-    spec = models.spec_of(net, size=models.input_size_of(net))
-    return models.load(models.initialise(arch, size, spec, classes, seed=0))
+    net = build.create(arch, size, initialise=False)
+    spec = build.spec_of(net, size=build.input_size_of(net))
+    return build.load(build.initialise(arch, size, spec, classes, seed=0))
 
 
-def proof(model: models.PixelModel, classes: int) -> None:
+def proof(model: build.PixelModel, classes: int) -> None:
     assert bound_network(model, model.input_size, classes).upper.finite
 
 
-def forward(model: models.PixelModel, classes: int, images: int = 4) -> None:
+def forward(model: build.PixelModel, classes: int, images: int = 4) -> None:
     with torch.inference_mode():
         model(torch.rand(images, *model.input_size))
 
 
-def gradient(model: models.PixelModel, classes: int, images: int = 4) -> None:
+def gradient(model: build.PixelModel, classes: int, images: int = 4) -> None:
     pixels = torch.rand(images, *model.input_size, requires_grad=True)
     torch.autograd.grad(cross_entropy(model(pixels), torch.zeros(images, dtype=torch.long)), pixels)
 

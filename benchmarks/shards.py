@@ -16,15 +16,15 @@ from pathlib import Path
 
 import torch
 
-from certcli import models
-from certcli.checkpoint import Checkpoint
-from certcli.cli.inputs import return_large_blocks
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.shared.inputs import return_large_blocks
 from certcli.finetune.loop import Trainer
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.shards import share_out
 from certcli.finetune.state import save_state
-from certcli.images import Images
-from certcli.processes import Team, team
+from certcli.images.labelled import Images
+from certcli.models import build
+from certcli.system.processes import Team, team
 
 
 def random_images(count: int, size: tuple[int, int, int]) -> Images:
@@ -71,14 +71,14 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, together: Team) -> None:
     if together.leads and not options.file.exists():
-        net = models.create(options.arch, {}, initialise=False)
-        models.initialise(options.arch, {}, models.spec_of(net), models.classes_of(net), seed=0).write(options.file)
+        net = build.create(options.arch, {}, initialise=False)
+        build.initialise(options.arch, {}, build.spec_of(net), build.classes_of(net), seed=0).write(options.file)
     together.agree(lambda: "written")
     most, device = Most(), torch.device(options.device)
     start, rows = own_bytes(), {}
     most.start()
     checkpoint = Checkpoint.read(options.file)
-    model = models.load(checkpoint, "cpu" if not options.whole else device, writable=options.whole)
+    model = build.load(checkpoint, "cpu" if not options.whole else device, writable=options.whole)
     if not options.whole:
         return_large_blocks()
         share_out(model, device, together, options.precision)

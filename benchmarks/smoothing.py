@@ -9,10 +9,10 @@ from statistics import median
 
 import torch
 
-from certcli.certify import noise
-from certcli.certify.smoothed import classifier
-from certcli.certify.smoothing import Smoothing, SmoothingCertifier
-from certcli.foreign import open_checkpoint
+from certcli.certify.smoothing import noise
+from certcli.certify.smoothing.functions import classifier
+from certcli.certify.smoothing.method import Smoothing, SmoothingCertifier
+from certcli.models.open import open_checkpoint
 
 
 def main() -> None:

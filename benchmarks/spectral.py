@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-import certcli.compat  # noqa: F401  torchvision's operators must be declared before timm is imported
+import certcli.system.compat  # noqa: F401  torchvision's operators must be declared before timm is imported
 
 import timm  # isort: skip
 
-from certcli.lipschitz.arithmetic import RigorousArithmetic
 from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.lipschitz.propagate import propagate, trace_network
-from certcli.lipschitz.spectral import spectral_norm
 
 
 def matrix_shapes(name: str) -> list[tuple[int, int]]:

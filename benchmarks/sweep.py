@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from certcli import models
 from certcli.lipschitz.bound import check_proof
-from certcli.lipschitz.estimate import jacobian_norms
+from certcli.lipschitz.measured.estimate import jacobian_norms
 from certcli.lipschitz.network import bound_network
+from certcli.models import build
 
 PER_FAMILY = 2
 MEASURE_BELOW = 1_000_000  # parameters: the slope of tiny networks is searched for
@@ -74,7 +74,7 @@ def audit(family: str, name: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     record: dict[str, Any] = {"family": family, "name": name}
     try:
-        net = models.create(name, {}, initialise=True)
+        net = build.create(name, {}, initialise=True)
     except Exception as failure:
         return record | {"state": "not built", "why": str(failure)[:160]}
     with torch.no_grad():
@@ -82,8 +82,8 @@ def audit(family: str, name: str) -> dict[str, Any]:
             if not parameter.any():
                 parameter.add_(0.02 * torch.randn_like(parameter))
     parameters = sum(parameter.numel() for parameter in net.parameters())
-    spec = models.spec_of(net)
-    model = models.PixelModel(spec, net).eval()
+    spec = build.spec_of(net)
+    model = build.PixelModel(spec, net).eval()
     started = time.perf_counter()
     result = bound_network(model, spec.size, int(net.num_classes))  # type: ignore[arg-type]
     record |= {

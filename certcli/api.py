@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli import data, models
 from certcli.attack.campaign import stages_of
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
@@ -21,22 +20,24 @@ from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
 from certcli.audit.compose import compose
 from certcli.audit.words import Typed
-from certcli.audit_document import Audit
-from certcli.calibration import calibration_images
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
 from certcli.certify.methods import certify as run_certifier
 from certcli.certify.methods import prepare
-from certcli.checkpoint import Checkpoint
-from certcli.errors import DataError
-from certcli.foreign import Hints, Opened, read
-from certcli.images import Images
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import Record
+from certcli.evaluation.threat import growing
+from certcli.images import datasets
+from certcli.images.calibration import calibration_images
+from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Estimate
-from certcli.lipschitz.estimate import measure
+from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.network import NetworkBound, prove_checkpoint
-from certcli.models import PixelModel
-from certcli.provenance import Record
-from certcli.reading import Reading
-from certcli.threat import growing
+from certcli.models import build
+from certcli.models.assumptions import Reading
+from certcli.models.build import PixelModel
+from certcli.models.open import Hints, Opened, read
+from certcli.report.document import Audit
+from certcli.system.errors import DataError
 
 FUNCTIONS = (
     "load", "save", "history", "network", "images", "bound", "slope", "certify", "shares", "attack", "audit",
@@ -65,7 +66,7 @@ def history(source: Network) -> Record:
 
 def network(source: Network, *, double: bool = False, device: str = "cpu") -> PixelModel:
     """The network as a module in eval mode: pixels in [0, 1] -> logits; normalisation is its first layer."""
-    return (models.load_double if double else models.load)(load(source), torch.device(device))
+    return (build.load_double if double else build.load)(load(source), torch.device(device))
 
 
 def images(
@@ -80,7 +81,9 @@ def images(
     """Labelled images of a dataset in the size that the network takes, with labels that mean its classes."""
     record = load(source).record
     folder = None if data_dir is None else Path(data_dir)
-    found = data.require_classes(data.load(dataset, record.input, split, folder), record.classes, record.class_names)
+    found = datasets.require_classes(
+        datasets.load(dataset, record.input, split, folder), record.classes, record.class_names
+    )
     return found.limit(limit, seed)
 
 

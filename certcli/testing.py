@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from certcli import api
-from certcli.audit_document import Share
-from certcli.errors import UsageError
+from certcli.report.document import Share
+from certcli.system.errors import UsageError
 
 
 def assert_certified(

@@ -7,7 +7,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from certcli.cli.main import COMMANDS
-from certcli.cli.reference import page
+from certcli.cli.shared.reference import page
 
 ROOT = Path(__file__).parent.parent
 AT_THE_ROOT = ("ARCHITECTURE.md", "CHANGELOG.md")

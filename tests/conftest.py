@@ -7,8 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from certcli import models
-from certcli.checkpoint import Checkpoint
+from certcli.checkpoint.file import Checkpoint
+from certcli.models import build
 
 TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4}
 
@@ -74,5 +74,5 @@ def certified(workshop: Path) -> Checkpoint:
 @pytest.fixture
 def tiny() -> Checkpoint:
     """A fresh, untrained plain ViT for 8 x 8 images."""
-    net = models.create("certvit_vit_digits", TINY, initialise=False)
-    return models.initialise("certvit_vit_digits", TINY, models.spec_of(net), 10, seed=0)
+    net = build.create("certvit_vit_digits", TINY, initialise=False)
+    return build.initialise("certvit_vit_digits", TINY, build.spec_of(net), 10, seed=0)

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from certcli import api, data, testing
-from certcli.checkpoint import Checkpoint
-from certcli.errors import DataError, UsageError
+from certcli import api, testing
+from certcli.checkpoint.file import Checkpoint
+from certcli.images import datasets
+from certcli.system.errors import DataError, UsageError
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 
@@ -32,7 +33,7 @@ def test_every_function_is_documented() -> None:
 
 
 def test_assertions_fail_with_figures(certified: Checkpoint) -> None:
-    images, labels = data.load("digits", certified.record.input, "val").limit(20).tensors()
+    images, labels = datasets.load("digits", certified.record.input, "val").limit(20).tensors()
     share = testing.assert_certified(certified, images, labels, radius=0.05, at_least=0.1)
     assert share.images == 20
     wrong = (labels + 1) % 10

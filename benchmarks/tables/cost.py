@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import torch
 
-from certcli import models
+from certcli.checkpoint.record import Record, Replacement
 from certcli.finetune.loop import Trainer
 from certcli.finetune.settings import FinetuneSettings
-from certcli.images import Images
-from certcli.provenance import Record, Replacement
+from certcli.images.labelled import Images
+from certcli.models import build as models
 
 ATTENTION = {"l2former": "l2-attention", "lnformer": "lnorm-attention", "lipsformer": "scsa-attention"}
 ATTACKED = {"adversarial": "pgd", "attack_epsilon": 8 / 255, "attack_steps": 10}

@@ -7,7 +7,7 @@ import argparse
 import json
 from typing import Any
 
-from certcli import models
+from certcli.models import build
 
 IMAGENET = 1_281_167
 """Training images of ImageNet-1k."""
@@ -24,7 +24,7 @@ def count(arch: str, epochs: int) -> dict[str, Any]:
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.device("meta"):
-        net = models.create(arch, {}, initialise=False)
+        net = build.create(arch, {}, initialise=False)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         net(torch.empty(1, 3, 224, 224, device="meta"))
     parameters = sum(parameter.numel() for parameter in net.parameters())

@@ -1,3 +1,3 @@
 """From a plain vision transformer to a Lipschitz-continuous one."""
 
-import certcli.compat  # noqa: F401 (before anything here imports timm)
+import certcli.system.compat  # noqa: F401 (before anything here imports timm)

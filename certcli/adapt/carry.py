@@ -17,8 +17,7 @@ from torch import nn
 
 from certcli.adapt.families import Family, Half, Section
 from certcli.adapt.start import fold_gain
-from certcli.errors import ArchitectureError
-from certcli.lipschitz.rules.l2 import l2_mixing_constant
+from certcli.lipschitz.rules.l2_attention import l2_mixing_constant
 from certcli.nn.attention_weights import AttentionWeights
 from certcli.nn.heads import FlatHead
 from certcli.nn.l2_attention import L2Attention
@@ -27,6 +26,7 @@ from certcli.nn.lnorm_attention import LipschitzNormAttention
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.residual import ConvexResidual
 from certcli.nn.scsa_attention import CosineAttention
+from certcli.system.errors import ArchitectureError
 
 _LINEAR_READERS = (
     Attention, WindowAttention, GPSA, MHSA, L2Attention, L2UntiedValueAttention, CosineAttention, LipschitzNormAttention

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from certcli.adapt.lots import Lots
 from certcli.adapt.settings import AdaptSettings
-from certcli.models import multiplies_bf16
+from certcli.models.build import multiplies_bf16
 
 JUDGED = 256  # images by which two epochs are compared
 

@@ -18,8 +18,8 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.errors import ArchitectureError
 from certcli.nn.residual import ResidualBlock, ResidualConvitBlock, ResidualSwinBlock
+from certcli.system.errors import ArchitectureError
 
 Half = Literal[1, 2]
 """1: norm1 and attention; 2: norm2 and MLP."""

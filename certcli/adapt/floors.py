@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from certcli.adapt.pixels import as_pixels
 from certcli.adapt.streams import Replaced
 from certcli.nn.norms import FloorNorm
-from certcli.processes import ALONE, Team
+from certcli.system.processes import ALONE, Team
 
 BLANK = (0.0, 0.5, 1.0)
 

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli import models
+from certcli.adapt.candidates import FLOOR, Option
 from certcli.adapt.floors import least_floors
-from certcli.adapt.options import FLOOR, Option
 from certcli.adapt.plan import plan
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.state import identity
 from certcli.adapt.streams import Replaced
 from certcli.adapt.trade import Rung, climb
 from certcli.adapt.trials import Trials
-from certcli.checkpoint import Checkpoint
-from certcli.errors import DataError
-from certcli.fidelity import Witness
-from certcli.processes import ALONE, Team
-from certcli.provenance import Replacement
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import Replacement
+from certcli.evaluation.fidelity import Witness
+from certcli.models import build
+from certcli.system.errors import DataError
+from certcli.system.processes import ALONE, Team
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Keeper:
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
         self.images = images[order].to(device)
         self.record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
-        self.teacher = models.load(checkpoint, device, torch.float32)
+        self.teacher = build.load(checkpoint, device, torch.float32)
         self.student = floored(checkpoint, self.record.surgery, self.teacher)
         self.identity = identity(checkpoint.digest, settings, images)
         self.records: list[Replaced] = []
@@ -125,17 +125,17 @@ class Keeper:
             "keep": self.keep,
         }
         surgery = (*self.record.surgery, *replaced)
-        tensors = models.tensors_of(self.student)
+        tensors = build.tensors_of(self.student)
         return self.checkpoint.derive(tensors, "adapt", parameters, self.settings.seed, surgery=surgery)
 
 
-def floored(checkpoint: Checkpoint, surgery: tuple[Replacement, ...], teacher: models.PixelModel) -> models.PixelModel:
+def floored(checkpoint: Checkpoint, surgery: tuple[Replacement, ...], teacher: build.PixelModel) -> build.PixelModel:
     """The network with floors of 1 in its norms, and every other tensor as it was."""
     record = replace(checkpoint.record, surgery=surgery)
-    net = models.build(record, initialise=True).requires_grad_(False)
+    net = build.build(record, initialise=True).requires_grad_(False)
     tensors = dict(teacher.net.state_dict())
     for name, value in net.state_dict().items():
         if name not in tensors:  # a floor, or the gain and offset of a norm that had none
             tensors[name] = torch.zeros_like(value) if name.endswith(".bias") else torch.ones_like(value)
     net.load_state_dict(tensors, strict=True)
-    return models.PixelModel(record.input, net).eval().to(next(teacher.parameters()).device)
+    return build.PixelModel(record.input, net).eval().to(next(teacher.parameters()).device)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from certcli.errors import UsageError
-from certcli.processes import ALONE, Team
+from certcli.system.errors import UsageError
+from certcli.system.processes import ALONE, Team
 
 LOTS, FEW = 8, 2
 """As many processes share the work and find the same bytes: of photographs, and of small images. More lots would be more

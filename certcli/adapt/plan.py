@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from certcli import models
 from certcli.adapt.families import Family, Section, family_of, require_known_blocks, token_counts
 from certcli.adapt.settings import ACTIVATIONS, ATTENTIONS, NORMS, RESIDUALS, AdaptSettings
-from certcli.errors import ArchitectureError
+from certcli.checkpoint.record import Record, Replacement
+from certcli.models import build
 from certcli.nn.norms import floor_fits
-from certcli.provenance import Record, Replacement
+from certcli.system.errors import ArchitectureError
 
 
 def plan(record: Record, settings: AdaptSettings) -> tuple[Replacement, ...]:
@@ -21,14 +21,14 @@ def plan(record: Record, settings: AdaptSettings) -> tuple[Replacement, ...]:
             "this is an adapted network already: adapt starts from a network as timm builds it",
             "start from the checkpoint before adapt",
         )
-    net = models.build(record)
+    net = build.build(record)
     if not settings.refit:
         return _floor_plan(net)
     family = family_of(net)
     require_known_blocks(net, family)
     # a mixing matrix has the size of the sequence
     sized = settings.attention == "orthogonal"
-    tokens = token_counts(models.PixelModel(record.input, net), record.input.size) if sized else {}
+    tokens = token_counts(build.PixelModel(record.input, net), record.input.size) if sized else {}
     found: list[Replacement] = []
     for step in family.body(net):
         if step.kind == "block":
@@ -94,7 +94,7 @@ def _try_out(net: nn.Module, replacements: Sequence[Replacement]) -> None:
     """Every builder on the module it will replace: what it does not know is refused now, by its path."""
     for item in replacements:
         try:
-            models.replace_module(net, item)
+            build.replace_module(net, item)
         except ArchitectureError as refusal:
             raise ArchitectureError(f"{item.path or 'the network'}: {refusal.message}", refusal.hint) from refusal
 

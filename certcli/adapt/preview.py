@@ -8,14 +8,14 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from certcli import models
 from certcli.adapt.keep import floored
 from certcli.adapt.plan import plan
 from certcli.adapt.run import operate
 from certcli.adapt.settings import AdaptSettings
-from certcli.checkpoint import Checkpoint
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import Replacement
 from certcli.lipschitz.network import prove
-from certcli.provenance import Replacement
+from certcli.models import build
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Preview:
 def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True) -> Preview:
     """The plan with its figures; computes no activations of images. ArchitectureError names what is not known."""
     replacements = plan(checkpoint.record, settings)
-    teacher = models.load(checkpoint)
+    teacher = build.load(checkpoint)
     student = (
         operate(checkpoint, settings, teacher)[0] if settings.refit else floored(checkpoint, replacements, teacher)
     )
@@ -76,7 +76,7 @@ def grouped(changes: Sequence[Change]) -> list[tuple[str, int, str, str]]:
     return [(pattern, count, before, after) for (pattern, before, after), count in found.items()]
 
 
-def _cost(model: models.PixelModel, checkpoint: Checkpoint, bounds: bool) -> Cost:
+def _cost(model: build.PixelModel, checkpoint: Checkpoint, bounds: bool) -> Cost:
     parameters = sum(parameter.numel() for parameter in model.net.parameters())
     log10, why = None, "not asked for"
     if bounds:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli import models
 from certcli.adapt.carry import Scales, carry_over, input_maps, reads_linearly
 from certcli.adapt.distil import Distiller
 from certcli.adapt.families import Half, family_of, token_counts
@@ -19,10 +18,11 @@ from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import fold_center_norm
 from certcli.adapt.state import AdaptState, identity
 from certcli.adapt.streams import Replaced
-from certcli.checkpoint import Checkpoint
-from certcli.errors import CheckpointError, DataError, one_line
+from certcli.checkpoint.file import Checkpoint
+from certcli.models import build
 from certcli.nn.norms import CenterNorm
-from certcli.processes import ALONE, Team
+from certcli.system.errors import CheckpointError, DataError, one_line
+from certcli.system.processes import ALONE, Team
 
 
 class Adapter:
@@ -50,9 +50,7 @@ class Adapter:
         self.lots = Lots(len(images), team, lots)
         self.images = {lot: images[order[self.lots.images(lot)]].to(device) for lot in self.lots.own}
         self.record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
-        self.teacher = models.load(
-            checkpoint, device, torch.float32
-        )  # the student is new: no digit of float64 survives
+        self.teacher = build.load(checkpoint, device, torch.float32)  # the student is new: no digit of float64 survives
         self.student, scales = operate(checkpoint, settings, self.teacher)
         family = family_of(self.teacher.net)
         self.fitter = Fitter(self.teacher, self.student, family, scales, settings, self.images, self.lots)
@@ -101,7 +99,7 @@ class Adapter:
             done=whole if self.distiller is not None else position,
             epoch=0 if self.distiller is None else self.distiller.epoch,
             records=[asdict(record) for record in self.records],
-            net=models.tensors_of(self.student),
+            net=build.tensors_of(self.student),
             distiller={} if self.distiller is None else self.distiller.state(),
         )
 
@@ -126,18 +124,18 @@ class Adapter:
             record = replace(record, surgery=folded(record.surgery, _fold_norms(self.student.net)))
         parameters: dict[str, Any] = {**self.settings.parameters(), "calibration_images": self.lots.count}
         return self.checkpoint.derive(
-            models.tensors_of(self.student), "adapt", parameters, self.settings.seed, surgery=record.surgery
+            build.tensors_of(self.student), "adapt", parameters, self.settings.seed, surgery=record.surgery
         )
 
 
-def operate(checkpoint: Checkpoint, settings: AdaptSettings, teacher: models.PixelModel) -> tuple[Any, Scales]:
+def operate(checkpoint: Checkpoint, settings: AdaptSettings, teacher: build.PixelModel) -> tuple[Any, Scales]:
     """The network after surgery, each new part started from the weights of the part it replaces; the scales of its stream."""
     record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
     device = next(teacher.parameters()).device
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(settings.seed)  # of parts that no start fills
-        net = models.build(record, initialise=True).requires_grad_(False)
-        student = models.PixelModel(record.input, net).eval().to(device)
+        net = build.build(record, initialise=True).requires_grad_(False)
+        student = build.PixelModel(record.input, net).eval().to(device)
         family = family_of(teacher.net)
         tokens = token_counts(teacher, record.input.size)
         scales = carry_over(teacher.net, net, family, tokens, settings.norm_floor)

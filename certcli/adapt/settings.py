@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from certcli.errors import UsageError
-from certcli.registry import one_of
+from certcli.system.errors import UsageError
+from certcli.system.registry import one_of
 
 ATTENTIONS = {
     "l2": "l2-attention",

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from certcli.adapt.families import FAMILIES
 from certcli.adapt.pixels import as_pixels
-from certcli.errors import ArchitectureError
 from certcli.nn.attention_weights import AttentionShape
+from certcli.system.errors import ArchitectureError
 
 
 @dataclass(frozen=True)

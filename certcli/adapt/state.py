@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from certcli.adapt.settings import AdaptSettings
-from certcli.checkpoint import read_tensors, tensors_digest, write_safetensors
-from certcli.errors import CheckpointError, Refused
-from certcli.schema import AdaptFields, decode
+from certcli.checkpoint.file import read_tensors, tensors_digest, write_safetensors
+from certcli.checkpoint.schema import AdaptFields, decode
+from certcli.system.errors import CheckpointError, Refused
 
 KEY = "certvit-adapt-state"
 

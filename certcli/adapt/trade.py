@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from certcli.adapt.options import FLOOR, Option
+from certcli.adapt.candidates import FLOOR, Option
 from certcli.adapt.trials import Step, Trials
-from certcli.fidelity import Fidelity, Witness, allowed_share, keeps
+from certcli.evaluation.fidelity import Fidelity, Witness, allowed_share, keeps
 
 ROUNDS = 4
 """Most rungs that are measured in search of the best one."""

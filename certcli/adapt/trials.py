@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.options import (
+from certcli.adapt.candidates import (
     QUANTILES,
     TRIED,
     Option,
@@ -28,7 +28,7 @@ from certcli.adapt.pixels import as_pixels
 from certcli.adapt.stages import replaceable_attentions, stages_of
 from certcli.lipschitz.network import trial_upper
 from certcli.nn.norms import FloorNorm
-from certcli.processes import ALONE, Team
+from certcli.system.processes import ALONE, Team
 
 LOOKED_AT, FITTED_TO = 12, 48
 """Images whose logits are compared, and images that quantiles and closed forms are taken from."""

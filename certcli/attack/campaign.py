@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from certcli.attack.certified import Certified, require_correct, select
+from certcli.attack.certified_radii import Certified, require_correct, select
 from certcli.attack.presets import preset
 from certcli.attack.run import Attacked, attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
-from certcli.errors import DataError, UsageError
-from certcli.evaluation import RecordFile, Run
-from certcli.images import Images, sent
-from certcli.processes import ALONE, Team
-from certcli.threat import Norm, Threat
+from certcli.evaluation.records import RecordFile, Run
+from certcli.evaluation.threat import Norm, Threat
+from certcli.images.labelled import Images, sent
+from certcli.system.errors import DataError, UsageError
+from certcli.system.processes import ALONE, Team
 
 RECORD_KEYS = ("task", "epsilon", "index")
 """What tells one record of a run from another."""

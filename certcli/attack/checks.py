@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from certcli.attack.run import Attacked, attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.attack.watch import undisturbed
-from certcli.errors import DataError
-from certcli.threat import Threat
+from certcli.attack.torchattacks_model import undisturbed
+from certcli.evaluation.threat import Threat
+from certcli.system.errors import DataError
 
 
 @dataclass(frozen=True)

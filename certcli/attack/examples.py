@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from certcli.attack.run import Attacked
-from certcli.errors import DataError
+from certcli.system.errors import DataError
 
 
 def collect(records: Iterable[Attacked], *, only_successes: bool = True) -> dict[str, Tensor]:

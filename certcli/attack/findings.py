@@ -9,11 +9,11 @@ from torch import nn
 
 from certcli.attack import checks
 from certcli.attack.campaign import Stage, Task, checked_batch
-from certcli.attack.certified import Certified
+from certcli.attack.certified_radii import Certified
 from certcli.attack.run import Attacked
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, curve, robust_accuracy
-from certcli.threat import Threat
+from certcli.evaluation.threat import Threat
 
 MODEL_CHECKED, ATTACK_CHECKED = 32, (8, 32)
 """Images that the checks of the model, and at least and at most those of the attacks (a tenth of all, between)."""

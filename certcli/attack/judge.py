@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from certcli.errors import ArchitectureError, DataError
-from certcli.threat import Threat, image_norms
+from certcli.evaluation.threat import Threat, image_norms
+from certcli.system.errors import ArchitectureError, DataError
 
 # A float32 sum image + delta rounds by up to 6e-8 a pixel, so a point on the sphere may come to lie just outside it.
 # The first shrink is one part in a million; each further one is twice as strong; sixteen reach 6 %.

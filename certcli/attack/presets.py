@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
-from certcli.errors import UsageError
-from certcli.registry import one_of
-from certcli.threat import Norm, Threat
+from certcli.evaluation.threat import Norm, Threat
+from certcli.system.errors import UsageError
+from certcli.system.registry import one_of
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from certcli.attack.catalogue import ATTACKS, DETERMINISTIC, L2_ONLY
 from certcli.attack.judge import Verdict, judge, predict, refine
 from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
-from certcli.attack.watch import seeded
-from certcli.errors import DataError, UsageError
-from certcli.images import Batch
-from certcli.threat import Norm, Threat, image_norms
+from certcli.attack.torchattacks_model import seeded
+from certcli.evaluation.threat import Norm, Threat, image_norms
+from certcli.images.labelled import Batch
+from certcli.system.errors import DataError, UsageError
 
 
 @dataclass(frozen=True)

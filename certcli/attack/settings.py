@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
-from certcli.errors import UsageError
-from certcli.threat import Threat, per_image
+from certcli.evaluation.threat import Threat, per_image
+from certcli.system.errors import UsageError
 
 PRECISIONS = ("float32", "bf16")
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from certcli.attack.campaign import Stage
 from certcli.attack.run import Attacked, attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.images import Images
-from certcli.threat import Norm, Threat, image_norms
+from certcli.evaluation.threat import Norm, Threat, image_norms
+from certcli.images.labelled import Images
 
 ROWS = 4
 
@@ -106,7 +106,7 @@ def class_names(images: Images, classes: int, known: Sequence[str] | None = None
     if known is not None and len(known) == classes:
         return list(known)
     if classes == 1000:
-        import certcli.compat  # noqa: F401
+        import certcli.system.compat  # noqa: F401
 
         # isort: split
         from timm.data import ImageNetInfo

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from certcli.attack.run import Attacked
-from certcli.errors import DataError
-from certcli.intervals import Interval, share_interval
+from certcli.evaluation.intervals import Interval, share_interval
+from certcli.system.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from certcli.processes import ALONE, Team
+from certcli.system.processes import ALONE, Team
 
 FINISHING = 0.04
 """Share of the budget kept for writing what was found."""

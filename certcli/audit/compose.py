@@ -6,10 +6,10 @@ from typing import Any
 from certcli.audit import gates, words
 from certcli.audit.clock import Clock
 from certcli.audit.run import Asked, Results
-from certcli.audit_document import Audit, Network, Step
-from certcli.doubts import accuracy_doubts
-from certcli.foreign import Opened
-from certcli.provenance import versions
+from certcli.checkpoint.record import versions
+from certcli.evaluation.doubts import accuracy_doubts
+from certcli.models.open import Opened
+from certcli.report.document import Audit, Network, Step
 
 
 def compose(

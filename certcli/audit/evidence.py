@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from certcli.audit_document import Attacked, Audit, Certified, to_json
-from certcli.checkpoint import Checkpoint
+from certcli.checkpoint.file import Checkpoint
+from certcli.report.document import Attacked, Audit, Certified, to_json
 
 
 def with_evidence(checkpoint: Checkpoint, audit: Audit, attention_weight: float | None, seed: int) -> Checkpoint:

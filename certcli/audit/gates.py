@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from certcli.audit.run import Asked
-from certcli.audit_document import Attacked, Certified, Found, Gate, Judged, Share, Skipped
-from certcli.errors import UsageError
-from certcli.evaluation import require_radii
-from certcli.registry import one_of
+from certcli.evaluation.records import require_radii
+from certcli.report.document import Attacked, Certified, Found, Gate, Judged, Share, Skipped
+from certcli.system.errors import UsageError
+from certcli.system.registry import one_of
 
 AT_A_RADIUS = ("certified", "proven", "robust")
 QUANTITIES = (*AT_A_RADIUS, "clean", "upper")

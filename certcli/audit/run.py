@@ -8,27 +8,27 @@ from typing import Any
 
 import torch
 
-from certcli import models
 from certcli.attack.settings import AttackSettings
-from certcli.audit import judged, proof
+from certcli.audit import judging, proving
 from certcli.audit.clock import Clock, OutOfTime, Part
-from certcli.audit.together import together
-from certcli.audit_document import Attacked, Certified, Dataset, Found, Row, Share, Skipped, Slope
+from certcli.audit.shared_stages import together
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.choice import USEFUL
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.methods import prepare
-from certcli.certify.smoothed import classifier
-from certcli.checkpoint import Checkpoint
-from certcli.doubts import order_doubt
-from certcli.errors import ArchitectureError, DataError, NoBoundError, UsageError
-from certcli.free_memory import free_bytes
-from certcli.images import Images
+from certcli.certify.smoothing.functions import classifier
+from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.doubts import order_doubt
+from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.network import NetworkBound
-from certcli.lipschitz.real import INF
+from certcli.lipschitz.numerics.real import INF
+from certcli.models import build
 from certcli.nn.residual import attention_weight
-from certcli.processes import Team
+from certcli.report.document import Attacked, Certified, Dataset, Found, Row, Share, Skipped, Slope
+from certcli.system.errors import ArchitectureError, DataError, NoBoundError, UsageError
+from certcli.system.memory import free_bytes
+from certcli.system.processes import Team
 
 AUTO = "auto"
 HOPELESS = 6.0
@@ -121,23 +121,23 @@ def run(
         raise DataError("the processes did not read the same network", "leave the file alone while it is audited")
     results = Results(changed=bool(checkpoint.record.surgery))
     proven = _prove(checkpoint, device, clock, results, tell)
-    model = models.load(checkpoint, device)
+    model = build.load(checkpoint, device)
     results.parameters = sum(weight.numel() for weight in model.parameters())
     results.attention_weight = attention_weight(model)
     tell("slope")
     if images is not None or asked.precision != AUTO:
         results.precision = team.agree(lambda: _precision(asked, checkpoint, device, results.parameters))
     part = clock.part(0.1)
-    results.slope = proof.slope(model, images if images is not None else calibration(), asked.seed, part, team)
+    results.slope = proving.slope(model, images if images is not None else calibration(), asked.seed, part, team)
     if results.slope is None:
         results.skip("slope", f"no image was finished in {part}", True)
     if images is None:
         results.skip("images", "no labelled images were given: accuracy, certificates and attacks need them")
         return results
-    results.dataset = judged.dataset_of(images)
+    results.dataset = judging.dataset_of(images)
     tell("clean accuracy")
     part = clock.part(0.2)
-    found, image_seconds = judged.predictions(model, images, min(asked.batch_size, CLASSIFIED), part, team)
+    found, image_seconds = judging.predictions(model, images, min(asked.batch_size, CLASSIFIED), part, team)
     if not found:
         results.skip("clean", f"no batch of images was classified in {part}", True)
         return results
@@ -170,7 +170,7 @@ def _precision(asked: Asked, checkpoint: Checkpoint, device: torch.device, param
     """The one that is asked for; of "auto", bf16 where it is faster and the network runs in it."""
     if asked.precision != AUTO:
         return asked.precision
-    if parameters < LARGE or not models.multiplies_bf16(device):
+    if parameters < LARGE or not build.multiplies_bf16(device):
         return "float32"
     if device.type == "cpu" and 2 * parameters > COPIED * free_bytes():  # float32 stays in its file
         return "float32"
@@ -191,8 +191,8 @@ def _prove(
     if not clock.team.leads:  # it proves; the others measure slopes
         return None
     try:
-        double = models.load_double(checkpoint, device)
-        results.bound, proven = proof.bound(double, checkpoint.record.classes, part)
+        double = build.load_double(checkpoint, device)
+        results.bound, proven = proving.bound(double, checkpoint.record.classes, part)
     except OutOfTime:
         results.skip("bound", f"its proof was not finished in {part}: it is unknown, not infinite", True)
         return None
@@ -202,7 +202,7 @@ def _prove(
 @dataclass
 class _Stages:
     checkpoint: Checkpoint
-    model: models.PixelModel
+    model: build.PixelModel
     images: Images
     asked: Asked
     device: torch.device
@@ -210,8 +210,8 @@ class _Stages:
     results: Results
     tell: Callable[[str], None]
     image_seconds: float
-    going: list[tuple[judged.Certifying, str, Sequence[float], bool]] = field(default_factory=list)
-    attacking: judged.Attacking | None = None
+    going: list[tuple[judging.Certifying, str, Sequence[float], bool]] = field(default_factory=list)
+    attacking: judging.Attacking | None = None
 
     @property
     def team(self) -> Team:
@@ -255,7 +255,7 @@ class _Stages:
             nothing = Bound("", type(self.model).__name__, INF, "unbounded", "another process proved it")
             classes = self.checkpoint.record.classes
             pairs = torch.empty(classes, classes, dtype=torch.float64)
-            proven = models.load_double(self.checkpoint, self.device), NetworkBound(nothing, pairs, (), ())
+            proven = build.load_double(self.checkpoint, self.device), NetworkBound(nothing, pairs, (), ())
         assert proven[1].pairs is not None
         if self.team.several:
             self.team.spread(proven[1].pairs, 0)
@@ -304,7 +304,7 @@ class _Stages:
         except UsageError as refusal:
             self.results.skip("smoothing", refusal.message)
             return
-        each = self.image_seconds / (judged.BF16_GAIN if precision == "bf16" else 1.0)
+        each = self.image_seconds / (judging.BF16_GAIN if precision == "bf16" else 1.0)
         expected = each * (DRAWS_FIRST + DRAWS) * (certifier.at_once or 1)
         self._certify(certifier, 1.0, f"the network smoothed by noise of sigma {sigma:g}", radii, expected)
 
@@ -312,7 +312,7 @@ class _Stages:
         self, certifier: Certifier, share: float, about: str, radii: Sequence[float], expected: float = 0.0
     ) -> list[Certificate]:
         part = self.clock.part(share)
-        going = judged.Certifying(certifier, self.images, self.asked.batch_size, expected, self.team)
+        going = judging.Certifying(certifier, self.images, self.asked.batch_size, expected, self.team)
         try:
             broken = going.go(part)
         except (NoBoundError, DataError, UsageError) as failure:
@@ -330,7 +330,7 @@ class _Stages:
         self.tell("attacks")
         part = self.clock.part(0.4)
         settings = AttackSettings(seed=asked.seed, precision=self.results.precision)
-        self.attacking = judged.Attacking(
+        self.attacking = judging.Attacking(
             self.model, self.images, asked.attacks, asked.attacked, settings, self.checkpoint.record.classes,
             asked.batch_size, self.image_seconds, part.seconds, self.team,
         )  # fmt: skip
@@ -353,7 +353,7 @@ class _Stages:
             self._certified(going, about, radii, broken)
         self._attacked()
 
-    def _certified(self, going: judged.Certifying, about: str, radii: Sequence[float], broken: bool) -> None:
+    def _certified(self, going: judging.Certifying, about: str, radii: Sequence[float], broken: bool) -> None:
         method, rows, results = going.certifier.method, going.rows, self.results
         if not rows:
             results.skip(method, "no image was finished in its time", True)
@@ -362,7 +362,7 @@ class _Stages:
             told = f"{len(rows)} of {len(self.images)} images fitted into {going.seconds:.0f} s"
             told += "; one more was broken off and is not counted: such images tend to be hard" if broken else ""
             results.skip(f"{method}, further images", told, True)
-        results.certificates.append(judged.certified(going.certifier, rows, self.images, radii, about, going.seconds))
+        results.certificates.append(judging.certified(going.certifier, rows, self.images, radii, about, going.seconds))
         results.radii[method] = [row.radius if row.correct else -1.0 for row in rows]
         for row in rows:
             kept = results.rows.setdefault(row.index, {"index": row.index, "label": row.label})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from certcli.audit.gates import FailOn
 from certcli.audit.run import AUTO, HOPELESS, Asked, Results
-from certcli.audit_document import Certified, Share
+from certcli.report.document import Certified, Share
 
 FEW = 30
 """Images below which a share is hardly one: the sentence says so."""

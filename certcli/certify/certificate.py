@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from certcli.errors import DataError
-from certcli.intervals import Interval, share_interval
-from certcli.threat import Norm
+from certcli.evaluation.intervals import Interval, share_interval
+from certcli.evaluation.threat import Norm
+from certcli.system.errors import DataError
 
 LOGIT_SLACK = 1e-10
 """Subtracted from every margin, times (1 + max |logit|): a stated assumption about float64 evaluation, not a proof.

@@ -9,10 +9,10 @@ import torch
 
 from certcli.certify.certificate import Certificate, certified_accuracy
 from certcli.certify.methods import certify, prepare
-from certcli.checkpoint import Checkpoint
-from certcli.errors import NoBoundError
-from certcli.images import Images
-from certcli.models import load
+from certcli.checkpoint.file import Checkpoint
+from certcli.images.labelled import Images
+from certcli.models.build import load
+from certcli.system.errors import NoBoundError
 
 USEFUL = 0.1
 """Share of the correctly classified images that a proof must certify to be worth more than a statement of chance."""

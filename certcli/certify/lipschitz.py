@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.certificate import LOGIT_SLACK, Certificate, Certifier
-from certcli.checkpoint import Checkpoint
-from certcli.errors import DataError, NoBoundError
-from certcli.images import Images, sent
+from certcli.checkpoint.file import Checkpoint
+from certcli.images.labelled import Images, sent
 from certcli.lipschitz.network import NetworkBound, prove
-from certcli.models import load_double
+from certcli.models.build import load_double
+from certcli.system.errors import DataError, NoBoundError
 
 METHOD = "lipschitz"
 

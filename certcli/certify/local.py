@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmation, Doubt
-from certcli.checkpoint import Checkpoint
-from certcli.enclosure.domain import LocalNetwork
-from certcli.enclosure.form import Unbounded, l2_ball, linf_ball
-from certcli.enclosure.memory import affordable, available, keep_pages
-from certcli.enclosure.norms.network import NormsNetwork
-from certcli.enclosure.search import certified_radius
+from certcli.checkpoint.file import Checkpoint
+from certcli.enclosure.balls.network import NormsNetwork
+from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.enclosure.zonotopes.form import Unbounded, l2_ball, linf_ball
+from certcli.enclosure.zonotopes.memory import affordable, available, keep_pages
+from certcli.enclosure.zonotopes.search import certified_radius
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
-from certcli.errors import DataError, NoBoundError, UsageError
-from certcli.models import load_double
-from certcli.threat import Norm
+from certcli.evaluation.threat import Norm
+from certcli.models.build import load_double
+from certcli.system.errors import DataError, NoBoundError, UsageError
 
 METHOD = "local"
 NORMS, ZONOTOPE, BACKWARD, AUTO = "norms", "zonotope", "backward", "auto"

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.checkpoint import Checkpoint
-from certcli.evaluation import RecordFile, Run
-from certcli.images import Images
-from certcli.processes import ALONE, Team
-from certcli.registry import Entry, Registry
+from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.records import RecordFile, Run
+from certcli.images.labelled import Images
+from certcli.system.processes import ALONE, Team
+from certcli.system.registry import Entry, Registry
 
 METHODS = Registry(
     "method",
@@ -32,19 +32,19 @@ METHODS = Registry(
     ),
     Entry(
         "local-lip",
-        "certcli.certify.local_lip:prepare",
+        "certcli.certify.chains.local_lip:prepare",
         "chains of layers (ReLU, MaxMin): local norms without constant units, proven, a second an image",
         "Huang et al. 2021, Training certifiably robust neural networks with efficient local Lipschitz bounds",
     ),
     Entry(
         "bcp",
-        "certcli.certify.bcp:prepare",
+        "certcli.certify.chains.bcp:prepare",
         "chains of layers (ReLU, MaxMin): a box and a ball through all layers, proven, faster than local-lip",
         "Lee, Lee & Park 2020, Lipschitz-certifiable training with a tight outer bound",
     ),
     Entry(
         "smoothing",
-        "certcli.certify.sigma:prepare",
+        "certcli.certify.smoothing.sigma:prepare",
         "the network under Gaussian noise, any network, with probability 1 - alpha an image",
         "Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing",
     ),

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt
-from certcli.errors import DataError
-from certcli.evaluation import Run
-from certcli.images import Images
-from certcli.threat import image_norms
+from certcli.evaluation.records import Run
+from certcli.evaluation.threat import image_norms
+from certcli.images.labelled import Images
+from certcli.system.errors import DataError
 
 FALSE_ALARM = 1e-4
 """Chance, at most, that a file whose statements are all true is refuted: shared equally by its tests, two a record."""

@@ -10,11 +10,20 @@ from typing import Any
 import typer
 
 from certcli import __version__
-from certcli.cli import adapt, attack, audit, certify, constrain, finetune, init, lipschitz, log, settings
-from certcli.cli.output import Sink, plain
-from certcli.cli.streams import Interrupts, guarded
-from certcli.errors import CertvitError, Interrupted, UsageError
-from certcli.processes import ALONE, Ended, Team, require_one, team
+from certcli.cli.adapt import command as adapt
+from certcli.cli.attack import command as attack
+from certcli.cli.audit import command as audit
+from certcli.cli.certify import command as certify
+from certcli.cli.constrain import command as constrain
+from certcli.cli.finetune import command as finetune
+from certcli.cli.init import command as init
+from certcli.cli.lipschitz import command as lipschitz
+from certcli.cli.log import command as log
+from certcli.cli.shared import settings
+from certcli.cli.shared.output import Sink, plain
+from certcli.cli.shared.streams import Interrupts, guarded
+from certcli.system.errors import CertvitError, Interrupted, UsageError
+from certcli.system.processes import ALONE, Ended, Team, require_one, team
 
 app = typer.Typer(
     name="certvit",

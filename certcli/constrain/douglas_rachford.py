@@ -12,7 +12,7 @@ from certcli.constrain.projection import ROUNDING, Eigenbasis, eigenbasis, proje
 from certcli.constrain.prox import Penalty
 from certcli.constrain.relu import RectifiedStatistics
 from certcli.constrain.statistics import LayerStatistics, energy
-from certcli.errors import UsageError
+from certcli.system.errors import UsageError
 
 ROUNDS = 15
 """Most updates of the weights of several groups."""

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from certcli.calibration import PHOTOGRAPHS
 from certcli.constrain.network import Calibration, Options, constrain_to, try_at, write
 from certcli.constrain.parallel import LayerResult
 from certcli.constrain.projection import Eigenbasis
-from certcli.fidelity import Fidelity, Witness, allowed_share, check_keep, keeps
-from certcli.images import Images
+from certcli.evaluation.fidelity import Fidelity, Witness, allowed_share, check_keep, keeps
+from certcli.images.calibration import PHOTOGRAPHS
+from certcli.images.labelled import Images
 
 TRIALS = 4
 """Most times that all layers are constrained roughly, to find eta."""

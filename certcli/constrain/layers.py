@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.errors import DataError, UsageError
-from certcli.images import sent
-from certcli.lipschitz.convolution import conv_norm
-from certcli.lipschitz.spectral import spectral_norm
+from certcli.images.labelled import sent
+from certcli.lipschitz.numerics.convolution import conv_norm
+from certcli.lipschitz.numerics.spectral import spectral_norm
+from certcli.system.errors import DataError, UsageError
 
 CHUNK_BYTES = 64 * 2**20
 """Inputs are cast and unfolded in pieces of at most this many bytes."""

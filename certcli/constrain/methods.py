@@ -1,6 +1,6 @@
 """The names of the proximal maps and what they minimise; importing this file imports no torch."""
 
-from certcli.registry import Entry, Registry
+from certcli.system.registry import Entry, Registry
 
 PENALTIES = Registry(
     "prox",
@@ -30,13 +30,13 @@ METHODS = Registry(
     *PENALTIES,
     Entry(
         "ball",
-        "certcli.constrain.ball:constrain_ball",
+        "certcli.constrain.spectral_ball:constrain_ball",
         "least output error on a spectral ball, the radius found by bisection (Douglas-Rachford)",
         "Combettes & Pesquet 2007",
     ),
     Entry(
         "clip",
-        "certcli.constrain.ball:constrain_clip",
+        "certcli.constrain.spectral_ball:constrain_clip",
         "singular values cut at the lowest level that keeps the output error; the rest of the layer is not re-fitted",
         "Sedghi, Gupta & Long 2019",
     ),

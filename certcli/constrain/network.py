@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from certcli.checkpoint.mapped import Spool
 from certcli.constrain.layers import Batches
 from certcli.constrain.parallel import (
     LayerResult,
@@ -21,15 +22,14 @@ from certcli.constrain.parallel import (
 )
 from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
+from certcli.constrain.shared_layers import Packed, for_all, share_of
 from certcli.constrain.statistics import LayerStatistics, bytes_of, collect_in_passes, gathered, work_bytes
 from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
-from certcli.constrain.together import Packed, for_all, share_of
-from certcli.errors import NoBoundError, UsageError
-from certcli.free_memory import free_bytes, give_back
 from certcli.lipschitz.network import bound_network, trial_upper
-from certcli.lipschitz.real import Real
-from certcli.processes import ALONE, Team
-from certcli.spool import Spool
+from certcli.lipschitz.numerics.real import Real
+from certcli.system.errors import NoBoundError, UsageError
+from certcli.system.memory import free_bytes, give_back
+from certcli.system.processes import ALONE, Team
 
 DISTANCES = ("plain", "relu", "auto")
 
@@ -232,7 +232,7 @@ def constrain_to(
 ) -> Iterator[LayerResult]:
     """Constrain each layer at the options' eta, or at its own (0: leave it). The model is not touched: see `write`.
 
-    Weights beyond what memory should hold are mapped (`certcli.spool`).
+    Weights beyond what memory should hold are mapped (`certcli.checkpoint.mapped`).
 
     bases: those of the layers' statistics, as far as they are known from another eta; what is found is added, up to
     BASES_BYTES of it. The results do not hold theirs.

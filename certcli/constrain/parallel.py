@@ -15,7 +15,7 @@ from certcli.constrain.methods import METHODS, PENALTIES
 from certcli.constrain.projection import Eigenbasis, eigenbasis
 from certcli.constrain.relu import RectifiedStatistics
 from certcli.constrain.statistics import LayerStatistics
-from certcli.errors import UsageError
+from certcli.system.errors import UsageError
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from certcli.constrain.statistics import energy
-from certcli.errors import CertvitError
+from certcli.system.errors import CertvitError
 
 ROUNDING = 1e-13
 """Relative shrinking that lets a projected point satisfy its constraint in spite of the rounding of the projection."""

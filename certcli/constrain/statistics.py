@@ -34,7 +34,7 @@ from certcli.constrain.layers import (
     watched,
 )
 from certcli.constrain.trunk import Legs, Trunk
-from certcli.errors import DataError, UsageError
+from certcli.system.errors import DataError, UsageError
 
 
 @dataclass(frozen=True, eq=False)

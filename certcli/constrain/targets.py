@@ -10,7 +10,7 @@ from certcli.constrain.methods import PENALTIES
 from certcli.constrain.parallel import cast_inside, constrain_layer
 from certcli.constrain.projection import eigenbasis
 from certcli.constrain.statistics import LayerStatistics
-from certcli.errors import UsageError
+from certcli.system.errors import UsageError
 
 ETAS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 0.95)
 """Relative output errors at which a layer's Pareto curve is sampled."""

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from certcli.checkpoint.mapped import Spool
 from certcli.constrain.layers import Batches, Enough, Visit, all_of, images_of, module_at, stream, watched
-from certcli.images import sent
-from certcli.spool import Spool
+from certcli.images.labelled import sent
 
 BEFORE = -1
 """The place of what runs before the trunk; what runs after it has the number of its blocks."""

@@ -1,3 +1,3 @@
 """What every domain shares: the traced graph, the table of rules, and the walk that applies one to the other."""
 
-import certcli.compat  # noqa: F401 (before anything here imports timm)
+import certcli.system.compat  # noqa: F401 (before anything here imports timm)

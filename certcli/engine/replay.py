@@ -26,7 +26,7 @@ from certcli.engine.state import differs, state_of
 from certcli.engine.table import RuleTable
 from certcli.engine.trace import Trace, example_of, refuse_hooks, trace_model
 from certcli.engine.tracer import Untraceable, reason_of
-from certcli.models import own_name
+from certcli.models.build import own_name
 
 _READERS = frozenset(
     (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__, Tensor.untyped_storage)

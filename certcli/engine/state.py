@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.models import own_name
+from certcli.models.build import own_name
 
 _DEPTH = 6
 """How deep containers and objects in attributes are followed; below, an object counts by its identity."""

@@ -13,7 +13,7 @@ from torch.nn.modules import module as _module
 from certcli.engine.pinned import patched
 from certcli.engine.table import RuleTable
 from certcli.engine.tracer import Scope, Tracer, Untraceable, reason_of
-from certcli.models import own_name
+from certcli.models.build import own_name
 
 
 @dataclass(frozen=True)

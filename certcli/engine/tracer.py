@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.models import own_name
+from certcli.models.build import own_name
 
 _STATIC_ATTRIBUTES = frozenset(
     ("shape", "ndim", "dtype", "device", "is_cuda", "is_mps", "is_xla", "is_cpu", "layout", "requires_grad", "is_quantized",

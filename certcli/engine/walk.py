@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from certcli.engine.table import NoRule, Rule, RuleTable
 from certcli.engine.trace import Trace
-from certcli.errors import CertvitError
+from certcli.system.errors import CertvitError
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import torch
 from torch import Generator, Tensor, nn
 
-from certcli.errors import UsageError
+from certcli.evaluation.threat import Threat
 from certcli.finetune.settings import FinetuneSettings
-from certcli.models import PixelModel
-from certcli.threat import Threat
+from certcli.models.build import PixelModel
+from certcli.system.errors import UsageError
 
 PGD_REACH = 2.5
 """Sum of all steps over the radius when no step size is given (Madry et al. 2018)."""

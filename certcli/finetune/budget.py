@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from certcli.errors import UsageError
+from certcli.system.errors import UsageError
 
 MARGIN = 0.95
 """Share of the budget that is planned for: steps vary, and reading the clock is not free."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from certcli.finetune.shards import Rows, Stored, is_sharded, own, put
 from certcli.finetune.stiefel import retract
-from certcli.processes import ALONE, Team
+from certcli.system.processes import ALONE, Team
 
 _RETRACTIONS = 12
 """Cubic steps from an average of orthogonal matrices (singular values in (0, 1]) back: from 0.05 they reach 1 - 1e-12."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certcli.images import Images, sent
-from certcli.processes import ALONE, Team
+from certcli.images.labelled import Images, sent
+from certcli.system.processes import ALONE, Team
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.checkpoint import tensors_digest
+from certcli.checkpoint.file import tensors_digest
+from certcli.checkpoint.mapped import Spool
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
-from certcli.errors import CheckpointError, DataError, NoBoundError, one_line
 from certcli.finetune import shards
 from certcli.finetune.budget import Costs, affordable_steps, measure_steps
 from certcli.finetune.ema import Average
@@ -32,13 +32,13 @@ from certcli.finetune.shards import Shares, Stored
 from certcli.finetune.state import TrainingState
 from certcli.finetune.step import Descent, Diverged
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
-from certcli.images import Images
-from certcli.lipschitz.arithmetic import TrainableArithmetic
+from certcli.images.labelled import Images
 from certcli.lipschitz.network import pair_constants
+from certcli.lipschitz.numerics.arithmetic import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
-from certcli.models import PixelModel
-from certcli.processes import ALONE, Team
-from certcli.spool import Spool
+from certcli.models.build import PixelModel
+from certcli.system.errors import CheckpointError, DataError, NoBoundError, one_line
+from certcli.system.processes import ALONE, Team
 
 AVERAGE_ITERATIONS = 10
 """Power iterations from the vectors of the weights in training to those of their average, once an epoch."""

@@ -8,14 +8,14 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, softmax
 
-from certcli.errors import ArchitectureError, UsageError
 from certcli.finetune.adversarial import Adversary
 from certcli.finetune.augment import Mix, augment, mix
 from certcli.finetune.losses import LOSSES
 from certcli.finetune.losses.chain import ChainBound
 from certcli.finetune.settings import FinetuneSettings
-from certcli.images import Images, sent
-from certcli.models import PixelModel
+from certcli.images.labelled import Images, sent
+from certcli.models.build import PixelModel
+from certcli.system.errors import ArchitectureError, UsageError
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.errors import ArchitectureError, UsageError
-from certcli.lipschitz.power import block_norms
+from certcli.lipschitz.numerics.power import block_norms
+from certcli.system.errors import ArchitectureError, UsageError
 
 KINDS = ("q", "k", "v")
 

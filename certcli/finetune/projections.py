@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.errors import ArchitectureError, UsageError
 from certcli.finetune.stiefel import last_layer
-from certcli.lipschitz.convolution_estimate import Geometry, convolution_estimate
-from certcli.lipschitz.power import block_norms
+from certcli.lipschitz.numerics.convolution_estimate import Geometry, convolution_estimate
+from certcli.lipschitz.numerics.power import block_norms
+from certcli.system.errors import ArchitectureError, UsageError
 
 PROJECTIONS = ("ball", "spectral")
 

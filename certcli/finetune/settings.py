@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from certcli.errors import UsageError
 from certcli.finetune.losses import LOSSES
 from certcli.finetune.projections import PROJECTIONS
-from certcli.registry import one_of
+from certcli.system.errors import UsageError
+from certcli.system.registry import one_of
 
 OPTIMISERS = ("adamw", "sgd", "stiefel")
 SCHEDULES = ("cosine", "steps")

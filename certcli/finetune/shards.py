@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.errors import ArchitectureError, UsageError, one_line
 from certcli.finetune.settings import FinetuneSettings
-from certcli.models import PixelModel, keep_float32
-from certcli.processes import Team
+from certcli.models.build import PixelModel, keep_float32
+from certcli.system.errors import ArchitectureError, UsageError, one_line
+from certcli.system.processes import Team
 
 OPTION = "--shard-weights"
 OPTIMISERS = ("adamw", "sgd")

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.checkpoint import read_tensors, write_safetensors
-from certcli.errors import CheckpointError, OutputError, Refused
+from certcli.checkpoint.file import read_tensors, write_safetensors
+from certcli.checkpoint.schema import TrainingFields, decode
+from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.finetune.shards import Rows, Stored
-from certcli.one_by_one import in_file_order, write_one_by_one
-from certcli.processes import ALONE, Team
-from certcli.schema import TrainingFields, decode
+from certcli.system.errors import CheckpointError, OutputError, Refused
+from certcli.system.processes import ALONE, Team
 
 KEY = "certvit-state"
 PLAIN = ("identity", "epoch", "step", "best", "best_epoch", "steps", "validation_limit")

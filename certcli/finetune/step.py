@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from certcli.errors import CertvitError
 from certcli.finetune.losses import CHAIN
 from certcli.finetune.objective import Batch, Objective
 from certcli.finetune.penalties import SpectralPenalty
@@ -15,9 +14,10 @@ from certcli.finetune.projections import WeightProjection
 from certcli.finetune.sam import climbed, length_of
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.shards import Shares
-from certcli.images import Images
-from certcli.models import PixelModel
-from certcli.processes import ALONE, Team
+from certcli.images.labelled import Images
+from certcli.models.build import PixelModel
+from certcli.system.errors import CertvitError
+from certcli.system.processes import ALONE, Team
 
 _APART = 0x9E3779B97F4A7C15
 """Between the seeds of two processes: far more than there are steps."""

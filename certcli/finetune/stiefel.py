@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.models import multiplies_bf16
+from certcli.models.build import multiplies_bf16
 from certcli.nn.heads import FlatHead
 from certcli.nn.norms import CenterNorm
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from certcli.lipschitz.real import INF, ONE, ZERO, Real, real_max, real_sum
+from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, real_max, real_sum
 
 
 @dataclass(frozen=True, eq=False)

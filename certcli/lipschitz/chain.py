@@ -16,11 +16,11 @@ from certcli.engine.replay import replayed
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.tracer import Untraceable
 from certcli.engine.walk import Call, Constant, Domain, walk
-from certcli.errors import NoBoundError
-from certcli.lipschitz.arithmetic import Arithmetic, Scalar
-from certcli.lipschitz.convolution_estimate import Geometry
-from certcli.models import PixelNormalize
+from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar
+from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.models.build import PixelNormalize
 from certcli.nn.activations import MaxMin
+from certcli.system.errors import NoBoundError
 
 Run = Callable[[Tensor, Tensor], Tensor]
 rules = RuleTable("sequential")

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from certcli.lipschitz.spectral import spectral_norms
-from certcli.models import own_name
+from certcli.lipschitz.numerics.spectral import spectral_norms
+from certcli.models.build import own_name
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.checkpoint import Checkpoint
+from certcli.checkpoint.file import Checkpoint
 from certcli.engine.replay import replayed
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Untraceable, trace_model
-from certcli.lipschitz.arithmetic import UNDERFLOW, RigorousArithmetic
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.context import Charge
+from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, RigorousArithmetic
+from certcli.lipschitz.numerics.real import INF, Real
+from certcli.lipschitz.numerics.spectral import gamma, scale_to_unit, up
 from certcli.lipschitz.propagate import Outcome, deep_recursion, propagate
-from certcli.lipschitz.real import INF, Real
-from certcli.lipschitz.spectral import gamma, scale_to_unit, up
 from certcli.lipschitz.table import rules
-from certcli.models import PixelModel, load
+from certcli.models.build import PixelModel, load
 
 _MANY_CLASSES = 4096  # a matrix of all pairs of 21,841 classes would take 4 GB
 

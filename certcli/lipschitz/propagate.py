@@ -14,10 +14,10 @@ from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, trace_model
 from certcli.engine.tracer import Scope
 from certcli.engine.walk import Call, Domain, walk
-from certcli.lipschitz.arithmetic import Arithmetic, Scalar
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.context import Charge, Context, Walk
-from certcli.lipschitz.real import ONE
+from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar
+from certcli.lipschitz.numerics.real import ONE
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value

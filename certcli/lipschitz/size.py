@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from functools import cached_property
 
-from certcli.lipschitz.arithmetic import Arithmetic, Scalar
+from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar
 
 
 class Lazy:

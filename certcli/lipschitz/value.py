@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from certcli.lipschitz.arithmetic import Arithmetic, Matrix, Scalar
 from certcli.lipschitz.bound import Bound
+from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix, Scalar
 from certcli.lipschitz.size import Size
 
 

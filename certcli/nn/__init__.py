@@ -1,3 +1,3 @@
 """The Lipschitz building blocks, and reference networks registered with timm."""
 
-import certcli.compat  # noqa: F401 (before anything here imports timm)
+import certcli.system.compat  # noqa: F401 (before anything here imports timm)

@@ -7,8 +7,8 @@ import torch
 from timm.models.swin_transformer import get_relative_position_index
 from torch import Tensor, nn
 
-from certcli.errors import ArchitectureError
 from certcli.nn.attention_weights import AttentionShape, AttentionWeights
+from certcli.system.errors import ArchitectureError
 
 
 class LipschitzAttention(nn.Module):

@@ -12,7 +12,7 @@ from timm.models.convit import GPSA, MHSA
 from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 
-from certcli.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError
 
 _NORM_OPTIONS = {"q_norm": "qk_norm", "k_norm": "qk_norm", "norm": "scale_norm"}
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from certcli.errors import ArchitectureError
 from certcli.nn.attention_weights import AttentionShape, AttentionWeights
+from certcli.system.errors import ArchitectureError
 
 KERNEL = 3
 """Taps over the token axis: each token and its two neighbours in the order of the sequence."""

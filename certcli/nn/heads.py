@@ -6,8 +6,8 @@ from itertools import pairwise
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from certcli.errors import ArchitectureError
 from certcli.nn.activations import MaxMin
+from certcli.system.errors import ArchitectureError
 
 
 class FlatHead(nn.Module):

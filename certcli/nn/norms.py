@@ -6,7 +6,7 @@ import torch
 from timm.layers.norm import LayerNorm as TimmLayerNorm
 from torch import Tensor, nn
 
-from certcli.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError
 
 
 class CenterNorm(nn.Module):

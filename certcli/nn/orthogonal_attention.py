@@ -2,10 +2,10 @@
 
 from torch import Tensor, nn
 
-from certcli.errors import ArchitectureError
 from certcli.nn.attention import copy_linear
 from certcli.nn.attention_weights import AttentionShape, AttentionWeights
 from certcli.nn.orthogonal_mixing import OrthogonalMixing
+from certcli.system.errors import ArchitectureError
 
 
 class OrthogonalAttention(nn.Module):

@@ -9,7 +9,7 @@ Proofs: docs/bounds.md, "Token mixing".
 import torch
 from torch import Tensor, nn
 
-from certcli.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError
 
 
 class OrthogonalMixing(nn.Module):

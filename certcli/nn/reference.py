@@ -21,10 +21,10 @@ from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from certcli.errors import ArchitectureError
 from certcli.nn.activations import MaxMin
 from certcli.nn.heads import FlatHead
 from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin, TokenShift
+from certcli.system.errors import ArchitectureError
 
 _MNIST_STATISTICS = ((0.1307,), (0.3081,))
 _CIFAR_STATISTICS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))

@@ -8,7 +8,7 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from certcli.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError
 
 
 class ConvexResidual(nn.Module):

@@ -4,7 +4,7 @@ A builder never reads weights: they come from the checkpoint. How a new part is 
 replaces is the business of `certcli.adapt`.
 """
 
-from certcli.registry import Entry, Registry
+from certcli.system.registry import Entry, Registry
 
 REPLACEMENTS = Registry(
     "replacement",

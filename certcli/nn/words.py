@@ -6,8 +6,8 @@ from typing import Any
 from timm.layers import create_act, create_norm
 from torch import nn
 
-from certcli.errors import Refused, one_line
 from certcli.nn.norms import TokenBatchNorm
+from certcli.system.errors import Refused, one_line
 
 NORMS: Mapping[str, Callable[..., nn.Module]] = {
     **create_norm._NORM_MAP,

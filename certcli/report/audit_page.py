@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from certcli.audit_document import Audit, Share
+from certcli.report.document import Audit, Share
 from certcli.report.page import Bar, Command, Curve, Gate, Page, Picture, Table
 
 NOTE = (

@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import escape
 
-from certcli.audit_document import Audit, Certified, Share
+from certcli.report.document import Audit, Certified, Share
 
 GOOD, FAIR, NONE = "#116329", "#0060a8", "#6e7781"
 CHARACTER = 6.6

@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 
-from certcli.audit_document import Audit
+from certcli.report.document import Audit
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 RULES = {

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 import torch
 
-from certcli.checkpoint import Checkpoint
-from certcli.errors import CertvitError, Refused
-from certcli.intervals import share_interval
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import Evidence
+from certcli.checkpoint.schema import AttackedResult, BoundResult, CertifiedResult, TrainingResult, convert
+from certcli.evaluation.intervals import share_interval
 from certcli.lipschitz.network import prove_checkpoint
-from certcli.lipschitz.real import Real
-from certcli.provenance import Evidence
-from certcli.schema import AttackedResult, BoundResult, CertifiedResult, TrainingResult, convert
+from certcli.lipschitz.numerics.real import Real
+from certcli.system.errors import CertvitError, Refused
 from certcli.verification.report import SLACK, below, below_log10
 
 Status = Literal["verified", "refuted", "not checked"]

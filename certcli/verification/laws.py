@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from certcli.errors import one_line
+from certcli.checkpoint.schema import ReportFields
 from certcli.lipschitz.bound import check_proof
-from certcli.lipschitz.real import ZERO, Real
-from certcli.schema import ReportFields
+from certcli.lipschitz.numerics.real import ZERO, Real
+from certcli.system.errors import one_line
 
 
 @dataclass(frozen=True)

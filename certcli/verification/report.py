@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import torch
 
-from certcli.checkpoint import Checkpoint
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.schema import LayerFields, ReportFields
 from certcli.lipschitz.network import NetworkBound, prove_checkpoint
-from certcli.lipschitz.real import ZERO, Real
-from certcli.schema import LayerFields, ReportFields
+from certcli.lipschitz.numerics.real import ZERO, Real
 from certcli.verification.laws import Verdict, check_laws, theorems
 
 SLACK = 1e-6

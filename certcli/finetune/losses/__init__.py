@@ -3,7 +3,7 @@
 Those of CHAIN take slopes (b, k) of the images at hand in place of pair constants of the network.
 """
 
-from certcli.registry import Entry, Registry
+from certcli.system.registry import Entry, Registry
 
 _PUBLISHED = "certcli.finetune.losses.published"
 

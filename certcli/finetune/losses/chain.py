@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from certcli.finetune.losses.worst_case import shifted
-from certcli.lipschitz.arithmetic import TrainableArithmetic
 from certcli.lipschitz.chain import Activation, Map, read_chain
-from certcli.models import PixelModel
+from certcli.lipschitz.numerics.arithmetic import TrainableArithmetic
+from certcli.models.build import PixelModel
 
 ITERATIONS = 4
 """Power iterations on each image's own rows and columns, from the vectors of the whole matrix."""

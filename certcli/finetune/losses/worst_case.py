@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from certcli.errors import NoBoundError, UsageError
+from certcli.system.errors import NoBoundError, UsageError
 
 LINEAR_UP_TO = 1e4
 """Gains beyond this grow with their logarithm: no gap between logits is as large, and gradients stay within float32."""

@@ -1,32 +1,32 @@
 """One theorem a rule: importing this package registers all of them in `certcli.lipschitz.table.rules`."""
 
-import certcli.compat  # noqa: F401 (before anything here imports timm)
+import certcli.system.compat  # noqa: F401 (before anything here imports timm)
 
 # isort: split
 from certcli.lipschitz.rules import (  # noqa: F401 (for their decorators)
     activations,
-    adaptive,
-    affine,
+    adaptive_pooling,
+    add_sub,
+    addmm_lerp,
     attention,
-    blends,
-    choices,
     convit,
     convolution,
-    copies,
-    deviations,
-    l2,
+    l2_attention,
+    linear,
     lipschitz_attentions,
-    mixing,
-    multiples,
+    matmul,
+    matmul_attention,
+    multiply,
     norms,
-    parts,
     pointwise,
     pooling,
-    products,
-    reductions,
-    scales,
+    reduce,
+    repeat_pad,
+    scale_shift,
     shapes,
-    sums,
+    slice_concat,
     token_convolution,
-    written_attention,
+    token_mixing,
+    var_std,
+    where_maximum,
 )

@@ -19,7 +19,7 @@ from torch.nn import functional
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.spectral import up
+from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 

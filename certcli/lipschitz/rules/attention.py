@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from certcli.engine.table import NoRule, runs_known_code
 from certcli.engine.walk import Unproven
-from certcli.lipschitz.arithmetic import Matrix, Scalar
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.spectral import up
+from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
+from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.lipschitz.arithmetic import Arithmetic, Scalar
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.spectral import up
+from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar
+from certcli.lipschitz.numerics.spectral import up
 from certcli.nn.attention import LipschitzAttention
 
 _SLACK = 1e-9

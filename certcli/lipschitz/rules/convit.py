@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from certcli.engine.table import runs_known_code
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.parts import select
+from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.rules.matmul_attention import Mix, attend
 from certcli.lipschitz.rules.shapes import moved, reshaped
-from certcli.lipschitz.rules.written_attention import Mix, attend
-from certcli.lipschitz.spectral import up
+from certcli.lipschitz.rules.slice_concat import select
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.table import NoRule
-from certcli.lipschitz.arithmetic import GAIN_SLACK, UNDERFLOW, Matrix, Scalar
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.convolution_estimate import Geometry
-from certcli.lipschitz.rules.affine import size_after
+from certcli.lipschitz.numerics.arithmetic import GAIN_SLACK, UNDERFLOW, Matrix, Scalar
+from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.spectral import frobenius_norm, gamma, up
+from certcli.lipschitz.rules.linear import size_after
 from certcli.lipschitz.size import Lazy, Size
-from certcli.lipschitz.spectral import frobenius_norm, gamma, up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Convolution, Value
 

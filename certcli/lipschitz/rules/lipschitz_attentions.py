@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 from certcli.lipschitz.context import Context
+from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.rules.attention_heads import combined, gates, head_map, mixed
 from certcli.lipschitz.rules.attention_positions import exp_twice, prior
-from certcli.lipschitz.spectral import up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.lnorm_attention import LipschitzNormAttention

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from certcli.engine.table import NoRule
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.scales import gain_and_shift
+from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.rules.scale_shift import gain_and_shift
 from certcli.lipschitz.rules.shapes import moved
-from certcli.lipschitz.spectral import up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.norms import FloorNorm

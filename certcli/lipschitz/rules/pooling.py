@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.copies import pair, windows_of
-from certcli.lipschitz.spectral import gamma, up
+from certcli.lipschitz.numerics.spectral import gamma, up
+from certcli.lipschitz.rules.repeat_pad import pair, windows_of
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 

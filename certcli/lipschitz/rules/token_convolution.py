@@ -6,10 +6,10 @@ from typing import Any
 from torch import nn
 
 from certcli.engine.table import runs_known_code
-from certcli.lipschitz.arithmetic import Matrix, Scalar
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.convolution_estimate import Geometry
-from certcli.lipschitz.spectral import up
+from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
+from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.conv_attention import ConvAttention

@@ -1,0 +1,243 @@
+"""APGD of Croce and Hein, for any loss that has a row an image and for several targets of an image at once."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from certcli.attack.families.gradient import cross_entropy
+from certcli.attack.families.margin import lost_margin, targeted_margin
+from certcli.attack.settings import AttackSettings
+from certcli.attack.torchattacks_model import Successes, Watched, climb_with, count_classes
+from certcli.evaluation.threat import Threat, per_image
+
+APGD_STEPS = 100  # Croce & Hein's; torchattacks' default, in its AutoAttack too, is 10
+MOMENTUM, RISES = 0.75, 0.75
+FIRST, SHORTER, SHORTEST = (
+    0.22,
+    0.03,
+    0.06,
+)  # of the steps: the first stretch between checkpoints, its decrease, its end
+ENTRIES = 2**17
+"""Pixels of one batch up to which several targets are attacked at once: small networks spend their time in calls."""
+
+TargetLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""logits (r, k), labels (r,), targets (r,) -> (r,). Positive once the target has overtaken the label."""
+
+
+def apgd_ce(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+    """PGD of the cross entropy with self-chosen step sizes, 100 steps: (b, c, h, w), (b,) -> (b, c, h, w).
+
+    Source: Croce & Hein 2020, Algorithm 1.
+    """
+    return _untargeted(lambda z, y, _: cross_entropy(z, y), model, images, labels, threat, settings)
+
+
+def apgd_dlr(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+    """APGD of (max_{j != y} z_j - z_y) / (z_(1) - z_(3)), 100 steps: (b, c, h, w), (b,) -> (b, c, h, w).
+
+    The ratio needs a third class; with 2 its numerator, the margin, is used. Source: Croce & Hein 2020, Eq. 6.
+    """
+
+    def ratio(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+        if logits.shape[1] < 3:
+            return lost_margin(logits, labels)
+        top = logits.topk(3, dim=1).values
+        return lost_margin(logits, labels) / (top[:, 0] - top[:, 2] + 1e-12)
+
+    return _untargeted(ratio, model, images, labels, threat, settings)
+
+
+def apgd_targeted(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+    """APGD of (z_t - z_y) / (z_(1) - (z_(3) + z_(4)) / 2), 100 steps for each of the likeliest wrong classes t.
+
+    (b, c, h, w), (b,) -> (b, c, h, w). At most `targets` classes (torchattacks would try all k - 1), several at once
+    where the images are small. The ratio needs four classes; below, its numerator is used. With `give_up` a target is
+    left at a checkpoint where the loss has come less than half the way from its value at the image to 0.
+    Source: Croce & Hein 2020, Eq. 7.
+    """
+    targets = min(settings.targets, count_classes(model, images, settings) - 1) if len(images) else 0
+
+    def climb(net: Watched, successes: Successes | None, images: Tensor, labels: Tensor) -> Tensor:
+        best, height = images.clone(), torch.full_like(images[:, 0, 0, 0], float("-inf"))
+        generator = torch.Generator().manual_seed(settings.draw)
+        for _, owner, aims in aimed(net, successes, images, labels, targets):
+            end, value = _ascend(
+                net, successes, images, labels, threat, settings, targeted_ratio, generator, owner, aims
+            )
+            higher = value > height
+            best[higher], height[higher] = end[higher], value[higher]
+        return best
+
+    return climb_with(climb, model, images, labels, threat, settings)
+
+
+def targeted_ratio(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
+    """(z_t - z_y) / (z_(1) - (z_(3) + z_(4)) / 2), below four classes its numerator: (r, k), (r,), (r,) -> (r,)."""
+    margin = targeted_margin(logits, labels, targets)
+    if logits.shape[1] < 4:
+        return margin
+    top = logits.topk(4, dim=1).values
+    return margin / (top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + 1e-12)
+
+
+def aimed(
+    net: Watched, successes: Successes | None, images: Tensor, labels: Tensor, targets: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Runs against the likeliest wrong classes, as many at once as are small: (r,) images that have not fallen, (m r,)
+    the image and (m r,) the class of each run, of which each class has r."""
+    with torch.no_grad():
+        ranked = net(images).scatter(1, labels[:, None], float("-inf")).topk(targets, dim=1).indices
+    many = max(1, min(targets, ENTRIES // max(1, images.numel())))
+    for part in ranked.split(many, dim=1) if targets else ():
+        rows = standing(successes, images)
+        if len(rows):
+            yield rows, rows.repeat(part.shape[1]), part[rows].T.reshape(-1)
+
+
+def standing(successes: Successes | None, images: Tensor) -> Tensor:
+    """Positions of the images that have not fallen."""
+    everyone = torch.arange(len(images), device=images.device)
+    return everyone if successes is None else everyone[~successes.solved]
+
+
+def _untargeted(
+    loss: TargetLoss, model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings
+) -> Tensor:
+    def climb(net: Watched, successes: Successes | None, images: Tensor, labels: Tensor) -> Tensor:
+        owner = torch.arange(len(images), device=images.device)
+        generator = torch.Generator().manual_seed(settings.draw)
+        return _ascend(net, successes, images, labels, threat, settings, loss, generator, owner, None)[0]
+
+    return climb_with(climb, model, images, labels, threat, settings)
+
+
+@dataclass
+class _Runs:
+    """One row a run; owner: the image it attacks. `rises` counts the steps that raised the loss since a checkpoint."""
+
+    owner: Tensor
+    target: Tensor
+    start: Tensor
+    point: Tensor
+    before: Tensor
+    value: Tensor
+    gradient: Tensor
+    best: Tensor
+    best_value: Tensor
+    best_gradient: Tensor
+    step: Tensor
+    rises: Tensor
+    halved: Tensor
+    earlier: Tensor
+
+    def keep(self, rows: Tensor) -> "_Runs":
+        return _Runs(*(getattr(self, item.name)[rows] for item in fields(self)))
+
+
+def _ascend(
+    net: Watched,
+    successes: Successes | None,
+    images: Tensor,
+    labels: Tensor,
+    threat: Threat,
+    settings: AttackSettings,
+    loss: TargetLoss,
+    generator: torch.Generator,
+    owner: Tensor,
+    targets: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """One run for each entry of `owner`: the points (b, c, h, w) of the largest loss of each image, and that loss (b,).
+
+    With `successes` a run ends where any of its image has succeeded, and the points of those that remain are returned.
+    """
+    end, height = images.clone(), torch.full_like(images[:, 0, 0, 0], float("-inf"))
+    steps = settings.steps or APGD_STEPS
+    first, shorter, shortest = (max(int(share * steps), 1) for share in (FIRST, SHORTER, SHORTEST))
+
+    def slope(point: Tensor, owner: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        point, gradient = point.detach().requires_grad_(True), torch.zeros_like(point)
+        value: Tensor | None = None
+        for _ in range(settings.samples):
+            logits = net(point)
+            values = loss(logits, labels[owner], target)
+            gradient = gradient + torch.autograd.grad(values.sum(), point)[0] / settings.samples
+            part = values.detach() / settings.samples
+            value = part if value is None else value + part
+        if successes is not None:
+            successes.note(owner, point.detach(), logits.detach())
+        assert value is not None
+        return value, gradient
+
+    aims = labels[owner] if targets is None else targets
+    clean, limit = images[owner], threat.of(owner)
+    start = torch.zeros(len(owner), device=images.device, dtype=images.dtype)
+    if targets is not None and settings.give_up:
+        with torch.no_grad():
+            start = loss(net(images[owner]), labels[owner], aims)
+    point = _on_the_sphere(clean, limit, generator)
+    value, gradient = slope(point, owner, aims)
+    runs = _Runs(
+        owner,
+        aims,
+        start,
+        point,
+        point,
+        value,
+        gradient,
+        point,
+        value,
+        gradient,
+        per_image(2 * limit.radii(clean), clean),
+        torch.zeros_like(owner),
+        torch.ones_like(owner, dtype=torch.bool),
+        value,
+    )
+    stretch, left, fallen = first, first, 0
+    for turn in range(steps):
+        if successes is not None and successes.count != fallen:
+            runs, fallen = runs.keep(~successes.solved[runs.owner]), successes.count
+        if not len(runs.owner):
+            break
+        clean, limit = images[runs.owner], threat.of(runs.owner)
+        ahead = limit.project(runs.point + runs.step * limit.steepest(runs.gradient), clean)
+        share = MOMENTUM if turn else 1.0
+        ahead = runs.point + share * (ahead - runs.point) + (1 - share) * (runs.point - runs.before)
+        runs.before, runs.point = runs.point, limit.project(ahead, clean)
+        value, runs.gradient = slope(runs.point, runs.owner, runs.target)
+        runs.rises = runs.rises + (value > runs.value)
+        runs.value = value
+        higher = value > runs.best_value
+        runs.best = torch.where(_rows(higher, clean), runs.point, runs.best)
+        runs.best_gradient = torch.where(_rows(higher, clean), runs.gradient, runs.best_gradient)
+        runs.best_value = torch.where(higher, value, runs.best_value)
+        left -= 1
+        if left == 0:
+            stuck = (runs.rises <= RISES * stretch) | (~runs.halved & (runs.earlier >= runs.best_value))
+            runs.halved, runs.earlier = stuck, runs.best_value
+            runs.rises = torch.zeros_like(runs.rises)
+            runs.step = torch.where(_rows(stuck, clean), runs.step / 2, runs.step)
+            runs.point = torch.where(_rows(stuck, clean), runs.best, runs.point)
+            runs.gradient = torch.where(_rows(stuck, clean), runs.best_gradient, runs.gradient)
+            stretch = left = max(stretch - shorter, shortest)
+            if targets is not None and settings.give_up and successes is not None:
+                runs = runs.keep(-runs.best_value <= runs.best_value - runs.start)
+    height = height.scatter_reduce(0, runs.owner, runs.best_value, "amax")
+    tops = (runs.best_value == height[runs.owner]).nonzero().flatten()
+    end[runs.owner[tops]] = runs.best[tops].to(end.dtype)
+    return end, height
+
+
+def _on_the_sphere(images: Tensor, threat: Threat, generator: torch.Generator) -> Tensor:
+    """A point drawn from the ball's surface, clipped to the box: (b, c, h, w) -> same."""
+    draw = torch.randn if threat.norm == "l2" else torch.rand
+    delta = draw(images.shape, generator=generator).to(images.device, images.dtype)
+    if threat.norm == "linf":
+        delta = 2 * delta - 1
+    length = delta.flatten(1).norm(dim=1) if threat.norm == "l2" else delta.flatten(1).abs().amax(dim=1)
+    return threat.project(images + delta * per_image(threat.radii(images) / length, images), images)
+
+
+def _rows(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (like.dim() - 1))

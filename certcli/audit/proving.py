@@ -1,0 +1,151 @@
+"""The stages that need no images: the proven bound and what drives it, and a measured slope beside it."""
+
+import time
+from collections.abc import Iterator
+
+from certcli.audit.clock import OutOfTime, Part
+from certcli.images.labelled import Images
+from certcli.lipschitz.measured.estimate import measure
+from certcli.lipschitz.network import NetworkBound, prove
+from certcli.models.build import PixelModel
+from certcli.report.document import Block, Found, Slope
+from certcli.system.processes import ALONE, Team
+
+SLOPE_IMAGES = 8
+"""Images at most on which a slope is measured."""
+LOOSE = 3.0
+"""log10 of a bound from which on it is said what makes it large."""
+NEGLIGIBLE = 0.002
+"""log10 below which a factor is none."""
+DRIVER_SHARE = 0.2
+"""Of the bound's logarithm, that a kind of layer must have to be named."""
+
+
+def bound(model: PixelModel, classes: int, part: Part) -> tuple[Found, NetworkBound]:
+    """The proven bound. OutOfTime when it is not finished in its time."""
+    started = time.perf_counter()
+    with part.ended():
+        proven = prove(model, classes)
+    return found(proven, time.perf_counter() - started), proven
+
+
+def found(proven: NetworkBound, seconds: float) -> Found:
+    """A bound as the document has it."""
+    upper = proven.upper
+    value = float(upper)
+    finite = bool(upper.finite)
+    return Found(
+        upper=value if value < float("inf") else "inf",
+        upper_finite=finite,
+        log10_upper=upper.log10() if finite and upper > 0.0 else None,
+        upper_text=str(upper) if finite else "none",
+        why=proven.bound.why,
+        drivers=drivers(proven) if finite else "",
+        blocks=list(_blocks(proven)) if finite else [],
+        seconds=round(seconds, 2),
+    )
+
+
+def drivers(proven: NetworkBound) -> str:
+    """ "each of 25 LayerNorms alone contributes 1000", for the kinds of layer that carry the bound's logarithm."""
+    if not proven.upper > 0.0 or proven.upper.log10() < LOOSE:
+        return ""
+    whole = proven.upper.log10()
+    kinds: dict[str, list[float]] = {}
+    for charge in proven.charges:
+        if charge.constant.finite and charge.constant > 0.0:
+            kinds.setdefault(charge.kind, []).append(charge.constant.log10())
+    heaviest = sorted(kinds.items(), key=lambda item: -sum(item[1]))[:2]
+    told = []
+    for kind, logs in heaviest:
+        if sum(logs) < DRIVER_SHARE * whole:
+            continue
+        low, high = _round(min(logs)), _round(max(logs))
+        size = high if low == high else f"{low} to {high}"
+        told.append(f"the {kind} contributes {size}" if len(logs) == 1 else f"each of {len(logs)} {kind}s {size}")
+    if told and told[0].startswith("each"):
+        head, _, tail = told[0].partition("s ")
+        told[0] = f"{head}s alone contributes {tail}"
+    return ", ".join(told)
+
+
+def _round(log10: float) -> str:
+    """Two digits: 1000, 0.35, 10^9."""
+    return f"{float(f'{10**log10:.2g}'):,g}" if -3 < log10 < 5 else f"10^{log10:.0f}"
+
+
+def _blocks(proven: NetworkBound) -> Iterator[Block]:
+    """The outermost parts of the network and what stands outside all of them, in order of execution."""
+    rows: list[Block] = []
+    inside = [path for path, *_ in proven.blocks if path]
+    containers = {path for path in inside if any(other.startswith(f"{path}.") for other in inside)}
+    named = [path for path in inside if path.count(".") <= 1 and not (path in containers and path.count(".") == 0)]
+    for path, kind, before, after in proven.blocks:
+        if path in named and before.finite and before > 0.0 and after > 0.0:
+            ratio = after / before
+            rows.append(Block(path=path, kind=kind, log10=ratio.log10(), text=str(ratio), why=_why(proven, path)))
+    for charge in proven.charges:
+        covered = any(charge.path == path or charge.path.startswith(f"{path}.") for path in named)
+        if not covered and charge.constant.finite and charge.constant > 0.0:
+            size = charge.constant
+            row = Block(path=charge.path, kind=charge.kind, log10=size.log10(), text=str(size), why=charge.why)
+            rows.append(row)
+    order = {charge.path: number for number, charge in enumerate(proven.charges)}
+
+    def place(path: str) -> int:
+        return min((number for at, number in order.items() if at == path or at.startswith(f"{path}.")), default=10**9)
+
+    yield from sorted(rows, key=lambda row: place(row.path))
+    rest = proven.upper.log10() - sum(row.log10 for row in rows) if proven.upper > 0.0 else 0.0
+    if abs(rest) > NEGLIGIBLE:
+        last = proven.blocks[-1][3] if proven.blocks else proven.upper
+        pending = last > 0.0 and abs(proven.upper.log10() - last.log10() - rest) < NEGLIGIBLE
+        name, kind = ("(last linear map)", "Linear") if pending else ("(how they are joined)", "")
+        size = f"{10**rest:.4g}" if abs(rest) < 5 else f"10^{rest:.1f}"
+        why = "a linear map that was pending when its block ended" if pending else "last maps, sums and concatenations"
+        yield Block(path=name, kind=kind, log10=rest, text=size, why=why)
+
+
+def _why(proven: NetworkBound, path: str) -> str:
+    """The largest constants inside a block, each with its theorem."""
+    inner = [c for c in proven.charges if c.path.startswith(f"{path}.") and c.constant.finite and c.constant > 0.0]
+    largest = sorted(inner, key=lambda charge: charge.constant, reverse=True)[:3]
+    return "; ".join(f"{charge.path} {charge.constant}: {charge.why}" for charge in largest)
+
+
+def slope(model: PixelModel, images: Images, seed: int, part: Part, team: Team = ALONE) -> Slope | None:
+    """The steepest slope found at a few images, one by one, until the time is over; None when not one was finished.
+
+    Of several processes all but the leader measure, who is busy with the proof meanwhile.
+    """
+    few = images.select(range(min(SLOPE_IMAGES, len(images))))
+    if not team.several:
+        return _slope(model, few, seed, part)
+    others = range(team.rank - 1, len(few), team.size - 1) if not team.leads else ()
+    mine = _slope(model, few.select(others), seed, part) if others else None
+    found = [row for row in team.everyone(None if mine is None else [mine.lower, mine.images, mine.seconds]) if row]
+    if not found:
+        return None
+    lowers, seen, seconds = zip(*found, strict=True)
+    return Slope(lower=max(lowers), images=sum(seen), of=_told(images), seconds=max(seconds))
+
+
+def _told(images: Images) -> str:
+    return f"{images.name} ({images.split})"
+
+
+def _slope(model: PixelModel, few: Images, seed: int, part: Part) -> Slope | None:
+    device = next(model.parameters()).device
+    started = time.perf_counter()
+    seen, best = 0, 0.0
+    batches = (pixels.to(device) for _, pixels, _ in few.batches(1))
+    try:
+        with part.ended():
+            for estimate in measure(model, batches, seed=seed):
+                seen, best = seen + 1, float(estimate.value)
+                if part.left < 1.2 * part.spent / seen:
+                    break
+    except OutOfTime:
+        if not seen:
+            return None
+    return Slope(lower=best, images=seen, of=_told(few), seconds=round(time.perf_counter() - started, 2))

@@ -1,0 +1,54 @@
+"""A stage of an audit by several processes: a piece of work each at the same time, and all know what all found.
+
+The leader's clock rules (`Clock.part`); what it decides by it the others are told. So all go the same way, and meet again.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from certcli.audit.clock import OutOfTime, Part
+from certcli.system.errors import ArchitectureError, CertvitError, DataError, NoBoundError, UsageError
+from certcli.system.processes import Team
+
+Piece = TypeVar("Piece")
+REFUSALS = {kind.__name__: kind for kind in (UsageError, ArchitectureError, NoBoundError, DataError)}
+"""Failures after which an audit may go on without the stage: all processes must."""
+
+
+def together(
+    team: Team,
+    part: Part,
+    work: Callable[[], Piece],
+    pack: Callable[[Piece], Any] = lambda found: found,
+    unpack: Callable[[Any], Piece] = lambda plain: plain,
+) -> tuple[list[Piece], bool]:
+    """(what the processes found, by rank, up to the first that was broken off; whether one was). pack: to plain values.
+
+    What was found behind one that took too long is dropped: else images that take long would be left out for taking long.
+    A refusal of one process is raised in all of them.
+    """
+    if not team.several:
+        try:
+            with part.ended():
+                return [work()], False
+        except OutOfTime:
+            return [], True
+    try:
+        with part.ended():
+            mine = ["found", pack(work())]
+    except OutOfTime:
+        mine = ["over"]
+    except CertvitError as refusal:
+        if type(refusal).__name__ not in REFUSALS:
+            raise
+        mine = ["refused", type(refusal).__name__, refusal.message, refusal.hint]
+    found: list[Piece] = []
+    everyone = team.everyone(mine)
+    for kind, *rest in everyone:
+        if kind == "refused":
+            raise REFUSALS[rest[0]](*rest[1:])
+    for kind, *rest in everyone:
+        if kind == "over":
+            return found, True
+        found.append(unpack(rest[0]))
+    return found, False

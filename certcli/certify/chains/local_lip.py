@@ -1,0 +1,128 @@
+"""Local-Lip: certificates from how fast a chain of layers moves near each image, constant units left out of the norms.
+
+A ReLU unit that is 0 on the whole neighbourhood passes nothing on: its row and its column leave the matrices on either side,
+whose norms fall. Source: Huang et al. 2021, Training certifiably robust neural networks with efficient local Lipschitz
+bounds; there the norms are power iterations, here they are proven, and margins use the box beside the ball. Convolutions keep
+their global norm: only linear layers are masked.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmation, Doubt
+from certcli.certify.chains.sequential import SequentialNetwork, Values
+from certcli.certify.lipschitz import certified_radii
+from certcli.checkpoint.file import Checkpoint
+from certcli.enclosure.zonotopes.rounding import TINY
+from certcli.lipschitz.network import prove
+from certcli.models.build import PixelModel, load_double
+from certcli.system.errors import DataError
+
+GLOBAL = "global"
+_FIRST = 1e-6
+"""Radius tried first, doubled, where the global bound certifies less."""
+_DOUBLINGS, _HALVINGS = 24, 5
+
+
+class LocalLipCertifier(Certifier):
+    """Radii at which all margins of a chain were proven positive; never less than the global bound's.
+
+    drop: leave constant units out of the norms. A radius is doubled while its proof succeeds, then bisected in
+    its logarithm: 2 % of it are lost at most. No monotony is assumed: what is reported was proven itself.
+    """
+
+    method = "local-lip"
+    drop: ClassVar[bool] = True
+    domain = "box"
+    statement = "certificates: proven image by image; real arithmetic, every rounding of float64 counted, [0, 1] images"
+    at_once = 64
+
+    def __init__(self, model: PixelModel, classes: int, size: tuple[int, int, int]) -> None:
+        self.model = model
+        self._device = next(model.parameters()).device
+        self.network = SequentialNetwork(model, size)
+        bound = prove(model, classes)
+        self._pairs = None if bound.pairs is None else bound.pairs.double().to(self._device)
+        self.title = f"{self.method}: layer by layer around each image (global bound {bound.upper})"
+
+    @property
+    def attacked(self) -> nn.Module:
+        return self.model
+
+    @torch.no_grad()
+    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
+        pixels, top, start = self._begun(pixels)
+        right = (top == torch.tensor(labels, device=self._device)).nonzero().squeeze(1)
+        radius = start.clone()
+        if len(right):
+            radius[right] = self.radii(pixels[right], top[right], start[right])
+        rows = zip(indices, labels, top.tolist(), radius.tolist(), (radius > start).tolist(), strict=True)
+        return [
+            Certificate(index, label, found, r, self.method, 0.0, rung=self.method if better else GLOBAL)
+            for index, label, found, r, better in rows
+        ]
+
+    def _begun(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Pixels in float64, the class of each image, and the global bound's radius."""
+        pixels = pixels.double().to(self._device)
+        logits = self.model(pixels)
+        if not torch.isfinite(logits).all():
+            raise DataError("the network gives NaN or infinite logits on these images")
+        start = logits.new_zeros(len(logits)) if self._pairs is None else certified_radii(logits, self._pairs)
+        return pixels, logits.argmax(1), start
+
+    @torch.no_grad()
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+        """The stated radius is proven again itself: a search from elsewhere may end at another radius."""
+        pixels, top, start = self._begun(pixels)
+        wanted = torch.tensor([claim.radius for claim in claims], dtype=torch.float64, device=self._device) * (
+            1 - AGAIN
+        )
+        held = (wanted <= start) | self.proven(pixels, top, wanted.clamp(min=TINY))
+        found = []
+        for claim, now, good in zip(claims, top.tolist(), held.tolist(), strict=True):
+            if now != claim.prediction:
+                found.append(Confirmation("refuted", f"class {claim.prediction} is stated, the network says {now}"))
+            elif good:
+                found.append(Confirmation("verified", f"radius {claim.radius:.6g} is proven again"))
+            else:
+                said = f"radius {claim.radius:.6g} is stated, and not proven by this method"
+                found.append(Confirmation("refuted", said))
+        return found
+
+    def radii(self, pixels: Tensor, labels: Tensor, start: Tensor) -> Tensor:
+        """A proven radius for each image, at least `start`, which is proven already: (b, c, h, w), (b,), (b,) -> (b,)."""
+        values = self.network.values(pixels)
+        proven, failed = start.clone(), torch.full_like(start, torch.inf)
+
+        def attempt(chosen: Tensor, radii: Tensor) -> None:
+            places = chosen.nonzero().squeeze(1)
+            held = self.proven(pixels[places], labels[places], radii[places], values.of(places))
+            proven[places[held]] = radii[places[held]]
+            failed[places[~held]] = radii[places[~held]]
+
+        for _ in range(_DOUBLINGS):
+            growing = torch.isfinite(proven) & torch.isinf(failed)
+            if not growing.any():
+                break
+            attempt(growing, (2 * proven).clamp(min=_FIRST))
+        for _ in range(_HALVINGS):
+            between = torch.isfinite(failed)
+            if between.any():
+                attempt(between, (proven.clamp(min=_FIRST / 2) * failed).sqrt())
+        return proven
+
+    def proven(self, pixels: Tensor, labels: Tensor, radii: Tensor, values: Values | None = None) -> Tensor:
+        """Whether no image within each radius is classified as anything but its label: (b,) bool."""
+        values = self.network.values(pixels) if values is None else values
+        moves = self.network.moves(pixels, values, radii, drop=self.drop)
+        margins = self.network.margins(values, moves, labels, drop=self.drop)
+        return (margins > 0).all(dim=1)  # False with NaN
+
+
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> LocalLipCertifier:
+    """Local-Lip made ready for the checkpoint. NoBoundError where its network is no chain."""
+    return LocalLipCertifier(load_double(checkpoint, device), checkpoint.record.classes, checkpoint.record.input.size)

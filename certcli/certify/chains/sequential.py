@@ -1,0 +1,218 @@
+"""Networks that are a chain, affine map after activation, and what their tensors can be near an image: boxes and balls.
+
+For all images x within r of x_0 (pixel l2, pixels in [0, 1]), every tensor of the chain differs from its value at x_0 by a d
+with  lo <= d <= hi  entry by entry (lo <= 0 <= hi) and  |d|_2 <= rho.  Both are carried along:
+
+- affine map W: d' = W d lies in the interval W (lo + hi)/2 -+ |W| (hi - lo)/2, and |d'_i| <= |w_i M|_2 rho, M the mask of
+  entries that can move at all;  |d'|_2 <= |W M|_2 rho;
+- activation f, monotone and of slope at most 1 in every entry: with z in [L, U] and z(x_0) in [a, b], f(z) - f(z(x_0)) lies
+  in [f(L) - f(b), f(U) - f(a)] and in [lo, hi]. Where f(L) = f(U) the unit is constant on the ball and leaves the mask;
+- the box bounds the ball, too: |d|_2 <= |max(-lo, hi)|_2.
+
+Of two entries that `MaxMin` joins, each counts as moving if one does. Everything is float64 and rounded outward, as in
+`enclosure.rounding`. Sources: Lee, Lee & Park 2020 (box and ball together); Huang et al. 2021 (constant units dropped).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from certcli.enclosure.zonotopes.rounding import TINY, gamma, norm2, up
+from certcli.lipschitz.chain import Activation, Map, Run, read_chain
+from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.spectral import spectral_norms
+
+
+@dataclass(frozen=True)
+class Affine:
+    """x -> W x + bias on batches. run(x, weight): the linear map with another weight of the same form; norm: |W|_2 <= norm.
+
+    matrix: W itself where it is one, acting on the last axis of (b, n). terms: of its longest inner product.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    run: Run
+    norm: float
+    terms: int
+    matrix: bool = False
+
+    @classmethod
+    def of(cls, step: Map) -> "Affine":
+        """The map with its weights of now and a proven norm."""
+        norm = float(step.norm(RigorousArithmetic()))
+        bias = None if step.bias is None else step.bias.detach()
+        return cls(step.weight.detach(), bias, step.run, norm, step.terms, step.matrix)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What d can be, image by image: lo, hi (b, ...), rho (b,). See the module's docstring."""
+
+    lo: Tensor
+    hi: Tensor
+    rho: Tensor
+
+    @property
+    def reach(self) -> Tensor:
+        return torch.maximum(-self.lo, self.hi)
+
+
+@dataclass(frozen=True)
+class Values:
+    """Computed values of each affine step at the images themselves, and a bound on their error: (b, ...) each."""
+
+    centre: list[Tensor]
+    error: list[Tensor]
+
+    def of(self, images: Tensor) -> "Values":
+        """For some of the images, by their places."""
+        return Values([c[images] for c in self.centre], [e[images] for e in self.error])
+
+
+class SequentialNetwork:
+    """A network that is a chain, read from its trace. NoBoundError names what it has that a chain has not."""
+
+    def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
+        body, last = read_chain(model, size)
+        self.body = tuple(Affine.of(step) if isinstance(step, Map) else step for step in body)
+        self.last = Affine.of(last)
+
+    def values(self, pixels: Tensor) -> Values:
+        """Every affine step at these images, (b, c, h, w) float64."""
+        x, error, found = pixels, torch.zeros_like(pixels), Values([], [])
+        for step in (*self.body, self.last):
+            if isinstance(step, Affine):
+                size = step.run(x.abs(), step.weight.abs())
+                spread = step.run(error, step.weight.abs())
+                x = step.run(x, step.weight)
+                if step.bias is not None:
+                    x, size = x + step.bias, size + step.bias.abs()
+                error = up(spread, step.terms) + gamma(step.terms + 4) * size + TINY
+                found.centre.append(x)
+                found.error.append(error)
+            elif isinstance(step, Activation):
+                x, error = step.apply(x), step.joined(error)
+            else:
+                x, error = x.flatten(1), error.flatten(1)
+        return found
+
+    def moves(self, pixels: Tensor, values: Values, radii: Tensor, *, drop: bool) -> Moves:
+        """Of the last layer's input, for each image within its radius (b,). drop: leave constant units out of the norms."""
+        shape = (-1, *([1] * (pixels.dim() - 1)))
+        r = radii.view(shape)
+        found = Moves(-torch.minimum(r, pixels), torch.minimum(r, up(1 - pixels)), radii)
+        mask = torch.ones_like(pixels)
+        waiting: tuple[Affine, Tensor] | None = None  # the last affine step, and the mask before it
+        place = 0
+        for step in self.body:
+            if isinstance(step, Affine):
+                if waiting is not None:
+                    found = self._charged(found, waiting, torch.ones_like(found.lo), drop)
+                waiting = (step, mask)
+                found, place = _mapped(found, step, mask, drop), place + 1
+                mask = torch.ones_like(found.lo)
+            elif isinstance(step, Activation):
+                centre, error = (of[place - 1].reshape(found.lo.shape) for of in (values.centre, values.error))
+                moved = _activated(found, step, centre, error)
+                mask = ((moved.lo < 0) | (moved.hi > 0)).double()
+                if waiting is not None:
+                    moved = self._charged(moved, waiting, step.joined(mask), drop)
+                found, waiting = moved, None
+            else:
+                found, mask = Moves(found.lo.flatten(1), found.hi.flatten(1), found.rho), mask.flatten(1)
+        if waiting is not None:
+            found = self._charged(found, waiting, torch.ones_like(found.lo), drop)
+        return found
+
+    def _charged(self, found: Moves, waiting: tuple[Affine, Tensor], after: Tensor, drop: bool) -> Moves:
+        """rho times the norm of a step between the mask before it and the one after, and never above the box's."""
+        step, before = waiting
+        norms = (
+            _masked_norms(step, before, after) if drop and step.matrix else found.rho.new_full((len(after),), step.norm)
+        )
+        box = norm2(found.reach.flatten(1).T)
+        return Moves(found.lo, found.hi, torch.minimum(up(norms * found.rho, 1), box))
+
+    def margins(self, values: Values, found: Moves, labels: Tensor, *, drop: bool) -> Tensor:
+        """z_label - z_j is at least this for all images of the neighbourhoods: (b, k), +inf at the label itself.
+
+        The least w.d for d in the box and the ball, w = w_label - w_j, by weak duality: for every t > 0
+        w.d <= sum_i max_{0 <= s <= reach_i} (|w_i| s - s^2 / 2t) + rho^2 / 2t.
+        """
+        centre, error = values.centre[-1], values.error[-1]
+        weight = self.last.weight
+        difference = weight[labels][:, None, :] - weight[None]  # (b, k, n), each entry rounded once
+        gains = difference.abs() * (1 + 2.0**-52)
+        if drop:
+            gains = gains * ((found.lo < 0) | (found.hi > 0)).double()[:, None]
+        reach = torch.where(difference > 0, -found.lo[:, None], found.hi[:, None])
+        fall = _largest(gains, reach, found.rho[:, None])
+        top = centre.gather(1, labels[:, None]) - centre
+        slack = up(error.gather(1, labels[:, None]) + error + 2.0**-50 * (centre.abs() + top.abs()))
+        lowest = top - up(fall + slack, 2)
+        return lowest.scatter(1, labels[:, None], math.inf)
+
+
+def _mapped(found: Moves, step: Affine, mask: Tensor, drop: bool) -> Moves:
+    """The box after an affine step; rho is left as it is before it."""
+    middle, half = (found.hi + found.lo) / 2, up((found.hi - found.lo) / 2)
+    centre = step.run(middle, step.weight)
+    away = step.run(half, step.weight.abs()) * (1 + gamma(2 * step.terms + 32)) + TINY
+    shape = (-1, *([1] * (centre.dim() - 1)))
+    squares = step.run(mask if drop else torch.ones_like(mask[:1]), step.weight.square())
+    ball = up(up(squares, step.terms).sqrt() * found.rho.view(shape), 4)
+    hi = torch.minimum((centre + away).clamp(min=0), ball)
+    lo = torch.maximum((centre - away).clamp(max=0), -ball)
+    return Moves(lo, hi, found.rho)
+
+
+def _activated(found: Moves, step: Activation, centre: Tensor, error: Tensor) -> Moves:
+    """The box after an activation."""
+    size = centre.abs() + error + found.reach
+    rounding = gamma(4) * size + TINY
+    a, b = centre - error - rounding, centre + error + rounding
+    low, high = a + found.lo - rounding, b + found.hi + rounding
+    rise, fall = step.apply(high) - step.apply(a), step.apply(b) - step.apply(low)
+    hi = torch.minimum(_away(rise), step.joined(found.hi))
+    lo = -torch.minimum(_away(fall), step.joined(-found.lo))
+    return Moves(lo, hi, found.rho)
+
+
+def _away(x: Tensor) -> Tensor:
+    """A difference rounded up; 0 stays 0, so that a constant unit is seen."""
+    return torch.where(x > 0, up(x), torch.zeros_like(x))
+
+
+def _masked_norms(step: Affine, before: Tensor, after: Tensor) -> Tensor:
+    """|D' W D|_2 <= value for each image, D and D' the masks (b, n), (b, m); never above |W|_2."""
+    norms = [0.0] * len(before)
+    parts = [step.weight[rows > 0][:, columns > 0] for rows, columns in zip(after, before, strict=True)]
+    whole = [index for index, part in enumerate(parts) if 0 not in part.shape]
+    for index, norm in zip(whole, spectral_norms([parts[index] for index in whole]), strict=True):
+        norms[index] = norm
+    return torch.tensor(norms, dtype=torch.float64, device=before.device).clamp(max=step.norm)
+
+
+def _largest(gains: Tensor, reach: Tensor, rho: Tensor) -> Tensor:
+    """max g.s over 0 <= s <= reach, |s|_2 <= rho, rounded up: (b, k, n), (b, k, n), (b, 1) -> (b, k).
+
+    Any t gives a bound; t is looked for by bisection where min(reach, t g) has the length rho.
+    """
+    low = rho / norm2(gains.movedim(-1, 0)).clamp(min=TINY)  # here the box does not matter
+    high = low * 2.0**12
+    for _ in range(14):
+        t = (low * high).sqrt()
+        s = torch.minimum(reach, t[..., None] * gains)
+        short = s.square().sum(-1) < rho.square()
+        low, high = torch.where(short, t, low), torch.where(short, high, t)
+    values = []
+    for t in (low, high, low * 2.0**40):  # the last one: hardly more than the box alone
+        curve = 1 / t[..., None]
+        inside = gains <= curve * reach
+        terms = torch.where(inside, gains.square() / (2 * curve), gains * reach - curve * reach.square() / 2)
+        values.append(up(terms.sum(-1), terms.shape[-1] + 16) + up(rho.square() / (2 * t), 4))
+    plain = up(norm2(gains.movedim(-1, 0)) * rho, 2)
+    return torch.stack([*values, plain]).nan_to_num(nan=math.inf, posinf=math.inf).amin(dim=0)

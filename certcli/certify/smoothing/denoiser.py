@@ -1,0 +1,77 @@
+"""A denoiser in front of a classifier that never saw noise: DnCNN, read from a plain safetensors file.
+
+Source: Zhang, Zuo, Chen, Meng & Zhang 2017 (the network); Salman, Sun, Yang, Kapoor & Kolter 2020, Denoised smoothing: a
+provable defense for pretrained classifiers (its use, and the names of the tensors as they published them).
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from certcli.checkpoint.file import read_tensors, tensors_digest
+from certcli.system.errors import ArchitectureError
+
+EPS = 1e-4
+"""Of the batch normalisations, as published: it is no tensor, so a file cannot say it."""
+DEEPEST = 64
+_KIND = "DnCNN: convolutions 3 x 3 and batch normalisations named dncnn.N.weight, ... or dncnn.N.running_mean, ..."
+
+
+class Denoiser(nn.Module):
+    """Noisy pixels (b, c, h, w) -> pixels of that shape: x - dncnn(x), dncnn a chain of convolutions, norms and ReLUs.
+
+    digest: of its tensors, which with this class decide the function.
+    """
+
+    digest = ""
+
+    def __init__(self, channels: int, width: int, depth: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+        for _ in range(depth - 2):
+            layers += [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width, eps=EPS), nn.ReLU()]
+        layers.append(nn.Conv2d(width, channels, 3, padding=1, bias=False))
+        self.dncnn = nn.Sequential(*layers)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        found: Tensor = pixels - self.dncnn(pixels)
+        return found
+
+
+def read_denoiser(path: Path, channels: int) -> Denoiser:
+    """The denoiser in a file, for images of so many channels. ArchitectureError when its tensors are not a DnCNN's."""
+    tensors, _ = read_tensors(path)
+    tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    first = tensors.get("dncnn.0.weight")
+    numbers = [int(found[1]) for name in tensors if (found := re.fullmatch(r"dncnn\.(\d{1,3})\.weight", name))]
+    depth = 2 + (max(numbers, default=0) - 2) // 3
+    if first is None or first.dim() != 4 or not 2 <= depth <= DEEPEST:
+        raise ArchitectureError(f"{path} is no denoiser that certvit knows", f"it knows {_KIND}")
+    if first.shape[1] != channels:
+        raise ArchitectureError(f"the denoiser {path} is for {first.shape[1]} channels, the network for {channels}")
+    with torch.device("meta"):
+        net = Denoiser(channels, len(first), depth)
+    net.digest = tensors_digest(_load(net, tensors, path))
+    for parameter in net.parameters():
+        parameter.requires_grad_(False)
+    return net.eval()
+
+
+def _load(net: Denoiser, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Put the tensors into the network, all of them and no others; those that decide its function are returned."""
+    wanted = net.state_dict()
+    optional = {name for name in wanted if name.endswith("num_batches_tracked")}
+    wrong = sorted((wanted.keys() - optional) ^ (tensors.keys() - optional))
+    wrong += [name for name in wanted.keys() & tensors.keys() if wanted[name].shape != tensors[name].shape]
+    if wrong:
+        raise ArchitectureError(
+            f"{path} is no DnCNN of {len(net.dncnn)} layers: '{wrong[0]}' is missing, unknown or of another shape",
+            f"it knows {_KIND}",
+        )
+    counted = {name: torch.zeros((), dtype=torch.long) for name in optional}
+    plain = {name: tensors[name].float() for name in wanted if name not in optional}
+    net.load_state_dict({**plain, **counted}, strict=True, assign=True)
+    return plain

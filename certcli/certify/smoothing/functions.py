@@ -1,0 +1,78 @@
+"""The functions that smoothing speaks of: the network as it is run on noisy pixels, alone or behind a denoiser."""
+
+import torch
+from torch import Tensor, nn
+
+from certcli.certify.smoothing import noise
+from certcli.certify.smoothing.denoiser import Denoiser
+from certcli.checkpoint.file import Checkpoint
+from certcli.models import build
+from certcli.system.errors import UsageError
+
+PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
+CLIMBED = 16
+"""Draws whose mean an attack on the smoothed classifier climbs on."""
+
+
+def out_of_memory(failure: BaseException) -> bool:
+    """Whether torch or Python ran out of memory: on a CPU torch says so by a plain RuntimeError."""
+    return isinstance(failure, (MemoryError, torch.OutOfMemoryError)) or "alloc" in str(failure).lower()
+
+
+class Classifier(nn.Module):
+    """Noisy pixels, float32 -> logits. The pixels are normalised in float32; denoiser and network run in `precision`."""
+
+    def __init__(self, model: build.PixelModel, precision: str, denoiser: Denoiser | None = None) -> None:
+        super().__init__()
+        self.kind, self.precision = PRECISIONS[precision], precision
+        self.normalize, self.net = model.normalize, model.net.to(self.kind)
+        self.denoiser = None if denoiser is None else denoiser.to(self.kind)
+        self.eval()
+
+    def forward(self, noisy: Tensor) -> Tensor:
+        return self.run(self.prepare(noisy))
+
+    def prepare(self, noisy: Tensor) -> Tensor:
+        """What is done to each pixel on its own: up to the denoiser, or the network."""
+        return (noisy if self.denoiser is not None else self._normalised(noisy)).to(self.kind)
+
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        found: Tensor = self.normalize(pixels)
+        return found
+
+    def run(self, prepared: Tensor) -> Tensor:
+        """The rest: prepared pixels -> logits."""
+        try:
+            if self.denoiser is not None:
+                prepared = self._normalised(self.denoiser(prepared).float()).to(self.kind)
+            logits: Tensor = self.net(prepared)
+        except RuntimeError as failure:
+            if self.kind == torch.float32 or out_of_memory(failure):
+                raise
+            raise UsageError(
+                f"this network does not run in {self.precision} ({failure})", "--precision float32"
+            ) from failure
+        return logits.float()
+
+
+def classifier(
+    checkpoint: Checkpoint, device: torch.device, precision: str, denoiser: Denoiser | None = None
+) -> Classifier:
+    """The checkpoint's network as smoothing runs it."""
+    return Classifier(build.load(checkpoint, device), precision, None if denoiser is None else denoiser.to(device))
+
+
+class Smoothed(nn.Module):
+    """log mean softmax f(x + sigma z) over a few draws of z that stay the same: what an attack on g climbs on."""
+
+    def __init__(self, classify: nn.Module, sigma: float, seed: int) -> None:
+        super().__init__()
+        self.classify, self.sigma, self.seed = classify, sigma, seed
+        self.eval()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        names, shape = [0] * CLIMBED, pixels.shape[1:]
+        drawn = noise.normals(self.seed, names, range(CLIMBED), shape, pixels.device, noise.ATTACK)
+        noisy = pixels[:, None] + self.sigma * drawn.to(pixels.dtype)
+        shares = self.classify(noisy.flatten(0, 1)).softmax(dim=1)
+        return shares.unflatten(0, (len(pixels), CLIMBED)).mean(dim=1).clamp_min(1e-30).log()

@@ -1,0 +1,224 @@
+"""A checkpoint: tensors and their record. Read whole and checked, written atomically and byte-reproducibly."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from certcli.checkpoint import shards
+from certcli.checkpoint.outputs import atomic_file, require_absent
+from certcli.checkpoint.record import KEY, Evidence, Record, Step, versions
+from certcli.system.errors import CheckpointError, one_line
+
+EIGHT = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+"""Read as the numbers they are. Scales beside them would be tensors that no network has: such a file is refused."""
+FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64)) | EIGHT
+LONGEST_NAME = 256
+INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Immutable: a command reads one and derives another, with one more step in its lineage."""
+
+    tensors: Mapping[str, Tensor]
+    record: Record
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of the function: all that decides the logits of an image, the tensors and what the record makes of them.
+
+        Two checkpoints with the same tensors and another mean, head count or surgery are other networks. Names of classes,
+        the dataset, lineage and evidence decide nothing and do not count.
+        """
+        about = [self.record.function(), tensors_digest(self.tensors)]
+        return hashlib.sha256(json.dumps(about, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    @staticmethod
+    def read(path: Path) -> "Checkpoint":
+        """A checkpoint that certvit wrote. CheckpointError when it is unreadable, foreign or holds NaN."""
+        tensors, metadata = read_tensors(path)
+        if KEY not in metadata:
+            raise CheckpointError(f"{path} is a safetensors file without a certvit record")
+        return Checkpoint(tensors, Record.from_json(metadata[KEY]))
+
+    def derive(
+        self,
+        tensors: Mapping[str, Tensor],
+        command: str,
+        parameters: Mapping[str, Any],
+        seed: int = 0,
+        **changes: Any,
+    ) -> "Checkpoint":
+        """The checkpoint after one more step; `changes` are new values of the record's fields."""
+        step = Step(command, dict(parameters), seed, versions(), self.digest)
+        record = replace(self.record, lineage=(*self.record.lineage, step), **changes)
+        return Checkpoint(dict(tensors), record)
+
+    def with_evidence(self, command: str, parameters: Mapping[str, Any], result: Mapping[str, Any]) -> "Checkpoint":
+        """The same tensors, with a result about them."""
+        entry = Evidence(command, dict(parameters), dict(result), self.digest)
+        return Checkpoint(self.tensors, self.record.with_evidence(entry))
+
+    def write(self, path: Path, force: bool = False, shard_bytes: int = shards.SHARD_BYTES) -> None:
+        """Write to a temporary file beside `path`, sync, rename: `path` holds the old bytes or all the new ones.
+
+        A path that ends as an index does gets files of at most `shard_bytes` beside it: `write_shards`.
+        """
+        require_numbers(self.tensors, path.name)
+        text = self.record.to_json()
+        Record.from_json(text)  # what would not be read back is not written
+        if shards.is_index(path):
+            write_shards(path, self.tensors, {KEY: text}, force, shard_bytes)
+        else:
+            write_safetensors(path, self.tensors, {KEY: text}, force)
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over name, dtype, shape and bytes of every tensor, in the order of names."""
+    hasher = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors (memory-mapped) and metadata of a safetensors file, or the tensors of those that an index names.
+
+    CheckpointError says what is wrong.
+    """
+    if not path.exists():
+        raise CheckpointError(
+            f"no file {path}", "give a .safetensors file, a folder with model.safetensors, or a timm name"
+        )
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder without model.safetensors")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a regular file")
+    if shards.is_index(path):
+        return _read_shards(path), shards.metadata_of(path)
+    tensors, metadata = _read_one(path)
+    require_numbers(tensors, path.name)
+    return tensors, metadata
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """The tensors of every file that the index names, each where it says. Their metadata is not read."""
+    tensors: dict[str, Tensor] = {}
+    for path, stated in shards.named(index).items():
+        if not path.is_file():
+            raise CheckpointError(f"{index} names {path.name}, which is not beside it", "fetch it again, whole")
+        found, _ = _read_one(path)
+        require_numbers(found, path.name)
+        wrong = stated ^ found.keys()
+        if wrong:
+            name = one_line(min(wrong))[:80]
+            has = "lacks" if min(wrong) in stated else "also holds"
+            raise CheckpointError(
+                f"{path} {has} the tensor '{name}', {index.name} says otherwise", "fetch both again, of one version"
+            )
+        tensors |= found
+    return tensors
+
+
+def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as handle:
+            metadata = handle.metadata() or {}
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError, ValueError, RuntimeError, AttributeError, KeyError, TypeError) as failure:
+        raise CheckpointError(  # a type that this torch does not have is an AttributeError
+            f"{path} is not a complete safetensors file ({one_line(failure)})",
+            "it may be truncated or of another format; fetch or write it again",
+        ) from failure
+    if not tensors:
+        raise CheckpointError(f"{path} holds no tensors")
+    return tensors, dict(metadata)
+
+
+def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
+    """CheckpointError when a tensor is of a type that certvit does not compute with, holds NaN or infinity, or has no name.
+
+    No number computed from such a tensor would mean anything: torch drops imaginary parts.
+    """
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if not name.isprintable() or len(name) > LONGEST_NAME:
+            raise CheckpointError(
+                f"{where} has a tensor whose name does not print or fit a line: {one_line(name)[:80]}"
+            )
+        if tensor.dtype not in FLOATS and tensor.dtype not in INTEGERS:
+            raise CheckpointError(
+                f"tensor '{one_line(name)}' of {where} is {str(tensor.dtype).removeprefix('torch.')}: not a type of weights",
+                "convert it to float32, float64, float16 or bfloat16 where that is what it means",
+            )
+        if tensor.is_floating_point() and not _finite(tensor):
+            raise CheckpointError(
+                f"tensor '{one_line(name)}' of {where} holds NaN or infinite values",
+                "go back to the checkpoint before it; `certvit log` shows the lineage",
+            )
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor.half() if tensor.dtype in EIGHT else tensor).all())  # half holds all of float8
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], force: bool = False) -> None:
+    """Atomic write of tensors and metadata; UsageError when `path` exists and `force` is not set."""
+    require_absent(path, force)
+    with atomic_file(path) as temporary:
+        save_file(_separate(tensors), temporary, metadata)
+
+
+def write_shards(
+    index: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: dict[str, str],
+    force: bool = False,
+    most: int = shards.SHARD_BYTES,
+) -> None:
+    """The same in files of at most `most` bytes under new names, then the index, atomically, then the old one's files go.
+
+    Whoever reads meanwhile finds the old checkpoint or the new one, whole. Metadata is the index's.
+    """
+    require_absent(index, force)
+    parts = list(shards.parts_of(tensors, most))
+    paths, old = shards.free_names(index, len(parts)), shards.belonging(index)
+    place: dict[str, str] = {}
+    try:
+        for path, part in zip(paths, parts, strict=True):
+            write_safetensors(path, part, {"format": "pt"})  # others ask for it
+            place |= dict.fromkeys(part, path.name)
+        about = {**metadata, "total_size": sum(tensor.nbytes for tensor in tensors.values())}
+        with atomic_file(index) as temporary:
+            temporary.write_text(json.dumps({"metadata": about, "weight_map": place}, indent=2, sort_keys=True) + "\n")
+    except BaseException:
+        kept = shards.belonging(index)  # stopped after all was done
+        for path in paths:
+            if path not in kept:
+                path.unlink(missing_ok=True)
+        raise
+    for path in old:
+        path.unlink(missing_ok=True)
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as they can be written: where two share their memory each has its own."""
+    found: dict[str, Tensor] = {}
+    memories = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        memory = plain.untyped_storage().data_ptr()
+        found[name] = plain.clone() if memory in memories else plain
+        memories.add(memory)
+    return found

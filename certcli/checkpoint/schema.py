@@ -1,0 +1,423 @@
+"""The door: what a file says about itself becomes typed, ranged values here, once, or one line that says why not.
+
+Nothing else reads raw metadata. A file may describe a network (a registered name, numbers, switches); it may not name a
+file, a URL, a callable or weights, and no number in it may ask for more than a machine has.
+"""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from certcli.checkpoint.arch_args import LARGEST_SIDE, LARGEST_SIZE, MOST_LAYERS, arch_arguments
+from certcli.system.errors import Refused, one_line
+
+MOST_CHANNELS = 256
+LARGEST_IMAGE = 2**24  # values, channels x height x width
+MOST_CLASSES = 65_536
+LONGEST_RECORD = 16 * 2**20  # characters
+LONGEST_TEXT = 65_536  # characters of one string
+DEEPEST = 24  # brackets inside each other, in what a step or a result says of itself
+PIXEL_SCALE = 2.0  # beyond it, a mean or standard deviation belongs to pixels of another scale than [0, 1]
+SMALLEST_STD = 1e-6
+
+PATTERNS = {
+    "name": (r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z", "a name of letters, digits, '_', '.', '-'"),
+    "path": (r"\A([A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*)?\Z", "the path of a module, such as blocks.0.attn"),
+    "text": (r"\A[^\x00-\x1f\x7f-\x9f]*\Z", "text without control characters"),
+    "dataset": (r"\A(torch/)?[^/\\\x00-\x1f\x7f-\x9f]*\Z", "the name of a dataset, no path"),
+    "digest": (r"\A[0-9a-f]{64}\Z", "64 hexadecimal digits"),
+    "shard": (r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors\Z", "the name of a .safetensors file in the same folder"),
+    "index": (r"\A[0-9]{1,9}\Z", "a number"),
+}
+"""What a text may be: the expression, and the words for it in a refusal."""
+
+
+def _like(name: str, longest: int | None = None, shortest: int | None = None) -> Meta:
+    return Meta(pattern=PATTERNS[name][0], max_length=longest, min_length=shortest)
+
+
+Name = Annotated[str, _like("name", 128, 1)]
+Path = Annotated[str, _like("path", 256)]
+Text = Annotated[str, _like("text", 512)]
+Dataset = Annotated[str, _like("dataset", 256)]
+Digest = Annotated[str, _like("digest")]
+Side = Annotated[int, Meta(ge=1, le=LARGEST_SIDE)]
+Channels = Annotated[int, Meta(ge=1, le=MOST_CHANNELS)]
+Classes = Annotated[int, Meta(ge=0, le=MOST_CLASSES)]
+CropPct = Annotated[float, Meta(ge=0.25, le=4)]
+PerChannel = Annotated[list[float], Meta(min_length=1, max_length=MOST_CHANNELS)]
+Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
+Json = dict[str, Any]
+T = TypeVar("T")
+
+
+class _Strict(Struct, forbid_unknown_fields=True):
+    pass
+
+
+class NoArgs(_Strict):
+    """Most replacements take none."""
+
+
+class FlatHeadArgs(_Strict):
+    widths: Annotated[list[Annotated[int, Meta(ge=2, le=LARGEST_SIZE)]], Meta(max_length=16)] = []
+
+
+class ConvArgs(_Strict):
+    kernel: Annotated[int, Meta(ge=1, le=255)] | None = None
+
+
+class MixingArgs(_Strict):
+    tokens: Annotated[int, Meta(ge=1, le=LARGEST_SIZE)]
+
+
+SURGERY: dict[str, type[Struct]] = {
+    "l2-attention": NoArgs,
+    "l2-untied-value-attention": NoArgs,
+    "scsa-attention": NoArgs,
+    "lnorm-attention": NoArgs,
+    "conv-attention": ConvArgs,
+    "orthogonal-attention": MixingArgs,
+    "center-norm": NoArgs,
+    "floor-norm": NoArgs,
+    "identity": NoArgs,
+    "convex-block": NoArgs,
+    "weighted-block": NoArgs,
+    "relu": NoArgs,
+    "maxmin": NoArgs,
+    "flat-head": FlatHeadArgs,
+}
+"""Arguments of every replacement of `certcli.nn.surgery`; a test keeps the two tables equal."""
+
+
+class InputFields(_Strict):
+    size: tuple[Channels, Side, Side]
+    mean: PerChannel
+    std: PerChannel
+    interpolation: Interpolation
+    crop_pct: CropPct
+
+
+class ReplacementFields(_Strict):
+    path: Path
+    kind: str
+    args: Json
+
+
+class StepFields(_Strict):
+    command: Text
+    parameters: Json
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    versions: dict[Text, Text]
+    parent: Digest | None
+
+
+class EvidenceFields(_Strict):
+    command: Text
+    parameters: Json
+    result: Json
+    digest: Digest
+
+
+class RecordFields(_Strict):
+    """The certvit record of schema 1, field by field."""
+
+    schema: Literal[1]
+    arch: Name
+    arch_args: Json
+    input: InputFields
+    classes: Classes
+    class_names: Annotated[list[Text], Meta(max_length=MOST_CLASSES)] | None
+    dataset: Dataset | None
+    surgery: Annotated[list[ReplacementFields], Meta(max_length=4 * MOST_LAYERS)]
+    lineage: Annotated[list[StepFields], Meta(max_length=10_000)]
+    evidence: Annotated[list[EvidenceFields], Meta(max_length=10_000)]
+    foreign: dict[str, str]
+
+
+class PretrainedFields(Struct):
+    """What of timm's `pretrained_cfg` describes the input; its files and URLs are not read."""
+
+    input_size: tuple[Channels, Side, Side] | None = None
+    mean: PerChannel | None = None
+    std: PerChannel | None = None
+    interpolation: Interpolation | None = None
+    crop_pct: CropPct | None = None
+    num_classes: Classes | None = None
+
+
+class ConfigFields(Struct):
+    """timm's config.json; what else a hub adds to it is not read."""
+
+    architecture: Name
+    num_classes: Classes | None = None
+    num_features: Any = None
+    global_pool: Any = None
+    model_args: Json = {}
+    pretrained_cfg: PretrainedFields = msgspec.field(default_factory=PretrainedFields)
+
+
+LARGEST_INDEX = 64 * 2**20
+"""Bytes of the index of a checkpoint in several files."""
+ShardName = Annotated[str, _like("shard", 255)]
+
+
+class IndexFields(Struct):
+    """model.safetensors.index.json. Of its metadata only texts are read, as of one file: how large the files are they say."""
+
+    weight_map: Annotated[dict[str, ShardName], Meta(min_length=1)]
+    metadata: Json | None = None
+
+
+Index = Annotated[str, _like("index")]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class OptimiserFields(_Strict):
+    state: dict[Index, Json]
+    param_groups: list[Json]
+
+
+class TrainingFields(_Strict):
+    """The state of a training run, beside its tensors."""
+
+    identity: Text
+    epoch: Count
+    step: Count
+    best: float
+    best_epoch: int
+    steps: Count | None
+    validation_limit: Count | None
+    optimisers: list[OptimiserFields]
+    parts: list[Name]
+
+
+class AdaptFields(_Strict):
+    """The state of an adaptation, beside its tensors."""
+
+    identity: Text
+    done: Count
+    epoch: Count
+    records: list[Json]
+
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class ProofFields(Struct):
+    """One node of a proof."""
+
+    path: str
+    kind: str
+    value: tuple[Annotated[float, Meta(ge=0)] | Literal["inf"], Annotated[int, Meta(ge=-(10**9), le=10**9)]]
+    law: str
+    parts: list[Annotated[int, Meta(ge=0)]]
+
+    def as_dict(self) -> Json:
+        return {"path": one_line(self.path), "value": list(self.value), "law": self.law, "parts": self.parts}
+
+
+class LayerFields(Struct):
+    path: str
+    upper: float | Literal["inf"]
+    log10_upper: float | None
+    log10_cumulative: float | None
+
+
+class ReportFields(Struct):
+    """A report of `certvit lipschitz --json`: what of it can be checked."""
+
+    schema: Literal[1]
+    checkpoint: Digest
+    arch: Name
+    input: tuple[Channels, Side, Side]
+    upper: float | Literal["inf"]
+    log10_upper: float | None
+    upper_finite: bool
+    upper_text: str
+    layers: list[LayerFields]
+    proof: list[ProofFields]
+
+
+class BoundResult(Struct):
+    """Evidence of `lipschitz`."""
+
+    upper: float | Literal["inf"]
+    log10_upper: float | None
+    lower: float | None = None
+
+
+class TrainingResult(Struct):
+    """Evidence of `finetune`."""
+
+    clean: Share
+    certified: Share
+    upper: float | Literal["inf"]
+    log10_upper: float | None
+    upper_text: str
+
+
+class CertifiedDataset(Struct):
+    name: str
+    split: str
+    images: int
+    digest: Digest
+
+
+class CertifiedResult(Struct):
+    """Evidence of `certify`."""
+
+    dataset: CertifiedDataset
+    clean: Share
+    certified: dict[str, Share]
+    average_radius: float
+    images: int
+    method: str
+    parameters: Json
+
+
+class AttackedResult(Struct):
+    """Evidence of `attack`."""
+
+    clean: Share
+    robust: Share
+
+
+class _Schema(Struct):
+    schema: int
+
+
+def decode_record(text: str, supported: int) -> RecordFields:
+    """A record's JSON, or Refused."""
+    if len(text) > LONGEST_RECORD:
+        raise Refused(f"{len(text):,} characters; a record has at most {LONGEST_RECORD:,}")
+    stated = decode(text, _Schema).schema
+    if stated != supported:
+        raise Refused(f"schema {stated}; this certvit reads schema {supported}")
+    fields = decode(text, RecordFields)
+    arch_arguments(fields.arch_args)
+    require_pixels(fields.input.size, fields.input.mean, fields.input.std)
+    if fields.classes == 1:
+        raise Refused("classes: 1, and one class leaves nothing to decide")
+    for item in fields.surgery:
+        surgery_arguments(item.path, item.kind, item.args)
+    for step in fields.lineage:
+        require_bounded(step.parameters)
+    for entry in fields.evidence:
+        require_bounded(entry.parameters)
+        require_bounded(entry.result)
+    if any(len(part) > LONGEST_TEXT for pair in fields.foreign.items() for part in pair):
+        raise Refused(f"foreign: a text of more than {LONGEST_TEXT:,} characters")
+    return fields
+
+
+def decode_config(text: str | bytes) -> ConfigFields:
+    """timm's config.json, or Refused."""
+    config = decode(text, ConfigFields)
+    arch_arguments(config.model_args)
+    return config
+
+
+def decode(text: str | bytes, wanted: type[T]) -> T:
+    """JSON as the structure `wanted`, or Refused."""
+    try:
+        found = msgspec.json.decode(text, type=wanted)
+        json.loads(text, object_pairs_hook=_each_once)
+        return found
+    except Refused:
+        raise
+    except RecursionError:
+        raise Refused("JSON nested too deeply") from None
+    except (msgspec.MsgspecError, UnicodeError, ValueError) as failure:
+        raise Refused(_said(failure)) from failure
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> None:
+    """Refused where an object names a key twice: which of the two counts, readers do not agree on."""
+    seen = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise Refused(f"the key '{one_line(key)[:80]}' stands there twice")
+        seen.add(key)
+
+
+def is_name(text: str) -> bool:
+    """Whether this can be the name of a registered architecture: no path, no URL, no source such as `hf-hub:`."""
+    return len(text) <= 128 and re.match(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z", text) is not None
+
+
+def convert(value: Any, wanted: type[T]) -> T:
+    """Values that were JSON as the structure `wanted`, or Refused."""
+    try:
+        return msgspec.convert(value, wanted)
+    except (msgspec.ValidationError, RecursionError) as failure:
+        raise Refused(_said(failure)) from failure
+
+
+def _said(failure: Exception) -> str:
+    """msgspec's reason in one line, with words in place of an expression."""
+    text = str(failure)
+    for pattern, words in PATTERNS.values():
+        text = text.replace(f"`str` matching regex {pattern!r}", words)
+    return one_line(text)
+
+
+def surgery_arguments(path: str, kind: str, args: Json) -> None:
+    """Refused unless `kind` is a known replacement with arguments of its own types, at a place where it can be."""
+    if kind not in SURGERY:
+        raise Refused(f"unknown replacement '{one_line(kind)[:80]}'")
+    if (path == "") != (kind == "flat-head"):
+        raise Refused(f"surgery '{kind}' at '{path}'")
+    try:
+        convert(args, SURGERY[kind])
+    except Refused as refusal:
+        raise Refused(f"surgery '{kind}' at '{path}': {refusal}") from refusal
+
+
+def require_pixels(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float]) -> None:
+    """Refused unless (x - mean) / std is a normalisation of pixels in [0, 1], one pair a channel, of an image that fits."""
+    if math.prod(size) > LARGEST_IMAGE:
+        raise Refused(f"input size {'x'.join(map(str, size))} has more than {LARGEST_IMAGE:,} values")
+    if not len(mean) == len(std) == size[0]:
+        raise Refused(
+            f"mean has {len(mean)} and std {len(std)} values for {size[0]} input channels: one each a channel"
+        )
+    require_statistics(mean, std)
+
+
+def require_statistics(mean: Sequence[float], std: Sequence[float]) -> None:
+    """Refused unless every mean and standard deviation is finite, the latter positive, on the scale of pixels in [0, 1]."""
+    for name, values in (("mean", mean), ("std", std)):
+        for value in values:
+            if not math.isfinite(value):
+                raise Refused(f"{name} {value} is not finite")
+            if name == "std" and value < SMALLEST_STD:
+                raise Refused(f"std {value:g} is not a positive standard deviation")
+            if abs(value) > PIXEL_SCALE:
+                raise Refused(
+                    f"{name} {value:g} is of another scale than pixels in [0, 1]: divide statistics of pixels 0 to 255 by 255"
+                )
+
+
+def require_bounded(value: Any) -> None:
+    """Refused when free JSON is deeper, or holds longer texts, than anything certvit writes."""
+    layer: list[Any] = [value]
+    for _ in range(DEEPEST):
+        below: list[Any] = []
+        for item in layer:
+            if isinstance(item, dict):
+                below += item.keys()
+                below += item.values()
+            elif isinstance(item, (list, tuple)):
+                below += item
+            elif isinstance(item, str) and len(item) > LONGEST_TEXT:
+                raise Refused(f"a text of more than {LONGEST_TEXT:,} characters")
+        if not below:
+            return
+        layer = below
+    raise Refused("JSON nested too deeply")

@@ -1,0 +1,102 @@
+"""A checkpoint in several safetensors files, with the index that says which tensor is in which (the hub's convention)."""
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from certcli.checkpoint.schema import LARGEST_INDEX, IndexFields, decode
+from certcli.system.errors import CheckpointError, Refused, one_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+ENDING = ".safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+"""Bytes of tensors in a file, as the hub has it."""
+
+
+def weights_in(folder: Path) -> Path | None:
+    """The file of a folder that its weights are read from: the whole one, else the index of several."""
+    return next((folder / name for name in ("model.safetensors", INDEX) if (folder / name).is_file()), None)
+
+
+def is_index(path: Path) -> bool:
+    return path.name.endswith(ENDING)
+
+
+def stem(path: Path) -> str:
+    """The name of a checkpoint's file without its ending: of one file, or of an index."""
+    return path.name.removesuffix(ENDING).removesuffix(".safetensors")
+
+
+def named(index: Path) -> dict[Path, frozenset[str]]:
+    """The files that the index names, all of them beside it, and the tensors of each. CheckpointError where it cannot be."""
+    found: dict[Path, set[str]] = {}
+    for tensor, file in _fields(index).weight_map.items():
+        found.setdefault(index.parent / file, set()).add(tensor)
+    return {path: frozenset(names) for path, names in found.items()}
+
+
+def metadata_of(index: Path) -> dict[str, str]:
+    """The texts that the index says of the whole, as one file's metadata would."""
+    about = _fields(index).metadata or {}
+    return {key: value for key, value in about.items() if isinstance(value, str)}
+
+
+def _fields(index: Path) -> IndexFields:
+    try:
+        if index.stat().st_size > LARGEST_INDEX:
+            raise Refused(f"more than {LARGEST_INDEX:,} bytes")
+        return decode(index.read_bytes(), IndexFields)
+    except (Refused, OSError) as failure:
+        raise CheckpointError(
+            f"{index} cannot be used: {one_line(failure)}", "it needs a weight_map: the file of each tensor, beside it"
+        ) from failure
+
+
+def parts_of(tensors: "Mapping[str, Tensor]", most: int) -> "Iterator[dict[str, Tensor]]":
+    """The tensors, by name, in parts of at most `most` bytes; a larger tensor is a part of its own."""
+    part: dict[str, Tensor] = {}
+    held = 0
+    for name in sorted(tensors):
+        if part and held + tensors[name].nbytes > most:
+            yield part
+            part, held = {}, 0
+        part[name] = tensors[name]
+        held += tensors[name].nbytes
+    yield part
+
+
+def free_names(index: Path, count: int) -> list[Path]:
+    """model-00001-of-00003.safetensors, ... beside model.safetensors.index.json; model-2-... where such a file is there.
+
+    No file that an index names is ever replaced: until a new index is there the old one is whole.
+    """
+    version = 1
+    while True:
+        prefix = stem(index) + (f"-{version}" if version > 1 else "")
+        names = [index.parent / f"{prefix}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+        if not any(name.is_symlink() or name.exists() for name in names):
+            return names
+        version += 1
+
+
+def belonging(index: Path) -> list[Path]:
+    """The files that go with this index when it is replaced: it names them, they have its name, and no other names them."""
+    with contextlib.suppress(CheckpointError):
+        ours = re.compile(re.escape(stem(index)) + r"(-\d+)?-\d{5}-of-\d{5}\.safetensors")
+        found = [path for path in named(index) if ours.fullmatch(path.name) and path.is_file()]
+        return [path for path in found if not _elsewhere(path, index)]
+    return []
+
+
+def _elsewhere(path: Path, index: Path) -> bool:
+    """Whether another index of the folder names this file."""
+    for other in index.parent.glob(f"*{ENDING}"):
+        with contextlib.suppress(CheckpointError):
+            if not other.samefile(index) and path in named(other):
+                return True
+    return False

@@ -1,0 +1,64 @@
+"""`certvit adapt --dry-run`: what surgery would change and cost, with nothing changed, fitted or downloaded."""
+
+from typing import TYPE_CHECKING
+
+from certcli.cli.shared.output import Sink
+
+if TYPE_CHECKING:
+    from certcli.adapt.settings import AdaptSettings
+    from certcli.checkpoint.file import Checkpoint
+    from certcli.cli.shared.groups import Source
+
+
+def open_for_plan(source: "Source", seed: int, sink: Sink) -> "Checkpoint":
+    """A checkpoint; a timm name gets random weights, since a plan is no reason to download any."""
+    from pathlib import Path
+
+    import certcli.system.compat  # noqa: F401
+
+    # isort: split
+    import timm
+
+    from certcli.cli.shared.inputs import fresh
+
+    if Path(source.ckpt).exists() or not timm.is_model(source.ckpt):
+        return source.open(sink)
+    sink.note("nothing is downloaded for a plan: the bounds are those of random weights")
+    given = source.hints()
+    return fresh(source.ckpt, dict(given.arch_args), given, seed)
+
+
+def show_plan(checkpoint: "Checkpoint", settings: "AdaptSettings", bounds: bool, sink: Sink) -> None:
+    from dataclasses import asdict
+
+    from certcli.adapt.preview import grouped, preview
+
+    found = preview(checkpoint, settings, bounds)
+    sink.document(
+        {
+            "plan": [{"path": change.path, "from": change.before, "to": change.after} for change in found.changes],
+            "before": asdict(found.before),
+            "after": asdict(found.after),
+        }
+    )
+    sink.table(
+        "Plan: nothing was changed",
+        ["modules", "count", "are", "become"],
+        [(pattern, str(count), before, after) for pattern, count, before, after in grouped(found.changes)],
+    )
+    rows = [
+        ("parameters", f"{found.before.parameters:,}", f"{found.after.parameters:,}"),
+        ("multiply-adds an image", *(f"{cost.multiply_adds / 1e6:,.1f} M" for cost in (found.before, found.after))),
+    ]
+    if bounds:
+        rows.append(("Lipschitz bound", *(_power(cost.log10_upper) for cost in (found.before, found.after))))
+    sink.table("Before and after surgery, before any fitting", ["", "before", "after"], rows)
+    for name, cost in (("before", found.before), ("after", found.after)):
+        if bounds and cost.log10_upper is None:
+            sink.text(f"no bound {name}: {cost.why}")
+    if settings.norm == "floor" and settings.norm_floor is None:
+        sink.note("floors are found on the calibration images; the bound after surgery counts them as 1")
+
+
+def _power(log10: float | None) -> str:
+    return "inf" if log10 is None else f"10^{log10:.1f}"

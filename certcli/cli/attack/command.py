@@ -1,0 +1,91 @@
+"""certvit attack: the empirical upper bound, judged by us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from certcli.cli.attack import run
+from certcli.cli.attack.options import Attacks, Chosen, Results
+from certcli.cli.shared import inputs
+from certcli.cli.shared.command import command
+from certcli.cli.shared.groups import Machine, Output, Source, Talk
+from certcli.cli.shared.output import Gate
+from certcli.system.errors import UsageError
+from certcli.system.processes import require_one, team
+
+if TYPE_CHECKING:
+    from certcli.checkpoint.file import Checkpoint
+
+
+@command(
+    "certvit attack m.safetensors -a pgd -a margin-pgd --restarts 3 -e 36/255 --records attacked.jsonl",
+    "certvit attack m.safetensors --only-certified certified.jsonl -a margin-pgd",
+    page="attack.md",
+)
+def attack(
+    source: Source,
+    wanted: Attacks = Attacks(),
+    chosen: Chosen = Chosen(),
+    machine: Machine = Machine(),
+    results: Results = Results(),
+    output: Output = Output(),
+    talk: Talk = Talk(),
+) -> None:
+    """Share of the images that the attacks leave correctly classified: no certified accuracy can exceed it."""
+    from certcli.attack.campaign import in_norm, parameters_of, tasks_of
+    from certcli.attack.certified_radii import read_certified
+    from certcli.evaluation.records import digested
+
+    results.check(chosen)
+    if results.keeps_images:
+        require_one("adversarial images are kept", "leave out --save-examples and --gallery, or torchrun")
+    output.claim(source, wanted, chosen, results)
+    sink, gate = talk.sink(), Gate()
+    settings, stages = wanted.plan(chosen.seed, chosen.only_certified is not None)
+    checkpoint = source.open(sink)
+    crafted_on, compared = (_second(path, checkpoint, source.ckpt) for path in (wanted.crafted_on, results.compare))
+    certificates = None
+    if chosen.only_certified is not None:
+        norm, certificates = read_certified(chosen.only_certified, checkpoint.digest)
+        stages = in_norm(stages, norm, wanted.norm)
+    images = digested(chosen.images(checkpoint.record, sink), team())
+    drawn = [stage.with_draws(chosen.seed, checkpoint.record.classes, wanted.precision) for stage in stages]
+    tasks = tasks_of(drawn, images, certificates)
+    told = {
+        "preset": wanted.preset,
+        "source": crafted_on.digest if crafted_on else None,
+        "certified_only": certificates is not None,
+        "refine": wanted.refine,
+    }
+    session = run.Session(checkpoint, images, tasks, settings, certificates, machine, told, sink)
+    outcome = session.run(crafted_on, results, output.force, wanted.checks)
+    if outcome is None:
+        return
+    findings, found = outcome
+    document = session.document(findings)
+    run.gate_of(findings, results.minimum, gate)
+    sink.document(document, gate)
+    run.table(sink, findings, f"{images.name} ({images.split})", crafted_on is not None, certificates is not None)
+    if certificates is None:
+        inputs.doubt_accuracy(document["clean"], images, checkpoint, sink)
+    session.show(found, results, compared, Path(source.ckpt).stem, output.force)
+    if output.output is not None:
+        parameters = parameters_of(tasks, settings, **told)
+        result = {name: value for name, value in document.items() if name not in ("schema", "command", "checkpoint")}
+        output.write(checkpoint.with_evidence("attack", parameters, result), output.output)
+        sink.note(f"wrote {output.output}")
+    gate.enforce()
+
+
+def _second(path: str | None, checkpoint: Checkpoint, tested: str) -> Checkpoint | None:
+    """Another checkpoint that sees the same images; UsageError when it cannot."""
+    from certcli.models.open import Hints, open_checkpoint
+
+    if path is None:
+        return None
+    other = open_checkpoint(path, Hints())
+    record = checkpoint.record
+    if (other.record.input.size, other.record.classes) != (record.input.size, record.classes):
+        raise UsageError(f"{path} has other images or classes than {tested}", "both must see the same images")
+    return other

@@ -1,0 +1,143 @@
+"""The options of `certvit attack`, a group a panel."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from certcli.cli.shared import options
+from certcli.cli.shared.command import group
+from certcli.cli.shared.groups import Evaluation
+from certcli.system.errors import UsageError
+
+if TYPE_CHECKING:
+    from certcli.attack.campaign import Stage
+    from certcli.attack.settings import AttackSettings
+    from certcli.cli.shared.output import Sink
+    from certcli.images.labelled import Images
+
+
+@group("Attacks")
+class Attacks:
+    """Which attacks run, at which radii, and what they may spend."""
+
+    attacks: Annotated[
+        list[str],
+        typer.Option(
+            "--attack", "-a", help="pgd unless named; fgsm, pgd-50, margin-pgd, cw, autoattack, ...; several."
+        ),
+    ] = field(default_factory=list)
+    preset: Annotated[str | None, typer.Option(help="A paper's evaluation: certvit, specformer-standard, ...")] = None
+    epsilon: Annotated[
+        list[float],
+        typer.Option(
+            "--epsilon",
+            "-e",
+            parser=options.fraction,
+            metavar="R",
+            help="Radius in pixel units, 0.5 unless given, also as 8/255; several: a curve.",
+        ),
+    ] = field(default_factory=list)
+    norm: Annotated[str | None, typer.Option(help="l2 (unless given) or linf.")] = None
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of iterated attacks; else each attack's own.")] = None
+    restarts: Annotated[int, typer.Option(min=1, help="Runs of random attacks on what still stands.")] = 1
+    step_size: Annotated[
+        float | None,
+        typer.Option(parser=options.fraction, metavar="A", help="Step in pixel units; else 2.5 radius / steps."),
+    ] = None
+    samples: Annotated[int, typer.Option(min=1, help="Draws averaged by verdict and eot-pgd: for random nets.")] = 1
+    precision: Annotated[
+        str, typer.Option(help="float32, or bf16: the attack's own passes run faster; verdicts never do.")
+    ] = "float32"
+    independent: Annotated[
+        bool, typer.Option("--independent", help="Show every image to every attack, not only what still stands.")
+    ] = False
+    refine: Annotated[int, typer.Option(min=0, help="Halvings of each success towards its image: minimal norms.")] = 0
+    crafted_on: Annotated[
+        str | None,
+        typer.Option("--source", help="Checkpoint to craft on (transfer); CKPT is tested."),
+        options.Reads(),
+    ] = None
+    checks: Annotated[bool, typer.Option(help="Check the evaluation itself on a few images.")] = True
+
+    def plan(self, seed: int, certified: bool) -> tuple[AttackSettings, tuple[Stage, ...]]:
+        """Settings and stages; UsageError on wishes that contradict."""
+        from certcli.attack.campaign import stages_of
+        from certcli.attack.settings import AttackSettings
+
+        settings = AttackSettings(
+            steps=self.steps,
+            restarts=self.restarts,
+            step_size=self.step_size,
+            samples=self.samples,
+            seed=seed,
+            precision=self.precision,
+        )
+        if certified and self.precision != "float32":
+            raise UsageError("certificates are attacked in float64", "leave out --precision")
+        return settings, stages_of(
+            self.attacks,
+            self.preset,
+            self.norm,
+            self.epsilon,
+            settings,
+            independent=self.independent,
+            certified=certified,
+        )
+
+
+@group("Images")
+class Chosen(Evaluation):
+    """The images that are attacked."""
+
+    per_class: Annotated[int | None, typer.Option(min=1, help="Use K seeded images of every class.")] = None
+    only_certified: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Records of `certify`: attack what is certified, at its own radius."),
+        options.Reads(),
+    ] = None
+
+    def images(self, record: Any, sink: Sink) -> Images:
+        images = super().images(record, sink)
+        return images if self.per_class is None else images.per_class(self.per_class, self.seed)
+
+
+@group("Output")
+class Results:
+    """What is written beside the document, and what it must meet."""
+
+    minimum: Annotated[
+        float | None,
+        typer.Option(
+            "--min-robust", parser=options.share, metavar="A", help="Exit 7 below this share at the smallest radius."
+        ),
+    ] = None
+    records: options.Records = None
+    resume: options.Resume = False
+    save_examples: Annotated[
+        Path | None, typer.Option("--save-examples", help="Adversarial examples as safetensors."), options.Writes()
+    ] = None
+    gallery: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw images, perturbations and predictions: FILE.png, .svg or .pdf."),
+        options.Writes(figure=True),
+    ] = None
+    compare: Annotated[str | None, typer.Option(help="Second checkpoint in the gallery."), options.Reads()] = None
+
+    @property
+    def keeps_images(self) -> bool:
+        return self.save_examples is not None or self.gallery is not None
+
+    def check(self, chosen: Chosen) -> None:
+        """UsageError on wishes that contradict, before any work."""
+        if self.resume and self.keeps_images:
+            raise UsageError(
+                "--resume knows no images of what was attacked before", "leave out --save-examples, --gallery"
+            )
+        if self.compare is not None and self.gallery is None:
+            raise UsageError("--compare is drawn in the gallery", "--gallery FILE.png")
+        if chosen.limit is not None and chosen.per_class is not None:
+            raise UsageError("--limit and --per-class are two ways to choose images", "use one of them")

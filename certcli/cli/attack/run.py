@@ -1,0 +1,201 @@
+"""What `attack` runs and shows: records, document, table, examples, gallery, gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from certcli.cli.shared.groups import Machine
+from certcli.cli.shared.output import Gate, Sink, percent
+from certcli.system.errors import CertvitError, GateError
+from certcli.system.processes import team
+
+if TYPE_CHECKING:
+    from certcli.attack.campaign import Task
+    from certcli.attack.certified_radii import Certified
+    from certcli.attack.checks import Flag
+    from certcli.attack.findings import Findings
+    from certcli.attack.run import Attacked
+    from certcli.attack.settings import AttackSettings
+    from certcli.attack.showcase import Exhibit
+    from certcli.checkpoint.file import Checkpoint
+    from certcli.cli.attack.options import Results
+    from certcli.images.labelled import Images
+
+_BUG = "a certificate and a counterexample cannot both be right: report it with --save-examples"
+
+
+@dataclass(frozen=True)
+class Session:
+    """One run of the command: the network, the images, and what is done to them. told: facts for header and document."""
+
+    checkpoint: Checkpoint
+    images: Images
+    tasks: Sequence[Task]
+    settings: AttackSettings
+    certificates: Mapping[int, Certified] | None
+    machine: Machine
+    told: Mapping[str, Any]
+    sink: Sink
+
+    def load(self, checkpoint: Checkpoint) -> Any:
+        """A certificate speaks of the network in float64, so that is what must not be broken."""
+        from certcli.models import build
+
+        load = build.load_double if self.certificates is not None else build.load
+        return load(checkpoint, self.machine.pick())
+
+    def run(
+        self, crafted_on: Checkpoint | None, results: Results, force: bool, checks: bool
+    ) -> tuple[Findings, dict[int, list[Attacked]]] | None:
+        """The findings, and the records by number of the task; written to `--records` as they are found. None for a process
+        that leads no others: what it found is theirs.
+        """
+        from certcli.attack.campaign import RECORD_KEYS, run_of, run_tasks
+        from certcli.attack.checks import raised
+        from certcli.attack.findings import findings_of, inspect
+        from certcli.evaluation.records import RecordFile
+
+        batch_size = self.machine.batch_size
+        model = self.load(self.checkpoint)
+        crafter = None if crafted_on is None else self.load(crafted_on)
+        found: dict[int, list[Attacked]] = {}
+        spent = (self.tasks, self.settings, batch_size)
+        if not team().leads:
+            list(run_tasks(model, *spent, source=crafter, refine_steps=self.told["refine"], team=team()))
+            return None
+        run = run_of(*spent, self.checkpoint.digest, self.images, **self.told)
+        with RecordFile(
+            results.records,
+            run,
+            self.images,
+            RECORD_KEYS,
+            resume=results.resume,
+            force=force,
+            network=self.sink.network,
+        ) as file:
+            if results.resume:
+                self.sink.note(f"{results.records} holds {file.earlier} records of this run")
+            flags: tuple[Flag, ...] = ()
+
+            def check() -> None:
+                nonlocal flags
+                flags = inspect(model, crafter, self.tasks[0], self.settings) if checks else ()
+                for flag in raised(flags):
+                    self.sink.warn(f"{flag.check.name}: {flag.measured}. {flag.check.explanation}")
+
+            with self.sink.progress("attack", total=sum(map(len, self.tasks))) as bar:
+                for number, rows in run_tasks(
+                    model,
+                    *spent,
+                    source=crafter,
+                    refine_steps=self.told["refine"],
+                    keep_images=results.keeps_images,
+                    file=file,
+                    team=team(),
+                    aside=check,
+                ):
+                    found.setdefault(number, []).extend(rows)
+                    bar.advance(len(rows))
+        return findings_of(self.tasks, found, flags, self.certificates), found
+
+    def document(self, findings: Findings) -> dict[str, Any]:
+        """What was attacked and what was found."""
+        from certcli.evaluation.records import describe
+
+        about = {"schema": 1, "command": "attack", "checkpoint": self.checkpoint.digest}
+        return {**about, "dataset": describe(self.images), **findings.to_json(), **self.told}
+
+    def show(
+        self,
+        found: Mapping[int, Sequence[Attacked]],
+        results: Results,
+        compared: Checkpoint | None,
+        name: str,
+        force: bool,
+    ) -> None:
+        """The adversarial images: as tensors, as a gallery."""
+        from certcli.attack.examples import collect
+        from certcli.attack.showcase import beside, choose, class_names
+        from certcli.checkpoint.file import write_safetensors
+
+        fallen = [row for rows in found.values() for row in rows if row.fell]
+        if results.keeps_images and not fallen:
+            self.sink.warn("no adversarial image was found: there is none to save or to draw")
+        if results.save_examples is not None and fallen:
+            write_safetensors(results.save_examples, collect(fallen), {}, force)
+            self.sink.note(f"wrote {results.save_examples}")
+        shown = choose(found[0], name) if results.gallery is not None else []
+        if results.gallery is None or not shown:
+            return
+        gathered = [[exhibit] for exhibit in shown]
+        if compared is not None:
+            stem, stage = Path(str(results.compare)).stem, self.tasks[0].stage
+            second = beside(shown, self.load(compared), stem, stage, self.settings.seed)
+            gathered = [list(pair) for pair in zip(shown, second, strict=True)]
+        record = self.checkpoint.record
+        names = class_names(self.images, record.classes, record.class_names)
+        _draw(gathered, names, results.gallery, f"{name} on {self.images.name} ({self.images.split})")
+        self.sink.note(f"wrote {results.gallery}")
+
+
+def gate_of(findings: Findings, minimum: float | None, gate: Gate) -> None:
+    """A counterexample inside a certified radius is a bug before it is anything else; then --min-robust."""
+    if findings.contradiction is not None:
+        measured = findings.contradiction.measured
+        gate.demand(False, CertvitError(f"certified above attacked: {measured}", _BUG))
+    if minimum is not None:
+        first = findings.first
+        told = f"robust accuracy {percent(first.robust)} at {first.epsilon:g} is below --min-robust {minimum:g}"
+        gate.demand(first.robust >= minimum, GateError(told))
+
+
+def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified: bool) -> None:
+    """One row an attack and radius, and the worst case below them."""
+    rows = []
+    for part in findings.parts:
+        way = "alone" if part.stage.independent else "in turn"
+        for summary in part.summaries:
+            between = {name: f"{100 * low:.1f} to {100 * high:.1f}" for name, (low, high) in summary.intervals.items()}
+            radius = f"{summary.epsilon:g}" if part.own is None else "its own"
+            rows.append((f"{part.stage.norm} {radius}", "clean", percent(summary.clean), between["clean"], ""))
+            rows += [
+                ("", f"{name} ({way})", percent(share), between[name], "") for name, share in summary.attacks.items()
+            ]
+            nearest = "" if summary.median_norm is None else f"{summary.median_norm:.4g}"
+            rows.append(("", "all (worst case)", percent(summary.robust), between["robust"], nearest))
+    title = f"{images}, {findings.first.images}{' certified' if certified else ''} images"
+    sink.table(
+        title + (", crafted on another network" if transfer else ""),
+        ["radius (pixel)", "correct after", "share", "95 % interval", "median norm found"],
+        rows,
+    )
+    for part in findings.parts:
+        if part.own is not None:
+            sink.text(
+                "each image at its certified radius: smallest {:.4g}, median {:.4g}, largest {:.4g}".format(*part.own)
+            )
+
+
+def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str) -> None:
+    from certcli.report.gallery import Picture, draw_gallery
+
+    def picture(shown: Exhibit) -> Picture:
+        told = f"{shown.kind} {shown.norm:.3g}"
+        if not shown.crafted_here:
+            told = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"
+        return Picture(
+            image=shown.image,
+            adversarial=shown.adversarial,
+            heading=f"image {shown.index}, {shown.network}",
+            clean_class=names[shown.prediction],
+            clean_right=shown.prediction == shown.label,
+            found_class=names[shown.adversarial_prediction],
+            found_right=shown.adversarial_prediction == shown.label,
+            norm=told,
+        )
+
+    title = f"{about}: {len(rows)} attacked images\nimage, perturbation, their sum; classes in blue where right"
+    draw_gallery([[picture(shown) for shown in row] for row in rows], path, title)

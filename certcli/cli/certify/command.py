@@ -1,0 +1,206 @@
+"""certvit certify: certified accuracy at l2 radii, one record an image."""
+
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from certcli.cli.certify.options import Local
+from certcli.cli.shared import inputs, options
+from certcli.cli.shared.command import command, group
+from certcli.cli.shared.groups import Evaluation, Machine, Output, Source, Talk
+from certcli.cli.shared.output import Gate
+from certcli.system.processes import require_one, team
+
+RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
+"""Radii at which certified accuracy is shown where none is asked for."""
+
+
+@group()
+class Wanted:
+    """What is certified, at which radii, and what the result must meet."""
+
+    epsilon: Annotated[
+        list[float],
+        typer.Option(
+            "--epsilon",
+            "-e",
+            parser=options.fraction,
+            metavar="R",
+            help="Radius in pixel units: 0.5 or 36/255; may be repeated. Else 0.25, 0.5, 1, in linf 1, 2, 4, 8 / 255.",
+        ),
+    ] = field(default_factory=list)
+    methods: Annotated[
+        list[str],
+        typer.Option(
+            "--method",
+            help="lipschitz (global bound, proof), local (each image on its own, small networks, proof), local-lip or bcp "
+            "(the same for chains of layers), smoothing (any network, probability), auto (says which is worth having); "
+            "several: side by side.",
+        ),
+    ] = field(default_factory=lambda: ["lipschitz"])
+    minimum: Annotated[
+        str | None,
+        typer.Option(
+            "--min-certified", metavar="SHARE[@R]", help="Exit 7 below this share at radius R, else at the smallest."
+        ),
+    ] = None
+    records: options.Records = None
+    resume: options.Resume = False
+    attack_records: Annotated[
+        Path | None,
+        typer.Option("--attack-records", help="Records of `attack`: shown beside, drawn above the curve by --plot."),
+        options.Reads(),
+    ] = None
+    verify: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Check these --records: certify again with other noise, attack inside each radius; exit 7 if refuted.",
+        ),
+        options.Reads(),
+    ] = None
+    sample: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With --verify: check N records, drawn afresh.")
+    ] = None
+    plot: options.Plot = None
+    html: options.Html = None
+
+
+@group("Smoothing")
+class Noise:
+    """Options of --method smoothing; `certify.smoothing.Smoothing` says what they mean and refuses what means nothing."""
+
+    sigma: Annotated[
+        str,
+        typer.Option(metavar="S", help="Standard deviation of the noise, pixel units; auto: by a few other images."),
+    ] = "0.25"
+    n0: Annotated[int, typer.Option("--n0", help="Draws that choose an image's class.")] = 100
+    samples: Annotated[
+        int, typer.Option("--samples", "-n", help="Draws that bound its probability: more, larger radii.")
+    ] = 1000
+    alpha: Annotated[float, typer.Option(help="Chance that a certificate is wrong, each.")] = 0.001
+    enough: Annotated[
+        float | None,
+        typer.Option(parser=options.fraction, metavar="R", help="Draw no more once an image is certified beyond R."),
+    ] = None
+    decide: Annotated[
+        bool,
+        typer.Option("--decide", help="With --enough: nor once it is unlikely (1 %) to be; for a share at R alone."),
+    ] = False
+    precision: Annotated[
+        str, typer.Option(help="float32 or bf16: of the network as it runs, which the statement is about.")
+    ] = "float32"
+    denoiser: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A DnCNN in safetensors that noisy images pass first, for plain networks."),
+        options.Reads(),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """By name, sigma as a number where it is one."""
+        from certcli.cli.certify.run import number
+
+        sigma = self.sigma if self.sigma == "auto" else number(self.sigma, "--sigma")
+        return {
+            **{name: getattr(self, name) for name in ("n0", "samples", "alpha", "enough", "decide", "precision")},
+            "sigma": sigma,
+            "denoiser_file": self.denoiser,
+        }
+
+
+@command(
+    "certvit certify m.safetensors -e 36/255 -e 0.5 --records certified.jsonl",
+    "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method smoothing --sigma 0.12 -e 0.12 --limit 50",
+    "certvit certify m.safetensors --verify certified.jsonl --sample 100",
+    page="certify.md",
+)
+def certify(
+    context: typer.Context,
+    source: Source,
+    wanted: Wanted = Wanted(),
+    noise: Noise = Noise(),
+    local: Local = Local(),
+    data: Evaluation = Evaluation(),
+    machine: Machine = Machine(),
+    output: Output = Output(),
+    talk: Talk = Talk(),
+) -> None:
+    """Share of the images that are classified correctly, certified, within each pixel l2 radius."""
+    from certcli.cli.certify import run, view
+    from certcli.cli.certify import verify as rechecked
+    from certcli.cli.shared import pages, typed_command
+    from certcli.evaluation.records import digested
+    from certcli.system.errors import NoBoundError
+
+    if wanted.verify is not None or wanted.sample is not None:
+        require_one("records are verified", "certvit certify ... --verify, without torchrun")
+        asked = rechecked.Asked(wanted.verify, wanted.sample, wanted.methods, noise.denoiser)
+        asked.require_alone(
+            records=wanted.records, plot=wanted.plot, html=wanted.html, attack_records=wanted.attack_records
+        )
+        asked.require_alone(min_certified=wanted.minimum, output=output.output, resume=wanted.resume or None)
+        rechecked.verify_records(asked, source, data, machine, talk.sink())
+        return
+    local.require(wanted.methods)
+    gate = Gate()
+    demand, radii = run.demand(wanted.minimum, wanted.epsilon or RADII[local.norm])
+    run.require_methods(wanted.methods, wanted.records)
+    if run.AUTO in wanted.methods or noise.sigma == run.AUTO:
+        require_one("auto chooses by trying", "certvit certify ... --limit 50 says what it chooses; name that")
+    output.claim(source, wanted, noise, data)
+    sink = talk.sink()
+    checkpoint = source.open(sink)
+    images = digested(data.images(checkpoint.record, sink), team())
+    attacked = run.attacked_shares(wanted.attack_records, checkpoint.digest, images, local.norm)
+    given = {
+        **noise.given(),
+        **local.given(),
+        "seed": data.seed,
+        "batch_size": machine.batch_size,
+        "radii": radii,
+        "tuning_images": lambda: run.tuning_images(checkpoint.record, data, images, sink),
+    }
+    methods, reason, chosen = run.settle(wanted.methods, checkpoint, machine, images, radii, sink)
+    given |= chosen
+    files = [(wanted.records, wanted.resume)] + [(None, False)] * (len(methods) - 1)  # records are of the first
+    results: list[run.Result] = []
+    for method, (records, resume) in zip(methods, files, strict=True):
+        try:
+            found = run.run(method, checkpoint, images, given, machine, radii, records, resume, output.force, sink)
+        except NoBoundError as failure:
+            if method == methods[0]:  # gate and document speak of the first: no other may stand in its place
+                raise
+            sink.warn(f"{method} is left out: {failure.message}")
+        else:
+            results += [found] if found is not None else []
+    if not results:  # a process that leads no others
+        return
+    first = results[0]
+    demand.ask(first.found, gate)
+    document = view.document(results, reason, checkpoint.digest, images)
+    sink.document(document, gate)
+    view.table(results, images, attacked, sink)
+    if methods[0] != "smoothing":  # whose network is another one: this one under noise
+        inputs.doubt_accuracy(first.found.clean, images, checkpoint, sink)
+    if wanted.plot is not None:
+        view.plot(results, attacked, _name(source.ckpt), images, wanted.plot, radii[-1], sink)
+    if wanted.html is not None:
+        again = typed_command.again(context, frozenset(("minimum", "attack_records")))
+        pages.write(pages.certify_page(results, attacked, checkpoint, _name(source.ckpt), images, again), wanted.html)
+        sink.note(f"wrote {wanted.html}")
+    if output.output is not None:
+        about = {"dataset": images.name, "split": images.split, "limit": data.limit, "seed": data.seed}
+        for result in reversed(results):  # the first named comes last, where `log` looks for it
+            evidence = view.evidence(result, images)
+            checkpoint = checkpoint.with_evidence("certify", {**about, "method": result.certifier.method}, evidence)
+        output.write(checkpoint, output.output)
+        sink.note(f"wrote {output.output}")
+    gate.enforce()
+
+
+def _name(ckpt: str) -> str:
+    """A network as a figure names it: its file's stem, or that of the folder it lies in."""
+    path = Path(ckpt)
+    return path.parent.name if path.stem == "model" and path.parent.name else path.stem

@@ -1,0 +1,230 @@
+"""What `certify` does between its options and its result: the demand, the methods, what they found."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from certcli.cli.shared.output import Gate, Sink, percent
+from certcli.system.errors import DataError, GateError, UsageError
+from certcli.system.processes import team
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
+    from certcli.checkpoint.file import Checkpoint
+    from certcli.checkpoint.record import Record
+    from certcli.cli.shared.groups import Evaluation, Machine
+    from certcli.images.labelled import Images
+
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Demand:
+    """--min-certified: a share of the images at a radius; none asks for nothing."""
+
+    share: float = 0.0
+    radius: float = 0.0
+
+    def ask(self, found: CertifiedAccuracy, gate: Gate) -> None:
+        reached = found.certified[f"{self.radius:g}"]
+        told = f"certified accuracy {percent(reached)} at {self.radius:g} is below --min-certified {self.share:g}"
+        gate.demand(reached >= self.share, GateError(told))
+
+
+def demand(text: str | None, epsilons: Sequence[float]) -> tuple[Demand, tuple[float, ...]]:
+    """ "0.6@1.58", or "0.6" for the smallest radius -> the demand, and all radii. UsageError when it is no share."""
+    from certcli.evaluation.records import require_radii, require_share
+
+    radii, option = require_radii(epsilons), "--min-certified"
+    if text is None:
+        return Demand(radius=radii[0]), radii
+    share, at, radius = text.partition("@")
+    wanted = require_share(number(share, option), option)
+    if not at:
+        return Demand(wanted, radii[0]), radii
+    (there,) = require_radii([number(radius, option)])
+    return Demand(wanted, there), require_radii([*radii, there])
+
+
+def number(text: str, option: str) -> float:
+    """A number or a quotient in a longer word; UsageError names the option."""
+    above, _, below = text.partition("/")
+    try:
+        return float(above) / float(below or 1)
+    except (ValueError, ZeroDivisionError) as failure:
+        raise UsageError(
+            f"{option}: '{text}' is no number", "certvit certify --help shows how it is written"
+        ) from failure
+
+
+def require_methods(methods: Sequence[str], records: Path | None) -> None:
+    """UsageError on an unknown or repeated method, on auto beside others, and on records of several in one file."""
+    from certcli.certify.methods import METHODS
+
+    for method in methods:
+        if method != AUTO:
+            METHODS[method]
+    if len(set(methods)) != len(methods) or (AUTO in methods and len(methods) > 1):
+        raise UsageError(f"--method {' '.join(methods)}: name each method once, and auto alone")
+    if records is not None and len(methods) > 1:
+        raise UsageError("a file of records holds one method", "run them one by one, or leave out --records")
+
+
+def settle(
+    methods: Sequence[str],
+    checkpoint: Checkpoint,
+    machine: Machine,
+    images: Images,
+    radii: Sequence[float],
+    sink: Sink,
+) -> tuple[Sequence[str], str | None, Mapping[str, Any]]:
+    """The methods as named; `auto` becomes the one that is worth having, with the reason, which is shown, and its options."""
+    from certcli.certify.choice import choose_method
+
+    if AUTO not in methods:
+        return methods, None, {}
+    least = next((radius for radius in radii if radius > 0), 0.25)
+    choice = choose_method(checkpoint, machine.pick(), images, least, machine.batch_size)
+    sink.text(f"--method {choice.method}: {choice.reason}")
+    return [choice.method, *choice.beside], choice.reason, {"effort": choice.effort}
+
+
+def tuning_images(record: Record, data: Evaluation, judged: Images, sink: Sink) -> Images:
+    """A few images of another split than the judged one, where the dataset has one; what was taken is said."""
+    from certcli.certify.smoothing.sigma import TUNED
+    from certcli.cli.shared.inputs import evaluation_images
+
+    quiet = Sink(as_json=True, quiet=True)
+    other = "train" if judged.split in ("val", "validation") else "val"
+    if judged.split != "all":  # a folder without splits: any part of it is judged too
+        try:
+            images = evaluation_images(record, data.dataset, data.data_dir, other, TUNED, data.seed, quiet)
+        except DataError:
+            pass
+        else:
+            sink.note(f"sigma is chosen on {len(images)} images of {images.name} ({images.split})")
+            return images
+    images = judged.limit(TUNED, data.seed)
+    sink.warn(
+        f"sigma is chosen on {len(images)} of the judged images, for want of others: their shares flatter a little"
+    )
+    return images
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one method found. seconds: an image, of this run; None where all was read from --records."""
+
+    certifier: Certifier
+    rows: Sequence[Certificate]
+    found: CertifiedAccuracy
+    seconds: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        certifier = self.certifier
+        return {
+            **self.found.to_json(),
+            "promise": certifier.promise,
+            "norm": certifier.norm,
+            "arithmetic": certifier.arithmetic,
+            "domain": certifier.domain,
+            **certifier.about,
+            "parameters": dict(certifier.parameters),
+        }
+
+
+def run(
+    method: str,
+    checkpoint: Checkpoint,
+    images: Images,
+    given: Mapping[str, Any],
+    machine: Machine,
+    radii: Sequence[float],
+    records: Path | None,
+    resume: bool,
+    force: bool,
+    sink: Sink,
+) -> Result | None:
+    """All certificates of one method, shown as a bar and written as they are found; None where another process leads."""
+    from certcli.certify.certificate import certified_accuracy
+    from certcli.certify.methods import certify, prepare, run_of
+    from certcli.evaluation.records import RecordFile
+
+    certifier = prepare(method, checkpoint, machine.pick(), given)
+    _require_reach(certifier, radii, sink)
+    if not team().leads:
+        list(certify(certifier, images, machine.batch_size, team=team()))
+        return None
+    rows: list[Certificate] = []
+    with RecordFile(
+        records, run_of(certifier, checkpoint, images), images, resume=resume, force=force, network=sink.network
+    ) as file:
+        if resume:
+            sink.note(f"{records} holds {file.earlier} records of this run")
+        started, earlier = time.perf_counter(), file.earlier
+        with sink.progress(f"certify ({method})", total=len(images)) as bar:
+            for batch in certify(certifier, images, machine.batch_size, file, team()):
+                rows += batch
+                bar.advance(len(batch))
+    found = certified_accuracy(rows, radii)
+    if certifier.remark:
+        sink.warn(certifier.remark)
+    if found.abstained == 1:
+        sink.warn("the method abstains on every image: try a smaller --sigma, or finetune --noise first")
+    spent = (time.perf_counter() - started) / (len(rows) - earlier) if len(rows) > earlier else None
+    return Result(certifier, rows, found, spent)
+
+
+def _require_reach(certifier: Certifier, radii: Sequence[float], sink: Sink) -> None:
+    """UsageError when no radius asked for can be certified, whatever the network; a warning when some cannot."""
+    beyond = [f"{radius:g}" for radius in radii if radius >= certifier.reach]
+    if not beyond:
+        return
+    told = f"no radius beyond {certifier.reach:.4g} can be certified with these --samples, --alpha and --sigma"
+    if len(beyond) == len(radii):
+        raise UsageError(
+            f"{told}; asked for {', '.join(beyond)}", "a smaller --epsilon, more --samples, a larger --sigma"
+        )
+    sink.warn(f"{told}: 0 % at {', '.join(beyond)} says nothing about the network")
+
+
+def attacked_shares(
+    path: Path | None, checkpoint: str, images: Images, norm: str = "l2"
+) -> dict[float, dict[int, bool]]:
+    """Records of `attack` -> radius -> index -> withstood all attacks in that norm; images attacked at every radius only.
+
+    DataError when they are of another network, other images or other norms, or when no image was attacked at all radii.
+    """
+    from certcli.evaluation.records import read_records, require_same_images, require_same_network
+
+    if path is None:
+        return {}
+    run, rows = read_records(path, "attack")
+    require_same_network(run, checkpoint, path)
+    require_same_images(rows, images, path)
+    found: dict[float, dict[int, bool]] = {}
+    clean: dict[int, bool] = {}
+    try:
+        for row in rows:
+            if row["kind"] == norm and row["index"] in images.digests:
+                at = found.setdefault(float(row["epsilon"]), {})
+                at[row["index"]] = at.get(row["index"], True) and all(left is True for left in row["robust"].values())
+                clean[row["index"]] = row["prediction"] == row["label"]
+    except (KeyError, TypeError, ValueError, AttributeError) as failure:
+        raise DataError(f"{path} holds a line that is no record of attack ({failure})") from failure
+    common = set.intersection(*map(set, found.values())) if found else set()
+    if not common:
+        raise DataError(
+            f"no image of these was attacked in {norm} at all of the radii in {path}",
+            "certvit attack this checkpoint on these images, with --epsilon and --records",
+        )
+    found.setdefault(0.0, clean)
+    return {
+        radius: {index: left for index, left in sorted(at.items()) if index in common} for radius, at in found.items()
+    }

@@ -1,0 +1,167 @@
+"""`certify --verify RECORDS`: certificates on file, found again and attacked; the verdicts, shown."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from certcli.cli.shared.output import Gate, Sink
+from certcli.system.errors import DataError, GateError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from certcli.certify.recheck import Attack
+    from certcli.checkpoint.file import Checkpoint
+    from certcli.cli.shared.groups import Evaluation, Machine, Source
+    from certcli.evaluation.records import Run
+    from certcli.evaluation.threat import Norm
+    from certcli.images.labelled import Images
+
+SHOWN = 20
+"""Refuted records that a person is shown; --json holds all."""
+STEPS, SMOOTH_STEPS = 40, 10
+"""Of margin PGD: on a network; on a smoothed one, each of whose steps costs sixteen passes."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """--verify with what goes with it: a sample, and the denoiser that the records name."""
+
+    records: Path | None
+    sample: int | None
+    methods: Sequence[str]
+    denoiser: Path | None
+
+    def require_alone(self, **others: object) -> None:
+        """UsageError for options that say what to certify anew."""
+        if self.records is None:
+            raise UsageError("--sample is for --verify", "--verify FILE.jsonl --sample 100, or --limit for images")
+        for name, value in others.items():
+            if value is not None:
+                raise UsageError(
+                    f"--verify checks records and writes nothing: --{name.replace('_', '-')} does not go with it",
+                    "leave it out",
+                )
+
+
+def verify_records(asked: Asked, source: Source, data: Evaluation, machine: Machine, sink: Sink) -> None:
+    """Every record, or a sample: verified, refuted or not checked. GateError when one is refuted or none was verified."""
+    from certcli.certify.methods import prepare, run_of
+    from certcli.certify.recheck import FALSE_ALARM, read_claims, recheck, require_same_way
+    from certcli.evaluation.records import read_records, require_same_images, require_same_network
+
+    assert asked.records is not None
+    run, rows = read_records(asked.records, "certify")
+    checkpoint = source.open(sink)
+    require_same_network(run, checkpoint.digest, asked.records)
+    method, parameters = _stated(run, asked)
+    images = _images(run, checkpoint, data, asked.records, sink)
+    require_same_images(rows, images, asked.records)
+    options = {**parameters, "batch_size": machine.batch_size, "denoiser_file": asked.denoiser}
+    certifier = prepare(method, checkpoint, machine.pick(), options)
+    require_same_way(run, run_of(certifier, checkpoint, images), str(asked.records))
+    claims = read_claims(rows, images, certifier, str(asked.records))
+    seed = int.from_bytes(os.urandom(6), "little")  # nobody who wrote the file can have known it
+    chosen = claims
+    if asked.sample is not None and asked.sample < len(claims):
+        import random
+
+        chosen = sorted(random.Random(seed).sample(claims, asked.sample), key=lambda claim: claim.index)
+        sink.note(f"a sample of {asked.sample} of {len(claims)} records, drawn with seed {seed}")
+    if len(claims) < len(images):
+        sink.warn(f"{asked.records} holds records of {len(claims)} of its {len(images)} images: the rest is unknown")
+    attack = margin_attack(STEPS if certifier.promise == "proof" else SMOOTH_STEPS, certifier.norm)
+    found = []
+    with sink.progress(f"verify ({method})", total=len(chosen)) as bar:
+        for row in recheck(certifier, chosen, images, seed, attack, machine.batch_size):
+            found.append(row)
+            bar.advance()
+    counts = Counter(row.status for row in found)
+    refuted = [row for row in found if row.status == "refuted"]
+    gate = Gate()
+    if refuted:
+        first = refuted[0]
+        told = f"{len(refuted)} of {len(found)} records are refuted; image {first.claim.index}: {first.why}"
+        gate.demand(False, GateError(f"{asked.records} is refuted: {told}"))
+    gate.demand(counts["verified"] > 0, GateError(f"nothing was verified: {asked.records} states nothing"))
+    attacked = sum(row.attacked for row in found)
+    document: dict[str, Any] = {
+        "checkpoint": checkpoint.digest,
+        "method": method,
+        "promise": certifier.promise,
+        "records": len(claims),
+        "checked": len(found),
+        "verdicts": {name: counts[name] for name in ("verified", "refuted", "not checked")},
+        "attacked": attacked,
+        "seed": seed,
+        "false_alarm": FALSE_ALARM,
+        "rows": [{"index": row.claim.index, "status": row.status, "why": row.why} for row in found],
+    }
+    sink.document(document, gate)
+    if refuted:
+        rest = f", the first {SHOWN} of {len(refuted)}" if len(refuted) > SHOWN else ""
+        shown = [(str(row.claim.index), f"{row.claim.radius:.6g}", row.why) for row in refuted[:SHOWN]]
+        sink.table(f"Refuted{rest}", ["image", "radius", "why"], shown)
+    sink.text(
+        f"{len(found)} of {len(claims)} records ({method}): {counts['verified']} verified, {counts['refuted']} refuted, "
+        f"{counts['not checked']} not checked; {attacked} attacked inside their radii (margin PGD)"
+    )
+    if certifier.promise != "proof":
+        sink.text(
+            f"with fresh noise (seed {seed}): true statements are refuted with probability {FALSE_ALARM:g} at most, all "
+            f"together; each statement itself is wrong with probability {certifier.failure:g}"
+        )
+    gate.enforce()
+
+
+def _stated(run: Run, asked: Asked) -> tuple[str, Mapping[str, Any]]:
+    """Method and parameters as the header has them; DataError when they are none of a method's."""
+    from certcli.certify.methods import METHODS
+
+    if not isinstance(run.method, str) or run.method not in METHODS or not isinstance(run.parameters, dict):
+        raise DataError(f"{asked.records} names no method of certify", "certvit certify ... --records FILE writes them")
+    if asked.methods not in (["lipschitz"], [run.method]):
+        raise UsageError(f"{asked.records} holds records of {run.method}", "leave out --method: the file names it")
+    return run.method, run.parameters
+
+
+def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink: Sink) -> Images:
+    """The images of the records: by --dataset, in the split and the number that the header states. DataError for others."""
+    split, count = run.dataset.get("split"), run.dataset.get("images")
+    named = (
+        data if data.split is not None or not isinstance(split, str) or split == "all" else replace(data, split=split)
+    )
+    images = named.images(checkpoint.record, sink)
+    if isinstance(count, int) and not isinstance(count, bool) and 0 < count < len(images):
+        images = images.limit(count, data.seed)
+    if images.digest != run.dataset.get("digest"):
+        raise DataError(
+            f"{path} is about other images than these {len(images)} of {images.name} ({images.split})",
+            "give the --dataset, --data-dir, --split, --limit and --seed that the records were made with",
+        )
+    return images
+
+
+def margin_attack(steps: int, norm: Norm = "l2") -> Attack:
+    """Margin PGD from the image itself, then towards the likeliest other class: a point inside the ball and the box."""
+    from certcli.attack.families.margin import margin_pgd
+    from certcli.attack.judge import judge, tuck_in
+    from certcli.attack.settings import AttackSettings
+    from certcli.evaluation.threat import Threat
+
+    def attack(model: nn.Module, image: Tensor, classes: Tensor, radius: float) -> Tensor:
+        threat, point = Threat(norm, radius), image
+        for restart in range(2):
+            settings = AttackSettings(steps=steps, restart=restart)
+            point = tuck_in(margin_pgd(model.eval(), image, classes, threat, settings), image, threat)
+            if bool(judge(model, image, classes, point, threat, prediction=classes).success):
+                break
+        return point
+
+    return attack

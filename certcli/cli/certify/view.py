@@ -1,0 +1,134 @@
+"""What `certify` shows: its document, its table, its figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from certcli.cli.shared.output import Sink, percent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from certcli.cli.certify.run import Result
+    from certcli.images.labelled import Images
+
+EVIDENCE = (
+    "dataset", "clean", "certified", "average_radius", "images", "method", "failure", "promise", "arithmetic", "parameters",
+)  # fmt: skip
+"""Keys that a checkpoint keeps, of each method."""
+
+
+def document(results: Sequence[Result], reason: str | None, checkpoint: str, images: Images) -> dict[str, Any]:
+    """The one document: what was certified, of which network, on which images, with which promise.
+
+    It speaks of the first method; `methods` holds all of them when there are several, `reason` why auto took it.
+    """
+    from certcli.evaluation.records import describe
+
+    about: dict[str, Any] = {"schema": 1, "command": "certify", "checkpoint": checkpoint, "dataset": describe(images)}
+    found = {**about, **results[0].to_json()}
+    if reason is not None:
+        found["reason"] = reason
+    if len(results) > 1:
+        found["methods"] = [result.to_json() for result in results]
+    return found
+
+
+def evidence(result: Result, images: Images) -> dict[str, Any]:
+    """What a checkpoint keeps of one method."""
+    from certcli.evaluation.records import describe
+
+    found = {**result.to_json(), "dataset": describe(images)}
+    return {name: found[name] for name in EVIDENCE}
+
+
+def table(results: Sequence[Result], images: Images, attacked: dict[float, dict[int, bool]], sink: Sink) -> None:
+    """One method: certified accuracy at each radius with intervals. Several: one row a method. What attacks left is above."""
+    where = f"{images.name} ({images.split}), {len(images)} images"
+    left = {f"{radius:g}": sum(at.values()) / len(at) for radius, at in attacked.items()}
+    if len(results) == 1:
+        _table(results[0], where, left, sink)
+    else:
+        _side_by_side(results, where, left, sink)
+    if attacked:
+        count, told = len(next(iter(attacked.values()))), "what attacks leave of the network itself, without noise"
+        shown = ", ".join(f"{percent(left[f'{radius:g}'])} at {radius:g}" for radius in sorted(attacked))
+        sink.text(f"attacked (measured): {told}, {count} of these images: {shown}")
+
+
+def _side_by_side(results: Sequence[Result], where: str, left: Mapping[str, float], sink: Sink) -> None:
+    radii = list(results[0].found.certified)
+    above = ("attack", "measured", percent(left.get("0")), *(percent(left.get(e)) for e in radii), "-", "-")
+    sink.table(
+        where,
+        ["method", "promise", "clean", *(f"certified at {e}" for e in radii), "average radius", "seconds an image"],
+        [
+            *([above] if left else []),
+            *(
+                (
+                    result.certifier.method,
+                    result.certifier.promise,
+                    percent(result.found.clean),
+                    *(percent(result.found.certified[e]) for e in radii),
+                    f"{result.found.average_radius:.4g}",
+                    "-" if result.seconds is None else f"{result.seconds:.3g}",
+                )
+                for result in results
+            ),
+        ],
+    )
+    for result in results:
+        sink.text(f"{result.certifier.method}: {result.certifier.title}. {result.certifier.statement}")
+
+
+def _table(result: Result, where: str, left: Mapping[str, float], sink: Sink) -> None:
+    found = result.found
+
+    def row(radius: str, name: str, share: float) -> tuple[str, ...]:
+        low, high = found.intervals[name]
+        beside = (percent(left.get("0" if name == "clean" else name)),) if left else ()
+        return radius, *beside, percent(share), f"{100 * low:.1f} to {100 * high:.1f}"
+
+    rows = [row("clean", "clean", found.clean), *(row(e, e, share) for e, share in found.certified.items())]
+    beside = ["after attacks"] if left else []
+    columns = [f"radius (pixel {result.certifier.norm})", *beside, "certified accuracy", "95 % interval"]
+    sink.table(f"{where}; {result.certifier.title}", columns, rows)
+    if found.abstained:
+        sink.text(f"abstained: {percent(found.abstained)}")
+    taken = f"; {result.seconds:.3g} seconds an image" if result.seconds is not None and result.seconds >= 0.01 else ""
+    sink.text(f"average radius: {found.average_radius:.4g} (0 where the prediction is wrong){taken}")
+    sink.text(result.certifier.statement)
+
+
+def plot(
+    results: Sequence[Result],
+    attacked: dict[float, dict[int, bool]],
+    network: str,
+    images: Images,
+    path: Path,
+    farthest: float,
+    sink: Sink,
+) -> None:
+    """Certified and attacked shares over the images that all know."""
+    from certcli.report.curve import draw_certified
+
+    common = set(next(iter(attacked.values()))) if attacked else set(images.digests)
+    if len(common) < len(images):
+        sink.note(f"the figure shows the {len(common)} of {len(images)} images that were attacked too")
+    curves: dict[str, list[float]] = {}
+    for result in results:
+        certifier = result.certifier
+        shown = [certificate for certificate in result.rows if certificate.index in common]
+        for certificate in shown if certifier.promise == "proof" else ():
+            broken = [r for r, left in attacked.items() if certificate.holds_at(r) and not left[certificate.index]]
+            if broken:
+                told = f"certified to {certificate.radius:.6g} and broken at {broken[0]:.6g}"
+                sink.warn(f"image {certificate.index} is {told}")
+        promise = "proven" if certifier.promise == "proof" else certifier.promise
+        label = f"{certifier.method}: certified ({promise})"
+        curves[label] = [certificate.radius if certificate.correct else -1.0 for certificate in shown]
+    shares = {radius: sum(left.values()) / len(left) for radius, left in attacked.items()}
+    title = f"{network} on {images.name} ({images.split}), n = {len(common)}"
+    draw_certified(curves, shares, path, farthest, title, results[0].certifier.norm)
+    sink.note(f"wrote {path}")

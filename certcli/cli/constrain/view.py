@@ -1,0 +1,134 @@
+"""What `certvit constrain` chooses and reports: layers before and after, what did not converge."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from certcli.cli.shared.output import Sink, percent, stated
+
+if TYPE_CHECKING:
+    from certcli.models.build import PixelModel
+
+CONVERGED = 0.01
+"""A layer whose norm may lie more than this share above the least possible one is named."""
+
+
+def choose(model: "PixelModel", layers: Sequence[str], exclude: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """(full paths to constrain, those among the chosen that cannot be and why)."""
+    from fnmatch import fnmatch
+
+    from torch import nn
+
+    from certcli.constrain.layers import refusal
+    from certcli.system.errors import UsageError
+
+    paths, refused = [], {}
+    for name, module in model.net.named_modules():
+        if not isinstance(module, (nn.Linear, nn.Conv2d)):
+            continue
+        wanted = not layers or any(fnmatch(name, pattern) for pattern in layers)
+        if wanted and not any(fnmatch(name, pattern) for pattern in exclude):
+            reason = refusal(module)
+            if reason is None:
+                paths.append(f"net.{name}" if name else "net")
+            else:
+                refused[name] = reason
+    if not paths:
+        raise UsageError("no layer is left to constrain", "see --layers and --exclude; `certvit lipschitz --layers`")
+    return paths, refused
+
+
+def document(path: Path, before: Any, after: Any, kept: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
+    """The JSON report. kept: end to end; primal_residual, gap: how far from converged; error: see distance."""
+    return {
+        "output": str(path),
+        "kept": dict(kept),
+        **stated("upper_before", before),
+        **stated("upper_after", after),
+        "clean_before": kept["accuracy_before"],
+        "clean_after": kept["accuracy_after"],
+        "layers": [
+            {
+                "path": short(r.path),
+                "kind": r.kind,
+                "before": r.before,
+                "after": r.after,
+                "error": r.error,
+                "held_out_error": r.held_out_error,
+                "distance": r.distance,
+                "eta": r.eta,
+                "iterations": r.iterations,
+                "primal_residual": r.primal_residual,
+                "gap": r.gap,
+                "feasible": r.feasible,
+                "rank": r.rank,
+                "ridge": r.ridge,
+                "seconds": r.seconds,
+            }
+            for r in results
+        ],
+    }
+
+
+def table(title: str, results: Sequence[Any], sink: Sink) -> None:
+    sink.table(
+        title,
+        ["layer", "before", "after", "error", "on others", "iterations", "gap"],
+        [
+            (
+                short(r.path) + (" (relu)" if r.distance == "relu" else ""),
+                f"{r.before:.4g}",
+                f"{r.after:.4g}",
+                percent(r.error) + ("" if r.feasible else " infeasible"),
+                percent(r.held_out_error),
+                str(r.iterations),
+                _gap(r.gap),
+            )
+            for r in results
+        ],
+    )
+
+
+def _gap(gap: float | None) -> str:
+    """How far above the least norm at most; what is smaller than a tenth of a percent is as good as none."""
+    return "-" if gap is None else "< 0.1 %" if gap < 0.001 else percent(gap)
+
+
+def remarks(results: Sequence[Any], absent: Sequence[str], refused: Mapping[str, str], sink: Sink) -> None:
+    """Everything about the layers that a reader of the table must know."""
+    if absent:
+        sink.warn(f"never called as a module, hence unchanged: {', '.join(map(short, absent))}")
+    for path, reason in refused.items():
+        sink.warn(f"left as it is: {short(path)}: {reason}")
+    thin = [short(r.path) for r in results if r.rank < r.inputs]
+    if thin:
+        sink.note(f"fewer independent inputs than width in {_some(thin)}: more, or more varied, images help")
+    slow = [short(r.path) for r in results if r.gap is not None and r.gap > CONVERGED]
+    if slow:
+        sink.note(f"stopped with the norm possibly over 1 % above the least in {_some(slow)}: --iterations for more")
+    windows = [short(r.path) for r in results if r.surrogate]
+    if windows:
+        sink.note(
+            f"windows overlap in {_some(windows)}: the norm of the reshaped kernel was minimised; before and after are "
+            "proven for the convolution itself"
+        )
+
+
+def short(path: str) -> str:
+    return path.removeprefix("net.")
+
+
+def _some(paths: Sequence[str]) -> str:
+    return f"{len(paths)} layer{'s' if len(paths) > 1 else ''} ({paths[0]}{', ...' if len(paths) > 1 else ''})"
+
+
+def plot(found: Mapping[str, Any], results: Sequence[Any], path: Path, title: str, sink: Sink) -> None:
+    from certcli.report.pareto import draw_curves
+
+    draw_curves(
+        {short(name): [(point.error, point.norm) for point in curve] for name, curve in found.items()},
+        {short(r.path): (r.error, r.after) for r in results},
+        path,
+        title,
+    )
+    sink.note(f"wrote {path}")

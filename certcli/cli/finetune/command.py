@@ -1,0 +1,17 @@
+"""certvit finetune: train for accuracy, or for certified accuracy; from a checkpoint, or from scratch after init."""
+
+from certcli.cli.finetune.options import Order
+from certcli.cli.shared.command import command
+from certcli.cli.shared.groups import Talk
+
+
+@command(
+    "certvit finetune m.safetensors --dataset digits --loss ce --epochs 20",
+    "certvit finetune m.safetensors --loss margin -e 0.5 --time-budget 10m",
+    page="finetune.md",
+)
+def finetune(order: Order, talk: Talk = Talk()) -> None:
+    """Train on --dataset; choices are made on its validation split, and the bound at the end is proven."""
+    from certcli.cli.finetune.run import Training
+
+    Training(order.settings(), order, talk.sink()).run()

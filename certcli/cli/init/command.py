@@ -1,0 +1,75 @@
+"""certvit init: a checkpoint from an architecture's name."""
+
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from certcli.cli.shared import options
+from certcli.cli.shared.command import command, group
+from certcli.cli.shared.groups import Output, Talk
+
+if TYPE_CHECKING:
+    from certcli.checkpoint.file import Checkpoint
+
+
+@group()
+class Architecture:
+    """The network to be made."""
+
+    arch: Annotated[
+        str,
+        typer.Argument(metavar="ARCH", help="A timm name, or one of ours: certvit_vit_digits, certvit_lip_mnist, ..."),
+    ]
+    pretrained: Annotated[bool, typer.Option("--pretrained", help="Take timm's published weights.")] = False
+    classes: Annotated[int | None, typer.Option("--classes", min=2, help="Number of classes.")] = None
+    arch_arg: Annotated[list[str], typer.Option(metavar="KEY=VALUE", help="Argument of the architecture.")] = field(
+        default_factory=list
+    )
+    mean: Annotated[str | None, typer.Option(help="Pixel mean, e.g. 0.5 or 0.48,0.45,0.41.")] = None
+    std: Annotated[str | None, typer.Option(help="Pixel standard deviation.")] = None
+    seed: options.Seed = 0
+
+    def build(self) -> "Checkpoint":
+        from certcli.cli.shared.inputs import fresh, hints, parse_arguments
+        from certcli.models.open import open_checkpoint
+        from certcli.system.errors import UsageError
+
+        given = hints(None, self.arch_arg, self.mean, self.std)
+        if self.pretrained:
+            if self.classes is not None:
+                raise UsageError("--pretrained keeps the published classes", "drop --classes, or fine-tune afterwards")
+            if given.mean or given.std:
+                raise UsageError("--pretrained keeps the published mean and std", "drop --mean and --std")
+            return open_checkpoint(self.arch, given)
+        arguments = parse_arguments(self.arch_arg) | ({} if self.classes is None else {"num_classes": self.classes})
+        return fresh(self.arch, arguments, given, self.seed)
+
+
+@command(
+    "certvit init certvit_vit_digits -o init.safetensors",
+    "certvit init vit_tiny_patch16_224 --pretrained -o tiny.safetensors",
+    page="architectures.md",
+)
+def init(architecture: Architecture, output: Output = Output(), talk: Talk = Talk()) -> None:
+    """Write a new checkpoint: freshly initialised, or with timm's published weights."""
+    sink = talk.sink()
+    arch = architecture.arch
+    path = output.target("init", arch, architecture)
+    made = architecture.build()
+    _require_running(made)
+    checkpoint = made.derive(
+        made.tensors, "init", {"arch": arch, "pretrained": architecture.pretrained}, architecture.seed
+    )
+    output.write(checkpoint, path)
+    size = "x".join(str(side) for side in checkpoint.record.input.size)
+    count = sum(tensor.numel() for tensor in checkpoint.tensors.values())
+    sink.document({"output": str(path), "arch": arch, "classes": checkpoint.record.classes, "parameters": count})
+    sink.text(f"{path}: {arch}, {checkpoint.record.classes} classes, input {size}, {count:,} parameters")
+
+
+def _require_running(made: "Checkpoint") -> None:
+    """ArchitectureError, as every later command would raise it, for a network that does not map an image to its classes."""
+    from certcli.models import build as models
+
+    models.load(made)

@@ -1,0 +1,83 @@
+"""`certvit lipschitz --jacobian`: how steep each block is at real images, of one network or of two side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from certcli.cli.shared.output import Sink
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one network: block -> largest singular value at each image, and on small nets the mean of a bound of it."""
+
+    name: str
+    largest: dict[str, Tensor]
+    above: dict[str, float]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "path": path,
+                "mean": float(values.mean()),
+                "deviation": float(values.std(correction=0)),
+                "largest": float(values.max()),
+                "hoelder_bound_mean": self.above.get(path),
+                "images": len(values),
+            }
+            for path, values in self.largest.items()
+        ]
+
+
+def measure(name: str, model: Any, batches: Callable[[], Iterable[Tensor]], iterations: int, seed: int) -> Measured:
+    """Largest singular value of every block at every image; the Hoelder bound of it at two images, on small nets."""
+    import torch
+
+    from certcli.lipschitz.measured.jacobian import block_norms, hoelder_bounds
+
+    found: dict[str, list[Tensor]] = {}
+    above: dict[str, float] = {}
+    for images in batches():
+        for path, values in block_norms(model, images, iterations, seed).items():
+            found.setdefault(path, []).append(values.cpu())
+        if not above:  # dense Jacobians of one batch are comparison enough
+            above = {path: float(values[0].mean()) for path, values in hoelder_bounds(model, images[:2]).items()}
+    return Measured(name, {path: torch.cat(parts) for path, parts in found.items()}, above)
+
+
+def show(found: Measured, sink: Sink) -> None:
+    rows = found.to_json()
+    sink.table(
+        f"{found.name}: largest singular value of each block's Jacobian at real images (measured, not a bound)",
+        ["block", "mean", "deviation", "largest", "sqrt(norm1 norminf)"],
+        [
+            (
+                str(row["path"]),
+                f"{row['mean']:.4g}",
+                f"{row['deviation']:.3g}",
+                f"{row['largest']:.4g}",
+                "-" if row["hoelder_bound_mean"] is None else f"{row['hoelder_bound_mean']:.4g}",
+            )
+            for row in rows
+        ],
+    )
+    if not rows:
+        sink.text(f"no repeated blocks found in {found.name}")
+
+
+def draw(measured: list[Measured], images: str, path: Path, sink: Sink) -> None:
+    """images: in words, for the title."""
+    from certcli.report.violin import draw_violins
+
+    drawn = {
+        found.name: {name: each.tolist() for name, each in found.largest.items()} for found in measured if found.largest
+    }
+    if drawn:
+        draw_violins(drawn, path, f"Slope of each block (measured)\n{images}")
+        sink.note(f"wrote {path}")

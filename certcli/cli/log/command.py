@@ -1,0 +1,128 @@
+"""certvit log: where a checkpoint comes from and what was found about it; several side by side."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from certcli.cli.log import view
+from certcli.cli.shared import options, pages
+from certcli.cli.shared.command import command, group
+from certcli.cli.shared.groups import Machine, Talk
+from certcli.cli.shared.output import Gate, Sink
+
+
+@group("Verification")
+class Verification:
+    """What of the evidence is checked again, and on which images."""
+
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Prove bounds and certify again; exit 7 unless all of the evidence was verified."
+        ),
+    ] = False
+    sample: Annotated[
+        int | None, typer.Option("--sample", min=1, metavar="N", help="Certify N images again, not all: an interval.")
+    ] = None
+    proven_only: Annotated[
+        bool, typer.Option("--proven-only", help="Do not ask for measured results (attack), which are not run again.")
+    ] = False
+    dataset: options.Dataset = None
+    data_dir: options.DataDir = None
+
+
+@group("Output")
+class Page:
+    """What is written."""
+
+    html: options.Html = None
+    force: options.Force = False
+
+    def claim(self, files: list[Path], folders: list[Any]) -> None:
+        """Before any work: a page is new, or replaced by --force, and never a checkpoint that is read."""
+        from certcli.checkpoint.outputs import Outputs
+
+        outputs = Outputs(self.force)
+        for path in files:
+            outputs.reads("CKPT", path)
+        for folder in folders:
+            outputs.reads_folder("--dataset or --data-dir", Path(folder))
+        if self.html is not None:
+            outputs.writes("--html", self.html)
+        outputs.check()
+
+    def write(self, read: list[tuple[Path, Any]], claims: list[Any], sink: Sink) -> None:
+        if self.html is not None:
+            pages.write(pages.log_page(read, claims), self.html)
+            sink.note(f"wrote {self.html}")
+
+
+@command("certvit log m.safetensors", "certvit log *.safetensors --verify --sample 500", page="threat-model.md")
+def log(
+    checkpoints: Annotated[
+        list[Path], typer.Argument(metavar="CKPT...", help="Checkpoints that certvit wrote, or folders of them.")
+    ],
+    asked: Verification = Verification(),
+    machine: Machine = Machine(),
+    page: Page = Page(),
+    talk: Talk = Talk(),
+) -> None:
+    """Lineage and evidence of a checkpoint; with several, one row each: accuracy, attacks, certificates, bound."""
+    from dataclasses import asdict
+
+    from certcli.checkpoint.file import Checkpoint
+
+    sink, files = talk.sink(), _files(checkpoints)
+    page.claim(files, [folder for folder in (asked.dataset, asked.data_dir) if folder is not None])
+    read = [(path, Checkpoint.read(path)) for path in files]
+    documents = [
+        {
+            "file": path.name,
+            "digest": ckpt.digest,
+            "lineage": [asdict(step) for step in ckpt.record.lineage],
+            "evidence": [{**asdict(entry), "stale": entry.digest != ckpt.digest} for entry in ckpt.record.evidence],
+        }
+        for path, ckpt in read
+    ]
+    if asked.verify:
+        from certcli.cli.shared.verify import Asked, verify_checkpoints
+
+        gate = Gate()
+        wanted = Asked(asked.dataset, asked.data_dir, asked.sample, not asked.proven_only, machine)
+        found = verify_checkpoints({str(path): ckpt for path, ckpt in read}, wanted, gate, sink)
+        documents = [{**document, "verification": claims} for document, claims in zip(documents, found, strict=True)]
+        sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
+        page.write(read, found, sink)
+        gate.enforce()
+        sink.text("verified: all of the evidence")
+        return
+    sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
+    page.write(read, [], sink)
+    if len(read) > 1:
+        view.compare(read, sink)
+    else:
+        view.show(*read[0], sink)
+
+
+def _files(named: list[Path]) -> list[Path]:
+    """The checkpoints among these; for a folder those in it, and in it alone."""
+    from certcli.system.errors import CheckpointError
+
+    found: list[Path] = []
+    for path in named:
+        inside = _checkpoints_in(path) if path.is_dir() else [path]
+        if not inside:
+            raise CheckpointError(f"no checkpoint in the folder {path}", "certvit log FILE.safetensors")
+        found += inside
+    return found
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    """Its files and indexes; neither states nor what an index names."""
+    from certcli.checkpoint.shards import ENDING, named
+
+    indexes = list(folder.glob(f"*{ENDING}"))
+    parts = {part for index in indexes for part in named(index)}
+    files = [file for file in folder.glob("*.safetensors") if not file.name.endswith(".state.safetensors")]
+    return sorted([*indexes, *(file for file in files if file not in parts)])

@@ -1,0 +1,158 @@
+"""A command takes a few frozen dataclasses; `@command` spells them out as the flat options that Typer reads.
+
+    @group("Images")
+    class Evaluation:
+        dataset: Annotated[str | None, typer.Option("--dataset", help="...")] = None
+
+    @command("certvit certify m.safetensors -e 0.5", page="results.md")
+    def certify(where: Evaluation = Evaluation(limit=100), talk: Talk = Talk()) -> None: ...
+
+A field is an option of the panel's name; its default is the field's, or that of the instance which the command gives as its
+own default. A field may be a group again. Two groups of one command may not share a field.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import wraps
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
+
+from typer.models import ArgumentInfo, OptionInfo
+
+from certcli.system.errors import UsageError
+
+Mark = TypeVar("Mark")
+PANEL = "__panel__"
+SHARED = ("Images", "Checkpoints of others", "Machine", "Output")
+"""Panels that many commands have: after a command's own, in this order everywhere."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def group(panel: str | None = None) -> Callable[[type], Any]:
+    """Class decorator: a frozen dataclass whose fields are options, shown in `--help` under `panel`."""
+
+    def decorate(kind: type) -> Any:
+        made: Any = dataclass(frozen=True, kw_only=True)(kind)
+        setattr(made, PANEL, panel)
+        return made
+
+    return decorate
+
+
+def command(*examples: str, page: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Function decorator: groups among the parameters become options; `--help` ends with the examples and the docs page."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(function, include_extras=True)
+        flat: dict[str, inspect.Parameter] = {}
+        groups: dict[str, Any] = {}
+        for parameter in inspect.signature(function).parameters.values():
+            kind = hints[parameter.name]
+            if is_dataclass(kind):
+                groups[parameter.name] = kind
+                options = _options(kind, parameter.default)
+            else:
+                options = [parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY)]
+            for option in options:
+                if option.name in flat:
+                    raise TypeError(f"{function.__name__} has two options {option.name}")
+                flat[option.name] = option
+
+        @wraps(function)
+        def expanded(**given: Any) -> None:
+            for name, value in given.items():
+                if isinstance(value, float) and not math.isfinite(value):  # float("nan") parses, and passes every gate
+                    option = spelling(name, info_of(flat[name].annotation))[-1]
+                    raise UsageError(f"{option} {value} is not a finite number", f"certvit {function.__name__} --help")
+            built = {name: _build(kind, given) for name, kind in groups.items()}
+            function(**built, **given)
+
+        made: Any = expanded
+        shown = sorted(flat.values(), key=_place)
+        made.__signature__ = inspect.Signature(shown, return_annotation=None)
+        made.__annotations__ = {option.name: option.annotation for option in shown} | {"return": None}
+        made.epilog = "\n\n".join(["Examples:", *(f"  {example}" for example in examples), f"More: docs/{page}"])
+        return expanded
+
+    return decorate
+
+
+def _place(option: inspect.Parameter) -> int:
+    info = info_of(option.annotation)
+    panel = getattr(info, "rich_help_panel", None)
+    return -1 if isinstance(info, ArgumentInfo) else SHARED.index(panel) + 1 if panel in SHARED else 0
+
+
+def _options(kind: Any, given: Any) -> list[inspect.Parameter]:
+    """The fields of a group as keyword parameters; `given`: the instance that holds a command's own defaults."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = []
+    for field in fields(kind):
+        default = _default(field) if given is inspect.Parameter.empty else getattr(given, field.name)
+        if is_dataclass(hints[field.name]):
+            found += _options(hints[field.name], default)
+        else:
+            hint = in_panel(hints[field.name], getattr(kind, PANEL))
+            found.append(
+                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+            )
+    return found
+
+
+def _build(kind: Any, given: dict[str, Any]) -> Any:
+    """The group from the flat options, each taken out of `given`."""
+    hints = get_type_hints(kind, include_extras=True)
+    return kind(
+        **{
+            field.name: _build(hints[field.name], given) if is_dataclass(hints[field.name]) else given.pop(field.name)
+            for field in fields(kind)
+        }
+    )
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty if field.default is MISSING else field.default
+
+
+def in_panel(hint: Any, panel: str | None) -> Any:
+    """Annotated[T, Option(...)] with the panel written into the option, unless it names one of its own."""
+    if get_origin(hint) is not Annotated:
+        return hint
+    base, *notes = get_args(hint)
+    moved = []
+    for note in notes:
+        if isinstance(note, OptionInfo) and note.rich_help_panel is None:
+            note = copy(note)
+            note.rich_help_panel = panel
+        moved.append(note)
+    return Annotated[(base, *moved)]
+
+
+def info_of(hint: Any) -> OptionInfo | ArgumentInfo | None:
+    """Typer's note in an Annotated type."""
+    notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((note for note in notes if isinstance(note, (OptionInfo, ArgumentInfo))), None)
+
+
+def spelling(name: str, info: Any) -> list[str]:
+    """How an option is written, shortest first; an argument by its metavar."""
+    if isinstance(info, ArgumentInfo):
+        return [info.metavar or name.upper()]
+    # inside Annotated, Typer keeps the first declaration where the default used to be
+    declared = [item for item in (getattr(info, "default", None),) if isinstance(item, str) and item.startswith("-")]
+    declared += list(getattr(info, "param_decls", None) or [])
+    return sorted(declared, key=len) or [f"--{name.replace('_', '-')}"]
+
+
+def marked(groups: Iterable[object], kind: type[Mark]) -> Iterator[tuple[str, Mark, Any]]:
+    """(option, its mark, its value) for every option in these groups that carries a mark of this kind and has a value."""
+    for part in groups:
+        for name, hint in get_type_hints(type(part), include_extras=True).items():
+            value = getattr(part, name)
+            for note in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
+                if isinstance(note, kind) and value is not None:
+                    yield spelling(name, info_of(hint))[-1], note, value

@@ -1,0 +1,130 @@
+"""Options that mean the same in every command. No torch here: `certvit COMMAND --help` must be instant."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+MOST_IMAGES = 2**24  # at a time: more than any memory holds
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Marks an option whose value names what is read: a file or a checkpoint, or (folder) a folder of images."""
+
+    folder: bool = False
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Marks an option whose value names a file to be written: new, or --force, and never an input
+    (`certcli.checkpoint.outputs`).
+
+    resumable: with --resume a file that is there is gone on with. figure: the ending names the format.
+    """
+
+    resumable: bool = False
+    figure: bool = False
+
+
+def fraction(text: str) -> float:
+    """A radius: finite and >= 0, a number or a quotient as in 8/255."""
+    try:
+        above, _, below = str(text).partition("/")
+        value = float(above) / float(below or 1)
+    except (ValueError, ZeroDivisionError) as failure:
+        raise typer.BadParameter(f"'{text}' is neither a number nor a quotient such as 8/255") from failure
+    if not 0 <= value < math.inf:
+        raise typer.BadParameter(f"{text} is not a finite number >= 0, as radii are")
+    return value
+
+
+def share(text: str) -> float:
+    """A share of the images, as gates demand it: in [0, 1]."""
+    try:
+        value = float(text)
+    except ValueError as failure:
+        raise typer.BadParameter(f"'{text}' is not a number") from failure
+    if not 0 <= value <= 1:
+        raise typer.BadParameter(f"{text} is no share of the images: 0.9 demands 90 %")
+    return value
+
+
+CheckpointArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="CKPT", help="A .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME."
+    ),
+    Reads(),
+]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="Checkpoint to write."), Writes()]
+ShardSize = Annotated[
+    str | None,
+    typer.Option(
+        "--shard-size", metavar="SIZE", help="Bytes of a file, where -o ends in .safetensors.index.json: 5GB, 200MB."
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing output file.")]
+Dataset = Annotated[
+    str | None,
+    typer.Option("--dataset", help="digits, torch/mnist, torch/cifar10, ..., or a folder of class folders."),
+    Reads(folder=True),
+]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Where torch/... datasets lie."), Reads(folder=True)]
+Split = Annotated[str | None, typer.Option("--split", help="train, val, test; by default the one to evaluate on.")]
+Limit = Annotated[int | None, typer.Option("--limit", help="Use a seeded, class-balanced sample of N images.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of every random choice.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, max=MOST_IMAGES, help="Images at a time.")]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", min=0, max=64, help="Threads that read image files ahead; by default one a core, at most 8."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.")]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot", metavar="FILE", help="Draw the result: FILE.png, FILE.svg or FILE.pdf.", rich_help_panel="Output"
+    ),
+    Writes(figure=True),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE.html", help="A page that opens from disk.", rich_help_panel="Output"),
+    Writes(),
+]
+Records = Annotated[
+    Path | None,
+    typer.Option(
+        "--records",
+        metavar="FILE.jsonl",
+        help="One JSON line an image, written as it is found.",
+        rich_help_panel="Output",
+    ),
+    Writes(resumable=True),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue the --records of the same run.", rich_help_panel="Output")
+]
+Epsilons = Annotated[
+    list[float],
+    typer.Option(
+        "--epsilon", "-e", parser=fraction, metavar="R", help="Radius in pixel units: 0.5 or 36/255; may be repeated."
+    ),
+]
+Arch = Annotated[str | None, typer.Option("--arch", help="timm architecture of a foreign file.")]
+ArchArg = Annotated[list[str], typer.Option("--arch-arg", metavar="KEY=VALUE", help="Argument of --arch.")]
+Mean = Annotated[str | None, typer.Option("--mean", help="Pixel mean of a foreign file, e.g. 0.5 or 0.48,0.45,0.41.")]
+Std = Annotated[str | None, typer.Option("--std", help="Pixel standard deviation of a foreign file.")]
+NormEps = Annotated[
+    float | None, typer.Option("--norm-eps", help="eps of every norm of a foreign file, where it is not timm's own.")
+]
+AsStated = Annotated[
+    bool,
+    typer.Option("--as-stated", help="Believe --arch-arg and config.json where the tensors fit another network too."),
+]

@@ -1,0 +1,95 @@
+"""Defaults of a command from a file: `certvit.toml`, else `[tool.certvit]` of `pyproject.toml`, both in the current folder.
+
+    [audit]                                     [tool.certvit.audit]
+    time-budget = "90s"                         fail-on = ["certified@0.25<0.4"]
+
+An option on the command line comes before `certvit.toml`, which comes before `pyproject.toml`, key by key. A key is a long
+option without its dashes; files that are written, and what is said, belong to the command line alone.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from certcli.system.errors import UsageError, one_line
+from certcli.system.registry import one_of
+
+FILES = (("pyproject.toml", ("tool", "certvit")), ("certvit.toml", ()))
+"""In ascending order of precedence, with the table that is ours."""
+COMMANDS = ("audit",)
+NOT_FROM_FILES = frozenset(("output", "force", "report", "html", "json", "quiet", "help"))
+LARGEST = 2**20
+"""Bytes of a settings file."""
+
+
+def take(context: Any) -> None:
+    """Give the command that is called its defaults. context: of the group, before it makes the command's own."""
+    name = context.invoked_subcommand
+    if name in COMMANDS:
+        context.default_map = {name: defaults(name, context.command.commands[name].params, context)}
+
+
+def defaults(command: str, parameters: list[Any], context: Any, folder: Path = Path()) -> dict[str, Any]:
+    """Name of a parameter -> its default from the files, as words that the command line would have read.
+
+    UsageError for a key that no option has, and for a value that the option would refuse.
+    """
+    options = {option.removeprefix("--"): found for found in parameters for option in found.opts if option[:2] == "--"}
+    known = {name: found for name, found in options.items() if name not in NOT_FROM_FILES}
+    chosen: dict[str, Any] = {}
+    for file, place in FILES:
+        path = folder / file
+        table = _table(path, place)
+        for other in table:
+            if other not in COMMANDS:
+                raise UsageError(f"{path}: there are no settings of '{one_line(other)}'", one_of(other, COMMANDS))
+        section = table.get(command, {})
+        if not isinstance(section, dict):
+            raise UsageError(f"{path}: [{command}] is no table", f'[{command}]\ntime-budget = "2m"')
+        for key, value in section.items():
+            if key not in known:
+                raise UsageError(f"{path}: [{command}] has no setting '{one_line(key)}'", one_of(key, known))
+            parameter, where = known[key], f"{path}: [{command}] {key}"
+            words = _words(value, parameter.multiple, where)
+            try:
+                parameter.process_value(context, words)
+            except Exception as failure:  # Typer's, of whichever click it brings
+                if not hasattr(failure, "format_message"):
+                    raise
+                raise UsageError(f"{where}: {one_line(failure)}", f"certvit {command} --help") from failure
+            chosen[parameter.name] = words
+    return chosen
+
+
+def _table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        if not os.path.lexists(path):
+            return {}
+        if not path.is_file():
+            raise UsageError(f"{path} is no file, and would hold the settings", "remove it, or write TOML there")
+        if path.stat().st_size > LARGEST:
+            raise UsageError(f"{path} is larger than a settings file", "a few lines of TOML")
+        found: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as failure:
+        raise UsageError(f"{path} cannot be read: {one_line(failure)}", "it must be TOML, UTF-8") from failure
+    for name in place:
+        found = found.get(name, {}) if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: {'.'.join(place)} is no table")
+    return found
+
+
+def _words(value: Any, several: bool, where: str) -> Any:
+    """A value of TOML as it would be typed."""
+    if isinstance(value, list) and several:
+        return [_words(item, False, where) for item in value]
+    if several:
+        return [_words(value, False, where)]
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    raise UsageError(
+        f"{where}: {type(value).__name__} is no value of this option", "a text, a number, or a list of them"
+    )

@@ -1,0 +1,92 @@
+"""The layers of one network, constrained by several processes: each takes a share by cost, and all learn every result."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from certcli.system.processes import Team
+
+Item = TypeVar("Item")
+Options = ParamSpec("Options")
+Packed = tuple[str, Any, Tensor | None]
+"""Path, plain values, the weight where there is one."""
+
+
+class Split(Protocol):
+    """What `Calibration` has: the network, its layers in order, those that were called, and who works on them."""
+
+    model: nn.Module
+    paths: Sequence[str]
+    called: set[str]
+    team: Team
+
+
+def share_of(model: nn.Module, paths: Sequence[str], team: Team) -> list[str]:
+    """This process's layers, in order: the dearest first to whoever has least so far.
+
+    Cost: in^2 (in + out), of the eigenbasis and the products with it.
+    """
+    if not team.several:
+        return list(paths)
+    loads, mine = [0] * team.size, set()
+    cost = {}
+    for path in paths:
+        weight: Any = model.get_submodule(path).weight
+        rows, columns = weight.flatten(1).shape
+        cost[path] = columns**2 * (columns + rows)
+    for path in sorted(paths, key=lambda path: -cost[path]):
+        least = loads.index(min(loads))
+        loads[least] += cost[path]
+        if least == team.rank:
+            mine.add(path)
+    return [path for path in paths if path in mine]
+
+
+def for_all(
+    pack: Callable[[Item], Packed], unpack: Callable[[str, Any, Tensor | None], Item]
+) -> Callable[
+    [Callable[Concatenate[Any, Options], Iterator[Item]]], Callable[Concatenate[Any, Options], Iterator[Item]]
+]:
+    """Decorator of a generator that finds something for each of this process's layers: it then gives that of all layers.
+
+    A result is what its process found, to the bit: plain values as JSON, weights as they are.
+    """
+
+    def decorate(
+        work: Callable[Concatenate[Any, Options], Iterator[Item]],
+    ) -> Callable[Concatenate[Any, Options], Iterator[Item]]:
+        @wraps(work)
+        def all_of(split: Split, *args: Options.args, **options: Options.kwargs) -> Iterator[Item]:
+            own = work(split, *args, **options)
+            if not split.team.several:
+                yield from own
+                return
+            found = dict(_exchanged(split, [pack(item) for item in own]))
+            yield from (unpack(path, *found[path]) for path in split.paths if path in found)
+
+        return all_of
+
+    return decorate
+
+
+def _exchanged(split: Split, own: list[Packed]) -> Iterator[tuple[str, tuple[Any, Tensor | None]]]:
+    stated = [
+        (path, plain, None if weight is None else [str(weight.dtype), list(weight.shape)])
+        for path, plain, weight in own
+    ]
+    weights = {path: weight for path, _, weight in own}
+    device = next(split.model.parameters()).device
+    everyone = split.team.everyone([sorted(split.called), stated])
+    for rank, (called, items) in enumerate(everyone):
+        split.called |= set(called)
+        for path, plain, form in items:
+            weight = weights.get(path)
+            if form is not None:
+                kind, shape = form
+                if weight is None:
+                    weight = torch.empty(shape, dtype=getattr(torch, kind.removeprefix("torch.")), device=device)
+                split.team.spread(weight, rank)
+            yield path, (plain, weight)

@@ -1,0 +1,187 @@
+"""Dot-product attention near one image: what moves each token's result, from its own scores. docs/local.md, section 10."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.layers.attention import Attention
+from torch import Tensor
+
+from certcli.enclosure.balls.ball import Near, Normalised, settled
+from certcli.enclosure.balls.layers import fibres
+from certcli.enclosure.balls.table import Context, rules
+from certcli.enclosure.zonotopes.rounding import TINY, gamma, up
+from certcli.enclosure.zonotopes.rules.layers import plain
+from certcli.engine.table import NoRule
+from certcli.lipschitz.numerics.spectral import frobenius_norm, spectral_norm
+
+_LONG = 1e300
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Heads' matrices (h, e, d) of an attention, what waits of a LayerNorm multiplied in, and norms of their products.
+
+    through: sigma(Wo Wv) (h). curve: sigma(Wk^T Wq) (h). largest: above the Frobenius norms of all (h).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    through: Tensor
+    curve: Tensor
+    sizes: Tensor
+
+
+def _weights(module: Any, gain: Tensor | None) -> Weights:
+    heads, width = module.num_heads, module.head_dim
+    query, key, value = module.qkv.weight.unflatten(0, (3, heads, width))
+    query = query * module.scale
+    out = module.proj.weight.unflatten(1, (heads, width)).movedim(1, 0)  # (h, d, e)
+    if gain is not None:
+        query, key, value = query * gain, key * gain, value * gain
+    through, curve, sizes = [], [], []
+    for q, k, v, o in zip(query, key, value, out, strict=True):
+        lengths = [frobenius_norm(part) for part in (q, k, v, o)]
+        loss = gamma(width + 8)
+        # the products are rounded, and so is each factor's scale
+        through.append(spectral_norm(o @ v, loss * lengths[2] * lengths[3]))
+        curve.append(spectral_norm(k.T @ q, loss * lengths[0] * lengths[1]))
+        sizes.append(lengths)
+    make = lambda values: torch.tensor(values, dtype=torch.float64, device=query.device)  # noqa: E731
+    return Weights(query, key, value, out, make(through), make(curve), make(sizes).T * (1 + 2**-40))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the scores at the images say, heads first in (b, h, ...): everything inflated by its rounding errors.
+
+    centre (b, n, d), noise (b, n): the attention's value and what it is off by. share (b, h, i, j): the probabilities.
+    reach: |Wo (v_j - o_i)|. toward (b, h, i): how fast scores move with the keys' tokens. turn: (b, h, i, j): with the
+    query's own. own (b, h, i): sigma of sum_j p_ij Wo (v_j - o_i) (k_j - m_i)^T Wq.
+    """
+
+    centre: Tensor
+    noise: Tensor
+    share: Tensor
+    reach: Tensor
+    toward: Tensor
+    turn: Tensor
+    own: Tensor
+
+
+def _facts(module: Any, w: Weights, tokens: Tensor, size: Tensor, pick: slice) -> Facts:
+    """tokens (b, n, d), made of terms whose lengths are at most size (b, n).
+
+    Beside every length stands what rounding may have done to it: names end in _off.
+    """
+    heads, width, count = module.num_heads, module.head_dim, tokens.shape[1]
+    rows, scale = gamma(tokens.shape[2] + 8), module.scale
+    parts = module.qkv.weight.unflatten(0, (3, heads, width))
+    raw = [up(part.square().sum((-2, -1)).sqrt(), 2**16).view(1, -1, 1) for part in parts]
+    made = tokens @ module.qkv.weight.T
+    if module.qkv.bias is not None:
+        made = made + module.qkv.bias
+        offsets = [up(part.norm(dim=-1), width).view(1, -1, 1) for part in module.qkv.bias.unflatten(0, (3, heads, -1))]
+    else:
+        offsets = [0 * part for part in raw]
+    q, k, v = made.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
+    q_off, k_off, v_off = (rows * (part * size[:, None] + bias) for part, bias in zip(raw, offsets, strict=True))
+    q, q_off = q[:, :, pick], q_off[:, :, pick]
+    q_most, k_most, v_most = fibres(q) + q_off, (fibres(k) + k_off), (fibres(v) + v_off)
+    k_off, k_most, v_most, v_off = (t.amax(-1, keepdim=True) for t in (k_off, k_most, v_most, v_off))
+    inner = gamma(width + count + 64)
+    doubt = up(scale * (q_off * k_most + q_most * k_off + inner * q_most * k_most), 8)  # of a score: (b, h, i)
+    share = ((q * scale) @ k.mT).softmax(-1)
+    unsure = up(torch.expm1(2 * doubt) * (1 + 2**-40) + inner, 4)  # of a probability, relative
+    o, m = share @ v, share @ k
+    o_off = up((unsure + inner) * v_most + v_off, 4)
+    sq, sk, _, so = (part.view(1, -1, 1) for part in w.sizes)
+    turn = torch.cdist(m @ w.query, k @ w.query, compute_mode="donot_use_mm_for_euclid_dist")
+    turn = up(turn + (4 * sq * (k_off + inner * k_most))[..., None], tokens.shape[2] + 8)
+    toward = (q @ w.key * scale).norm(dim=-1)
+    toward = up(toward + 4 * scale * sk * (q_off + inner * q_most), tokens.shape[2] + 8)
+    reach = torch.cdist(o @ w.out.mT, v @ w.out.mT, compute_mode="donot_use_mm_for_euclid_dist")
+    reach = up(reach + (4 * so * (o_off + v_off + inner * v_most))[..., None], tokens.shape[2] + 8)
+    lost = (unsure + inner) * v_most * k_most + v_off * k_most + v_most * k_off + o_off * k_most
+    own = up(_own(w, share, v, o, k, m) + 8 * so * sq * lost, 8)
+    centre = o.transpose(1, 2).flatten(-2) @ module.proj.weight.T
+    noise = (so * (o_off + gamma(heads * width + 8) * v_most)).sum(1)
+    if module.proj.bias is not None:
+        centre = centre + module.proj.bias
+        noise = noise + gamma(0) * fibres(centre)
+    return Facts(centre, up(noise, heads + 4), up(share * (1 + unsure[..., None]), 4), reach, toward, turn, own)
+
+
+def _own(w: Weights, share: Tensor, v: Tensor, o: Tensor, k: Tensor, m: Tensor) -> Tensor:
+    """Above sigma(Wo C_i Wq), C_i = sum_j p_ij (v_j - o_i)(k_j - m_i)^T: the trace of a fourth power, to its fourth root.
+
+    |Wo C Wq|_{S4}^4 = tr Z^2, Z = (Wo^T Wo) C (Wq Wq^T) C^T. The error of Z is at most gamma times the lengths of its parts.
+    """
+    pairs = torch.einsum("bhij,bhje,bhjf->bhief", share, v, k)
+    spread = pairs - o[..., :, None] * m[..., None, :]
+    first, second = (w.out.mT @ w.out)[None, :, None], (w.query @ w.query.mT)[None, :, None]
+    z = first @ spread @ second @ spread.mT
+    length = lambda t: t.square().sum((-2, -1)).sqrt()  # noqa: E731
+    loss = gamma(6 * (w.out.shape[1] + w.out.shape[2]) + 64)
+    doubt = loss * length(first) * length(second) * length(spread) ** 2
+    fourth = (z * z.mT).sum((-2, -1)).clamp_min(0) + loss * length(z) ** 2 + 2 * length(z) * doubt + doubt**2
+    return up(fourth.sqrt().sqrt(), 64)
+
+
+def _gains(facts: Facts, w: Weights, radius: Tensor, asking: Tensor) -> Tensor:
+    """M (b, i, j) with |out_i - centre_i| <= sum_j M_ij |z_j - c_j| while |z_j - c_j| <= radius_j (b, n).
+
+    asking (b, i): the radii of the tokens whose results are computed; what they add themselves is the last column (b, i, n).
+    """
+    curve = w.curve.view(1, -1, 1)
+    slope = up(facts.toward + curve * asking[:, None], 4)[..., None]  # of a score in its key's token
+    change = up(slope * radius[:, None, None] + facts.turn * asking[:, None, :, None], 4)
+    level = up(torch.log1p((facts.share * torch.expm1(change)).sum(-1, keepdim=True) * (1 + 2**-40)), 400)
+    level = torch.minimum(level, change.amax(-1, keepdim=True))
+    far = up(change.amax(-1, keepdim=True) + level)
+    grown = up(far.exp() * (1 + 2**-40))
+    second = up(far / 2 * grown)  # (e^x - 1) / x - 1 <= (x / 2) e^x
+    p, reach = facts.share, facts.reach
+    mean = up((p * reach).sum(-1, keepdim=True), p.shape[-1])
+    beside = up(p * second * (reach + (1 + second) * mean), 8)
+    through = up(torch.minimum(p * grown, torch.ones_like(p)) * w.through.view(1, -1, 1, 1))
+    moved = up(through + (p * reach + beside) * slope, 8)
+    own = up(facts.own + (beside * facts.turn).sum(-1), p.shape[-1] + 8)
+    total = up(moved.sum(1), 64)
+    return torch.cat([total, up(own.sum(1), 64)[..., None]], -1)
+
+
+def nonnegative_norm(matrix: Tensor) -> Tensor:
+    """sigma(M) <= max_i ((M^T M x)_i / x_i)^(1/2) for M >= 0 and any x > 0 (Collatz, Wielandt): (b, i, j) -> (b)."""
+    x = matrix.new_ones(len(matrix), matrix.shape[2], 1)
+    for _ in range(4):
+        image = matrix.mT @ (matrix @ x)
+        x = image / image.amax(1, keepdim=True).clamp_min(TINY) + 1e-6
+    image = matrix.mT @ (matrix @ x)
+    return up((image / x).amax((1, 2)), sum(matrix.shape[1:]) + 4).sqrt() * (1 + 2**-50)
+
+
+@rules.module(Attention, when=plain)
+def attention(ctx: Context, module: Any, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Near:
+    """timm's multi-head attention, for the queries that are read later."""
+    if attn_mask is not None or is_causal:
+        raise NoRule("attention with a mask")
+    gain = x.gain if isinstance(x, Normalised) else None
+    near = x.near if isinstance(x, Normalised) else settled(x)
+    w = ctx.of_weights("heads", lambda: _weights(module, gain))
+    pick = slice(None) if ctx.token is None else slice(ctx.token, ctx.token + 1)
+    tokens = x.centre[:, 0]
+    size = fibres(tokens)
+    if isinstance(x, Normalised) and x.bias is not None:
+        size = size + 2 * up(x.bias.norm(), len(x.bias))
+    facts = ctx.at_centre("scores", lambda: _facts(module, w, tokens, size, pick))
+    radius = near.fibre[:, 0].clamp_max(_LONG)
+    gains = _gains(facts, w, radius, radius[:, pick])
+    fibre = up((gains[..., :-1] @ radius[..., None])[..., 0] + gains[..., -1] * radius[:, pick], radius.shape[1] + 4)
+    matrix = gains[..., :-1].clone()
+    rows = torch.arange(matrix.shape[1], device=matrix.device)
+    matrix[:, rows, rows + (ctx.token or 0)] += gains[..., -1]
+    whole = up(near.whole * nonnegative_norm(up(matrix)))
+    return Near.of(facts.centre[:, None], fibre[:, None], whole).noisy(facts.noise[:, None])

@@ -1,0 +1,130 @@
+"""Balls of norms: how far a tensor can be from its value at one image, token by token and in all. docs/local.md, 10."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
+from certcli.evaluation.threat import Norm
+
+
+@dataclass(frozen=True)
+class Near:
+    """All z with |z_i - centre_i|_2 <= fibre_i for every fibre i (last axis), and |z - centre|_2 <= whole.
+
+    centre (b, 1, *s): b images, each with the traced batch of one. fibre (b, 1, *s[:-1]). whole (b,). What rounding took
+    from the centre is in both.
+    """
+
+    centre: Tensor
+    fibre: Tensor
+    whole: Tensor
+
+    @staticmethod
+    def of(centre: Tensor, fibre: Tensor, whole: Tensor) -> "Near":
+        """Each of the two radii bounds the other: fibre_i <= whole <= sqrt(sum fibre_i^2)."""
+        together = up(fibre.flatten(1).norm(dim=1), fibre[0].numel())
+        whole = torch.minimum(whole, together)
+        return Near(centre, torch.minimum(fibre, _beside(whole, fibre)), whole)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.centre.shape[1:])
+
+    @property
+    def size(self) -> Tensor:
+        """|centre_i|_2 of each fibre, rounded up."""
+        return norm2(self.centre.movedim(-1, 0))
+
+    def noisy(self, error: Tensor) -> "Near":
+        """The same with a centre that is off by at most `error` a fibre."""
+        whole = up(self.whole + up(error.flatten(1).norm(dim=1), error[0].numel()))
+        return Near.of(self.centre, up(self.fibre + error), whole)
+
+    def moved(self, centre: Tensor, gain: Tensor, noise: Tensor) -> "Near":
+        """Through a map of fibres with these gains (broadcast to them); its value at the centre, which is off by `noise`."""
+        most = gain.expand_as(self.fibre).flatten(1).amax(1)
+        return Near.of(centre, up(self.fibre * gain), up(self.whole * most)).noisy(noise)
+
+    def shift(self, constant: Tensor) -> "Near":
+        """x + constant (broadcast to the shape of x)."""
+        centre = self.centre + constant
+        return replace(self, centre=centre).noisy(gamma(0) * norm2(centre.movedim(-1, 0)))
+
+    def scale(self, factor: Tensor) -> "Near":
+        """factor * x (broadcast to the shape of x)."""
+        centre = self.centre * factor
+        return self.moved(centre, factor.abs().max(), gamma(1) * norm2(centre.movedim(-1, 0)))
+
+    def __add__(self, other: "Near") -> "Near":
+        centre = self.centre + other.centre
+        found = Near.of(centre, up(self.fibre + other.fibre), up(self.whole + other.whole))
+        return found.noisy(gamma(0) * norm2(centre.movedim(-1, 0)))
+
+    def choose(self, token: int) -> "Near":
+        """The token at this place of axis 1 alone."""
+        return Near.of(self.centre[:, :, token : token + 1], self.fibre[:, :, token : token + 1], self.whole)
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """A LayerNorm whose scale and shift wait for the next linear map: gain * near + bias, which `settled` charges."""
+
+    near: Near
+    gain: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def centre(self) -> Tensor:
+        """gain * n + bias at the centre of `near`."""
+        found = self.near.centre if self.gain is None else self.near.centre * self.gain
+        return found if self.bias is None else found + self.bias
+
+    def settled(self) -> Near:
+        near = self.near if self.gain is None else self.near.scale(self.gain)
+        return near if self.bias is None else near.shift(self.bias)
+
+    def choose(self, token: int) -> "Normalised":
+        return replace(self, near=self.near.choose(token))
+
+
+def settled(x: object) -> Near:
+    """The value itself, nothing waiting. TypeError for what is no value of this domain."""
+    if isinstance(x, Normalised):
+        return x.settled()
+    if not isinstance(x, Near):
+        raise TypeError(f"{type(x).__name__} where a tensor near an image's was expected")
+    return x
+
+
+def _beside(whole: Tensor, fibre: Tensor) -> Tensor:
+    return whole.view(-1, *[1] * (fibre.dim() - 1))
+
+
+def pixel_ball(images: Tensor, radii: Tensor, norm: Norm = "l2") -> Near:
+    """All images within distance radii (b,) of `images` (b, c, h, w): |d|_2 <= sqrt(n) |d|_inf for n entries."""
+    centre = images[:, None]
+    if norm == "linf":
+        fibre = _beside(up(radii * math.sqrt(images.shape[-1])), centre[..., 0]).expand(centre.shape[:-1])
+        return Near.of(centre, fibre, up(radii * math.sqrt(images[0].numel())))
+    return Near(centre, _beside(radii, centre[..., 0]).expand(centre.shape[:-1]), radii)
+
+
+def rearranged(x: Near, centre: Tensor, places: Tensor) -> Near:
+    """`centre` holds entries of x, those of flat index `places` (1, *t): |t_i|^2 <= the sum over the fibres it is made of."""
+    repeated = int(torch.bincount(places.flatten()).max()) if places.numel() else 1
+    whole = up(x.whole * math.sqrt(repeated))
+    fibre = _beside(whole, centre[..., 0]).expand(centre.shape[:-1])
+    if places.numel() and bool((places.sort(-1).values.diff(dim=-1) > 0).all()):  # no entry twice
+        of = (places // x.shape[-1]).sort(-1).values
+        first = torch.cat([torch.ones_like(of[..., :1]), (of.diff(dim=-1) > 0).long()], -1)
+        widest = int(first.sum(-1).max())
+        if widest == 1:
+            made = x.fibre.flatten(1)[:, of[..., 0].flatten()].view(fibre.shape)
+        else:
+            squares = x.fibre.flatten(1).square()[:, of.flatten()].view(len(fibre), *of.shape[0:])
+            made = up((squares * first).sum(-1), of.shape[-1] + 2).sqrt() * (1 + 2**-50)
+        fibre = torch.minimum(fibre, made)
+    return Near.of(centre, fibre, whole)

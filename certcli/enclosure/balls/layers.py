@@ -1,0 +1,271 @@
+"""Modules and operations whose effect on norms is known near one image."""
+
+import math
+import operator
+from typing import Any
+
+import torch
+from timm.layers import DropPath, LayerScale
+from timm.layers.norm import LayerNorm as TimmLayerNorm
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from certcli.enclosure.balls.ball import Near, Normalised, rearranged, settled
+from certcli.enclosure.balls.table import Context, folded_norm, rules
+from certcli.enclosure.zonotopes.functions import GELU
+from certcli.enclosure.zonotopes.rounding import FUNCTION, gamma, norm2, up
+from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand
+from certcli.enclosure.zonotopes.rules.shapes import register_moves
+from certcli.engine.table import NoRule
+from certcli.engine.walk import Constant
+from certcli.lipschitz.numerics.convolution import conv_norm
+from certcli.lipschitz.numerics.spectral import frobenius_norm
+from certcli.models.build import PixelNormalize
+
+GELU_SLOPE = 1.12890415
+"""Above sup |GELU'|, at sqrt(2); 1.12901 for the tanh form (an interval sweep)."""
+GELU_TANH_SLOPE = 1.12901
+GELU_BEND = 0.7978846
+"""Above sup |GELU''| = 2 phi(0)."""
+
+
+def fibres(t: Tensor) -> Tensor:
+    """|t_i|_2 of each fibre, rounded up."""
+    return norm2(t.movedim(-1, 0))
+
+
+@rules.module(nn.Identity, nn.Dropout, DropPath)
+def nothing(ctx: Context, module: nn.Module, x: Any) -> Any:
+    return x
+
+
+@rules.module(PixelNormalize)
+def pixels(ctx: Context, module: PixelNormalize, x: Near) -> Near:
+    mean, std = module.mean.to(x.centre), module.std.to(x.centre)
+    off = x.shift(-mean)
+    centre = off.centre / std
+    return off.moved(centre, up((1 / std).abs().max()), gamma(1) * fibres(centre))
+
+
+@rules.module(nn.Linear)
+def linear(ctx: Context, module: nn.Linear, x: Any) -> Near:
+    """|W D (z - c)| <= sigma(W D) |z - c|, D what waits of a LayerNorm."""
+    gain = x.gain if isinstance(x, Normalised) else None
+    near = x.near if isinstance(x, Normalised) else settled(x)
+    slope = ctx.of_weights("slope", lambda: folded_norm(module.weight, gain))
+    length = ctx.of_weights("length", lambda: frobenius_norm(module.weight))
+    offset = 0.0 if module.bias is None else frobenius_norm(module.bias)
+    before = x.centre
+    centre = before @ module.weight.T if module.bias is None else before @ module.weight.T + module.bias
+    noise = gamma(module.in_features + 4) * up(length * _lengths(x, near, before) + offset, 8)
+    return near.moved(centre, torch.tensor(slope, dtype=torch.float64, device=centre.device), noise)
+
+
+def _lengths(x: Any, near: Near, centre: Tensor) -> Tensor:
+    """Above | |gain n| + |bias| |_2 of each fibre: what the rounding of a linear map's argument is relative to."""
+    size = fibres(centre)
+    if isinstance(x, Normalised) and x.bias is not None:
+        size = size + 2 * up(x.bias.norm(), len(x.bias))
+    return size
+
+
+@rules.module(nn.LayerNorm, TimmLayerNorm, when=lambda module: len(module.normalized_shape) == 1)
+def layer_norm(ctx: Context, module: Any, x: Any) -> Normalised:
+    return normalised(module, x)
+
+
+@rules.function(F.rms_norm)
+def rms_norm(ctx: Context, x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Normalised:
+    """LayerNorm without the mean."""
+    x = settled(x)
+    if eps is None or tuple(shape) != x.shape[-1:]:
+        raise NoRule("an RMSNorm over several axes, or with the default eps of its dtype")
+    return _scaled(x, x.centre, eps, None if weight is None else _constant(weight, x), None)
+
+
+def normalised(module: Any, x: Any) -> Normalised:
+    """A LayerNorm over the last axis."""
+    x = settled(x)
+    y = x.centre - x.centre.mean(-1, keepdim=True)
+    # y is off by 2 gamma |c|: as if the image's tensor were, so it counts into the radius
+    return _scaled(x.noisy(2 * gamma(x.shape[-1] + 4) * x.size), y, module.eps, module.weight, module.bias)
+
+
+def _scaled(x: Near, y: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None) -> Normalised:
+    """|N(z) - N(c)| <= |z - c| / sqrt(s t), s and t the deviations at c and the least within reach; never above 2 sqrt(d)."""
+    width = x.shape[-1]
+    length = fibres(y)
+    down = 1 - gamma(2 * width + 16)
+    here = (length * down) ** 2 / width + eps
+    least = (length * down - x.fibre).clamp_min(0) ** 2 / width + eps
+    gain = up(1 / ((here * least).sqrt() * down).sqrt(), 8)
+    centre = y / (y.square().sum(-1, keepdim=True) / width + eps).sqrt()
+    found = x.moved(centre, gain, gamma(2 * width + 32) * fibres(centre))
+    far = torch.full_like(found.fibre, 2 * math.sqrt(width) * (1 + 2**-40))
+    return Normalised(Near.of(centre, torch.minimum(found.fibre, far), found.whole), weight, bias)
+
+
+@rules.module(LayerScale)
+def layer_scale(ctx: Context, module: LayerScale, x: Any) -> Near:
+    return settled(x).scale(module.gamma)
+
+
+@rules.module(nn.GELU, when=lambda module: module.approximate in ("none", "tanh"))
+def gelu_module(ctx: Context, module: nn.GELU, x: Any) -> Near:
+    return gelu(ctx, x, module.approximate)
+
+
+@rules.function(F.gelu)
+def gelu(ctx: Context, x: Any, approximate: str = "none") -> Near:
+    """|f'(z)| <= |f'(c)| + sup |f''| r, and never above sup |f'|."""
+    x = settled(x)
+    centre = F.gelu(x.centre, approximate=approximate)
+    slope = torch.full_like(x.fibre, GELU_SLOPE if approximate == "none" else GELU_TANH_SLOPE)
+    if approximate == "none":
+        steepest = ctx.at_centre("slope", lambda: GELU.first(x.centre).abs().amax(-1) * (1 + FUNCTION) + FUNCTION)
+        slope = torch.minimum(slope, up(steepest + GELU_BEND * x.fibre))
+    return x.moved(centre, slope, 2 * FUNCTION * x.size)  # x Phi(x) cancels for x far below 0
+
+
+@rules.module(nn.ReLU)
+def relu_module(ctx: Context, module: nn.ReLU, x: Any) -> Near:
+    return relu(ctx, x)
+
+
+@rules.function(F.relu, torch.relu)
+def relu(ctx: Context, x: Any, inplace: bool = False) -> Near:
+    x = settled(x)
+    alive = (x.centre.amax(-1) + x.fibre > 0).double()  # a fibre of which no unit can open does not move
+    return Near.of(x.centre.relu(), x.fibre * alive, x.whole)
+
+
+@rules.module(nn.Conv2d, when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str))
+def convolution(ctx: Context, module: nn.Conv2d, x: Any) -> Near:
+    x = settled(x)
+    if len(x.shape) != 4:
+        raise NoRule("a convolution of something other than (b, c, h, w)")
+    options = {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups")}
+    slope = ctx.of_weights("slope", lambda: conv_norm(module.weight, **options, input_size=x.shape[-2:]))
+    image = x.centre[:, 0]
+    centre = F.conv2d(image, module.weight, module.bias, **options)[:, None]
+    bias = None if module.bias is None else module.bias.abs()
+    sizes = F.conv2d(image.abs(), module.weight.abs(), bias, **options)[:, None]
+    noise = gamma(module.weight[0].numel() + 4) * fibres(sizes)
+    whole = up(x.whole * slope)
+    fibre = whole.view(-1, *[1] * (centre.dim() - 2)).expand(centre.shape[:-1])
+    return Near.of(centre, fibre, whole).noisy(noise)
+
+
+def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """function(x, ...) for a function that moves, repeats or drops entries of one tensor."""
+    x = settled(x)
+
+    def run(t: Tensor) -> Any:
+        return function(t, *args, **kwargs)
+
+    places = torch.arange(math.prod(x.shape), device=x.centre.device).view(x.shape)
+    centre, places = torch.vmap(run)(x.centre), run(places)
+    if isinstance(places, Tensor):
+        return rearranged(x, centre, places)
+    return [rearranged(x, c, p) for c, p in zip(centre, places, strict=True)]
+
+
+register_moves(rules, arranged, settled)
+
+
+@rules.function(torch.mean)
+@rules.method("mean")
+def mean(ctx: Context, x: Any, dim: Any, keepdim: bool = False) -> Near:
+    """The mean of k numbers is 1 / sqrt(k) as long as they are, and no longer than the mean of their lengths."""
+    x = settled(x)
+    axes = len(x.shape)
+    dims = sorted(d % axes for d in ([dim] if isinstance(dim, int) else dim))
+    if 0 in dims:
+        raise NoRule("a mean over the batch")
+    count = math.prod(x.shape[d] for d in dims)
+    over = [d + 1 for d in dims]
+    centre = x.centre.mean(over, keepdim)
+    whole = up(x.whole / math.sqrt(count), 4)
+    if axes - 1 in dims:
+        fibre = whole.view(-1, *[1] * (centre.dim() - 2)).expand(centre.shape[:-1])
+    else:
+        fibre = up(x.fibre.mean(over, keepdim), count)
+    return Near.of(centre, fibre, whole).noisy(gamma(count + 4) * fibres(x.centre.abs().mean(over, keepdim)))
+
+
+@rules.function(torch.cat, torch.concat)
+def cat(ctx: Context, parts: Any, dim: int = 0) -> Near:
+    images = next(len(part.centre) for part in parts if isinstance(part, (Near, Normalised)))
+    values = [still(part.tensor, images) if isinstance(part, Constant) else settled(part) for part in parts]
+    axis = dim % len(values[0].shape)
+    if axis == 0:
+        raise NoRule("a concatenation along the batch")
+    whole = up(torch.stack([value.whole for value in values]).norm(dim=0), len(values))
+    centre = torch.cat([value.centre for value in values], axis + 1)
+    if axis == len(values[0].shape) - 1:
+        return Near.of(centre, norm2(torch.stack([value.fibre for value in values])), whole)
+    return Near.of(centre, torch.cat([value.fibre for value in values], axis + 1), whole)
+
+
+def still(constant: Tensor, images: int) -> Near:
+    """A constant, as near as can be to itself."""
+    centre = constant.double().expand(images, *constant.shape)
+    return Near(centre, centre.new_zeros(centre.shape[:-1]), centre.new_zeros(images))
+
+
+def _constant(value: Any, like: Near) -> Tensor:
+    return constant_operand(value, like.centre, like.shape)
+
+
+def _pair(x: Any, y: Any) -> tuple[Near, Any]:
+    if not isinstance(x, (Near, Normalised)):
+        x, y = y, x
+    x = settled(x)
+    if isinstance(y, (Near, Normalised)):
+        y = settled(y)
+        if x.shape != y.shape:
+            raise NoRule("an operation that repeats a tensor")
+    return x, y
+
+
+@rules.function(operator.add, operator.iadd, torch.add)
+@rules.method("add", "add_")
+def add(ctx: Context, x: Any, y: Any) -> Near:
+    x, y = _pair(x, y)
+    return x + y if isinstance(y, Near) else x.shift(_constant(y, x))
+
+
+@rules.function(operator.sub, operator.isub, torch.sub)
+@rules.method("sub", "sub_")
+def subtract(ctx: Context, x: Any, y: Any) -> Near:
+    if not isinstance(y, (Near, Normalised)):
+        x = settled(x)
+        return x.shift(-_constant(y, x))
+    return add(ctx, x, settled(y).scale(torch.tensor(-1.0, dtype=torch.float64)))
+
+
+@rules.function(operator.mul, operator.imul, torch.mul)
+@rules.method("mul", "mul_")
+def multiply(ctx: Context, x: Any, y: Any) -> Near:
+    """z w - c d = (z - c) d + c (w - d) + (z - c)(w - d), with |entries| <= |fibre|_2; or a product with a constant."""
+    x, y = _pair(x, y)
+    if not isinstance(y, Near):
+        return x.scale(_constant(y, x))
+    centre = x.centre * y.centre
+    first, second = (t.centre.abs().amax(-1) for t in (x, y))
+    fibre = up(x.fibre * second + first * y.fibre + x.fibre * y.fibre, 4)
+    together = up(fibre.flatten(1).norm(dim=1), fibre[0].numel())
+    return Near.of(centre, fibre, together).noisy(gamma(1) * fibres(centre))
+
+
+@rules.function(operator.truediv, torch.div)
+@rules.method("div")
+def divide(ctx: Context, x: Any, y: Any) -> Near:
+    """By a number: what is divided by it is as far off as the product with a rounded inverse, and one rounding more."""
+    x = settled(x)
+    if not isinstance(y, (int, float)) or y == 0:
+        raise NoRule("a division by something other than a number")
+    centre = x.centre / y
+    return x.moved(
+        centre, up(torch.tensor(1 / abs(y), dtype=torch.float64, device=centre.device)), gamma(1) * fibres(centre)
+    )

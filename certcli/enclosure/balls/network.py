@@ -1,0 +1,129 @@
+"""Many images at once through balls of norms: margins and radii of a network of any size. Proofs: docs/local.md, 10."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, settled
+from certcli.enclosure.balls.layers import fibres, normalised
+from certcli.enclosure.balls.table import Context, rules
+from certcli.enclosure.zonotopes.domain import Enclosure, queries, require_rules, tokenwise
+from certcli.enclosure.zonotopes.margins import differences
+from certcli.enclosure.zonotopes.needed_tokens import split, tokens_read
+from certcli.enclosure.zonotopes.rounding import gamma, up
+from certcli.enclosure.zonotopes.rules.layers import NORMS
+from certcli.engine.replay import replayed
+from certcli.engine.walk import Call, walk
+from certcli.evaluation.threat import Norm
+
+_COPIES = 24
+"""Arrays of the largest kind an image, what is remembered for the next radius included."""
+_MOST = 64
+Watch = Callable[[fx.Node, Any, int | None], None]
+
+
+class _Walk(Enclosure):
+    """One walk: the same graph and the same tokens as the local domain, with norms for values."""
+
+    rules = rules
+
+    def __init__(self, network: "NormsNetwork", start: Near, facts: dict[Any, Any], watch: Watch | None) -> None:
+        super().__init__(network.ending, network.wanted, start, watch)
+        self._weights, self._facts = network.weights, facts
+
+    def context(self, call: Call) -> Any:
+        assert call.node is not None
+        return Context(call.node, self.wanted.get(call.node), self._weights, self._facts)
+
+
+class NormsNetwork:
+    """A network traced once. NoRule, Untraceable name what has no theorem."""
+
+    def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
+        self.size = size
+        self.weights: dict[Any, Any] = {}
+        with replayed(model, size, rules) as traced:
+            self.ending = split(traced, NORMS)
+            self.wanted = tokens_read(self.ending.trace, self.ending.token, tokenwise, queries)
+            require_rules(self.ending.trace, rules)
+
+    def at_once(self, budget: float) -> int:
+        """How many images fit into `budget` bytes: probabilities of all heads, and a matrix of a head's size a token."""
+        most = max(self.size)
+        for node in self.ending.trace.graph.nodes:
+            shape = node.meta.get("shape")
+            if node.op not in ("call_module", "call_function", "call_method") or not isinstance(shape, tuple):
+                continue
+            most = max(most, math.prod(shape))
+            if node.target is functional.scaled_dot_product_attention:
+                keys = node.all_input_nodes[1].meta.get("shape", shape)
+                most = max(most, math.prod(shape[:-1]) * keys[-2])
+            module: Any = self.ending.trace.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+            if isinstance(getattr(module, "num_heads", None), int):
+                tokens = shape[-2]
+                most = max(most, module.num_heads * tokens * max(tokens, module.head_dim**2))
+        return max(1, min(_MOST, int(budget / (8 * _COPIES * most))))
+
+    @torch.no_grad()
+    def margins(
+        self,
+        images: Tensor,
+        radii: Tensor,
+        labels: Tensor,
+        facts: dict[Any, Any] | None = None,
+        watch: Watch | None = None,
+        norm: Norm = "l2",
+    ) -> Tensor:
+        """(b, k - 1) lower bounds on z_label - z_j over each image's ball; NaN or -inf where nothing is proven.
+
+        facts: filled with what depends on the images alone, for the next radii around the same images.
+        """
+        start = pixel_ball(images, radii, norm)
+        x: Any = walk(self.ending.trace, _Walk(self, start, {} if facts is None else facts, watch))
+        head: Any = self.ending.head
+        if self.ending.token is not None and x.shape[1] > 1:
+            x = settled(x).choose(self.ending.token)
+        if self.ending.norm is not None:
+            x = normalised(self.ending.norm, x)
+        gain = x.gain if isinstance(x, Normalised) else None
+        near = x.near if isinstance(x, Normalised) else settled(x)
+        rows = torch.eye(x.centre.shape[-1]).to(images) if head is None else head.weight
+        bias = None if head is None else head.bias
+        found = []
+        for i, label in enumerate(labels.tolist()):
+            found.append(_margins(x.centre[i], near, i, rows, bias, gain, label))
+        return torch.stack(found)
+
+    def radii(self, images: Tensor, labels: Tensor, steps: int = 4, norm: Norm = "l2") -> Tensor:
+        """The largest radii of those tried whose margins were all proven positive, 0.0 where none was: (b,).
+
+        Bisection of the exponent, all images at once. Nothing is assumed to be monotone: what is returned was checked.
+        """
+        facts: dict[Any, Any] = {}
+        proven = torch.zeros(len(images), dtype=torch.float64, device=images.device)
+        low = torch.full_like(proven, -44.0)  # 2^-44: below it the pixels' own rounding in float64 is not far
+        high = torch.full_like(proven, 6.0)
+        for _ in range(6 + steps):
+            middle = (low + high) / 2
+            tried = torch.exp2(middle)
+            holds = (self.margins(images, tried, labels, facts, norm=norm) > 0).all(1)  # False with NaN
+            proven = torch.where(holds, torch.maximum(proven, tried), proven)
+            low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
+        return proven
+
+
+def _margins(
+    centre: Tensor, near: Near, i: int, weight: Tensor, bias: Tensor | None, gain: Tensor | None, label: int
+) -> Tensor:
+    """(w_label - w_j) z at the centre minus |(w_label - w_j) D| times the radius, rounded down."""
+    rows, offset, doubt = differences(weight, bias, label)
+    flat, radius = centre.flatten(), near.fibre[i].flatten()
+    if len(radius) != 1:
+        raise AssertionError("a head on several tokens")
+    moved = fibres(rows if gain is None else rows * gain) * (1 + 2**-50)
+    loss = gamma(len(flat) + 8) * (rows.abs() @ flat.abs() + offset.abs()) * 4
+    return rows @ flat + offset - up(moved * radius + loss + doubt, 8)

@@ -1,0 +1,49 @@
+"""The rule table of the norms domain, and what its rules are called with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, fx
+
+from certcli.engine.table import RuleTable
+from certcli.lipschitz.numerics.spectral import frobenius_norm, spectral_norm, up
+
+rules = RuleTable("norms")
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Context:
+    """node: in the traced graph. token: the only one of the result's tokens that is read later; None for all.
+
+    weights: what was proven of the weights, for good. facts: what was computed at the centres of these images.
+    """
+
+    node: fx.Node
+    token: int | None
+    weights: dict[Any, Any]
+    facts: dict[Any, Any]
+
+    def of_weights(self, name: str, compute: Callable[[], Found]) -> Found:
+        """The result of `compute`, once for the network."""
+        return _once(self.weights, (self.node, name), compute)
+
+    def at_centre(self, name: str, compute: Callable[[], Found]) -> Found:
+        """The result of `compute`, once for all radii around these images."""
+        return _once(self.facts, (self.node, name), compute)
+
+
+def _once(known: dict[Any, Any], key: Any, compute: Callable[[], Found]) -> Found:
+    if key not in known:
+        known[key] = compute()
+    found: Found = known[key]
+    return found
+
+
+def folded_norm(weight: Tensor, gain: Tensor | None) -> float:
+    """sigma(W diag(gain)) from above, the rounding of that product included: (m, n), (n)."""
+    if gain is None:
+        return spectral_norm(weight)
+    folded = weight * gain
+    return spectral_norm(folded, up(2.0**-52 * frobenius_norm(folded)))

@@ -1,0 +1,74 @@
+"""Attention written out (queries and keys with norms of their own, pooling by attention): docs/local.md, 10.3."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from certcli.enclosure.balls.ball import Near, settled
+from certcli.enclosure.balls.layers import fibres, still
+from certcli.enclosure.balls.table import Context, rules
+from certcli.enclosure.zonotopes.rounding import gamma, up
+from certcli.engine.table import NoRule
+from certcli.engine.walk import Constant
+
+
+@rules.function(F.scaled_dot_product_attention)
+def heads(
+    ctx: Context,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Near:
+    """softmax(scale q k^T) v, heads (1, h, n, e): p' = p exp(t - log S), |t_ij| <= T_ij, |log S| <= L_i.
+
+    |out'_i - out_i| <= sum_j min(p_ij e^(T_ij + L_i), 1) |dv_j| + min(sum_j p_ij (e^(T_ij + L_i) - 1) |v_j - o_i|,
+    2 max_j |v_j - o_i|).
+    """
+    if attn_mask is not None or is_causal or dropout_p:
+        raise NoRule("attention with a mask or dropout")
+    images = next((len(part.centre) for part in (query, key, value) if not isinstance(part, Constant)), 1)
+    parts = (query, key, value)
+    q, k, v = (still(part.tensor, images) if isinstance(part, Constant) else settled(part) for part in parts)
+    if any(len(part.shape) != 4 for part in (q, k, v)):
+        raise NoRule("attention over something other than (1, heads, tokens, width)")
+    width, count = q.shape[-1], k.shape[-2]
+    factor = width**-0.5 if scale is None else scale
+    share, centre, toward, turn, reach, off = ctx.at_centre("heads", lambda: _facts(q, k, v, factor))
+    a, b, g = q.fibre[..., None], k.fibre[..., None, :], v.fibre[..., None, :]
+    change = up(abs(factor) * ((toward[..., None] + a) * b + a * turn), 8)
+    level = up(torch.log1p((share * torch.expm1(change)).sum(-1, keepdim=True) * (1 + 2**-40)), count + 256)
+    level = torch.minimum(level, change.amax(-1, keepdim=True))
+    moved = up(change + level)
+    through = (torch.minimum(share * moved.exp() * (1 + 2**-40), torch.ones_like(share)) * g).sum(-1)
+    turned = (share * torch.expm1(moved) * (1 + 2**-40) * reach).sum(-1)
+    fibre = up(through + torch.minimum(turned, 2 * reach.amax(-1)), count + 16)
+    whole = up(fibre.flatten(1).norm(dim=1), fibre[0].numel())
+    return Near.of(centre, fibre, whole).noisy(off)
+
+
+def _facts(q: Near, k: Near, v: Near, factor: float) -> tuple[Tensor, ...]:
+    """At the centres: probabilities (from above), averages; inflated by their rounding
+
+    |q_i|, |k_j - m_i|, |v_j - o_i| and what the averages are off by. m_i need not be exact: any row of it serves.
+    """
+    width, count = q.shape[-1], k.shape[-2]
+    inner, exact = gamma(width + count + 64), "donot_use_mm_for_euclid_dist"
+    asked, k_most, v_most = (
+        fibres(q.centre),
+        fibres(k.centre).amax(-1, keepdim=True),
+        fibres(v.centre).amax(-1, keepdim=True),
+    )
+    doubt = up(abs(factor) * inner * asked * k_most, 8)
+    unsure = up(torch.expm1(2 * doubt) * (1 + 2**-40) + inner, 4)
+    share = ((q.centre * factor) @ k.centre.mT).softmax(-1)
+    o, m = share @ v.centre, share @ k.centre
+    off = up((unsure + inner) * v_most, 4)
+    turn = up(torch.cdist(m, k.centre, compute_mode=exact), width + 8)
+    reach = up(torch.cdist(o, v.centre, compute_mode=exact) + off[..., None], width + 8)
+    return up(share * (1 + unsure[..., None]), 4), o, asked, turn, reach, off

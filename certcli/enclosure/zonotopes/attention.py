@@ -1,0 +1,144 @@
+"""Dot-product attention: scores, probabilities as 1 / sum exp of differences, averages. Proofs: docs/local.md, section 7."""
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.backward import BACK
+from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.functions import EXP, LOG
+from certcli.enclosure.zonotopes.pointwise import apply
+from certcli.enclosure.zonotopes.products import product
+from certcli.enclosure.zonotopes.rounding import gamma, up
+
+_FARTHEST = 30.0
+"""Differences of scores beyond +-30 make exp's relaxation useless; the radius is then refused."""
+
+
+def scores(q: Form, k: Form) -> Form:
+    """q k^T, (1, h, i, e) x (1, h, j, e) -> (1, h, i, j), up to what is the same in a row.
+
+    The keys are centred over the tokens first: q . mean(k) shifts whole rows of scores, which softmax cannot see.
+    """
+    tokens, width = k.shape[-2], k.shape[-1]
+    k = k.linear(lambda t: t - t.mean(-2, keepdim=True), lambda t: t + t.mean(-2, keepdim=True), terms=tokens + 4)
+    return product(q, k, lambda a, b: a @ b.mT, width, _score_square)
+
+
+def _score_square(a: Tensor, b: Tensor) -> Tensor:
+    """|T_ij|_F^2 of T_ij = sum_e a_ie b_je^T, from the Gram matrices of both: (m, 1, h, i, e) -> (1, h, i, j)."""
+    first = torch.einsum("mzhie,mzhif->zhief", a, a).flatten(-2)
+    second = torch.einsum("mzhje,mzhjf->zhjef", b, b).flatten(-2)
+    return first @ second.mT
+
+
+def _average_square(a: Tensor, b: Tensor) -> Tensor:
+    """The same for sum_j a_ij b_je^T: (m, 1, h, i, j) x (m, 1, h, j, e) -> (1, h, i, e)."""
+    first = torch.einsum("mzhij,mzhik->zhijk", a, a).flatten(-2)
+    second = torch.einsum("mzhje,mzhke->zhejk", b, b).flatten(-2)
+    return first @ second.mT
+
+
+def softmax(x: Form) -> Form:
+    """p_j = exp(z_j - log sum_k exp z_k) on the last axis, for z_j = x_j - sum_k w_k x_k with w near p.
+
+    At w = p the sum does not move to first order, so that its logarithm costs next to nothing. Differences of scores give
+    bounds beside it: p_j = 1 / sum_k exp(x_k - x_j).
+    """
+    x = x.solid()
+    low, high = _bounds(x)
+    weight = x.centre.softmax(-1)
+    z = x.linear(
+        lambda t: t - (weight * t).sum(-1, keepdim=True),
+        lambda t: t + (weight * t).sum(-1, keepdim=True),
+        terms=x.shape[-1] + 4,
+    )
+    if not bool((z.radius <= _FARTHEST).all()):
+        raise Unbounded("scores that differ by more than exp can follow")
+    below, above = z.interval()
+    terms = x.shape[-1] + 256
+    least = below.exp().sum(-1, keepdim=True) * (1 - gamma(terms))
+    most = above.exp().sum(-1, keepdim=True) * (1 + gamma(terms))
+    total = apply(EXP, z).linear(
+        lambda t: t.sum(-1, keepdim=True), lambda t: t.sum(-1, keepdim=True), terms=x.shape[-1]
+    )
+    level = apply(LOG, total, least, most).solid()  # one symbol a row, shared by its probabilities
+    share = z + level.linear(
+        lambda t: -t.expand(*t.shape[:-1], x.shape[-1]), lambda t: t.expand(*t.shape[:-1], x.shape[-1])
+    )
+    bottom, top = low.log() - 2.0**-40 * (1 + low.log().abs()), high.log() + 2.0**-40 * (1 + high.log().abs())
+    return capped(apply(EXP, share, bottom, top.clamp_max(0.0)), low, high)
+
+
+def _bounds(x: Form) -> tuple[Tensor, Tensor]:
+    """Bounds of p_j = 1 / sum_k exp(x_k - x_j) from the intervals of the differences."""
+    count = x.shape[-1]
+    flat = x.gens.flatten(1, -2).permute(1, 2, 0).contiguous()  # (rows, k, columns)
+    reach = _distances(flat, x).view(*x.shape[:-1], count, count)  # (*rows, j, k)
+    distance = x.centre[..., None, :] - x.centre[..., :, None]
+    reach = up(reach + gamma(0) * (x.centre[..., None, :].abs() + x.centre[..., :, None].abs()))
+    reach = reach * (1 - torch.eye(count, dtype=reach.dtype, device=reach.device))  # x_j - x_j = 0
+    terms = count + 256
+    least = (distance - reach).exp().sum(-1) * (1 - gamma(terms)) - gamma(4)
+    most = (distance + reach).exp().sum(-1) * (1 + gamma(terms))
+    return (1 - gamma(4)) / most, up(1 / least.clamp_min(1.0), 4).clamp_max(1.0)
+
+
+def capped(x: Form, low: Tensor, high: Tensor) -> Form:
+    """x, or the middle of [low, high] with nothing but slack where that is narrower."""
+    half = up((high - low) / 2, 2) + gamma(4) * high.abs()
+    narrower = half < x.rest_radius  # what the ball part says is shared with other entries and stays worth more
+    zero = torch.zeros((), dtype=x.centre.dtype, device=x.centre.device)
+    kept = (~narrower).to(x.centre)
+    node = x.then(
+        x.shape, lambda rows: (rows * kept,), (low + high) / 2 * (1 - kept), half * (1 - kept) + gamma(BACK) * x.size
+    )
+    return Form(
+        x.space,
+        torch.where(narrower, (low + high) / 2, x.centre),
+        torch.where(narrower, zero, x.gens),
+        torch.where(narrower, half, x.slack),
+        x.blocks,
+        node,
+    )
+
+
+def _distances(flat: Tensor, x: Form) -> Tensor:
+    """sup |x_k - x_j - (c_k - c_j)|: (rows, j, k), from the columns (rows, k, g)."""
+    ball, fixed, exact = x.space.ball, x.fixed, "donot_use_mm_for_euclid_dist"
+    near = [
+        up(torch.cdist(part, part, p=p, compute_mode=exact), part.shape[-1] + 4)
+        for part, p in (
+            (flat[..., :ball], 1.0 if x.space.boxed else 2.0),
+            (flat[..., ball:fixed], 2.0),
+            (flat[..., fixed:], 1.0),
+        )
+    ]
+    slack = x.slack.flatten(0, -2)
+    return up(near[0] + near[1] + near[2] + slack[:, :, None] + slack[:, None, :], 6)
+
+
+def average(p: Form, v: Form) -> Form:
+    """p v for probabilities p whose rows sum to 1: (1, h, i, j) x (1, h, j, e) -> (1, h, i, e).
+
+    o = w v + (p - w) (v - w v) for any w with sum 1 in each row: values count relative to their average alone.
+    """
+    p = p.solid()
+    tokens = v.shape[-2]
+    weight = p.centre / p.centre.sum(-1, keepdim=True)
+    # p = p - weight (sum p - 1): an identity for probabilities, and deviations then sum to 0 up to rounding
+    spread = p.linear(
+        lambda t: t - weight * t.sum(-1, keepdim=True),
+        lambda t: t + weight.abs() * t.sum(-1, keepdim=True),
+        terms=2 * tokens + 4,
+    ).shift(weight)
+    common = weight.mean(-2, keepdim=True)  # (1, h, 1, j), the same for all rows
+    middle = v.linear(lambda t: common @ t, lambda t: common.abs() @ t, terms=tokens)
+    ones = v.linear(lambda t: t - common @ t, lambda t: t + common.abs() @ t, terms=tokens + 4)
+    out = product(spread, ones, lambda a, b: a @ b, tokens, _average_square)
+    return out + middle.linear(lambda t: t.expand(*t.shape[:-2], out.shape[-2], t.shape[-1]))
+
+
+def attend(q: Form, k: Form, v: Form, scale: float) -> Form:
+    """softmax(scale q k^T) v, heads (1, h, n, e)."""
+    factor = torch.tensor(scale, dtype=torch.float64, device=q.centre.device)
+    return average(softmax(scores(q.scale(factor), k)), v)

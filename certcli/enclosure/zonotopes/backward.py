@@ -1,0 +1,196 @@
+"""What each tensor of a walk is in terms of the tensors before it, and bounds found by going back through it.
+
+A node states, of the true values z on the neighbourhood, |z - sum_p L_p z_p - constant| <= error entry by entry, with L_p
+linear maps of its parents. Any row of numbers w then gives a lower bound of <w, z>: from the last node to the first,
+<w, z> >= <w, constant> - <|w|, error> + sum_p <L_p^T w, z_p>. At the image the least value over the ball is known.
+Proofs: docs/local.md, section 9.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.rounding import gamma, up
+
+Pull = Callable[[Tensor], Sequence[Tensor]]
+BACK = 64
+"""Roundings that any entry meets on the way back beside inner products: factors, and sums over those that read it."""
+_serial = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """pull: rows (k, *shape) -> L_p^T of them, (k, *parent), for each parent. None for constant, error: zero.
+
+    error holds what the rounding of pull may cost as well: gamma times |L_p| sup |z_p|.
+    """
+
+    shape: tuple[int, ...]
+    parents: tuple["Node", ...]
+    pull: Pull
+    constant: Tensor | None = None
+    error: Tensor | None = None
+    place: int = field(default_factory=lambda: next(_serial))
+
+
+@dataclass(frozen=True, eq=False)
+class Hinge(Node):
+    """max(x, 0) of a parent in [low, high]: open where the sign is not known.
+
+    places (k): the open entries, flat. There x = middle + columns^T e + p with |p| <= rest: columns (m, k), e in the ball.
+    """
+
+    low: Tensor = field(default_factory=lambda: torch.zeros(0))
+    high: Tensor = field(default_factory=lambda: torch.zeros(0))
+    places: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    columns: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    middle: Tensor = field(default_factory=lambda: torch.zeros(0))
+    rest: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    @property
+    def open(self) -> Tensor:
+        return (self.low < 0) & (self.high > 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Ball(Node):
+    """The images: centre + radius e, |e|_2 <= 1, or |e|_inf <= 1 (boxed)."""
+
+    centre: Tensor = field(default_factory=lambda: torch.zeros(0))
+    radius: float = 0.0
+    boxed: bool = False
+
+
+def adjoint(apply: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Pull:
+    """L^T of a linear map given on batches, by differentiating it."""
+
+    def pull(rows: Tensor) -> Sequence[Tensor]:
+        with torch.enable_grad():
+            start = rows.new_zeros(len(rows), *shape, requires_grad=True)
+            (found,) = torch.autograd.grad(apply(start), start, rows, create_graph=rows.requires_grad)
+        return (found,)
+
+    return pull
+
+
+@dataclass
+class Choice:
+    """How an open hinge is bounded, (rows, k) each, anything in its range is sound.
+
+    slope in [0, 1]: max(x, 0) >= slope x. share in [0, 1]: how much of the bound from above is a parabola, the rest a chord.
+    width > 0: |x| <= x^2 / (2 width) + width / 2. split > 0: (y + p)^2 <= (1 + split) y^2 + (1 + 1 / split) p^2.
+    """
+
+    slope: Tensor
+    share: Tensor
+    width: Tensor
+    split: Tensor
+
+
+@dataclass
+class Parabolas:
+    """- sum_k weight_k (middle_k + columns_k . e)^2, what is left of parabolas: weight (rows, k)."""
+
+    hinge: Hinge
+    weight: Tensor
+
+
+@dataclass
+class Descent:
+    """<rows, z> >= total + slope . x - parabolas over the images x: total (rows), slope (rows, pixels); size of the terms."""
+
+    total: Tensor
+    slope: Tensor
+    size: Tensor
+    entries: int
+    ball: Ball
+    parabolas: list[Parabolas]
+
+
+def simple(node: Hinge) -> Tensor:
+    """The slope that leaves the smaller triangle below max(x, 0): 1 where x is positive on more than half, else 0."""
+    return (node.high > -node.low).double().flatten()[node.places]
+
+
+def _chord(node: Hinge) -> tuple[Tensor, Tensor]:
+    """A line above max(x, 0) on [low, high], open entries alone: its slope and its value at 0."""
+    low, high = node.low.flatten()[node.places], node.high.flatten()[node.places]
+    slope = high / (high - low)
+    # convex: below any line that is above it at both ends
+    return slope, up(torch.maximum(-slope * low, (1 - slope) * high), 4)
+
+
+def _through(node: Hinge, rows: Tensor, choice: Choice | None) -> tuple[Tensor, Tensor, Parabolas | None]:
+    """What rows of max(x, 0) are at least: rows of x, a constant (rows), and parabolas."""
+    flat = rows.flatten(1)
+    back = flat * (node.low >= 0).double().flatten()
+    some = flat[:, node.places]
+    above, below = some.clamp_min(0), some.clamp_max(0)
+    chord, offset = _chord(node)
+    if choice is None:
+        found = above * simple(node) + below * chord
+        return back.index_copy(1, node.places, found).view_as(rows), (below * offset).sum(1), None
+    share, width, split = choice.share, choice.width, choice.split
+    found = above * choice.slope + below * ((1 - share) * chord + share / 2)
+    level = (1 - share) * offset + share * up(width / 4 + (1 + 1 / split) * node.rest**2 / (4 * width), 8)
+    weight = up(-below * share * (1 + split) / (4 * width), 8)
+    return back.index_copy(1, node.places, found).view_as(rows), (below * level).sum(1), Parabolas(node, weight)
+
+
+def descend(out: Node, rows: Tensor, chosen: Mapping[Node, Choice]) -> Descent:
+    """From the last node to the images: rows (k, *shape) of `out`."""
+    waiting: dict[Node, Tensor] = {out: rows}
+    total, size = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
+    entries = 0
+    parabolas: list[Parabolas] = []
+    while True:
+        node = max(waiting, key=lambda n: n.place)
+        row = waiting.pop(node)
+        flat = row.flatten(1)
+        entries += flat.shape[1]
+        if isinstance(node, Ball):
+            return Descent(total, flat, size, entries, node, parabolas)
+        if node.error is not None:
+            lost = flat.abs() @ node.error.flatten()
+            total, size = total - lost, size + lost
+        if node.constant is not None:
+            total = total + flat @ node.constant.flatten()
+            size = size + flat.abs() @ node.constant.abs().flatten()
+        pulled: Sequence[Tensor]
+        if isinstance(node, Hinge):
+            back, offset, curved = _through(node, row, chosen.get(node))
+            total, size, pulled = total + offset, size - offset, (back,)
+            parabolas += [] if curved is None else [curved]
+        else:
+            pulled = node.pull(row)
+        for parent, part in zip(node.parents, pulled, strict=True):
+            waiting[parent] = waiting[parent] + part if parent in waiting else part
+
+
+def lower(out: Node, rows: Tensor) -> Tensor:
+    """(k,) lower bounds of <rows_i, z> over the neighbourhood, rounded down, with chords and simple slopes."""
+    found = descend(out, rows, {})
+    ball, slope = found.ball, found.slope
+    length = slope.abs().sum(1) if ball.boxed else slope.norm(dim=1)
+    size = found.size + slope.abs() @ ball.centre.abs().flatten() + ball.radius * length
+    total = found.total + slope @ ball.centre.flatten() - ball.radius * length
+    return total - up(gamma(found.entries + slope.shape[1] + 64) * size)
+
+
+_ROWS = 256
+
+
+def tightened(x: Node, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds on the entries of x whose sign is open, by going back; never wider than those given."""
+    flat_low, flat_high = low.flatten().clone(), high.flatten().clone()
+    open_ = ((flat_low < 0) & (flat_high > 0)).nonzero()[:, 0]
+    for places in open_.split(_ROWS):
+        rows = low.new_zeros(len(places), low.numel())
+        rows[torch.arange(len(places), device=rows.device), places] = 1.0
+        rows = rows.view(-1, *low.shape)
+        flat_low[places] = torch.maximum(flat_low[places], lower(x, rows))
+        flat_high[places] = torch.minimum(flat_high[places], -lower(x, -rows))
+    return flat_low.view(low.shape), flat_high.view(high.shape)

@@ -1,0 +1,267 @@
+"""Affine forms: everything that the images of a ball can be, at one tensor of the network.
+
+A form is the set of all  c + A e + Q vec(e e^T) + B n + s,  where e (|e|_2 <= 1) places the image in its ball, n (|n|_inf <=
+1) are box symbols, and s is any tensor with |s| <= slack entry by entry. e and n mean the same in every form of a walk, so
+differences of forms cancel. vec(e e^T) lists e_a^2 and sqrt(2) e_a e_b (a < b): its l2 norm is |e|^2 <= 1. Source of the
+l2 + box form: Bonaert et al. 2021 (multi-norm zonotopes); the columns for e e^T are ours. Proofs: docs/local.md.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.backward import BACK, Ball, Node, Pull, adjoint
+from certcli.enclosure.zonotopes.quadratic import quadratic_radius
+from certcli.enclosure.zonotopes.rounding import gamma, norm1, norm2, up
+
+Linear = Callable[[Tensor], Tensor]
+_fresh_names = itertools.count()
+
+
+class Unbounded(Exception):
+    """The neighbourhood is too large for a finite enclosure; the message names the place."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """ball: entries of e. squares: whether e e^T has columns. limit: box symbols a form may carry after a residual sum;
+    0: none anywhere, what is not of the image stays slack.
+
+    boxed: |e|_inf <= 1 in place of |e|_2 <= 1; then there are no columns for e e^T.
+    """
+
+    ball: int
+    squares: bool
+    limit: int
+    boxed: bool = False
+
+    @property
+    def square(self) -> int:
+        return self.ball * (self.ball + 1) // 2 if self.squares else 0
+
+
+@dataclass(frozen=True)
+class Form:
+    """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: name and size of each run of box symbols.
+
+    node: what the tensor is in terms of those before it, where a tape is kept.
+    """
+
+    space: Space
+    centre: Tensor
+    gens: Tensor
+    slack: Tensor
+    blocks: tuple[tuple[int, int], ...] = ()
+    node: Node | None = None
+    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.centre.shape)
+
+    @property
+    def fixed(self) -> int:
+        """Columns before the box symbols."""
+        return self.space.ball + self.space.square
+
+    @property
+    def ball(self) -> Tensor:
+        return self.gens[: self.space.ball]
+
+    @property
+    def box(self) -> Tensor:
+        return self.gens[self.fixed :]
+
+    def _once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        if name not in self._cache:
+            self._cache[name] = compute()
+        return self._cache[name]
+
+    @property
+    def ball_radius(self) -> Tensor:
+        """sup |A e| entry by entry."""
+        return self._once("ball", lambda: norm1(self.ball) if self.space.boxed else norm2(self.ball))
+
+    @property
+    def square(self) -> Tensor:
+        return self.gens[self.space.ball : self.fixed]
+
+    @property
+    def box_radius(self) -> Tensor:
+        """sup |B n + s| entry by entry."""
+        return self._once("box", lambda: up(norm1(self.box) + self.slack))
+
+    @property
+    def rest_radius(self) -> Tensor:
+        """sup |Q vec(e e^T) + B n + s| entry by entry."""
+        return self._once("rest", lambda: up(quadratic_radius(self.square, self.space.ball) + self.box_radius))
+
+    @property
+    def radius(self) -> Tensor:
+        return self._once("radius", lambda: up(self.ball_radius + self.rest_radius))
+
+    @property
+    def size(self) -> Tensor:
+        """Above |c| + sum of all |columns|'s share: what rounding errors are relative to."""
+        return self._once(
+            "size", lambda: up(self.centre.abs() + self.ball_radius + norm2(self.square) + self.box_radius)
+        )
+
+    def interval(self) -> tuple[Tensor, Tensor]:
+        """Entrywise bounds, rounded outward."""
+        away = up(self.radius + gamma(4) * self.size)
+        return self.centre - away, self.centre + away
+
+    def linear(self, apply: Linear, absolute: Linear | None = None, terms: int = 0) -> "Form":
+        """The form of L x, for a linear map given on batches (k, *s) -> (k, *t), and of |L| where it is not a selection.
+
+        terms: the longest inner product in L; 0 for a selection or rearrangement of entries (|L| = L, no rounding).
+        """
+        centre = apply(self.centre[None])[0]
+        gens = apply(self.gens)
+        if absolute is None:
+            node = self.arranged(apply, centre)
+            return Form(self.space, centre, gens, apply(self.slack[None])[0], self.blocks, node)
+        error = self.slack + gamma(terms) * self.size
+        node = None
+        if self.node is not None:  # going back sums over the results, at most all of them
+            lost = up(absolute(gamma(terms + centre.numel() + BACK) * self.size[None])[0], terms)
+            node = self.then(tuple(centre.shape), adjoint(apply, self.shape), error=lost)
+        return Form(self.space, centre, gens, up(absolute(error[None])[0], terms), self.blocks, node)
+
+    def then(
+        self, shape: tuple[int, ...], pull: Pull, constant: Tensor | None = None, error: Tensor | None = None
+    ) -> Node | None:
+        """The node of a result that is L x + constant +- error, where a tape is kept."""
+        return None if self.node is None else Node(shape, (self.node,), pull, constant, error)
+
+    def arranged(self, apply: Linear, centre: Tensor) -> Node | None:
+        """The node of a selection or rearrangement: going back, what was repeated is summed."""
+        if self.node is None:
+            return None
+        lost = up(gamma(centre.numel() + BACK) * apply(self.size[None])[0])
+        return self.then(tuple(centre.shape), adjoint(apply, self.shape), None, lost)
+
+    def doubted(self, error: Tensor) -> "Form":
+        """x with entries that are off by at most `error`."""
+        node = self.then(self.shape, lambda rows: (rows,), None, up(error + gamma(BACK) * self.size))
+        return Form(self.space, self.centre, self.gens, up(self.slack + error), self.blocks, node)
+
+    def known_as(self, node: Node | None) -> "Form":
+        return replace(self, node=node, _cache=self._cache)
+
+    def choose(self, token: int) -> "Form":
+        """The token at this place of axis 1 alone."""
+        return self.linear(lambda t: t[:, :, token : token + 1])
+
+    def shift(self, constant: Tensor) -> "Form":
+        """x + constant (broadcast to the shape of x)."""
+        slack = up(self.slack + gamma(0) * (self.centre.abs() + constant.abs()))
+        node = None
+        if self.node is not None:
+            whole = constant.expand(self.shape)
+            node = self.then(self.shape, lambda rows: (rows,), whole, up(gamma(BACK) * (self.size + whole.abs())))
+        return Form(self.space, self.centre + constant, self.gens, slack, self.blocks, node)
+
+    def scale(self, factor: Tensor) -> "Form":
+        """factor * x entry by entry (broadcast to the shape of x), for an exact factor."""
+        slack = up(factor.abs() * (self.slack + gamma(1) * self.size))
+        lost = up(factor.abs() * gamma(BACK) * self.size)
+        node = self.then(self.shape, lambda rows: (rows * factor,), None, lost)
+        return Form(self.space, self.centre * factor, self.gens * factor, slack, self.blocks, node)
+
+    def __add__(self, other: "Form") -> "Form":
+        x, y = Form.aligned([self, other])
+        slack = up(self.slack + other.slack + gamma(0) * (self.size + other.size))
+        node = None
+        if self.node is not None and other.node is not None:
+            lost = up(gamma(BACK) * (self.size + other.size))
+            node = Node(self.shape, (self.node, other.node), lambda rows: (rows, rows), None, lost)
+        return Form(self.space, x.centre + y.centre, x.gens + y.gens, slack, x.blocks, node)
+
+    def solid(self) -> "Form":
+        """The slack of every entry as a box symbol of its own: later maps can cancel it. As it is where none is allowed."""
+        if not self.space.limit:
+            return self
+        count = self.centre.numel()
+        gens = self.gens.new_zeros(len(self.gens) + count, *self.shape)
+        gens[: len(self.gens)] = self.gens
+        gens[len(self.gens) :].view(count, count).diagonal().copy_(self.slack.flatten())
+        blocks = (*self.blocks, (next(_fresh_names), count))
+        return Form(self.space, self.centre, gens, torch.zeros_like(self.slack), blocks, self.node)
+
+    def worked(self) -> "Form":
+        """`solid` where the slack is more than rounding errors: what a map that mixes entries should be given."""
+        return self.solid() if bool((self.slack > 1e-9 * (self.ball_radius + self.box_radius)).any()) else self
+
+    @staticmethod
+    def aligned(forms: list["Form"]) -> list["Form"]:
+        """The same forms over one list of box symbols; columns that a form lacks are zero."""
+        blocks: dict[int, int] = {}
+        for form in forms:
+            blocks |= dict(form.blocks)
+        return [_over(form, tuple(blocks.items())) for form in forms]
+
+    def reduced(self) -> "Form":
+        """Box symbols brought below the limit: the columns nearest to an axis are boxed entry by entry (Girard).
+
+        Slack becomes symbols where it is worth it, so that no rounding error is counted once a layer again and again.
+        """
+        limit, count = self.space.limit, self.centre.numel()
+        if not limit:
+            return self
+        box = self.box
+        if len(box) + count <= limit:
+            return self.worked()
+        flat = box.flatten(1).abs()
+        loss = flat.sum(1) - flat.amax(1)
+        keep = max(0, min(limit - count, len(box)))
+        order = torch.argsort(loss, descending=True)
+        kept, boxed = order[:keep].sort().values, order[keep:]
+        slack = up(self.slack + norm1(box[boxed]))
+        gens = torch.cat([self.gens[: self.fixed], box[kept]])
+        # names of their own: a column that another form still holds is treated as independent of it, which only widens
+        blocks = ((next(_fresh_names), keep),) if keep else ()
+        return Form(self.space, self.centre, gens, slack, blocks, self.node).solid()
+
+
+def _over(x: Form, blocks: tuple[tuple[int, int], ...]) -> Form:
+    if x.blocks == blocks:
+        return x
+    start, offsets = x.fixed, {}
+    for name, count in x.blocks:
+        offsets[name] = start
+        start += count
+    gens = x.gens.new_zeros(x.fixed + sum(count for _, count in blocks), *x.shape)
+    gens[: x.fixed] = x.gens[: x.fixed]
+    start = x.fixed
+    for name, count in blocks:
+        if name in offsets:
+            gens[start : start + count] = x.gens[offsets[name] : offsets[name] + count]
+        start += count
+    return replace(x, gens=gens, blocks=blocks, _cache=x._cache)
+
+
+def l2_ball(image: Tensor, radius: float, *, squares_up_to: int, limit: int, tape: bool = False) -> Form:
+    """All images within l2 distance `radius` of `image` (1, c, h, w): radius * identity as A."""
+    count = image.numel()
+    space = Space(count, count <= squares_up_to, limit)
+    gens = image.new_zeros(count + space.square, *image.shape)
+    gens[:count].view(count, count).diagonal().fill_(radius)
+    return Form(space, image, gens, torch.zeros_like(image), (), _first(image, radius, False) if tape else None)
+
+
+def _first(image: Tensor, radius: float, boxed: bool) -> Node:
+    return Ball(tuple(image.shape), (), lambda rows: (), centre=image, radius=radius, boxed=boxed)
+
+
+def linf_ball(image: Tensor, radius: float, *, limit: int, tape: bool = False) -> Form:
+    """All images with every pixel within `radius` of `image`'s."""
+    count = image.numel()
+    gens = image.new_zeros(count, *image.shape)
+    gens.view(count, count).diagonal().fill_(radius)
+    node = _first(image, radius, True) if tape else None
+    return Form(Space(count, False, limit, True), image, gens, torch.zeros_like(image), (), node)

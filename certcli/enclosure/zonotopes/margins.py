@@ -1,0 +1,85 @@
+"""From the last form to proven margins: a lower bound on every difference of logits over the whole neighbourhood."""
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.backward import Node, lower
+from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.normalisation import signs
+from certcli.enclosure.zonotopes.parabolas import coupled
+from certcli.enclosure.zonotopes.quadratic import matrices
+from certcli.enclosure.zonotopes.rounding import gamma, norm1, norm2, up
+
+
+def lower_bounds(x: Form) -> Tensor:
+    """min over the form, entry by entry: c - |A| - max(0, -lambda_min(Q)) - |B|_1 - slack, rounded down."""
+    space = x.space
+    below = x.ball_radius + norm1(x.box) + x.slack
+    if space.squares:
+        below = below + torch.minimum(norm2(x.square), _descent(x.square, x))
+    found = x.centre - up(below + gamma(4) * x.centre.abs(), 8)
+    return found if x.node is None else _going_back(x.node, found)
+
+
+def _going_back(node: Node, found: Tensor) -> Tensor:
+    """The larger of `found` and of bounds by going back; with parabolas where neither is positive, the least entry first."""
+    rows = torch.eye(found.numel(), dtype=found.dtype, device=found.device).view(-1, *found.shape)
+    flat = torch.maximum(found.flatten(), lower(node, rows))
+    for entry in torch.argsort(flat).tolist():
+        if flat[entry] > 0:
+            break
+        flat[entry] = torch.maximum(flat[entry], torch.tensor(coupled(node, rows[entry : entry + 1])))
+        if not flat[entry] > 0:
+            break  # one margin that is not proven is enough
+    return flat.view(found.shape)
+
+
+def _descent(columns: Tensor, x: Form) -> Tensor:
+    """Above max(0, -e^T M e) for |e| <= 1, M the symmetric matrix of each entry's columns for e e^T.
+
+    From a computed M = V diag(l) V^T + R: e^T M e >= min(0, l_min) (1 + |V^T V - I|_F) - |R|_F, whatever V and l are.
+    """
+    m = x.space.ball
+    matrix = matrices(columns, m)
+    if not bool(torch.isfinite(matrix).all()):
+        return torch.full_like(x.centre, torch.inf)
+    values, vectors = torch.linalg.eigh(matrix)
+    largest = values.abs().amax(-1)
+    rest = matrix - (vectors * values[:, None]) @ vectors.mT
+    skew = vectors.mT @ vectors - torch.eye(m, dtype=matrix.dtype, device=matrix.device)
+    lost = gamma(m * m + m) * (4 * m * largest + torch.linalg.vector_norm(matrix, dim=(1, 2)))
+    turned = 1 + torch.linalg.vector_norm(skew, dim=(1, 2)) + gamma(m * m) * m
+    bound = (
+        (-values[:, 0]).clamp_min(0) * turned + torch.linalg.vector_norm(rest, dim=(1, 2)) * (1 + gamma(m * m)) + lost
+    )
+    return up(bound, 8).reshape(x.centre.shape)
+
+
+def differences(weight: Tensor, bias: Tensor | None, label: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows w_label - w_j and biases b_label - b_j for all j != label, and what the biases may be off by."""
+    others = [j for j in range(len(weight)) if j != label]
+    rows = weight[label] - weight[others]
+    if bias is None:
+        zero = rows.new_zeros(len(rows))
+        return rows, zero, zero
+    return rows, bias[label] - bias[others], gamma(0) * (bias[label].abs() + bias[others].abs())
+
+
+def linear_margins(x: Form, weight: Tensor, bias: Tensor | None, label: int) -> Tensor:
+    """Lower bounds on z_label - z_j, j != label, for z = weight x + bias: (1, d) -> (k - 1,)."""
+    rows, offset, doubt = differences(weight, bias, label)
+    z = x.linear(lambda t: t @ rows.T, lambda t: t @ rows.abs().T, terms=x.shape[-1] + 2).shift(offset)
+    return (lower_bounds(z) - up(doubt)).flatten()
+
+
+def normalised_margins(
+    x: Form, eps: float, gain: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None, label: int
+) -> Tensor:
+    """Numbers with the sign of lower bounds on z_label - z_j for z = weight LN(x) + bias: (1, d) -> (k - 1,)."""
+    rows, offset, doubt = differences(weight, bias, label)
+    width = rows.shape[1]
+    if beta is not None:
+        offset = offset + rows @ beta
+        doubt = doubt + gamma(width + 4) * (rows.abs() @ beta.abs() + offset.abs())
+    folded = rows if gain is None else rows * gain
+    return lower_bounds(signs(x, eps, folded, offset, up(doubt))).flatten()

@@ -1,0 +1,44 @@
+"""How many box symbols fit into memory, estimated before anything is allocated."""
+
+import ctypes
+
+import torch
+
+from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.system.memory import free_bytes
+
+_COPIES = 5
+"""Arrays of the largest kind that are alive at once, temporaries of one operation included (measured: 4)."""
+
+
+def available(device: torch.device) -> float:
+    """Bytes that may be used: 60 % of what is free on the device, or of the machine's memory."""
+    if device.type == "cuda":
+        return 0.6 * torch.cuda.mem_get_info(device)[0]
+    return 0.6 * free_bytes()
+
+
+def keep_pages() -> None:
+    """Let glibc keep the memory of arrays that are freed: a walk frees and takes the same gigabyte hundreds of times, and
+    asking the system for its pages anew is a fifth of the time. Nothing happens where there is no glibc.
+    """
+    try:
+        tune = ctypes.CDLL(None).mallopt
+        tune(-4, 0)  # M_MMAP_MAX: no array has a mapping of its own
+        tune(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    except (OSError, AttributeError, TypeError):
+        return
+
+
+def affordable(network: LocalNetwork, squares_up_to: int, symbols: int, budget: float) -> int | None:
+    """`symbols`, or fewer that fit; 0 where none do, None when not even the columns of the image do.
+
+    A residual sum keeps at least a symbol an entry. On the way through a block every nonlinear result brings its own.
+    """
+    pixels, stream, largest, fresh = network.sizes()
+    squares = pixels * (pixels + 1) // 2 if pixels <= squares_up_to else 0
+    room = budget / (8 * _COPIES * largest) - pixels - squares - fresh
+    kept = min(symbols, int(room))
+    if kept >= min(symbols, stream) and room >= stream:
+        return max(kept, stream)
+    return 0 if room + fresh >= 0 else None

@@ -1,0 +1,60 @@
+"""LayerNorm without a division by an interval: y times an enclosure of 1 / sqrt(|y|^2 / d + eps). Proofs: docs/local.md."""
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.functions import RSQRT, SQRT
+from certcli.enclosure.zonotopes.pointwise import apply
+from certcli.enclosure.zonotopes.products import product, squares, times
+from certcli.enclosure.zonotopes.rounding import gamma, up
+
+
+def centred(x: Form) -> Form:
+    """x - mean(x) on the last axis."""
+    width = x.shape[-1]
+    return x.linear(lambda t: t - t.mean(-1, keepdim=True), lambda t: t + t.mean(-1, keepdim=True), terms=width + 4)
+
+
+def mean_square(y: Form, eps: float) -> tuple[Form, Tensor, Tensor]:
+    """v = |y|^2 / d + eps as a form, and bounds on it: (| |c| - |y - c| |)^2 / d + eps from both sides."""
+    width = y.shape[-1]
+    v = squares(y).scale(torch.tensor(1 / width, dtype=torch.float64, device=y.centre.device))
+    # 1 / d is rounded: one more relative u of everything
+    v = v.doubted(gamma(2) * v.size)
+    v = v.shift(torch.tensor(eps, dtype=torch.float64, device=y.centre.device))
+    length = torch.linalg.vector_norm(y.centre, dim=-1, keepdim=True)
+    far = up(torch.linalg.vector_norm(y.radius, dim=-1, keepdim=True), width)
+    down, upward = 1 - gamma(2 * width + 16), 1 + gamma(2 * width + 16)
+    low = ((length * down - far).clamp_min(0) ** 2 / width + eps) * down
+    high = ((length * upward + far) ** 2 / width + eps) * upward
+    below, above = v.interval()
+    low, high = torch.maximum(low, below), torch.minimum(high, above)
+    if not bool(((low > 0) & (low <= high)).all()):
+        raise Unbounded("a LayerNorm whose variance may be 0")
+    return v, low, high
+
+
+def layer_norm(x: Form, eps: float, weight: Tensor | None, bias: Tensor | None, center: bool = True) -> Form:
+    """weight * (x - mean) / sqrt(var + eps) + bias on the last axis (center: False for RMSNorm)."""
+    y = centred(x) if center else x
+    v, low, high = mean_square(y, eps)
+    inverse = apply(RSQRT, v, low, high).solid()  # one symbol a token, shared by all its features
+    out = product(y, inverse, times, 1)
+    if weight is not None:
+        out = out.scale(weight)
+    return out if bias is None else out.shift(bias)
+
+
+def signs(x: Form, eps: float, weight: Tensor, bias: Tensor, doubt: Tensor, center: bool = True) -> Form:
+    """weight y + bias sqrt(|y|^2 / d + eps): the sign of weight LN(x) + bias, without the division. (.., d) -> (.., j).
+
+    weight may be off by 4 u of itself, bias by `doubt`.
+    """
+    y = centred(x) if center else x
+    v, low, high = mean_square(y, eps)
+    root = apply(SQRT, v, low, high).solid()
+    heads = y.linear(lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=y.shape[-1] + 4)
+    norm = root.linear(lambda t: t * bias, lambda t: t * bias.abs(), terms=4)
+    norm = norm.doubted(doubt * root.size)
+    return heads + norm

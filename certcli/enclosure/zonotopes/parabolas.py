@@ -1,0 +1,138 @@
+"""Margins by going back, with parabolas above the hinges: all of them are of one e, which cannot be far along each at once.
+
+max(x, 0) <= x / 2 + x^2 / (4 s) + s / 4 for any s > 0. With x = c + a.e + p the squares of all hinges are e^T H e, H = sum_k
+w_k a_k a_k^T, and over the ball they are at most sigma(H), far less than sum_k w_k |a_k|^2. Proofs: docs/local.md, section 9.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.backward import Choice, Descent, Hinge, Node, descend, simple
+from certcli.enclosure.zonotopes.rounding import TINY, gamma, up
+from certcli.lipschitz.numerics.spectral import spectral_norm
+from certcli.lipschitz.numerics.spectral import up as next_up
+
+STEPS = 60
+_RATE = 0.3
+
+
+def hinges(out: Node) -> list[Hinge]:
+    """The open ones that `out` depends on."""
+    seen: set[Node] = set()
+    waiting = [out]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += node.parents
+    return sorted((n for n in seen if isinstance(n, Hinge) and len(n.places)), key=lambda n: n.place)
+
+
+@dataclass
+class Free:
+    """What may be chosen for one row, each by numbers that may be anything: four a hinge, and one for h."""
+
+    hinges: list[Hinge]
+    numbers: list[Tensor]
+
+    @staticmethod
+    def start(found: list[Hinge]) -> "Free":
+        numbers: list[Tensor] = []
+        for node in found:
+            reach = node.columns.norm(dim=0) + node.rest
+            zero = torch.zeros_like(reach)
+            numbers += [simple(node) * 6 - 3, zero - 2, (reach / 2).clamp_min(TINY).log(), zero.clone()]
+        numbers.append(torch.zeros((), dtype=torch.float64, device=found[0].columns.device))
+        return Free(found, [t.requires_grad_(True) for t in numbers])
+
+    def kept(self) -> "Free":
+        return Free(self.hinges, [t.detach().clone() for t in self.numbers])
+
+    def choices(self) -> dict[Node, Choice]:
+        made: dict[Node, Choice] = {}
+        for i, node in enumerate(self.hinges):
+            slope, share, width, split = self.numbers[4 * i : 4 * i + 4]
+            made[node] = Choice(slope.sigmoid(), share.sigmoid(), width.exp(), split.exp())
+        return made
+
+    @property
+    def level(self) -> Tensor:
+        """log (h / |g|)."""
+        return self.numbers[-1]
+
+
+def coupled(out: Node, row: Tensor, steps: int = STEPS) -> float:
+    """A lower bound of <row, z>, row (1, *shape): ascent over everything that may be chosen, then what was chosen is proven.
+
+    It ends as soon as the bound is positive. -inf where there is nothing to choose: no open hinge, or a box (in which
+    parabolas gain nothing over chords, as measured).
+    """
+    found = hinges(out)
+    if not found or descend(out, row, {}).ball.boxed:
+        return -math.inf
+    free = Free.start(found)
+    columns = torch.cat([node.columns for node in found], 1)
+    gram = columns.mT @ columns
+    best, kept = -math.inf, free.kept()
+    with torch.enable_grad():
+        adam = torch.optim.Adam(free.numbers)
+        for step in range(steps):
+            adam.param_groups[0]["lr"] = _RATE * 0.05 ** (step / steps)  # eigenvalues have kinks: ever smaller steps
+            value = _estimate(descend(out, row, free.choices()), columns, gram, free.level)
+            if float(value.detach()) > best:
+                best, kept = float(value.detach()), free.kept()
+            if best > 0 and step % 4 == 0:
+                sure = proven(descend(out, row, kept.choices()), float(kept.level.exp()))
+                if sure > 0:
+                    return sure
+            adam.zero_grad()
+            (-value).backward()
+            adam.step()
+    return proven(descend(out, row, kept.choices()), float(kept.level.exp()))
+
+
+def _linear(descent: Descent) -> tuple[Tensor, Tensor]:
+    """The constant, and the slope in e, once the parabolas are written around their middles."""
+    total = (descent.total + descent.slope @ descent.ball.centre.flatten())[0]
+    slope = descent.ball.radius * descent.slope[0]
+    for part in descent.parabolas:
+        w, c = part.weight[0], part.hinge.middle
+        total = total - (w * c * c).sum()
+        slope = slope - 2 * (part.hinge.columns @ (w * c))
+    return total, slope
+
+
+def _estimate(descent: Descent, columns: Tensor, gram: Tensor, level: Tensor) -> Tensor:
+    """`proven` in a differentiable way, from the small matrix of the same spectrum."""
+    total, slope = _linear(descent)
+    height = slope.norm().clamp_min(TINY) * level.exp()
+    root = torch.cat([part.weight[0] for part in descent.parabolas]).clamp_min(1e-300).sqrt()
+    beside = root * (slope @ columns) / (2 * height).sqrt()
+    corner = (slope @ slope / (2 * height))[None, None]
+    square = torch.cat(
+        [torch.cat([root[:, None] * gram * root, beside[:, None]], 1), torch.cat([beside[None], corner], 1)], 0
+    )
+    return total - height / 2 - torch.linalg.eigvalsh(square)[-1]
+
+
+@torch.no_grad()
+def proven(descent: Descent, level: float) -> float:
+    """total - h / 2 - sigma([sqrt(w_k) a_k; g / sqrt(2 h)])^2 for h = level |g|, rounded down: below the least value.
+
+    g.e - sum_k w_k (a_k.e)^2 is no less, as -g.e <= (g.e)^2 / (2 h) + h / 2 for any h > 0 and |e| <= 1.
+    """
+    total, slope = _linear(descent)
+    size = descent.size[0] + descent.slope[0].abs() @ descent.ball.centre.abs().flatten() + slope.norm()
+    for part in descent.parabolas:
+        reach = part.hinge.middle.abs() + part.hinge.columns.norm(dim=0)
+        size = size + 4 * (part.weight[0] * reach * reach).sum()
+    height = float(slope.norm()) * level + 1e-300
+    rows = [(part.weight[0].sqrt() * part.hinge.columns).mT for part in descent.parabolas]
+    stack = torch.cat([slope[None] / (2 * height) ** 0.5, *rows])
+    most = spectral_norm(stack, next_up(2.0**-49 * float(stack.norm())))
+    entries = descent.entries + sum(len(part.weight[0]) for part in descent.parabolas)
+    lost = float(up(gamma(entries + len(slope) + 64) * size))
+    return float(total) - (height / 2 + most * most) * (1 + 2.0**-47) - lost

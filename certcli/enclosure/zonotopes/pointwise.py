@@ -1,0 +1,179 @@
+"""Relaxations of scalar functions applied entry by entry. Proofs: docs/local.md, sections 3 and 4."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.backward import BACK, Hinge, Node, tightened
+from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.functions import Function
+from certcli.enclosure.zonotopes.quadratic import pairs, weights
+from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma, up
+
+_POINTS = 17
+
+
+@dataclass(frozen=True)
+class Fit:
+    """|f(x) - constant - slope (x - c) - curve (x - c)^2| <= error for every x in the interval."""
+
+    constant: Tensor
+    slope: Tensor
+    curve: Tensor
+    error: Tensor
+
+
+@cache
+def _grid(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The grid t in [-1, 1] and the least squares fit of 1, t, t^2 on it (weighted towards the ends)."""
+    t = torch.linspace(-1, 1, _POINTS, dtype=torch.float64)
+    weight = (1.02 - t * t).rsqrt().sqrt()
+    basis = torch.stack([torch.ones_like(t), t, t * t], 1)
+    solve = torch.linalg.pinv(basis * weight[:, None]) * weight
+    return t.to(device), solve.to(device)
+
+
+def residual(f: Function, centre: Tensor, low: Tensor, high: Tensor, slope: Tensor, curve: Tensor) -> Fit:
+    """The best constant and the proven error for given slope and curve: the law on which every fit rests.
+
+    g = f - slope (x - c) - curve (x - c)^2 on cells of width h: |g - its chord| <= h^2/8 sup |f'' - 2 curve|, and on a
+    cell f'' lies between its ends (monotone f''), or within third h/2 of one of them.
+    """
+    t, _ = _grid(centre.device)
+    t = t.view(-1, *[1] * centre.dim())
+    half = (high - low) / 2
+    x = (low + high) / 2 + half * t
+    step = up(high - low, 2) / (_POINTS - 1) * (1 + 2**-40) + FUNCTION * torch.maximum(low.abs(), high.abs()) + TINY
+    value, offset = f.value(x), x - centre
+    rest = value - slope * offset - curve * offset * offset
+    bend = (f.second(x) - 2 * curve).abs()
+    bend = torch.maximum(bend[1:], bend[:-1]) * (1 + FUNCTION) + (f.third / 2) * step
+    cell = up(step * step / 8 * bend, 6)
+    top = (torch.maximum(rest[1:], rest[:-1]) + cell).amax(0)
+    bottom = (torch.minimum(rest[1:], rest[:-1]) - cell).amin(0)
+    far = torch.maximum((low - centre).abs(), (high - centre).abs())
+    reach = torch.maximum(low.abs(), high.abs())
+    steep = torch.maximum(f.first(low).abs(), f.first(high).abs()) + (bend.amax(0) + 2 * curve.abs()) * 2 * far
+    own = 0.0 if f.relative else 1.0  # x Phi(x) cancels for x far below 0
+    size = (
+        value.abs().amax(0)
+        + (own + steep + slope.abs()) * (reach + centre.abs())
+        + (slope.abs() + curve.abs() * far) * far
+    )
+    error = up((top - bottom) / 2 + FUNCTION * size, 8)
+    return Fit((top + bottom) / 2, slope, curve, error)
+
+
+def fits(f: Function, centre: Tensor, low: Tensor, high: Tensor) -> tuple[Fit, Fit]:
+    """A linear and a quadratic fit on [low, high]; any slope and curve are sound, these are nearly the best."""
+    t, solve = _grid(centre.device)
+    half = ((high - low) / 2).clamp_min(TINY)
+    middle = (low + high) / 2
+    # where the interval is so short that differences of values are rounding noise, Taylor's slopes at its middle
+    short = half < 1e-4 * (middle.abs() if f.relative else 1.0)
+    t = t.view(-1, *[1] * centre.dim())
+    value = f.value(middle + half * t)
+    coefficients = torch.tensordot(solve[1:], value, dims=1)
+    chord = torch.where(short, f.first(middle), (value[-1] - value[0]) / (2 * half))
+    slope = torch.where(short, f.first(middle), coefficients[0] / half)
+    curve = torch.where(short, f.second(middle) / 2, coefficients[1] / (half * half))
+    slope = slope - 2 * curve * (middle - centre)
+    flat = residual(f, centre, low, high, chord, torch.zeros_like(chord))
+    return flat, residual(f, centre, low, high, slope, curve)
+
+
+def best_fit(f: Function, x: Form, low: Tensor, high: Tensor) -> Fit:
+    """The fit that leaves the least for box symbols, entry by entry."""
+    flat, bent = fits(f, x.centre, low, high)
+    if not x.space.squares:
+        return flat
+    return chosen(flat, bent, x.ball_radius, x.rest_radius)
+
+
+def chosen(flat: Fit, bent: Fit, ball: Tensor, rest: Tensor) -> Fit:
+    """`bent` where its error and the part of its square without columns are less than the error of `flat`."""
+    left = bent.error + bent.curve.abs() * (2 * ball + rest / 2) * rest
+    # the columns of e e^T widen the form as well, though later maps can cancel them
+    use = left + 0.15 * bent.curve.abs() * ball * ball < flat.error
+    pick = [torch.where(use, getattr(bent, name), getattr(flat, name)) for name in Fit.__dataclass_fields__]
+    return Fit(*pick)
+
+
+def apply_fit(x: Form, fit: Fit) -> Form:
+    """constant + slope d + curve d^2 +- error for d = x - c: the square's ball part goes to the columns of e e^T.
+
+    d = a + r, |a| <= ball, |r| <= rest: d^2 = a^2 + [0, rest^2] +- 2 ball rest.
+    """
+    gens = x.gens * fit.slope
+    centre, slack = fit.constant, up(fit.slope.abs() * x.slack + fit.error)
+    spread = up(fit.slope.abs() * x.radius + fit.constant.abs() + TINY)
+    if x.space.squares:
+        ball, rest, bend = x.ball_radius, x.rest_radius, fit.curve.abs()
+        first, second = pairs(x.space.ball)
+        weight = weights(x.space.ball, diagonal=1.0, beside=2**0.5, like=x.centre, axes=x.centre.dim())
+        columns = x.ball[first] * x.ball[second] * (weight * fit.curve)
+        gens[x.space.ball : x.fixed] += columns
+        centre = centre + fit.curve * (rest * rest) / 2
+        slack = up(slack + bend * (2 * ball * rest + rest * rest / 2), 6)
+        spread = up(spread + bend * (ball * ball + rest * rest))
+    return Form(x.space, centre, gens, up(slack + gamma(8) * spread), x.blocks, _fitted(x, fit))
+
+
+def _fitted(x: Form, fit: Fit) -> Node | None:
+    """f(x) = slope x + (constant - slope c) +- error; a square d^2 lies in [0, radius^2]."""
+    if x.node is None:
+        return None
+    bend = up(fit.curve * x.radius * x.radius / 2 if x.space.squares else torch.zeros_like(x.centre)).abs()
+    middle = fit.constant - fit.slope * x.centre + torch.where(fit.curve < 0, -bend, bend)
+    lost = gamma(BACK) * (fit.slope.abs() * x.size + fit.constant.abs())
+    slope = fit.slope
+    return x.then(x.shape, lambda rows: (rows * slope,), middle, up(fit.error + bend + lost))
+
+
+def apply(f: Function, x: Form, low: Tensor | None = None, high: Tensor | None = None) -> Form:
+    """f(x) entry by entry; low, high: bounds on x that are known beside the form's own."""
+    below, above = x.interval()
+    low = below if low is None else torch.maximum(low, below)
+    high = above if high is None else torch.minimum(high, above)
+    if not bool((low <= high).all()) or (f.relative and not bool((low > 0).all())):  # also with NaN
+        raise Unbounded(f"{f.name} of something without bounds")
+    return apply_fit(x, best_fit(f, x, low, high))
+
+
+def relu(x: Form) -> Form:
+    """max(x, 0): the identity or zero where the sign is known, else the chord and its parallel through 0."""
+    low, high = x.interval()
+    if not bool((low <= high).all()):
+        raise Unbounded("ReLU of something without bounds")
+    if x.node is not None:
+        low, high = tightened(x.node, low, high)
+        if not bool((low <= high).all()):
+            raise Unbounded("ReLU of something without bounds")
+    slope = torch.where(low >= 0, 1.0, torch.where(high <= 0, 0.0, high / (high - low).clamp_min(TINY)).double())
+    # for 0 <= slope <= 1, max(x, 0) - slope x is convex: its maximum is at an end, its minimum 0 at x = 0
+    crossing = (low < 0) & (high > 0)
+    top = torch.maximum((1 - slope) * high, -slope * low)
+    half = torch.where(crossing, up(top, 4) / 2, torch.zeros_like(top))
+    zero = torch.zeros_like(half)
+    node = None if x.node is None else _hinge(x, x.node, low, high)
+    fit = Fit(slope * x.centre + half, slope, zero, up(half + gamma(4) * x.size))
+    return _linear_fit(x, fit).known_as(node)
+
+
+def _hinge(x: Form, node: Node, low: Tensor, high: Tensor) -> Hinge:
+    places = ((low < 0) & (high > 0)).flatten().nonzero()[:, 0]
+    columns, middle, rest = x.ball.flatten(1)[:, places], x.centre.flatten()[places], x.rest_radius.flatten()[places]
+    lost = up(gamma(BACK) * x.size)  # of going back: a few products an entry
+    return Hinge(
+        x.shape, (node,), lambda rows: (), None, lost,
+        low=low, high=high, places=places, columns=columns, middle=middle, rest=rest,
+    )  # fmt: skip
+
+
+def _linear_fit(x: Form, fit: Fit) -> Form:
+    """`apply_fit` without a square."""
+    slack = up(fit.slope.abs() * x.slack + fit.error)
+    spread = up(fit.slope.abs() * x.radius + fit.constant.abs() + TINY)
+    return Form(x.space, fit.constant, x.gens * fit.slope, up(slack + gamma(8) * spread), x.blocks)

@@ -1,0 +1,105 @@
+"""Products of two enclosures: exact to second order in the ball, bounded beyond it. Proofs: docs/local.md, section 5."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.backward import BACK, Node, adjoint
+from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.quadratic import folded
+from certcli.enclosure.zonotopes.rounding import gamma, up
+
+Contract = Callable[[Tensor, Tensor], Tensor]
+"""A bilinear map with coefficients 0 and 1 on arrays with equal or broadcast leading dimensions."""
+
+
+def product(x: Form, y: Form, contract: Contract, terms: int, frobenius: Contract | None = None) -> Form:
+    """The form of contract(x, y): inner products of `terms` terms.
+
+    With x = c + a + r (a the ball part), xy = c c' + c (a' + r') + (a + r) c' + a a' + (a r' + r a' + r r'). The ball part
+    a a' = e^T T e has columns of its own, or is at most the Frobenius norm of T (`frobenius`: its square, from A and A').
+    """
+    x, y = Form.aligned([x, y])
+    space = x.space
+    centre = contract(x.centre, y.centre)
+    gens = contract(x.gens, y.centre[None]) + contract(x.centre[None], y.gens)
+    beyond = (
+        contract(x.centre.abs(), y.slack)
+        + contract(x.slack, y.centre.abs())
+        + contract(x.ball_radius, y.rest_radius)
+        + contract(x.rest_radius, y.radius)
+    )
+    both = _both(x, y, contract, terms, frobenius) if space.ball and (x.node or not space.squares) else None
+    node = _paired(x, y, contract, terms, both)
+    if space.squares:
+        gens[space.ball : x.fixed] += folded(contract(x.ball[:, None], y.ball[None]))
+    elif both is not None:
+        beyond = beyond + both
+    loss = gamma(2 * terms + 8) * contract(x.size, y.size)
+    return Form(space, centre, gens, up(beyond + loss, terms + 8), x.blocks, node)
+
+
+def _both(x: Form, y: Form, contract: Contract, terms: int, frobenius: Contract | None) -> Tensor:
+    """Above |a a'|, the product of the ball parts."""
+    sized = contract(x.ball_radius, y.ball_radius)
+    if frobenius is None or x.space.boxed:
+        return sized
+    # the inner products in it are off by at most gamma_m, relative to the product of the two lengths
+    square = frobenius(x.ball, y.ball).clamp_min(0) + gamma(x.space.ball + 2 * terms + 8) * sized * sized
+    return torch.minimum(up(square.sqrt(), 4), sized)
+
+
+def _paired(x: Form, y: Form, contract: Contract, terms: int, both: Tensor | None) -> Node | None:
+    """x y = c y + c' x - c c' + (x - c)(y - c')."""
+    if x.node is None or y.node is None:
+        return None
+    far, beside = x.centre, y.centre
+    beyond = contract(x.ball_radius, y.rest_radius) + contract(x.rest_radius, y.radius)
+    beyond = beyond if both is None else beyond + both
+    centre = contract(far, beside)
+    loss = gamma(2 * terms + centre.numel() + BACK) * contract(x.size, y.size)
+    first = adjoint(lambda t: contract(t, beside[None]), x.shape)
+    second = adjoint(lambda t: contract(far[None], t), y.shape)
+    pull = lambda rows: (*first(rows), *second(rows))  # noqa: E731
+    return Node(tuple(centre.shape), (x.node, y.node), pull, -centre, up(beyond + loss, terms + 8))
+
+
+def times(a: Tensor, b: Tensor) -> Tensor:
+    return a * b
+
+
+def squares(x: Form) -> Form:
+    """sum x_l^2 over the last axis, kept with length 1: (.., d) -> (.., 1)."""
+    space, width = x.space, x.shape[-1]
+    total = lambda t: t.sum(-1, keepdim=True)  # noqa: E731
+    rest, ball = x.rest_radius, x.ball_radius
+    centre = total(x.centre * x.centre)
+    gens = 2 * total(x.gens * x.centre)
+    slack = 2 * total(x.centre.abs() * x.slack)
+    # sum a_l r_l <= |a|_2 |r|_2, |a|_2 <= |A|_F; the squares of r are not negative
+    reach, far = up(total(ball * ball).sqrt(), width), up(total(rest * rest).sqrt(), width)
+    cross, most = 2 * torch.minimum(total(ball * rest), reach * far), reach * reach
+    slack = slack + cross + far * far / 2
+    centre = centre + far * far / 2
+    if space.squares:
+        columns = x.ball.movedim(0, -2)  # (*s, m, d)
+        gram = (columns @ columns.mT).movedim((-2, -1), (0, 1))[..., None]
+        gens[space.ball : x.fixed] += folded(gram)
+    elif space.boxed:
+        centre, slack = centre + most / 2, slack + most / 2
+    elif space.ball:
+        columns = x.ball.movedim(0, -1)  # (*s, d, m)
+        gram = columns @ columns.mT
+        most = up(torch.linalg.matrix_norm(gram)[..., None], width * width + space.ball) + gamma(space.ball) * reach**2
+        most = torch.minimum(most, reach * reach)  # 0 <= |A e|^2 <= |A A^T|_F
+        centre, slack = centre + most / 2, slack + most / 2
+    loss = gamma(2 * width + 12) * total(x.size * x.size)
+    node = None
+    if x.node is not None:  # |x|^2 = 2 c.x - |c|^2 + |x - c|^2
+        beyond = up(most + cross + far * far, 8)
+        point = total(x.centre * x.centre)
+        own = up(beyond / 2 + gamma(4 * width + BACK) * total(x.size * x.size), 8)
+        double = 2 * x.centre
+        node = x.then(tuple(point.shape), lambda rows: (rows * double,), beyond / 2 - point, own)
+    return Form(space, centre, gens, up(slack + loss, width + 12), x.blocks, node)

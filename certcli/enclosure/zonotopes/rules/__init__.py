@@ -1,0 +1,6 @@
+"""What has a relaxation, one rule a module or operation; everything else is refused by name."""
+
+import certcli.system.compat  # noqa: F401 (before anything here imports timm)
+
+# isort: split
+from certcli.enclosure.zonotopes.rules import arithmetic, layers, shapes  # noqa: F401 (for their decorators)

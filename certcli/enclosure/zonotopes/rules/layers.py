@@ -1,0 +1,151 @@
+"""Modules with a relaxation of their own."""
+
+from typing import Any
+
+import torch
+from timm.layers import DropPath, LayerScale
+from timm.layers.attention import Attention
+from timm.layers.norm import LayerNorm as TimmLayerNorm
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from certcli.enclosure.zonotopes.attention import attend
+from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.functions import GELU, GELU_TANH
+from certcli.enclosure.zonotopes.normalisation import layer_norm
+from certcli.enclosure.zonotopes.pointwise import apply, relu
+from certcli.enclosure.zonotopes.table import Context, rules
+from certcli.engine.table import NoRule, runs_known_code
+from certcli.engine.walk import Constant
+from certcli.models.build import PixelNormalize
+
+NORMS = (nn.LayerNorm, TimmLayerNorm)
+_NOTHING = (nn.Identity, nn.Dropout, DropPath)
+TOKENWISE = (nn.Linear, *NORMS, nn.GELU, nn.ReLU, *_NOTHING, LayerScale)
+QUERIES = (Attention,)
+
+
+@rules.module(*_NOTHING)
+def nothing(ctx: Context, module: nn.Module, x: Form) -> Form:
+    return x
+
+
+@rules.module(nn.Linear)
+def linear(ctx: Context, module: nn.Linear, x: Form) -> Form:
+    return affine(x, module.weight, module.bias)
+
+
+def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
+    """W x + b on the last axis; what single entries may be off by becomes symbols first, so that W can cancel it."""
+    out = x.worked().linear(lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=weight.shape[1])
+    return out if bias is None else out.shift(bias)
+
+
+@rules.module(*NORMS, when=lambda module: len(module.normalized_shape) == 1)
+def normalise(ctx: Context, module: Any, x: Form) -> Form:
+    return layer_norm(x, module.eps, module.weight, module.bias)
+
+
+@rules.function(F.rms_norm)
+def rms_norm(ctx: Context, x: Form, shape: Any, weight: Any = None, eps: float | None = None) -> Form:
+    if eps is None or tuple(shape) != x.shape[-1:]:
+        raise NoRule("an RMSNorm over several axes, or with the default eps of its dtype")
+    gain = weight.tensor if isinstance(weight, Constant) else weight
+    return layer_norm(x, eps, gain, None, center=False)
+
+
+@rules.module(nn.GELU, when=lambda module: module.approximate in ("none", "tanh"))
+def gelu(ctx: Context, module: nn.GELU, x: Form) -> Form:
+    return apply(GELU if module.approximate == "none" else GELU_TANH, x)
+
+
+@rules.function(F.gelu)
+def gelu_function(ctx: Context, x: Form, approximate: str = "none") -> Form:
+    return apply(GELU if approximate == "none" else GELU_TANH, x)
+
+
+@rules.module(nn.ReLU)
+def relu_module(ctx: Context, module: nn.ReLU, x: Form) -> Form:
+    return relu(x)
+
+
+@rules.function(F.relu, torch.relu)
+def relu_function(ctx: Context, x: Form, inplace: bool = False) -> Form:
+    return relu(x)
+
+
+@rules.module(LayerScale)
+def layer_scale(ctx: Context, module: LayerScale, x: Form) -> Form:
+    return x.scale(module.gamma)
+
+
+@rules.module(PixelNormalize)
+def pixels(ctx: Context, module: PixelNormalize, x: Form) -> Form:
+    mean, std = module.mean.to(x.centre), module.std.to(x.centre)
+    return x.shift(-mean).linear(lambda t: t / std, lambda t: t / std.abs(), terms=1)
+
+
+@rules.module(nn.Conv2d, when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str))
+def convolution(ctx: Context, module: nn.Conv2d, x: Form) -> Form:
+    if len(x.shape) != 4:
+        raise NoRule("a convolution of something other than (b, c, h, w)")
+
+    def run(t: Tensor, weight: Tensor) -> Tensor:
+        out = F.conv2d(t.flatten(0, 1), weight, None, module.stride, module.padding, module.dilation, module.groups)
+        return out.view(*t.shape[:2], *out.shape[1:])
+
+    terms = module.weight[0].numel()
+    out = x.worked().linear(lambda t: run(t, module.weight), lambda t: run(t, module.weight.abs()), terms=terms)
+    return out if module.bias is None else out.shift(module.bias.view(-1, 1, 1))
+
+
+def plain(module: Any) -> bool:
+    """timm's attention without options; others are traced through."""
+    identities = [getattr(module, name, None) for name in ("q_norm", "k_norm", "norm")]
+    return (
+        all(part is None or type(part) is nn.Identity for part in identities)
+        and getattr(module, "gate", None) is None
+        and all(runs_known_code(part, nn.Linear) for part in (module.qkv, module.proj))
+        and all(type(part) in (nn.Dropout, nn.Identity) for part in (module.attn_drop, module.proj_drop))
+        and module.qkv.out_features == 3 * module.num_heads * module.head_dim
+        and module.scale == module.head_dim**-0.5
+    )
+
+
+@rules.module(Attention, when=plain)
+def attention(ctx: Context, module: Any, x: Form, attn_mask: Any = None, is_causal: bool = False) -> Form:
+    """timm's multi-head attention, for the queries that are read later."""
+    if attn_mask is not None or is_causal:
+        raise NoRule("attention with a mask")
+    x, heads = x.worked(), module.num_heads
+    inner, token = heads * module.head_dim, ctx.token
+
+    def part(index: int, of: Form) -> Form:
+        weight = module.qkv.weight[index * inner : (index + 1) * inner]
+        out = of.linear(lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=weight.shape[1])
+        # a bias of the keys shifts whole rows of scores, which softmax cannot see
+        if module.qkv.bias is not None and index != 1:
+            out = out.shift(module.qkv.bias[index * inner : (index + 1) * inner])
+        return out.linear(lambda t: t.unflatten(-1, (heads, -1)).transpose(-3, -2))
+
+    asking = x if token is None else x.linear(lambda t: t[:, :, token : token + 1])
+    out = attend(part(0, asking), part(1, x), part(2, x), module.scale)
+    return affine(out.linear(lambda t: t.transpose(-3, -2).flatten(-2)), module.proj.weight, module.proj.bias)
+
+
+@rules.function(F.scaled_dot_product_attention)
+def fused_attention(
+    ctx: Context,
+    query: Form,
+    key: Form,
+    value: Form,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Form:
+    if attn_mask is not None or is_causal or dropout_p:
+        raise NoRule("attention with a mask or dropout")
+    if not all(isinstance(part, Form) and len(part.shape) == 4 for part in (query, key, value)):
+        raise NoRule("attention over something constant")
+    return attend(query, key, value, scale if scale is not None else query.shape[-1] ** -0.5)

@@ -1,0 +1,148 @@
+"""Operations that move, choose or average entries: run as they are, on the centre, the slack and every column."""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from certcli.enclosure.zonotopes.backward import BACK, Node
+from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.needed_tokens import chosen_token
+from certcli.enclosure.zonotopes.rounding import gamma, up
+from certcli.enclosure.zonotopes.table import Context, rules
+from certcli.engine.table import NoRule, RuleTable
+from certcli.engine.walk import Constant
+
+_METHODS = (
+    *("reshape", "view", "flatten", "unflatten", "permute", "transpose", "contiguous", "squeeze", "unsqueeze"),
+    *("unbind", "chunk", "split", "select", "narrow", "clone"),
+)
+# columns are not laid out as the traced tensor was: a view of it may need a copy here
+ARRANGING_METHODS = {name: Tensor.reshape if name == "view" else getattr(Tensor, name) for name in _METHODS}
+ARRANGING_FUNCTIONS = (
+    torch.reshape, torch.flatten, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, torch.unbind,
+    torch.chunk, torch.split, torch.select, torch.narrow, torch.clone,
+)  # fmt: skip
+
+
+def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """function(x, ...) for a function that moves or drops entries of one tensor."""
+    if not isinstance(x, Form):
+        raise NoRule("a rearrangement of something else than one tensor")
+
+    def run(t: Tensor) -> Any:
+        return function(t, *args, **kwargs)
+
+    centre, slack = run(x.centre), run(x.slack)
+    columns = torch.vmap(run)(x.gens)
+    if isinstance(centre, Tensor):
+        return Form(x.space, centre, columns, slack, x.blocks, x.arranged(torch.vmap(run), centre))
+    found = []
+    for i, (c, g, s) in enumerate(zip(centre, columns, slack, strict=True)):
+        found.append(Form(x.space, c, g, s, x.blocks, x.arranged(_part(torch.vmap(run), i), c)))
+    return found
+
+
+def _part(run: Callable[[Tensor], Any], index: int) -> Callable[[Tensor], Tensor]:
+    return lambda t: run(t)[index]
+
+
+def register_moves(table: RuleTable, move: Callable[..., Any], settle: Callable[[Any], Any] = lambda x: x) -> None:
+    """Registers in a domain's table what moves, repeats or drops entries of one tensor.
+
+    move: (function, value, *args, **kwargs) -> value(s). settle: makes a value speak of the tensor itself.
+    """
+    for name, function in ARRANGING_METHODS.items():
+        table.method(name)(lambda ctx, x, *args, _run=function, **kwargs: move(_run, x, *args, **kwargs))
+    for function in ARRANGING_FUNCTIONS:
+        table.function(function)(lambda ctx, x, *args, _run=function, **kwargs: move(_run, x, *args, **kwargs))
+
+    @table.function(operator.getitem)
+    def item(ctx: Any, x: Any, index: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return x[index]
+        x = settle(x)
+        return move(operator.getitem, x, untokened(ctx.node, x.shape, index))
+
+    @table.method("expand")
+    def expand(ctx: Any, x: Any, *sizes: Any) -> Any:
+        return move(Tensor.expand, x, *sizes)
+
+
+def untokened(node: fx.Node, shape: tuple[int, ...], index: Any) -> Any:
+    """The index where only one token was kept: it is the one that is read."""
+    return (index[0], 0, *index[2:]) if chosen_token(node) is not None and shape[1] == 1 else index
+
+
+register_moves(rules, arranged)
+
+
+@rules.method("mean")
+def mean_method(ctx: Context, x: Form, dim: Any, keepdim: bool = False) -> Form:
+    return mean(ctx, x, dim, keepdim)
+
+
+@rules.function(torch.mean)
+def mean(ctx: Context, x: Form, dim: Any, keepdim: bool = False) -> Form:
+    dims = [d % len(x.shape) for d in ([dim] if isinstance(dim, int) else dim)]
+    if 0 in dims:
+        raise NoRule("a mean over the batch")
+    terms = math.prod(x.shape[d] for d in dims)
+
+    def average(t: Tensor) -> Tensor:
+        return t.mean([d + 1 for d in dims], keepdim)
+
+    return x.linear(average, average, terms=terms + 2)
+
+
+@rules.function(torch.cat, torch.concat)
+def cat(ctx: Context, parts: Any, dim: int = 0) -> Form:
+    tensors = [part.tensor if isinstance(part, Constant) else part for part in parts]
+    first = next(part for part in tensors if isinstance(part, Form))
+    axis = dim % len(first.shape)
+    if axis == 0:
+        raise NoRule("a concatenation along the batch")
+    return joined(tensors, axis)
+
+
+def joined(parts: list[Form | Tensor], axis: int) -> Form:
+    """torch.cat of forms and constants along an axis >= 1 of the tensor."""
+    forms = Form.aligned([part for part in parts if isinstance(part, Form)])
+    like, waiting = forms[0], iter(forms)
+    full = []
+    for part in parts:
+        if isinstance(part, Form):
+            full.append(next(waiting))
+        else:
+            constant = part.to(like.centre)
+            none = constant.new_zeros(len(like.gens), *constant.shape)
+            full.append(Form(like.space, constant, none, torch.zeros_like(constant), like.blocks))
+    return Form(
+        like.space,
+        torch.cat([part.centre for part in full], axis),
+        torch.cat([part.gens for part in full], axis + 1),
+        torch.cat([part.slack for part in full], axis),
+        like.blocks,
+        _joined(full, axis),
+    )
+
+
+def _joined(parts: list[Form], axis: int) -> Node | None:
+    """The parts that are no constants as parents, the others as a constant."""
+    given = [part.node for part in parts if part.node is not None]
+    if not given:
+        return None
+    lengths = [part.shape[axis] for part in parts]
+    constant = torch.cat(
+        [torch.zeros_like(part.centre) if part.node is not None else part.centre for part in parts], axis
+    )
+
+    def pull(rows: Tensor) -> list[Tensor]:
+        cut = rows.split(lengths, axis + 1)
+        return [piece for piece, part in zip(cut, parts, strict=True) if part.node is not None]
+
+    lost = up(gamma(BACK) * torch.cat([part.size for part in parts], axis))
+    return Node(tuple(constant.shape), tuple(given), pull, constant, lost)

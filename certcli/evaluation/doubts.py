@@ -1,0 +1,117 @@
+"""Why images may say little about a network: few, grey, of another size, or with labels of another network's classes."""
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
+
+# isort: split
+from timm.models.vision_transformer import Block
+
+from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.intervals import share_interval
+from certcli.images.labelled import Images
+
+_LOOKED_AT = 8
+_TOGETHER = 32
+_UNSURE = 2 / 3
+"""A share of right answers from which on nobody asks where the norms of a network stand."""
+_LEVEL = 1e-3
+"""Chance at most that a network read as it was trained is asked about all the same, were both readings equally good."""
+_FAR = 0.1
+"""How far below an earlier accuracy the whole interval has to lie before it is said."""
+
+
+def image_doubts(images: Images, channels: int) -> list[str]:
+    """Sentences about the images alone; `channels` of the network."""
+    found = []
+    if len(images) == 1:
+        found.append("one image: every share is 0 % or 100 %, and says little about the network")
+    if channels == 3 and images.classes and grey(images):
+        found.append(f"the images of {images.name} are grey, the network sees colour")
+    return found
+
+
+def grey(images: Images) -> bool:
+    """Whether the first images of a colour network have one value a pixel."""
+    _, pixels, _ = next(images.batches(min(len(images), _LOOKED_AT)))
+    return bool((pixels == pixels[:, :1]).all())
+
+
+def chance_doubt(right: int, count: int, classes: int) -> str | None:
+    """An accuracy about that of guessing; few images have to exclude one halfway between guessing and always right."""
+    low, high = share_interval(right, count)
+    if classes < 2 or low > 1 / classes or high >= 0.5 + 0.5 / classes:
+        return None
+    return (
+        f"the network is right on {right} of {count} images, about chance: are these its classes, its mean and std, and is "
+        "it the network it is taken for?"
+    )
+
+
+def accuracy_doubts(right: int, count: int, checkpoint: Checkpoint) -> list[str]:
+    """Near chance, or far below what the checkpoint's own record has found of this very network."""
+    chance = chance_doubt(right, count, checkpoint.record.classes)
+    if chance is not None:
+        return [chance]
+    known = [
+        (entry.command, float(entry.result["clean"]))
+        for entry in checkpoint.record.evidence
+        if entry.digest == checkpoint.digest and isinstance(entry.result.get("clean"), float)
+    ]
+    high = share_interval(right, count)[1]
+    return [
+        f"the network is right on {right} of {count} images, its record on {100 * clean:.0f} % ({command}): are these images "
+        "like those?"
+        for command, clean in known
+        if high < clean - _FAR
+    ][:1]
+
+
+def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | None:
+    """Whether the same tensors, with each norm after what it stands before, are right on significantly more of the images.
+
+    right: of the first len(right) images, which the network as it is read gets right. None for networks without timm's
+    pre-norm blocks, and for those that are right on most images: a network of the other order would not be. Of the images
+    on which only one reading is right, n in all, k favour the other: P[Binomial(n, 1/2) >= k] <= 1e-3 (a sign test).
+    """
+    blocks = [module for module in model.modules() if type(module) is Block]
+    if not blocks or sum(right) >= _UNSURE * len(right):
+        return None
+    device = next(model.parameters()).device
+    found: list[bool] = []
+    try:  # the network itself for a while: a copy of one larger than memory would be too much
+        for block in blocks:
+            block.forward = MethodType(_post_norm, block)  # type: ignore[method-assign]
+        with torch.no_grad():
+            for _, pixels, labels in images.select(range(len(right))).batches(_TOGETHER):
+                found += (model(pixels.to(device)).argmax(1).cpu() == labels).tolist()
+    finally:
+        for block in blocks:
+            vars(block).pop("forward", None)
+    better = sum(b and not a for a, b in zip(right, found, strict=True))
+    worse = sum(a and not b for a, b in zip(right, found, strict=True))
+    if better == 0 or _chance_of_so_many(better, better + worse) > _LEVEL:
+        return None
+    return (
+        f"read as a post-norm network (each norm after attention or MLP, not before) it is right on {sum(found)} of "
+        f"{len(found)} images, as it is read on {sum(right)}: all figures here are of the wrong network if it is one, and "
+        "certvit reads no such network"
+    )
+
+
+def _post_norm(block: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The block of Vaswani et al. 2017 from the parts of timm's."""
+    x = block.norm1(x + block.drop_path1(block.ls1(block.attn(x))))
+    found: Tensor = block.norm2(x + block.drop_path2(block.ls2(block.mlp(x))))
+    return found
+
+
+def _chance_of_so_many(hits: int, draws: int) -> float:
+    """P[Binomial(draws, 1/2) >= hits], hits > 0"""
+    from scipy.special import betainc
+
+    return float(betainc(hits, draws - hits + 1, 0.5))

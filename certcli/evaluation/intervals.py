@@ -1,0 +1,50 @@
+"""Exact binomial statements: what a count of successes says about a probability."""
+
+import math
+
+from certcli.system.errors import DataError
+
+Interval = tuple[float, float]
+
+_OUTWARD = 1e-12
+"""Relative. scipy's incomplete beta function and its inverse agree with exact sums to a few 1e-15: a wide margin."""
+
+
+def lower_confidence(successes: int, trials: int, alpha: float) -> float:
+    """The largest p with P[Binomial(trials, p) >= successes] <= alpha, rounded down: p is larger, but with probability alpha.
+
+    One-sided. It is the alpha quantile of Beta(successes, trials - successes + 1). Source: Clopper & Pearson 1934.
+    """
+    _require_counts(successes, trials, alpha)
+    if successes == 0:
+        return 0.0
+    if successes == trials:
+        return alpha ** (1 / trials) * (1 - _OUTWARD)
+    from scipy.special import betaincinv
+
+    return float(betaincinv(successes, trials - successes + 1, alpha)) * (1 - _OUTWARD)
+
+
+def upper_confidence(successes: int, trials: int, alpha: float) -> float:
+    """The smallest p with P[Binomial(trials, p) <= successes] <= alpha, rounded up: the other side of the same."""
+    _require_counts(successes, trials, alpha)
+    if successes == trials:
+        return 1.0
+    from scipy.special import betainccinv
+
+    return min(1.0, float(betainccinv(successes + 1, trials - successes, alpha)) * (1 + _OUTWARD))
+
+
+def share_interval(successes: int, trials: int, alpha: float = 0.05) -> Interval:
+    """Clopper-Pearson interval of a share with coverage 1 - alpha at least, alpha / 2 on each side.
+
+    About the sampling of images, not about attacks that were not tried. Source: Clopper & Pearson 1934, Biometrika 26.
+    """
+    return lower_confidence(successes, trials, alpha / 2), upper_confidence(successes, trials, alpha / 2)
+
+
+def _require_counts(successes: int, trials: int, alpha: float) -> None:
+    if not 0 <= successes <= trials or trials < 1:
+        raise DataError(f"no share: {successes} of {trials}")
+    if not (0 < alpha < 1 and math.isfinite(alpha)):
+        raise ValueError(f"alpha {alpha} is not between 0 and 1")

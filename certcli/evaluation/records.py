@@ -1,0 +1,276 @@
+"""What every command that judges images shares: which run this is, and its records on disk.
+
+A file of records is JSON lines. The first is the header: all that decides the records (`Run`). Each other line is one
+record, written and flushed as it is found, so an interrupted run is a shorter run; it carries `pixels`, the digest of its
+image, so that records of two runs can be compared image by image.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from certcli.checkpoint.outputs import require_absent
+from certcli.images.labelled import DIGESTED, Images
+from certcli.system.errors import DataError, OutputError, UsageError
+from certcli.system.processes import Team
+
+SCHEMA = "certvit-records/1"
+PIXELS = "pixels"
+NETWORK = "network"
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that decides the records of a file: two runs that are equal write the same records.
+
+    checkpoint: digest of the network's function. method: of certificates, or the attacks in order. norm: of the radii;
+    radii: at which images were attacked, empty for certificates, which find their own. parameters: of the method.
+    """
+
+    command: str
+    checkpoint: str
+    dataset: Mapping[str, Any]
+    method: Any
+    norm: Any
+    radii: Any = ()
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(command: str, checkpoint: str, images: Images, method: Any, **more: Any) -> "Run":
+        """The run of a command on these images; `more` are the other fields."""
+        return Run(command, checkpoint, describe(images), method, **more)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as they come back from a file."""
+        found = {"schema": SCHEMA, **{name: getattr(self, name) for name in self.__dataclass_fields__}}
+        plain: dict[str, Any] = json.loads(json.dumps(found, sort_keys=True, allow_nan=False))
+        return plain
+
+    def differences(self, other: "Run") -> Iterator[str]:
+        """ "seed is 0 there and 1 here", for everything in which `other` (there) differs from this run (here)."""
+        here, there = dict(_flat(self.to_json())), dict(_flat(other.to_json()))
+        for name in [*here, *(name for name in there if name not in here)]:
+            if here.get(name) != there.get(name):
+                yield f"{name} is {_short(there.get(name))} there and {_short(here.get(name))} here"
+
+
+def describe(images: Images) -> dict[str, Any]:
+    """Which images: the dataset's name, the split, how many, and the digest of their contents."""
+    return {"name": images.name, "split": images.split, "images": len(images), "digest": images.digest}
+
+
+def digested(images: Images, team: Team) -> Images:
+    """The same images, their digests found by all processes, each for a part: reading a folder of photographs takes long."""
+    if not team.several:
+        return images
+    parts = [range(start, min(start + DIGESTED, len(images))) for start in range(0, len(images), DIGESTED)]
+    found = [row for _, rows in team.deal(parts, images.digests_at) for row in rows]
+    return images.with_digests(dict(team.agree(lambda: found)))
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{path} {key}" if path else key)
+    else:
+        yield path, value
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 48 else f"{text[:16]}..."
+
+
+class RecordFile:
+    """The records of one run on disk, or nowhere when no path is given. A context: the file is open inside it.
+
+    keys: the fields that say which record a line is. With `resume` the lines of an existing file are handed out again by
+    `take`; from the first one that is missing on, the file is written anew. UsageError when the file exists (without force
+    or resume) or belongs to another run: the difference is named. network: what was assumed in reading the checkpoint, for
+    the header; it decides nothing, since the digest says which function was judged.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        run: Run,
+        images: Images,
+        keys: Sequence[str] = ("index",),
+        *,
+        resume: bool = False,
+        force: bool = False,
+        network: Mapping[str, Any] = {},
+    ) -> None:
+        self.path, self._run, self._keys, self._images = path, run, tuple(keys), images
+        self._earlier: list[dict[str, Any]] = []
+        self._ends: list[int] = []
+        self._taken, self._reading = 0, True
+        self._handle: IO[bytes] | None = None
+        if path is None:
+            if resume:
+                raise UsageError("--resume continues a file of records, and none is named", "--records FILE.jsonl")
+            return
+        continued = resume and path.exists()
+        require_absent(path, force or continued, "--records")
+        if continued:
+            self._read(path)
+        try:
+            self._handle = path.open("r+b" if self._ends else "wb")
+        except OSError as failure:
+            raise OutputError(f"cannot write {path}: {failure.strerror}", "choose another --records") from failure
+        if not self._ends:
+            self._append([run.to_json() | ({NETWORK: network} if network else {})])
+            self._ends = [self._handle.tell()]
+
+    @property
+    def earlier(self) -> int:
+        """How many complete records the file held when it was opened."""
+        return len(self._earlier)
+
+    def _read(self, path: Path) -> None:
+        data = path.read_bytes()
+        if b"\n" not in data:
+            return  # interrupted before its header was whole: nothing is lost by writing it anew
+        found, rows, self._ends = _parse(data, path)
+        differences = list(self._run.differences(found))
+        if differences:
+            more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+            raise UsageError(
+                f"{path} holds records of another run: {'; '.join(differences[:3])}{more}",
+                "repeat that run's options, choose another --records, or pass --force without --resume",
+            )
+        self._earlier = rows
+
+    def take(self, wanted: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]] | None:
+        """The stored records with these keys, in order, or None when not all are there: find them, then `write`."""
+        if not self._reading:
+            return None
+        rows = self._earlier[self._taken : self._taken + len(wanted)]
+        if [tuple(row.get(key) for key in self._keys) for row in rows] != list(wanted):
+            self._drop()
+            return None
+        self._taken += len(wanted)
+        return rows
+
+    def _drop(self) -> None:
+        """Forget what follows the records that were taken, on disk too; from here on the file only grows."""
+        self._reading = False
+        if self._handle is not None:
+            self._handle.truncate(self._ends[self._taken])
+            self._handle.seek(self._ends[self._taken])
+        self._earlier, self._ends = self._earlier[: self._taken], self._ends[: self._taken + 1]
+
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append records and flush them, each with the digest of its image."""
+        if self._handle is not None:
+            self._append([{**row, PIXELS: self._images.digests[row["index"]]} for row in rows])
+
+    def _append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        assert self._handle is not None
+        # keys are not sorted: the attacks of `robust` stand in the order in which they ran
+        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        try:
+            self._handle.write(text.encode())
+            self._handle.flush()
+        except OSError as failure:
+            handle, self._handle = self._handle, None
+            with contextlib.suppress(OSError):  # it would try to write what is buffered once more
+                handle.close()
+            hint = "free some space, then repeat the command with --resume"
+            raise OutputError(f"cannot write {self.path}: {failure.strerror}", hint) from failure
+
+    def __enter__(self) -> "RecordFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._handle is not None:
+            self._handle.close()
+
+
+def _parse(data: bytes, path: Path) -> tuple[Run, list[dict[str, Any]], list[int]]:
+    """Header, records, and where each complete line ends; DataError names the line that is neither."""
+    rows: list[dict[str, Any]] = []
+    ends: list[int] = []
+    run: Run | None = None
+    start = 0
+    while (end := data.find(b"\n", start)) >= 0:
+        number = len(ends) + 1
+        try:
+            row = json.loads(data[start:end])
+            if run is None:
+                if row.pop("schema") != SCHEMA:
+                    raise ValueError(f"its schema is not {SCHEMA}")
+                row.pop(NETWORK, None)
+                run = Run(**row)
+                if not (isinstance(run.checkpoint, str) and isinstance(run.dataset, dict)):
+                    raise ValueError("it names no network and no dataset")
+            else:
+                int(row["index"]), row[PIXELS]
+                rows.append(row)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
+            kind = "the header of certvit's records" if number == 1 else "a record"
+            raise DataError(
+                f"line {number} of {path} is not {kind} ({type(failure).__name__}: {failure})",
+                "certvit certify or attack ... --records FILE writes them",
+            ) from failure
+        ends.append(end + 1)
+        start = end + 1
+    if run is None:
+        raise DataError(f"{path} holds no records", "certvit certify or attack ... --records FILE writes them")
+    return run, rows, ends
+
+
+def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
+    """The run and the records of a file that `command` wrote, a torn last line left out. DataError else."""
+    try:
+        data = path.read_bytes()
+    except OSError as failure:
+        raise DataError(
+            f"cannot read {path}: {failure.strerror}", f"certvit {command} ... --records FILE writes it"
+        ) from failure
+    run, rows, _ = _parse(data, path)
+    if run.command != command:
+        raise DataError(f"{path} holds records of {run.command}, not of {command}")
+    return run, rows
+
+
+def require_same_images(rows: Iterable[Mapping[str, Any]], images: Images, where: Path | str) -> None:
+    """DataError when a record speaks of other pixels or another label than the image with its index."""
+    for row in rows:
+        if row["index"] in images.digests and row[PIXELS] != images.digests[row["index"]]:
+            raise DataError(
+                f"image {row['index']} in {where} is another one than here: its pixels or its label differ",
+                "give the --dataset, --data-dir and --split of those records",
+            )
+
+
+def require_same_network(run: Run, checkpoint: str, where: Path | str) -> None:
+    """DataError when records speak of another function than the checkpoint with this digest."""
+    if run.checkpoint != checkpoint:
+        raise DataError(
+            f"{where} holds records of another network: digest {run.checkpoint[:16]}, this one has {checkpoint[:16]}",
+            f"certvit {run.command} this checkpoint with --records",
+        )
+
+
+def require_share(share: float, option: str) -> float:
+    """A gate is a share of the images: UsageError for 90, nan and the like, which would never or always hold."""
+    if not 0 <= share <= 1:
+        raise UsageError(f"{option} {share:g} is no share", f"{option} 0.9 demands 90 % of the images")
+    return share
+
+
+def require_radii(radii: Iterable[float]) -> tuple[float, ...]:
+    """Ascending, each once. UsageError for a radius that is negative, infinite or no number, or when there is none."""
+    chosen = tuple(sorted(set(radii)))
+    wrong = next((radius for radius in chosen if not (radius >= 0 and math.isfinite(radius))), None)
+    if wrong is not None or not chosen:
+        raise UsageError("no radius was given" if wrong is None else f"radius {wrong:g} is not a finite number >= 0")
+    return chosen

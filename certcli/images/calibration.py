@@ -1,0 +1,165 @@
+"""Images to calibrate on: a dataset, or images made on the spot whose spectrum and edges are those of photographs.
+
+Photographs look alike in two ways that a network's layers answer to: the power of a spatial frequency f falls like 1/f^2,
+and regions of one colour and texture end in sharp edges where one thing hides another. "Dead leaves" have both: shapes
+whose sizes follow a power law fall on each other, each with a flat colour blended with 1/f noise. Nothing is downloaded,
+and nothing has a licence.
+Source: Lee, Mumford & Huang 2001 (dead leaves); Field 1987 (1/f); Baradad et al. 2021 (networks learn from such images).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from certcli.checkpoint.record import InputSpec, Record
+from certcli.images import datasets
+from certcli.images.labelled import Images
+from certcli.system.errors import DataError
+
+PHOTOGRAPHS = "synthetic photographs"
+DIGITS = "digits"
+
+_TEXTURES = 24
+_FINE = 96
+"""Sides below this are drawn at twice the size and averaged, as a camera does: else every edge is a staircase."""
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def calibration_images(
+    record: Record, count: int, seed: int = 0, dataset: str | None = None, data_dir: Path | None = None
+) -> Images:
+    """`count` images to calibrate this network on: `dataset`, else what it remembers, else the default of its kind.
+
+    A dataset's training images are taken. What a network remembers by name but cannot be found here falls back on
+    `default_for`; a `dataset` that was asked for does not. Errors: DataError.
+    """
+    if dataset is not None:
+        return datasets.load(dataset, record.input, "train", data_dir).limit(count, seed)
+    if record.dataset is not None:
+        try:
+            return datasets.load(record.dataset, record.input, "train", data_dir).limit(count, seed)
+        except DataError:
+            pass  # a folder's name without its path, or torch/... without its folder
+    return default_for(record, count, seed)
+
+
+def default_for(record: Record, count: int, seed: int = 0) -> Images:
+    """Digits for a network of digits, synthetic photographs of the network's own size for every other."""
+    remembered = (record.dataset or "").lower()
+    if record.input.size == (1, 8, 8) or remembered in (DIGITS, "torch/mnist", "mnist"):
+        return datasets.load(DIGITS, record.input, "train").limit(count, seed)
+    return synthetic_photographs(record.input, count, seed)
+
+
+def synthetic_photographs(spec: InputSpec, count: int, seed: int = 0) -> Images:
+    """`count` images of `spec`'s size in [0, 1], multiples of 1/255, without classes; equal for equal arguments.
+
+    One in four is 1/f noise alone, the others dead leaves over it. Image number k does not depend on `count`.
+    """
+    if count < 1:
+        raise DataError(f"a limit of {count} images leaves none")
+    channels, height, width = spec.size
+    scale = 2 if min(height, width) < _FINE else 1
+    size = (channels, scale * height, scale * width)
+    bank = _textures(size, np.random.default_rng([seed, 0]))
+    pixels = np.empty((count, *spec.size), dtype=np.uint8)
+    for number in range(count):
+        random = np.random.default_rng([seed, 1, number])
+        if number % 4 == 0:
+            image = _noise(size, 1.0 + 0.5 * random.random(), random)
+        else:
+            image = bank[int(random.integers(len(bank)))].copy()
+            _drop_leaves(image, bank, random)
+        image = _blurred(image, int(random.integers(3)))
+        if scale > 1:
+            image = image.reshape(channels, height, scale, width, scale).mean((2, 4))
+        pixels[number] = np.rint(255.0 * image.clip(0.0, 1.0))
+    stored = torch.from_numpy(pixels)
+
+    def fetch(positions: Sequence[int]) -> torch.Tensor:
+        return stored[list(positions)].float() / 255
+
+    return Images(
+        name=PHOTOGRAPHS,
+        split="made on the spot",
+        classes=(),
+        labels=torch.zeros(count, dtype=torch.long),
+        indices=torch.arange(count),
+        fetch=fetch,
+    )
+
+
+def hold_out(images: Images, share: int = 5) -> tuple[Images, Images]:
+    """(to calibrate on, held out): every fifth image takes no part; none of fewer than ten. Both orders are kept."""
+    out = range(0, len(images), share) if len(images) >= 2 * share else range(0)
+    apart = set(out)
+    return images.select([row for row in range(len(images)) if row not in apart]), images.select(list(out))
+
+
+def _textures(size: tuple[int, int, int], random: np.random.Generator) -> list[Array]:
+    return [_noise(size, 1.0 + 0.6 * number / _TEXTURES, random) for number in range(_TEXTURES)]
+
+
+def _noise(size: tuple[int, int, int], slope: float, random: np.random.Generator) -> Array:
+    """Noise (c, h, w) whose amplitude falls like 1/f^slope, its channels correlated as those of daylight are."""
+    channels, height, width = size
+    down, across = np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None]
+    frequency = np.sqrt(down * down + across * across)
+    frequency[0, 0] = 1.0 / max(height, width)
+    weight = (frequency**-slope).astype(np.float32)
+    white = random.standard_normal(size, dtype=np.float32)
+    shaped = np.fft.irfft2(np.fft.rfft2(white) * weight, s=(height, width)).astype(np.float32)
+    shaped -= shaped.mean((1, 2), keepdims=True)
+    shaped /= shaped.std((1, 2), keepdims=True) + 1e-12
+    mixing = 0.35 * random.standard_normal((channels, channels)) + 0.6
+    mixed = np.tensordot(mixing.astype(np.float32), shaped, 1)
+    mixed /= mixed.std() + 1e-12
+    level = 0.45 + 0.1 * random.standard_normal((channels, 1, 1))
+    image: Array = (level + 0.22 * mixed).clip(0.0, 1.0).astype(np.float32)
+    return image
+
+
+def _drop_leaves(image: Array, bank: Sequence[Array], random: np.random.Generator) -> None:
+    """Ellipses and polygons fall on the image, the large ones first; radii follow a power law."""
+    channels, height, width = image.shape
+    side = min(height, width)
+    radii = np.sort(random.pareto(1.2, int(random.integers(20, 200))) + 0.3)[::-1] * (side / 24)
+    for radius in np.minimum(radii, 0.55 * side):
+        x, y = random.uniform(-0.08, 1.08) * width, random.uniform(-0.08, 1.08) * height
+        left, right = max(0, int(x - radius)), min(width, int(x + radius) + 2)
+        top, bottom = max(0, int(y - radius)), min(height, int(y + radius) + 2)
+        angle, tint = random.uniform(0.0, 2.0 * np.pi), random.random((channels, 1, 1), dtype=np.float32)
+        tint = tint.mean() + np.float32(random.random()) * (tint - tint.mean())  # most things are nearly grey
+        share, flat = np.float32(random.uniform(0.2, 0.8)), random.uniform(0.4, 1.0)
+        corners = int(random.integers(3, 8)) if random.random() < 0.5 else 0
+        leaf = bank[int(random.integers(len(bank)))]
+        if right <= left or bottom <= top:
+            continue
+        across = (np.arange(left, right, dtype=np.float32) - x)[None] / radius
+        down = (np.arange(top, bottom, dtype=np.float32) - y)[:, None] / radius
+        along = across * np.cos(angle) + down * np.sin(angle)
+        aside = down * np.cos(angle) - across * np.sin(angle)
+        if corners:
+            inside = np.full(along.shape, True)
+            for turn in np.sort(random.uniform(0.0, 2.0 * np.pi, corners)):
+                inside &= along * np.cos(turn) + aside * np.sin(turn) <= flat
+            inside &= along * along + aside * aside <= 1.0
+        else:
+            inside = along * along + (aside / flat) ** 2 <= 1.0
+        window = (slice(None), slice(top, bottom), slice(left, right))
+        np.copyto(image[window], share * tint + (1 - share) * leaf[window], where=inside[None])
+
+
+def _blurred(image: Array, times: int) -> Array:
+    """[1 2 1] / 4 along both axes, so many times: focus differs."""
+    for _ in range(times):
+        for axis in (1, 2):
+            padded = np.pad(image, [(1, 1) if each == axis else (0, 0) for each in range(3)], mode="edge")
+            length = image.shape[axis]
+            before, middle, after = (np.take(padded, range(k, k + length), axis) for k in range(3))
+            image = 0.25 * before + 0.5 * middle + 0.25 * after
+    return image

@@ -1,0 +1,168 @@
+"""Datasets by name, or a folder: pixel images in [0, 1] of the size a network takes, with labels that mean its classes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from certcli.checkpoint.record import InputSpec
+from certcli.images.folders import load_folder
+from certcli.images.labelled import Images, require_split, split_training
+from certcli.system.errors import DataError, one_line
+from certcli.system.registry import one_of
+
+
+def load(name: str, spec: InputSpec, split: str | None = None, data_dir: Path | None = None) -> Images:
+    """A dataset by name or path, its images in the size that `spec` names.
+
+    name: "digits" (embedded), "torch/mnist", "torch/cifar10", "torch/cifar100", "torch/fashion_mnist" (with `data_dir`),
+    or a folder. split: train, val, test, or None for the one to evaluate on. DataError says what is missing.
+    """
+    if name == "digits":
+        return _digits(spec, split or "test")
+    if name.startswith("torch/"):
+        return _torchvision(name, spec, split or "test", data_dir)
+    try:
+        folder = Path(name).resolve()  # a record keeps the folder's name, and "." has none
+        if folder.is_dir():
+            return load_folder(folder, spec, split)
+    except (OSError, ValueError) as failure:
+        raise DataError(
+            f"cannot read folder {one_line(name)} ({one_line(failure)})", "check name and permissions"
+        ) from failure
+    raise DataError(
+        f"unknown dataset '{name}'", f"{one_of(name, ('digits', *_TORCHVISION))}, or a folder of class folders"
+    )
+
+
+def require_classes(images: Images, classes: int, class_names: Sequence[str] | None = None) -> Images:
+    """The dataset with labels that mean the model's classes, or DataError.
+
+    A folder of ImageNet synset names beside a 1,000-class model is mapped to the model's indices.
+    """
+    if classes == 1000 and len(images.classes) <= 1000 and all(_is_synset(name) for name in images.classes):
+        mapping = _imagenet_indices(images.classes)
+        return replace(
+            images, labels=mapping[images.labels], note=_join(images.note, "synset folders mapped to ImageNet")
+        )
+    if len(images.classes) != classes:
+        raise DataError(
+            f"dataset '{images.name}' has {len(images.classes)} classes, the checkpoint's network has {classes}",
+            "use the dataset it was trained for, or one with the same classes",
+        )
+    if class_names and not images.classes[0].isdigit() and tuple(class_names) != images.classes:
+        raise DataError(f"dataset '{images.name}' has other class names than the checkpoint was trained on")
+    return images
+
+
+def _join(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
+
+
+def _is_synset(name: str) -> bool:
+    return len(name) == 9 and name[0] == "n" and name[1:].isdigit()
+
+
+def _imagenet_indices(synsets: Sequence[str]) -> Tensor:
+    import certcli.system.compat  # noqa: F401
+
+    # isort: split
+    from timm.data import ImageNetInfo
+
+    known = {synset: index for index, synset in enumerate(ImageNetInfo("imagenet-1k").label_names())}
+    strange = [name for name in synsets if name not in known]
+    if strange:
+        raise DataError(f"folder '{strange[0]}' is not one of ImageNet's 1,000 synsets")
+    return torch.tensor([known[name] for name in synsets])
+
+
+def _in_memory(
+    name: str, split: str, classes: Sequence[str], pixels: Tensor, labels: Tensor, scale: float, spec: InputSpec
+) -> Images:
+    """Integer pixels (n, c, h, w) in memory; `scale` is the pixel value of white."""
+    fit, note = _resizer(tuple(pixels.shape[1:]), spec)
+    return Images(
+        name=name,
+        split=split,
+        classes=tuple(classes),
+        labels=labels.long(),
+        indices=torch.arange(len(labels)),
+        fetch=lambda positions: fit(pixels[list(positions)].float() / scale),
+        note=note,
+    )
+
+
+def _resizer(size: tuple[int, ...], spec: InputSpec) -> tuple[Callable[[Tensor], Tensor], str]:
+    """The map from stored images to the network's input size, and a note when it is not the identity."""
+    if size == spec.size:
+        return (lambda images: images), ""
+    channels, height, width = spec.size
+
+    def fit(images: Tensor) -> Tensor:
+        if images.shape[1] == 1 and channels > 1:
+            images = images.repeat(1, channels, 1, 1)
+        elif images.shape[1] > 1 and channels == 1:
+            images = images.mean(dim=1, keepdim=True)
+        elif images.shape[1] != channels:
+            raise DataError(f"images of {images.shape[1]} channels do not fit a network of {channels}")
+        resized = interpolate(images, (height, width), mode="bilinear", antialias=True, align_corners=False)
+        return resized.clamp(0, 1)
+
+    note = f"images of size {'x'.join(map(str, size))} were resized to {'x'.join(map(str, spec.size))}"
+    return fit, note
+
+
+def _digits(spec: InputSpec, split: str) -> Images:
+    """The embedded 1,797 digits; origin, licence and split in certcli/embedded/README.md."""
+    require_split("digits", split, ("train", "val", "test"))
+    source = files("certcli").joinpath("embedded/digits.npz")
+    with source.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
+        chosen = stored["split"] == ("train", "val", "test").index(split)
+        pixels = torch.from_numpy(stored["images"][chosen]).unsqueeze(1)
+        labels = torch.from_numpy(stored["labels"][chosen])
+    return _in_memory("digits", split, [str(digit) for digit in range(10)], pixels, labels, 16.0, spec)
+
+
+_TORCHVISION = {
+    "torch/mnist": "MNIST",
+    "torch/fashion_mnist": "FashionMNIST",
+    "torch/kmnist": "KMNIST",
+    "torch/cifar10": "CIFAR10",
+    "torch/cifar100": "CIFAR100",
+}
+
+
+def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) -> Images:
+    """A torchvision dataset that lies in `data_dir`; nothing is downloaded."""
+    if name not in _TORCHVISION:
+        raise DataError(f"unknown dataset '{name}'", one_of(name, _TORCHVISION))
+    require_split(name, split, ("train", "val", "test"))
+    if data_dir is None:
+        raise DataError(f"dataset '{name}' needs --data-dir", "the folder that holds torchvision's files")
+    import certcli.system.compat  # noqa: F401
+
+    # isort: split
+    import torchvision
+
+    try:
+        stored: Any = getattr(torchvision.datasets, _TORCHVISION[name])(
+            root=str(data_dir), train=split != "test", download=False
+        )
+    except Exception as failure:  # torchvision's readers of broken files raise whatever their parsing trips over
+        raise DataError(
+            f"no readable {_TORCHVISION[name]} files in {data_dir} ({one_line(failure)})",
+            f"--data-dir names the folder that holds {_TORCHVISION[name]}'s own folder",
+        ) from failure
+    pixels = torch.as_tensor(stored.data)
+    pixels = pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
+    images = _in_memory(name, split, stored.classes, pixels, torch.as_tensor(stored.targets), 255.0, spec)
+    if split == "test":
+        return images
+    chosen = images.select(split_training(images.labels, split).tolist())
+    return replace(chosen, indices=torch.arange(len(chosen)))

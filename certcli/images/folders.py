@@ -1,0 +1,193 @@
+"""Datasets in folders: a folder of class folders, one that holds such splits, or images beside a labels.csv."""
+
+import csv
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from certcli.checkpoint.record import InputSpec
+from certcli.images.labelled import Images, require_split, split_training
+from certcli.images.prefetch import Ahead
+from certcli.system.errors import DataError, one_line
+
+IMAGE_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"))
+
+
+def load_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
+    """A folder of class folders, or one that holds train/, val/, test/ of such folders; named as the folder itself is."""
+    return replace(_part_of_folder(folder, spec, split), name=folder.resolve().name)
+
+
+def _part_of_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
+    parts = [part for part in ("train", "val", "test") if (folder / part).is_dir()]
+    if (folder / "validation").is_dir() and "val" not in parts:
+        parts.append("validation")
+    if not parts:
+        whole = _class_folder(folder, spec, split or "all")
+        if split in (None, "all"):
+            return whole
+        require_split(folder.name, split, ("all", "train", "val"))
+        return whole.select(split_training(whole.labels, split).tolist())
+    wanted = split or ("test" if "test" in parts else parts[-1])
+    if wanted == "val" and "validation" in parts:
+        wanted = "validation"
+    if wanted in parts and not (wanted == "train" and not {"val", "validation"} & set(parts)):
+        return _class_folder(folder / wanted, spec, wanted)
+    if wanted in ("train", "val") and "train" in parts:
+        whole = _class_folder(folder / "train", spec, wanted)
+        return whole.select(split_training(whole.labels, wanted).tolist())
+    require_split(folder.name, wanted, parts)
+    raise AssertionError("unreachable")
+
+
+def _class_folder(folder: Path, spec: InputSpec, split: str) -> Images:
+    listing = folder / "labels.csv"
+    if listing.is_file() and not any(child.is_dir() for child in folder.iterdir()):
+        paths, labels, classes = _listed(folder, listing)
+    else:
+        paths, labels, classes = _foldered(folder)
+    strange = next((name for name in classes if not name.isprintable()), None)
+    if strange is not None:
+        raise DataError(f"{folder} has a class whose name does not print: {strange!a}", "rename it")
+    decode = Decoder(spec)
+
+    ahead = Ahead(lambda position: decode(paths[position]))
+    positions, note = torch.arange(len(paths)), _sizes(paths, spec)
+    return Images(folder.name, split, tuple(classes), torch.tensor(labels), positions, ahead, note, ahead.expect, ahead)
+
+
+def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:
+    """A note where one of a few images is smaller than what the network takes, or has the colours that it does not see."""
+    channels, height, width = spec.size
+    for path in paths[:: max(1, len(paths) // 8)]:
+        try:
+            with Image.open(path, formats=Decoder.FORMATS) as image:
+                (across, down), bands = image.size, image.getbands()
+        except (OSError, ValueError, Image.DecompressionBombError):
+            continue  # said when it is read
+        if across < width or down < height:
+            return f"images such as {path.name}, {down}x{across}, are enlarged to {height}x{width}"
+        if channels == 1 and len(bands) >= 3:
+            return f"images such as {path.name} are in colour, and the network sees grey"
+    return ""
+
+
+def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str]]:
+    classes = sorted(child.name for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+    if not classes:
+        raise DataError(f"{folder} holds no class folders", "one folder a class, its images inside")
+    paths: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        found = sorted(_images_below(folder / name))
+        if not found:
+            raise DataError(f"class folder {folder / name} holds no images", "remove it, or put its images there")
+        paths += found
+        labels += [label] * len(found)
+    return paths, labels, classes
+
+
+def _images_below(folder: Path) -> Iterator[Path]:
+    """Image files at any depth; OSError where a folder cannot be read: its images would be missing in silence."""
+
+    def stop(failure: OSError) -> None:
+        raise failure
+
+    for parent, _, names in os.walk(folder, onerror=stop):
+        for name in names:
+            path = Path(parent, name)
+            if path.suffix.lower() in IMAGE_SUFFIXES:
+                if not path.is_file():
+                    raise DataError(f"{path} is not a regular file", "remove it")
+                yield path
+
+
+def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[str]]:
+    """Images beside a labels.csv with a header, whose columns include a file name and a class (index or name)."""
+    try:
+        with listing.open(newline="", encoding="utf-8") as handle:
+            rows = list(csv.DictReader(handle, restkey="", restval=""))
+    except (UnicodeError, csv.Error) as failure:
+        raise DataError(
+            f"{listing} is not a table of text ({one_line(failure)})", "columns 'file' and 'class'"
+        ) from failure
+    columns = list(rows[0]) if rows else []
+    name_column = next((c for c in columns if c.lower() in ("file", "filename", "path", "image", "name")), None)
+    class_column = next((c for c in columns if c.lower() in ("synset", "wnid", "class", "label", "index")), None)
+    if name_column is None or class_column is None:
+        shown = one_line(", ".join(columns) or "none")
+        raise DataError(f"{listing} needs the columns 'file' and 'class'", f"it has: {shown}")
+    empty = next((row for row in rows if not row[name_column] or not row[class_column]), None)
+    if empty is not None:
+        raise DataError(f"{listing} has a row without file or class", f"line {rows.index(empty) + 2}")
+    classes = sorted({row[class_column] for row in rows})
+    paths = [folder / row[name_column] for row in rows]
+    for row, path in zip(rows, paths, strict=True):
+        if ".." in path.parts or Path(row[name_column]).is_absolute():
+            raise DataError(f"{listing} names {one_line(row[name_column])}, which is not in its folder")
+        if not path.is_file():
+            raise DataError(f"{listing} names {one_line(path.name)}, which does not exist")
+    return paths, [classes.index(row[class_column]) for row in rows], classes
+
+
+def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
+    """timm's evaluation transform (resize, centre crop) up to pixels in [0, 1]: normalisation belongs to the network."""
+    import certcli.system.compat  # noqa: F401
+
+    # isort: split
+    from timm.data import create_transform
+
+    channels = spec.size[0]
+    transform: Callable[[Image.Image], Tensor] = create_transform(
+        input_size=spec.size,
+        is_training=False,
+        interpolation=spec.interpolation,
+        crop_pct=spec.crop_pct,
+        mean=(0.0,) * channels,
+        std=(1.0,) * channels,
+    )
+    return transform
+
+
+class Decoder:
+    """An image file as pixels (c, h, w) in [0, 1]; DataError for what is no image, or has no known scale.
+
+    Only the formats of IMAGE_SUFFIXES are tried, whatever the name says: Pillow would hand PostScript to an interpreter.
+    """
+
+    FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM", "TIFF")
+
+    def __init__(self, spec: InputSpec) -> None:
+        self.channels = spec.size[0]
+        self.transform = _pixel_transform(spec)
+        self.grey = _pixel_transform(replace(spec, size=(1, *spec.size[1:])))
+
+    def __call__(self, path: Path) -> Tensor:
+        try:
+            if not path.is_file():
+                raise DataError(f"{path} is not a regular file", "remove it")
+            with Image.open(path, formats=self.FORMATS) as image:
+                return self._pixels(image, path).clamp(0, 1)
+        except DataError:
+            raise
+        except Exception as failure:  # decoders of hostile bytes raise anything; a decompression bomb has its own error
+            raise DataError(
+                f"cannot read image {path} ({one_line(failure)})", "remove it, or fetch it again"
+            ) from failure
+
+    def _pixels(self, image: Image.Image, path: Path) -> Tensor:
+        # 16 bits a pixel: Pillow's own conversion to 8 clips at 255
+        if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+            scaled = Image.fromarray(np.asarray(image, dtype=np.float32) / np.float32(65535))
+            return self.grey(scaled).expand(self.channels, -1, -1)
+        if image.mode in ("I", "F"):
+            raise DataError(
+                f"image {path} has {image.mode} pixels, whose white is not known", "save it with 8 or 16 bits"
+            )
+        return self.transform(image.convert("L" if self.channels == 1 else "RGB"))

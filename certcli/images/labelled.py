@@ -1,0 +1,166 @@
+"""Labelled images in a fixed order, whatever they come from."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from certcli.images.prefetch import Ahead
+from certcli.system.errors import DataError
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""(indices (b,) int64, images (b, c, h, w) float32 in [0, 1], labels (b,) int64)"""
+
+DIGESTED = 256
+"""Images that are held at a time while their digests are found."""
+VALIDATION_SHARE = 0.1
+_SPLIT_SEED = 20260101  # fixed for ever: the validation images of a dataset must be the same in every run
+
+
+def sent(pixels: Tensor, device: torch.device) -> Tensor:
+    """The pixels on the device. To a GPU from page-locked memory, so that the caller goes on while they are copied."""
+    if device.type != "cuda" or pixels.device.type != "cpu":
+        return pixels.to(device)
+    return pixels.pin_memory().to(device, non_blocking=True)
+
+
+def _ignore(positions: Sequence[int]) -> None:
+    """What is in memory needs no time."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Labelled images in a fixed order. `fetch(positions)` returns pixel images (b, c, h, w) in [0, 1].
+
+    expect(positions): those that will be fetched next, all of them; files are decoded meanwhile (`ahead`, None in memory).
+    """
+
+    name: str
+    split: str
+    classes: tuple[str, ...]
+    labels: Tensor
+    indices: Tensor
+    fetch: Callable[[Sequence[int]], Tensor]
+    note: str = ""
+    expect: Callable[[Sequence[int]], None] = _ignore
+    ahead: Ahead | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        """All images once, in order. `indices` are positions in the whole split, whatever --limit selected."""
+        for start in range(0, len(self), batch_size):
+            positions = list(range(start, min(start + batch_size, len(self))))
+            pixels = self.fetch(positions)
+            self.expect_at(start + batch_size, batch_size)
+            yield self.indices[positions], pixels, self.labels[positions]
+
+    def expect_at(self, start: int, count: int) -> None:
+        """`expect` of so many images from there on, as far as there are any."""
+        self.expect(range(start, min(start + count, len(self))))
+
+    def read_by(self, workers: int | None) -> "Images":
+        """These images, their files read by so many threads; None leaves that as it is."""
+        if self.ahead is not None and workers is not None:
+            self.ahead.workers = workers
+        return self
+
+    def select(self, positions: Sequence[int]) -> "Images":
+        """The images at these positions, in this order, keeping their indices."""
+        chosen = list(positions)
+        return replace(
+            self,
+            labels=self.labels[chosen],
+            indices=self.indices[chosen],
+            fetch=lambda asked: self.fetch([chosen[position] for position in asked]),
+            expect=lambda asked: self.expect([chosen[position] for position in asked]),
+        )
+
+    def limit(self, count: int | None, seed: int = 0) -> "Images":
+        """A seeded, class-balanced sample of `count` images, in the order of the split."""
+        if count is None or count >= len(self):
+            return self
+        if count < 1:
+            raise DataError(f"a limit of {count} images leaves none")
+        return self.select(sorted(_balanced(self.labels, count, seed)))
+
+    def in_turn(self, seed: int = 0) -> "Images":
+        """All images, the classes in turn: the first n of them are those of `limit(n, seed)`, for every n."""
+        return self.select(_balanced(self.labels, len(self), seed))
+
+    def per_class(self, count: int, seed: int = 0) -> "Images":
+        """`count` images of every class."""
+        chosen: list[int] = []
+        generator = torch.Generator().manual_seed(seed)
+        for label in self.labels.unique().tolist():
+            members = (self.labels == label).nonzero().flatten()
+            chosen += members[torch.randperm(len(members), generator=generator)][:count].tolist()
+        return self.select(sorted(chosen))
+
+    @cached_property
+    def digests(self) -> dict[int, str]:
+        """Index of each image -> sha256 of its label and its pixels as fetched, the first 16 hex digits."""
+        found: dict[int, str] = {}
+        for start in range(0, len(self), DIGESTED):
+            found |= dict(self.digests_at(range(start, min(start + DIGESTED, len(self)))))
+        return found
+
+    def digests_at(self, positions: Sequence[int]) -> list[tuple[int, str]]:
+        """Index and digest of the images at these positions."""
+        indices, labels = self.indices[list(positions)].tolist(), self.labels[list(positions)].tolist()
+        found, pixels = [], self.fetch(positions)
+        self.expect_at(max(positions) + 1, DIGESTED)
+        for index, label, row in zip(indices, labels, pixels.cpu().contiguous().numpy(), strict=True):
+            head = f"{label}\0{row.dtype.str}\0{row.shape}\0"
+            found.append((index, hashlib.sha256(head.encode() + row.tobytes()).hexdigest()[:16]))
+        return found
+
+    def with_digests(self, found: dict[int, str]) -> "Images":
+        """The same images, their digests known already."""
+        same = replace(self)
+        same.__dict__["digests"] = found  # where `cached_property` looks first
+        return same
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of these images: index, label and pixels of each, in order. The name of the dataset has no part in it."""
+        lines = (f"{index} {digest}\n" for index, digest in self.digests.items())
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """All images and labels at once, for sets that fit in memory."""
+        return torch.cat([images for _, images, _ in self.batches(1024)]), self.labels
+
+
+def _balanced(labels: Tensor, count: int, seed: int) -> list[int]:
+    """Positions of `count` images, the classes in turn, each class in a seeded random order."""
+    generator = torch.Generator().manual_seed(seed)
+    classes = labels.unique()
+    queues = []
+    # the classes in a random order too: of a set with one image a class, the first N would all be neighbours
+    for label in classes[torch.randperm(len(classes), generator=generator)].tolist():
+        members = (labels == label).nonzero().flatten()
+        queues.append(members[torch.randperm(len(members), generator=generator)].tolist())
+    chosen: list[int] = []
+    depth = 0
+    while len(chosen) < count:
+        chosen += [queue[depth] for queue in queues if depth < len(queue)][: count - len(chosen)]
+        depth += 1
+    return chosen
+
+
+def split_training(labels: Tensor, split: str) -> Tensor:
+    """Positions of the fixed 90 % (train) or 10 % (val) of a training set that has no validation split of its own."""
+    count = max(1, round(VALIDATION_SHARE * len(labels)))
+    validation = torch.zeros(len(labels), dtype=torch.bool)
+    validation[_balanced(labels, count, _SPLIT_SEED)] = True
+    return (validation if split == "val" else ~validation).nonzero().flatten()
+
+
+def require_split(name: str, split: str, known: Sequence[str]) -> None:
+    if split not in known:
+        raise DataError(f"dataset '{name}' has no split '{split}'", f"--split {' or '.join(known)}")

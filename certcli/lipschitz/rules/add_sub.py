@@ -1,0 +1,158 @@
+"""Sums and differences: residual connections, position embeddings, masks. Proofs: docs/bounds.md, section 8."""
+
+import math
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from certcli.lipschitz.bound import Bound
+from certcli.lipschitz.context import Context
+from certcli.lipschitz.rules.multiply import by_number, multiply, scaled
+from certcli.lipschitz.size import Size
+from certcli.lipschitz.table import rules
+from certcli.lipschitz.value import Scores, Value
+from certcli.nn.residual import ConvexResidual, WeightedResidual
+
+
+def add_values(ctx: Context, a: Value, b: Value, why: str = "Lip(f + g) <= Lip(f) + Lip(g)") -> Value:
+    """f + g, the smaller one repeated."""
+    shape = tuple(ctx.shape)
+    a, b = ctx.spread(ctx.settle(a), shape), ctx.spread(ctx.settle(b), shape)
+    base = a.base + b.base
+    proof = None
+    if ctx.arith.rigorous and a.proof is not None and b.proof is not None:
+        proof = Bound(ctx.path, ctx.kind, base, "sum", why, (a.proof, b.proof))
+    return Value(base, _sum_size(ctx, a.size, b.size), None, proof, shape)
+
+
+def _sum_size(ctx: Context, a: Size, b: Size) -> Size:
+    axis = a.axis
+    return Size(
+        ctx.arith,
+        tuple(ctx.shape),
+        lambda: a.fibre_along(axis) + b.fibre_along(axis),
+        axis,
+        lambda: a.total + b.total,
+        lambda: a.peak + b.peak,
+    )
+
+
+@rules.method("add", "add_")
+@rules.function(operator.add, operator.iadd, torch.add)
+def add(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
+    if alpha != 1:
+        b = multiply(ctx, b, alpha) if isinstance(b, Value) else b
+        ctx.require(isinstance(b, Value), "a constant added with alpha")
+    if isinstance(a, Value) and isinstance(b, Value):
+        scores = a.waiting
+        if isinstance(scores, Scores) and scores.moving is None and tuple(a.shape) == tuple(ctx.shape):
+            moving = ctx.spread(ctx.settle(b), tuple(ctx.shape))
+            return replace(a, waiting=replace(scores, moving=moving, shifted=True))
+        return add_values(ctx, a, b)
+    x, shift = (a, b) if isinstance(a, Value) else (b, a)
+    ctx.require(isinstance(x, Value), "a sum without a tensor")
+    return _shifted(ctx, x, shift)
+
+
+@rules.method("sub", "sub_")
+@rules.function(operator.sub, operator.isub, torch.sub, torch.subtract)
+def subtract(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
+    """a - b has the bounds of a + b."""
+    return add(ctx, a, b, alpha)
+
+
+@rules.function(torch.rsub)
+def subtract_from(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
+    ctx.require(alpha == 1, "subtraction with alpha")
+    return add(ctx, a, b)
+
+
+def _shifted(ctx: Context, x: Value, shift: Any) -> Value:
+    """x + constant: moves nothing, unless it repeats x."""
+    shape = tuple(ctx.shape)
+    if isinstance(x.waiting, Scores) and tuple(x.shape) == shape:
+        # softmax of scores plus any constant: the attention theorems hold for every constant
+        return replace(x, waiting=replace(x.waiting, shifted=True))
+    x = ctx.spread(ctx.settle(x), shape)
+    if isinstance(shift, (int, float)):
+        tensor = torch.full((1,) * len(shape), float(abs(shift)), dtype=torch.float64)
+    else:
+        tensor = ctx.constant_tensor(shift)
+    old, arith = x.size, ctx.arith
+    slack = arith.const(1 + 2.0**-30)  # which fibre is the longest is decided in floating point
+
+    def longest() -> Any:
+        wide = tensor.detach().double().expand(shape) if arith.rigorous else tensor.expand(shape)
+        # a fibre that repeats: the distinct ones are enough
+        keep = tuple(slice(None) if n > 1 or a - len(shape) == old.axis else slice(0, 1)
+                     for a, n in enumerate((1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)))  # fmt: skip
+        fibres = wide[keep].movedim(old.axis, -1).reshape(-1, shape[old.axis])
+        fibre = fibres[fibres.norm(dim=-1).argmax()].reshape(-1, 1)
+        return arith.length(arith.matrix(fibre)) * slack
+
+    def whole() -> Any:
+        times = math.prod(shape) // max(1, tensor.numel())
+        return arith.length(arith.matrix(tensor.reshape(-1, 1))) * arith.sqrt(arith.const(float(times)))
+
+    size = Size(
+        arith,
+        shape,
+        lambda: old.fibre + longest(),
+        old.axis,
+        lambda: old.total + whole(),
+        lambda: old.peak + ctx.largest_entry(tensor),
+    )
+    return Value(x.base, size, None, x.proof, shape)
+
+
+@rules.function(torch.addcmul)
+def add_product(ctx: Context, x: Any, a: Any, b: Any, value: float = 1.0) -> Value:
+    product = multiply(ctx, a, b)
+    return add(ctx, x, product if value == 1 else by_number(ctx, product, value))
+
+
+@rules.method("masked_fill", "masked_fill_")
+@rules.function(torch.masked_fill)
+def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
+    """Constants in fixed places move nothing; -inf in scores is a mask, a number there takes scores away (Theorem 5.2)."""
+    ctx.constant_tensor(mask)
+    ctx.require(tuple(x.shape) == tuple(ctx.shape), "a mask that repeats the tensor")
+    ctx.require(not isinstance(value, Value), "filling with a number that depends on the image")
+    filling = float(ctx.constant_tensor(value)) if not isinstance(value, (int, float)) else float(value)
+    ctx.require(not math.isnan(filling) and filling != math.inf, f"filling with {filling}")
+    if isinstance(x.waiting, Scores):
+        return replace(x, waiting=replace(x.waiting, shifted=True, replaced=x.waiting.replaced or filling > -math.inf))
+    ctx.require(filling > -math.inf, "filling with -inf")
+    x = ctx.settle(x)
+    old = x.size
+    known = filling == 0
+    size = Size(ctx.arith, x.shape, lambda: old.fibre, old.axis, lambda: old.total, lambda: old.peak)
+    return replace(x, size=size if known else Size(ctx.arith, x.shape))
+
+
+def _share(ctx: Context, theta: torch.Tensor) -> tuple[Any, Any]:
+    """(1 - t, t) for t = sigmoid(theta): rounded up by 2^-40, far above the error of float64 exp."""
+    if ctx.arith.rigorous:
+        t = float(torch.sigmoid(theta.detach().double()))
+        slack = 2.0**-40
+        return ctx.arith.const((1 - t) + slack), ctx.arith.const(t + slack)
+    share = torch.sigmoid(theta)
+    return 1 - share, share
+
+
+@rules.module(ConvexResidual)
+def convex_residual(ctx: Context, module: ConvexResidual, x: Value, branch: Value) -> Value:
+    """(1 - t) x + t f: constant (1 - t) + t Lip(f) relative to x."""
+    keep, share = _share(ctx, module.theta)
+    kept = scaled(ctx, x, keep, "1 - t of a convex residual")
+    added = scaled(ctx, branch, share, "t of a convex residual")
+    return add_values(ctx, kept, added, "convex residual: (1 - t) Lip(x) + t Lip(f)")
+
+
+@rules.module(WeightedResidual)
+def weighted_residual(ctx: Context, module: WeightedResidual, x: Value, branch: Value) -> Value:
+    """x + a f: constant 1 + |a| Lip(f) relative to x."""
+    added = scaled(ctx, branch, ctx.arith.absolute(module.scale), "|a| of a weighted residual")
+    return add_values(ctx, x, added, "weighted residual: Lip(x) + |a| Lip(f)")

@@ -1,0 +1,68 @@
+"""Sums with weights: torch's fused products and sums, and interpolation of two tensors. Proofs: docs/bounds.md, 8.2."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from certcli.engine.walk import Constant
+from certcli.lipschitz.context import Context
+from certcli.lipschitz.numerics.spectral import gamma, up
+from certcli.lipschitz.rules.add_sub import add
+from certcli.lipschitz.rules.matmul import matmul
+from certcli.lipschitz.rules.multiply import multiply
+from certcli.lipschitz.table import rules
+from certcli.lipschitz.value import Value
+
+_UP = 1 + 2.0**-50  # a rounding of the weight, away from zero
+
+
+@rules.method("addmm", "addmm_")
+@rules.function(torch.addmm)
+def add_matrix_product(ctx: Context, x: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Value:
+    """beta x + alpha a b."""
+    ctx.require(all(_is_finite(number) for number in (beta, alpha)), "weights that are not finite numbers")
+    moving = isinstance(mat1, Value) or isinstance(mat2, Value)
+    product: Any = matmul(ctx, mat1, mat2) if moving else _no_smaller(mat1.tensor, mat2.tensor)
+    product = product if alpha == 1 else _times(ctx, product, float(alpha))
+    if beta == 0:  # torch leaves x out, whatever is in it
+        ctx.require(moving, "a product of constants")
+        known: Value = product
+        return known
+    return add(ctx, x if beta == 1 else _times(ctx, x, float(beta)), product)
+
+
+@rules.method("baddbmm", "baddbmm_")
+@rules.function(torch.baddbmm)
+def add_matrix_products(ctx: Context, x: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Value:
+    return add_matrix_product(ctx, x, batch1, batch2, beta=beta, alpha=alpha)
+
+
+@rules.method("lerp", "lerp_")
+@rules.function(torch.lerp)
+def interpolate_linearly(ctx: Context, x: Any, end: Any, weight: Any) -> Value:
+    """(1 - w) x + w end, for constant weights: max |1 - w| Lip(x) + max |w| Lip(end)."""
+    if _is_finite(weight):
+        return add(ctx, _times(ctx, x, (1.0 - float(weight)) * _UP), _times(ctx, end, float(weight)))
+    ctx.require(not isinstance(weight, Value), "interpolation with weights that depend on the image")
+    share = ctx.constant_tensor(weight).detach().double()
+    ctx.require(bool(torch.isfinite(share).all()), "weights that are not finite numbers")
+    return add(ctx, _times(ctx, x, (1.0 - share) * _UP), _times(ctx, end, share))
+
+
+def _no_smaller(a: Tensor, b: Tensor) -> Constant:
+    """|a| |b|, rounded up: of a constant that is added only the size counts."""
+    a, b = (matrix.detach().double().abs() for matrix in (a, b))
+    return Constant(a @ b * (1 + up(gamma(a.shape[-1] + 2), 4)))
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, (int, float)) and math.isfinite(number)
+
+
+def _times(ctx: Context, x: Any, factor: Any) -> Any:
+    """factor x, of a tensor that may be constant."""
+    if isinstance(x, Constant):
+        return Constant(x.tensor.detach().double() * factor * _UP)
+    return multiply(ctx, x, factor if isinstance(factor, float) else Constant(factor))

@@ -1,0 +1,197 @@
+"""L2 attention with tied queries and keys, with and without positions. Proofs: docs/bounds.md, section 6."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from certcli.engine.table import NoRule
+from certcli.lipschitz.context import Context
+from certcli.lipschitz.numerics.arithmetic import Scalar, lambert_w_upper
+from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.rules.attention_heads import combined, gates, head_map, largest, mixed, require_bounded
+from certcli.lipschitz.rules.attention_positions import Prior, exp_twice, position_logits, prior
+from certcli.lipschitz.table import rules
+from certcli.lipschitz.value import Value
+from certcli.nn.attention import LipschitzAttention
+from certcli.nn.l2_attention import L2Attention
+from certcli.nn.l2_untied_value_attention import L2UntiedValueAttention
+
+W_OF_1_OVER_E = 0.27846454277
+"""Lambert's W(1/e) = 0.278464542761..., rounded up: the largest r / (1 + e^r)."""
+
+_SLACK = 1e-9
+"""Relative: sums of up to 1e6 positive terms and Newton's last step in float64 are off by less than 1e-10."""
+
+_UNSEEN = -1e4
+"""A logit so far below the own one that exp() of it is 0 in float64."""
+
+
+def l2_mixing_constant(tokens: int) -> float:
+    """c_n >= Lip(z -> P(z) z), P_ij ~ exp(-|z_i - z_j|^2), for n tokens of any width; any temperature.
+
+    c_n = sqrt((n+1)/2) + 2 S + 2 sqrt(s1 S (n-1)), S = W((n-1)/e), s1 = W(1/e). Proof: docs/bounds.md, section 6.
+    """
+    s = lambert_w_upper((tokens - 1) / math.e * (1 + 1e-15))
+    total = math.sqrt((tokens + 1) / 2) + 2 * s + 2 * math.sqrt(W_OF_1_OVER_E * s * (tokens - 1))
+    return up(total, 16)
+
+
+@dataclass(frozen=True)
+class Tied:
+    """Per head, of P_ij ~ exp(-|z_i - z_j|^2 + B_ij): the terms of Theorem 6.2.
+
+    Its constant is averaging + 2 spread + 2 others, for S_i the largest mean square distance of row i's tokens from z_i and
+    s_ij the largest share of z_j in it. averaging: |P| itself; spread: max_i S_i, how much a token's own move changes its
+    weights; others: sqrt(max_j sum_i S_i s_ij), how much the move of one token changes the weights of all others; reach:
+    the same with S_i = 1, for Theorem 6.3.
+    """
+
+    averaging: list[Scalar]
+    spread: list[Scalar]
+    others: list[Scalar]
+    reach: list[Scalar]
+
+
+def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Tied:
+    """Theorem 6.2 for the positions of this layer and the mask of this call."""
+    arith, heads = ctx.arith, module.num_heads
+    biases = position_logits(ctx, module, mask, tokens)
+    if biases is None:
+        s = lambert_w_upper((tokens - 1) / math.e * (1 + 1e-15))
+        root = math.sqrt(W_OF_1_OVER_E * (tokens - 1))
+        known = (math.sqrt((tokens + 1) / 2), s, math.sqrt(s) * root, root)
+        return Tied(*([arith.const(up(value, 8))] * heads for value in known))
+    averaging, spread, others, reach = _with_bias(biases)
+    if arith.rigorous:
+        return Tied(
+            *(
+                [arith.const(up(value * (1 + _SLACK))) for value in part.tolist()]
+                for part in (averaging, spread, others, reach)
+            )
+        )
+    return Tied(*(list(part.unbind()) for part in (averaging, spread, others, reach)))
+
+
+def _with_bias(biases: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Per head, the largest over masks: (m, h, n, n) -> 4 x (h,), differentiable."""
+    own = biases.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    if not bool(torch.isfinite(own).all()):
+        raise NoRule("a mask under which a token does not see itself")
+    # the difference is rounded once, and so is a sum of table and mask: 1e-14 of their size
+    b = biases - own + 1e-13 * (1 + own.detach().abs() + biases.detach().abs().clamp_max(1e6))
+    b = b.clamp_min(_UNSEEN)  # with -inf in its place a row of nothing else has no derivative
+    diagonal = torch.eye(b.shape[-1], dtype=torch.bool, device=b.device)
+    others = b.masked_fill(diagonal, _UNSEEN)
+    spread = lambert_w_of_exp(others.logsumexp(dim=-1) - 1)
+    reach = lambert_w_of_exp(b - 1).masked_fill(diagonal, 0.0)
+    averaging = 1 + torch.sigmoid(others).sum(dim=-2).amax(dim=-1)
+    others = (spread.unsqueeze(-1) * reach).sum(dim=-2).amax(dim=-1)
+    return (
+        averaging.amax(0).sqrt(),
+        spread.amax(dim=-1).amax(0),
+        others.amax(0).clamp_min(1e-300).sqrt(),
+        reach.sum(dim=-2).amax(dim=-1).amax(0).clamp_min(1e-300).sqrt(),
+    )
+
+
+def lambert_w_of_exp(t: Tensor) -> Tensor:
+    """W(e^t), entry by entry, to a relative 1e-13 (tested); differentiable. At most e^-600 too large for t below -600."""
+    t = t.clamp_min(-600.0)
+    with (
+        torch.no_grad()
+    ):  # y + e^y = t for y = log W; from the right Newton's steps fall towards the root of a convex function
+        y = torch.where(t > 1, t.clamp_min(1.0).log(), t)
+        for _ in range(40):
+            step = (y.exp() + y - t) / (y.exp() + 1)
+            y = y - step
+            if float(step.abs().max()) < 1e-13:
+                break
+    w = y.exp()
+    return (y - (w + y - t) / (w + 1)).exp()  # the last step carries the derivative
+
+
+def _tokens(ctx: Context, x: Value, attn_mask: Any, is_causal: bool, what: str) -> int:
+    ctx.require(attn_mask is None and not is_causal, f"{what} with a mask that is not one of windows")
+    ctx.require(len(x.shape) == 3, f"{what} of another shape than (b, n, d)")
+    return int(x.shape[-2])
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """Per head, of P_ij ~ exp(-|z_i - z_j|^2 + B_ij) on rows |z| <= R_z, the terms of Theorem 6.3.
+
+    averaging: |P|, the factor of |dv|. moving: the factor of R_v |dz|, the weights' own movement.
+    """
+
+    averaging: list[Scalar]
+    moving: list[Scalar]
+
+
+def bounded_rows(ctx: Context, tied: Tied, positions: Prior, radii: list[Scalar], tokens: int) -> Bounded:
+    """Theorem 6.3 without its factors R_v: what the logits cannot do on short rows."""
+    arith = ctx.arith
+    n, half, two = arith.const(float(tokens)), arith.const(0.5), arith.const(2.0)
+    averaging, moving = [], []
+    for h, radius in enumerate(radii):
+        grown = exp_twice(arith, two * radius * radius)  # logits of a row lie within 4 R_z^2
+        averaging.append(arith.minimum(tied.averaging[h], arith.sqrt(grown * positions.columns[h])))
+        peak = arith.sqrt(n * arith.minimum(half, grown * positions.peak[h]))
+        steps = arith.minimum(arith.sqrt(tied.spread[h]), radius), arith.minimum(tied.reach[h], two * radius * peak)
+        moving.append(two * (steps[0] + steps[1]))
+    return Bounded(averaging, moving)
+
+
+@rules.module(L2Attention)
+def l2_attention(
+    ctx: Context, module: L2Attention, x: Value, attn_mask: Any = None, is_causal: bool = False, mask: Any = None
+) -> Value:
+    """Theorems 6.1 to 6.3: [P_h q_h]_h has constant c |W_Q|, heads acting on disjoint parts of q; then `proj`."""
+    tokens, arith = _tokens(ctx, x, attn_mask, is_causal, "L2 attention"), ctx.arith
+    inputs, query = head_map(ctx, x, module.query, module.num_heads, "query")
+    tied, two = tied_logits(ctx, module, mask, tokens), arith.const(2.0)
+    each = [a + two * s + two * t for a, s, t in zip(tied.averaging, tied.spread, tied.others, strict=True)]
+    if not arith.rigorous or inputs.size.fibre.finite:
+        radii = [_temperature(ctx, module) * reach for reach in query.reach]
+        known = bounded_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
+        short = [a + radius * t for a, radius, t in zip(known.averaging, radii, known.moving, strict=True)]
+        each = [arith.minimum(everywhere, here) for everywhere, here in zip(each, short, strict=True)]
+    weights = gates(ctx, module, tokens).averaging(each)
+    shown = f"c <= {float(largest(arith, weights)):.3f}" if arith.rigorous else "c"
+    why = f"L2 attention of {tokens} tokens: {shown} times |W_Q|"
+    return mixed(ctx, module, inputs, combined(arith, [(weights, query)]), why, lambda: query.norms)
+
+
+@rules.module(L2UntiedValueAttention)
+def l2_untied_value_attention(
+    ctx: Context,
+    module: L2UntiedValueAttention,
+    x: Value,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    mask: Any = None,
+) -> Value:
+    """Theorem 6.3, v and z linear in tokens of bounded norm; then `proj`."""
+    tokens = _tokens(ctx, x, attn_mask, is_causal, "L2 attention with untied values")
+    inputs, query = head_map(ctx, x, module.query, module.num_heads, "query")
+    _, value = head_map(ctx, x, module.value, module.num_heads, "value")
+    require_bounded(ctx, inputs, "L2 attention with untied values")
+    arith, temperature = ctx.arith, _temperature(ctx, module)
+    tied, gate = tied_logits(ctx, module, mask, tokens), gates(ctx, module, tokens)
+    radii = [temperature * reach for reach in query.reach]
+    known = bounded_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
+    moving = [radius * t * temperature for radius, t in zip(value.reach, known.moving, strict=True)]
+    constant = combined(arith, [(gate.averaging(known.averaging), value), (gate.scale(moving), query)])
+    why = f"L2 attention with untied values of {tokens} tokens{_norm_shown(ctx, inputs)} (Theorem 6.3)"
+    return mixed(ctx, module, inputs, constant, why, lambda: value.norms)
+
+
+def _temperature(ctx: Context, module: LipschitzAttention) -> Scalar:
+    """z = q / dh^(1/4)."""
+    return ctx.arith.const(up(module.head_dim**-0.25, 4))
+
+
+def _norm_shown(ctx: Context, x: Value) -> str:
+    return f" of norm at most {float(x.size.fibre):.4g}" if ctx.arith.rigorous else ""

@@ -1,0 +1,115 @@
+"""Affine maps: linear layers, pixel normalisation, and what a pending map costs. Proofs: docs/bounds.md, section 1."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from certcli.lipschitz.context import Context
+from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
+from certcli.lipschitz.numerics.spectral import frobenius_norm, up
+from certcli.lipschitz.size import Size
+from certcli.lipschitz.table import rules
+from certcli.lipschitz.value import Affine, Value
+from certcli.models.build import PixelNormalize
+
+
+@rules.module(nn.Linear)
+def linear(ctx: Context, module: nn.Linear, x: Value) -> Value:
+    """x -> W x + b on the last axis: pending, so that neighbouring linear maps are multiplied before their norm."""
+    return ctx.fold(x, module.weight, module.bias)
+
+
+@rules.function(functional.linear)
+def linear_function(ctx: Context, x: Any, weight: Any, bias: Any = None) -> Value:
+    ctx.require(isinstance(x, Value), "a linear layer whose weight depends on the image")
+    offset = None if bias is None else ctx.constant_tensor(bias)
+    return ctx.fold(x, ctx.constant_tensor(weight), offset)
+
+
+@rules.module(PixelNormalize)
+def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
+    """x -> (x - mean) / std: a pending gain 1 / std on the channel axis, which the first convolution takes in."""
+    ctx.require(x.waiting is None, "normalisation is not the first layer")
+    std = module.std.double().flatten()
+    gain = 1.0 / std
+    bias = -module.mean.double().flatten() * gain
+    # one float64 rounding in 1 / std: stepping up makes every gain an upper bound of the exact one
+    gain = torch.nextafter(gain, torch.full_like(gain, float("inf")))
+    shift = ctx.arith.matrix(bias.reshape(-1, 1))
+    if ctx.arith.rigorous:  # a quotient and a product, each rounded once
+        shift = replace(shift, error=up(2.0**-51 * frobenius_norm(bias)))
+    pending = Affine(axis=-3, width=len(std), gain=gain, bias=shift, source=(ctx.path,))
+    # a pixel in [0, 1] becomes a number in [-mean / std, (1 - mean) / std]
+    mean = module.mean.double().flatten()
+    reach = float((torch.maximum(mean.abs(), (1 - mean).abs()) * gain).max()) * (1 + 1e-12)
+    box = Size(ctx.arith, x.shape, peak=lambda: ctx.arith.const(reach)) if ctx.box(x) else None
+    pending = replace(pending, result=box)
+    return replace(x, size=x.size.along(-3), waiting=pending)
+
+
+@rules.settles(Affine)
+def settle_affine(ctx: Context, x: Value, pending: Affine) -> Value:
+    """Its spectral norm; its fibres from |E x + b| <= |E| |x| + |b|."""
+    arith = ctx.arith
+    simple = pending.matrix is None and pending.factor == 1.0 and (not pending.centered or pending.width > 1024)
+    effective = None if simple else pending.effective(arith)
+    path = pending.source[-1] if pending.source else ctx.path
+    before, bias = replace(x, waiting=None), pending.bias
+    if effective is None:  # |diag(g) P| <= max |g|, exact without P; beyond 1024 features not worth a spectral norm
+        sigma = arith.const(1.0) if pending.gain is None else ctx.largest_entry(pending.gain)
+    elif pending.index is None:
+        sigma = arith.sigma(effective, f"{path}:{pending.axis}")
+    else:
+        chosen = pending.index.flatten()
+        whole = chosen.numel() == effective.shape[0]
+        effective = effective if whole else Matrix(effective.tensor[chosen], effective.error)
+        bias = bias if bias is None or whole else Matrix(bias.tensor[chosen], bias.error)
+        sigma = arith.sigma(effective, f"{path}:{pending.axis}:{int(chosen[0])}:{chosen.numel()}")
+    size = _size(ctx, x, pending, sigma, bias)
+    if effective is None:
+        if pending.gain is None:
+            return replace(before, size=size)
+        return ctx.charge(before, sigma, "largest |gain|", size, path, "Linear")
+    folded = f", with {', '.join(pending.source[:-1])} folded in" if len(pending.source) > 1 else ""
+    return ctx.charge(before, sigma, f"spectral norm of the matrix{folded}", size, path, "Linear")
+
+
+def size_after(ctx: Context, x: Value, pending: Affine) -> Size:
+    """The size of `x` with a gain pending: |diag(g) P v + b| <= max |g| |v| + |b|."""
+    if pending.matrix is not None:
+        raise AssertionError("only for a pending gain")
+    gain = ctx.arith.const(1.0) if pending.gain is None else ctx.largest_entry(pending.gain)
+    return _size(ctx, x, pending, gain, pending.bias)
+
+
+def _size(ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix | None) -> Size:
+    """The size of a tensor after a map of norm `sigma` and this bias."""
+    known = pending.result
+    if known is not None and math.prod(known.shape) == math.prod(x.shape):
+        return known.arranged(x.shape, known.axis if known.shape == x.shape else None)
+    tokens = math.prod(x.shape) // max(1, pending.features)
+    # size bounds live as long as the proof is built: they must not hold on to matrices
+    arith, old = ctx.arith, x.size
+
+    def fibre() -> Scalar:
+        longest = sigma * old.fibre
+        return longest if bias is None else longest + arith.length(bias)
+
+    def total() -> Scalar:
+        largest = sigma * old.total
+        if bias is None:
+            return largest
+        return largest + arith.length(bias) * arith.sqrt(arith.const(float(tokens)))
+
+    axis = pending.axis
+    if pending.index is not None:
+        # a fibre along one of the axes that hold features is a part of the token's feature vector
+        places = [a for a in range(-len(x.shape), 0) if pending.index.shape[a] > 1]
+        if not places:  # a single feature: the bound is one on entries
+            return Size(arith, x.shape, total=total, peak=fibre)
+        axis = places[-1]
+    return Size(arith, x.shape, fibre, axis, total)

@@ -1,0 +1,133 @@
+"""Products of tensors that both depend on the image, and products with constants.
+
+Lip(a b) <= sup |a| Lip(b) + sup |b| Lip(a): finite because every tensor is bounded on the box [0, 1]^pixels. Proofs:
+docs/bounds.md, section 7.
+"""
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from certcli.engine.table import NoRule
+from certcli.engine.walk import Constant
+from certcli.lipschitz.context import Context
+from certcli.lipschitz.numerics.arithmetic import Scalar
+from certcli.lipschitz.rules.matmul_attention import product_of_matrices
+from certcli.lipschitz.size import Size
+from certcli.lipschitz.table import rules
+from certcli.lipschitz.value import Value
+
+
+def product_of_entries(ctx: Context, a: Value, b: Value) -> Value:
+    """a b entry by entry, the smaller one (a gate) repeated.
+
+    |a db| <= max |a| |db| when both have one shape. A gate g of size (.., 1, ..) meets, entry by entry, a whole block of x:
+    |x dg| <= (largest norm of a block of x) |dg|, and a block is at most as large as x.
+    """
+    shape = tuple(ctx.shape)
+    a, b = ctx.settle(a), ctx.settle(b)
+    arith = ctx.arith
+
+    def reach(one: Value, other: Value) -> Scalar:
+        """sup |one . d(other)| / |d(other)|."""
+        if tuple(other.shape) == shape:
+            return one.size.peak
+        block = math.prod(shape) // max(1, math.prod(other.shape))
+        whole = _spread_total(arith, one, shape)
+        return arith.minimum(whole, one.size.peak * arith.sqrt(arith.const(float(block))))
+
+    of_a = ctx.finite(reach(b, a), "the second factor")
+    of_b = ctx.finite(reach(a, b), "the first factor")
+    size = Size(
+        arith,
+        shape,
+        total=lambda: arith.minimum(
+            _spread_total(arith, a, shape) * b.size.peak, _spread_total(arith, b, shape) * a.size.peak
+        ),
+        peak=lambda: a.size.peak * b.size.peak,
+    )
+    why = "product of two tensors: sup |b| Lip(a) + sup |a| Lip(b) over the pixel box"
+    return ctx.combine([(a, of_a), (b, of_b)], why, size)
+
+
+def _spread_total(arith: Any, x: Value, shape: tuple[int, ...]) -> Scalar:
+    times = math.prod(shape) // max(1, math.prod(x.shape))
+    return x.size.total * arith.sqrt(arith.const(float(times)))
+
+
+@rules.method("matmul", "bmm", "mm")
+@rules.function(torch.matmul, operator.matmul, torch.bmm, torch.mm)
+def matmul(ctx: Context, a: Any, b: Any) -> Value:
+    """A product of matrices; with a constant it is linear, of two that depend on the image see `products`."""
+    if isinstance(a, Value) and isinstance(b, Value):
+        return product_of_matrices(ctx, a, b)
+    if isinstance(a, Value) and isinstance(b, Constant):
+        weight = b.tensor
+        if weight.dim() == 2:
+            return ctx.fold(a, weight.T, None)
+        return _blocks(ctx, ctx.settle(a), weight, left=False)
+    if isinstance(b, Value) and isinstance(a, Constant):
+        return _blocks(ctx, ctx.settle(b), a.tensor, left=True)
+    raise NoRule("a product without a tensor")
+
+
+def _blocks(ctx: Context, x: Value, weight: Tensor, left: bool) -> Value:
+    """C x or x C, matrix by matrix over the leading axes: the largest norm of a block (they act on disjoint parts)."""
+    ctx.require(len(x.shape) >= 2 and weight.dim() >= 2, "a product with a constant vector")
+    leading = tuple(ctx.shape[:-2])
+    x = ctx.spread(x, (*leading, *x.shape[-2:]))
+    blocks = weight.reshape(-1, *weight.shape[-2:])
+    arith = ctx.arith
+    sigma, *others = arith.sigmas([arith.matrix(block) for block in blocks], ctx.path)
+    for other in others:
+        sigma = arith.maximum(sigma, other)
+    axis = -2 if left else -1
+    return ctx.chain(
+        x,
+        sigma,
+        "product with a constant matrix: its spectral norm",
+        lambda: sigma * x.size.fibre_along(axis),
+        axis=axis,
+        total=lambda: sigma * x.size.total,
+    )
+
+
+@rules.function(torch.einsum)
+def einsum(ctx: Context, equation: str, *operands: Any) -> Value:
+    """|einsum(a, b)|_F <= |a|_F |b|_F when every summed index is in both (Cauchy-Schwarz), of the same size."""
+    operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    ctx.require(len(operands) == 2 and "." not in equation and "->" in equation, f"einsum '{equation}'")
+    inputs, output = equation.replace(" ", "").split("->")
+    first, second = inputs.split(",")
+    for labels in (first, second, output):
+        ctx.require(len(set(labels)) == len(labels), f"einsum '{equation}' with a diagonal")
+    for label in {*first, *second}:
+        ctx.require(label in output or (label in first and label in second), f"einsum '{equation}' with a plain sum")
+    shapes = [tuple(x.tensor.shape if isinstance(x, Constant) else x.shape) for x in operands]
+    sizes: dict[str, int] = {}
+    for labels, shape in zip((first, second), shapes, strict=True):
+        for label, size in zip(labels, shape, strict=True):
+            sizes[label] = max(size, sizes.get(label, 0))
+    # an axis of size 1 is repeated where the other operand is longer
+    repeated = [tuple(sizes[label] for label in labels) for labels in (first, second)]
+    operands = tuple(
+        Constant(x.tensor.expand(shape)) if isinstance(x, Constant) else ctx.spread(ctx.settle(x), shape)
+        for x, shape in zip(operands, repeated, strict=True)
+    )
+    arith, why = ctx.arith, "product of two tensors: sup |b| Lip(a) + sup |a| Lip(b) over the pixel box"
+    if all(isinstance(x, Value) for x in operands):
+        a, b = operands
+        of_a, of_b = (ctx.finite(x.size.total, "einsum") for x in (b, a))
+        size = Size(arith, tuple(ctx.shape), total=lambda: a.size.total * b.size.total)
+        return ctx.combine([(a, of_a), (b, of_b)], why, size)
+    x = next((x for x in operands if isinstance(x, Value)), None)
+    other = next((x for x in operands if isinstance(x, Constant)), None)
+    if x is None or other is None:
+        raise NoRule(f"einsum '{equation}'")
+    factor = arith.length(arith.matrix(other.tensor.reshape(-1, 1)))
+    return ctx.chain(
+        x, factor, "product with a constant tensor: its Frobenius norm", total=lambda: factor * x.size.total
+    )

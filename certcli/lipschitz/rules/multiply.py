@@ -1,0 +1,97 @@
+"""Multiples and entrywise products: gates, gains, temperatures. Proofs: docs/bounds.md, section 8."""
+
+import math
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from certcli.engine.walk import Constant
+from certcli.lipschitz.context import Context
+from certcli.lipschitz.numerics.arithmetic import UNDERFLOW
+from certcli.lipschitz.rules.matmul import product_of_entries
+from certcli.lipschitz.rules.scale_shift import scale_features
+from certcli.lipschitz.table import rules
+from certcli.lipschitz.value import Scores, Value
+
+
+def scaled(ctx: Context, x: Value, factor: Any, why: str) -> Value:
+    """factor * x for a scalar upper bound `factor` on its absolute value."""
+    x = ctx.settle(x)
+    old = x.size
+    return ctx.chain(
+        x,
+        factor,
+        why,
+        lambda: factor * old.fibre,
+        axis=old.axis,
+        total=lambda: factor * old.total,
+        peak=lambda: factor * old.peak,
+        shape=x.shape,
+    )
+
+
+@rules.method("mul", "mul_", "multiply")
+@rules.function(operator.mul, operator.imul, torch.mul, torch.multiply)
+def multiply(ctx: Context, a: Any, b: Any) -> Value:
+    if isinstance(a, Value) and isinstance(b, Value):
+        return product_of_entries(ctx, a, b)
+    x, factor = (a, b) if isinstance(a, Value) else (b, a)
+    ctx.require(isinstance(x, Value), "a product without a tensor")
+    if isinstance(factor, Constant):
+        return _by_tensor(ctx, x, factor.tensor)
+    ctx.require(isinstance(factor, (int, float)), "a product with something that is neither tensor nor number")
+    return by_number(ctx, x, float(factor))
+
+
+def by_number(ctx: Context, x: Value, factor: float) -> Value:
+    """factor * x; taken into the linear map or the scores that wait there."""
+    if isinstance(x.waiting, Scores) and x.waiting.moving is None:
+        return replace(x, waiting=replace(x.waiting, scale=x.waiting.scale * ctx.arith.const(abs(factor))))
+    pending = x.pending
+    if pending is not None and pending.matrix is not None:
+        matrix = ctx.arith.scale(pending.matrix, factor)
+        bias = None if pending.bias is None else ctx.arith.scale(pending.bias, factor)
+        return replace(x, waiting=replace(pending, matrix=matrix, bias=bias, result=None))
+    return scaled(ctx, x, ctx.arith.const(abs(factor)), f"multiplied by {factor:g}")
+
+
+def _by_tensor(ctx: Context, x: Value, factor: torch.Tensor) -> Value:
+    """A constant tensor times x, entry by entry: its largest entry; along one axis it is folded into what waits there."""
+    shape = tuple(ctx.shape)
+    scores = x.waiting if isinstance(x.waiting, Scores) and x.waiting.moving is None else None
+    if scores is not None and tuple(x.shape) == shape and factor.numel() and shape[-1] > 1:
+        along_rows = factor.dim() >= 1 and factor.shape[-1] != 1
+        if not along_rows and (factor.dim() < 2 or factor.shape[-2] == 1):  # one number a head
+            largest = ctx.largest_entry(factor)
+            return replace(x, waiting=replace(scores, scale=scores.scale * largest))
+    axes = [a - factor.dim() for a, n in enumerate(factor.shape) if n > 1]
+    if len(axes) == 1 and tuple(x.shape) == shape and x.shape[axes[0]] == factor.shape[axes[0]]:
+        waits = x.waiting is not None and (x.pending is None or x.pending.axis == axes[0])
+        if waits or axes[0] in (-1, 1 - len(shape)):
+            return scale_features(ctx, x, factor, axes[0])
+    if factor.numel() == 1 and tuple(x.shape) == shape and not ctx.arith.rigorous:
+        return scaled(ctx, x, factor.abs().reshape(()), "multiplied by a constant")
+    x = ctx.spread(ctx.settle(x), shape)
+    return scaled(ctx, x, ctx.largest_entry(factor), "multiplied by a constant: its largest entry")
+
+
+@rules.method("div", "div_", "true_divide")
+@rules.function(operator.truediv, operator.itruediv, torch.div, torch.true_divide)
+def divide(ctx: Context, a: Any, b: Any, rounding_mode: Any = None) -> Value:
+    ctx.require(rounding_mode is None, "division with rounding")
+    ctx.require(isinstance(a, Value) and not isinstance(b, Value), "a division by something that depends on the image")
+    if isinstance(b, Constant):
+        ctx.require(bool((b.tensor != 0).all()), "a division by zero")
+        inverse = 1.0 / b.tensor.detach().double()
+        return _by_tensor(ctx, a, inverse * (1 + 2.0**-50) + inverse.sign() * UNDERFLOW)
+    ctx.require(b != 0, "a division by zero")
+    quotient = 1.0 / float(b)
+    return by_number(ctx, a, quotient * (1 + 2.0**-50) + math.copysign(UNDERFLOW, quotient))
+
+
+@rules.method("neg")
+@rules.function(operator.neg, torch.neg)
+def negative(ctx: Context, x: Value) -> Value:
+    return by_number(ctx, x, -1.0)

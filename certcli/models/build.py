@@ -1,0 +1,360 @@
+"""Record -> network, strictly. Pixel normalisation is layer one; nothing is initialised that will be overwritten."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import certcli.system.compat
+
+# isort: split
+import timm
+
+import certcli.nn.reference  # noqa: F401 (registers our reference nets with timm)
+from certcli.checkpoint import mapped
+from certcli.checkpoint.arch_args import arch_arguments
+from certcli.checkpoint.file import FLOATS, INTEGERS, Checkpoint
+from certcli.checkpoint.record import InputSpec, Record, Replacement
+from certcli.checkpoint.schema import is_name, surgery_arguments
+from certcli.models.limits import Building
+from certcli.nn import words
+from certcli.nn.surgery import REPLACEMENTS
+from certcli.system.errors import ArchitectureError, CertvitError, Refused, UsageError, one_line
+
+
+class PixelNormalize(nn.Module):
+    """x -> (x - mean) / std per channel: (b, c, h, w) -> (b, c, h, w). A part of the network: bounds count it."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std, dtype=torch.float64).view(-1, 1, 1), persistent=False)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return (pixels - self.mean.to(pixels.dtype)) / self.std.to(pixels.dtype)
+
+
+class PixelModel(nn.Module):
+    """The network as users meet it: pixel images in [0, 1] -> logits, (b, c, h, w) -> (b, k)."""
+
+    def __init__(self, spec: InputSpec, net: nn.Module) -> None:
+        super().__init__()
+        self.normalize = PixelNormalize(spec.mean, spec.std)
+        self.net = net
+        self.input_size = spec.size
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        if pixels.dtype == torch.float32 and self.is_double:
+            pixels = pixels.double()  # exact
+        return self.net(self.normalize(pixels))
+
+    @property
+    def is_double(self) -> bool:
+        """Whether the network computes in float64, as that of a file with float64 weights does."""
+        return next((weight.dtype for weight in self.net.parameters()), None) == torch.float64
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether matrices are multiplied faster in bfloat16 there: tensor cores, or a CPU's matrix tiles (AMX)."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())
+
+
+def own_name(model: nn.Module, path: str) -> str:
+    """A module or tensor of `model` by the name that a checkpoint has for it: without PixelModel's own `net.`."""
+    if not isinstance(model, PixelModel):
+        return path
+    return "" if path == "net" else path.removeprefix("net.")
+
+
+def create(
+    arch: str, arch_args: Mapping[str, Any], *, initialise: bool, like: Mapping[str, Tensor] | None = None
+) -> nn.Module:
+    """A timm model by name in eval mode, without weights from anywhere else. ArchitectureError when timm has no such.
+
+    like: the tensors that it is built for; what would be much larger than they are is refused before it is built.
+    """
+    with Building(like, initialise=initialise):
+        return _create(arch, arch_args)
+
+
+def _create(arch: str, arch_args: Mapping[str, Any]) -> nn.Module:
+    if not is_name(arch) or not timm.is_model(arch):
+        close = get_close_matches(arch, timm.list_models(), 4, 0.7) if is_name(arch) else []
+        further = f"; timm knows also {', '.join(close[1:])}" if close[1:] else ""
+        raise ArchitectureError(
+            f"unknown architecture '{one_line(arch)[:80]}'",
+            f"did you mean '{close[0]}'?{further}" if close else "see timm.list_models()",
+        )
+    try:
+        arguments = arch_arguments(arch_args)
+        return _construct(arch, words.with_layers(arguments)).eval()
+    except Refused as refusal:
+        raise ArchitectureError(
+            str(refusal), "an architecture is described by numbers, switches and words"
+        ) from refusal
+    except CertvitError:
+        raise
+    except Exception as failure:  # whatever these arguments set off in whichever of timm's constructors
+        raise ArchitectureError(
+            f"timm cannot build '{arch}' with {one_line(arguments)}: {one_line(failure)}", "check --arch and --arch-arg"
+        ) from failure
+
+
+def _construct(arch: str, arguments: dict[str, Any]) -> nn.Module:
+    """timm's constructor; `norm_eps` is set afterwards where it does not know the word."""
+    try:
+        return timm.create_model(arch, pretrained=False, **arguments)
+    except TypeError as failure:
+        if words.NORM_EPS not in arguments or not words.takes_no_norm_eps(failure):
+            raise
+    eps = arguments.pop(words.NORM_EPS)
+    net = timm.create_model(arch, pretrained=False, **arguments)
+    words.set_norm_eps(net, eps)
+    return net
+
+
+def build(record: Record, *, initialise: bool = False, like: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """The record's network with its surgery replayed; its weights are unset unless `initialise`.
+
+    like: the tensors that it is built for, as in `create`.
+    """
+    with Building(like, initialise=initialise):
+        net = _create(record.arch, record.arch_args)
+        for replacement in record.surgery:
+            replace_module(net, replacement)
+    return net.eval()
+
+
+def replace_module(net: nn.Module, replacement: Replacement) -> nn.Module:
+    """Swap one module (path "" is the net itself) for its replacement, and return the new one."""
+    try:
+        surgery_arguments(replacement.path, replacement.kind, dict(replacement.args))
+        old = net.get_submodule(replacement.path)
+    except Refused as refusal:
+        raise ArchitectureError(str(refusal)) from refusal
+    except AttributeError as failure:
+        raise ArchitectureError(f"surgery names '{replacement.path}', which the architecture lacks") from failure
+    builder: Callable[..., nn.Module] = REPLACEMENTS.load(replacement.kind)
+    try:
+        new = builder(old, **replacement.args)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as failure:  # a module of quite another kind
+        raise ArchitectureError(
+            f"'{replacement.kind}' cannot replace the {type(old).__name__} at '{replacement.path}': {one_line(failure)}"
+        ) from failure
+    if replacement.path and new is not old:
+        parent, _, name = replacement.path.rpartition(".")
+        setattr(net.get_submodule(parent), name, new)
+    return new
+
+
+def load_weights(
+    net: nn.Module, tensors: Mapping[str, Tensor], *, own: bool = False, dtype: torch.dtype | None = None
+) -> None:
+    """Put `tensors` into `net`, all of them and no others; ArchitectureError names what disagrees.
+
+    Where the type need not change the network's weights are these tensors, unless they are to be its `own`.
+    """
+    require_fitting(net, tensors)
+    # half precision is widened, and single beside double, which is exact: bound and forward pass speak of the same numbers
+    double = any(value.dtype == torch.float64 for value in tensors.values())
+    wide = dtype or (torch.float64 if double else torch.float32)
+    dtypes = {name: wide if value.is_floating_point() else value.dtype for name, value in tensors.items()}
+    copied = {name: value for name, value in tensors.items() if own or value.dtype != dtypes[name]}
+    net.load_state_dict({**tensors, **mapped.copies(copied, dtypes)}, strict=True, assign=True)
+
+
+def require_fitting(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """ArchitectureError unless `net` has just these tensors."""
+    expected = net.state_dict()
+    missing = sorted(expected.keys() - tensors.keys())
+    surplus = sorted(tensors.keys() - expected.keys())
+    shapes = [
+        f"'{name}' is {tuple(tensors[name].shape)}, the architecture wants {tuple(expected[name].shape)}"
+        for name in sorted(expected.keys() & tensors.keys())
+        if tensors[name].shape != expected[name].shape
+    ]
+    problems = []
+    if missing:
+        problems.append(f"missing {_some(missing)}")
+    if surplus:
+        problems.append(f"unexpected {_some(surplus)}")
+    problems += [
+        f"'{name}' is {_kind(tensors[name])} where the architecture has {_kind(expected[name])} values"
+        for name in sorted(expected.keys() & tensors.keys())
+        if _kind(tensors[name]) != _kind(expected[name])
+    ][:3]
+    problems += shapes[:3] + ([f"and {len(shapes) - 3} more shapes"] if len(shapes) > 3 else [])
+    if problems:
+        raise ArchitectureError(
+            f"architecture and tensors disagree: {'; '.join(problems)}",
+            "name the architecture with --arch (and --arch-arg key=value), or put timm's config.json beside the file",
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    """Weights are real and floating, indices whole, masks yes or no: what is none of them is another network's tensor."""
+    if tensor.dtype in FLOATS:
+        return "floating"
+    if tensor.dtype == torch.bool:
+        return "boolean"
+    return "integer" if tensor.dtype in INTEGERS else str(tensor.dtype).removeprefix("torch.")
+
+
+def _some(names: list[str], count: int = 3) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:count])
+    return shown if len(names) <= count else f"{shown} and {len(names) - count} more"
+
+
+def keep_float32(device: torch.device) -> None:
+    """What says float32 is float32: on CUDA convolutions would take TF32 by default."""
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def load(
+    checkpoint: Checkpoint,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    writable: bool = False,
+) -> PixelModel:
+    """The checkpoint's network with its weights, in eval mode, pixels to logits.
+
+    On the same device and dtype the weights share the checkpoint's (memory-mapped) tensors and must not be changed;
+    `writable` copies them, for training and constraining.
+    """
+    keep_float32(torch.device(device))
+    tensors = checkpoint.tensors
+    net = build(checkpoint.record, like=tensors)
+    # mapped where it is large; a device takes its numbers over in the type they have
+    load_weights(net, tensors, own=writable, dtype=dtype if torch.device(device).type == "cpu" else None)
+    for parameter in net.parameters():
+        parameter.requires_grad_(False)
+    model = PixelModel(checkpoint.record.input, net).eval().to(device)
+    if dtype is not None:
+        model = model.to(dtype)
+    require_described(model, checkpoint.record)
+    return model
+
+
+@torch.no_grad()
+def require_described(model: PixelModel, record: Record) -> None:
+    """ArchitectureError unless the network maps a (black) image of the record's size to its classes, in finite numbers.
+
+    A record that says two classes of ten logits would certify the smallest of 2 margins instead of 10.
+    """
+    weight = next((value for value in model.parameters() if value.is_floating_point()), None)
+    kind, where = (torch.float32, "cpu") if weight is None else (weight.dtype, weight.device)
+    size = "x".join(map(str, record.input.size))
+    try:
+        logits = model(torch.zeros(1, *record.input.size, dtype=kind, device=where))
+    except Exception as failure:  # whatever shapes and numbers of a file set off in whichever of timm's networks
+        raise ArchitectureError(
+            f"the network does not take an image of size {size} ({one_line(failure)})", "check --arch and --arch-arg"
+        ) from failure
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != 1:
+        raise ArchitectureError("the network does not map an image to one row of logits")
+    if record.classes not in (0, logits.shape[1]):
+        raise ArchitectureError(
+            f"the record says {record.classes} classes, and the network has {logits.shape[1]} logits",
+            "the file was edited, or written by another program; go back to the checkpoint it came from",
+        )
+    if not bool(torch.isfinite(logits).all()):
+        raise ArchitectureError(
+            f"the network's logits of a black image are not finite in {str(kind).removeprefix('torch.')}",
+            "no number about such a network means anything",
+        )
+
+
+def load_double(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> PixelModel:
+    """The network in float64, of which certificates speak (on the CPU where the device has no float64)."""
+    place = torch.device(device)
+    return load(checkpoint, "cpu" if place.type == "mps" else place, torch.float64)
+
+
+def tensors_of(model: PixelModel, *, copy: bool = True) -> dict[str, Tensor]:
+    """The tensors a checkpoint stores: timm's names, without the normalisation, which the record holds.
+
+    copy: as they are now, whatever becomes of the model; else, where it is on the CPU, its own.
+    """
+    found = {name: value.detach().cpu() for name, value in model.net.state_dict().items()}
+    return {name: value.clone() for name, value in found.items()} if copy else found
+
+
+def initialise(arch: str, arch_args: Mapping[str, Any], spec: InputSpec, classes: int, seed: int) -> Checkpoint:
+    """A freshly initialised checkpoint; the same seed gives the same bytes."""
+    with _seeded(seed):
+        net = create(arch, arch_args, initialise=True)
+    record = Record(arch=arch, arch_args=arch_arguments(arch_args), input=spec, classes=classes)
+    tensors = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    limits = dict(net.named_buffers())
+    for name in (
+        tensors.keys() & limits.keys()
+    ):  # timm's way to say "clip nothing": no finite number is beyond the largest
+        if tensors[name].is_floating_point():
+            tensors[name] = tensors[name].nan_to_num(nan=math.nan)
+    return Checkpoint(tensors, record)
+
+
+def input_size_of(net: nn.Module) -> tuple[int, int, int] | None:
+    """The input size that the built network has, where it differs from its configuration (--arch-arg img_size=...)."""
+    config = getattr(net, "pretrained_cfg", None) or {}
+    size = getattr(getattr(net, "patch_embed", None), "img_size", None)
+    stated = tuple(config.get("input_size") or ())
+    if size is None or len(stated) != 3:
+        return None
+    first = next((part for part in net.modules() if isinstance(part, nn.Conv2d)), None)
+    channels = stated[0] if first is None else first.in_channels
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+    return int(channels), int(height), int(width)
+
+
+def classes_of(net: nn.Module) -> int:
+    """The number of logits."""
+    return int(getattr(net, "num_classes", 0))
+
+
+def spec_of(
+    net: nn.Module,
+    *,
+    size: tuple[int, int, int] | None = None,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+) -> InputSpec:
+    """The input that a timm model's own configuration names, where it is not given; one value stands for every channel."""
+    config = getattr(net, "pretrained_cfg", None) or {}
+    input_size = size or tuple(config.get("input_size") or ())
+    mean, std = mean or config.get("mean"), std or config.get("std")
+    if len(input_size) != 3 or not mean or not std:
+        raise UsageError("the architecture does not say its input size, mean or std", "give --mean and --std")
+    channels = int(input_size[0])
+    mean, std = (tuple(values) * channels if len(values) == 1 else values for values in (mean, std))
+    if not len(mean) == len(std) == channels:
+        raise UsageError(
+            f"mean and std have {len(mean)} and {len(std)} values for {channels} input channels",
+            "give --mean and --std, one value or one a channel",
+        )
+    return InputSpec(
+        size=(channels, int(input_size[1]), int(input_size[2])),
+        mean=tuple(float(v) for v in mean),
+        std=tuple(float(v) for v in std),
+        interpolation=str(config.get("interpolation") or "bicubic"),
+        crop_pct=float(config.get("crop_pct") or 1.0),
+    )
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Run with the global generator at `seed`, and leave the caller's generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

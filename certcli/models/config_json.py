@@ -1,0 +1,203 @@
+"""What config.json and the options say about a foreign file, joined: options first, then config.json, then timm's own."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
+
+# isort: split
+import timm
+from torch import Tensor, nn
+
+from certcli.checkpoint.record import InputSpec, Record
+from certcli.checkpoint.schema import LONGEST_RECORD, ConfigFields, decode_config, require_pixels
+from certcli.checkpoint.shards import INDEX
+from certcli.models import build
+from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
+
+if TYPE_CHECKING:
+    from certcli.models.open import Hints
+
+CONFIG = "config.json"
+TIMM = "timm's own"
+_HUB_NAMES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.pth")
+"""The names under which timm saves the weights that its config.json is about."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """A record, and where what it says came from (by argument, "architecture", "mean", "std", "view")."""
+
+    record: Record
+    origins: Mapping[str, str]
+
+
+def config_path(path: Path) -> Path:
+    return path.parent / CONFIG
+
+
+def config_beside(path: Path, hints: "Hints") -> tuple[ConfigFields | None, list[str]]:
+    """(config.json beside the file, as far as it is used; what it says otherwise than the options).
+
+    It is about timm's own name for weights. Beside another file that carries it, or for a file whose name is another
+    architecture's, it is a question whether it is about this one: ArchitectureError.
+    """
+    config = config_path(path)
+    if not config.is_file():
+        return None, []
+    try:
+        stated = _decoded(config)
+    except CheckpointError as failure:
+        if hints.arch is None:
+            raise
+        return None, [f"not used: {failure.message}"]
+    if hints.arch is not None and _stem(hints.arch) != _stem(stated.architecture):
+        return None, [f"--arch says {hints.arch}, {CONFIG} {stated.architecture}: it is not used"]
+    why = None if hints.as_stated else _of_another(path, stated)
+    if why is not None and hints.arch is None:
+        raise ArchitectureError(
+            f"is {config} about {path.name}? {why}", "--arch NAME for another network, --as-stated if it is"
+        )
+    if why is not None:
+        return None, [f"{CONFIG} is not used: {why}"]
+    return stated, _differences(stated, hints)
+
+
+def _stem(name: str) -> str:
+    return name.split(".")[0]
+
+
+def _of_another(path: Path, stated: ConfigFields) -> str | None:
+    """Why the config may be about another file."""
+    arch, called = _stem(stated.architecture), path.name.lower()
+    names = timm.list_models()
+    meant = max((name for name in names if called.startswith(name)), key=len, default=None)
+    family = re.split(r"[^a-z0-9]", called)[0]
+    families = {name.partition("_")[0] for name in names}
+    if (meant is not None and meant != arch) or (family in families and family != arch.partition("_")[0]):
+        return f"it says {arch}, and the file is called {path.name}"
+    other = next((name for name in _HUB_NAMES if (path.parent / name).is_file()), None)
+    if path.name not in _HUB_NAMES and other is not None:
+        return f"{other} lies there too"
+    return None
+
+
+def _differences(stated: ConfigFields, hints: "Hints") -> list[str]:
+    """Where an option overrules what config.json says."""
+    about = stated.pretrained_cfg
+    pairs: list[tuple[str, Any, Any]] = [("--mean", hints.mean, about.mean), ("--std", hints.std, about.std)]
+    pairs += [(f"--arch-arg {key}", value, stated.model_args.get(key)) for key, value in hints.arch_args.items()]
+    found = []
+    for option, given, said in pairs:
+        if given is None or said is None or _same(given, said):
+            continue
+        found.append(f"{option} says {_shown(given)}, {CONFIG} {_shown(said)}: the option is taken")
+    return found
+
+
+def _same(given: Any, said: Any) -> bool:
+    if isinstance(given, (list, tuple)) and isinstance(said, (list, tuple)):
+        longest = max(len(given), len(said))
+        left, right = (list(part) * longest if len(part) == 1 else list(part) for part in (given, said))
+        return left == right
+    return bool(given == said)
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _decoded(config: Path) -> ConfigFields:
+    """timm's config.json: architecture, model_args, num_classes and pretrained_cfg."""
+    try:
+        if config.stat().st_size > LONGEST_RECORD:
+            raise Refused(f"more than {LONGEST_RECORD:,} bytes")
+        return decode_config(config.read_bytes())
+    except (Refused, OSError) as failure:
+        raise CheckpointError(
+            f"{config} cannot be used: {one_line(failure)}", "it needs what timm writes: architecture, num_classes, ..."
+        ) from failure
+
+
+def describe(path: Path, hints: "Hints", config: ConfigFields | None, tensors: Mapping[str, Tensor]) -> Description:
+    """The record of a foreign file, from config.json or, without it, --arch."""
+    origins = dict.fromkeys(hints.arch_args, "--arch-arg")
+    origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
+    if config is not None:
+        said = {"architecture": CONFIG, "mean": CONFIG, "std": CONFIG}
+        said["view"] = CONFIG if config.pretrained_cfg.crop_pct is not None else "by default"
+        origins = {**dict.fromkeys(config.model_args, CONFIG), **said, **origins}
+        record = _from_config(config_path(path), config, hints)
+    else:
+        origins = {"architecture": "--arch", "mean": TIMM, "std": TIMM, "view": TIMM} | origins
+        record = _from_hints(hints, tensors, path)
+    return Description(record, origins)
+
+
+def _from_config(config: Path, stated: ConfigFields, hints: "Hints") -> Record:
+    about = stated.pretrained_cfg
+    arguments = dict(stated.model_args)
+    if stated.num_classes is not None:
+        arguments.setdefault("num_classes", stated.num_classes)
+    mean, std = hints.mean or about.mean, hints.std or about.std
+    classes = arguments.get("num_classes", about.num_classes)
+    needed = {"input_size": about.input_size, "mean": mean, "std": std, "num_classes": classes}
+    missing = [name for name, value in needed.items() if value is None]
+    if missing:
+        raise ArchitectureError(f"{config} does not say {', '.join(missing)}", "add it, or pass --mean and --std")
+    if not isinstance(classes, int):
+        raise CheckpointError(f"{config} cannot be used: num_classes is no number")
+    assert about.input_size is not None
+    spec = _input(about.input_size, mean or (), std or (), about.interpolation or "bicubic", about.crop_pct or 1.0)
+    return Record(stated.architecture, arguments | dict(hints.arch_args), spec, classes)
+
+
+def _from_hints(hints: "Hints", tensors: Mapping[str, Tensor], path: Path) -> Record:
+    """--arch and what goes with it; mean, std, crop and interpolation are timm's own for that name unless given."""
+    arguments = dict(hints.arch_args)
+    head = tensors.get("head.weight", tensors.get("head.fc.weight"))
+    if "num_classes" not in arguments and head is not None and head.dim():
+        arguments["num_classes"] = int(head.shape[0])
+    assert hints.arch is not None
+    net = build.create(hints.arch, arguments, initialise=False, like=tensors)
+    config: Mapping[str, Any] = getattr(net, "pretrained_cfg", None) or {}
+    mean, std = hints.mean or config.get("mean"), hints.std or config.get("std")
+    if not mean or not std:
+        raise ArchitectureError(
+            f"{path} does not say how its images were normalised, and timm has no configuration of '{hints.arch}'",
+            "pass --mean and --std, one value a channel",
+        )
+    size = build.input_size_of(net) or tuple(config.get("input_size") or (0, 0, 0))
+    channels = arguments.get("in_chans", max(size[0], len(hints.mean or ()), len(hints.std or ())))
+    side = arguments.get("img_size") or size[1:]
+    height, width = (side, side) if isinstance(side, int) else tuple(side)
+    view = (str(config.get("interpolation") or "bicubic"), float(config.get("crop_pct") or 1.0))
+    spec = _input((channels, int(height), int(width)), mean, std, *view)
+    return Record(hints.arch, arguments, spec, build.classes_of(net))
+
+
+def _input(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float], *rest: Any) -> InputSpec:
+    """One value of mean or std stands for every channel; ArchitectureError when they fit no image in [0, 1]."""
+    means, stds = (list(values) * size[0] if len(values) == 1 else list(values) for values in (mean, std))
+    try:
+        require_pixels(size, means, stds)
+    except Refused as refusal:
+        raise ArchitectureError(
+            str(refusal), "one mean and one positive std a channel, of pixels in [0, 1]"
+        ) from refusal
+    return InputSpec(size, tuple(means), tuple(stds), *rest)
+
+
+def require_consistent(stated: ConfigFields, net: nn.Module, config: Path, hints: "Hints") -> None:
+    """ArchitectureError where config.json describes another network than the one that it names and that fits the tensors."""
+    for name in ("num_features", "global_pool"):
+        said, found = getattr(stated, name), getattr(net, name, None)
+        known = isinstance(found, (int, str)) and isinstance(said, (int, str))
+        if known and said != found and name not in hints.arch_args and not hints.as_stated:
+            raise ArchitectureError(
+                f"{config} says {name} {said}, and the network that it names has {found}: is it about this file?",
+                f"--arch-arg {name}=..., or --as-stated if the rest of it is right",
+            )

@@ -1,0 +1,277 @@
+"""Checkpoints that certvit did not write: a downloaded file, a folder from the hub, a timm or hf-hub name.
+
+Heads, mean or standard deviation cannot be read off tensors: what was taken from where is told with the checkpoint
+(`Opened.reading`), what is missing is named, and where a file fits two networks the user is asked.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
+
+# isort: split
+import timm
+
+from certcli.checkpoint.arch_args import arch_arguments
+from certcli.checkpoint.file import Checkpoint, read_tensors, require_numbers
+from certcli.checkpoint.record import KEY, Record
+from certcli.checkpoint.schema import LONGEST_TEXT, is_name, require_statistics
+from certcli.checkpoint.shards import INDEX, named, weights_in
+from certcli.models import build
+from certcli.models.assumptions import RECORD, Reading, reading_of, rival
+from certcli.models.config_json import config_beside, config_path, describe, require_consistent
+from certcli.models.hub import cache_if_unreachable
+from certcli.system.errors import ArchitectureError, CheckpointError, Refused, UsageError, one_line
+
+_TORCH_SUFFIXES = (".pth", ".pt", ".bin")
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the user says about a foreign file: --arch, --arch-arg, --mean, --std.
+
+    as_stated: whether that and config.json are believed where the tensors fit another network too.
+    """
+
+    arch: str | None = None
+    arch_args: Mapping[str, Any] = field(default_factory=dict)
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    as_stated: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            arch_arguments(self.arch_args)
+            require_statistics(self.mean or (), self.std or ())
+        except Refused as refusal:
+            raise UsageError(str(refusal), "see --arch-arg, --mean and --std; pixels are in [0, 1]") from refusal
+
+    @property
+    def given(self) -> list[str]:
+        """The options that say something about the network, as they are spelled."""
+        named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std}
+        arguments = [f"--arch-arg {key}" for key in self.arch_args]
+        return [option for option, value in named.items() if value] + arguments
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint, and what was assumed in reading it."""
+
+    checkpoint: Checkpoint
+    reading: Reading
+
+
+def open_checkpoint(source: str, hints: Hints | None = None) -> Checkpoint:
+    """A checkpoint from a file, a folder with model.safetensors, a timm name or an `hf-hub:` name."""
+    return read(source, hints).checkpoint
+
+
+def read(source: str, hints: Hints | None = None) -> Opened:
+    """`open_checkpoint`, and what is assumed of the network. ArchitectureError where the file fits two networks."""
+    hints = hints or Hints()
+    path = Path(source)
+    try:
+        found = path.exists()
+    except OSError as failure:
+        raise CheckpointError(
+            f"cannot open {one_line(source)}: {failure.strerror}", "check its name and permissions"
+        ) from failure
+    if found and path.is_dir():
+        weights = weights_in(path)
+        if weights is None:
+            raise CheckpointError(
+                f"folder {path} holds no model.safetensors, nor {INDEX} of several", "name the file itself"
+            )
+        return _from_file(weights, hints)
+    if found:
+        return _from_file(path, hints)
+    if source.startswith(("hf-hub:", "hf_hub:")):
+        return _from_hub(source.partition(":")[2], hints)
+    if is_name(source) and timm.is_model(source):
+        return _from_timm(source, hints)
+    wanted = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
+    raise CheckpointError(f"no file {source}", f"{_nearest(source)}{wanted}")
+
+
+def _nearest(source: str) -> str:
+    """The file beside it, or timm's name, that was probably meant."""
+    path = Path(source)
+    files = {file.name: str(file) for file in path.parent.glob("*.safetensors")} if path.parent.is_dir() else {}
+    near = [files[name] for name in get_close_matches(path.name, files, 1)]
+    near = near or (get_close_matches(source, timm.list_models(), 1, 0.8) if is_name(source) else [])
+    return f"did you mean '{near[0]}'? " if near else ""
+
+
+def _from_file(path: Path, hints: Hints) -> Opened:
+    metadata: dict[str, str] = {}
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a regular file")
+    if path.suffix in _TORCH_SUFFIXES:
+        tensors = _read_torch(path)
+    else:
+        tensors, metadata = read_tensors(path)
+    if KEY in metadata:
+        return _with_record(Checkpoint(tensors, Record.from_json(metadata[KEY])), path, hints)
+    config, doubts = config_beside(path, hints)
+    if hints.arch is None and config is None:
+        raise ArchitectureError(f"{path} {_appearance(tensors)}", _MISSING_HINT)
+    description = describe(path, hints, config, tensors)
+    record = replace(description.record, foreign=_short(metadata))
+    net = build.build(record, like=tensors)
+    try:
+        build.require_fitting(net, tensors)  # refuse now what would not load later
+    except ArchitectureError as failure:
+        if hints.arch is None and not hints.arch_args:
+            raise ArchitectureError(
+                failure.message, f"does {config_path(path)} belong to another file? Name the architecture with --arch"
+            ) from failure
+        raise
+    if config is not None:
+        require_consistent(config, net, config_path(path), hints)
+    if not hints.as_stated:
+        why = rival(record, tensors, hints.arch_args)
+        if why is not None:
+            raise ArchitectureError(
+                f"which network is {path.name}? {why}",
+                "--as-stated if it was trained with these arguments; else leave them out",
+            )
+        if config is not None and (why := rival(record, tensors, config.model_args)) is not None:
+            doubts.append(f"config.json is believed: {why}")
+    reading = reading_of(net, record, description.origins, doubts=doubts)
+    return Opened(Checkpoint(tensors, reading.noted(record)), reading)
+
+
+def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> Opened:
+    """A file of certvit's own: its record says everything, whatever the options say."""
+    doubts = []
+    if hints.given:
+        doubts.append(f"{path.name} carries its own record: {', '.join(hints.given)} ignored")
+    net = build.build(checkpoint.record, like=checkpoint.tensors)
+    return Opened(checkpoint, reading_of(net, checkpoint.record, {}, RECORD, doubts))
+
+
+_MISSING_HINT = (
+    "put timm's config.json beside it, or pass --arch NAME, with --arch-arg num_heads=... --mean ... --std ... where it is "
+    "not timm's own"
+)
+
+
+def _appearance(tensors: Mapping[str, Tensor]) -> str:
+    """What the tensors' names and shapes tell, and what they cannot."""
+    embedding, qkv = tensors.get("patch_embed.proj.weight"), tensors.get("blocks.0.attn.qkv.weight")
+    if embedding is None or qkv is None or embedding.dim() != 4:
+        known = ", ".join(sorted(tensors)[:2])
+        return f"has no certvit record, and its tensors ({known}, ...) are not those of a timm vision transformer"
+    width, channels, patch = embedding.shape[0], embedding.shape[1], embedding.shape[2]
+    depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
+    return (
+        f"looks like a timm vision transformer (width {width}, depth {depth}, patch {patch}, {channels} channels), but "
+        "its number of heads, mean and std cannot be known from its tensors"
+    )
+
+
+def _short(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What a foreign file says of itself, without texts of a length that no record may hold."""
+    return {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
+
+
+def _read_torch(path: Path) -> dict[str, Tensor]:
+    """A state dict from a .pth / .bin file, without unpickling anything but tensors."""
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as failure:  # of hostile bytes, the restricted unpickler raises anything
+        raise CheckpointError(
+            f"{path} cannot be read as plain tensors ({one_line(failure)[:160]})",
+            "convert it to safetensors where it can be trusted",
+        ) from failure
+    for key in ("state_dict", "model"):
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
+    if not isinstance(loaded, Mapping) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise CheckpointError(f"{path} is not a dictionary of tensors")
+    tensors = {str(name): value.detach() for name, value in loaded.items()}
+    for name, value in tensors.items():
+        plain = value.layout == torch.strided and not value.is_quantized and not value.is_meta and not value.is_nested
+        if not plain or value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise CheckpointError(f"tensor '{one_line(name)}' of {path} is not a plain tensor with values of its own")
+    require_numbers(tensors, path.name)
+    return tensors
+
+
+def _from_hub(name: str, hints: Hints) -> Opened:
+    """The files of a hub's repository through the same door as a downloaded folder: timm would also unpickle what it holds.
+
+    name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    repository, _, revision = name.partition("@")
+
+    def fetch(file: str) -> Path:
+        return Path(hf_hub_download(repository, file, revision=revision or None))
+
+    with cache_if_unreachable() as offline:
+        try:
+            fetch("config.json")
+            try:
+                path = fetch("model.safetensors")
+            except EntryNotFoundError:
+                path = fetch(INDEX)
+                for part in named(path):
+                    fetch(part.name)
+        except CheckpointError:
+            raise
+        except Exception as failure:  # every network and hub library has its own exceptions
+            raise CheckpointError(
+                f"cannot fetch '{one_line(name)}' from the hub ({offline or _said(failure)})",
+                "check the name and the network; the repository needs config.json and model.safetensors",
+            ) from failure
+    return _from_file(path, hints)
+
+
+def _said(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {one_line(failure)[:120]}"
+
+
+def _from_timm(name: str, hints: Hints) -> Opened:
+    """Pretrained weights through timm's own loader."""
+    if name.startswith("certvit_"):
+        raise CheckpointError(f"{name} has no published weights", f"certvit init {name} -o {name}.safetensors")
+    with cache_if_unreachable() as offline:
+        try:
+            net = timm.create_model(name, pretrained=True, **arch_arguments(hints.arch_args)).eval()
+        except Exception as failure:  # every network and hub library has its own exceptions
+            raise CheckpointError(
+                f"timm cannot fetch '{name}' ({offline or _said(failure)})",
+                "check the name and the network, or download it and give the folder",
+            ) from failure
+    about: Any = net.pretrained_cfg or {}
+    arch = str(about.get("architecture", name)).split(".")[0]
+    spec = build.spec_of(net, size=build.input_size_of(net), mean=hints.mean, std=hints.std)
+    record = Record(arch=arch, arch_args=dict(hints.arch_args), input=spec, classes=build.classes_of(net))
+    tensors = {key: value.detach().clone() for key, value in net.state_dict().items()}
+    require_numbers(tensors, name)
+    why = None if hints.as_stated else rival(record, tensors, hints.arch_args)
+    if why is not None:
+        raise ArchitectureError(f"{name} is not published with these arguments: {why}", "--as-stated if it is meant")
+    doubts = [] if hints.arch is None else [f"{name} names its architecture: --arch ignored"]
+    doubts += [
+        f"{name} was published with {option[2:]} {published}, {option} says otherwise"
+        for option, given, published in (
+            ("--mean", hints.mean, about.get("mean")),
+            ("--std", hints.std, about.get("std")),
+        )
+        if given is not None and published is not None and set(given) != set(published)
+    ]
+    origins = dict.fromkeys(hints.arch_args, "--arch-arg")
+    origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
+    reading = reading_of(net, record, origins, "timm's own", doubts)
+    return Opened(Checkpoint(tensors, reading.noted(record)), reading)

@@ -1,0 +1,229 @@
+"""What `certvit audit` found, as one document: typed, decodable, and published as docs/schema/audit.json.
+
+Shares carry the number of images they are shares of. A value that was not measured is absent (null), never 0; `skipped` says
+why; `doubts` why its numbers may say little. `upper` is the string "inf" where float64 is too small for the bound or where
+there is none: `upper_finite` says which.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from certcli.evaluation.intervals import share_interval
+
+Unit = Annotated[float, Meta(ge=0, le=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Part(Struct, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Share(_Part):
+    """hits of images; interval: 95 %, Clopper and Pearson, for the share among all images of which these are a sample."""
+
+    hits: Natural
+    images: Natural
+    share: Unit
+    interval: tuple[Unit, Unit]
+
+    @staticmethod
+    def of(hits: int, images: int) -> "Share":
+        return Share(hits=hits, images=images, share=hits / images, interval=share_interval(hits, images))
+
+
+class Network(_Part):
+    """name: as it was given, without its folders. reading: what was assumed of the file, and whence."""
+
+    name: str
+    arch: str
+    classes: Natural
+    input: list[int]
+    parameters: Natural
+    reading: dict[str, Any]
+
+
+class Dataset(_Part):
+    """digest: of the images that were judged at most, label and pixels of each."""
+
+    name: str
+    split: str
+    images: Natural
+    digest: Digest
+
+
+class Block(_Part):
+    """A part of the network, in order of execution: log10 of its proven constant, and what it does to the bound."""
+
+    path: str
+    kind: str
+    log10: float
+    text: str
+    why: str
+
+
+class Found(_Part):
+    """The proven bound |f(x) - f(y)| <= upper |x - y|, pixel l2, for all images in [0, 1]."""
+
+    upper: Annotated[float, Meta(ge=0)] | Literal["inf"]
+    upper_finite: bool
+    log10_upper: float | None
+    upper_text: str
+    why: str
+    drivers: str
+    blocks: list[Block]
+    seconds: Seconds
+
+
+class Slope(_Part):
+    """A slope that some image really has: no bound, a measured value below it."""
+
+    lower: Annotated[float, Meta(ge=0)]
+    images: Natural
+    of: str
+    seconds: Seconds
+
+
+class Certified(_Part):
+    """Certificates of one method on the first images. failure: chance that one certificate is wrong; 0 for a proof.
+
+    about: which network the statement is about. parameters, limit, seed: what `certify` needs to find the same again.
+    """
+
+    method: str
+    promise: str
+    failure: Annotated[float, Meta(ge=0, lt=1)]
+    arithmetic: str
+    domain: str
+    about: str
+    title: str
+    statement: str
+    dataset: Dataset
+    clean: Share
+    certified: dict[str, Share]
+    average_radius: Annotated[float, Meta(ge=0)]
+    abstained: Unit
+    parameters: dict[str, Any]
+    seconds: Seconds
+
+
+class Attacked(_Part):
+    """What attacks left, in turn, at ascending radii. fooled: of the correct images, how many fell at each radius."""
+
+    attacks: list[str]
+    norm: str
+    dataset: Dataset
+    clean: Share
+    robust: dict[str, Share]
+    fooled: dict[str, Natural]
+    median_norm: float | None
+    settings: dict[str, Any]
+    seconds: Seconds
+
+
+class Row(_Part):
+    """One image. radius: certified, by method; "inf" where nothing changes the class. withstood: at each radius."""
+
+    index: Natural
+    label: int
+    prediction: int | None = None
+    radius: dict[str, float | Literal["inf"]] = {}
+    withstood: dict[str, bool] = {}
+    adversarial_prediction: int | None = None
+    norm: float | None = None
+
+
+class Skipped(_Part):
+    """What was not done, and why: nothing is said about it. for_time: more time would have done it."""
+
+    stage: str
+    why: str
+    for_time: bool = False
+
+
+class Judged(_Part):
+    """One gate of --fail-on. measured: null where its quantity was not, and then it failed."""
+
+    fail_on: str
+    passed: bool
+    measured: float | Literal["inf"] | None
+    reason: str
+
+
+class Gate(_Part):
+    passed: bool
+    reasons: list[str]
+    judged: list[Judged]
+
+
+class Step(_Part):
+    """One step of the lineage, as the file tells it."""
+
+    command: str
+    parameters: dict[str, Any]
+    seed: int
+    parent: str | None
+
+
+class Audit(_Part):
+    """The document of `certvit audit --json` and `--report FILE.json`."""
+
+    schema: Literal[1]
+    command: Literal["audit"]
+    checkpoint: Digest
+    network: Network
+    verdict: list[str]
+    doubts: list[str]
+    next: list[str]
+    bound: Found | None
+    slope: Slope | None
+    dataset: Dataset | None
+    clean: Share | None
+    certificates: list[Certified]
+    attack: Attacked | None
+    skipped: list[Skipped]
+    gate: Gate
+    lineage: list[Step]
+    reproduce: str
+    budget: Seconds
+    seconds: Seconds
+    versions: dict[str, str]
+    records: list[Row]
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of the document."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "certvit audit",
+        **msgspec.json.schema(Audit),
+    }
+
+
+def to_json(audit: Audit) -> dict[str, Any]:
+    """Plain values."""
+    plain: dict[str, Any] = json.loads(msgspec.json.encode(audit))
+    return plain
+
+
+def from_json(text: str | bytes) -> Audit:
+    """Inverse of `to_json`, checked; Refused when it is no such document."""
+    from certcli.checkpoint.schema import decode
+
+    found: Audit = decode(text, Audit)
+    return found
+
+
+def written_schema() -> str:
+    """docs/schema/audit.json, as `python -m certcli.report.document` prints it and a test compares it."""
+    return json.dumps(schema(), indent=1, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(written_schema())

@@ -1,0 +1,61 @@
+"""A registry maps a name to a callable that is imported only when it is asked for.
+
+The summary and the source serve `--help`, the documentation and the tests, none of which may import torch.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+from certcli.system.errors import UsageError
+
+
+def one_of(name: str, known: Iterable[str]) -> str:
+    """A hint: the names there are, and first of all the one that was probably meant."""
+    names = list(known)
+    near = get_close_matches(name, names, 1)
+    return (f"did you mean '{near[0]}'? " if near else "") + f"one of: {', '.join(names)}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name: where its callable lives ("package.module:attribute"), what it does, where it comes from."""
+
+    name: str
+    target: str
+    summary: str
+    source: str = ""
+
+    def load(self) -> Any:
+        module, _, attribute = self.target.partition(":")
+        return getattr(import_module(module), attribute)
+
+
+class Registry:
+    """An ordered, closed table of entries of one kind ("loss", "attack", ...)."""
+
+    def __init__(self, kind: str, *entries: Entry) -> None:
+        self.kind = kind
+        self._entries = {entry.name: entry for entry in entries}
+        if len(self._entries) != len(entries):
+            raise ValueError(f"two entries of the {kind} registry share a name")
+
+    def __getitem__(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise UsageError(f"unknown {self.kind} '{name}'", one_of(name, self._entries))
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def load(self, name: str) -> Any:
+        """The callable behind `name`; UsageError with the known names when there is none."""
+        return self[name].load()

@@ -1,0 +1,279 @@
+"""Adaptation as it is run: interrupted and resumed to the same bytes, planned without work, and told about bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from certcli.adapt.pixels import chances, compact, varied
+from certcli.adapt.preview import multiply_adds, preview
+from certcli.adapt.run import Adapter
+from certcli.adapt.settings import AdaptSettings
+from certcli.adapt.state import load_state, save_state
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.main import app
+from certcli.images import datasets
+from certcli.models import build as models
+from certcli.system.errors import ArchitectureError, CheckpointError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def images(plain: Checkpoint) -> torch.Tensor:
+    return datasets.load("digits", plain.record.input, "train").limit(60).tensors()[0]
+
+
+@pytest.mark.parametrize("stop", range(1, 6))
+def test_an_interrupted_run_goes_on_to_the_same_bytes(
+    plain: Checkpoint, images: torch.Tensor, tmp_path: Path, stop: int
+) -> None:
+    """Stopped after each record in turn: the block, the end, and every epoch of the distillation."""
+    settings = AdaptSettings(head=(16,), epochs=1, distill=3, batch_size=25)
+    whole = Adapter(plain, settings, images, CPU)
+    reports = list(whole.run())
+    first = Adapter(plain, settings, images, CPU)
+    walk = first.run()
+    for _ in range(stop):
+        next(walk)
+        save_state(tmp_path / "state.safetensors", first.state())
+    walk.close()
+    second = Adapter(plain, settings, images, CPU)
+    second.restore(load_state(tmp_path / "state.safetensors", second.identity))
+    list(second.run())
+    assert second.result().digest == whole.result().digest
+    assert second.records == whole.records
+    assert len(reports) > stop
+
+
+@pytest.mark.parametrize("change", ["settings", "images", "parent"])
+def test_the_state_of_another_run_is_refused(
+    plain: Checkpoint, certified: Checkpoint, images: torch.Tensor, tmp_path: Path, change: str
+) -> None:
+    settings = AdaptSettings("keep", "keep", "weighted", epochs=0)
+    adapter = Adapter(plain, settings, images, CPU)
+    next(adapter.run())
+    save_state(tmp_path / "state.safetensors", adapter.state())
+    tensors = {name: value + 1e-3 for name, value in plain.tensors.items()}
+    other = {
+        "settings": lambda: Adapter(plain, AdaptSettings("keep", "keep", "weighted", epochs=0, lr=1e-4), images, CPU),
+        "images": lambda: Adapter(plain, settings, images[1:], CPU),
+        "parent": lambda: Adapter(Checkpoint(tensors, plain.record), settings, images, CPU),
+    }[change]()
+    with pytest.raises(CheckpointError, match="other"):
+        load_state(tmp_path / "state.safetensors", other.identity)
+
+
+def certvit(*words: object) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -> None:
+    """A real SIGINT once the first state is on disk; --resume ends in the bytes of a run that was left alone."""
+    words = [workshop / "plain.safetensors", "--dataset", "digits", "--limit", 20, "--epochs", 1, "--distill", 60]
+    assert certvit("adapt", *words, "-o", tmp_path / "whole.safetensors").exit_code == 0
+    out = tmp_path / "stopped.safetensors"
+    command = [sys.executable, "-m", "certcli.cli.main", "adapt", *map(str, words), "-o", str(out)]
+    # a job that a shell runs in the background inherits an ignored SIGINT; a person's does not
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    state = tmp_path / "stopped.state.safetensors"
+    deadline = time.monotonic() + 120
+    while not state.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert state.exists()
+    assert not out.exists()
+    resumed = certvit("adapt", *words, "-o", out, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert Checkpoint.read(out).digest == Checkpoint.read(tmp_path / "whole.safetensors").digest
+    assert not state.exists()
+
+
+def test_the_plan_says_what_would_be_done(plain: Checkpoint) -> None:
+    found = preview(plain, AdaptSettings("l2", "floor", "convex"))
+    assert {(change.before, change.after) for change in found.changes} == {
+        ("LayerNorm", "FloorNorm"), ("Attention", "L2Attention"), ("Block", "ResidualBlock")
+    }  # fmt: skip
+    assert found.before.parameters == sum(value.numel() for value in plain.tensors.values())
+    width = plain.record.arch_args["embed_dim"]
+    # one map instead of queries, keys and values; two shares of the residual; a buffer is no parameter
+    assert found.before.parameters - found.after.parameters == 2 * width * (width + 1) - 2
+    assert found.before.multiply_adds > found.after.multiply_adds
+    assert found.after.log10_upper is not None
+    assert found.before.log10_upper is not None
+    assert found.after.log10_upper < found.before.log10_upper
+
+
+def test_multiply_adds_are_those_of_the_products() -> None:
+    net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2 * 2 * 2, 5))
+    assert multiply_adds(net, (1, 4, 4)) == 2 * 2 * 2 * 9 + 8 * 5
+
+
+def test_a_plan_on_the_command_line_downloads_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("timm.create_model", _refuse_pretrained())
+    words = ["adapt", "vit_tiny_patch16_224", "--goal", "certify", "--arch-arg", "depth=1", "--no-bounds", "--dry-run"]
+    told = certvit(*words, "--json", "--quiet")
+    assert told.exit_code == 0, told.output
+    document = json.loads(told.stdout)
+    assert {"path": "blocks.0.attn", "from": "Attention", "to": "L2Attention"} in document["plan"]
+    assert document["after"]["parameters"] < document["before"]["parameters"]
+    shown = certvit(*words)
+    assert "blocks.*.attn" in shown.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def _refuse_pretrained() -> Any:
+    import timm
+
+    build = timm.create_model
+
+    def create(*args: Any, pretrained: bool = False, **kwargs: Any) -> Any:
+        assert not pretrained, "a plan asked for pretrained weights"
+        return build(*args, pretrained=False, **kwargs)
+
+    return create
+
+
+def test_a_plan_without_bounds_proves_none(plain: Checkpoint) -> None:
+    found = preview(plain, AdaptSettings(), bounds=False)
+    assert found.after.log10_upper is None
+    assert found.before.log10_upper is None
+
+
+def test_calibration_images_of_another_size_and_colour_are_resized_and_the_output_says_so(
+    workshop: Path, tmp_path: Path
+) -> None:
+    told = certvit(
+        "adapt", workshop / "plain.safetensors", "--dataset", _colour_folder(tmp_path / "photos"), "--epochs", 0,
+        "-o", tmp_path / "a.safetensors",
+    )  # fmt: skip
+    assert told.exit_code == 0, told.output
+    init = certvit("init", "vit_tiny_patch16_224", "--arch-arg", "depth=1", "--arch-arg", "img_size=32",
+                   "--arch-arg", "embed_dim=12", "-o", tmp_path / "rgb.safetensors")  # fmt: skip
+    assert init.exit_code == 0, init.output
+    told = certvit(
+        "adapt", tmp_path / "rgb.safetensors", "--dataset", "digits", "--limit", 20, "--epochs", 0,
+        "-o", tmp_path / "b.safetensors",
+    )  # fmt: skip
+    assert told.exit_code == 0, told.output
+    assert "resized to 3x32x32" in told.stderr
+
+
+def _colour_folder(folder: Path) -> Path:
+    for label in ("cat", "dog"):
+        (folder / label).mkdir(parents=True)
+        for number in range(4):
+            shade = torch.randint(0, 255, (20, 30, 3), dtype=torch.uint8).numpy()
+            Image.fromarray(shade).save(folder / label / f"{number}.png")
+    return folder
+
+
+def test_a_network_without_attention_is_refused(tmp_path: Path, plain: Checkpoint) -> None:
+    assert certvit("init", "certvit_4c3f", "-o", tmp_path / "cnn.safetensors").exit_code == 0
+    told = certvit("adapt", tmp_path / "cnn.safetensors", "--dry-run")
+    assert isinstance(told.exception, ArchitectureError)
+    assert "no LayerNorm" in told.exception.message
+    told = certvit("adapt", tmp_path / "cnn.safetensors", "--goal", "certify", "--dataset", tmp_path / "nowhere")
+    assert isinstance(told.exception, ArchitectureError)
+    assert "no attention" in told.exception.message
+
+
+def test_pixels_are_kept_in_bytes_only_where_that_loses_nothing() -> None:
+    exact = torch.randint(0, 256, (4, 1, 3, 3), generator=torch.Generator().manual_seed(0)).float() / 255
+    odd = exact * 0.9
+    assert compact([exact[:2], exact[2:]]).dtype == torch.uint8
+    assert torch.equal(compact([exact]).float() / 255, exact)
+    assert torch.equal(compact([exact, odd]), torch.cat([exact, odd]))
+
+
+@pytest.mark.parametrize(("channels", "side"), [(3, 64), (3, 8), (1, 8)])
+def test_varied_images_stay_pixels_and_depend_on_the_generator_alone(channels: int, side: int) -> None:
+    images = torch.rand(6, channels, side, side, generator=torch.Generator().manual_seed(0))
+    first, second = (varied(images, chances(6, torch.Generator().manual_seed(1))) for _ in range(2))
+    assert torch.equal(first, second)
+    assert first.shape == images.shape
+    assert float(first.min()) >= 0
+    assert float(first.max()) <= 1
+    assert torch.equal(first, images) == (channels == 1)
+
+
+GOALS = {
+    "keep": (["--goal", "keep"], ("keep", "floor", "keep", 0)),
+    "by default": ([], ("keep", "floor", "keep", 0)),
+    "certify": (["--goal", "certify", "--epochs", 1], ("l2", "center", "convex", 1)),
+    "certify, norms folded": (["--goal", "certify", "--norm", "fold", "--epochs", 1], ("l2", "fold", "convex", 1)),
+    "what is named wins": (["--attention", "scsa", "--epochs", 1], ("scsa", "floor", "keep", 1)),
+}
+
+
+@pytest.mark.parametrize(("words", "chosen"), GOALS.values(), ids=GOALS)
+def test_a_goal_chooses_the_parts_and_what_is_kept_is_told(
+    workshop: Path, tmp_path: Path, words: list[str], chosen: tuple[str, str, str, int]
+) -> None:
+    """The headline is that of the written file on images that took no part."""
+    source, out = workshop / "plain.safetensors", tmp_path / "out.safetensors"
+    outcome = certvit("adapt", source, *words, "--limit", 300, "--json", "-o", out)
+    assert outcome.exit_code == 0, outcome.exception
+    report, written = json.loads(outcome.stdout), Checkpoint.read(out)
+    step = written.record.lineage[-1].parameters
+    assert tuple(step[name] for name in ("attention", "norm", "residual", "epochs")) == chosen
+    old, new = (models.load(Checkpoint.read(path), CPU) for path in (source, out))
+    pixels, labels = (
+        datasets.load("digits", written.record.input, "train").limit(300, 0).select(range(0, 300, 5)).tensors()
+    )
+    with torch.no_grad():
+        before, after = old(pixels), new(pixels)
+    kept = report["kept"]
+    assert kept["agreement"] == float((before.argmax(1) == after.argmax(1)).double().mean())
+    assert kept["accuracy_after"] == float((after.argmax(1) == labels).double().mean())
+    # kernels on batches of another size differ by some 1e-6 of the logits
+    assert kept["logits_error"] == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-3)
+    assert report["log10_upper_after"] < report["log10_upper_before"]
+    if chosen[0] == "keep":  # nothing but eps and rows below every floor seen can differ
+        assert kept["agreement"] >= 0.95
+        assert kept["logits_error"] < 0.05
+
+
+def test_an_unknown_goal_is_refused_before_any_work(workshop: Path) -> None:
+    refused = certvit("adapt", workshop / "plain.safetensors", "--goal", "win")
+    assert "unknown --goal 'win'" in str(refused.exception)
+
+
+def test_floors_lie_below_every_deviation_that_was_seen(workshop: Path, tmp_path: Path) -> None:
+    """On the calibration images and on blank ones the network is the same function, up to LayerNorm's eps."""
+    source, out = workshop / "plain.safetensors", tmp_path / "out.safetensors"
+    outcome = certvit("adapt", source, "--limit", 100, "--json", "-o", out)
+    assert outcome.exit_code == 0, outcome.exception
+    parts = json.loads(outcome.stdout)["replaced"]
+    assert 0 < sum(part["error"] for part in parts) < 1e-2  # a norm of this net has a floor near .02
+    old, new = (models.load(Checkpoint.read(path), CPU) for path in (source, out))
+    images = datasets.load("digits", Checkpoint.read(source).record.input, "train").limit(100, 0)
+    seen = images.select([row for row in range(100) if row % 5]).tensors()[0]
+    blank = torch.stack([torch.full((1, 8, 8), value) for value in (0.0, 0.5, 1.0)])
+    with torch.no_grad():
+        for pixels in (seen, blank):
+            before, after = old(pixels), new(pixels)
+            # each norm differs by eps / (2 floor^2) at most, which later layers may turn into ten times as much
+            assert float((after - before).norm() / before.norm()) < 10 * sum(part["error"] for part in parts)
+    floors = [float(value) for name, value in Checkpoint.read(out).tensors.items() if name.endswith("floor")]
+    assert floors
+    assert min(floors) > 1e-3  # no slope of 1,000 is left

@@ -1,0 +1,126 @@
+"""--goal keep: what is tried alone adds up, what is taken keeps enough, and the file is the network that was measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from certcli.adapt import trials
+from certcli.adapt.candidates import FLOOR, Option
+from certcli.adapt.keep import Keeper
+from certcli.adapt.settings import settings_for
+from certcli.adapt.trials import Trials, hull
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.main import app
+from certcli.evaluation.fidelity import Witness
+from certcli.images import datasets
+from certcli.images.calibration import hold_out
+from certcli.lipschitz.network import prove
+from certcli.lipschitz.numerics.real import INF
+from certcli.models import build
+from certcli.system.errors import UsageError
+
+CPU = torch.device("cpu")
+
+
+def option(digits: float, error: float) -> Option:
+    return Option("a", FLOOR, "", digits, lambda: None, error)
+
+
+def test_a_part_is_moved_on_at_a_rising_price() -> None:
+    """Sums of the moves are the options that are left; none of these is dearer than a mixture of two others."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        draws = torch.rand(6, 2, generator=generator).tolist()
+        options = [option(digits - 0.2, error) for digits, error in draws]
+        moves = hull(options)
+        prices = [move.cost / move.digits for move in moves]
+        assert prices == sorted(prices)
+        digits = cost = 0.0
+        for move in moves:
+            digits, cost = digits + move.digits, cost + move.cost
+            assert digits == pytest.approx(move.option.digits)
+            assert cost >= move.option.error**2 * (1 - 1e-12)
+        assert digits == pytest.approx(max([0.0, *(each.digits for each in options)]))
+
+
+@pytest.fixture(scope="module")
+def split(plain: Checkpoint) -> Any:
+    images = datasets.load("digits", plain.record.input, "train").limit(240)
+    return hold_out(images, 3)
+
+
+@pytest.mark.parametrize("keep", [0.97, 0.85])
+def test_more_is_changed_as_far_as_enough_is_kept(plain: Checkpoint, split: Any, keep: float) -> None:
+    learnt, choosing = split
+    keeper = Keeper(plain, settings_for("keep"), learnt.tensors()[0], CPU)
+    keeper.choose_by(Witness(keeper.teacher, choosing), keep)
+    list(keeper.run())
+    rungs = keeper.trade.rungs
+    taken = next(rung for rung in rungs if rung.taken)
+    assert taken.changes > 0
+    assert rungs[0].changes == 0
+    assert taken.agreement >= keep
+    uppers = [rung.log10_upper for rung in rungs if rung.log10_upper is not None]
+    assert len(uppers) == len(rungs)
+    assert uppers == sorted(uppers, reverse=True)
+    result = keeper.result()
+    again = build.load(result)
+    # the rung that was taken is the network in the file, its bound and its answers measured afresh
+    assert prove(again, 10).upper.log10() == pytest.approx(taken.log10_upper, abs=1e-3)
+    told = Witness(build.load(plain), choosing).compare(Witness(again, choosing).before)
+    assert told.agreement == taken.agreement
+    assert told.error == pytest.approx(taken.error, rel=1e-3)
+    replaced = {path for path, each in keeper.trade.placed.items() if each.kind != FLOOR}
+    assert replaced == {each.path for each in result.record.surgery if each.kind != "floor-norm"}
+
+
+def test_trials_leave_the_network_as_it_was(plain: Checkpoint, split: Any) -> None:
+    """Whatever is tried is taken back: after all trials every tensor is what it was."""
+    keeper = Keeper(plain, settings_for("keep"), split[0].tensors()[0], CPU)
+    list(keeper.run())
+    before = {name: value.clone() for name, value in keeper.student.net.state_dict().items()}
+    tried = Trials(keeper.student, keeper.images, 50)
+    assert len(list(tried.run())) > 4
+    assert tried.steps()
+    after = keeper.student.net.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_without_a_bound_nothing_is_traded(
+    plain: Checkpoint, split: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No digits can be gained: the floors are all, and the record says None, which JSON can hold."""
+    monkeypatch.setattr(trials, "trial_upper", lambda *_: INF)
+    learnt, choosing = split
+    keeper = Keeper(plain, settings_for("keep"), learnt.tensors()[0], CPU)
+    keeper.choose_by(Witness(keeper.teacher, choosing), 0.5)
+    list(keeper.run())
+    (rung,) = keeper.trade.rungs
+    assert (rung.changes, rung.log10_upper, rung.taken) == (0, None, True)
+    keeper.result().with_evidence("adapt", {}, {"trade": [rung.to_json()]}).write(tmp_path / "a.safetensors")
+
+
+def test_the_command_shows_the_trade_and_records_it(workshop: Path, tmp_path: Path) -> None:
+    output = tmp_path / "kept.safetensors"
+    words = ["adapt", str(workshop / "plain.safetensors"), "--dataset", "digits", "--limit", "200", "-o", str(output)]
+    done = CliRunner().invoke(app, [*words, "--json", "--quiet"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert sum(rung["taken"] for rung in told["trade"]) == 1
+    assert {"path", "change", "digits", "logits_error", "taken"} == set(told["options"][0])
+    (evidence,) = [entry for entry in Checkpoint.read(output).record.evidence if entry.command == "adapt"]
+    assert evidence.result["trade"] == told["trade"]
+    table = CliRunner().invoke(app, [*words, "--force", "--quiet"])
+    assert "digits gained" in table.stdout
+    named = CliRunner().invoke(app, [*words, "--norm-floor", "0.5", "--epochs", "-1", "--force", "--json", "--quiet"])
+    assert "trade" not in json.loads(named.stdout)
+    adapted = Checkpoint.read(output).record.lineage[-1]
+    assert adapted.parameters["calibration_images"] == 160  # none of those that would choose is lost
+    for share, command in (("0", []), ("0.9", ["--goal", "certify"]), ("0.9", ["--attention", "l2"])):
+        refused = CliRunner().invoke(app, [*words, "--force", "--keep", share, *command])
+        assert isinstance(refused.exception, UsageError)

@@ -1,0 +1,273 @@
+"""`certify --verify` and `log --verify`: certificates on file, checked against the network; every forgery is found."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from certcli.certify.certificate import Certificate, Confirmation
+from certcli.certify.recheck import recheck
+from certcli.certify.smoothing import noise
+from certcli.certify.smoothing.method import Smoothing, SmoothingCertifier
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.certify.verify import margin_attack
+from certcli.images.labelled import Images
+from tests.certify.test_smoothing import CPU, Plane, certvit, document
+
+Row = dict[str, Any]
+SMOOTHING = ("--method", "smoothing", "--sigma", 0.1, "--n0", 16, "--samples", 100, "-e", 0.05)
+MADE: dict[str, tuple[str, tuple[object, ...]]] = {
+    "lipschitz": ("certified", ("-e", 0.1)),
+    "local": ("plain", ("--method", "local", "-e", 0.01)),
+    "norms": ("plain", ("--method", "local", "--effort", "norms", "-e", 0.001)),
+    "linf": ("plain", ("--method", "local", "--effort", "norms", "--norm", "linf", "-e", 0.0001)),
+    "smoothing": ("plain", SMOOTHING),
+}
+
+
+@pytest.fixture(scope="module")
+def made(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("records")
+    for method, (stem, words) in MADE.items():
+        file = folder / f"{method}.jsonl"
+        document("certify", workshop / f"{stem}.safetensors", "--limit", 10, *words, "--records", file)
+    return folder
+
+
+def test_radii_where_none_is_asked_for(workshop: Path, made: Path) -> None:
+    """In linf those that people quote: at l2's every local certificate would read 0."""
+    told = document("certify", workshop / "plain.safetensors", "--limit", 2, *MADE["linf"][1][:-2])
+    assert list(told["certified"]) == [f"{part / 255:g}" for part in (1, 2, 4, 8)]
+    told = document("certify", workshop / "certified.safetensors", "--limit", 2)
+    assert list(told["certified"]) == ["0.25", "0.5", "1"]
+
+
+def lines(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def written(path: Path, rows: list[Row]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def verified(workshop: Path, method: str, path: Path, *words: object) -> tuple[int, Row]:
+    """Exit code and document."""
+    done = certvit("certify", workshop / f"{MADE[method][0]}.safetensors", "--verify", path, *words, "--json")
+    code = getattr(done.exception, "code", done.exit_code)
+    return code, json.loads(done.stdout) if done.stdout else {}
+
+
+@pytest.mark.parametrize("method", MADE)
+def test_honest_records_are_verified_and_attacked(workshop: Path, made: Path, method: str) -> None:
+    code, told = verified(workshop, method, made / f"{method}.jsonl")
+    stated = [row for row in lines(made / f"{method}.jsonl")[1:] if row["prediction"] is not None]
+    assert code == 0
+    assert told["verdicts"] == {"verified": len(stated), "refuted": 0, "not checked": 10 - len(stated)}
+    assert told["attacked"] == sum(row["radius"] > 0 for row in stated) >= 2
+    if method == "lipschitz":
+        code, told = verified(workshop, method, made / f"{method}.jsonl", "--sample", 3)
+        assert (code, told["checked"], told["records"]) == (0, 3, 10)
+
+
+def grown(row: Row) -> None:
+    row["radius"] *= 1 + 1e-5
+
+
+def doubled(row: Row) -> None:
+    row["radius"] *= 2
+
+
+def other_class(row: Row) -> None:
+    row["prediction"] = (row["prediction"] + 1) % 10
+
+
+def other_label(row: Row) -> None:
+    row["label"] = (row["label"] + 1) % 10
+
+
+def certain(row: Row) -> None:
+    row["failure"] = 0.0 if row["failure"] else 1e-9
+
+
+def other_method(row: Row) -> None:
+    row["method"] = "magic"
+
+
+def beyond(row: Row) -> None:
+    row["radius"] = 1e6
+
+
+def all_hits(row: Row) -> None:
+    """A radius that CERTIFY does state, for another count of hits: only drawing again can tell."""
+    row["radius"] = Smoothing(sigma=0.1, n0=16, samples=100).reach
+
+
+def abstaining(row: Row) -> None:
+    row["prediction"] = None
+
+
+FORGERIES: list[tuple[Callable[[Row], None], tuple[str, ...]]] = [
+    (grown, ("lipschitz", "norms", "smoothing")),  # of local, a search that began elsewhere may have found it
+    (doubled, ("lipschitz", "local", "norms", "linf", "smoothing")),
+    (other_class, ("lipschitz", "local", "norms", "smoothing")),
+    (other_label, ("lipschitz", "local", "norms", "smoothing")),
+    (certain, ("lipschitz", "local", "norms", "smoothing")),
+    (other_method, ("lipschitz", "local", "norms", "smoothing")),
+    (beyond, ("lipschitz", "local", "norms", "smoothing")),
+    (abstaining, ("lipschitz", "local", "norms", "smoothing")),
+    (all_hits, ("smoothing",)),
+]
+
+
+@pytest.mark.parametrize("method", MADE)
+def test_every_forged_record_is_refuted(workshop: Path, made: Path, tmp_path: Path, method: str) -> None:
+    """Each record forged in its own way, in as many files as there are forgeries for the records with a radius."""
+    head, *rows = lines(made / f"{method}.jsonl")
+    stated = [row for row in rows if row["radius"] > 0]
+    weakest = sorted(stated, key=lambda row: float(row["radius"]))
+    forgeries = [forge for forge, methods in FORGERIES if method in methods]
+    while forgeries:
+        forged = []
+        for original in weakest:
+            if forgeries:
+                row = dict(original)
+                forgeries.pop()(row)
+                forged.append(row)
+        code, told = verified(workshop, method, written(tmp_path / "f.jsonl", [head, *forged]))
+        assert code == 7
+        assert [row["status"] for row in told["rows"]] == ["refuted"] * len(forged), told["rows"]
+        assert told["gate"]["passed"] is False
+
+
+def other_network(head: Row) -> None:
+    head["checkpoint"] = "0" * 64
+
+
+def other_images(head: Row) -> None:
+    head["dataset"]["digest"] = "0" * 64
+
+
+def other_split(head: Row) -> None:
+    head["dataset"]["split"] = "val"
+
+
+def other_sigma(head: Row) -> None:
+    head["parameters"]["sigma"] = 0.2
+
+
+def other_promise(head: Row) -> None:
+    head["parameters"]["promise"] = "proof"
+
+
+def no_method(head: Row) -> None:
+    head["method"] = ["lipschitz"]
+
+
+def no_parameters(head: Row) -> None:
+    head["parameters"] = [1]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "named"),
+    [
+        (other_network, 6, "another network"),
+        (other_images, 6, "other images"),
+        (other_split, 6, "other images"),
+        (other_sigma, 7, "no count of hits"),
+        (other_promise, 6, "promise"),
+        (no_method, 6, "no method"),
+        (no_parameters, 6, "no method"),
+    ],
+)
+def test_records_of_something_else_are_refused(
+    workshop: Path, made: Path, tmp_path: Path, spoil: Callable[[Row], None], code: int, named: str
+) -> None:
+    head, *rows = lines(made / "smoothing.jsonl")
+    spoil(head)
+    path = written(tmp_path / "f.jsonl", [head, *rows])
+    done = certvit("certify", workshop / "plain.safetensors", "--verify", path)
+    assert getattr(done.exception, "code", 0) == code, done.output
+    assert named in str(done.exception)
+
+
+def test_a_record_said_twice_or_of_no_image_is_refused(workshop: Path, made: Path, tmp_path: Path) -> None:
+    head, first, *rest = lines(made / "lipschitz.jsonl")
+    for row in (first, {**first, "index": 10**6}):
+        code, _ = verified(workshop, "lipschitz", written(tmp_path / "f.jsonl", [head, first, *rest, row]))
+        assert code == 6
+
+
+@pytest.mark.parametrize(
+    "words", [("--records", "x.jsonl"), ("--plot", "x.png"), ("-o", "x.safetensors"), ("--min-certified", "0.5")]
+)
+def test_verify_writes_nothing(workshop: Path, made: Path, words: tuple[str, str]) -> None:
+    code, _ = verified(workshop, "lipschitz", made / "lipschitz.jsonl", *words)
+    assert code == 2
+
+
+def test_an_attack_inside_the_radius_refutes_what_the_method_would_confirm() -> None:
+    """The class changes at distance 0.3: a claim of 0.4 falls to the attack, whatever the method says of it."""
+
+    class Middle(Plane):
+        def forward(self, pixels: Tensor) -> Tensor:
+            return super().forward(pixels - 0.5)
+
+    class Gullible(SmoothingCertifier):
+        def confirm(self, claims: Any, pixels: Tensor, doubt: Any) -> list[Confirmation]:
+            return [Confirmation("verified", "")] * len(claims)
+
+    image = torch.full((1, 1, 1, 2), 0.5 + 0.3 / math.sqrt(2))
+    images = Images("plane", "all", ("0", "1"), torch.tensor([1]), torch.tensor([0]), lambda asked: image[list(asked)])
+    certifier = Gullible(Middle(), 2, Smoothing(sigma=0.2, n0=8, samples=400), CPU)
+    for radius, status in ((0.2, "verified"), (0.4, "refuted")):
+        claim = Certificate(0, 1, 1, radius, "smoothing", 0.001)
+        (found,) = recheck(certifier, [claim], images, 5, margin_attack(10), 8)
+        assert (found.status, found.attacked) == (status, True)
+
+
+def test_true_claims_are_refuted_no_more_often_than_stated() -> None:
+    """600 claims at the very edge (p is what they say), tested at level 0.05: about 20 fall, and never many more."""
+    from scipy import stats
+
+    from certcli.certify.certificate import Doubt
+
+    settings = Smoothing(sigma=0.5, n0=8, samples=64, alpha=0.05)
+    radius = settings.radius(58, 64)
+    pixels = torch.full((600, 1, 1, 2), radius / math.sqrt(2))
+    certifier = SmoothingCertifier(Plane(), 2, settings, CPU, 4096)
+    claims = [Certificate(index, 1, 1, radius, "smoothing", 0.05) for index in range(600)]
+    found = certifier.confirm(claims, pixels, Doubt(3, 0.05))
+    refuted = sum(one.status == "refuted" for one in found)
+    assert 0 < refuted <= stats.binom.ppf(1 - 1e-6, 600, 0.05)
+    drawn = noise.normals(3, [7], [5], (1, 1, 2), CPU, noise.CONFIRM)
+    assert not torch.equal(drawn, noise.normals(3, [7], [5], (1, 1, 2), CPU, noise.CERTIFY))
+
+
+# evidence in a checkpoint
+
+
+@pytest.mark.parametrize(("factor", "code"), [(None, 0), (1.5, 7)])
+def test_log_certifies_smoothing_evidence_again(
+    workshop: Path, tmp_path: Path, factor: float | None, code: int
+) -> None:
+    net, kept = workshop / "certified.safetensors", tmp_path / "kept.safetensors"
+    words = ("--method", "lipschitz", *SMOOTHING, "--limit", 8, "-o", kept)
+    assert certvit("certify", net, *words).exit_code == 0
+    checkpoint = Checkpoint.read(kept)
+    fresh = [entry for entry in checkpoint.record.evidence if entry.command == "certify"]
+    assert [entry.result["method"] for entry in fresh][-2:] == ["smoothing", "lipschitz"]
+    if factor is not None:
+        told = fresh[-2]
+        result = {**told.result, "average_radius": told.result["average_radius"] * factor}
+        checkpoint.with_evidence("certify", told.parameters, result).write(kept, force=True)
+    done = certvit("log", kept, "--verify", "--json")
+    assert getattr(done.exception, "code", 0) == code, done.output
+    claims = [claim for claim in json.loads(done.stdout)["verification"] if "certify" in claim["entry"]]
+    assert len(claims) == 6
+    assert sum(claim["status"] == "refuted" for claim in claims) == (factor is not None)

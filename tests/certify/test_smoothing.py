@@ -1,0 +1,378 @@
+"""Randomised smoothing: the noise, the confidence that is claimed, early stops, and the command."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from certcli.certify import methods
+from certcli.certify.certificate import Certificate
+from certcli.certify.smoothing import noise
+from certcli.certify.smoothing.method import HOPELESS, UNLIKELY, Smoothing, SmoothingCertifier
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.main import app
+from certcli.evaluation.records import read_records
+from certcli.system.errors import CertvitError, UsageError
+
+CPU = torch.device("cpu")
+
+
+def certvit(*words: object) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def document(*words: object) -> dict[str, Any]:
+    done = certvit(*words, "--json")
+    assert done.exit_code == 0, (words, done.output, done.exception)
+    (line,) = done.stdout.splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+# noise
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
+@pytest.mark.parametrize("purpose", [noise.CERTIFY, noise.TUNE])
+def test_bits_are_philox_on_every_device(seed: int, purpose: int) -> None:
+    """numpy's generator against torch's integers: two implementations of one function."""
+    images, samples = [0, 3, 2**40], [5, 0, 123_456]
+    fast = noise.words(seed, images, samples, 37, CPU, purpose)
+    assert torch.equal(fast, noise.philox(seed, images, samples, 37, CPU, purpose))
+    assert torch.equal(fast[:, :11], noise.words(seed, images, samples, 11, CPU, purpose))
+    others = noise.words(seed, [*images, 0], [*samples[1:], 1, 2], 37, CPU, purpose)
+    assert len({tuple(row) for row in [*fast.tolist(), *others.tolist()]}) == 7
+
+
+def test_the_published_answer_of_philox() -> None:
+    # Random123, kat_vectors: philox4x64 10, counter 0, key 0. numpy counts up before it draws.
+    drawn = np.random.Philox(key=0, counter=2**256 - 1).random_raw(4)
+    assert [hex(word) for word in drawn] == [
+        "0x16554d9eca36314c", "0xdb20fe9d672d0fdc", "0xd7e772cee186176b", "0x7e68b68aec7ba23b",
+    ]  # fmt: skip
+
+
+def test_noise_is_normal_and_belongs_to_image_and_sample() -> None:
+    drawn = noise.normals(1, [4] * 40, range(40), (3, 41, 41), CPU)
+    alone = noise.normals(1, [4], [17], (3, 41, 41), CPU)
+    assert torch.equal(drawn[17], alone[0])
+    flat = drawn.flatten().double().numpy()
+    assert stats.kstest(flat, "norm").pvalue > 1e-4
+    assert abs((flat**4).mean() - 3) < 5 * math.sqrt(96 / len(flat))
+    correlation = np.corrcoef(drawn.flatten(1).double().numpy())[np.triu_indices(40, 1)]
+    assert np.abs(correlation).max() < 6 / math.sqrt(3 * 41 * 41)
+    assert float(drawn.abs().max()) > 3.9  # of 200,000 draws: P[no |z| above 3.9] < 1e-8
+
+
+# the confidence
+
+
+class Plane(nn.Module):
+    """Class 1 where w x > 0: smoothed, p = Phi(w x / (sigma |w|)), and the radius is exactly |w x| / |w|."""
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        height = pixels.flatten(1).sum(dim=1)
+        return torch.stack((-height, height), dim=1)
+
+
+def certificates(
+    settings: Smoothing, pixels: Tensor, batch_size: int = 4096, net: nn.Module | None = None
+) -> list[Certificate]:
+    net = net or Plane()
+    classes = net(pixels[:1]).shape[1]
+    certifier = SmoothingCertifier(net, classes, settings, CPU, batch_size)
+    found: list[Certificate] = []
+    for start in range(0, len(pixels), certifier.at_once):
+        part = pixels[start : start + certifier.at_once]
+        found += certifier.batch(range(start, start + len(part)), part, [1] * len(part))
+    return found
+
+
+@pytest.mark.parametrize(("enough", "decide"), [(None, False), (0.2, False), (0.2, True)])
+def test_wrong_certificates_are_no_more_than_alpha_says(enough: float | None, decide: bool) -> None:
+    """1,000 runs on a classifier whose radius is known: the share of radii beyond it, early success or not."""
+    settings = Smoothing(sigma=0.5, n0=8, samples=64, alpha=0.05, enough=enough, decide=decide)
+    true = 0.3
+    pixels = torch.full((1000, 1, 1, 2), true / math.sqrt(2))  # w x / |w| = true
+    found = certificates(settings, pixels)
+    wrong = sum(row.radius > true for row in found) + sum(row.prediction == 0 for row in found)
+    assert stats.binom.sf(wrong - 1, 1000, 0.05) > 1e-6
+    assert wrong >= 10  # and no less than a tight bound gives: one that never errs certifies too little
+    if enough is not None:
+        assert {row.radius > enough for row in found} == {False, True}
+        assert min(row.seconds for row in found) < max(row.seconds for row in found)
+
+
+def test_early_stops_change_no_certificate_but_to_an_abstention() -> None:
+    """Against CERTIFY as published, on the same draws: equal, or abstained."""
+
+    class Patient(Smoothing):
+        def hopeless(self, hits: int, drawn: int) -> bool:
+            return False
+
+    heights = torch.linspace(-0.4, 0.8, 100)
+    pixels = (heights / math.sqrt(2)).view(-1, 1, 1, 1).expand(-1, 1, 1, 2)
+    values = {"sigma": 0.5, "n0": 8, "samples": 128, "alpha": 0.01}
+    early, whole = certificates(Smoothing(**values), pixels), certificates(Patient(**values), pixels)
+    changed = [(one, other) for one, other in zip(early, whole, strict=True) if one.radius != other.radius]
+    assert all(one.prediction is None for one, _ in changed)
+    # each of at most 5 looks gives up an image that could be certified with probability HOPELESS
+    assert len(changed) <= stats.binom.ppf(1 - 1e-6, 100, 5 * HOPELESS)
+    spent = [sum(row.seconds for row in rows) for rows in (early, whole)]
+    assert spent[0] > 0
+    assert any(row.prediction is None for row in early)
+
+
+def test_what_is_only_decided_costs_less_and_loses_little() -> None:
+    """`decide`: the same draws, fewer of them; an image that is given up keeps a radius that its look may state."""
+    heights = torch.linspace(-0.1, 0.9, 200)
+    pixels = (heights / math.sqrt(2)).view(-1, 1, 1, 1).expand(-1, 1, 1, 2)
+    values = {"sigma": 0.5, "n0": 8, "samples": 256, "alpha": 0.01, "enough": 0.4}
+    whole, decided = (certificates(Smoothing(**values, decide=decide), pixels) for decide in (False, True))
+    held = [sum(row.radius > 0.4 for row in rows) for rows in (whole, decided)]
+    assert held[1] <= held[0] <= held[1] + stats.binom.ppf(1 - 1e-6, 200, 5 * UNLIKELY)
+    assert {row.radius for row in decided if row.radius > 0.4} <= {row.radius for row in whole}
+    kept = [row.radius for row in decided if 0 < row.radius <= 0.4]
+    assert kept
+    assert all(Smoothing(**values, decide=True).states(radius) for radius in kept)
+    early = [radius for radius in kept if not Smoothing(**values).states(radius)]
+    assert early  # found at a look at which the other run would have gone on
+    assert not Smoothing(**values, decide=True).states(0.4321)
+
+
+def test_the_published_algorithm_agrees_within_its_interval() -> None:
+    """CERTIFY written down from the paper, with other random numbers, on a small net of three classes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3)).eval()
+    pixels, sigma, n, alpha = torch.rand(12, 3, 2, 2), 0.3, 400, 0.001
+    found = certificates(Smoothing(sigma=sigma, n0=50, samples=n, alpha=alpha), pixels, net=net)
+    generator = torch.Generator().manual_seed(3)
+    certified = 0
+    for image, row in zip(pixels, found, strict=True):
+        with torch.no_grad():
+            noisy = image + sigma * torch.randn(20_000, *image.shape, generator=generator)
+            counts = torch.bincount(net(noisy).argmax(1), minlength=3)
+        top, share = int(counts.argmax()), float(counts.max()) / 20_000
+        deviation = 6 * math.sqrt(share * (1 - share) * (1 / n + 1 / 20_000)) + 1 / n
+        if row.prediction is None:
+            assert stats.beta.ppf(alpha, n * max(share - deviation, 1e-9), n * (1 - share + deviation) + 1) < 0.5
+            continue
+        certified += 1
+        assert row.prediction == top
+        low, high = (
+            sigma * stats.norm.ppf(stats.beta.ppf(alpha, n * p, n * (1 - p) + 1))
+            for p in (max(share - deviation, 0.5), min(share + deviation, 1.0))
+        )
+        assert low <= row.radius <= high * (1 + 1e-9)
+    assert certified >= 4
+
+
+def test_certificates_do_not_depend_on_the_batch() -> None:
+    heights = torch.linspace(-0.2, 0.5, 20)
+    pixels = (heights / math.sqrt(2)).view(-1, 1, 1, 1).expand(-1, 1, 1, 2)
+    settings = Smoothing(sigma=0.3, n0=10, samples=100)
+    radii = [[(row.prediction, row.radius) for row in certificates(settings, pixels, size)] for size in (7, 64, 1000)]
+    assert radii[0] == radii[1] == radii[2]
+
+
+def test_radii_are_rounded_down_and_the_reach_is_the_largest() -> None:
+    settings = Smoothing(sigma=0.25, samples=1000, alpha=0.001)
+    exact = 0.25 * stats.norm.ppf(stats.beta.ppf(0.001, 990, 11))
+    assert exact * (1 - 1e-9) < settings.radius(990, 1000) < exact
+    assert settings.reach == settings.radius(1000, 1000) == pytest.approx(0.25 * stats.norm.ppf(0.001**0.001))
+    assert settings.radius(500, 1000) == 0.0
+    assert settings.looks == (100, 200, 400, 800, 1000)
+    stopping = Smoothing(sigma=0.25, samples=1000, alpha=0.001, enough=0.1)
+    assert sum(stopping._levels.values()) <= 0.001
+    assert stopping.radius(100, 100) > 0.1 > settings.radius(100, 100) == 0.0
+
+
+NONSENSE = [
+    (["--sigma", "0"], "sigma"),
+    (["--sigma", "-0.1"], "sigma"),
+    (["--sigma", "nan"], "sigma"),
+    (["--sigma", "wide"], "sigma"),
+    (["--alpha", "0"], "alpha"),
+    (["--alpha", "1"], "alpha"),
+    (["--alpha", "nan"], "alpha"),
+    (["--samples", "0"], "samples"),
+    (["--samples", "9"], "--samples 10 is the least"),
+    (["--samples", "100", "-e", "9"], "no radius beyond 0.375"),
+    (["--enough", "nan"], "enough"),
+    (["--enough", "5"], "enough"),
+    (["--precision", "int3"], "int3"),
+    (["--seed", "-1"], "seed"),
+    (["--method", "auto"], "auto alone"),
+    (["--method", "smoothing"], "once"),
+    (["--method", "lipschitz", "--records", "r.jsonl"], "holds one method"),
+]
+
+
+@pytest.mark.parametrize(("words", "named"), NONSENSE, ids=lambda value: " ".join(value) if value else "")
+def test_wishes_that_mean_nothing_are_refused(workshop: Path, words: list[str], named: str) -> None:
+    done = certvit("certify", workshop / "plain.safetensors", "--method", "smoothing", *words)
+    failure = done.exception
+    assert getattr(failure, "code", None) == 2, failure  # ours, or of the parser of options
+    assert named in (failure.message + failure.hint if isinstance(failure, UsageError) else done.output)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sigma": "auto"},
+        {"sigma": "x"},
+        {"samples": 1e3},
+        {"samples": 10**12},
+        {"n0": True},
+        {"alpha": [1]},
+        {"precision": 3},
+    ],
+)
+def test_parameters_from_a_file_are_not_believed(certified: Checkpoint, given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        methods.prepare("smoothing", certified, CPU, given)
+
+
+# the command
+
+RUN = ("--method", "smoothing", "--sigma", 0.2, "--n0", 16, "--samples", 100, "--limit", 12, "-e", 0.1, "-e", 0.2)
+
+
+def stripped(path: Path) -> list[dict[str, Any]]:
+    """Header and records, but for the seconds."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def test_smoothing_certifies_what_no_bound_can(workshop: Path, tmp_path: Path) -> None:
+    net = workshop / "plain.safetensors"
+    whole, parts, other = (tmp_path / f"{name}.jsonl" for name in ("whole", "parts", "other"))
+    found = document("certify", net, *RUN, "--records", whole)
+    assert (found["promise"], found["arithmetic"], found["failure"]) == ("probability 0.999", "float32", 0.001)
+    assert found["certified"]["0.1"] > document("certify", net, "-e", 0.1, "--limit", 12)["certified"]["0.1"]
+    run, rows = read_records(whole, "certify")
+    assert run.parameters["sigma"] == 0.2
+    assert all(row["failure"] == 0.001 and row["radius"] <= found["reach"] for row in rows)
+    parts.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:6]) + b'{"torn')
+    assert document("certify", net, *RUN, "--records", parts, "--resume") == found
+    document("certify", net, *RUN, "--records", other, "--batch-size", 37)
+    assert stripped(parts) == stripped(whole)
+    assert [(row.get("index"), row.get("radius")) for row in stripped(other)[1:]] == [
+        (row.get("index"), row.get("radius")) for row in stripped(whole)[1:]
+    ]
+    for words, named in (
+        (("--sigma", 0.3), "parameters sigma is 0.2 there and 0.3 here"),
+        (("--alpha", 0.01), "parameters alpha"),
+        (("--seed", 1), "parameters seed"),
+        (("--precision", "bf16"), "parameters arithmetic"),
+    ):
+        failure = certvit("certify", net, *RUN, *words, "--records", whole, "--resume").exception
+        assert isinstance(failure, UsageError)
+        assert named in failure.message
+    refused = certvit("attack", net, "-a", "fgsm", "--only-certified", whole).exception
+    assert isinstance(refused, UsageError)
+    assert "smoothed classifier" in refused.message
+
+
+def test_several_methods_stand_side_by_side(workshop: Path, tmp_path: Path) -> None:
+    net = workshop / "certified.safetensors"
+    words = ("certify", net, "--method", "lipschitz", *RUN, "--plot", tmp_path / "f.png", "--force")
+    found = document(*words)
+    assert [part["method"] for part in found["methods"]] == ["lipschitz", "smoothing"]
+    assert found["method"] == "lipschitz"
+    assert [part["promise"] for part in found["methods"]] == ["proof", "probability 0.999"]
+    shown = certvit(*words).stdout
+    for part in found["methods"]:
+        (row,) = [line for line in shown.splitlines() if line.startswith(f"{part['method']} ")]
+        assert f"{100 * part['certified']['0.1']:.1f} %" in row
+        assert part["promise"] in row
+
+
+@pytest.mark.parametrize(
+    ("stem", "radius", "methods", "because"),
+    [
+        ("certified", 0.1, ["lipschitz"], "with proof"),
+        ("plain", 0.1, ["smoothing", "lipschitz", "local"], "hold at 0.1 for 0 of"),
+        ("plain", 0.005, ["local", "lipschitz"], "hold at 0.005 for"),
+    ],
+)
+def test_auto_says_which_certificate_is_worth_having(
+    workshop: Path, stem: str, radius: float, methods: list[str], because: str
+) -> None:
+    words = ("certify", workshop / f"{stem}.safetensors", "--method", "auto", *RUN[2:8], "--limit", 2, "-e", radius)
+    found = document(*words)
+    assert because in found["reason"]
+    assert [part["method"] for part in found.get("methods", [found])] == methods
+    if stem == "certified":
+        assert f"--method {methods[0]}: " in certvit(*words).stdout
+
+
+def test_sigma_is_chosen_on_other_images_with_other_noise(workshop: Path) -> None:
+    net = workshop / "plain.safetensors"
+    words = ("certify", net, *RUN, "--sigma", "auto", "--limit", 4)
+    done = certvit(*words, "--json")
+    found = json.loads(done.stdout)
+    chosen = found["sigma_chosen"]
+    assert chosen["split"] == "val"
+    assert "digits (val)" in done.stderr
+    assert found["sigma"] == found["parameters"]["sigma"] == float(max(chosen["shares"], key=chosen["shares"].get))
+    assert len(chosen["shares"]) == 5
+
+
+def test_a_network_that_abstains_everywhere_is_said_to(workshop: Path) -> None:
+    done = certvit("certify", workshop / "plain.safetensors", *RUN, "--sigma", 40, "--limit", 4)
+    assert done.exit_code == 0
+    assert "abstains on every image" in done.stderr
+    assert "abstained" in done.stdout
+
+
+def test_where_memory_ends_batches_are_halved_and_nothing_changes() -> None:
+    class Narrow(Plane):
+        def forward(self, pixels: Tensor) -> Tensor:
+            if len(pixels) > 9:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory")
+            return super().forward(pixels)
+
+    class Never(Plane):
+        def forward(self, pixels: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError
+
+    pixels = torch.linspace(-0.2, 0.5, 6).view(-1, 1, 1, 1).expand(-1, 1, 1, 2)
+    settings = Smoothing(sigma=0.3, n0=10, samples=100)
+    wide, narrow = (SmoothingCertifier(net, 2, settings, CPU, 64) for net in (Plane(), Narrow()))
+    radii = [[row.radius for row in one.batch(range(6), pixels, [1] * 6)] for one in (wide, narrow)]
+    assert radii[0] == radii[1]
+    assert max(radii[0]) > 0
+    assert wide.remark == "" != narrow.remark
+    with pytest.raises(torch.OutOfMemoryError):
+        SmoothingCertifier(Never(), 2, settings, CPU).batch([0], pixels[:1], [1])
+
+
+def test_what_is_done_to_pixels_in_the_cache_is_what_is_done_to_them_at_once() -> None:
+    pixels, rows = torch.rand(2, 3, 30, 30), [0, 1, 1, 0, 1] * 20
+    given = (0.2, 3, rows, range(100), noise.CERTIFY, rows)
+
+    def finish(drawn: Tensor) -> Tensor:
+        return ((drawn - 0.4) / 0.3).to(torch.bfloat16)
+
+    whole = noise.noisy(pixels, *given)
+    assert torch.equal(finish(whole), noise.noisy(pixels, *given, finish))
+    assert torch.equal(whole[50:51], noise.noisy(pixels, 0.2, 3, rows[50:51], [50], noise.CERTIFY, rows[50:51]))
+    assert noise.noisy(pixels, 0.2, 3, [], [], noise.CERTIFY, []).shape == (0, 3, 30, 30)
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    class Broken(nn.Module):
+        def forward(self, pixels: Tensor) -> Tensor:
+            return torch.full((len(pixels), 2), math.nan)
+
+    certifier = SmoothingCertifier(Broken(), 2, Smoothing(), CPU)
+    with pytest.raises(CertvitError, match="NaN"):
+        certifier.batch([0], torch.zeros(1, 1, 1, 2), [0])

@@ -1,0 +1,207 @@
+"""Written = read, bit for bit; nothing half-written, nothing overwritten, nothing broken accepted."""
+
+import errno
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from certcli.checkpoint import file as checkpoint_module
+from certcli.checkpoint.file import Checkpoint, tensors_digest
+from certcli.checkpoint.record import InputSpec, Record
+from certcli.models import build
+from certcli.models.open import Hints, open_checkpoint
+from certcli.system.errors import ArchitectureError, CheckpointError, OutputError, UsageError
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+
+
+def record(**changes: object) -> Record:
+    spec = InputSpec((1, 8, 8), (0.5,), (0.5,))
+    return replace(Record("certvit_vit_digits", {"embed_dim": 16}, spec, 10), **changes)  # type: ignore[arg-type]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.text(st.characters(codec="ascii", min_codepoint=97, max_codepoint=122), min_size=1, max_size=8),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 2**32),
+)
+def test_written_is_read(tmp_path: Path, layout: dict, seed: int) -> None:
+    torch.manual_seed(seed)
+    tensors = {name: (100 * torch.randn(shape)).to(dtype) for name, (dtype, shape) in layout.items()}
+    first = Checkpoint(tensors, record())
+    first.write(tmp_path / "a.safetensors", force=True)
+    again = Checkpoint.read(tmp_path / "a.safetensors")
+    assert again.digest == first.digest
+    assert again.record == first.record
+    assert all(torch.equal(again.tensors[name], value) for name, value in tensors.items())
+    again.write(tmp_path / "b.safetensors", force=True)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_digest_sees_names_shapes_types_and_bits() -> None:
+    base = {"a": torch.zeros(4)}
+    others = [
+        {"b": torch.zeros(4)},
+        {"a": torch.zeros(2, 2)},
+        {"a": torch.zeros(4, dtype=torch.int32)},
+        {"a": -torch.zeros(4)},
+    ]
+    assert len({tensors_digest(tensors) for tensors in [base, *others]}) == 5
+
+
+def test_lineage_and_evidence(tiny: Checkpoint) -> None:
+    child = tiny.derive(tiny.tensors, "constrain", {"beta": 0.01}, seed=3).with_evidence(
+        "lipschitz", {}, {"upper": 2.0}
+    )
+    assert child.record.lineage[-1].parent == tiny.digest
+    assert child.record.evidence[-1].digest == child.digest
+    assert Record.from_json(child.record.to_json()) == child.record
+    twice = child.with_evidence("lipschitz", {}, {"upper": 3.0})
+    assert [entry.result["upper"] for entry in twice.record.evidence] == [3.0]
+
+
+def test_one_metadata_key_with_canonical_json(tiny: Checkpoint, tmp_path: Path) -> None:
+    tiny.write(tmp_path / "a.safetensors")
+    with safetensors.safe_open(tmp_path / "a.safetensors", "pt") as handle:
+        (text,) = handle.metadata().values()
+    assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
+
+
+def test_an_existing_output_needs_force(tiny: Checkpoint, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"precious")
+    with pytest.raises(UsageError, match="exists already"):
+        tiny.write(path)
+    assert path.read_bytes() == b"precious"
+    tiny.write(path, force=True)
+    assert Checkpoint.read(path).digest == tiny.digest
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_rest(
+    tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.safetensors"
+    tiny.write(path)
+    old = path.read_bytes()
+
+    def full(tensors: object, name: Path, metadata: object) -> None:
+        Path(name).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_module, "save_file", full)
+    with pytest.raises(OutputError, match="disk is full") as caught:
+        tiny.write(path, force=True)
+    assert caught.value.code == 8
+    assert path.read_bytes() == old
+    assert [child.name for child in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def truncated(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+@pytest.mark.parametrize(
+    "spoil", [truncated, lambda data: b"", lambda data: b"not a safetensors file at all", lambda data: b"\xff" * 64]
+)
+def test_broken_files_are_refused(tiny: Checkpoint, tmp_path: Path, spoil) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "a.safetensors"
+    tiny.write(path)
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(CheckpointError):
+        open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused(tiny: Checkpoint, tmp_path: Path, value: float) -> None:
+    tensors = {name: tensor.clone() for name, tensor in tiny.tensors.items()}
+    tensors["head.weight"][0, 0] = value
+    with pytest.raises(CheckpointError, match=r"head\.weight"):
+        Checkpoint(tensors, tiny.record).write(tmp_path / "a.safetensors")
+    safetensors.torch.save_file(tensors, tmp_path / "b.safetensors", {"certvit": tiny.record.to_json()})
+    with pytest.raises(CheckpointError, match=r"head\.weight"):
+        open_checkpoint(str(tmp_path / "b.safetensors"))
+
+
+def test_architecture_and_tensors_must_agree(tiny: Checkpoint) -> None:
+    missing = {name: tensor for name, tensor in tiny.tensors.items() if name != "head.bias"}
+    surplus = {**tiny.tensors, "strange": torch.zeros(1)}
+    reshaped = {**tiny.tensors, "head.weight": torch.zeros(10, 17)}
+    for tensors, named in ((missing, "head.bias"), (surplus, "strange"), (reshaped, "head.weight")):
+        with pytest.raises(ArchitectureError, match=named):
+            build.load(Checkpoint(tensors, tiny.record))
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"schema":99}', '{"schema":1,"arch":"x"}', "[1]", "null"])
+def test_a_record_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(CheckpointError):
+        Record.from_json(text)
+
+
+def test_a_foreign_file_is_not_guessed_at(tiny: Checkpoint, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(dict(tiny.tensors), path, {"format": "pt"})
+    with pytest.raises(ArchitectureError, match="number of heads, mean and std cannot be known"):
+        open_checkpoint(str(path))
+    arguments = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4}
+    own = open_checkpoint(str(path), Hints("certvit_vit_digits", arguments)).record.input
+    assert (own.mean, own.std) == ((0.5,), (0.5,)), "the statistics of the named architecture's own configuration"
+    hints = Hints("certvit_vit_digits", arguments, (0.5,), (0.5,))
+    assert tensors_digest(open_checkpoint(str(path), hints).tensors) == tensors_digest(tiny.tensors)
+    with pytest.raises(ArchitectureError, match="disagree"):
+        open_checkpoint(str(path), Hints("certvit_vit_digits", {**arguments, "depth": 2}, (0.5,), (0.5,)))
+    with pytest.raises(ArchitectureError, match="unknown architecture"):
+        open_checkpoint(str(path), Hints("vit_of_nobody", {}, (0.5,), (0.5,)))
+
+
+def test_a_folder_from_the_hub(tiny: Checkpoint, tmp_path: Path) -> None:
+    safetensors.torch.save_file(dict(tiny.tensors), tmp_path / "model.safetensors", {"format": "pt"})
+    config = {
+        "architecture": "vit_tiny_patch16_224",
+        "num_classes": 10,
+        "model_args": {"img_size": 8, "in_chans": 1, "mlp_ratio": 2, **tiny.record.arch_args},
+        "pretrained_cfg": {"input_size": [1, 8, 8], "mean": [0.5], "std": [0.5]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    opened = open_checkpoint(str(tmp_path))
+    assert tensors_digest(opened.tensors) == tensors_digest(tiny.tensors)
+    assert opened.record.foreign.keys() == {"format", "assumed"}
+    assert "heads 2 (config.json)" in opened.record.foreign["assumed"]
+    del config["pretrained_cfg"]["mean"]  # type: ignore[attr-defined]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ArchitectureError, match="mean"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_pth_files_are_read_without_unpickling_objects(tiny: Checkpoint, tmp_path: Path) -> None:
+    hints = Hints("certvit_vit_digits", tiny.record.arch_args, (0.5,), (0.5,))
+    torch.save({"state_dict": dict(tiny.tensors)}, tmp_path / "good.pth")
+    assert tensors_digest(open_checkpoint(str(tmp_path / "good.pth"), hints).tensors) == tensors_digest(tiny.tensors)
+    torch.save({"state_dict": Path("an object")}, tmp_path / "evil.pth")
+    with pytest.raises(CheckpointError, match="plain tensors"):
+        open_checkpoint(str(tmp_path / "evil.pth"), hints)
+
+
+def test_building_skips_initialisation_and_loading_restores_every_weight(tiny: Checkpoint) -> None:
+    images = torch.rand(3, 1, 8, 8)
+    first, second = build.load(tiny), build.load(tiny)
+    assert torch.equal(first(images), second(images))
+    assert build.tensors_of(first).keys() == tiny.tensors.keys()
+    assert tensors_digest(build.tensors_of(first)) == tensors_digest(tiny.tensors)
+
+
+def test_the_same_seed_gives_the_same_checkpoint(tiny: Checkpoint) -> None:
+    arguments = dict(tiny.record.arch_args)
+    again = build.initialise(tiny.record.arch, arguments, tiny.record.input, 10, seed=0)
+    other = build.initialise(tiny.record.arch, arguments, tiny.record.input, 10, seed=1)
+    assert again.digest == tiny.digest != other.digest

@@ -1,0 +1,239 @@
+"""Nothing is lost: what a command writes is compared with all that it reads before any work, whatever is forced."""
+
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+from certcli.checkpoint.outputs import Outputs, discard_state, last_command, read_metadata, require_own_state
+from certcli.cli.main import COMMANDS, app
+from certcli.cli.shared.command import info_of, spelling
+from certcli.cli.shared.options import Reads, Writes
+from certcli.system.errors import UsageError
+
+M = "m.safetensors"
+
+
+@pytest.fixture
+def folder(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every kind of input, each under a name of its own, and the folder as the current one."""
+    shutil.copy(workshop / "plain.safetensors", tmp_path / M)
+    shutil.copy(workshop / "plain.safetensors", tmp_path / "other.safetensors")
+    (tmp_path / "lines.jsonl").write_text("{}\n")
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    (tmp_path / "photos" / "a" / "1.png").write_bytes(b"an image")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and not p.is_symlink()}
+
+
+def refused(folder: Path, words: list[str], named: str) -> None:
+    """UsageError, nothing changed, nothing left behind; nothing was computed (no progress, no output)."""
+    before = contents(folder)
+    outcome = CliRunner().invoke(app, [*words, "--quiet"])
+    assert isinstance(outcome.exception, UsageError), (words, outcome.output, outcome.exception)
+    assert named in outcome.exception.message, outcome.exception.message
+    assert contents(folder) == before
+
+
+def link(folder: Path) -> None:
+    (folder / "link.jsonl").symlink_to(M)
+
+
+def hard_link(folder: Path) -> None:
+    os.link(folder / M, folder / "hard.png")
+
+
+def pipe(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.png")
+
+
+def device(folder: Path) -> None:
+    """A link to one: code that replaces what it should not then replaces a link in the test's folder, not the device."""
+    (folder / "device.safetensors").symlink_to("/dev/full")
+    (folder / "device.png").symlink_to("/dev/null")
+
+
+def dangling(folder: Path) -> None:
+    (folder / "gone.png").symlink_to("nowhere.png")
+
+
+def renamed(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / M).rename(folder / name) and None
+
+
+def existing(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(b"precious") and None
+
+
+def from_the_hub(folder: Path) -> None:
+    """A folder with model.safetensors and config.json, as downloads are."""
+    (folder / "hub").mkdir()
+    shutil.copy(folder / M, folder / "hub" / "model.safetensors")
+    (folder / "hub" / "config.json").write_text("{}")
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
+    # what a state file beside the output deleted or replaced
+    (renamed("x.state.safetensors"), ["finetune", "x.state.safetensors", "-o", "x.safetensors"], "x.state"),
+    (renamed("z.state.safetensors"), ["adapt", "z.state.safetensors", "-o", "z.safetensors"], "z.state"),
+    (renamed("y.last.safetensors"), ["finetune", "y.last.safetensors", "-o", "y.safetensors", "--force"], "y.last"),
+    (existing("x.state.safetensors"), ["finetune", M, "-o", "x.safetensors", "--force"], "is none"),
+    (existing("x.state.safetensors"), ["adapt", M, "-o", "x.safetensors", "--force"], "is none"),
+    (existing("x.last.safetensors"), ["finetune", M, "-o", "x.safetensors"], "exists already"),
+    # pictures, records and examples where an input was
+    (nothing, ["certify", M, "--plot", M, "--force"], "is the input"),
+    (nothing, ["lipschitz", M, "--plot", M, "--force"], "is the input"),
+    (nothing, ["lipschitz", M, "--plot", M], "m.safetensors"),
+    (nothing, ["certify", M, "--records", M, "--force"], "is the input"),
+    (link, ["certify", M, "--records", "link.jsonl", "--force"], "is the input"),
+    (hard_link, ["constrain", M, "--plot", "hard.png", "--force"], "is the input"),
+    (nothing, ["attack", M, "--records", M, "--force"], "is the input"),
+    (nothing, ["attack", M, "--records", M, "--resume"], "is the input"),
+    (nothing, ["attack", M, "--save-examples", M, "--force"], "is the input"),
+    (nothing, ["attack", M, "--source", "other.safetensors", "-o", "other.safetensors", "--force"], "is the input"),
+    (nothing, ["finetune", M, "--teacher", "other.safetensors", "-o", "other.safetensors", "--force"], "is the input"),
+    (nothing, ["certify", M, "--dataset", "photos", "--plot", "photos/a/1.png", "--force"], "among the images"),
+    (from_the_hub, ["constrain", "hub", "-o", "hub/model.safetensors", "--force"], "is the input"),
+    (from_the_hub, ["lipschitz", "hub", "--plot", "hub/config.json", "--force"], "is the input"),
+    (
+        from_the_hub,
+        ["lipschitz", "hub/model.safetensors", "--plot", "hub/../hub/config.json", "--force"],
+        "is the input",
+    ),
+    # two outputs, one file
+    (nothing, ["certify", M, "--plot", "new.png", "--records", "./new.png"], "would both write"),
+    (nothing, ["constrain", M, "-o", "new.safetensors", "--plot", "new.safetensors"], "would both write"),
+    # no files
+    (device, ["constrain", M, "-o", "device.safetensors", "--force"], "device or a pipe"),
+    (device, ["lipschitz", M, "--plot", "device.png", "--force"], "device or a pipe"),
+    (pipe, ["lipschitz", M, "--plot", "pipe.png", "--force"], "device or a pipe"),
+    (nothing, ["lipschitz", M, "--plot", "photos", "--force"], "is a folder"),
+    (dangling, ["lipschitz", M, "--plot", "gone.png", "--force"], "leads nowhere"),
+    # the same rule as for checkpoints: new, or --force
+    (existing("p.png"), ["lipschitz", M, "--plot", "p.png"], "exists already"),
+    (existing("p.png"), ["constrain", M, "--plot", "p.png"], "exists already"),
+    (existing("p.png"), ["certify", M, "--plot", "p.png"], "exists already"),
+    (existing("p.png"), ["attack", M, "--gallery", "p.png"], "exists already"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words", "named"), CASES, ids=[" ".join(words) for _, words, _ in CASES])
+def test_refused_before_any_work(folder: Path, spoil: Callable[[Path], None], words: list[str], named: str) -> None:
+    spoil(folder)
+    refused(folder, words, named)
+
+
+def options_marked(name: str, kind: type) -> list[tuple[str, object]]:
+    return [
+        (spelling(parameter.name, info_of(parameter.annotation))[-1], note)
+        for parameter in inspect.signature(COMMANDS[name]).parameters.values()
+        for note in getattr(parameter.annotation, "__metadata__", ())
+        if isinstance(note, kind)
+    ]
+
+
+PAIRS = [
+    (name, output, source)
+    for name in COMMANDS
+    for output, _ in options_marked(name, Writes)
+    for source, note in options_marked(name, Reads)
+    if not note.folder and source != "--verify"
+]
+
+
+@pytest.mark.parametrize(("name", "output", "source"), PAIRS, ids=[" ".join(pair) for pair in PAIRS])
+def test_no_output_of_any_command_is_an_input_of_it(folder: Path, name: str, output: str, source: str) -> None:
+    """The law over every command: each option that writes against each that reads, --force given."""
+    read = (
+        M if source == "CKPT" else "lines.jsonl" if "record" in source or "certified" in source else "other.safetensors"
+    )
+    needs = {"--compare": ["--gallery", "g.png"]} if name == "attack" else {}
+    words = [name, M, *([] if source == "CKPT" else [source, read]), output, read, "--force"]
+    refused(folder, words + (needs.get(source, []) if output != "--gallery" else []), "is the input")
+
+
+FOLDERS = [
+    (name, output, source)
+    for name in COMMANDS
+    for output, _ in options_marked(name, Writes)
+    for source, note in options_marked(name, Reads)
+    if note.folder
+]
+
+
+@pytest.mark.parametrize(("name", "output", "source"), FOLDERS, ids=[" ".join(words) for words in FOLDERS])
+def test_no_output_of_any_command_is_one_of_its_images(folder: Path, name: str, output: str, source: str) -> None:
+    refused(folder, [name, M, source, "photos", output, "photos/a/1.png", "--force"], "among the images")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_path_of_a_command_is_marked(name: str) -> None:
+    """An option that takes a path says whether it is read or written: else nothing would compare it."""
+    for parameter in inspect.signature(COMMANDS[name]).parameters.values():
+        if "Path" in str(parameter.annotation) and name != "log":
+            notes = getattr(parameter.annotation, "__metadata__", ())
+            assert any(isinstance(note, (Reads, Writes)) for note in notes), (name, parameter.name)
+
+
+def state(path: Path, key: str, identity: str) -> None:
+    safetensors.torch.save_file({"a": torch.zeros(1)}, path, {key: json.dumps({"identity": identity})})
+
+
+def test_a_state_is_replaced_and_deleted_by_its_own_run_only(tmp_path: Path) -> None:
+    path = tmp_path / "x.state.safetensors"
+    require_own_state(path, "key", "mine", force=False)
+    state(path, "key", "theirs")
+    with pytest.raises(UsageError, match="another run"):
+        require_own_state(path, "key", "mine", force=False)
+    require_own_state(path, "key", "mine", force=True)
+    discard_state(path, "key", "mine")
+    assert path.exists()
+    outputs = Outputs()
+    outputs.keeps_state(path, "key")
+    with pytest.raises(UsageError, match="is none"):
+        outputs.keeps_state(path, "other key")
+    state(path, "key", "mine")
+    require_own_state(path, "key", "mine", force=False)
+    discard_state(path, "key", "mine")
+    assert not path.exists()
+
+
+def test_a_last_epoch_is_deleted_only_where_a_training_run_wrote_it(folder: Path) -> None:
+    """--force replaces the files of an earlier run; what else bears the name of one is left where it is."""
+    words = ["finetune", M, "--dataset", "digits", "--loss", "ce", "--steps", "1", "--limit", "40"]
+    words += ["--validation-limit", "20", "-o", "x.safetensors", "--force", "--quiet"]
+    last = folder / "x.last.safetensors"
+    last.write_bytes(b"precious")
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert last.read_bytes() == b"precious"
+    assert last_command(last) is None
+    shutil.copy(M, last)  # of a training run, by its lineage
+    assert last_command(last) == "finetune"
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert not last.exists()
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"12345678", b"\xff" * 16, (2**40).to_bytes(8, "little") + b"{}", (4).to_bytes(8, "little") + b"[[[["]
+)
+def test_metadata_of_what_is_no_safetensors_file_is_empty(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(data)
+    assert read_metadata(path) == {}
+    assert read_metadata(tmp_path) == {}
+    assert read_metadata(tmp_path / "missing") == {}

@@ -1,0 +1,191 @@
+"""Checkpoints written in several files: the same checkpoint, whole at every moment, and nobody else's file touched."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+from certcli.checkpoint import file as checkpoint_module
+from certcli.checkpoint import mapped
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.outputs import last_command, remove
+from certcli.checkpoint.shards import INDEX, named
+from certcli.cli.main import app
+from certcli.models.open import open_checkpoint
+from certcli.system.errors import CertvitError, OutputError, UsageError
+
+MOST = 6000
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def certvit(*words: object) -> str:
+    outcome = CliRunner().invoke(app, [str(word) for word in words])
+    if outcome.exception is not None:
+        raise outcome.exception
+    return outcome.output
+
+
+def test_written_in_files_it_is_the_same_checkpoint(tiny: Checkpoint, tmp_path: Path) -> None:
+    first = tiny.with_evidence("lipschitz", {}, {"upper": 2.0})
+    first.write(tmp_path / INDEX, shard_bytes=MOST)
+    index = json.loads((tmp_path / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(files) > 2
+    assert set(contents(tmp_path)) == {INDEX, *files}
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in first.tensors.values())
+    for file in files:  # as others read it
+        part = safetensors.torch.load_file(tmp_path / file)
+        assert {name for name, where in index["weight_map"].items() if where == file} == part.keys()
+        assert sum(value.nbytes for value in part.values()) <= MOST or len(part) == 1
+    for again in (Checkpoint.read(tmp_path / INDEX), open_checkpoint(str(tmp_path))):
+        assert again.record == first.record
+        assert again.digest == first.digest
+        assert all(torch.equal(again.tensors[name], value) for name, value in first.tensors.items())
+    other = tmp_path / "other"
+    other.mkdir()
+    Checkpoint.read(tmp_path / INDEX).write(other / INDEX, shard_bytes=MOST)
+    before = contents(other)
+    shutil.rmtree(other)
+    assert contents(tmp_path) == before
+
+
+def test_tied_tensors_and_views_are_written(tiny: Checkpoint, tmp_path: Path) -> None:
+    whole = torch.randn(4, 6)
+    tensors = {"a": whole, "b": whole, "c": whole[1:3], "d": whole.T, "e": whole[:, :2], "f": torch.empty(0)}
+    for path in (tmp_path / "one.safetensors", tmp_path / INDEX):
+        Checkpoint(tensors, tiny.record).write(path)
+        found = Checkpoint.read(path).tensors
+        assert all(torch.equal(found[name], value) for name, value in tensors.items())
+
+
+def test_a_replaced_index_takes_its_own_files_with_it_and_no_others(tiny: Checkpoint, tmp_path: Path) -> None:
+    index = tmp_path / INDEX
+    tiny.write(index, shard_bytes=MOST)
+    old = set(named(index))
+    with pytest.raises(UsageError, match="exists already"):
+        tiny.write(index)
+    shared, foreign = sorted(old)[0], tmp_path / "precious.safetensors"
+    safetensors.torch.save_file({"x": torch.zeros(1)}, foreign)
+    raw = json.loads(index.read_text())
+    (tmp_path / "second.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shared.name}}))
+    raw["weight_map"]["x"] = foreign.name  # an index may say anything
+    index.write_text(json.dumps(raw))
+    child = tiny.derive(tiny.tensors, "constrain", {})
+    child.write(index, force=True, shard_bytes=MOST)
+    assert Checkpoint.read(index).record == child.record
+    new = set(named(index))
+    assert not new & old
+    assert set(tmp_path.iterdir()) == {index, *new, shared, foreign, tmp_path / "second.safetensors.index.json"}
+    assert last_command(index) == "constrain"
+    remove(index)
+    assert set(tmp_path.iterdir()) == {shared, foreign, tmp_path / "second.safetensors.index.json"}
+
+
+@pytest.mark.parametrize("force", [False, True], ids=["new", "replaced"])
+@pytest.mark.parametrize("stops", [1, 2, "index"])
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=str)
+def test_whoever_stops_it_the_old_one_is_whole(
+    tiny: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: BaseException,
+    stops: int | str,
+    force: bool,
+) -> None:
+    index = tmp_path / INDEX
+    if force:
+        tiny.write(index, shard_bytes=MOST)
+    before = contents(tmp_path)
+    save, calls = safetensors.torch.save_file, 0
+
+    def stopped(tensors: object, path: Path, metadata: object) -> None:
+        nonlocal calls
+        calls += 1
+        save(tensors, path, metadata)  # type: ignore[arg-type]
+        if calls == stops:
+            raise failure
+
+    def text_stopped(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(checkpoint_module, "save_file", stopped)
+    if stops == "index":
+        monkeypatch.setattr(Path, "write_text", text_stopped)
+    with pytest.raises((OutputError, KeyboardInterrupt)):
+        tiny.write(index, force=force, shard_bytes=MOST)
+    assert contents(tmp_path) == before
+
+
+def test_stopped_after_the_index_is_there_its_files_stay(
+    tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    replace = os.replace
+
+    def late(source: object, target: Path) -> None:
+        replace(source, target)  # type: ignore[arg-type]
+        if target.name == INDEX:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", late)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.write(tmp_path / INDEX, shard_bytes=MOST)
+    assert Checkpoint.read(tmp_path / INDEX).digest == tiny.digest
+
+
+def test_every_command_that_writes_one_writes_several(plain: Checkpoint, tmp_path: Path) -> None:
+    """constrain, streamed from several files into several, is constrain: to the byte, whatever memory it has."""
+    source, words = tmp_path / "m.safetensors", ("--limit", 40, "--eta", 0.05, "--iterations", 10, "--quiet")
+    plain.write(source)
+    (tmp_path / "s").mkdir()
+    plain.write(tmp_path / "s" / INDEX, shard_bytes=MOST)
+    certvit("constrain", source, *words, "-o", tmp_path / "one.safetensors")
+    one = Checkpoint.read(tmp_path / "one.safetensors")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mapped, "IN_MEMORY", 0)
+        patched.setattr(mapped, "SPARED", 0)
+        patched.setattr(mapped, "_SMALL", 0)
+        certvit("constrain", tmp_path / "s", *words, "--memory", "64K", "--shard-size", "6KB")
+    several = Checkpoint.read(tmp_path / "s" / "model.constrain.safetensors.index.json")
+    assert len(named(tmp_path / "s" / "model.constrain.safetensors.index.json")) > 2
+    several.write(tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
+    assert one.record.lineage[-1].command == "constrain"
+    certvit("lipschitz", tmp_path / "s", "--no-estimate", "-o", tmp_path / f"l.{INDEX[6:]}", "--quiet")
+    assert Checkpoint.read(tmp_path / f"l.{INDEX[6:]}").record.evidence[-1].command == "lipschitz"
+    assert "l.safetensors.index.json" in certvit("log", tmp_path)
+
+
+INPUTS = [
+    ([INDEX, "-o", INDEX], "is the input"),
+    (["model-00002-of-00003.safetensors", "-o", INDEX], "goes with"),
+    ([INDEX, "-o", "model-00002-of-00003.safetensors"], "is the input"),
+    (["hard.safetensors", "-o", INDEX], "goes with"),
+    ([INDEX, "-o", "new.safetensors", "--shard-size", "1GB"], "one file"),
+    ([INDEX, "--shard-size", "much"], "not a size"),
+    ([INDEX, "--shard-size", "-1GB"], "not a size"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), INPUTS, ids=[" ".join(words) for words, _ in INPUTS])
+def test_no_part_of_an_input_is_replaced_or_deleted(
+    tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.write(Path(INDEX), shard_bytes=sum(value.nbytes for value in tiny.tensors.values()) * 2 // 5)
+    Path("hard.safetensors").hardlink_to("model-00001-of-00003.safetensors")
+    before = contents(tmp_path)
+    with pytest.raises(UsageError, match=said) as refused:
+        certvit("lipschitz", *words, "--no-estimate", "--force")
+    assert isinstance(refused.value, CertvitError)
+    assert contents(tmp_path) == before

@@ -1,0 +1,416 @@
+"""`certvit attack` as a shell sees it: what it promises about its document, its files, its errors and its exit codes."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from certcli.attack import campaign
+from certcli.attack.campaign import stages_of, tasks_of
+from certcli.attack.catalogue import ATTACKS
+from certcli.attack.certified_radii import Certified
+from certcli.attack.checks import CHECKS
+from certcli.attack.presets import PRESETS
+from certcli.attack.run import attack_images
+from certcli.attack.settings import AttackSettings
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.main import app
+from certcli.evaluation.threat import Threat, image_norms
+from certcli.images import datasets
+from certcli.images.labelled import Batch
+from certcli.models import build
+from certcli.report.gallery import Picture, draw_gallery
+from certcli.system.errors import CertvitError, DataError, UsageError
+
+QUICK = ("--no-checks", "--limit", 40)
+
+
+def attack(*words: object) -> Result:
+    return CliRunner().invoke(app, ["attack", *[str(word) for word in words]])
+
+
+def document(*words: object) -> dict:
+    outcome = attack(*words, "--json")
+    assert outcome.exit_code == 0, (words, outcome.output, outcome.exception)
+    (line,) = outcome.stdout.splitlines()
+    return json.loads(line)
+
+
+def lines(path: Path) -> list[dict]:
+    """The records, without the header."""
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+def rewrite(path: Path, like: Path, rows: list[dict]) -> None:
+    """A file of records with the header of another."""
+    head = like.read_text().splitlines()[0]
+    path.write_text("".join(line + "\n" for line in [head, *map(json.dumps, rows)]))
+
+
+@pytest.fixture(scope="module")
+def net(workshop: Path) -> Path:
+    return workshop / "plain.safetensors"
+
+
+@pytest.fixture(scope="module")
+def proven(workshop: Path) -> Path:
+    return workshop / "certified.safetensors"
+
+
+@pytest.fixture(scope="module")
+def certificates(proven: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("certified") / "records.jsonl"
+    done = CliRunner().invoke(app, ["certify", str(proven), "--limit", "30", "--records", str(path), "--json"])
+    assert done.exit_code == 0
+    return path
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_the_document_counts_the_records(net: Path, tmp_path: Path, independent: bool) -> None:
+    path = tmp_path / "r.jsonl"
+    flag = ["--independent"] if independent else []
+    found = document(net, "-a", "fgsm", "-a", "pgd-5", "-e", 0.4, "-e", 0.2, *QUICK, "--records", path, *flag)
+    rows = [row for row in lines(path) if row["epsilon"] == 0.2]
+    correct = [row for row in rows if row["label"] == row["prediction"]]
+    standing = [row for row in correct if all(outcome is True for outcome in row["robust"].values())]
+    norms = sorted(row["norm"] for row in correct if row["norm"] is not None)
+    assert (found["images"], found["epsilon"], found["norm"]) == (len(rows), 0.2, "l2") == (40, 0.2, "l2")
+    assert found["clean"] == len(correct) / 40
+    assert found["robust"] == len(standing) / 40
+    assert set(found["attacks"]) == {"fgsm", "pgd-5"}
+    assert found["attacks"]["pgd-5"] == sum(row["robust"]["pgd-5"] is True for row in rows) / 40
+    assert found["robust"] <= min(found["attacks"].values())
+    assert found["median_norm"] == norms[len(norms) // 2]
+    assert found["independent"] is independent
+    assert list(found["curve"]) == ["0.2", "0.4"]
+    assert found["curve"]["0.2"] == found["robust"] >= found["curve"]["0.4"]
+    assert [part["epsilon"] for part in found["parts"]] == [0.2, 0.4]
+    assert all(low <= found[name] <= high for name, (low, high) in found["intervals"].items() if name in found)
+    assert (None in itertools.chain(*(row["robust"].values() for row in correct))) is not independent
+
+
+def test_the_table_shows_every_attack_its_interval_and_the_worst_case(net: Path) -> None:
+    outcome = attack(net, "-a", "fgsm", "-a", "pgd-2", "-e", 0.2, *QUICK, "--independent")
+    assert outcome.exit_code == 0
+    found = document(net, "-a", "fgsm", "-a", "pgd-2", "-e", 0.2, *QUICK, "--independent")
+    for name, share in {**found["attacks"], "worst case": found["robust"], "clean": found["clean"]}.items():
+        (row,) = [line for line in outcome.stdout.splitlines() if f"{name} " in line.replace("(", "").replace(")", " ")]
+        assert f"{100 * share:.1f} %" in row
+        assert " to " in row
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(net: Path, name: str) -> None:
+    found = document(net, "--preset", name, "--limit", 6, "--no-checks")
+    wanted = PRESETS[name].parts
+    parts = found["parts"] or [found]
+    assert [(part["norm"], part["epsilon"]) for part in parts] == [(p.threat.norm, p.threat.radius) for p in wanted]
+    assert [set(part["attacks"]) for part in parts] == [{entry.label for entry in part.plan} for part in wanted]
+    assert found["preset"] == name
+    assert all(part["independent"] for part in parts)
+    assert (found["epsilon"], found["robust"]) == (parts[0]["epsilon"], parts[0]["robust"])
+
+
+def test_a_preset_of_one_part_moves_to_other_radii(net: Path) -> None:
+    found = document(net, "--preset", "certvit", "-e", 1.58, "-e", 0.1, "--limit", 6, "--no-checks")
+    assert list(found["curve"]) == ["0.1", "1.58"]
+
+
+# What is asked, and the word that the refusal must name. All of them are refused before any work.
+REFUSED = [
+    (["--preset", "nobody"], "nobody"),
+    (["--preset", "certvit", "-a", "pgd"], "certvit"),
+    (["--preset", "certvit", "--norm", "l2"], "certvit"),
+    (["--preset", "certvit", "--steps", 3], "certvit"),
+    (["--preset", "cauchy", "-e", 1.0], "cauchy"),
+    (["-a", "pgd", "-a", "pgd"], "twice"),
+    (["--norm", "l1"], "l1"),
+    (["--step-size", 0], "step_size"),
+    (["-a", "cw", "--norm", "linf"], "cw"),
+    (["--resume"], "--records"),
+    (["--resume", "--records", "r.jsonl", "--save-examples", "x.safetensors"], "--resume"),
+    (["--compare", "other.safetensors"], "gallery"),
+    (["--limit", 5, "--per-class", 1], "--per-class"),
+]
+
+
+@pytest.mark.parametrize(("words", "named"), REFUSED, ids=lambda value: " ".join(map(str, value)) if value else "")
+def test_wishes_that_contradict_are_refused(net: Path, words: list[object], named: str) -> None:
+    failure = attack(net, *words).exception
+    assert isinstance(failure, UsageError)
+    assert failure.code == 2
+    assert named in failure.message + failure.hint
+
+
+# The same attack with less and with more to spend. A step of 1e-6 leaves of PGD its random starts.
+BUDGETS = [
+    (["-e", 0.15], ["--steps", 1], ["--steps", 30]),
+    (["-e", 0.15, "--steps", 3], ["--step-size", 1e-4], []),
+    (["-e", 1.5, "--steps", 1, "--step-size", 1e-6], ["--restarts", 1], ["--restarts", 9]),
+]
+
+
+@pytest.mark.parametrize(("words", "less", "more"), BUDGETS, ids=["steps", "step size", "restarts"])
+def test_what_an_attack_may_spend_reaches_it(
+    net: Path, words: list[object], less: list[object], more: list[object]
+) -> None:
+    strong, weak = (document(net, *words, *spent, "--no-checks", "--limit", 100) for spent in (more, less))
+    assert strong["robust"] < weak["robust"]
+
+
+def test_a_seed_is_a_run(net: Path, tmp_path: Path) -> None:
+    found = []
+    for number, seed in enumerate((0, 0, 1)):
+        path = tmp_path / f"{number}.jsonl"
+        # --per-class draws images by the seed; the whole split is the same for all seeds
+        document(net, "-a", "pgd-3", "-e", 0.3, "--no-checks", "--seed", seed, "--records", path)
+        found.append([row["norm"] for row in lines(path)])
+    assert found[0] == found[1] != found[2]
+
+
+def test_selection_takes_k_images_of_every_class(net: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    document(net, "-a", "fgsm", "--per-class", 2, "--no-checks", "--records", path)
+    labels = [row["label"] for row in lines(path)]
+    assert sorted(labels) == sorted([*range(10)] * 2)
+
+
+RUN = ("-a", "fgsm", "-a", "pgd-5", "-e", 0.2, "-e", 0.4, *QUICK, "--batch-size", 15)
+
+
+@pytest.mark.parametrize("kept", [0, 700, 0.5, 0.9, 1.0], ids=lambda kept: f"{kept} of the file")
+def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
+    net: Path, tmp_path: Path, kept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the file was cut down to, whole batches are read and not attacked again, the rest is written anew."""
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    expected = document(net, *RUN, "--records", whole)
+    written = whole.read_bytes()
+    parts.write_bytes(written[: int(kept * len(written)) if isinstance(kept, float) else kept])
+    complete = parts.read_bytes().count(b"\n") - 1
+    attacked: list[int] = []
+
+    def counted(model: object, batches: list[Batch], *words: object, **more: object) -> object:
+        attacked.append(len(batches[0][0]))
+        return attack_images(model, batches, *words, **more)
+
+    monkeypatch.setattr(campaign, "attack_images", counted)
+    assert document(net, *RUN, "--records", parts, "--resume") == expected
+    assert parts.read_bytes() == written
+    # batches of 15, 15 and 10 images at two radii
+    ends = (30, 60, 80)
+    assert attacked == [size for size, end in zip((15, 15, 10), ends, strict=True) if end > complete]
+
+
+def test_records_of_another_run_are_not_continued(net: Path, proven: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    document(net, *RUN, "--records", path)
+    before = path.read_bytes()
+    others = [
+        ("checkpoint", proven, *RUN),
+        ("seed", net, *RUN, "--seed", 1),
+        ("refine", net, *RUN, "--refine", 3),
+        ("batch_size", net, *RUN[:-1], 20),
+        ("radii", net, *RUN, "-e", 0.3),
+        ("norm", net, *RUN, "--norm", "linf"),
+        ("method", net, *RUN, "-a", "margin-pgd-2"),
+        ("dataset digest", net, *RUN, "--split", "val"),
+        ("source", net, *RUN, "--source", proven),
+    ]
+    for named, *words in others:
+        failure = attack(*words, "--records", path, "--resume").exception
+        assert isinstance(failure, UsageError), words
+        assert "another run: " in failure.message
+        assert f"{named} is " in failure.message, (named, failure.message)
+    assert isinstance(attack(net, *RUN, "--records", path).exception, UsageError)
+    assert path.read_bytes() == before
+    path.write_bytes(before.replace(b'"label"', b'"labal"', 1))
+    assert isinstance(attack(net, *RUN, "--records", path, "--resume").exception, DataError)
+    assert attack(net, *RUN, "--records", path, "--force").exit_code == 0
+    assert path.read_bytes() == before
+
+
+def test_what_is_certified_is_not_broken(proven: Path, certificates: Path, tmp_path: Path) -> None:
+    """Each certified image at its own radius, in float64; then those certified beyond a radius, at that radius."""
+    path = tmp_path / "r.jsonl"
+    radii = {row["index"]: row["radius"] for row in lines(certificates) if row["label"] == row["prediction"]}
+    words = (proven, "-a", "margin-pgd-10", "-a", "fgsm", "--only-certified", certificates)
+    found = document(*words, "--records", path)
+    assert found["robust"] == found["clean"] == 1.0
+    assert {row["index"]: row["epsilon"] for row in lines(path)} == {i: r for i, r in radii.items() if r > 0}
+    assert found["own_radii"]["smallest"] == found["epsilon"] == min(r for r in radii.values() if r > 0)
+    assert "certified above attacked" in found["checks"]
+    assert found["flags"] == []
+    found = document(*words, "-e", 0.2, "-e", 0.5, "--no-checks")
+    for part, radius in zip(found["parts"], (0.2, 0.5), strict=True):
+        assert (part["epsilon"], part["robust"]) == (radius, 1.0)
+        assert part["images"] == sum(r > radius for r in radii.values())
+
+
+def test_certificates_in_linf_are_attacked_in_linf(proven: Path, certificates: Path, tmp_path: Path) -> None:
+    """A ball of l2 within that of linf would be attacked otherwise: an attack that cannot refute what it is given."""
+    path, found = tmp_path / "linf.jsonl", tmp_path / "found.jsonl"
+    header, *rest = certificates.read_text().splitlines()
+    # a linf radius of r / 8 lies within the l2 radius r of 64 pixels, so these hold as well
+    rows = [{**row, "radius": row["radius"] / 8} for row in map(json.loads, rest)]
+    text = [json.dumps({**json.loads(header), "norm": "linf"}), *map(json.dumps, rows)]
+    path.write_text("\n".join(text) + "\n")
+    words = (proven, "-a", "margin-pgd-5", "--only-certified", path, "--no-checks")
+    assert document(*words, "--records", found)["norm"] == "linf"
+    assert {row["kind"] for row in lines(found)} == {"linf"}
+    assert isinstance(attack(*words, "--norm", "l2").exception, UsageError)
+    path.write_text(path.read_text().replace('"norm": "linf"', '"norm": "l1"', 1))
+    assert isinstance(attack(*words).exception, DataError)
+
+
+def test_a_broken_certificate_is_a_bug_and_names_the_image(proven: Path, certificates: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.jsonl"
+    rows = lines(certificates)
+    victim = next(row for row in rows if row["label"] == row["prediction"] and row["radius"] > 0.2)
+    victim["radius"] = 8.0  # the diagonal of 64 pixels: images of all classes lie within
+    rewrite(wrong, certificates, rows)
+    words = (proven, "-a", "fgsm", "--only-certified", wrong, "--json", "--no-checks")
+    outcome = attack(*words, "--save-examples", tmp_path / "x.safetensors")
+    assert isinstance(outcome.exception, CertvitError)
+    assert outcome.exception.code == 1
+    assert f"index {victim['index']} " in outcome.exception.message
+    assert [flag["name"] for flag in json.loads(outcome.stdout)["flags"]] == ["certified above attacked"]
+    saved = load_file(tmp_path / "x.safetensors")  # the proof of the bug is kept
+    assert saved["indices"].tolist() == [victim["index"]]
+    assert saved["adversarial"].dtype == torch.float64  # the arithmetic that the certificate speaks of
+
+
+def test_certificates_that_speak_of_something_else_are_refused(
+    net: Path, proven: Path, certificates: Path, tmp_path: Path
+) -> None:
+    def refused(kind: type[CertvitError], **changes: object) -> None:
+        path = tmp_path / "c.jsonl"
+        rewrite(path, certificates, [{**row, **changes} for row in lines(certificates)])
+        failure = attack(proven, "-a", "fgsm", "--only-certified", path, "--no-checks").exception
+        assert isinstance(failure, kind), (changes, failure)
+
+    refused(UsageError, failure=0.001)
+    refused(DataError, radius="far")
+    refused(DataError, index=1)
+    refused(DataError, radius=0.0)
+    refused(DataError, label=3, prediction=3)
+    words = ("--only-certified", certificates, "--no-checks")
+    assert isinstance(attack(net, "-a", "fgsm", *words).exception, DataError)  # certificates of another checkpoint
+    assert isinstance(attack(proven, *words, "-e", 7).exception, DataError)
+    assert isinstance(attack(proven, *words, "--norm", "linf").exception, UsageError)
+    assert isinstance(attack(proven, *words, "--preset", "certvit").exception, UsageError)
+    assert isinstance(attack(proven, "--only-certified", tmp_path / "none").exception, DataError)
+
+
+def test_an_unbounded_certificate_is_attacked_in_the_whole_box(plain: Checkpoint) -> None:
+    images = datasets.load("digits", plain.record.input, "test").select([3, 5])
+    certificates = {
+        i: Certified(i, int(images.labels[n]), float("inf"), images.digests[i])
+        for n, i in enumerate(images.indices.tolist())
+    }
+    (task,) = tasks_of(stages_of([], None, None, [], AttackSettings(), certified=True), images, certificates)
+    assert set(task.own.values()) == {8.0}
+
+
+def test_transfer_is_judged_on_the_tested_network(net: Path, proven: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    words = ("-a", "pgd-10", "-e", 1.0, *QUICK)
+    found = document(net, *words, "--source", proven, "--save-examples", path)
+    assert found["clean"] == document(net, *words)["clean"]
+    assert found["source"] == Checkpoint.read(proven).digest
+    saved = load_file(path)
+    logits = build.load(Checkpoint.read(net))(saved["adversarial"])
+    assert torch.equal(logits.argmax(dim=1), saved["adversarial_predictions"])
+    assert (saved["adversarial_predictions"] != saved["labels"]).all()
+    assert len(saved["labels"]) == round((found["clean"] - found["robust"]) * found["images"])
+
+
+def test_refining_finds_smaller_norms_of_the_same_successes(net: Path, tmp_path: Path) -> None:
+    found = []
+    for steps in (0, 6):
+        path = tmp_path / f"{steps}.safetensors"
+        words = ("-a", "fgsm", "-e", 0.5, *QUICK, "--refine", steps)
+        found.append((document(net, *words, "--save-examples", path), load_file(path)))
+    (coarse, far), (fine, near) = found
+    assert coarse["robust"] == fine["robust"]
+    assert torch.equal(far["indices"], near["indices"])
+    assert (near["norms"] <= far["norms"]).all()
+    assert fine["median_norm"] < coarse["median_norm"]
+    norms = image_norms(near["adversarial"].double() - near["images"].double(), "l2")
+    assert torch.equal(norms, near["norms"])
+    assert Threat("l2", 0.5).contains(near["adversarial"], near["images"]).all()
+
+
+def test_a_gallery_is_drawn_alone_and_beside_another_network(net: Path, proven: Path, tmp_path: Path) -> None:
+    sizes = []
+    for extra in ([], ["--compare", proven]):
+        path = tmp_path / f"{len(extra)}.png"
+        document(net, "-a", "fgsm", "-e", 0.5, *QUICK, "--gallery", path, *extra)
+        head = path.read_bytes()[:24]
+        assert head[:8] == b"\x89PNG\r\n\x1a\n"
+        sizes.append((int.from_bytes(head[16:20]), int.from_bytes(head[20:24])))
+    assert sizes[1][0] > 1.5 * sizes[0][0]
+    assert sizes[1][1] == sizes[0][1]
+    path = tmp_path / "none.png"
+    outcome = attack(net, "-a", "fgsm", "-e", 0, *QUICK, "--gallery", path, "--save-examples", tmp_path / "none")
+    assert outcome.exit_code == 0
+    assert "no adversarial image" in outcome.stderr
+    assert not path.exists()
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_gallery_of_colours(tmp_path: Path) -> None:
+    image = torch.rand(3, 5, 5)
+    picture = Picture(image, image, "image 0", "a long name " * 5, True, "b", False, "l2 0")
+    draw_gallery([[picture]], tmp_path / "g.png", "title")
+    assert (tmp_path / "g.png").stat().st_size > 1000
+
+
+def test_a_masked_network_is_flagged_on_stderr_and_in_the_document(net: Path, tmp_path: Path) -> None:
+    plain = Checkpoint.read(net)
+    loud = {name: tensor * 1e6 if name.startswith("head.") else tensor for name, tensor in plain.tensors.items()}
+    masked = tmp_path / "masked.safetensors"
+    plain.derive(loud, "test", {}).write(masked)
+    outcome = attack(masked, "-a", "pgd-3", "-e", 0.1, "--limit", 40, "--json")
+    assert outcome.exit_code == 0
+    found = json.loads(outcome.stdout)
+    assert "zero gradients" in {flag["name"] for flag in found["flags"]}
+    assert all(flag["explanation"] and flag["raised_if"] and not flag["fatal"] for flag in found["flags"])
+    assert "zero gradients" in outcome.stderr
+    honest = document(net, "-a", "pgd-3", "-e", 0.1, "--limit", 40)
+    assert honest["flags"] == []
+    assert set(honest["checks"]) == set(CHECKS) - {"certified above attacked"}
+    assert document(net, "-a", "pgd-3", "-e", 0.1, *QUICK)["checks"] == []
+
+
+def test_gate_and_evidence(net: Path, tmp_path: Path) -> None:
+    path = tmp_path / "o.safetensors"
+    words = (net, "-a", "fgsm", "-e", 0.5, *QUICK)
+    found = document(*words, "-o", path, "--min-robust", 0.0)
+    written = Checkpoint.read(path)
+    (entry,) = [entry for entry in written.record.evidence if entry.command == "attack"]
+    assert entry.digest == written.digest == Checkpoint.read(net).digest
+    assert {**entry.result}.items() <= found.items()
+    assert entry.result["robust"] == found["robust"]
+    assert found["gate"] == {"passed": True, "reasons": []}
+    assert entry.parameters["attacks"] == [["fgsm"]]
+    failure = attack(*words, "--min-robust", 0.99).exception
+    assert isinstance(failure, CertvitError)
+    assert failure.code == 7
+
+
+def test_the_page_names_every_attack_preset_and_check() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "attack.md").read_text()
+    flat = " ".join(page.split())
+    for name in (*ATTACKS.names(), *PRESETS):
+        assert f"`{name}`" in page, name
+    for check in CHECKS.values():
+        assert f"**{check.name}**" in page, check.name
+        assert check.raised_if in flat, check.name
+    for preset in PRESETS.values():
+        assert preset.open_choices in flat, preset.name

@@ -1,0 +1,130 @@
+"""What `certvit constrain` says and does where a network is a Swin, images are few, or activations overflow."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.main import app
+from certcli.constrain.layers import constrainable
+from certcli.constrain.network import Calibration, Options, constrain_to, network_upper, write
+from certcli.constrain.statistics import collect
+from certcli.lipschitz.numerics.spectral import spectral_norm
+from certcli.models import build
+from certcli.system.errors import CertvitError, DataError
+
+IMAGES = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def swin() -> nn.Module:
+    """Shifted windows of 4 x 4 tokens, one patch merging."""
+    torch.manual_seed(0)
+    return timm.create_model(
+        "swin_tiny_patch4_window7_224",
+        img_size=32,
+        patch_size=4,
+        window_size=4,
+        embed_dim=16,
+        depths=(2, 1),
+        num_heads=(2, 4),
+        num_classes=5,
+    ).eval()
+
+
+def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.Module) -> None:
+    """The error in the report is that of the outputs themselves, in windows, after merging, and pooled."""
+    paths = constrainable(swin)
+    blocks = ["layers.0.blocks.0", "layers.0.blocks.1", "layers.1.blocks.0"]
+    expected = {"patch_embed.proj", "layers.1.downsample.reduction", "head.fc"}
+    expected |= {f"{block}.{part}" for block in blocks for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+    assert set(paths) == expected
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        swin.get_submodule(path).register_forward_pre_hook(lambda _, args, path=path: seen.update({path: args[0]}))
+        for path in paths
+    ]
+    with torch.no_grad():
+        swin(IMAGES)
+    for hook in hooks:
+        hook.remove()
+    calibration = Calibration(swin, paths, [IMAGES[:3], IMAGES[3:]])
+    results = list(constrain_to(calibration, Options("spectral", 0.01, 0.1, 1.2, 200)))
+    assert [result.path for result in results] == paths
+    before = network_upper(swin, (3, 32, 32), 5)
+    for result in results:
+        module: Any = swin.get_submodule(result.path)
+        inputs, old, new = (value.detach().double() for value in (seen[result.path], module.weight, result.weight))
+        apply = nn.functional.linear if old.dim() == 2 else lambda x, w: nn.functional.conv2d(x, w, stride=4)
+        change, size = (apply(inputs, weight).norm() for weight in (new - old, old))
+        # the inputs here come from a batch of 6, there from two of 3: float32 kernels may differ by some 1e-6
+        assert result.error == pytest.approx(float(change / size), rel=1e-4)
+        assert result.error <= 0.1
+        assert result.after < result.before
+        if old.dim() == 2:
+            assert (result.before, result.after) == (spectral_norm(old), spectral_norm(new))
+    originals = {path: swin.get_submodule(path).weight.detach().clone() for path in paths}
+    write(swin, {result.path: result.weight for result in results})
+    after = network_upper(swin, (3, 32, 32), 5)
+    write(swin, originals)
+    assert before.finite
+    assert after < before
+
+
+@pytest.mark.parametrize(("images", "said"), [(2, True), (400, False)])
+def test_too_few_images_are_said(tiny: Checkpoint, tmp_path: Path, images: int, said: bool) -> None:
+    source = tmp_path / "tiny.safetensors"
+    tiny.write(source)
+    words = ["constrain", source, "--layers", "patch*", "--limit", images, "--json", "-o", tmp_path / "out.safetensors"]
+    outcome = CliRunner().invoke(app, [str(word) for word in words])
+    assert outcome.exit_code == 0, outcome.exception
+    report = json.loads(next(line for line in outcome.stdout.splitlines() if line.startswith("{")))
+    (layer,) = report["layers"]
+    # an image of 8 x 8 has four patches of 16 pixels
+    assert layer["rank"] == (4 * images if said else 16)
+    assert layer["ridge"] == 0.3
+    assert (
+        "fewer independent inputs than width in 1 layer (patch_embed.proj)" in outcome.stderr.replace("\n", " ")
+    ) == said
+
+
+def test_activations_that_overflow_are_refused_by_name(tiny: Checkpoint, tmp_path: Path) -> None:
+    """The weights are finite: only a forward pass shows it, of a black image when the file is opened or of the images."""
+    model = build.load(tiny, torch.device("cpu"), writable=True)
+    model.get_submodule("net.blocks.0.mlp.fc1").weight.data.fill_(3e38)
+    with pytest.raises(DataError, match=r"'net\.blocks\.0\.mlp\.fc2' holds NaN or infinite"):
+        collect(model, [torch.rand(2, *tiny.record.input.size)], constrainable(model))
+    broken = replace(tiny, tensors=build.tensors_of(model))
+    source, out = tmp_path / "huge.safetensors", tmp_path / "out.safetensors"
+    broken.write(source)
+    outcome = CliRunner().invoke(app, ["constrain", str(source), "--limit", "20", "-o", str(out)])
+    assert isinstance(outcome.exception, CertvitError)
+    assert "not finite" in outcome.exception.message
+    assert not out.exists()
+
+
+def test_patterns_of_layers_may_be_repeated(tmp_path: Path) -> None:
+    source, out = tmp_path / "net.safetensors", tmp_path / "out.safetensors"
+    runner = CliRunner()
+    assert runner.invoke(app, ["init", "certvit_vit_digits", "-o", str(source)]).exit_code == 0
+    patterns = [
+        "--layers",
+        "blocks.0.*",
+        "--layers",
+        "blocks.1.*",
+        "--exclude",
+        "*.mlp.*",
+        "--exclude",
+        "*.1.attn.proj",
+    ]
+    found = runner.invoke(app, ["constrain", str(source), *patterns, "--limit", "40", "--json", "-o", str(out)])
+    assert found.exit_code == 0, found.output
+    paths = {layer["path"] for layer in json.loads(found.stdout)["layers"]}
+    assert paths == {"blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv"}

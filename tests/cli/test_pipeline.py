@@ -1,0 +1,191 @@
+"""The six commands chained by file, as a shell would, on real digits; and what each promises about its output."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from typer.testing import CliRunner
+
+from certcli.attack.run import attack_images
+from certcli.attack.settings import AttackSettings
+from certcli.certify.lipschitz import LipschitzCertifier, certified_radii
+from certcli.certify.methods import certify
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.main import app
+from certcli.evaluation.threat import Threat
+from certcli.images import datasets
+from certcli.lipschitz.measured.estimate import jacobian_norms
+from certcli.lipschitz.network import bound_network
+from certcli.models import build
+from certcli.system.errors import CertvitError, GateError
+
+STAGES = ["plain", "adapted", "constrained", "certified"]
+
+
+def certvit(*words: object, code: int = 0) -> dict:
+    outcome = CliRunner().invoke(app, [str(word) for word in words])
+    assert outcome.exit_code == code, (words, outcome.output, outcome.exception)
+    lines = [line for line in outcome.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {}
+
+
+def test_the_chain_certifies_a_real_share(workshop: Path) -> None:
+    """Chance is 10 %; a trained, certified net must be far above it, the plain one certifies nothing at 0.1."""
+    plain = certvit("certify", workshop / "plain.safetensors", "-e", 0.1, "--json", "--split", "val")
+    final = certvit("certify", workshop / "certified.safetensors", "-e", 0.1, "-e", 0.3, "--json", "--split", "val")
+    assert plain["clean"] > 0.5
+    assert plain["certified"]["0.1"] == 0.0
+    assert final["certified"]["0.1"] > 0.3
+    assert final["certified"]["0.1"] >= final["certified"]["0.3"]
+    assert final["clean"] >= final["certified"]["0.1"]
+
+
+def test_lineage_names_every_step(workshop: Path, certified: Checkpoint) -> None:
+    commands = [step.command for step in certified.record.lineage]
+    assert commands == ["init", "finetune", "adapt", "constrain", "finetune"]
+    assert certified.record.dataset == "digits"
+    for stage, child in pairwise(["init", *STAGES]):
+        parent = Checkpoint.read(workshop / f"{stage}.safetensors")
+        assert Checkpoint.read(workshop / f"{child}.safetensors").record.lineage[-1].parent == parent.digest
+    assert "/" not in certified.record.to_json().replace("\\/", "")  # no path of any machine
+
+
+def test_a_plain_finetuned_checkpoint_loads_strictly_in_stock_timm(plain: Checkpoint) -> None:
+    stock = timm.create_model(
+        "vit_tiny_patch16_224", img_size=8, patch_size=4, in_chans=1, embed_dim=16, depth=1, num_heads=2, mlp_ratio=2,
+        num_classes=10,
+    ).eval()  # fmt: skip
+    stock.load_state_dict(dict(plain.tensors), strict=True)
+    images, _ = datasets.load("digits", plain.record.input, "val").tensors()
+    with torch.no_grad():
+        ours, theirs = build.load(plain)(images), stock((images - 0.5) / 0.5)
+    assert torch.allclose(ours, theirs, atol=1e-5)  # the same float32 network: rounding of the normalisation only
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_measured_slope_stays_below_the_bound(workshop: Path, stage: str) -> None:
+    checkpoint = Checkpoint.read(workshop / f"{stage}.safetensors")
+    model = build.load(checkpoint, dtype=torch.float64)
+    bound = bound_network(model, checkpoint.record.input.size, 10)
+    images, _ = datasets.load("digits", checkpoint.record.input, "val").limit(20).tensors()
+    assert float(jacobian_norms(model, images.double(), 30).max()) <= float(bound.upper)
+    # pair by pair: the gradient of z_i - z_j is a slope of that difference
+    assert bound.pairs is not None
+    pixels = images.double().requires_grad_(True)
+    logits = model(pixels)
+    for i, j in ((0, 1), (3, 8), (9, 4)):
+        (slope,) = torch.autograd.grad((logits[:, i] - logits[:, j]).sum(), pixels, retain_graph=True)
+        assert float(slope.flatten(1).norm(dim=1).max()) <= float(bound.pairs[i, j])
+
+
+def test_no_attack_succeeds_inside_a_certified_radius(certified: Checkpoint) -> None:
+    """Every image is attacked at its own certified radius, in float64, by two attacks from several starts."""
+    model = build.load(certified, dtype=torch.float64)
+    bound = bound_network(model, certified.record.input.size, 10)
+    images = datasets.load("digits", certified.record.input, "val").limit(15)
+    assert bound.pairs is not None
+    certificates = [row for rows in certify(LipschitzCertifier(model, bound), images, 64) for row in rows]
+    pixels, labels = images.tensors()
+    attacked = 0
+    for position, certificate in enumerate(certificates):
+        if not certificate.correct or certificate.radius == 0:
+            continue
+        batch = [(images.indices[[position]], pixels[[position]].double(), labels[[position]])]
+        settings = AttackSettings(steps=10, restarts=2, classes=10)
+        threat = Threat("l2", certificate.radius)
+        (record,) = attack_images(model, batch, ["margin-pgd", "fgsm"], threat, settings)
+        assert record.withstood, (certificate, record)
+        attacked += 1
+    assert attacked >= 5
+
+
+def test_certified_share_never_exceeds_what_an_attack_leaves(workshop: Path) -> None:
+    path = workshop / "certified.safetensors"
+    proven = certvit("certify", path, "-e", 0.3, "--json", "--split", "val")
+    left = certvit("attack", path, "-a", "fgsm", "-a", "pgd-20", "-e", 0.3, "--json", "--split", "val")
+    assert proven["certified"]["0.3"] <= left["robust"] <= left["clean"]
+
+
+def test_radii_of_known_logits() -> None:
+    logits = torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 5.0, 5.0 - 1e-12]], dtype=torch.float64)
+    pairs = torch.tensor([[0, 4.0, 1.0], [4.0, 0, 2.0], [1.0, 2.0, 0]], dtype=torch.float64)
+    radii = certified_radii(logits, pairs)
+    assert float(radii[0]) <= 0.5  # min((3 - 1) / 4, (3 - 0) / 1), rounded down
+    assert float(radii[0]) > 0.5 - 1e-8
+    assert radii[1:].tolist() == [0.0, 0.0]  # tied logits certify nothing
+    free = certified_radii(logits[:1], torch.zeros(3, 3, dtype=torch.float64))
+    assert free.tolist() == [float("inf")]  # margins that cannot move
+    assert certified_radii(logits[:1], torch.full((3, 3), torch.inf, dtype=torch.float64)).tolist() == [0.0]
+
+
+def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(workshop: Path, tmp_path: Path) -> None:
+    audited = tmp_path / "audited.safetensors"
+    source = workshop / "certified.safetensors"
+    certvit("lipschitz", source, "--limit", 4, "-o", audited)
+    by_command = {entry["command"]: entry["stale"] for entry in certvit("log", audited, "--json")["evidence"]}
+    assert by_command == {"adapt": True, "constrain": True, "finetune": False, "lipschitz": False}
+    assert Checkpoint.read(audited).digest == Checkpoint.read(source).digest
+    certvit("log", audited, "--verify")
+    forged = Checkpoint.read(audited)
+    wrong = {**forged.record.evidence[-1].result, "log10_upper": -3.0}
+    forged.with_evidence("lipschitz", forged.record.evidence[-1].parameters, wrong).write(
+        tmp_path / "forged.safetensors"
+    )
+    outcome = CliRunner().invoke(app, ["log", str(tmp_path / "forged.safetensors"), "--verify"])
+    assert isinstance(outcome.exception, GateError)
+    changed = tmp_path / "changed.safetensors"
+    certvit("constrain", audited, "--eta", 0.2, "--limit", 100, "-o", changed)
+    by_command = {entry["command"]: entry["stale"] for entry in certvit("log", changed, "--json")["evidence"]}
+    assert by_command == {"adapt": True, "constrain": False, "finetune": True, "lipschitz": True}
+
+
+def test_constrain_as_printed_on_the_card(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`certvit constrain model.safetensors --beta 0.01`: no data, no output name, on a plain ViT."""
+    (tmp_path / "model.safetensors").write_bytes((workshop / "plain.safetensors").read_bytes())
+    before = (tmp_path / "model.safetensors").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    report = certvit("constrain", "model.safetensors", "--beta", 0.01, "--json")
+    assert (tmp_path / "model.constrain.safetensors").exists()
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert all(layer["after"] <= layer["before"] for layer in report["layers"])
+    assert sum(layer["after"] < 0.999 * layer["before"] for layer in report["layers"]) >= len(report["layers"]) / 2
+    assert all(layer["error"] <= layer["eta"] for layer in report["layers"])
+    assert report["kept"]["agreement"] >= 0.95
+
+
+def test_report_proof_can_be_rechecked_and_a_tampered_one_fails(workshop: Path, tmp_path: Path) -> None:
+    report = certvit("lipschitz", workshop / "certified.safetensors", "--no-estimate", "--json")
+    assert report["upper"] < 1e4
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report))
+    assert certvit("lipschitz", "--verify", path, "--json")["laws_hold"] is True
+    report["proof"][-1]["value"][1] -= 1  # half the bound
+    path.write_text(json.dumps(report))
+    certvit("lipschitz", "--verify", path, "--json", code=1)
+    for broken in ("", "[]", '{"proof": [{"value": 3}]}'):
+        path.write_text(broken)
+        outcome = CliRunner().invoke(app, ["lipschitz", "--verify", str(path)])
+        assert outcome.exit_code == 1
+        assert isinstance(outcome.exception, CertvitError)
+
+
+def test_a_target_is_met_by_the_proven_bound(workshop: Path, tmp_path: Path) -> None:
+    source, path = workshop / "adapted.safetensors", tmp_path / "t.safetensors"
+    before = certvit("lipschitz", source, "--no-estimate", "--json")["upper"]
+    plot = tmp_path / "pareto.png"
+    report = certvit(
+        "constrain", source, "--target", before / 50, "--limit", 100, "--groups", 2, "--memory", "1G", "--plot", plot,
+        "--json", "-o", path,
+    )  # fmt: skip
+    assert report["upper_after"] <= before / 50
+    assert certvit("lipschitz", path, "--no-estimate", "--max", before / 50, "--json")["upper"] == report["upper_after"]
+    assert 0 <= report["clean_after"] <= 1
+    assert plot.stat().st_size > 1000
+    outcome = CliRunner().invoke(
+        app, ["constrain", str(source), "--target", "1e-60", "--limit", "100", "-o", str(path), "--force"]
+    )
+    assert isinstance(outcome.exception, CertvitError)
+    assert "the least is 10^" in outcome.exception.message

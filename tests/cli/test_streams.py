@@ -1,0 +1,291 @@
+"""The console: streams that are closed, full or left, an early Ctrl-C, escapes in names, one document with --json."""
+
+import contextlib
+import errno
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+from rich.console import Console
+
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.main import run
+from certcli.cli.shared.output import Gate, Sink, plain, stated
+from certcli.cli.shared.streams import Guarded
+from certcli.lipschitz.numerics.real import INF, Real
+from certcli.system.errors import GateError, NoBoundError
+
+EVIL = "[red]m[/red] :smile: \x1b[31mred\x1b]0;title\x07 \u202edesrever"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def certvit(*words: object) -> tuple[int, str, str]:
+    """The command line in this process, as the console script runs it."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    arguments, sys.argv = sys.argv, ["certvit", *map(str, words)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            run()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    finally:
+        sys.argv = arguments
+    return code, out.getvalue(), err.getvalue()
+
+
+def only_document(text: str) -> dict:
+    """The one JSON document on stdout."""
+    (line,) = text.splitlines()
+    return json.loads(line)
+
+
+# ---- one document, and one line
+
+
+USAGE = [
+    (["lipschitz", "m", "--frobnicate"], "--frobnicate"),
+    (["certfy"], "'certify'"),
+    (["certify"], "CKPT"),
+    (["lipschitz", "m", "--max", "large"], "--max"),
+    (["lipschitz", "m", "--max", "nan"], "--max"),
+    (["constrain", "m", "--target", "inf"], "--target inf"),
+    (["constrain", "m", "--beta", "nan"], "--beta nan"),
+    (["certify", "m", "-e", "nan"], "nan"),
+    (["certify", "m", "-e", "inf"], "inf"),
+    (["certify", "m", "-e", "-1"], "-1"),
+    (["attack", "m", "-e", "1/0"], "1/0"),
+    (["attack", "m", "-e", "-0.1"], "-0.1"),
+    (["attack", "m", "-e", "nan"], "nan"),
+    (["certify", "m", "--min-certified", "nan"], "nan"),
+    (["certify", "m", "--min-certified", "90"], "90"),
+    (["attack", "m", "--min-robust", "nan"], "nan"),
+    (["attack", "m", "--min-robust", "90"], "90"),
+    (["lipschitz", "m", "--max", "-1"], "--max"),
+    (["constrain", "m", "--target", "-1"], "--target"),
+    (["constrain", "m", "--memory", "1e400"], "--memory"),
+    (["finetune", "m", "--batch-size", "99999999999999999999"], "--batch-size"),
+    (["finetune", "m", "-e", "nan"], "nan"),
+    (["finetune", "m", "--schedule", "cosin"], "cosin"),
+]
+
+
+@pytest.mark.parametrize(("words", "named"), USAGE, ids=[" ".join(words) for words, _ in USAGE])
+def test_wrong_usage_is_one_line_and_with_json_one_document(
+    workshop: Path, tmp_path: Path, words: list[str], named: str
+) -> None:
+    given = [str(workshop / "plain.safetensors") if word == "m" else word for word in words]
+    code, out, err = certvit(*given)
+    assert code == 2
+    assert out == ""
+    assert named in err.splitlines()[0]
+    assert err.count("certvit:") == 1
+    code, out, _ = certvit(*given, "--json")
+    assert code == 2
+    error = only_document(out)
+    assert error["code"] == 2
+    assert named in error["error"]
+    assert error["hint"]
+
+
+def test_a_name_that_was_nearly_right_is_offered(workshop: Path) -> None:
+    _, _, err = certvit("attack", workshop / "plain.safetensors", "-a", "pdg")
+    assert "did you mean 'pgd'" in err
+
+
+GATES = [
+    (["lipschitz", "--no-estimate", "--max", "1"], 7, "exceeds --max"),
+    (["certify", "--limit", "20", "-e", "0.5", "--min-certified", "1"], 7, "below --min-certified"),
+    (["attack", "-a", "fgsm", "-e", "2", "--limit", "20", "--no-checks", "--min-robust", "1"], 7, "below --min-robust"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "reason"), GATES, ids=[words[0] for words, _, _ in GATES])
+def test_a_failed_gate_is_in_the_one_document(workshop: Path, words: list[str], code: int, reason: str) -> None:
+    found, out, err = certvit(words[0], workshop / "plain.safetensors", *words[1:], "--json", "--quiet")
+    assert found == code
+    document = only_document(out)
+    assert (document["schema"], document["command"]) == (1, words[0])
+    assert document["gate"]["passed"] is False
+    assert reason in document["gate"]["reasons"][0]
+    assert reason in err
+    passed, out, _ = certvit(words[0], workshop / "plain.safetensors", *words[1:-1], "0" if words[0] != "lipschitz" else
+                             "1e300", "--json", "--quiet")  # fmt: skip
+    assert passed == 0
+    assert only_document(out)["gate"] == {"passed": True, "reasons": []}
+
+
+def test_a_gate_raises_its_first_failure() -> None:
+    gate = Gate()
+    gate.demand(True, GateError("met"))
+    gate.enforce()
+    gate.demand(False, NoBoundError("none"))
+    gate.demand(False, GateError("too large"))
+    assert gate.to_json() == {"passed": False, "reasons": ["none", "too large"]}
+    with pytest.raises(NoBoundError):
+        gate.enforce()
+
+
+def test_a_bound_beyond_float64_is_told_from_none() -> None:
+    huge = stated("upper", Real(0.5, 4001))
+    assert huge["upper"] == "inf"
+    assert huge["upper_finite"] is True
+    assert huge["log10_upper"] == pytest.approx(4000 * math.log10(2))  # display precision is not at stake here
+    assert stated("upper", INF) == {
+        "upper": "inf", "log10_upper": None, "upper_finite": False, "upper_text": "inf",
+    }  # fmt: skip
+
+
+# ---- words that reach a terminal
+
+
+@pytest.fixture
+def hostile(workshop: Path, tmp_path: Path) -> Path:
+    """A checkpoint whose lineage holds escapes and markup, under a file name of the same kind."""
+    checkpoint = Checkpoint.read(workshop / "plain.safetensors")
+    step = replace(checkpoint.record.lineage[-1], parameters={"note": EVIL})
+    record = replace(checkpoint.record, lineage=(*checkpoint.record.lineage[:-1], step))
+    path = tmp_path / "[red]m[bold].safetensors"
+    safetensors.torch.save_file(dict(checkpoint.tensors), path, {"certvit": record.to_json()})
+    return path
+
+
+def test_no_escape_and_no_markup_of_a_file_reaches_the_terminal(hostile: Path) -> None:
+    code, out, err = certvit("log", hostile)
+    assert code == 0
+    assert "[red]m[bold].safetensors" in out
+    assert "[red]m[/red] :smile:" in out
+    assert not any(ord(character) < 32 and character != "\n" for character in out + err)
+    assert "\u202e" not in out
+    code, out, _ = certvit("log", hostile, "--json")
+    assert only_document(out)["lineage"][-1]["parameters"]["note"] == EVIL  # a program gets what is there
+    _, _, err = certvit("lipschitz", f"nowhere {EVIL}")
+    assert "\x1b" not in err
+
+
+def test_what_is_printable_stays_as_it_is() -> None:
+    assert plain("Lipschitz ≥ 1, 中文, é\n[0, 1]") == "Lipschitz ≥ 1, 中文, é\n[0, 1]"
+    assert plain("a\x1bb\x9bc\udcff") == "a\\x1bb\\x9bc\\udcff"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_names_and_numbers_stay_whole_in_a_narrow_terminal(width: int) -> None:
+    written = io.StringIO()
+    sink = Sink(False, False)
+    sink._out = Console(file=written, width=width, force_terminal=True, color_system=None, highlight=False)
+    names = ["blocks.0.attn.qkv", "blocks.11.mlp.fc2", "norm"]
+    why = "spectral norm of the matrix, with the normalisation before it folded in and its scale"
+    sink.table(
+        "A title that is longer than eighty characters, so that it must be wrapped between its words somewhere",
+        ["layer", "kind", "constant", "cumulative constant", "why"],
+        [(name, "LayerNorm", "1.981e+04", "1.231e+120", why) for name in names],
+    )
+    lines = written.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    words = set(written.getvalue().split())
+    assert {*names, "LayerNorm", "1.981e+04", "1.231e+120"} <= words
+    assert {*why.split()} <= words
+
+
+# ---- streams
+
+
+class Full(io.StringIO):
+    """A stream on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Left(io.StringIO):
+    """A pipe whose reader has left."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+@pytest.mark.parametrize(("stream", "code", "said"), [(Full, 8, "No space left"), (Left, 0, ""), (None, 8, "closed")])
+def test_a_stdout_that_takes_nothing(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, stream: type | None, code: int, said: str
+) -> None:  # fmt: skip
+    """The work is done all the same: the checkpoint with its evidence is written, and a gate would be judged."""
+    target = workshop / f"written-{code}-{said[:2]}.safetensors"
+    monkeypatch.setattr(sys, "stdout", None if stream is None else stream())
+    words = ["certvit", "lipschitz", str(workshop / "plain.safetensors"), "--no-estimate", "-o", str(target)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as stop:
+        run()
+    assert stop.value.code == code
+    assert said in capsys.readouterr().err
+    assert Checkpoint.read(target).record.evidence
+    monkeypatch.setattr(sys, "argv", [*words[:-2], "--max", "1"])
+    with pytest.raises(SystemExit) as stop:
+        run()
+    assert stop.value.code == 7
+
+
+def test_a_guarded_stream_fails_once_and_is_silent_after() -> None:
+    stream = Guarded(Left())
+    assert stream.write("a") == 1
+    assert stream.failure == ""
+    stream.write("b")
+    stream.flush()
+
+
+@pytest.mark.parametrize("redirection", [">&-", "> /dev/full", "| head -c 1"])
+def test_a_shell_sees_no_traceback(redirection: str) -> None:
+    command = f"set -o pipefail; {sys.executable} -m certcli lipschitz --help {redirection}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == (0 if "head" in redirection else 8)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_an_early_interruption_is_one_line() -> None:
+    """Ctrl-C while torch is being imported: the child says when that begins, so that the signal falls into it."""
+    program = (
+        "import builtins, sys\nreal = builtins.__import__\n"
+        "def told(name, *rest):\n"
+        "    if name == 'torch':\n        print('now', flush=True)\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = told\n"
+        "sys.argv = ['certvit', 'lipschitz', 'm.safetensors']\n"
+        "from certcli.__main__ import run\nrun()\n"
+    )
+    running = subprocess.Popen(
+        [sys.executable, "-u", "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline() == "now\n"
+    time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    _, talk = running.communicate(timeout=60)
+    assert running.returncode == 130, talk
+    assert talk.startswith("certvit: interrupted")
+    assert "Traceback" not in talk
+
+
+# ---- values that stand for all channels
+
+
+def test_one_mean_stands_for_every_channel(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    words = ["certvit_vit_cifar10", "--mean", "0.5", "--std", "0.25", "-o", path, "--quiet"]
+    assert certvit("init", *words)[0] == 0
+    assert Checkpoint.read(path).record.input.mean == (0.5, 0.5, 0.5)
+    code, _, err = certvit("init", "certvit_vit_cifar10", "--mean", "0.5,0.5", "-o", tmp_path / "other.safetensors")
+    assert code == 2
+    assert "3 input channels" in err

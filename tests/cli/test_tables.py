@@ -1,0 +1,133 @@
+"""What a person reads: every command at 80 and 120 columns. No word broken, no line too long, no row twice."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from certcli.cli.lipschitz.blocks import Row
+from certcli.cli.shared.output import percent, wrapped
+from certcli.cli.shared.tables import Layout
+from tests.cli.test_streams import certvit
+
+WIDE = 2000
+COMMANDS = [
+    ["init", "certvit_vit_digits", "-o", "OUT"],
+    ["lipschitz", "plain", "--limit", "2"],
+    ["lipschitz", "plain", "--layers", "--heads", "--no-estimate"],
+    ["lipschitz", "certified", "--worst", "--compare", "plain", "--formula", "certvit", "--no-estimate"],
+    ["lipschitz", "certified", "--jacobian", "--limit", "2", "--no-estimate"],
+    ["certify", "certified", "--limit", "5", "-e", "0.1", "-e", "0.25"],
+    ["certify", "certified", "--limit", "2", "--method", "lipschitz", "--method", "smoothing", "--samples", "50"],
+    ["attack", "certified", "--limit", "5", "-a", "fgsm", "-a", "pgd-2", "-e", "0.25", "--no-checks"],
+    ["audit", "certified", "--limit", "8", "-e", "0.1", "-a", "fgsm", "--fail-on", "clean<0.01"],
+    ["audit", "plain", "--limit", "4", "-e", "0.1", "-a", "fgsm", "--method", "smoothing"],
+    ["constrain", "plain", "--limit", "20", "--eta", "0.05", "--iterations", "2", "-o", "OUT"],
+    ["adapt", "plain", "--dry-run"],
+    ["finetune", "plain", "--epochs", "1", "--limit", "64", "-o", "OUT"],
+    ["log", "constrained"],
+    ["log", "plain", "adapted", "certified"],
+    ["log", "."],
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shown(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]:
+    """Command -> columns -> what it prints on stdout."""
+    folder = tmp_path_factory.mktemp("reading")
+    return {
+        " ".join(words): {columns: _run(words, columns, workshop, folder) for columns in (80, 120, WIDE)}
+        for words in COMMANDS
+    }
+
+
+def _run(words: list[str], columns: int, workshop: Path, folder: Path) -> str:
+    networks = ("plain", "adapted", "constrained", "certified")
+    paths = {"OUT": folder / "out.safetensors", ".": workshop}
+    paths |= {name: workshop / f"{name}.safetensors" for name in networks}
+    force = ["--force"] if "OUT" in words else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(columns))
+        code, out, err = certvit(*(paths.get(word, word) for word in words), *force, "--quiet")
+    assert code == 0, (words, err)
+    return out
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_no_name_is_broken_and_no_line_too_long(shown: dict[str, dict[int, str]], words: list[str]) -> None:
+    texts = shown[" ".join(words)]
+    names = {word for word in texts[WIDE].split() if re.search(r"[a-z]", word) and len(word) <= 60} - {"why"}
+    assert names  # "why": a heading, whose sentences follow the table without it
+    for columns in (80, 120):
+        assert sorted(names - set(texts[columns].split())) == []
+        longest = max((len(word) for word in names), default=0)
+        assert [line for line in texts[columns].splitlines() if len(line) > max(columns, longest)] == []
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_no_raw_value_no_minus_nothing_and_no_row_twice(shown: dict[str, dict[int, str]], words: list[str]) -> None:
+    for text in shown[" ".join(words)].values():
+        for raw in ("{", "}", "[]", "['", "None", "True", "-0 %", "-0.0 %"):
+            assert raw not in text, raw
+        rows = [line.rstrip() for line in text.splitlines() if re.match(r"\S+ .*\d", line)]
+        assert len(rows) == len(set(rows)), rows
+        assert [line for line in text.splitlines() if line.lstrip().startswith("%")] == []
+
+
+def test_words_stand_left_and_numbers_right() -> None:
+    rows = [("a", "Conv2d", "1.5", "-", "yes"), ("b", "", "10^3.2", "inf", "12 %")]
+    assert Layout(["n", "kind", "x", "y", "z"], rows, 80).numbers == {2, 3}
+
+
+def test_sentences_below_a_table_are_told_once_and_leave_no_empty_table() -> None:
+    why = "a sentence that is far too long to stand in a table of thirty columns"
+    layout = Layout(
+        ["layer", "why"], [("a", why), ("b", why), ("c", "another sentence that is rather long as well")], 30
+    )
+    assert list(layout.parts()) == []
+    assert list(layout.remarks.values()) == [["a", "b"], ["c"]]
+
+
+def test_a_share_that_rounds_to_nothing_has_no_sign() -> None:
+    assert [percent(-0.0004, 0), percent(-0.0004), percent(-0.0), percent(0.5, 0)] == ["0 %", "0.0 %", "0.0 %", "50 %"]
+
+
+def test_prose_is_broken_between_words_only() -> None:
+    line = "  or: certified at 0.5 77.9 %, in /a/folder/whose-name-is-longer-than-the-line/file.safetensors: done"
+    broken = wrapped(line, 28).splitlines()
+    assert " ".join(broken).split() == line.split()
+    assert "/a/folder/whose-name-is-longer-than-the-line/file.safetensors:" in broken
+    assert broken[0] == "  or: certified at 0.5"
+    assert wrapped("", 20) == ""
+
+
+def test_a_block_holds_what_lies_in_it() -> None:
+    assert Row("blocks", "", 1, 1).holds(Row("blocks.0", "", 1, 1))
+    assert not Row("blocks", "", 1, 1).holds(Row("blocks2", "", 1, 1))
+
+
+def test_log_takes_a_folder_and_names_its_files(workshop: Path, tmp_path: Path) -> None:
+    code, out, err = certvit("log", tmp_path)
+    assert code == 3
+    assert "no checkpoint" in err
+    code, out, _ = certvit("log", workshop)
+    assert code == 0
+    first = {line.split()[0] for line in out.splitlines() if line}
+    assert {"plain", "certified"} <= first
+    assert "init" not in first  # nobody judged it: it is named below
+    assert re.search(r"^nothing about accuracy or bounds: .*\binit\b", out, re.MULTILINE)
+
+
+def test_log_shows_what_training_found(workshop: Path) -> None:
+    code, out, _ = certvit("log", workshop / "certified.safetensors")
+    assert code == 0
+    assert re.search(
+        r"finetune +this network +validation images: clean \d+\.\d %, certified \d+\.\d % at 0.3, bound", out
+    )
+    code, out, _ = certvit("log", workshop / "plain.safetensors", workshop / "certified.safetensors")
+    assert "validation clean" in out
+
+
+def test_a_bound_that_certifies_nothing_says_so(shown: dict[str, dict[int, str]]) -> None:
+    assert "no usable proof" in shown["lipschitz plain --limit 2"][80]
+    assert "no usable proof" not in shown["lipschitz certified --jacobian --limit 2 --no-estimate"][80]

@@ -1,0 +1,187 @@
+"""Statistics are those of the outputs, no memory limit changes them, bad input is named, foreign modules refused."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from certcli.constrain import network
+from certcli.constrain.layers import constrainable
+from certcli.constrain.network import Calibration, room_for
+from certcli.constrain.parallel import constrain_layer
+from certcli.constrain.statistics import collect, collect_in_passes, passes_within
+from certcli.system.errors import DataError, UsageError
+from tests.helpers.constrain_layers import IMAGES, PATHS, ROUNDING, Net, gaussian, small_net
+
+# Statistics
+
+CONVOLUTIONS = {
+    "patches": (nn.Conv2d(3, 5, 4, 4), 8),
+    "patches, image cut": (nn.Conv2d(3, 5, 4, 4), 10),
+    "patches, padded": (nn.Conv2d(2, 3, 2, 2, padding=1), 5),
+    "oblong patches": (nn.Conv2d(2, 3, (1, 3), (1, 3)), 6),
+    "3x3": (nn.Conv2d(3, 4, 3, 1, 1), 6),
+    "strided": (nn.Conv2d(2, 4, 3, 2, 1), 7),
+    "dilated": (nn.Conv2d(2, 4, 3, 1, 2, dilation=2), 7),
+    "same": (nn.Conv2d(2, 4, (2, 3), padding="same"), 5),
+    "circular": (nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), 5),
+    "dilated patches": (nn.Conv2d(1, 2, 2, 2, dilation=2), 8),
+}
+
+
+@pytest.mark.parametrize(("module", "size"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_statistics_of_a_convolution_are_those_of_its_outputs(module: nn.Conv2d, size: int) -> None:
+    module = module.double().eval()
+    images = gaussian(6, module.in_channels, size, size)
+    statistics = collect(nn.Sequential(module).eval(), list(images.split(2)), ["0"])["0"]
+    outputs = nn.functional.conv2d(images, module.weight, None, module.stride, module.padding, module.dilation)
+    if module.padding_mode == "circular":
+        outputs = module(images) - module.bias[:, None, None]
+    assert statistics.kind == "conv"
+    assert float(statistics.tokens) == outputs[:, 0].numel()
+    assert float(statistics.energies) == pytest.approx(float(outputs.detach().square().sum()), rel=1e-12)
+    changed = constrain_layer(statistics, eta=0.2).weight
+    difference = module(images)
+    with torch.no_grad():
+        module.weight.copy_(changed)
+    difference = difference - module(images)
+    assert float((difference.norm() / outputs.norm()).detach()) <= 0.2 * (1 + ROUNDING)
+
+
+@pytest.fixture
+def net() -> Net:
+    return small_net()
+
+
+def test_statistics_of_a_network(net: Net) -> None:
+    assert constrainable(net) == PATHS
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    indices = torch.arange(4)
+    batches = [(indices, part, indices) for part in IMAGES.split(4)]  # as certcli.images.datasets yields them
+    statistics = collect(net, batches, PATHS, groups=2, held_out_batches=[IMAGES[:2]])
+    assert list(statistics) == ["embed", "fc1", "fc2", "head"]  # hidden is never called as a module
+    assert statistics["fc1"].tokens.tolist() == [2 * 4 * 8, 2 * 4 * 4]  # two calls, 4 tokens, images of groups 0, 1, 0
+    inputs: list[Tensor] = []
+    net.head.register_forward_pre_hook(lambda _, args, kwargs: inputs.append(kwargs["input"]), with_kwargs=True)
+    with torch.no_grad():
+        for part in (IMAGES[:4], IMAGES[4:8], IMAGES[8:], IMAGES[:2]):
+            net(part)
+    rows = [value.double() for value in inputs]
+    assert torch.allclose(statistics["head"].grams[0], rows[0].mT @ rows[0] + rows[2].mT @ rows[2], rtol=1e-12)
+    assert torch.allclose(statistics["head"].grams[1], rows[1].mT @ rows[1], rtol=1e-12)
+    result = constrain_layer(statistics["head"], eta=0.2)
+    change = result.weight.double() - statistics["head"].weight
+    expected = (rows[3] @ change.mT).norm() / (rows[3] @ statistics["head"].weight.mT).norm()
+    assert result.held_out_error == pytest.approx(float(expected), rel=1e-9)
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert not any(module._forward_pre_hooks for module in (net.embed, net.fc1, net.fc2))
+
+
+def test_who_runs_the_held_out_images_anyway_gathers_their_statistics(net: Net) -> None:
+    calls = 0
+
+    def counted(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    def calibration(**options: Any) -> Calibration:
+        return Calibration(net, PATHS, IMAGES.split(4), IMAGES[:6].split(3), sample=3, **options)
+
+    apart = {layer.path: layer for layer in calibration().layers()}
+    handle = net.register_forward_hook(counted)
+    shared = calibration()
+    with shared.watching(), torch.inference_mode():
+        for batch in IMAGES[:6].split(3):
+            net(batch)
+    together = {layer.path: layer for layer in shared.layers()}
+    assert calls == 2 + 3  # the held-out images once, the others once
+    assert list(apart) == list(together)
+    for path, layer in apart.items():
+        held_out = together[path].held_out
+        assert layer.held_out is not None
+        assert held_out is not None
+        assert torch.equal(layer.held_out, held_out)
+        assert not held_out.is_inference()
+        assert torch.equal(layer.grams, together[path].grams)
+    limited = calibration(memory_limit_bytes=2**20)
+    with limited.watching():
+        pass
+    assert all(layer.held_out is not None for layer in limited.layers())
+    handle.remove()
+
+
+def test_a_memory_limit_splits_the_work_and_changes_nothing(net: Net) -> None:
+    called = [path for path in PATHS if path != "hidden"]
+    limit = 8 * 16 * 16  # fc2's own statistics
+    assert passes_within(net, called, memory_limit_bytes=limit) == [["embed"], ["fc1"], ["fc2"], ["head"]]
+    whole = collect(net, IMAGES.split(3), PATHS)
+    for parts in (
+        collect(net, lambda: iter(IMAGES.split(3)), PATHS, memory_limit_bytes=limit),
+        {
+            key: value
+            for part in collect_in_passes(net, IMAGES.split(3), PATHS, memory_limit_bytes=limit)
+            for key, value in part.items()
+        },
+    ):
+        assert list(parts) == list(whole)
+        assert all(torch.equal(parts[path].grams, whole[path].grams) for path in whole)
+
+
+def test_statistics_that_do_not_fit_are_made_in_passes(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = [path for path in PATHS if path != "hidden"]
+    assert room_for(net, called, 1) is None
+    monkeypatch.setattr(network, "free_bytes", lambda: 1000.0)
+    limit = room_for(net, called, 1)
+    assert limit is not None
+    parts = passes_within(net, called, copies=2, memory_limit_bytes=limit)
+    assert len(parts) > 1
+    assert [path for part in parts for path in part] == called
+
+
+def test_bad_input_is_named(net: Net) -> None:
+    batches = IMAGES.split(4)
+    with pytest.raises(UsageError, match="'embed' alone needs"):
+        collect(net, batches, PATHS, memory_limit_bytes=8 * 16 * 16 - 1)
+    with pytest.raises(UsageError, match="iterated once only"):
+        collect(net, iter(batches), PATHS, memory_limit_bytes=8 * 16 * 16)
+    with pytest.raises(DataError, match="groups need at least 4 batches"):
+        collect(net, batches, PATHS, groups=4)
+    with pytest.raises(DataError, match="no calibration images"):
+        collect(net, [], PATHS)
+    with pytest.raises(DataError, match="no tensor of images"):
+        collect(net, [(torch.arange(3),)], PATHS)
+    with pytest.raises(UsageError, match="no layer 'fc9'"):
+        collect(net, batches, ["fc9"])
+    with pytest.raises(UsageError, match="evaluation mode"):
+        collect(Net().train(), batches, PATHS)
+    with torch.no_grad():
+        net.fc1.bias[0] = math.nan
+    with pytest.raises(DataError, match="'fc2' holds NaN"):
+        collect(net, batches, PATHS)
+    net.head.weight = net.hidden.weight
+    with pytest.raises(UsageError, match="share one weight"):
+        collect(net, batches, PATHS)
+
+
+class Scaled(nn.Linear):
+    def forward(self, value: Tensor) -> Tensor:
+        return 2 * super().forward(value)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Scaled(3, 3),
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+        nn.LayerNorm(3),
+    ],
+    ids=["own forward", "grouped", "parametrised", "norm"],
+)
+def test_modules_that_are_not_a_matrix_of_their_own_are_refused(module: nn.Module) -> None:
+    model = nn.Sequential(module).eval()
+    assert constrainable(model) == []
+    with pytest.raises(UsageError, match="cannot be constrained"):
+        collect(model, [torch.zeros(1, 3)], ["0"])

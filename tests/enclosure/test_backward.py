@@ -1,0 +1,187 @@
+"""Going back through a walk: the same bounds as going forward where both can, and never above what the network does."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from certcli.certify.local import LocalCertifier
+from certcli.enclosure.zonotopes.backward import Ball, Choice, Node, descend, lower
+from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
+from certcli.enclosure.zonotopes.margins import lower_bounds
+from certcli.enclosure.zonotopes.parabolas import coupled, hinges, proven
+from certcli.enclosure.zonotopes.pointwise import relu
+from certcli.enclosure.zonotopes.rules.layers import affine
+from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network
+from tests.helpers.enclosure_cases import CASES, Case
+
+PIXELS = 6
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def inputs(case: Case, radius: float, boxed: bool = False) -> tuple[list[Form], list[tuple[Tensor, Tensor]]]:
+    """Forms that are affine in one small image, with a tape; and these affine maps (matrix, offset)."""
+    pixels = draw(1, 1, 1, PIXELS, seed=7)
+    ball = linf_ball(pixels, radius, limit=99, tape=True) if boxed else None
+    ball = ball or l2_ball(pixels, radius, squares_up_to=0, limit=99, tape=True)
+    flat, made, maps = ball.linear(lambda t: t.flatten(1)), [], []
+    for place, shape in enumerate(case.shapes):
+        count = int(torch.tensor(shape).prod())
+        weight, bias = draw(count, PIXELS, seed=place), draw(count, seed=place + 9)
+        if case.positive:
+            bias = bias.abs() + 1 + (weight @ pixels.flatten()).abs()
+        form = affine(flat.linear(lambda t: t[:, None]), weight, bias)
+        made.append(form.linear(lambda t, shape=shape: t.view(len(t), *shape)))
+        maps.append((weight, bias))
+    return made, maps
+
+
+def truth(case: Case, maps: list[tuple[Tensor, Tensor]], images: Tensor) -> Tensor:
+    """The function at images (b, PIXELS)."""
+    given = [
+        (images @ weight.T + bias).view(-1, *shape[1:]) for (weight, bias), shape in zip(maps, case.shapes, strict=True)
+    ]
+    return case.run(*given)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_descent_does_not_get_below_what_going_back_says(case: Case) -> None:
+    for radius, boxed in ((1e-6, False), (0.05, False), (0.3, False), (0.05, True)):
+        forms, maps = inputs(case, radius, boxed)
+        out = case.relax(*forms)
+        rows = draw(3, *out.shape, seed=4)
+        assert out.node is not None
+        bound = lower(out.node, rows)
+        assert torch.isfinite(bound).all()
+        at = draw(1, 1, 1, PIXELS, seed=7).flatten()
+        moves = draw(60, PIXELS, seed=5)
+        for _ in range(15):
+            length = moves.abs().amax(1, keepdim=True) if boxed else moves.norm(dim=1, keepdim=True)
+            moves = (moves * (radius / length).clamp_max(1)).requires_grad_(True)
+            reached = truth(case, maps, at + moves).view(len(moves), -1) @ rows.flatten(1).T
+            noise = 1e-12 * (1 + rows.abs().flatten(1).sum(1)) * (1 + out.centre.abs().max())
+            assert (reached.detach() >= bound - noise).all()
+            (gradient,) = torch.autograd.grad(reached[torch.arange(60), torch.arange(60) % 3].sum(), moves)
+            gradient = gradient.sign() if boxed else gradient / gradient.norm(dim=1, keepdim=True).clamp_min(1e-300)
+            moves = moves.detach() - 0.5 * radius * gradient
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_going_back_is_going_forward(case: Case) -> None:
+    """The two are dual: they agree without columns for e e^T, where no symbols are dropped; `better`: bounded anew."""
+    better = case.name in ("ReLU", "reduction", "sum of squares", "LayerNorm", "sign of a LayerNorm")
+    forms, _ = inputs(case, 0.05)
+    out = case.relax(*forms)
+    rows = draw(3, *out.shape, seed=4)
+    assert out.node is not None
+    weight = rows.flatten(1)
+    along = out.solid().linear(
+        lambda t: t.flatten(1)[:, None] @ weight.T, lambda t: t.flatten(1)[:, None] @ weight.abs().T
+    )
+    forward = lower_bounds(along.known_as(None)).flatten()
+    back = lower(out.node, rows)
+    assert (back >= forward - 1e-9 - 1e-7 * forward.abs()).all()
+    assert better or torch.allclose(back, forward, rtol=1e-7, atol=1e-9)
+
+
+def hinged(radius: float, seed: int = 0, boxed: bool = False) -> tuple[Form, Tensor, int]:
+    """The form of all margins of a ReLU network, with its tape."""
+    model, pixels = network("relu", seed), image(seed)
+    local = LocalNetwork(model, SIZE)
+    label = int(model(pixels).argmax())
+    ball = linf_ball(pixels, radius, limit=4000, tape=True) if boxed else None
+    form = local.last_form(ball or l2_ball(pixels, radius, squares_up_to=0, limit=4000, tape=True))
+    head = local.ending.head
+    assert head is not None
+    rows = head.weight[label] - head.weight[[j for j in range(4) if j != label]]
+    offset = head.bias[label] - head.bias[[j for j in range(4) if j != label]]
+    return affine(form.linear(lambda t: t.reshape(len(t), 1, t.shape[-1])), rows, offset), pixels, label
+
+
+@pytest.mark.parametrize(("radius", "boxed"), [(0.02, False), (0.06, False), (0.01, True)])
+def test_whatever_is_chosen_at_hinges_is_sound(radius: float, boxed: bool) -> None:
+    """Random slopes, shares, widths and splits: the proven number is below the margins that descent reaches."""
+    form, pixels, label = hinged(radius, boxed=boxed)
+    node = form.node
+    assert node is not None
+    others = [j for j in range(4) if j != label]
+    net = network("relu")
+    moves = torch.cat([directions(net, pixels, label, 40), draw(40, pixels.numel(), seed=3)])
+    least = torch.full((3,), torch.inf).double()
+    for _ in range(15):
+        length = moves.abs().amax(1, keepdim=True) if boxed else moves.norm(dim=1, keepdim=True)
+        moves = (moves * (radius / length).clamp_max(1)).requires_grad_(True)
+        logits = net(pixels + moves.view(-1, *SIZE))
+        margins = logits[:, [label]] - logits[:, others]
+        least = torch.minimum(least, margins.detach().amin(0))
+        (gradient,) = torch.autograd.grad(margins[torch.arange(len(moves)), torch.arange(len(moves)) % 3].sum(), moves)
+        step = gradient.sign() if boxed else gradient / gradient.norm(dim=1, keepdim=True)
+        moves = moves.detach() - 0.4 * radius * step
+    found = hinges(node)
+    assert found
+    rows = torch.eye(3).double().view(3, *form.shape)
+    assert (lower(node, rows) <= least).all()
+
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        chosen: dict[Node, Choice] = {}
+        for hinge in found:
+            slope, share = (torch.rand(len(hinge.places), generator=generator).double() for _ in range(2))
+            width, split = (torch.randn(len(hinge.places), generator=generator).double().exp() for _ in range(2))
+            chosen[hinge] = Choice(slope, share, width * radius * 3, split)
+        for j in range(0 if boxed else 3):
+            assert proven(descend(node, rows[j : j + 1], chosen), 1 + seed / 3) <= least[j]
+    best = torch.tensor([coupled(node, rows[j : j + 1], 12) for j in range(3)])
+    assert (best <= least).all()
+    assert (best[lower(node, rows) <= 0] > lower(node, rows)[lower(node, rows) <= 0]).all()
+
+
+def test_rounding_on_the_way_back_is_covered() -> None:
+    """At radius 0, with much cancellation: below the exact value, and near it."""
+    pixels = 1e6 * draw(1, 1, 1, 40)
+    x = l2_ball(pixels, 0.0, squares_up_to=0, limit=99, tape=True).linear(lambda t: t.flatten(1)[:, None])
+    first, second = draw(30, 40, seed=1), draw(2, 30, seed=2)
+    out = affine(affine(x, first, None), second, None)
+    assert out.node is not None
+    exact = [Fraction(v) for v in pixels.flatten().tolist()]
+    inner = [sum(Fraction(w) * v for w, v in zip(row, exact, strict=True)) for row in first.tolist()]
+    bound = lower(out.node, torch.eye(2).double().view(2, *out.shape))
+    for row, found in zip(second.tolist(), bound.tolist(), strict=True):
+        value = sum(Fraction(w) * v for w, v in zip(row, inner, strict=True))
+        assert value - Fraction(1, 1000) < Fraction(found) < value
+
+
+def test_the_first_node_is_the_image() -> None:
+    form, *_ = hinged(0.01)
+    assert form.node is not None
+    assert isinstance(descend(form.node, torch.eye(3).double()[:1].view(1, *form.shape), {}).ball, Ball)
+
+
+def test_backward_proves_more_than_forward_for_relu() -> None:
+    model, pixels = network("relu"), image()
+    label = int(model(pixels).argmax())
+    forward = LocalCertifier(model, SIZE, effort="zonotope", symbols=4000)
+    back = LocalCertifier(model, SIZE, effort="backward")
+    forward.squares = 0
+    assert (forward.rung, back.rung) == ("zonotope", "backward")
+    assert not forward.proven(pixels, label, 0.086)
+    assert back.proven(pixels, label, 0.086)
+
+
+def test_units_that_cannot_open_cost_nothing() -> None:
+    """A ReLU whose units have known signs is affine: its bound is the linear one, and no hinge is open."""
+    x = l2_ball(draw(1, 1, 1, PIXELS), 0.01, squares_up_to=0, limit=99, tape=True).linear(
+        lambda t: t.flatten(1)[:, None]
+    )
+    weight, bias = draw(8, PIXELS, seed=1), torch.tensor([9.0, -9.0] * 4).double()
+
+    out = relu(affine(x, weight, bias))
+    assert out.node is not None
+    assert not hinges(out.node)
+    assert float(out.slack.max()) < 1e-12
+    assert (out.gens[..., 1::2] == 0).all()

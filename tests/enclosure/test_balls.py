@@ -1,0 +1,272 @@
+"""Balls of norms: nothing that stays near the image leaves them; they are not vacuous; big batches change nothing."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from timm.layers.attention import Attention
+from torch import Tensor, fx, nn
+
+from certcli.certify.local import LocalCertifier
+from certcli.checkpoint.record import Evidence
+from certcli.cli.certify.options import Local
+from certcli.cli.log.view import _certified, sentence
+from certcli.enclosure.balls.attention import nonnegative_norm
+from certcli.enclosure.balls.ball import Near, Normalised, settled
+from certcli.enclosure.balls.layers import arranged
+from certcli.enclosure.balls.network import NormsNetwork
+from certcli.enclosure.balls.table import Context, rules
+from certcli.enclosure.balls.written_attention import heads
+from certcli.engine.table import NoRule
+from certcli.system.errors import NoBoundError, UsageError
+from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network, node_values
+
+
+def context() -> Context:
+    return Context(fx.Graph().placeholder("x"), None, {}, {})
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def module(kind: str) -> nn.Module:
+    torch.manual_seed(1)
+    made: dict[str, nn.Module] = {
+        "linear": nn.Linear(8, 5),
+        "layer norm": nn.LayerNorm(8, eps=1e-3),
+        "gelu": nn.GELU(),
+        "tanh gelu": nn.GELU("tanh"),
+        "relu": nn.ReLU(),
+        "attention": Attention(8, num_heads=2, qkv_bias=True),
+        "after a norm": nn.Sequential(nn.LayerNorm(8, eps=1e-3), Attention(8, num_heads=2, qkv_bias=True)),
+    }
+    found = made[kind].double().eval()
+    for parameter in found.parameters():
+        parameter.data = parameter.data + 0.5 * torch.randn_like(parameter)
+        parameter.requires_grad_(False)
+    return found
+
+
+KINDS = ("linear", "layer norm", "gelu", "tanh gelu", "relu", "attention", "after a norm")
+
+
+def enclosed(part: nn.Module, x: Near) -> Near:
+    value: object = x
+    for layer in part if isinstance(part, nn.Sequential) else [part]:
+        rule = rules.find(layer)
+        assert rule is not None
+        value = rule.apply(context(), layer, value)
+    return settled(value)
+
+
+@pytest.mark.parametrize("size", [1e-8, 1e-3, 0.1, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ascent_does_not_leave_the_ball(kind: str, size: float) -> None:
+    """Tokens moved within their radii, up the gradient of how far each token's result has come."""
+    part, tokens = module(kind), draw(1, 1, 5, 8)
+    fibre = size * torch.rand(1, 1, 5, generator=torch.Generator().manual_seed(3)).double()
+    x = Near.of(tokens, fibre, torch.full((1,), 0.8 * float(fibre.norm())).double())
+    found = enclosed(part, x)
+    delta = draw(40, 1, 5, 8, seed=2)
+    best = 0.0
+    for _ in range(25):
+        delta = delta * (fibre[..., None] / delta.norm(dim=-1, keepdim=True)).clamp_max(1)
+        delta = (delta * (x.whole / delta.flatten(1).norm(dim=1)).clamp_max(1).view(-1, 1, 1, 1)).requires_grad_(True)
+        out = part((tokens + delta).flatten(0, 1)) - part(tokens[0])
+        far = out.norm(dim=-1)
+        noise = 1e-14 * (1 + found.centre.norm())
+        share = (far - noise) / found.fibre[0]
+        whole = (out.flatten(1).norm(dim=1) - noise) / found.whole
+        best = max(best, float(share.detach().max()), float(whole.detach().max()))
+        assert best <= 1
+        (up,) = torch.autograd.grad((share.amax(1) + whole).sum(), delta)
+        delta = delta.detach() + size * up / up.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, 1, 1, 1)
+    assert best > (0.1 if size < 0.1 else 0.001)  # and the ball is no larger than it must be by more than this
+
+
+@pytest.mark.parametrize("size", [1e-8, 1e-3, 0.1, 1.0])
+def test_ascent_does_not_leave_the_ball_of_heads(size: float) -> None:
+    """Queries, keys and values moved within their radii, up the gradient of how far each result has come."""
+    parts = [draw(1, 1, 2, 4, 3, seed=seed) for seed in (1, 2, 3)]
+    radii = [
+        size * torch.rand(1, 1, 2, 4, generator=torch.Generator().manual_seed(seed)).double() for seed in (4, 5, 6)
+    ]
+    near = [Near.of(c, r, torch.full((1,), 9 * size).double()) for c, r in zip(parts, radii, strict=True)]
+    found = heads(context(), *near, scale=0.7)
+    moves, best = [draw(60, 1, 2, 4, 3, seed=seed) for seed in (7, 8, 9)], 0.0
+    for _ in range(30):
+        moves = [
+            (m * (r[..., None] / m.norm(dim=-1, keepdim=True))).requires_grad_(True)
+            for m, r in zip(moves, radii, strict=True)
+        ]
+        q, k, v = (c + m for c, m in zip(parts, moves, strict=True))
+        out = ((0.7 * q @ k.mT).softmax(-1) @ v - found.centre).norm(dim=-1)
+        share = (out - 1e-14) / found.fibre
+        best = max(best, float(share.detach().max()))
+        assert best <= 1
+        grads = torch.autograd.grad(share.flatten(1).amax(1).sum(), moves)
+        moves = [
+            m.detach() + size * g / g.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+            for m, g in zip(moves, grads, strict=True)
+        ]
+    assert best > (0.4 if size < 0.1 else 0.05)
+
+
+def test_fibres_that_are_joined_or_cut_keep_what_is_known_of_them() -> None:
+    x = Near(draw(1, 1, 2, 4, 3), torch.rand(1, 1, 2, 4).double() + 0.1, torch.full((1,), 50.0).double())
+    joined = arranged(lambda t: t.transpose(1, 2).flatten(-2), x)
+    assert torch.allclose(joined.fibre[0, 0], x.fibre[0, 0].norm(dim=0))
+    cut = arranged(lambda t: t.unflatten(-1, (2, 3)).transpose(1, 2), joined)  # (1, 2, 4, 3), each of one fibre
+    assert torch.allclose(cut.fibre, joined.fibre[:, :, None].expand(1, 1, 2, 4))
+    twice = arranged(lambda t: torch.cat([t, t], -1), x)  # an entry twice in a fibre: only the whole is known
+    assert (twice.fibre >= 2**0.5 * x.fibre).all()
+
+
+@pytest.mark.parametrize("kind", ["plain", "mean", "relu", "tanh", "qk norm", "rms"])
+def test_every_node_stays_near(kind: str) -> None:
+    model, pixels = network(kind), image()
+    local = NormsNetwork(model, SIZE)
+    label = model(pixels).argmax(1)
+    moves = directions(model, pixels, int(label), 8)
+    for radius in (1e-9, 1e-5, 1e-3):
+        balls: dict[fx.Node, tuple[Near, int | None]] = {}
+
+        def watch(
+            node: fx.Node, value: object, token: int | None, balls: dict[fx.Node, tuple[Near, int | None]] = balls
+        ) -> None:
+            if isinstance(value, (Near, Normalised)):
+                balls[node] = settled(value), token
+
+        local.margins(pixels, torch.tensor([radius]).double(), label, watch=watch)
+        for e in moves:
+            values = node_values(local, pixels + radius * e.view_as(pixels))
+            for node, (ball, token) in balls.items():
+                truth = values[node] if token is None else values[node][:, token : token + 1]
+                far = truth - ball.centre[0]
+                noise = 1e-13 * (1 + ball.centre.norm())
+                assert (far.norm(dim=-1) <= ball.fibre[0] + noise).all(), (node, radius)
+                assert far.norm() <= ball.whole + noise, (node, radius)
+
+
+@pytest.mark.parametrize("kind", ["plain", "relu"])
+def test_no_attack_succeeds_within_the_radius(kind: str) -> None:
+    model = network(kind)
+    pixels = torch.cat([image(seed) for seed in range(3)])
+    labels = model(pixels).argmax(1)
+    certifier = LocalCertifier(model, SIZE, effort="norms")
+    radii = certifier.by_norms(pixels, labels)
+    assert (radii > 1e-7).all()
+    alone = torch.cat([certifier.by_norms(x[None], y[None]) for x, y in zip(pixels, labels, strict=True)])
+    assert torch.allclose(alone, radii, rtol=1e-9)
+    for x, y, radius in zip(pixels, labels, radii, strict=True):
+        moved = x + radius * directions(model, x[None], int(y), 30).view(-1, *SIZE)
+        assert (model(moved).argmax(1) == y).all()
+
+
+def test_margins_at_radius_zero_are_those_of_the_network() -> None:
+    """What is left at radius 0 is rounding alone."""
+    model, pixels = network("plain"), image()
+    logits = model(pixels)[0]
+    label = int(logits.argmax())
+    found = NormsNetwork(model, SIZE).margins(pixels, torch.zeros(1).double(), torch.tensor([label]))[0]
+    truth = torch.stack([logits[label] - logits[j] for j in range(4) if j != label])
+    assert (found <= truth).all()
+    assert torch.allclose(found, truth, atol=1e-6)
+
+
+def test_rounding_of_a_linear_layer_is_covered() -> None:
+    layer = nn.Linear(40, 3).double()
+    layer.requires_grad_(False)
+    tokens = 1e6 * draw(1, 1, 1, 40)
+    found = enclosed(layer, Near.of(tokens, torch.zeros(1, 1, 1).double(), torch.zeros(1).double()))
+    lost = 0.0
+    for row, (weight, bias) in enumerate(zip(layer.weight.tolist(), layer.bias.tolist(), strict=True)):
+        exact = sum(Fraction(w) * Fraction(t) for w, t in zip(weight, tokens.flatten().tolist(), strict=True))
+        lost += float(abs(exact + Fraction(bias) - Fraction(found.centre[0, 0, 0, row].item()))) ** 2
+    assert 0 < lost**0.5 <= float(found.fibre)
+
+
+def test_fibres_keep_their_radius_only_where_they_stay_together() -> None:
+    x = Near.of(draw(2, 1, 3, 4), torch.rand(2, 1, 3).double(), torch.full((2,), 9.0).double())
+    kept = arranged(torch.flip, x, [1])
+    assert torch.equal(kept.fibre, x.fibre.flip(2))
+    turned = arranged(torch.transpose, x, 1, 2)
+    assert torch.allclose(turned.fibre, x.whole.view(2, 1, 1).expand(2, 1, 4))
+    twice = arranged(Tensor.repeat, x, 1, 2, 1)
+    assert torch.allclose(twice.whole, x.whole * 2**0.5)
+
+
+def test_norm_of_a_nonnegative_matrix() -> None:
+    matrix = draw(3, 7, 5).abs()
+    matrix[1, :, 2:] = 0
+    truth = torch.linalg.matrix_norm(matrix, 2)
+    found = nonnegative_norm(matrix)
+    assert (found >= truth).all()
+    assert (found <= 1.05 * truth).all()
+
+
+def test_efforts_are_named_and_records_say_which_rung_it_was() -> None:
+    model, pixels = network("plain"), image()
+    label = int(model(pixels).argmax())
+    (by_norms,) = LocalCertifier(model, SIZE, effort="norms").batch([0], pixels, [label])
+    (auto,) = LocalCertifier(model, SIZE, symbols=100, steps=0).batch([0], pixels, [label])
+    assert (by_norms.rung, auto.rung) == ("norms", "zonotope")
+    assert 0 < by_norms.radius < auto.radius
+    with pytest.raises(UsageError, match="--effort most"):
+        LocalCertifier(model, SIZE, effort="most")
+
+
+def test_auto_takes_norms_where_zonotopes_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pixels = network("plain"), image()
+    label = int(model(pixels).argmax())
+    monkeypatch.setattr("certcli.certify.local.available", lambda device: 1e5)
+    certifier = LocalCertifier(model, SIZE)
+    (row,) = certifier.batch([0], pixels, [label])
+    assert row.rung == "norms"
+    assert row.radius > 0
+    assert "memory" in certifier.title
+    with pytest.raises(NoBoundError, match="memory"):
+        LocalCertifier(model, SIZE, effort="zonotope")
+
+
+def test_what_has_no_theorem_is_named() -> None:
+    with pytest.raises(NoRule, match=r"mlp\.act.*'silu'"):
+        NormsNetwork(network("silu"), SIZE)
+    with pytest.raises(NoBoundError, match=r"blocks\.0\.mlp\.act") as refused:
+        LocalCertifier(network("silu"), SIZE)
+    assert "--method smoothing" in str(refused.value.hint)
+
+
+def test_linf_balls_of_all_rungs_hold_and_are_not_mixed_with_l2() -> None:
+    model, pixels = network("relu"), image()
+    label = model(pixels).argmax(1)
+    signs = torch.cat([draw(200, *SIZE).sign(), directions(model, pixels, int(label), 20).view(-1, *SIZE).sign()])
+    for effort in ("norms", "zonotope", "backward"):
+        certifier = LocalCertifier(model, SIZE, effort=effort, norm="linf", symbols=200, steps=1)
+        (row,) = certifier.batch([0], pixels, label.tolist())
+        assert row.radius > 1e-8
+        assert (model(pixels + row.radius * signs).argmax(1) == label).all()
+        assert certifier.norm == "linf"
+    with pytest.raises(UsageError, match="--norm l1"):
+        LocalCertifier(model, SIZE, norm="l1")  # type: ignore[arg-type]
+
+
+def test_linf_is_refused_beside_other_methods() -> None:
+    Local(norm="linf").require(["local"])
+    Local().require(["lipschitz", "local"])
+    for methods in (["lipschitz"], ["local", "lipschitz"], ["auto"]):
+        with pytest.raises(UsageError, match="local alone"):
+            Local(norm="linf").require(methods)
+    with pytest.raises(UsageError, match="--norm l0"):
+        Local(norm="l0").require(["local"])
+
+
+def test_log_never_puts_linf_shares_into_its_column_of_l2() -> None:
+    result = {"clean": 1.0, "certified": {"0.004": 0.5}, "images": 4, "method": "local", "average_radius": 0.01}
+    boxed = {**result, "parameters": {"effort": "norms", "norm": "linf"}}
+    assert _certified({"certify": result}, "0.004") is not None
+    assert _certified({"certify": boxed}, "0.004") is None
+    told = [sentence(Evidence("certify", {}, entry, "0")) for entry in (result, boxed)]
+    assert "linf" not in told[0]
+    assert "radii linf" in told[1]

@@ -1,0 +1,254 @@
+"""Whole networks: every node stays in its enclosure, attacks at the certified radius find nothing."""
+
+from contextlib import nullcontext, suppress
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import certcli.system.compat  # noqa: F401
+
+# isort: split
+from timm.layers.norm import RmsNorm
+from timm.models.vision_transformer import VisionTransformer
+
+from certcli.certify.local import LocalCertifier
+from certcli.checkpoint.record import InputSpec
+from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.enclosure.zonotopes.form import Form, Unbounded, l2_ball, linf_ball
+from certcli.enclosure.zonotopes.memory import affordable
+from certcli.enclosure.zonotopes.search import certified_radius
+from certcli.models.build import PixelModel
+from certcli.system.errors import NoBoundError
+from tests.helpers.enclosure_cases import square_symbols
+
+SIZE = (1, 8, 8)
+SPEC = InputSpec(size=SIZE, mean=(0.3,), std=(0.7,))
+OPTIONS = {
+    "plain": {},
+    "mean": {"global_pool": "avg", "init_values": 0.5},
+    "relu": {"global_pool": "avg", "act_layer": nn.ReLU, "norm_layer": nn.Identity, "fc_norm": False},
+    "tanh": {"act_layer": lambda: nn.GELU("tanh"), "pre_norm": True, "no_embed_class": True},
+    "qk norm": {"qk_norm": True},
+    "rms": {"qk_norm": True, "norm_layer": RmsNorm},
+    "silu": {"act_layer": nn.SiLU},
+}
+
+
+def network(kind: str, seed: int = 0) -> PixelModel:
+    """A ViT of depth 2 with weights large enough that attention and GELU are far from linear."""
+    torch.manual_seed(seed)
+    net = VisionTransformer(
+        img_size=8,
+        patch_size=4,
+        in_chans=1,
+        num_classes=4,
+        embed_dim=8,
+        depth=2,
+        num_heads=2,
+        mlp_ratio=2,
+        **OPTIONS[kind],
+    )
+    for parameter in net.parameters():
+        parameter.data = parameter.data + 0.35 * torch.randn_like(parameter)
+        parameter.requires_grad_(False)
+    return PixelModel(SPEC, net).double().eval()
+
+
+def image(seed: int = 0) -> Tensor:
+    return torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def node_values(local: LocalNetwork, pixels: Tensor) -> dict[fx.Node, Tensor]:
+    """Every node of the graph at these pixels, one image at a time as it was traced."""
+    traced, values = local.ending.trace, {}
+    for node in traced.graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+        if node.op == "placeholder":
+            values[node] = pixels
+        elif node.op == "get_attr":
+            values[node] = traced.constants[node.target]
+        elif node.op == "call_module":
+            values[node] = traced.root.get_submodule(node.target)(*args, **kwargs)
+        elif node.op == "call_method":
+            values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+        elif node.op == "call_function":
+            values[node] = node.target(*args, **kwargs)
+    return values
+
+
+def directions(model: nn.Module, pixels: Tensor, label: int, count: int) -> Tensor:
+    """Unit directions: down the gradient of every margin, along axes, and random ones."""
+    x = pixels.clone().requires_grad_(True)
+    logits = model(x)[0]
+    found = [torch.autograd.grad(logits[j] - logits[label], x, retain_graph=True)[0].flatten() for j in range(4)]
+    found = [g for j, g in enumerate(found) if j != label]
+    random = torch.randn(count, pixels.numel(), generator=torch.Generator().manual_seed(2)).double()
+    every = torch.cat([torch.stack(found), torch.eye(pixels.numel())[:4].double(), random])
+    return every / every.norm(dim=1, keepdim=True)
+
+
+def largest_share(
+    local: LocalNetwork, pixels: Tensor, label: int, radius: float, squares: int, symbols: int, *, partial: bool = False
+) -> float:
+    """Over all nodes and directions: distance from the form at this direction, over what the form leaves free.
+
+    partial: a walk may end as Unbounded; the nodes before that are checked.
+    """
+    forms: dict[fx.Node, tuple[Form, int | None]] = {}
+
+    def watch(node: fx.Node, value: object, token: int | None) -> None:
+        if isinstance(value, Form):
+            forms[node] = (value, token)
+
+    with suppress(Unbounded) if partial else nullcontext():
+        local.margins(l2_ball(pixels, radius, squares_up_to=squares, limit=symbols), label, watch)
+    worst = 0.0
+    for e in directions(local.ending.trace.root, pixels, label, 8):
+        values = node_values(local, pixels + radius * e.view_as(pixels))
+        for node, (form, token) in forms.items():
+            truth = values[node] if token is None else values[node][:, token : token + 1]
+            columns = torch.cat([e, square_symbols(e[None])[0]]) if form.space.squares else e
+            middle = form.centre + torch.tensordot(columns, form.gens[: form.fixed], dims=1)
+            free = form.box.abs().sum(0) + form.slack
+            # evaluating the network itself in float64: 500 roundings relative to the values
+            far = (truth - middle).abs() - 1e-13 * (1 + truth.abs() + form.size)
+            worst = max(worst, float((far / free.clamp_min(1e-300)).max()))
+    return worst
+
+
+@pytest.mark.parametrize("squares", [128, 0], ids=["squares", "linear"])
+@pytest.mark.parametrize("kind", ["plain", "mean", "relu", "tanh", "rms"])
+def test_every_node_stays_in_its_enclosure(kind: str, squares: int) -> None:
+    model, pixels = network(kind), image()
+    local = LocalNetwork(model, SIZE)
+    label = int(model(pixels).argmax())
+    for radius in (1e-7, 1e-3, 0.02):
+        assert largest_share(local, pixels, label, radius, squares, 4000) <= 1
+
+
+def test_order_reduction_stays_sound() -> None:
+    model, pixels = network("plain"), image()
+    local = LocalNetwork(model, SIZE)
+    label = int(model(pixels).argmax())
+    assert largest_share(local, pixels, label, 0.01, 128, 60) <= 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "relu"])
+def test_no_attack_succeeds_within_the_certified_radius(kind: str) -> None:
+    model, pixels = network(kind), image()
+    label = int(model(pixels).argmax())
+    certifier = LocalCertifier(model, SIZE)
+    radius = certifier.radius(pixels, label)
+    assert radius > 1e-3
+    others = [j for j in range(4) if j != label]
+    delta = directions(model, pixels, label, 30).view(-1, *SIZE) * radius
+    for _ in range(20):
+        delta.requires_grad_(True)
+        logits = model(pixels + delta)
+        margins = logits[:, label : label + 1] - logits[:, others]
+        assert (margins > 0).all()
+        (gradient,) = torch.autograd.grad(margins.amin(1).sum(), delta)
+        delta = delta.detach() - 0.3 * radius * gradient / gradient.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+        delta = delta * (radius / delta.flatten(1).norm(dim=1)).clamp_max(1).view(-1, 1, 1, 1)
+
+
+def test_certificates_do_not_depend_on_the_order_of_tokens_or_the_scale_of_query_and_key() -> None:
+    """The same function written otherwise: heads swapped, queries doubled and keys halved; radii agree closely."""
+    model, pixels = network("plain"), image()
+    label = int(model(pixels).argmax())
+    radius = LocalCertifier(model, SIZE, steps=2).radius(pixels, label)
+    for block in model.net.blocks:
+        weight, bias = block.attn.qkv.weight, block.attn.qkv.bias
+        weight[:8] *= 2
+        bias[:8] *= 2
+        weight[8:16] /= 2
+        bias[8:16] /= 2
+    again = LocalCertifier(model, SIZE, steps=2).radius(pixels, label)
+    assert again == pytest.approx(radius, rel=1e-9)
+
+
+def test_images_in_a_linf_ball() -> None:
+    model, pixels = network("relu"), image()
+    local = LocalNetwork(model, SIZE)
+    label = int(model(pixels).argmax())
+    radius = 2e-4
+    bounds = local.margins(linf_ball(pixels, radius, limit=4000), label)
+    assert (bounds > 0).all()
+    others = [j for j in range(4) if j != label]
+    corners = torch.randn(400, *SIZE, generator=torch.Generator().manual_seed(0)).double().sign() * radius
+    logits = model(pixels + corners)
+    assert (logits[:, label : label + 1] - logits[:, others] >= bounds).all()
+
+
+def test_what_has_no_relaxation_is_named() -> None:
+    model = network("plain")
+    model.net.blocks[0].mlp.act = nn.Softplus()
+    model.eval()
+    with pytest.raises(NoBoundError, match=r"blocks\.0\.mlp\.act.*softplus"):
+        LocalCertifier(model, SIZE)
+
+
+def test_a_network_that_is_not_its_trace_has_no_certificate() -> None:
+    """The tracer shows it something that is no Tensor; on images it does something else."""
+
+    class Shy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 3 * x if type(x) is Tensor else x
+
+    model = network("plain")
+    model.net.norm_pre = Shy().eval()
+    with pytest.raises(NoBoundError, match="no local certificate"):
+        LocalCertifier(model, SIZE)
+
+
+def test_attention_with_options_is_followed_through_its_parts() -> None:
+    model, pixels = network("qk norm"), image()
+    local = LocalNetwork(model, SIZE)
+    label = int(model(pixels).argmax())
+    assert largest_share(local, pixels, label, 1e-3, 128, 4000) <= 1
+
+
+def test_memory_decides_how_many_symbols_there_are() -> None:
+    local = LocalNetwork(network("plain"), SIZE)
+    assert affordable(local, 128, 4000, 1e12) == 4000
+    fewer = affordable(local, 128, 4000, 3e7)
+    assert fewer is not None
+    assert 40 <= fewer < 4000
+    assert affordable(local, 0, 4000, 8e5) == 0
+    assert affordable(local, 128, 4000, 1e5) is None
+
+
+@pytest.mark.parametrize("kind", ["plain", "relu"])
+def test_without_any_box_symbols_nothing_leaves_its_enclosure(kind: str) -> None:
+    model, pixels = network(kind), image()
+    local = LocalNetwork(model, SIZE)
+    label = int(model(pixels).argmax())
+    for squares in (128, 0):
+        assert largest_share(local, pixels, label, 1e-5, squares, 0, partial=True) <= 1
+    certifier = LocalCertifier(model, SIZE, effort="backward")
+    certifier.symbols = 0
+    assert certifier.rung == "backward, 0 symbols"
+    assert certifier.proven(pixels, label, 1e-4)
+
+
+@pytest.mark.parametrize("truth", [3e-9, 0.0471, 0.9, 40.0])
+def test_the_radius_returned_was_checked_itself(truth: float) -> None:
+    asked: list[float] = []
+
+    def check(radius: float) -> bool:
+        asked.append(radius)
+        return radius <= truth
+
+    found = certified_radius(check, 1e-2)
+    assert found in asked
+    assert truth / 1.045 < found <= truth
+    assert len(asked) < 16
+    assert certified_radius(lambda radius: False, 1e-2) == 0.0
+    asked.clear()
+    for guess in (found, found * 1.06, found / 1.06, truth / 50, truth * 50):
+        asked.clear()
+        # the grid is the same whatever the guess: shards, resumed runs and other orders of images find the same radius
+        assert certified_radius(check, guess, close=True) == found
+        assert found in asked
+        assert len(asked) <= (3 if guess == found else 6 if truth / 2 < guess < truth * 2 else 16)

@@ -1,0 +1,228 @@
+"""End to end: what counts as kept, how far a network may go, what `constrain --keep` finds, which doubts are said."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import InputSpec
+from certcli.cli.main import app
+from certcli.cli.shared.fidelity import show
+from certcli.cli.shared.output import Sink
+from certcli.constrain import keep
+from certcli.constrain.network import Calibration, Options
+from certcli.evaluation import fidelity
+from certcli.evaluation.fidelity import ERROR_SHARE, Fidelity, Witness, known_labels
+from certcli.images import datasets
+from certcli.images.calibration import synthetic_photographs
+from certcli.images.labelled import Images
+from certcli.models import build
+from tests.helpers.constrain_layers import IMAGES, PATHS, small_net
+
+CPU = torch.device("cpu")
+
+
+def images_of(pixels: Tensor, labels: Tensor | None = None, classes: tuple[str, ...] = ("a", "b", "c")) -> Images:
+    count = len(pixels)
+    labels = torch.zeros(count, dtype=torch.long) if labels is None else labels
+    return Images("own", "train", classes, labels, torch.arange(count), lambda positions: pixels[list(positions)])
+
+
+@pytest.fixture
+def witness() -> Witness:
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.rand(40, 3, 4, 4, generator=generator)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3)).eval()
+    with torch.no_grad():
+        labels = net(pixels).argmax(1)
+    return Witness(net, images_of(pixels), labels)
+
+
+def test_what_is_kept_is_counted(witness: Witness) -> None:
+    assert witness.compare(witness.before) == Fidelity(40, 40, 0.0, 40, 40)
+    after = witness.before.clone()
+    after[:10] = -after[:10]
+    found = witness.compare(after)
+    assert found.same < 40
+    assert found.right_after == found.same  # the labels are the old first choices
+    assert found.error == pytest.approx(float(2 * witness.before[:10].norm() / witness.before.norm()))
+    low, high = found.to_json()["agreement_interval"]
+    assert low < found.agreement < high
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 10 * 48 * 4, 2**20])
+def test_images_that_fit_are_read_once(kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fidelity, "KEPT_BYTES", kept_bytes)
+    pixels, read = torch.rand(12, 3, 4, 4), []
+
+    def fetch(positions: Any) -> Tensor:
+        read.extend(positions)
+        return pixels[list(positions)]
+
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3)).eval()
+    found = Witness(net, replace(images_of(pixels), fetch=fetch), batch_size=5)
+    kept = 5 * (min(kept_bytes, 2 * 5 * 48 * 4) // (5 * 48 * 4)) if kept_bytes < 2**20 else 12
+    for _ in range(2):
+        read.clear()
+        assert torch.equal(found.logits(net), found.before)
+        assert read == list(range(kept, 12))
+
+
+def test_the_reach_is_where_a_first_choice_goes(witness: Witness) -> None:
+    """On both sides of each image's t the straight line from old to new logits says so itself."""
+    after = witness.before + torch.randn(witness.before.shape, generator=torch.Generator().manual_seed(1)).double()
+    reach = witness.reach(after)
+    old = witness.before.argmax(1)
+    for shift, stays in ((1 - 1e-6, True), (1 + 1e-6, False)):
+        for row in reach.isfinite().nonzero().flatten().tolist():
+            there = witness.before[row] + shift * reach[row] * (after[row] - witness.before[row])
+            assert (int(there.argmax()) == int(old[row])) == stays
+    assert bool(reach.isfinite().any())
+
+
+DOUBTS = {
+    "few": (lambda pixels: images_of(pixels[:20]), None, "only 20 images"),
+    "grey": (lambda pixels: images_of(pixels[:, :1].expand(-1, 3, -1, -1)), None, "are grey"),
+    "one choice": (lambda pixels: images_of(pixels[:1].expand(60, -1, -1, -1)), None, "same first choice"),
+    "another network's classes": (lambda pixels: images_of(pixels), "wrong", "about chance"),
+}
+
+
+@pytest.mark.parametrize(("make", "labels", "said"), DOUBTS.values(), ids=DOUBTS)
+def test_images_that_say_little_are_doubted(tiny: Checkpoint, make: Any, labels: str | None, said: str) -> None:
+    record = replace(tiny.record, input=InputSpec((3, 4, 4), (0.5,) * 3, (0.5,) * 3))
+    pixels = torch.rand(60, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3)).eval()
+    with torch.no_grad():
+        wrong = (net(pixels).argmax(1) + 1) % 3
+    found = Witness(net, make(pixels), wrong if labels else None).doubts(record)
+    assert any(said in doubt for doubt in found), found
+    fine = Witness(net, images_of(pixels), None).doubts(record)
+    assert fine == []
+
+
+def test_labels_count_only_where_they_mean_the_network_s_classes(plain: Checkpoint, tiny: Checkpoint) -> None:
+    digits = datasets.load("digits", plain.record.input, "train").limit(20)
+    assert known_labels(digits, plain.record)[0] is not None
+    colour = replace(tiny.record, input=InputSpec((3, 32, 32), (0.5,) * 3, (0.5,) * 3))
+    assert known_labels(datasets.load("digits", colour.input, "train").limit(20), colour)[0] is None
+    assert known_labels(synthetic_photographs(colour.input, 2), colour) == (None, "")
+    labels, why = known_labels(digits, replace(plain.record, classes=7, class_names=None))
+    assert labels is None
+    assert "10 classes" in why
+
+
+@pytest.mark.parametrize("optimism", [1.0, 3.0, 0.2])
+@pytest.mark.parametrize("truth", [0.0004, 0.003, 0.0083, 0.019, 0.021, 0.09, 0.3, 2.0])
+def test_trials_find_the_largest_eta_or_end(truth: float, optimism: float) -> None:
+    tried = []
+
+    def trial(eta: float) -> tuple[bool, float]:
+        tried.append(eta)
+        return eta <= truth, 0.9 * min(optimism * truth, keep.FAR * eta)
+
+    found = keep.search(trial)
+    assert len(tried) <= keep.TRIALS
+    assert 0 < found <= keep.MOST
+    if optimism == 1.0 and truth > 0.001:  # a line that tells the truth: a tenth is left for caution, a quarter is near
+        assert 0.7 * min(truth, keep.MOST) <= found <= truth
+
+
+@pytest.mark.parametrize("share", [0.9, 0.98])
+def test_what_is_written_keeps_enough_whatever_trials_said(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials that change nothing keep everything, so that the search goes as far as it may: the weights themselves judge."""
+    net = small_net()
+    judges = Witness(net, images_of(IMAGES), None)
+    calibration = Calibration(net, PATHS, IMAGES.split(4))
+    originals = {path: net.get_submodule(path).weight.detach().clone() for path in PATHS}
+    monkeypatch.setattr(keep, "try_at", lambda *_: iter(originals.items()))
+    found = keep.constrain_keeping(calibration, Options("spectral", 0.01, 0.1, 1.2, 200, ridge=0.3), share, judges)
+    assert found.fidelity == judges.compare(judges.logits(net))
+    assert found.fidelity.agreement >= share
+    if not found.results:
+        assert all(torch.equal(net.get_submodule(path).weight, weight) for path, weight in originals.items())
+
+
+@pytest.mark.parametrize("share", [0.8, 0.98])
+def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, share: float) -> None:
+    """As many first choices stay as were asked for, judged by the written file, and a lower --keep lowers the norms more."""
+    source, out = workshop / "plain.safetensors", tmp_path / "out.safetensors"
+    words = ["constrain", source, "--keep", share, "--limit", 400, "--json", "-o", out]
+    outcome = CliRunner().invoke(app, [str(word) for word in words])
+    assert outcome.exit_code == 0, outcome.exception
+    report = json.loads(outcome.stdout)
+    kept = report["kept"]
+    assert kept["images"] == 80
+    assert not kept["took_part"]
+    assert kept["chose"]
+    old, new = (build.load(Checkpoint.read(path), CPU) for path in (source, out))
+    images = datasets.load("digits", Checkpoint.read(source).record.input, "train").limit(400, 0)
+    pixels, labels = images.select(range(0, 400, 5)).tensors()
+    with torch.no_grad():
+        before, after = old(pixels), new(pixels)
+    same = float((before.argmax(1) == after.argmax(1)).double().mean())
+    assert same == kept["agreement"] >= share
+    # kernels on batches of another size differ by some 1e-6 of the logits
+    assert kept["logits_error"] == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-3)
+    assert kept["accuracy_before"] == float((before.argmax(1) == labels).double().mean())
+    assert kept["accuracy_after"] == float((after.argmax(1) == labels).double().mean())
+    assert all(layer["after"] <= layer["before"] for layer in report["layers"])
+    assert len({layer["eta"] for layer in report["layers"]}) == 1
+    # not timid: at least a tenth off the product of the layers' norms
+    ratio = torch.tensor([layer["after"] / layer["before"] for layer in report["layers"]]).prod()
+    assert float(ratio) < 0.9
+    (evidence,) = [entry for entry in Checkpoint.read(out).record.evidence if entry.command == "constrain"]
+    assert evidence.result["agreement"] == kept["agreement"]
+
+
+def test_without_data_a_network_of_photographs_is_judged_on_synthetic_ones(tmp_path: Path) -> None:
+    source, out = tmp_path / "net.safetensors", tmp_path / "out.safetensors"
+    runner = CliRunner()
+    small = [part for pair in ("embed_dim=16", "depth=1", "num_heads=2") for part in ("--arch-arg", pair)]
+    assert runner.invoke(app, ["init", "certvit_vit_cifar10", *small, "-o", str(source)]).exit_code == 0
+    found = runner.invoke(app, ["constrain", str(source), "--beta", "0.01", "--limit", "60", "--json", "-o", str(out)])
+    assert found.exit_code == 0, found.exception
+    kept = json.loads(found.stdout)["kept"]
+    assert (kept["dataset"], kept["accuracy_after"]) == ("synthetic photographs", None)
+    assert 0.03 < kept["logits_error"] <= ERROR_SHARE * 0.05
+    assert "only 12 images" in found.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_too_few_images_to_hold_any_out_are_said(tiny: Checkpoint, tmp_path: Path, count: int) -> None:
+    source = tmp_path / "tiny.safetensors"
+    tiny.write(source)
+    words = ["constrain", source, "--limit", count, "--json", "-o", tmp_path / "out.safetensors"]
+    outcome = CliRunner().invoke(app, [str(word) for word in words])
+    assert outcome.exit_code == 0, outcome.exception
+    assert json.loads(outcome.stdout)["kept"]["took_part"] is True
+    assert "too few to hold any out" in outcome.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize("share", [0, 1.5])
+def test_a_share_is_a_share(tiny: Checkpoint, tmp_path: Path, share: float) -> None:
+    source = tmp_path / "tiny.safetensors"
+    tiny.write(source)
+    outcome = CliRunner().invoke(app, ["constrain", str(source), "--keep", str(share)])
+    assert outcome.exit_code != 0
+    assert "--keep must lie between 0 and 1" in str(outcome.exception) + outcome.output
+
+
+@pytest.mark.parametrize(("error", "warned"), [(0.10, False), (0.40, True)])
+def test_synthetic_photographs_do_not_vouch_for_large_changes(
+    error: float, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = fidelity.Fidelity(80, 43, error).to_json()
+    show(
+        {"dataset": "synthetic photographs", "split": "made", "took_part": False, "trained_on": False, **found},
+        Sink(False, False),
+    )
+    assert ("on real ones nothing may be" in " ".join(capsys.readouterr().err.split())) == warned

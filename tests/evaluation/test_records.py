@@ -1,0 +1,354 @@
+"""What judges images: exact intervals, records that know their run, resumed certificates, figures over common images."""
+
+import json
+import math
+import resource
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from certcli.certify import methods
+from certcli.certify.certificate import Certificate, certified_accuracy
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.main import app
+from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
+from certcli.evaluation.records import PIXELS, RecordFile, Run, read_records
+from certcli.images import datasets
+from certcli.report import curve
+from certcli.system.errors import CertvitError, DataError, OutputError, UsageError
+
+
+def certvit(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def document(*words: object) -> dict[str, Any]:
+    done = certvit(*words, "--json")
+    assert done.exit_code == 0, (words, done.output, done.exception)
+    (line,) = done.stdout.splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def tail(trials: int, least: int, p: Fraction) -> Fraction:
+    """P[Binomial(trials, p) >= least], exactly."""
+    return sum((math.comb(trials, k) * p**k * (1 - p) ** (trials - k) for k in range(least, trials + 1)), Fraction(0))
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(1, 7), (5, 10), (99, 100), (100, 100), (3, 100)])
+@pytest.mark.parametrize("alpha", [0.001, 0.05])
+def test_confidence_bounds_against_exact_sums(successes: int, trials: int, alpha: float) -> None:
+    """The stated p is on the safe side of the exact quantile, and no further than 1e-10 from it."""
+    low = Fraction(lower_confidence(successes, trials, alpha))
+    assert tail(trials, successes, low) <= Fraction(alpha) < tail(trials, successes, low * (1 + Fraction(1, 10**10)))
+    high = Fraction(upper_confidence(successes, trials, alpha))
+    if successes < trials:
+        least = tail(trials, trials - successes, 1 - high)  # failures, as successes of 1 - p
+        assert least <= Fraction(alpha) < tail(trials, trials - successes, 1 - high * (1 - Fraction(1, 10**10)))
+
+
+def test_intervals_agree_with_known_values() -> None:
+    # R: binom.test(5, 10), binom.test(0, 10), binom.test(10, 10)
+    assert share_interval(5, 10) == pytest.approx((0.1870860, 0.8129140), abs=1e-6)
+    assert share_interval(0, 10) == pytest.approx((0.0, 0.3084971), abs=1e-6)
+    assert share_interval(10, 10) == pytest.approx((0.6915029, 1.0), abs=1e-6)
+    for wrong in ((1, 0), (3, 2), (-1, 4)):
+        with pytest.raises(DataError):
+            share_interval(*wrong)
+
+
+def test_digests_are_of_labels_and_pixels(plain: Checkpoint) -> None:
+    images = datasets.load("digits", plain.record.input, "test").select(range(12))
+    same = datasets.load("digits", plain.record.input, "test").select(range(12))
+    assert images.digest == replace(same, name="other name").digest
+    relabelled = replace(images, labels=images.labels.roll(1))
+    brighter = replace(images, fetch=lambda asked: images.fetch(asked) * 0.999)
+    fewer, turned = images.select(range(11)), images.select(range(12)[::-1])
+    assert len({images.digest, relabelled.digest, brighter.digest, fewer.digest, turned.digest}) == 5
+    assert fewer.digests.items() <= images.digests.items()
+    assert turned.digests == images.digests
+
+
+@pytest.fixture(scope="module")
+def proven(workshop: Path) -> Path:
+    return workshop / "certified.safetensors"
+
+
+@pytest.mark.parametrize("kept", [0, 100, 0.4, 0.9, 1.0], ids=lambda kept: f"{kept} of the file")
+def test_a_resumed_certify_is_an_uninterrupted_one(
+    proven: Path, tmp_path: Path, kept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte for byte; whole batches are read and not certified again."""
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    words = ("certify", proven, "--limit", 40, "--batch-size", 15)
+    expected = document(*words, "--records", whole)
+    written = whole.read_bytes()
+    parts.write_bytes(written[: int(kept * len(written)) if isinstance(kept, float) else kept])
+    complete = parts.read_bytes().count(b"\n") - 1
+    certified: list[int] = []
+    prepare = methods.prepare
+
+    def counting(*given: Any) -> Any:
+        certifier = prepare(*given)
+        batch = certifier.batch
+        certifier.batch = lambda indices, *rest: (certified.append(len(indices)), batch(indices, *rest))[1]
+        return certifier
+
+    monkeypatch.setattr(methods, "prepare", counting)
+    assert document(*words, "--records", parts, "--resume") == expected
+    assert parts.read_bytes() == written
+    assert certified == [size for size, end in zip((15, 15, 10), (15, 30, 40), strict=True) if end > complete]
+
+
+def test_records_of_another_run_are_refused_and_the_difference_is_named(
+    proven: Path, workshop: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "r.jsonl"
+    document("certify", proven, "--limit", 20, "--records", path)
+    before = path.read_bytes()
+    others = [
+        ("checkpoint", "certify", workshop / "constrained.safetensors", "--limit", 20),
+        ("dataset images is 20 there and 21 here", "certify", proven, "--limit", 21),
+        ("dataset split", "certify", proven, "--limit", 20, "--split", "val"),
+        ("command is certify there and attack here", "attack", proven, "-a", "fgsm", "--limit", 20, "--no-checks"),
+    ]
+    for named, *words in others:
+        failure = certvit(*words, "--records", path, "--resume").exception
+        assert isinstance(failure, UsageError), (words, failure)
+        assert named in failure.message
+    assert isinstance(certvit("certify", proven, "--limit", 20, "--records", path).exception, UsageError)
+    assert isinstance(certvit("certify", proven, "--resume").exception, UsageError)
+    assert path.read_bytes() == before
+    path.write_bytes(before.replace(b'"index"', b'"undex"', 1))
+    failure = certvit("certify", proven, "--limit", 20, "--records", path, "--resume").exception
+    assert isinstance(failure, DataError)
+    assert "line 2 of" in failure.message
+
+
+def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_path: Path) -> None:
+    images = datasets.load("digits", plain.record.input, "test").select(range(3))
+    run = Run.of("certify", plain.digest, images, "smoothing", norm="l2", parameters={"sigma": 0.25, "n": 100})
+    with RecordFile(tmp_path / "r.jsonl", run, images):
+        pass
+    for other, named in (
+        (replace(run, method="local"), "method is smoothing there and local here"),
+        (replace(run, parameters={"sigma": 0.5, "n": 100}), "parameters sigma is 0.25 there and 0.5 here"),
+        (replace(run, parameters={"sigma": 0.25}), "parameters n is 100 there and null here"),
+        (replace(run, norm="linf"), "norm is l2 there and linf here"),
+    ):
+        with pytest.raises(UsageError, match=named):
+            RecordFile(tmp_path / "r.jsonl", other, images, resume=True)
+
+
+def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(plain: Checkpoint, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk: writes fail, and so does closing what is buffered."""
+    images = datasets.load("digits", plain.record.input, "test").select(range(1))
+    run, path = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={}), tmp_path / "r.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    row = {"index": int(images.indices[0]), "radius": 0.5}
+
+    def fill() -> None:
+        with RecordFile(path, run, images) as file:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+            for _ in range(1000):
+                file.write([row])
+
+    try:
+        with pytest.raises(OutputError, match="cannot write"):
+            fill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.stat().st_size == 5000
+    assert RecordFile(path, run, images, resume=True).earlier > 10
+
+
+def test_the_header_says_what_was_assumed_of_the_network(workshop: Path, tmp_path: Path) -> None:
+    """It decides nothing: a file from before there was such a line is continued, and read by whoever reads records."""
+    path = tmp_path / "r.jsonl"
+    words = ("certify", workshop / "certified.safetensors", "--records", path)
+    assert certvit(*words, "--limit", 4).exit_code == 0
+    header, *rows = path.read_text().splitlines()
+    stated = json.loads(header)
+    assert stated["network"]["architecture"]["from"] == "its record"
+    assert stated["network"]["mean"]["value"] == "0.5"
+    del stated["network"]
+    path.write_text("\n".join([json.dumps(stated), *rows[:2]]) + "\n")
+    assert certvit(*words, "--limit", 4, "--resume").exit_code == 0
+    assert len(path.read_text().splitlines()) == 5
+    run, read = read_records(path, "certify")
+    assert run.checkpoint == stated["checkpoint"]
+    assert [row["index"] for row in read] == [json.loads(row)["index"] for row in rows]
+
+
+BROKEN = {
+    "nothing": b"",
+    "no header": b'{"index": 3, "label": 1}\n',
+    "another schema": b'{"schema": "certvit-records/0"}\n',
+    "a number": b"3\n",
+    "nonsense": b"\xff\xfe\n",
+    "deep": b"[" * 100_000 + b"\n",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_files_that_are_no_records(kind: str, proven: Path, tmp_path: Path) -> None:
+    """One line and exit code 6, also for a file that is not there: never a bug."""
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(BROKEN[kind])
+    for command, word in (("certify", "--attack-records"), ("attack", "--only-certified")):
+        for named in (path, tmp_path / "absent.jsonl", tmp_path):
+            failure = certvit(command, proven, word, named, "--limit", 5).exception
+            assert isinstance(failure, DataError), (command, named, failure)
+            assert str(named) in failure.message
+
+
+def test_a_figure_compares_the_images_that_both_know(
+    proven: Path, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attacked = tmp_path / "a.jsonl"
+    left = document(
+        "attack", proven, "-a", "fgsm", "-e", 0.1, "-e", 0.3, "--limit", 30, "--no-checks", "--records", attacked
+    )
+    drawn: list[tuple[Any, ...]] = []
+    draw = curve.draw_certified
+    monkeypatch.setattr(curve, "draw_certified", lambda *given: (drawn.append(given), draw(*given)))
+    words = ("certify", proven, "-e", 0.3, "--plot", tmp_path / "f.png", "--force")
+    whole, common = document(*words), document(*words, "--attack-records", attacked)
+    assert whole == common  # the figure changes nothing but itself
+    (every, nothing, *_), (some, shares, _, _, title, *_) = drawn
+    assert len(every["lipschitz: certified (proven)"]) == whole["images"] == 396
+    assert nothing == {}
+    assert len(some["lipschitz: certified (proven)"]) == 30
+    assert {radius: shares[radius] for radius in (0.1, 0.3)} == {float(r): share for r, share in left["curve"].items()}
+    assert shares[0.0] == left["clean"]
+    assert sum(radius > 0.3 for radius in some["lipschitz: certified (proven)"]) / 30 <= left["robust"]
+    assert title == "certified on digits (test), n = 30"
+    told = f"30 of these images: {100 * left['clean']:.1f} % at 0, {100 * left['curve']['0.1']:.1f} % at 0.1"
+    shown = certvit(*words, "--attack-records", attacked).stdout
+    assert told in shown
+    (clean,) = [line for line in shown.splitlines() if line.startswith("clean ")]
+    assert f"{100 * left['clean']:.1f} %" in clean
+    several = certvit(
+        *words,
+        "--method",
+        "lipschitz",
+        "--method",
+        "smoothing",
+        "--method",
+        "local",
+        "--limit",
+        2,
+        "--attack-records",
+        attacked,
+    )
+    assert "local is left out: no local certificate" in several.stderr
+    (above,) = [line for line in several.stdout.splitlines() if line.startswith("attack ")]
+    assert "measured" in above
+    other = workshop / "constrained.safetensors"
+    for refused, named in (
+        (("certify", other), "another network"),
+        (("certify", proven, "--split", "val"), "is another one than here"),
+    ):
+        failure = certvit(*refused, "--attack-records", attacked, "--plot", tmp_path / "g.png").exception
+        assert isinstance(failure, DataError)
+        assert named in failure.message
+    assert not (tmp_path / "g.png").exists()
+    document(
+        "attack", proven, "-a", "fgsm", "--norm", "linf", "--limit", 3, "--no-checks", "--records", attacked, "--force"
+    )
+    failure = certvit("certify", proven, "--attack-records", attacked, "--plot", tmp_path / "g.png").exception
+    assert isinstance(failure, DataError)
+    assert "in l2" in failure.message
+
+
+def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    found = document("certify", proven, "-e", 0.3, "-e", 0.1, "--limit", 50, "--records", path, "--min-certified", 0)
+    run, rows = read_records(path, "certify")
+    assert found["checkpoint"] == run.checkpoint == Checkpoint.read(proven).digest
+    assert found["dataset"] == run.dataset
+    assert (found["promise"], found["method"], found["failure"]) == ("proof", "lipschitz", 0.0)
+    assert found["bound"]["upper"] > 0
+    certificates = [Certificate.from_json(row) for row in rows]
+    expected = certified_accuracy(certificates, [0.1, 0.3])
+    assert found["certified"] == expected.certified
+    assert found["intervals"]["0.3"] == list(share_interval(round(50 * expected.certified["0.3"]), 50))
+    assert found["gate"] == {"passed": True, "reasons": []}
+    assert all(len(row[PIXELS]) == 16 for row in rows)
+
+
+def test_a_failed_gate_prints_one_document(proven: Path) -> None:
+    words = ("certify", proven, "-e", 0.1, "--limit", 30, "--json")
+    for gate in ("1.0@0.7", "1", "0.999@1"):
+        done = certvit(*words, "--min-certified", gate)
+        assert isinstance(done.exception, CertvitError)
+        assert done.exception.code == 7
+        (line,) = done.stdout.splitlines()
+        assert json.loads(line)["gate"]["passed"] is False
+    assert certvit(*words, "--min-certified", "0.01@0.1").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-e", "nan"],
+        ["-e", "inf"],
+        ["-e", "-1"],
+        ["--min-certified", "nan"],
+        ["--min-certified", "90"],
+        ["--min-certified", "0.5@nan"],
+        ["--min-certified", "0.5@inf"],
+        ["--min-certified", "half"],
+        ["--method", "nobody"],
+    ],
+    ids=" ".join,
+)
+def test_gates_and_radii_that_mean_nothing_are_refused(proven: Path, words: list[str]) -> None:
+    for command in ("certify", "attack") if words[0] == "-e" else ("certify",):
+        failure = certvit(command, proven, *words).exception
+        assert getattr(failure, "code", None) == 2, failure  # ours, or of the parser of options
+
+
+@pytest.mark.parametrize("share", ["nan", "90", "-0.5"])
+def test_shares_of_attack_that_mean_nothing_are_refused(proven: Path, share: str) -> None:
+    assert getattr(certvit("attack", proven, "--min-robust", share).exception, "code", None) == 2
+
+
+def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
+    for certificate in (
+        Certificate(3, 1, None, 0.0, "smoothing", 0.001, seconds=0.5),
+        Certificate(4, 1, 1, float("inf"), "lipschitz", 0.0),
+        Certificate(5, 1, 2, 0.25, "local", 0.0, rung="zonotope"),
+    ):
+        row = json.loads(json.dumps(certificate.to_json(), allow_nan=False))
+        assert Certificate.from_json(row) == certificate
+    rows = [Certificate(1, 1, None, 0.0, "smoothing", 0.001), Certificate(2, 1, 1, 0.5, "smoothing", 0.001)]
+    found = certified_accuracy(rows, [0.25, 0.5])
+    assert (found.clean, found.certified, found.abstained) == (0.5, {"0.25": 0.5, "0.5": 0.0}, 0.5)
+    assert found.failure == 0.001
+    for wrong in ({"radius": -1}, {"radius": "nan"}, {"failure": 1}, {"label": "x"}):
+        with pytest.raises(DataError):
+            Certificate.from_json({**rows[1].to_json(), **wrong})
+
+
+def test_log_says_over_how_many_images_and_which_are_not_the_same(workshop: Path, tmp_path: Path) -> None:
+    """A share beside a share of other images, or of a statement of chance, says so."""
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    document("certify", workshop / "certified.safetensors", "-e", 0.1, "-o", one)
+    document("attack", one, "-a", "fgsm", "-e", 0.3, "--limit", 20, "--no-checks", "-o", tmp_path / "both.safetensors")
+    noise = ("--method", "smoothing", "--n0", 4, "--samples", 20, "--limit", 5, "-e", 0.1)
+    document("certify", workshop / "plain.safetensors", *noise, "-o", two)
+    lines = certvit("log", tmp_path / "both.safetensors", two).stdout.splitlines()
+    (first,) = [line for line in lines if line.startswith("both")]
+    assert "n = 396" in first
+    assert any("at 0.3, n = 20" in line for line in lines)  # what rows share stands in the column's title
+    (second,) = [line for line in lines if line.startswith("two")]
+    assert "(probability 0.999)" in second
+    assert any(line.startswith("not the same images: 396 of digits (test); 20 of digits (test); 5") for line in lines)
+    alike = certvit("log", one, one).stdout
+    assert "not the same" not in alike

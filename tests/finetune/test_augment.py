@@ -1,0 +1,119 @@
+"""Training images: moved, mirrored, mixed as said; attacked within the ball, by a network that is left as it was."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.threat import Threat, image_norms
+from certcli.finetune import augment as moves
+from certcli.finetune.adversarial import Adversary
+from certcli.finetune.settings import FinetuneSettings
+from certcli.images import datasets
+from certcli.models import build
+
+
+def numbered(b: int = 6, side: int = 8) -> Tensor:
+    """Images whose every pixel names its image and place."""
+    return (torch.arange(b * side * side).view(b, 1, side, side) + 1).float()
+
+
+def test_translations_move_each_image_as_a_whole() -> None:
+    images, generator = numbered(), torch.Generator().manual_seed(0)
+    moved, seen = moves.translate(images, 2, "constant", generator), set()
+    for image, original in zip(moved, images, strict=True):
+        wide = torch.nn.functional.pad(original, (2, 2, 2, 2))
+        places = [(y, x) for y in range(5) for x in range(5) if torch.equal(image, wide[:, y : y + 8, x : x + 8])]
+        assert len(places) == 1
+        seen.add(places[0])
+    assert len(seen) > 2  # each image by its own amount
+    flipped = moves.flip(images, generator)
+    same = [torch.equal(f, i) for f, i in zip(flipped, images, strict=True)]
+    mirrored = [torch.equal(f, i.flip(2)) for f, i in zip(flipped, images, strict=True)]
+    assert [a or b for a, b in zip(same, mirrored, strict=True)] == [True] * len(images)
+    assert 0 < sum(same) < len(images)
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0)])
+def test_mixed_labels_weigh_what_the_pixels_show(mixup: float, cutmix: float) -> None:
+    images, labels = numbered(), torch.arange(6)
+    settings = FinetuneSettings(mixup=mixup, cutmix=cutmix)
+    for seed in range(20):
+        mixed, how = moves.mix(images, labels, settings, torch.Generator().manual_seed(seed))
+        assert how is not None
+        assert torch.equal(how.partners, labels.flip(0))
+        if mixup:
+            assert torch.allclose(mixed, how.weight * images + (1 - how.weight) * images.flip(0))
+        else:
+            own = (mixed == images).float().mean().item()
+            assert own == pytest.approx(how.weight, abs=1e-6)  # a count of pixels, exact but for the division
+    never = FinetuneSettings(mixup=0.5, mix_probability=0.0)
+    same, how = moves.mix(images, labels, never, torch.Generator())
+    assert how is None
+    assert torch.equal(same, images)
+
+
+@contextmanager
+def watched_hooks(model: nn.Module) -> Iterator[None]:
+    """The network is left as it was: no hook, same mode, same gradients."""
+    mode = model.training
+    yield
+    assert model.training is mode
+    assert not any(module._forward_hooks or module._backward_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["fgsm", "pgd", "trades"])
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize("masks", [{}, {"ard": 0.7, "prm": 0.5}], ids=["", "masked"])
+def test_attacked_images_stay_in_the_ball_and_cost_more(kind: str, norm: str, masks: dict, plain: Checkpoint) -> None:
+    radius = 0.5 if norm == "l2" else 0.1
+    settings = FinetuneSettings(
+        loss="ce", adversarial=kind, attack_norm=norm, attack_epsilon=radius, attack_steps=5, **masks
+    )
+    model = build.load(plain).train()
+    images, labels = datasets.load("digits", plain.record.input, "train").limit(60).tensors()
+    adversary = Adversary(model, settings, torch.Generator().manual_seed(0))
+
+    def error(logits: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+    with watched_hooks(model):
+        found = adversary.attack(model, images, error, 0.0)
+    threat = Threat(norm, radius)  # type: ignore[arg-type]
+    # a step in float32 may pass the radius by its rounding
+    assert float(image_norms(found - images, threat.norm).max()) <= radius * (1 + 1e-5)
+    assert float(found.min()) >= 0
+    assert float(found.max()) <= 1
+    with torch.no_grad():
+        assert float(error(model(found))) > float(error(model(images)))
+
+
+def test_ard_drops_attention_gradients_and_prm_perturbations(plain: Checkpoint) -> None:
+    torch.manual_seed(0)
+    images = torch.rand(3, 1, 8, 8)
+    common = {"loss": "ce", "adversarial": "pgd", "mask_decay": 0.5, "attack_norm": "l2", "attack_steps": 3}
+    adversary = Adversary(build.load(plain), FinetuneSettings(**common, ard=1.0), torch.Generator())  # type: ignore[arg-type]
+    net = adversary.model.net
+    pixels = images.clone().requires_grad_(True)
+    with adversary._attention_dropped(1.0):
+        adversary.model(pixels).square().sum().backward()
+    dropped = pixels.grad
+    with torch.no_grad():
+        whole = adversary.model(images)
+    for block in net.blocks:
+        block.attn.register_forward_hook(lambda module, args, out: out.detach())
+    pixels.grad = None
+    adversary.model(pixels).square().sum().backward()
+    assert torch.equal(dropped, pixels.grad)
+    assert torch.equal(adversary.model(images), whole)  # values pass on, gradients do not
+    assert [adversary.share_left(share) for share in (0.0, 0.25, 0.5, 0.9)] == [1.0, 0.5, 0.0, 0.0]
+    masking = Adversary(build.load(plain), FinetuneSettings(**common, prm=1.0), torch.Generator())  # type: ignore[arg-type]
+    assert torch.equal(masking._masked(images + 0.1, images, 1.0), images)
+    assert torch.equal(masking._masked(images + 0.1, images, 0.0), images + 0.1)
+    half = masking._masked(images + 0.1, images, 0.5) != images
+    patches = half.view(3, 2, 4, 2, 4).transpose(2, 3).flatten(3).float().mean(3)
+    assert set(patches.flatten().tolist()) == {0.0, 1.0}  # whole patches

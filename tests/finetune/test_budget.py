@@ -1,0 +1,234 @@
+"""A time budget becomes a number of steps that fit; the command keeps the best and the last, and survives a full disk."""
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import certcli.checkpoint.file
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.finetune import run as training
+from certcli.cli.main import app
+from certcli.finetune.budget import (
+    EVALUATION_SHARE,
+    FEWEST_VALIDATION_IMAGES,
+    MARGIN,
+    Costs,
+    affordable_steps,
+    measure_steps,
+    parse_duration,
+)
+from certcli.finetune.loop import Trainer
+from certcli.finetune.settings import FinetuneSettings
+from certcli.finetune.step import Diverged
+from certcli.images import datasets
+from certcli.models import build
+from certcli.system.errors import DataError, OutputError, UsageError
+
+LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Path:
+    """A small untrained network in a file of its own folder."""
+    spec = build.spec_of(build.create("certvit_lip_digits", LIPSCHITZ, initialise=False))
+    path = tmp_path / "start.safetensors"
+    build.initialise("certvit_lip_digits", LIPSCHITZ, spec, 10, 0).write(path)
+    return path
+
+
+def finetune(*words: object, fails: type[Exception] | None = None) -> Any:
+    """The records of a run, or the error it ended with."""
+    common = ["finetune", *words, "--dataset", "digits", "--loss", "ce", "--limit", 64, "--batch-size", 16, "--json"]
+    outcome = CliRunner().invoke(app, [str(word) for word in common])
+    if fails is not None:
+        assert isinstance(outcome.exception, fails), outcome.exception
+        return outcome.exception
+    assert outcome.exit_code == 0, (outcome.output, outcome.exception)
+    return [json.loads(line) for line in outcome.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400), (" 2M ", 120)])
+def test_lengths_of_time(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "10 minutes", "-5m", "0", "1d", "nan"])
+def test_what_is_no_length_of_time(text: str) -> None:
+    with pytest.raises(UsageError, match="length of time"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize("available", [1.0, 10.0, 60.0, 600.0, 86400.0])
+@pytest.mark.parametrize("step", [0.001, 0.1, 3.0])
+@pytest.mark.parametrize("image", [1e-6, 1e-2])
+@pytest.mark.parametrize("validation", [100, 50_000])
+def test_a_plan_fits_its_time_and_wastes_little(available: float, step: float, image: float, validation: int) -> None:
+    costs, batches = Costs(step, image, 0.05, 0.2, 2 * image), 37
+    made = affordable_steps(available, costs, batches, validation)
+    images = made.validation_limit or validation
+
+    def seconds(steps: int) -> float:
+        return steps * step + -(-steps // batches) * (images * image + 0.05) + images * 2 * image + 0.2
+
+    assert images == validation or FEWEST_VALIDATION_IMAGES <= images < validation
+    assert made.steps == 1 or seconds(made.steps) <= available * MARGIN
+    # one step more would not fit (to rounding), or would begin an epoch that has no time for its validation
+    full = seconds(made.steps + 1) > available * MARGIN * (1 - 1e-9)
+    assert full or made.steps == 1 or made.steps % batches == 0
+    if images > FEWEST_VALIDATION_IMAGES and made.steps > batches:
+        begun = made.steps // batches + 1
+        assert begun * images * image <= EVALUATION_SHARE * available + images * image
+
+
+def test_measuring_a_run_leaves_it_as_it_was(start: Path) -> None:
+    checkpoint = Checkpoint.read(start)
+    sets = [datasets.load("digits", checkpoint.record.input, split).limit(64) for split in ("train", "val")]
+    settings = FinetuneSettings(optimiser="stiefel", lr=0.01, epochs=2, batch_size=16, ema=0.5, augment=("crop",))
+    ends = []
+    for measured in (False, True):
+        run = Trainer(build.load(checkpoint, writable=True), settings, 10, "x")
+        if measured:
+            run.plan(*sets, budget=0.01, around=Costs(0, 0, 0, 0, 0))
+            assert run.settings.steps is not None
+            run.settings = settings
+        list(run.run(*sets))
+        ends.append(run.last_net())
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_measuring_counts_steps_after_a_warm_up() -> None:
+    calls: list[None] = []
+    assert measure_steps(lambda: calls.append(None), 0.0) >= 0
+    assert len(calls) == 2 + 5
+
+
+def test_the_lineage_holds_the_steps_and_they_repeat_the_run(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "LONGEST_START", 0.0)  # the test's process is older than the command
+    folder = start.parent
+    planned = finetune(start, "--time-budget", "1s", "-o", folder / "a.safetensors")
+    made = Checkpoint.read(folder / "a.safetensors")
+    parameters = made.record.lineage[-1].parameters
+    assert parameters["time_budget"] == "1s"
+    assert parameters["steps"] == planned[-1]["steps"] >= 1
+    words = ["--validation-limit", parameters["validation_limit"]] if "validation_limit" in parameters else []
+    finetune(start, "--steps", parameters["steps"], *words, "-o", folder / "b.safetensors")
+    assert Checkpoint.read(folder / "b.safetensors").digest == made.digest
+
+
+def test_a_run_that_is_gone_on_with_keeps_to_its_plan(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped before its first epoch ended, hours later on a busier machine: the plan is in the state already."""
+    monkeypatch.setattr(training, "LONGEST_START", 0.0)
+    out = start.parent / "o.safetensors"
+    words = [start, "--time-budget", "1s", "-o", out]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run", lambda self, *sets: (_ for _ in ()).throw(OSError("power cut")))
+        finetune(*words, fails=OSError)
+    state, _ = certcli.checkpoint.file.read_tensors(start.parent / "o.state.safetensors")
+    assert state
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "plan", lambda *arguments, **named: pytest.fail("planned twice"))
+        records = finetune(*words, "--resume")
+    assert records[-1]["steps"] == Checkpoint.read(out).record.lineage[-1].parameters["steps"]
+    finetune(start, "--time-budget", "1s", "--steps", 3, fails=UsageError)
+
+
+def test_a_fraction_of_an_epoch(start: Path) -> None:
+    records = finetune(start, "--steps", 3)
+    assert [record["step"] for record in records[:-1]] == [3]
+    assert records[-1]["steps"] == 3
+
+
+def test_the_best_and_the_last_are_both_kept(start: Path) -> None:
+    """A learning rate that ruins the second epoch makes the first one best."""
+    folder = start.parent
+    out, last = folder / "o.safetensors", folder / "o.last.safetensors"
+    records = finetune(start, "--optimiser", "sgd", "--lr", 3, "--clip-grad", 1, "--epochs", 12, "-o", out)
+    scores = [record["clean"] for record in records[:-1]]
+    assert scores[-1] < max(scores), "choose a setting in which the last epoch is not the best"
+    assert records[-1]["last"] == str(last)
+    assert records[-1]["epoch"] == len(scores) - scores[::-1].index(max(scores))
+    assert Checkpoint.read(out).digest != Checkpoint.read(last).digest
+    assert Checkpoint.read(out).record.evidence
+    assert not Checkpoint.read(last).record.evidence
+    out.unlink()
+    assert "last" in str(finetune(start, "-o", out, "--epochs", 1, fails=UsageError))  # it is in the way
+    assert "last" not in finetune(start, "-o", out, "--epochs", 1, "--force")[-1]
+    assert not last.exists()  # it belonged to the run that was replaced
+
+
+class FullDisk:
+    """Writing fails with ENOSPC while `full`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+        self.left, self.save = allowed, certcli.checkpoint.file.save_file
+        monkeypatch.setattr(certcli.checkpoint.file, "save_file", self)
+
+    def __call__(self, *arguments: Any) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.save(*arguments)
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_a_full_disk_leaves_nothing_half_written_and_loses_nothing(
+    start: Path, allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = start.parent
+    words = [start, "--epochs", 2, "-o", folder / "o.safetensors"]
+    with monkeypatch.context() as patch:
+        disk = FullDisk(patch, allowed)
+        failure = finetune(*words, fails=OutputError)
+        assert disk.left < 0
+    assert failure.code == 8
+    assert "full" in failure.message
+    state = folder / "o.state.safetensors"
+    assert state.exists() is (allowed > 0)
+    assert ("--resume" in failure.hint) is (allowed > 0)
+    assert set(folder.iterdir()) <= {start, state}
+    finetune(*words, "--resume")  # there is room again
+    again = folder / "again.safetensors"
+    finetune(start, "--epochs", 2, "-o", again)
+    assert (folder / "o.safetensors").read_bytes() == again.read_bytes()
+
+
+def test_a_run_that_diverges_writes_the_best_weights_before_it(start: Path) -> None:
+    """The learning rate rises to 100 over the whole run: the first epoch is sound, a later one is not."""
+    out = start.parent / "o.safetensors"
+    wild = ["--optimiser", "sgd", "--lr", 100, "--warmup", 1, "--epochs", 10, "-o", out]
+    failure = finetune(start, *wild, fails=Diverged)
+    assert failure.code == 1
+    assert "at step" in failure.message
+    assert "--lr" in failure.hint
+    kept = Checkpoint.read(out)  # which refuses NaN
+    assert kept.record.evidence[-1].digest == kept.digest
+    assert set(start.parent.iterdir()) == {start, out}
+
+
+def test_an_empty_class_folder(start: Path) -> None:
+    from PIL import Image
+
+    root = start.parent / "images"
+    for name in range(10):
+        (root / str(name)).mkdir(parents=True)
+        if name != 7:
+            Image.new("L", (8, 8), 20 * name).save(root / str(name) / "0.png")
+    words = ["finetune", str(start), "--dataset", str(root), "--loss", "ce"]
+    failure = CliRunner().invoke(app, words).exception
+    assert isinstance(failure, DataError)
+    assert "7" in failure.message
+
+
+def test_teachers_are_named_by_digest_and_must_know_the_classes(start: Path) -> None:
+    folder = start.parent
+    finetune(start, "--epochs", 1, "-o", folder / "teacher.safetensors")
+    out = folder / "o.safetensors"
+    finetune(start, "--epochs", 1, "--teacher", folder / "teacher.safetensors", "-o", out)
+    parameters = Checkpoint.read(out).record.lineage[-1].parameters
+    assert parameters["teacher"] == Checkpoint.read(folder / "teacher.safetensors").digest
+    assert parameters["distill_weight"] == 0.5

@@ -1,0 +1,174 @@
+"""Laws over the table of losses: finite, monotone in the radius, blind to the order of classes, exact in the easy cases."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from certcli.finetune.losses import CHAIN, LOSSES, NEEDS_BOUND
+from certcli.finetune.losses.published import EMMA_FLOOR, HINGE_WEIGHT, TRADES_WEIGHT
+from certcli.finetune.losses.worst_case import LINEAR_UP_TO, shifted
+from certcli.system.errors import NoBoundError, UsageError
+
+CERTIFIED = sorted(NEEDS_BOUND | CHAIN)
+K = 7
+
+
+def loaded(name: str) -> Callable[..., Tensor]:
+    """The loss as a function of pair constants; those that take slopes of single images take the label's rows."""
+    loss = LOSSES.load(name)
+    if name not in CHAIN:
+        return loss
+    return lambda logits, labels, pairs, epsilon, smoothing: loss(logits, labels, pairs[labels], epsilon, smoothing)
+
+
+def batch(scale: float = 3.0, count: int = 40, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits right about half of the time, labels, and pair constants of a head."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, K, (count,), generator=generator)
+    logits = scale * (torch.randn(count, K, generator=generator) + 2 * functional.one_hot(labels, K))
+    head = torch.randn(K, 5, generator=generator)
+    return logits.to(dtype), labels, torch.cdist(head, head).to(dtype).fill_diagonal_(0.0)
+
+
+@pytest.mark.parametrize("name", CERTIFIED)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_larger_radius_never_lowers_the_loss(name: str, smoothing: float) -> None:
+    if smoothing and name in ("lmt", "emma", *CHAIN):
+        pytest.skip("smoothed targets ask the worst case for probability in the other classes")
+    logits, labels, pairs = batch()
+    loss = loaded(name)
+    values = [float(loss(logits, labels, pairs, radius, smoothing)) for radius in (0, 0.01, 0.1, 0.5, 1, 5, 1e4, 1e9)]
+    for before, after in pairwise(values):
+        assert after >= before - 1e-12 * abs(before)  # rounding of float64
+    assert values[4] > values[0]
+
+
+@pytest.mark.parametrize("name", CERTIFIED)
+@pytest.mark.parametrize("gain", [30.0, 1e3])
+def test_a_bound_that_is_far_too_large_has_a_way_down(name: str, gain: float) -> None:
+    """Certified training begins there after `constrain`: a flat loss would leave every image uncertified for good."""
+    logits, labels, pairs = batch()
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    value = loaded(name)(logits, labels, scale * gain * pairs / pairs.max(), 1.0, 0.0)
+    (slope,) = torch.autograd.grad(value, scale)
+    assert float(slope) > 0.01  # a flat one has 1e-9 of it at 30, and none beyond
+
+
+@pytest.mark.parametrize("name", ["lmt", "emma", "trades", *sorted(CHAIN)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_at_radius_zero_only_cross_entropy_is_left(name: str, smoothing: float) -> None:
+    logits, labels, pairs = batch()
+    expected = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+    # float64, sums of seven exponentials
+    assert math.isclose(float(loaded(name)(logits, labels, pairs, 0.0, smoothing)), float(expected), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES.names())
+def test_the_order_of_classes_does_not_matter(name: str) -> None:
+    logits, labels, pairs = batch()
+    order = torch.randperm(K, generator=torch.Generator().manual_seed(3))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(K)
+    loss = loaded(name)
+    plain = float(loss(logits, labels, pairs, 0.3, 0.1))
+    moved = float(loss(logits[:, order], place[labels], pairs[order][:, order], 0.3, 0.1))
+    assert math.isclose(plain, moved, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES.names())
+def test_float32_agrees_with_float64_and_half_precision_is_widened(name: str) -> None:
+    loss = loaded(name)
+    logits, labels, pairs = batch(dtype=torch.float32)
+    single, double = loss(logits, labels, pairs, 0.3, 0.0), loss(logits.double(), labels, pairs.double(), 0.3, 0.0)
+    assert single.dtype == torch.float32
+    assert double.dtype == torch.float64
+    assert math.isclose(float(single), float(double), rel_tol=1e-5)  # float32 has 1.2e-7, 280 terms
+    if name in CERTIFIED:
+        rounded = logits.bfloat16()
+        assert torch.equal(loss(rounded, labels, pairs, 0.3, 0.0), loss(rounded.float(), labels, pairs, 0.3, 0.0))
+
+
+@pytest.mark.parametrize("name", LOSSES.names())
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("slope", [0.0, 1e-9, 1.0, 1e9, 1e40, 1e300])
+def test_losses_and_their_gradients_are_finite(name: str, scale: float, slope: float) -> None:
+    logits, labels, pairs = batch(scale, dtype=torch.float32)
+    logits.requires_grad_(True)
+    pairs = (slope * pairs.double()).requires_grad_(True)
+    value = loaded(name)(logits, labels, pairs, 1.5, 0.1)
+    assert torch.isfinite(value)
+    value.backward()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    if name in CERTIFIED:
+        assert pairs.grad is not None
+        assert torch.isfinite(pairs.grad).all()
+
+
+@pytest.mark.parametrize("name", LOSSES.names())
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    logits, labels, pairs = batch(count=6)
+    loss = loaded(name)
+    if name == "emma":
+        return  # its caps are detached on purpose: see the next test
+    inputs = (logits.requires_grad_(True), pairs.requires_grad_(name in CERTIFIED))
+    assert torch.autograd.gradcheck(lambda z, k: loss(z, labels, k, 0.2, 0.1), inputs)
+
+
+def test_emma_asks_every_pair_for_what_it_has_reached() -> None:
+    logits = torch.tensor([[5.0, 4.0, 0.0, 6.0]], dtype=torch.float64)
+    pairs = torch.ones(4, 4, dtype=torch.float64) - torch.eye(4, dtype=torch.float64)
+    # radius 2: class 1 has a gap of 1, class 2 one of 5 (capped at 2), class 3 is ahead: the floor
+    worst = torch.tensor([[5.0, 5.0, 2.0, 6.0 + 2 * EMMA_FLOOR]], dtype=torch.float64)
+    expected = functional.cross_entropy(worst, torch.tensor([0]))
+    assert math.isclose(float(LOSSES.load("emma")(logits, torch.tensor([0]), pairs, 2.0, 0.0)), float(expected))
+
+
+def test_gloro_prefers_its_extra_class_exactly_where_nothing_is_certified() -> None:
+    """With a large scale cross entropy is 0 or large: below log 2 only where the label wins all k + 1 classes."""
+    logits, labels, pairs = batch(count=200)
+    radius = 0.4
+    loss = LOSSES.load("gloro")
+    margin = logits.gather(1, labels.unsqueeze(1)) - logits - radius * pairs[labels]
+    certified = margin.scatter(1, labels.unsqueeze(1), math.inf).amin(dim=1) > 0
+    assert 10 < int(certified.sum()) < 190
+    for index in range(200):
+        value = float(loss(1e3 * logits[index : index + 1], labels[index : index + 1], 1e3 * pairs, radius, 0.0))
+        assert (value < math.log(2)) == bool(certified[index])
+
+
+def test_hinge_kr_and_trades_by_hand() -> None:
+    logits, labels = torch.tensor([[3.0, 1.0, 0.0]], dtype=torch.float64), torch.tensor([0])
+    pairs = torch.tensor([[0.0, 2.0, 2.0], [2.0, 0.0, 2.0], [2.0, 2.0, 0.0]], dtype=torch.float64)
+    # radii 1 and 1.5; a radius of 1.25 asks the first for 0.25
+    expected = (HINGE_WEIGHT * 0.25 - 1.0 - 1.5) / 2
+    assert math.isclose(float(LOSSES.load("hinge-kr")(logits, labels, pairs, 1.25, 0.0)), expected)
+    p, q = logits.softmax(1), torch.tensor([[3.0, 2.0, 1.0]], dtype=torch.float64).softmax(1)
+    divergence = float((p * (p / q).log()).sum())
+    expected = float(functional.cross_entropy(logits, labels)) + TRADES_WEIGHT * divergence
+    assert math.isclose(float(LOSSES.load("trades")(logits, labels, pairs, 0.5, 0.0)), expected)
+
+
+def test_huge_gains_keep_their_order_and_their_slope() -> None:
+    gain = torch.logspace(-5, 300, 62, dtype=torch.float64, requires_grad=True)
+    moved = shifted(torch.zeros(62, dtype=torch.float64), gain)
+    assert bool((moved.diff() > 0).all())
+    assert torch.equal(moved[gain <= LINEAR_UP_TO], gain[gain <= LINEAR_UP_TO])
+    moved.sum().backward()
+    assert gain.grad is not None
+    assert bool((gain.grad > 0).all())
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_BOUND))
+def test_no_constants_or_no_finite_ones_are_refused(name: str) -> None:
+    logits, labels, pairs = batch()
+    with pytest.raises(UsageError, match="bound"):
+        LOSSES.load(name)(logits, labels, None, 0.1, 0.0)
+    for wrong in (math.inf, math.nan):
+        with pytest.raises(NoBoundError, match="beyond float64"):
+            LOSSES.load(name)(logits, labels, pairs.index_fill(0, torch.tensor([0]), wrong), 0.1, 0.0)

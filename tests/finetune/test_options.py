@@ -1,0 +1,308 @@
+"""Each option of training does what its source says, changes the run, and is gone on with bit for bit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from certcli.checkpoint.file import Checkpoint
+from certcli.finetune.ema import Average
+from certcli.finetune.loop import Trainer
+from certcli.finetune.sam import climbed
+from certcli.finetune.settings import FinetuneSettings
+from certcli.finetune.state import load_state, save_state
+from certcli.finetune.step import Diverged
+from certcli.finetune.stiefel import polar_factor
+from certcli.images import datasets
+from certcli.models import build
+from certcli.system.errors import ArchitectureError, DataError, UsageError
+
+LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
+
+
+def initialised(arch: str, arguments: dict, seed: int = 0) -> Checkpoint:
+    net = build.create(arch, arguments, initialise=False)
+    spec = build.spec_of(net, size=build.input_size_of(net))
+    return build.initialise(arch, arguments, spec, build.classes_of(net), seed)
+
+
+@pytest.fixture(scope="module")
+def lipschitz() -> Checkpoint:
+    return initialised("certvit_lip_digits", LIPSCHITZ)
+
+
+def trainer(checkpoint: Checkpoint, teacher: bool = False, **options: object) -> Trainer:
+    plain = {"loss": "ce", "epochs": 2, "batch_size": 32, "lr": 0.01}
+    settings = FinetuneSettings(**{**plain, **options})  # type: ignore[arg-type]
+    taught = None
+    if teacher:
+        taught = build.load(initialised(checkpoint.record.arch, dict(checkpoint.record.arch_args), seed=1))
+    return Trainer(build.load(checkpoint, writable=True), settings, 10, "test", taught)
+
+
+@pytest.fixture(scope="module")
+def sets(lipschitz: Checkpoint) -> tuple[datasets.Images, datasets.Images]:
+    spec = lipschitz.record.input
+    return datasets.load("digits", spec, "train").limit(96), datasets.load("digits", spec, "val").limit(40)
+
+
+MASKED = {"attack_norm": "l2", "attack_epsilon": 0.5, "attack_steps": 2, "ard": 1.0, "prm": 0.5}
+MIXED = {"augment": ("shift",), "mixup": 0.5, "cutmix": 0.5, "teacher": True, "accumulate": 2}
+
+OPTIONS: dict[str, dict] = {
+    "msvp": {"msvp": (0.1, 0.1, 0.1)},
+    "projection on a ball": {"project": "ball", "project_radius": 0.7},
+    "spectral projection": {"project": "spectral", "project_radius": 0.7},
+    "sam": {"sam": 0.1},
+    "adaptive sam": {"sam": 0.5, "adaptive_sam": True},
+    "average": {"ema": 0.9},
+    "augmentation": {"augment": ("crop", "flip", "shift")},
+    "mixup": {"mixup": 0.8},
+    "cutmix": {"cutmix": 1.0, "mix_probability": 0.9},
+    "teacher": {"teacher": True, "distill_weight": 0.7},
+    "accumulation": {"accumulate": 2},
+    "bfloat16": {"precision": "bf16"},
+    "fgsm": {"adversarial": "fgsm", "attack_epsilon": 0.1},
+    "pgd with ARD and PRM": {"adversarial": "pgd", **MASKED},
+    "trades": {"adversarial": "trades", "attack_epsilon": 0.1, "attack_steps": 2},
+    "clipping": {"clip_grad": 0.1},
+    "steps": {"schedule": "steps", "steps": 5},
+    "dropout": {},
+    "everything": {"adversarial": "pgd", "msvp": (0.1, 0.0, 0.1), "sam": 0.1, "ema": 0.9, **MIXED, **MASKED},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_changes_the_run_and_resumes_bit_for_bit(
+    name: str, tiny: Checkpoint, sets: tuple[datasets.Images, datasets.Images], tmp_path: Path
+) -> None:
+    options, plain_run = OPTIONS[name], trainer(tiny)
+    if name == "dropout":
+        tiny = initialised("certvit_vit_digits", {**tiny.record.arch_args, "proj_drop_rate": 0.2})
+    list(plain_run.run(*sets))
+    whole = trainer(tiny, **options)
+    records = list(whole.run(*sets))
+    assert any(not torch.equal(value, whole.last_net()[key]) for key, value in plain_run.last_net().items())
+    first = trainer(tiny, **options)
+    assert next(first.run(*sets)) != records[1]
+    save_state(tmp_path / "s.safetensors", first.state())
+    second = trainer(tiny, **options)
+    second.restore(load_state(tmp_path / "s.safetensors", "test"))
+    rest = list(second.run(*sets))
+    assert [record.loss for record in rest] == [record.loss for record in records[1:]]
+    for key, value in whole.last_net().items():
+        assert torch.equal(value, second.last_net()[key]), key
+
+
+@pytest.mark.parametrize("options", [{"sam": 0.1}, {"ema": 0.9}, {"accumulate": 3, "ema": 0.5}], ids=str)
+def test_options_beside_a_bound_and_orthogonal_matrices(
+    options: dict, lipschitz: Checkpoint, sets: tuple[datasets.Images, datasets.Images], tmp_path: Path
+) -> None:
+    common = {"loss": "margin", "optimiser": "stiefel", "epochs": 2, **options}
+    whole = trainer(lipschitz, **common)
+    records = list(whole.run(*sets))
+    for weight in orthogonal_of(whole):
+        size = torch.linalg.matrix_norm(weight.flatten(1).double(), 2)
+        assert abs(float(size) - 1) < 1e-5  # float32 retraction: the estimate takes this norm for 1
+    first = trainer(lipschitz, **common)
+    next(first.run(*sets))
+    save_state(tmp_path / "s.safetensors", first.state())
+    second = trainer(lipschitz, **common)
+    second.restore(load_state(tmp_path / "s.safetensors", "test"))
+    assert next(second.run(*sets)).loss == records[1].loss
+    assert whole.last_net().keys() == second.last_net().keys()
+    for key, value in whole.last_net().items():
+        assert torch.equal(value, second.last_net()[key]), key
+
+
+def orthogonal_of(run: Trainer) -> list[Tensor]:
+    held = set(map(id, run.orthogonal))
+    names = [name for name, parameter in run.model.net.named_parameters() if id(parameter) in held]
+    return [run.last_net()[name] for name in names]
+
+
+def test_accumulated_batches_have_the_gradient_of_one_large_batch(
+    lipschitz: Checkpoint, sets: tuple[datasets.Images, datasets.Images]
+) -> None:
+    gradients = []
+    for shape in ({"batch_size": 96}, {"batch_size": 32, "accumulate": 3}):
+        run = trainer(lipschitz, loss="margin", optimiser="sgd", epochs=1, **shape)
+        list(run.run(*sets))
+        gradients.append([p.grad for p in run.model.net.parameters()])
+    for one, three in zip(*gradients, strict=True):
+        assert torch.allclose(one, three, rtol=1e-4, atol=1e-6)  # sums of 96 float32 terms in two orders
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_scaled_gradients_make_the_same_steps(
+    accumulate: int, lipschitz: Checkpoint, sets: tuple[datasets.Images, datasets.Images]
+) -> None:
+    """fp16's scale is a power of two: in float32, where nothing overflows, it changes no bit of any step."""
+    ends = []
+    for scaled in (False, True):
+        run = trainer(lipschitz, loss="margin", optimiser="stiefel", epochs=1, clip_grad=1.0, accumulate=accumulate)
+        if scaled:
+            run.descent.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        list(run.run(*sets))
+        ends.append(run.last_net())
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    saved = run.descent.state()["scaler"]
+    run.descent.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    run.descent.load({"scaler": saved})
+    assert run.descent.scaler.state_dict()["scale"] == 2.0**12
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+def test_precisions_on_a_gpu(
+    precision: str, lipschitz: Checkpoint, sets: tuple[datasets.Images, datasets.Images]
+) -> None:
+    settings = FinetuneSettings(optimiser="stiefel", epochs=3, batch_size=32, lr=0.01, precision=precision)
+    run = Trainer(build.load(lipschitz, "cuda", writable=True), settings, 10, "test")
+    records = list(run.run(*sets))
+    assert records[-1].loss < records[0].loss
+    run.restore(run.state())
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_sam_climbs_by_rho_and_comes_back_exactly(adaptive: bool) -> None:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2))]
+    (weights[0].square().sum() + weights[1].sum()).backward()
+    before = [w.detach().clone() for w in weights]
+    with climbed(weights, 0.3, adaptive):
+        moves = [w.detach() - b for w, b in zip(weights, before, strict=True)]
+    assert all(torch.equal(w, b) for w, b in zip(weights, before, strict=True))
+    assert float(moves[2].norm()) == 0  # no gradient, no move
+    # the length is measured relative to each weight's size where that is asked for
+    relative = [m / b if adaptive else m for m, b in zip(moves, before, strict=True)]
+    assert torch.allclose(torch.cat([m.flatten() for m in relative]).norm(), torch.tensor(0.3), rtol=1e-5)
+    assert all(float((m * w.grad).sum()) > 0 for m, w in zip(moves[:2], weights[:2], strict=True))
+
+
+def test_the_average_is_the_formula_and_is_retracted_in_use_only() -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(6, 6, bias=False)
+    first, second = polar_factor(torch.randn(6, 6)), polar_factor(torch.randn(6, 6))
+    with torch.no_grad():
+        net.weight.copy_(first)
+    average = Average(net, 0.5)
+    with torch.no_grad():
+        net.weight.copy_(second)
+    average.update(net)
+    decay = min(0.5, 2 / 11)
+    assert torch.allclose(average.weights["weight"], decay * first + (1 - decay) * second, atol=1e-6)
+    stored = average.weights["weight"].clone()
+    with average.applied(net, [net.weight]):
+        assert torch.allclose(net.weight @ net.weight.T, torch.eye(6), atol=1e-5)  # float32 Newton-Schulz
+    assert torch.equal(net.weight, second)
+    assert torch.equal(average.weights["weight"], stored)
+
+
+def test_a_teacher_with_the_same_answers_adds_nothing(
+    tiny: Checkpoint, sets: tuple[datasets.Images, datasets.Images]
+) -> None:
+    run = trainer(tiny, lr=1e-12, epochs=1)
+    run.objective.teacher = build.load(tiny)
+    batch = run.objective.prepare(sets[0], torch.arange(32), 0.0)
+    alone = float(run.objective.value(batch, lambda: None, 0.5).detach())
+    run.objective.settings = FinetuneSettings(loss="ce", distill_weight=1.0)
+    assert abs(float(run.objective.value(batch, lambda: None, 0.5).detach())) < 1e-5  # KL of equal answers, float32
+    assert alone > 1
+
+
+def test_teachers_of_another_task_are_refused(tiny: Checkpoint) -> None:
+    other = initialised("certvit_vit_digits", {**tiny.record.arch_args, "num_classes": 7})
+    larger = initialised("certvit_vit_digits", {**tiny.record.arch_args, "img_size": 16})
+    for checkpoint, match in ((other, "7 classes"), (larger, "1x16x16")):
+        with pytest.raises(ArchitectureError, match=match):
+            Trainer(build.load(tiny, writable=True), FinetuneSettings(loss="ce"), 10, "x", build.load(checkpoint))
+
+
+def test_checkpointing_gives_the_same_gradients(
+    tiny: Checkpoint, sets: tuple[datasets.Images, datasets.Images]
+) -> None:
+    nets = []
+    for checkpointing in (False, True):
+        run = trainer(tiny, epochs=1, checkpointing=checkpointing)
+        list(run.run(*sets))
+        nets.append(run.last_net())
+    assert all(torch.equal(nets[0][key], nets[1][key]) for key in nets[0])
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "match"),
+    [
+        ("certvit_lip_digits", {"checkpointing": True}, "set_grad_checkpointing"),
+        ("certvit_lip_digits", {"adversarial": "pgd", "ard": 0.5}, "attn"),
+        ("certvit_lip_digits", {"adversarial": "pgd", "prm": 0.5}, "patch embedding"),
+        ("certvit_lip_digits", {"precision": "fp16"}, "CUDA"),
+    ],
+)
+def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        trainer(initialised(arch, LIPSCHITZ), **options)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"augment": ("rotate",)},
+        {"project": "cube"},
+        {"project": "ball", "optimiser": "stiefel"},
+        {"precision": "fp16", "sam": 0.1},
+        {"precision": "fp8"},
+        {"ard": 0.5},
+        {"adversarial": "pgd", "noise": 0.1},
+        {"adversarial": "pgd", "attack_norm": "l1"},
+        {"adaptive_sam": True},
+        {"ema": 1.0},
+        {"msvp": (1.0, -1.0, 0.0)},
+        {"accumulate": 0},
+        {"schedule": "linear"},
+        {"steps": 0},
+        {"mixup": -1.0},
+    ],
+    ids=str,
+)
+def test_options_out_of_range_or_against_each_other(wrong: dict) -> None:
+    with pytest.raises(UsageError):
+        FinetuneSettings(**wrong)
+
+
+def test_the_lineage_names_what_is_on() -> None:
+    off = FinetuneSettings().parameters()
+    assert not {"sam", "adversarial", "attack_epsilon", "steps", "seed", "mix_probability", "teacher"} & off.keys()
+    on = FinetuneSettings(loss="ce", adversarial="pgd", mixup=0.5, steps=7).parameters()
+    assert {"adversarial", "attack_epsilon", "ard", "mixup", "mix_probability", "steps"} <= on.keys()
+    assert "epochs" not in on
+
+
+def test_labels_outside_the_classes(tiny: Checkpoint, sets: tuple[datasets.Images, datasets.Images]) -> None:
+    for wrong, named in ((10, "label 10"), (-1, "label -1")):
+        labels = sets[0].labels.clone()
+        labels[3] = wrong
+        with pytest.raises(DataError, match=named):
+            list(trainer(tiny).run(replace(sets[0], labels=labels), sets[1]))
+
+
+def test_weights_that_become_nan_are_never_kept(
+    tiny: Checkpoint, sets: tuple[datasets.Images, datasets.Images]
+) -> None:
+    """The loss of the last step may be finite and its gradient not: the epoch's weights are looked at before they count."""
+    run = trainer(tiny, epochs=1)
+    step = run.descent.step
+
+    def spoiled(*arguments: object) -> float:
+        loss = step(*arguments)  # type: ignore[arg-type]
+        with torch.no_grad():
+            next(run.model.net.parameters()).fill_(torch.nan)
+        return loss
+
+    run.descent.step = spoiled  # type: ignore[method-assign, assignment]
+    with pytest.raises(Diverged, match="became NaN"):
+        list(run.run(sets[0].limit(32), sets[1]))
+    assert all(bool(torch.isfinite(value).all()) for value in run.best_net.values())

@@ -1,0 +1,248 @@
+"""MSVP against singular values by SVD, on every layout of attention; projections against the norm that is proven."""
+
+import math
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from certcli.finetune.penalties import SpectralPenalty
+from certcli.finetune.projections import WeightProjection
+from certcli.lipschitz.numerics.convolution import conv_norm
+from certcli.nn.l2_attention import L2Attention
+from certcli.system.errors import ArchitectureError, UsageError
+
+LAMBDAS = (0.5, 2.0, 3.0)
+
+
+def plain_vit() -> nn.Module:
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5
+    )
+
+
+def swin() -> nn.Module:
+    return timm.create_model(
+        "swin_tiny_patch4_window7_224",
+        img_size=16,
+        patch_size=4,
+        window_size=2,
+        embed_dim=12,
+        depths=(1, 1),
+        num_heads=(2, 3),
+    )
+
+
+def convit() -> nn.Module:
+    return timm.create_model(
+        "convit_tiny", img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=3, local_up_to_layer=1
+    )
+
+
+def tied() -> nn.Module:
+    return nn.Sequential(L2Attention(12, 3, 4, True, 20, True), L2Attention(20, 5, 4, False, 12, True))
+
+
+def qkv(weight: Tensor) -> dict[str, Tensor]:
+    return dict(zip("qkv", weight.chunk(3), strict=True))
+
+
+def maps(net: nn.Module) -> list[tuple[int, dict[str, Tensor]]]:
+    """(heads, {kind: matrix whose rows are split into heads}) of each attention, written down per architecture."""
+    found: list[tuple[int, dict[str, Tensor]]] = []
+    for module in net.modules():
+        kind = type(module).__name__
+        if kind in ("Attention", "WindowAttention", "MHSA"):
+            found.append((module.num_heads, qkv(module.qkv.weight)))
+        elif kind == "GPSA":
+            q, k = module.qk.weight.chunk(2)
+            found.append((module.num_heads, {"q": q, "k": k, "v": module.v.weight}))
+        elif kind == "L2Attention":
+            found.append((module.num_heads, {"q": module.query.weight, "v": module.proj.weight.T}))
+    return found
+
+
+NETWORKS = {"vit": plain_vit, "swin": swin, "convit": convit, "l2": tied}
+
+
+def expected(net: nn.Module, weights: tuple[float, float, float], per_head: bool) -> Tensor:
+    strength = dict(zip("qkv", weights, strict=True))
+    total = torch.zeros((), dtype=torch.float64)
+    for heads, kinds in maps(net):
+        for kind, matrix in kinds.items():
+            for block in matrix.double().chunk(heads) if per_head else (matrix.double(),):
+                total = total + strength[kind] * torch.linalg.matrix_norm(block, 2).square()
+    return total
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), LAMBDAS, (0.0, 0.0, 1.0)])
+def test_the_penalty_is_the_sum_of_squared_singular_values(
+    name: str, per_head: bool, weights: tuple[float, float, float]
+) -> None:
+    torch.manual_seed(0)
+    net = NETWORKS[name]()
+    with torch.no_grad():
+        for parameter in net.parameters():  # ConViT starts its values at the identity, whose singular values coincide
+            parameter.normal_()
+    penalty = SpectralPenalty(net, weights, per_head)
+    reference = expected(net, weights, per_head)
+    value = penalty()
+    # float32 against float64: sums of at most 24 products, twice
+    assert math.isclose(float(value.detach()), float(reference.detach()), rel_tol=1e-5)
+    parameters = list(net.parameters())
+    mine = torch.autograd.grad(value, parameters, allow_unused=True)
+    theirs = torch.autograd.grad(reference, parameters, allow_unused=True)
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a is None) == (b is None) or (a is None and float(b.abs().max()) == 0)
+        if a is not None and b is not None:
+            assert torch.allclose(a, b, atol=1e-3 * float(b.abs().max()) + 1e-12)  # vectors: the square root of 1e-6
+
+
+def test_names_say_what_is_penalised() -> None:
+    penalty = SpectralPenalty(tied(), LAMBDAS)
+    assert penalty.names == ["0.query.q", "0.proj.v", "1.query.q", "1.proj.v"]
+    assert SpectralPenalty(plain_vit(), (1.0, 0.0, 1.0)).names[:2] == ["blocks.0.attn.qkv.q", "blocks.0.attn.qkv.v"]
+
+
+def test_descent_on_the_penalty_shrinks_the_maps_and_nothing_else() -> None:
+    torch.manual_seed(0)
+    net = plain_vit()
+    penalty = SpectralPenalty(net, (1.0, 1.0, 1.0))
+    before = {name: value.detach().clone() for name, value in net.named_parameters()}
+    start = float(expected(net, (1.0, 1.0, 1.0), True).detach())
+    optimiser = torch.optim.SGD(net.parameters(), lr=0.02)
+    for _ in range(40):
+        optimiser.zero_grad()
+        penalty().backward()
+        optimiser.step()
+    assert float(expected(net, (1.0, 1.0, 1.0), True).detach()) < 0.7 * start
+    changed = {name for name, value in net.named_parameters() if not torch.equal(value, before[name])}
+    assert changed == {f"blocks.{block}.attn.qkv.weight" for block in range(2)}
+
+
+def test_the_penalty_goes_on_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    net = plain_vit()
+    first, second = SpectralPenalty(net, LAMBDAS), SpectralPenalty(net, LAMBDAS)
+    for _ in range(3):
+        first()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    second.load({name: value.clone() for name, value in first.state().items()})
+    assert torch.equal(first(), second())
+    assert torch.equal(first(), second())
+
+
+@pytest.mark.parametrize("weights", [(1.0, -1.0, 1.0), (1.0, math.inf, 1.0), (1.0, math.nan, 1.0), (1.0, 1.0)])
+def test_wrong_weights_are_refused(weights: Any) -> None:
+    with pytest.raises(UsageError):
+        SpectralPenalty(plain_vit(), weights)
+
+
+def test_a_network_without_attention_is_refused() -> None:
+    with pytest.raises(ArchitectureError, match="no attention"):
+        SpectralPenalty(nn.Sequential(nn.Linear(3, 4)), (1.0, 1.0, 1.0))
+
+
+class ConvNet(nn.Module):
+    """Every kind of convolution that has a norm of its own, and a head that stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 6, 2, stride=2),
+            nn.Conv2d(6, 8, 3, padding=1),
+            nn.Conv2d(8, 8, 3, padding=1, groups=8),
+            nn.Conv2d(8, 8, 4, stride=2, padding=1, groups=2),
+        )
+        self.hidden = nn.Linear(8 * 9, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hidden(self.features(x).flatten(1)))
+
+
+def norms(net: ConvNet) -> list[float]:
+    """Proven norms of all layers but the head, on 12 x 12 images."""
+    side, found = 12, []
+    for conv in net.features:
+        found.append(
+            conv_norm(
+                conv.weight.double(),
+                stride=conv.stride,
+                padding=conv.padding,
+                dilation=1,
+                groups=conv.groups,
+                input_size=side,
+            )
+        )
+        side = (side + 2 * conv.padding[0] - conv.kernel_size[0]) // conv.stride[0] + 1
+    return [*found, float(torch.linalg.matrix_norm(net.hidden.weight.detach().double(), 2))]
+
+
+@pytest.mark.parametrize("kind", ["ball", "spectral"])
+def test_projections_reach_the_norm_that_is_proven(kind: str) -> None:
+    torch.manual_seed(0)
+    net = ConvNet()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(3)
+        net.hidden.weight.mul_(0.01)  # inside the ball already
+    projection = WeightProjection(net, kind, 0.8)
+    kept = {name: value.detach().clone() for name, value in net.named_parameters()}
+    net(torch.rand(2, 1, 12, 12))
+    projection.after_step()
+    found = norms(net)
+    inside = found.pop()
+    # the estimate starts exact: what is left is float32 and the slack of the proof
+    assert all(math.isclose(norm, 0.8, rel_tol=1e-4) for norm in found), found
+    assert torch.equal(net.hidden.weight, kept["hidden.weight"]) == (kind == "ball")
+    assert inside <= 0.8 * (1 + 1e-4)
+    for name, value in net.named_parameters():
+        if name.startswith("head") or name.endswith("bias"):
+            assert torch.equal(value, kept[name])
+
+
+def test_projected_training_stays_in_the_ball_and_goes_on_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    net, other = ConvNet(), ConvNet()
+    images = torch.rand(8, 1, 12, 12)
+    labels = torch.arange(8) % 4
+
+    def step(network: nn.Module, projection: WeightProjection) -> None:
+        loss = nn.functional.cross_entropy(network(images), labels)
+        network.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in network.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(0.3 * parameter.grad)
+        projection.after_step()
+
+    first = WeightProjection(net, "ball", 1.0)
+    for _ in range(20):
+        step(net, first)
+    assert max(norms(net)) <= 1.01  # one iteration a step, at a large learning rate
+    other.load_state_dict(net.state_dict())
+    second = WeightProjection(other, "ball", 1.0)
+    second.load({name: value.clone() for name, value in first.state().items()})
+    for _ in range(3):
+        step(net, first)
+        step(other, second)
+    for a, b in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_wrong_projections_are_refused() -> None:
+    with pytest.raises(UsageError, match="unknown projection"):
+        WeightProjection(ConvNet(), "cube", 1.0)
+    for radius in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(UsageError):
+            WeightProjection(ConvNet(), "ball", radius)
+    with pytest.raises(ArchitectureError):
+        WeightProjection(nn.Sequential(nn.ReLU()), "ball", 1.0)

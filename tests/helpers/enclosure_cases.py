@@ -1,0 +1,136 @@
+"""The relaxations of the local domain, one row each, beside the function they enclose."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
+from certcli.enclosure.zonotopes.form import Form, Space
+from certcli.enclosure.zonotopes.functions import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT
+from certcli.enclosure.zonotopes.normalisation import centred, layer_norm, signs
+from certcli.enclosure.zonotopes.pointwise import apply, relu
+from certcli.enclosure.zonotopes.products import product, squares, times
+from certcli.enclosure.zonotopes.rules.arithmetic import negative
+from certcli.enclosure.zonotopes.rules.layers import affine
+
+
+@dataclass(frozen=True)
+class Case:
+    """shapes of the inputs; the relaxation on forms; the function on tensors with a leading batch axis.
+
+    positive: inputs above 1/2. order: of the first term that is left to the box when e e^T has columns (3), or is linear (9).
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    relax: Callable[..., Form]
+    run: Callable[..., Tensor]
+    positive: bool = False
+    order: int = 3
+
+
+def _weight(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).double()
+
+
+_W, _B, _G = _weight(5, 4), _weight(5), _weight(4)
+_HEADS = (1, 2, 5, 3)
+
+
+def _softmax_rows(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+CASES = (
+    Case("linear", ((1, 3, 4),), lambda x: affine(x, _W, _B), lambda x: F.linear(x, _W, _B), order=9),
+    Case("centring", ((1, 3, 4),), centred, lambda x: x - x.mean(-1, keepdim=True), order=9),
+    Case("sum", ((1, 3, 4), (1, 3, 4)), lambda x, y: x + y, torch.add, order=9),
+    Case("difference", ((1, 3, 4), (1, 3, 4)), lambda x, y: x + negative(y), torch.sub, order=9),
+    Case("reduction", ((1, 3, 4),), lambda x: x.reduced(), lambda x: x, order=9),
+    Case("symbols for slack", ((1, 3, 4),), lambda x: x.solid(), lambda x: x, order=9),
+    Case("ReLU", ((1, 3, 4),), relu, torch.relu, order=1),
+    Case("GELU", ((1, 3, 4),), lambda x: apply(GELU, x), F.gelu),
+    Case("tanh GELU", ((1, 3, 4),), lambda x: apply(GELU_TANH, x), lambda x: F.gelu(x, approximate="tanh")),
+    Case("exp", ((1, 3, 4),), lambda x: apply(EXP, x), torch.exp),
+    Case("log", ((1, 3, 4),), lambda x: apply(LOG, x), torch.log, positive=True),
+    Case("reciprocal", ((1, 3, 4),), lambda x: apply(RECIPROCAL, x), torch.reciprocal, positive=True),
+    Case("rsqrt", ((1, 3, 4),), lambda x: apply(RSQRT, x), torch.rsqrt, positive=True),
+    Case("sqrt", ((1, 3, 4),), lambda x: apply(SQRT, x), torch.sqrt, positive=True),
+    Case("product", ((1, 3, 4), (1, 3, 1)), lambda x, y: product(x, y, times, 1), torch.mul),
+    Case("sum of squares", ((1, 3, 4),), squares, lambda x: (x * x).sum(-1, keepdim=True)),
+    Case(
+        "LayerNorm",
+        ((1, 3, 4),),
+        lambda x: layer_norm(x, 1e-2, _G, _B[:4]),
+        lambda x: F.layer_norm(x, (4,), _G, _B[:4], 1e-2),
+    ),
+    Case(
+        "sign of a LayerNorm",
+        ((1, 1, 4),),
+        lambda x: signs(x, 1e-2, _W, _B, torch.zeros(5).double()),
+        lambda x: centred_heads(x) + _B * (x.var(-1, unbiased=False, keepdim=True) + 1e-2).sqrt(),
+    ),
+    Case("scores", (_HEADS, _HEADS), scores, lambda q, k: q @ (k - k.mean(-2, keepdim=True)).mT),
+    Case("softmax", ((1, 2, 3, 4),), softmax, _softmax_rows),
+    Case(
+        "average",
+        ((1, 2, 5, 5), _HEADS),
+        lambda s, v: average(softmax(s), v),
+        lambda s, v: s.softmax(-1) @ v,
+    ),
+    Case(
+        "attention",
+        (_HEADS, _HEADS, _HEADS),
+        lambda q, k, v: attend(q, k, v, 0.5),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.5),
+    ),
+)
+
+
+def centred_heads(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) @ _W.T
+
+
+BALL, BOX = 6, 4
+
+
+def forms(case: Case, size: float, squares_on: bool, seed: int, mixed: bool = False) -> list[Form]:
+    """Random forms of radius about `size` for the inputs: they share e and the box symbols, and have slack.
+
+    What stands in Q, B and slack is of second and third order, as it is in a walk; `mixed`: as large as the ball's part.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    space = Space(BALL, squares_on, 14)
+    made = []
+    for shape in case.shapes:
+        random = [torch.randn(*lead, *shape, generator=generator).double() for lead in ((), (BALL,), (space.square,))]
+        box = torch.randn(BOX, *shape, generator=generator).double()
+        slack = torch.rand(*shape, generator=generator).double()
+        centre = random[0].abs() + 1 if case.positive else random[0]
+        scale = size / BALL**0.5
+        second, third = (scale / 4, scale / 4) if mixed else (scale**2, scale**3)
+        gens = torch.cat([random[1] * scale, random[2] * second, box * third])
+        made.append(Form(space, centre, gens, slack * third, ((-1, BOX),)))
+    return made
+
+
+def square_symbols(e: Tensor) -> Tensor:
+    """vec(e e^T) of each row of e: (b, m) -> (b, m (m + 1) / 2)."""
+    first, second = torch.triu_indices(e.shape[1], e.shape[1])
+    return e[:, first] * e[:, second] * torch.where(first == second, 1.0, 2**0.5).double()
+
+
+def evaluate(form: Form, e: Tensor, n: Tensor, known: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tensor]:
+    """The form at symbols e (b, m) and n (b, box) of the blocks `known`, and the radius of everything else."""
+    columns = [e, square_symbols(e)] if form.space.squares else [e]
+    start, given, free = form.fixed, [], []
+    for block in form.blocks:
+        rows = list(range(start, start + block[1]))
+        (given if block in known else free).extend(rows)
+        start += block[1]
+    symbols = torch.cat([*columns, n[:, : len(given)]], 1)
+    used = form.gens[list(range(form.fixed)) + given]
+    return form.centre + torch.tensordot(symbols, used, dims=1), form.gens[free].abs().sum(0) + form.slack

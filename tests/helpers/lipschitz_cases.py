@@ -1,0 +1,489 @@
+"""The table of cases: every rule of the bound as a small network, shared by the laws over it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import certcli.system.compat  # noqa: F401
+
+# isort: split
+import timm.layers as timm_layers
+from timm.layers.activations import HardMish, HardSigmoid, HardSwish, Mish, QuickGELU, Swish
+from timm.layers.grn import GlobalResponseNorm
+from timm.layers.norm import SimpleNorm, SimpleNorm2d
+from timm.layers.norm_act import RmsNormAct2d
+from timm.models.convit import GPSA
+from timm.models.swin_transformer import WindowAttention
+from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
+
+from certcli.models.build import PixelNormalize
+from certcli.nn.activations import MaxMin
+from certcli.nn.l2_attention import L2Attention
+from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.nn.residual import ConvexResidual, WeightedResidual
+from certcli.nn.surgery import REPLACEMENTS
+
+IMAGE = (2, 4, 4)
+D = 8
+
+
+class Function(nn.Module):
+    """x -> f(x, parts): an arbitrary forward around named parts."""
+
+    def __init__(self, forward: Callable[..., Tensor], *parts: nn.Module, **tensors: Tensor) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.function = forward
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+class Tokens(nn.Module):
+    """Four tokens of width 8, scaled about their middle: (b, 2, 4, 4) -> (b, 4, 8)."""
+
+    def __init__(self, scale: float = 4.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.reshape(x.shape[0], 4, 8) - 0.5) * self.scale
+
+
+def on_tokens(*modules: nn.Module, scale: float = 4.0) -> nn.Module:
+    return nn.Sequential(Tokens(scale), *modules)
+
+
+def f(forward: Callable[..., Tensor], *parts: nn.Module, **tensors: Tensor) -> nn.Module:
+    return Function(forward, *parts, **tensors)
+
+
+def image_norm(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 1), module)
+
+
+def statistics(norm: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        norm.running_mean.uniform_(-1, 1)
+        norm.running_var.uniform_(0.1, 2)
+        norm.weight.uniform_(-2, 2)
+        norm.bias.uniform_(-1, 1)
+    return norm
+
+
+def written_out(attention: nn.Module, x: Tensor, *, mask: bool = False) -> Tensor:
+    """Dot-product attention from matrix products, as unfused timm modules write it."""
+    b, n, d = x.shape
+    qkv = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
+    q, k, v = qkv.unbind(0)
+    scores = (q * (d // 2) ** -0.5) @ k.transpose(-2, -1)
+    if mask:
+        scores = scores + attention.mask
+    return attention.parts[1]((scores.softmax(dim=-1) @ v).transpose(1, 2).reshape(b, n, d))
+
+
+def fused(attention: nn.Module, x: Tensor, **options: object) -> Tensor:
+    b, n, d = x.shape
+    qkv = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
+    out = functional.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], **options)
+    return attention.parts[1](out.transpose(1, 2).reshape(b, n, d))
+
+
+def talking(attention: nn.Module, x: Tensor) -> Tensor:
+    """Heads mixed before and after the softmax, as in CaiT."""
+    b, n, d = x.shape
+    q, k, v = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 1, 4).unbind(0)
+    scores = attention.parts[2]((q @ k.transpose(-2, -1)).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    mixed = attention.parts[3](scores.softmax(dim=-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    return attention.parts[1]((mixed @ v).transpose(1, 2).reshape(b, n, d))
+
+
+def cross_covariance(attention: nn.Module, x: Tensor) -> Tensor:
+    """Attention between channels, as in XCiT (with an eps that a search can reach)."""
+    b, n, d = x.shape
+    q, k, v = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 4, 1).unbind(0)
+    q, k = functional.normalize(q, dim=-1, eps=0.5), functional.normalize(k, dim=-1, eps=0.5)
+    weights = ((q @ k.transpose(-2, -1)) * attention.temperature).softmax(dim=-1)
+    return (weights @ v).permute(0, 3, 1, 2).reshape(b, n, d)
+
+
+def replaced(name: str, old: nn.Module) -> nn.Module:
+    return REPLACEMENTS.load(name)(old)
+
+
+def linears(width: int = D) -> tuple[nn.Module, nn.Module]:
+    return nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+
+def squeeze_excite(net: nn.Module, x: Tensor) -> Tensor:
+    y = net.parts[0](x)
+    return y * net.parts[1](y.mean((2, 3), keepdim=True)).sigmoid()
+
+
+CURVES: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = [
+    (nn.Hardsigmoid(), functional.hardsigmoid),  # the first: without a second derivative in torch
+    (nn.GELU("tanh"), lambda x: functional.gelu(x, approximate="tanh")),
+    (nn.GELU(), functional.gelu),
+    (nn.SiLU(), functional.silu),
+    (nn.Mish(), functional.mish),
+    (nn.Hardswish(), functional.hardswish),
+    (nn.ReLU(), lambda x: functional.relu(x, inplace=False)),
+    (nn.ReLU6(), functional.relu6),
+    (nn.Tanhshrink(), functional.tanhshrink),
+    (nn.Softsign(), functional.softsign),
+    (nn.Tanh(), lambda x: x.tanh()),
+    (nn.Hardtanh(0.5, 2.0), lambda x: functional.hardtanh(x, 0.5, max_val=2.0)),
+    (nn.Hardtanh(-0.5, 2.0), lambda x: functional.hardtanh(x, -0.5, 2.0, False)),
+    (nn.LeakyReLU(-1.5), lambda x: functional.leaky_relu(x, -1.5)),
+    (nn.RReLU(1.0, 3.0), lambda x: functional.rrelu(x, 1.0, upper=3.0)),
+    (nn.ELU(2.0), lambda x: functional.elu(x, alpha=2.0)),
+    (nn.CELU(0.3), lambda x: functional.celu(x, 0.3)),
+    (nn.SELU(), functional.selu),
+    (nn.Softshrink(0.2), lambda x: functional.softshrink(x, lambd=0.2)),
+    (nn.Sigmoid(), torch.sigmoid),
+    (nn.Softplus(3.0, 40.0), lambda x: functional.softplus(x, 3.0, threshold=40.0)),
+    (nn.LogSigmoid(), functional.logsigmoid),
+]
+"""Activations as modules and as functions, with odd options: one curve each."""
+
+
+def _side_by_side(net: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([part(x[:, 0, :3]) for part in net.parts], dim=1)
+
+
+RULES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: on_tokens(nn.Linear(8, 5)),
+    "linear-twice": lambda: on_tokens(nn.Linear(8, 16), nn.Linear(16, 5)),
+    "linear-function": lambda: f(lambda m, x: functional.linear(x.flatten(1), m.w), w=torch.randn(5, 32)),
+    "normalize": lambda: nn.Sequential(PixelNormalize((0.4, 0.6), (0.2, 0.5)), nn.Conv2d(2, 3, 2, 2)),
+    "conv-3": lambda: nn.Conv2d(2, 3, 3, padding=1),
+    "conv-3-stride": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, 2, 1), nn.BatchNorm2d(3)),
+    "conv-dilated": lambda: nn.Conv2d(2, 3, 2, dilation=2, padding="same"),
+    "conv-groups": lambda: nn.Conv2d(2, 4, 3, padding=1, groups=2),
+    "conv-transposed": lambda: nn.Sequential(nn.ConvTranspose2d(2, 3, 3, 2, 1)),
+    "conv-after-norm": lambda: nn.Sequential(PixelNormalize((0.4, 0.6), (0.2, 0.5)), nn.Conv2d(2, 3, 3, padding=1)),
+    "conv-same-uneven": lambda: nn.Conv2d(2, 3, 2, padding="same"),
+    "conv1d": lambda: f(lambda m, x: m.parts[0](x.flatten(2)), nn.Conv1d(2, 3, 3, padding=1)),
+    "batch-norm": lambda: statistics(nn.BatchNorm2d(2)),
+    "batch-norm-folded": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), statistics(nn.BatchNorm2d(4)), nn.ReLU()),
+    "batch-norm-folded-twice": lambda: nn.Sequential(
+        statistics(nn.BatchNorm2d(2)), nn.Conv2d(2, 4, 2, 2), statistics(nn.BatchNorm2d(4))
+    ),
+    "layer-norm": lambda: on_tokens(nn.LayerNorm(8, eps=1e-2)),
+    "layer-norm-linear": lambda: on_tokens(nn.LayerNorm(8, eps=1e-2), nn.Linear(8, 3)),
+    "layer-norm-2d": lambda: image_norm(timm_layers.LayerNorm2d(4, eps=1e-2)),
+    "layer-norm-2d-conv": lambda: nn.Sequential(image_norm(timm_layers.LayerNorm2d(4, eps=1e-2)), nn.Conv2d(4, 3, 2, 2)),
+    "rms-norm": lambda: on_tokens(timm_layers.RmsNorm(8, eps=1e-2), nn.Linear(8, 3)),
+    "rms-norm-torch": lambda: on_tokens(nn.RMSNorm(8, eps=1e-2)),
+    "rms-norm-2d": lambda: image_norm(timm_layers.RmsNorm2d(4, eps=1e-2)),
+    "rms-norm-act-2d": lambda: image_norm(RmsNormAct2d(4, eps=1e-2, act_layer=nn.GELU)),
+    "avg-pool-1d": lambda: on_tokens(nn.AvgPool1d(3, 2, 1)),
+    "simple-norm": lambda: on_tokens(SimpleNorm(8, eps=0.1)),
+    "simple-norm-2d": lambda: image_norm(SimpleNorm2d(4, eps=0.1)),
+    "group-norm": lambda: image_norm(nn.GroupNorm(2, 4, eps=1e-2)),
+    "group-norm-1": lambda: image_norm(timm_layers.GroupNorm1(4, eps=1e-2)),
+    "l2-normalize": lambda: on_tokens(f(lambda m, x: functional.normalize(x, dim=-1, eps=0.3))),
+    "response-norm": lambda: f(
+        lambda m, x: m.parts[0](x.permute(0, 2, 3, 1)), GlobalResponseNorm(2)
+    ),
+    "center-norm": lambda: on_tokens(CenterNorm(8)),
+    "floor-norm": lambda: on_tokens(FloorNorm(8, 0.5)),
+    "floor-norm-linear": lambda: on_tokens(FloorNorm(8, 2.0), nn.Linear(8, 3)),
+    "center-norm-folded": lambda: on_tokens(nn.Linear(8, 8), CenterNorm(8), nn.Linear(8, 4)),
+    "layer-scale": lambda: on_tokens(nn.Linear(8, 8), timm_layers.LayerScale(8, 0.3)),
+    "layer-scale-2d": lambda: nn.Sequential(nn.Conv2d(2, 4, 2, 2), timm_layers.LayerScale2d(4, 2.0)),
+    "gelu": lambda: on_tokens(nn.GELU()),
+    "gelu-tanh": lambda: on_tokens(nn.GELU(approximate="tanh")),
+    "quick-gelu": lambda: on_tokens(QuickGELU()),
+    "silu": lambda: on_tokens(nn.SiLU(), Swish(), scale=8.0),
+    "mish": lambda: on_tokens(Mish(), nn.Mish(), scale=6.0),
+    "hard-swish": lambda: on_tokens(HardSwish(), nn.Hardswish(), scale=8.0),
+    "hard-mish": lambda: on_tokens(HardMish(), scale=8.0),
+    "sigmoid": lambda: on_tokens(nn.Sigmoid(), HardSigmoid()),
+    "leaky": lambda: on_tokens(nn.LeakyReLU(-1.5), nn.PReLU(), nn.ELU(2.0), nn.SELU()),
+    "curves": lambda: on_tokens(f(_side_by_side, *[module for module, _ in CURVES[1:]]), scale=6.0),
+    "clamp": lambda: on_tokens(f(lambda m, x: x.clamp(0.1, 0.4))),
+    "softplus": lambda: on_tokens(nn.Softplus(2.0, threshold=40.0)),
+    "softmax": lambda: on_tokens(f(lambda m, x: (3 * x).softmax(-1))),
+    "square": lambda: on_tokens(f(lambda m, x: x**2 + torch.square(x))),
+    "maxmin": lambda: on_tokens(nn.Linear(8, 8), MaxMin()),
+    "max-pool": lambda: nn.MaxPool2d(3, 2, 1),
+    "max-pool-overlap": lambda: f(lambda m, x: functional.max_pool2d(x, 3, 1, 1)),
+    "avg-pool": lambda: nn.AvgPool2d(3, 2, 1, count_include_pad=False),
+    "avg-pool-ceil": lambda: nn.AvgPool2d(3, 2, 0, ceil_mode=True),
+    "adaptive": lambda: nn.AdaptiveAvgPool2d(3),
+    "global-pool": lambda: timm_layers.SelectAdaptivePool2d(pool_type="avgmax", flatten=True),
+    "cat-pool": lambda: timm_layers.SelectAdaptivePool2d(pool_type="catavgmax", flatten=True),
+    "mean-linear": lambda: on_tokens(nn.LayerNorm(8, eps=1e-2), f(lambda m, x: x.mean(1)), nn.Linear(8, 4)),
+    "sum": lambda: f(lambda m, x: x.sum((2, 3)) - x.flatten(2).mean(-1)),
+    "norm": lambda: f(lambda m, x: x.norm(p=2, dim=1, keepdim=True)),
+    "amax": lambda: f(lambda m, x: x.amax((2, 3)) + torch.maximum(x[:, :, 0, 0], x[:, :, 1, 1])),
+    "residual": lambda: on_tokens(f(lambda m, x: x + m.parts[0](x), nn.Linear(8, 8))),
+    "in-place-residual": lambda: on_tokens(f(lambda m, x: m.parts[0](x).add_(x).mul_(2.0), nn.Linear(8, 8))),
+    "augmented": lambda: f(_augmented, nn.Conv2d(2, 2, 1)),
+    "two-names": lambda: f(_two_names),
+    "broadcast": lambda: on_tokens(f(lambda m, x: x + x[:, :1] - 2 * x.mean(1, keepdim=True))),
+    "expand": lambda: on_tokens(f(lambda m, x: x[:, :1].expand(-1, 5, -1) / 2)),
+    "cat-twice": lambda: on_tokens(f(lambda m, x: torch.cat([x, m.t.expand(1, 2, -1), -x], dim=1), t=torch.randn(1, 1, 8))),
+    "stack": lambda: on_tokens(f(lambda m, x: torch.stack([x, 2 * x], dim=-1))),
+    "multiply-constant": lambda: on_tokens(f(lambda m, x: x * m.t / m.s, t=torch.randn(4, 8), s=torch.rand(8) + 0.5)),
+    "gain-after-linear": lambda: on_tokens(nn.Linear(8, 8), f(lambda m, x: x * m.t, t=torch.randn(8))),
+    "gain-before-linear": lambda: on_tokens(f(lambda m, x: x * m.t, t=torch.randn(8)), nn.Linear(8, 3)),
+    "negative-scale": lambda: on_tokens(nn.Linear(8, 8), f(lambda m, x: -3 * x), nn.Linear(8, 2)),
+    "mirror": lambda: f(lambda m, x: functional.pad(x, (3, 2, 1, 0), mode="reflect")),
+    "conv-reflect": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect")),
+    "conv-circular": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")),
+    "roll-pad-flip": lambda: f(lambda m, x: functional.pad(torch.roll(x, (1, 2), (2, 3)).flip(2), (1, 0, 2, 1))),
+    "roll-flat": lambda: on_tokens(
+        nn.LayerNorm(8, eps=1e-2), f(lambda m, x: torch.roll(x.reshape(1, 4, 8), 3)), nn.Linear(8, 3)
+    ),
+    "masked": lambda: on_tokens(f(lambda m, x: x.masked_fill(m.mask, 5.0), mask=torch.rand(1, 4, 8) > 0.5)),
+    "upsample": lambda: nn.Sequential(nn.Upsample(scale_factor=2), nn.Upsample((5, 3), mode="bilinear")),
+    "resize": lambda: f(lambda m, x: functional.interpolate(x, (7, 3), mode="bicubic", antialias=True)),
+    "unfold": lambda: f(lambda m, x: functional.unfold(x, 3, padding=1).mean(1) + x.unfold(2, 3, 1).sum((1, 2, 3, 4))),
+    "index": lambda: on_tokens(f(lambda m, x: x[:, m.t].index_select(2, m.t), t=torch.tensor([0, 2, 2, 1, 2]))),
+    "shuffle": lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.PixelShuffle(2), nn.PixelUnshuffle(2)),
+    "split-heads": lambda: on_tokens(
+        nn.LayerNorm(8, eps=1e-2), nn.Linear(8, 8), f(lambda m, x: x.reshape(1, 4, 2, 4).transpose(1, 2)[:, 1] * 2)
+    ),
+    "chunks": lambda: on_tokens(nn.Linear(8, 8), f(lambda m, x: x.chunk(2, -1)[1] + 3 * x.split([4, 4], dim=-1)[0])),
+    "matrix-transpose": lambda: f(lambda m, x: m.parts[0](x.reshape(4, 8).transpose(0, 1)), nn.Linear(4, 3)),
+    "mixed-tokens": lambda: on_tokens(f(lambda m, x: m.parts[0](x.transpose(1, 2)).transpose(1, 2), nn.Linear(4, 6))),
+    "constant-matrix": lambda: on_tokens(f(lambda m, x: m.t @ x @ m.s, t=torch.randn(3, 4), s=torch.randn(8, 5))),
+    "constant-matrices": lambda: f(lambda m, x: m.t @ x, t=torch.randn(2, 3, 4)),
+    "gate": lambda: on_tokens(f(lambda m, x: m.parts[0](x) * m.parts[1](x).sigmoid(), nn.Linear(8, 8), nn.Linear(8, 8))),
+    "swiglu": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.SwiGLU(8, 12)),
+    "squeeze-excite": lambda: f(squeeze_excite, nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1)),
+    "product": lambda: on_tokens(f(lambda m, x: x @ m.parts[0](x).transpose(-2, -1), nn.Linear(8, 8)), scale=2.0),
+    "einsum": lambda: on_tokens(f(lambda m, x: torch.einsum("bnd,bmd->bnm", x, m.parts[0](x)), nn.Linear(8, 8))),
+    "attention": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.Attention(8, 2, qkv_bias=True)),
+    "attention-bare": lambda: on_tokens(timm_layers.Attention(8, 2, qkv_bias=True), scale=3.0),
+    "attention-qk-norm": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), timm_layers.Attention(8, 2, qk_norm=True, norm_layer=nn.LayerNorm)
+    ),
+    "attention-torch": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), f(_torch_attention, *(nn.MultiheadAttention(8, h, batch_first=h > 1) for h in (2, 1, 4)),
+                                    mask=torch.ones(4, 4).triu(1) > 0, shift=torch.randn(4, 4))
+    ),
+    "attention-torch-layer": lambda: on_tokens(
+        nn.TransformerEncoderLayer(8, 2, 12, 0.1, nn.GELU(), 0.1, batch_first=True, norm_first=True)
+    ),
+    "attention-written": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(written_out, *linears())),
+    "attention-masked": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), f(lambda m, x: written_out(m, x, mask=True), *linears(), mask=torch.randn(2, 4, 4))
+    ),
+    "attention-fused": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(fused, *linears())),
+    "attention-causal": lambda: on_tokens(f(lambda m, x: fused(m, x, is_causal=True, scale=1.3), *linears())),
+    "attention-moving-mask": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), f(lambda m, x: fused(m, x, attn_mask=m.parts[2](x)[:, None]), *linears(), nn.Linear(8, 4))
+    ),
+    "attention-moving-scores": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(_moving, *linears(), nn.Linear(8, 4))),
+    "attention-talking": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), f(talking, *linears(), nn.Linear(2, 2), nn.Linear(2, 2))
+    ),
+    "attention-channels": lambda: on_tokens(f(cross_covariance, *linears(), temperature=torch.rand(2, 1, 1) + 1)),
+    "attention-windows": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), WindowAttention(8, 2, window_size=(2, 2))
+    ),
+    "attention-windows-cosine": lambda: on_tokens(WindowAttentionV2(8, (2, 2), 2)),
+    "attention-positional": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), GPSA(8, num_heads=2)),
+    "attention-l2": lambda: on_tokens(L2Attention(8, 2, 4, bias=True, out_width=8, proj_bias=True)),
+    "attention-l2-windows": lambda: on_tokens(replaced("l2-attention", WindowAttention(8, 2, window_size=(2, 2)))),
+    "attention-l2-gated": lambda: on_tokens(replaced("l2-attention", GPSA(8, num_heads=2))),
+    "attention-l2-after-norm": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("l2-attention", timm_layers.Attention(8, 2, qkv_bias=True)), nn.Linear(8, 3)
+    ),
+    "attention-l2-untied": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("l2-untied-value-attention", timm_layers.Attention(8, 2, qkv_bias=True))
+    ),
+    "attention-l2-untied-bare": lambda: on_tokens(
+        replaced("l2-untied-value-attention", WindowAttention(8, 2, window_size=(2, 2)))
+    ),
+    "attention-cosine": lambda: on_tokens(replaced("scsa-attention", timm_layers.Attention(8, 2, qkv_bias=True))),
+    "attention-cosine-after-norm": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("scsa-attention", GPSA(8, num_heads=2, qkv_bias=True)), nn.Linear(8, 3)
+    ),
+    "attention-lipschitz-norm": lambda: on_tokens(
+        replaced("lnorm-attention", timm_layers.Attention(8, 2, qkv_bias=True))
+    ),
+    "attention-lipschitz-norm-after-norm": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("lnorm-attention", WindowAttention(8, 2, window_size=(2, 2))), nn.Linear(8, 3)
+    ),
+    "token-convolution": lambda: on_tokens(replaced("conv-attention", timm_layers.Attention(8, 2, qkv_bias=True))),
+    "token-convolution-after-norm": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), replaced("conv-attention", timm_layers.Attention(8, 2, qkv_bias=True))
+    ),
+    "token-convolution-after-linear": lambda: on_tokens(
+        nn.Linear(8, 6), replaced("conv-attention", timm_layers.Attention(6, 2, qkv_bias=True))
+    ),
+    "attention-pool": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.AttentionPoolLatent(8, num_heads=2)),
+    "spellings": lambda: f(_spellings),
+    "axes": lambda: on_tokens(nn.Linear(8, 6), f(_axes), nn.Linear(4, 3)),
+    "parts": lambda: on_tokens(nn.Linear(8, 6), f(_parts_of)),
+    "choice": lambda: on_tokens(f(_choice, mask=torch.rand(4, 8) > 0.5, row=torch.randn(8))),
+    "choice-of-scores": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1), f(_choice_of_scores, *linears(), mask=torch.ones(4, 4).tril() > 0)
+    ),
+    "larger": lambda: on_tokens(f(_larger, nn.Linear(8, 8), row=torch.randn(8))),
+    "add-product": lambda: on_tokens(f(_add_product, nn.Linear(8, 3), t=torch.randn(8, 3), s=torch.randn(3))),
+    "add-products": lambda: on_tokens(
+        f(lambda m, x: torch.baddbmm(m.t, x, m.parts[0](x).transpose(1, 2), beta=2.0, alpha=-0.5), nn.Linear(8, 8),
+          t=torch.randn(1, 4, 4)), scale=2.0
+    ),
+    "lerp": lambda: on_tokens(f(_lerp, nn.Linear(8, 8), row=torch.randn(8), share=torch.rand(4, 1) * 3 - 1)),
+    "deviations": lambda: on_tokens(f(_deviations), scale=3.0),
+    "variances": lambda: on_tokens(f(_variances), scale=3.0),
+    "fold": lambda: f(_folded),
+    "conv-3d": lambda: nn.Sequential(
+        f(lambda m, x: x.unsqueeze(2).expand(-1, -1, 3, -1, -1)), nn.Conv3d(2, 4, (2, 3, 3), padding=1, groups=2),
+        nn.Conv3d(4, 3, 2, stride=(1, 2, 2), dilation=(1, 1, 2)),
+    ),
+    "conv-3d-patches": lambda: f(
+        lambda m, x: m.parts[0](x.reshape(-1, 1, 2, 4, 4)), nn.Conv3d(1, 4, (2, 2, 2), stride=(2, 2, 2))
+    ),
+    "adaptive-max": lambda: f(
+        lambda m, x: torch.cat(
+            [m.parts[0](x).flatten(1), functional.adaptive_max_pool1d(x.flatten(2), 5).flatten(1)], dim=1
+        ),
+        nn.AdaptiveMaxPool2d((3, None)),
+    ),
+    "adaptive-3d": lambda: f(
+        lambda m, x: m.parts[0](x.unsqueeze(1)).flatten(1) + m.parts[1](x.unsqueeze(1)).flatten(1),
+        nn.AdaptiveMaxPool3d((1, 3, 2)), nn.AdaptiveAvgPool3d((1, 3, 2)),
+    ),
+    "adaptive-1d": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), nn.AdaptiveAvgPool1d(3), nn.AdaptiveAvgPool1d(1)),
+    "convex": lambda: on_tokens(f(lambda m, x: m.parts[0](x, m.parts[1](x)), ConvexResidual(), nn.Linear(8, 8))),
+    "weighted": lambda: on_tokens(f(lambda m, x: m.parts[0](x, m.parts[1](x)), WeightedResidual(), nn.Linear(8, 8))),
+}  # fmt: skip
+
+
+def _augmented(net: nn.Module, x: Tensor) -> Tensor:
+    y = net.parts[0](x)
+    y += x
+    y *= 3
+    y -= 0.5
+    y /= 2
+    return y
+
+
+def _moving(net: nn.Module, x: Tensor) -> Tensor:
+    scores = (x @ net.parts[0](x)[..., :8].transpose(1, 2)) * 0.5 + net.parts[2](x)
+    return scores.softmax(dim=-1) @ net.parts[1](x)
+
+
+def _two_names(net: nn.Module, x: Tensor) -> Tensor:
+    y = x * 2
+    z = y  # the same tensor: it grows as well
+    y += x
+    y.mul_(1.5)
+    return y + z
+
+
+def _spellings(net: nn.Module, x: Tensor) -> Tensor:
+    """torch's keywords and NumPy's, in place of positions."""
+    y = (
+        torch.permute(input=x, dims=(0, 2, 3, 1))
+        .transpose(dim0=1, dim1=2)
+        .flip(dims=(1, -1))
+        .permute(dims=(0, 3, 1, 2))
+    )
+    y = torch.cat(tensors=[y, x.swapaxes(axis0=2, axis1=3)], axis=1).roll(shifts=1, dims=2)
+    z = y.mean(axis=(2, 3), keepdims=True) - torch.sum(input=y, axis=1, keepdim=True).softmax(axis=2)
+    w = torch.stack(tensors=(y, torch.add(input=y, other=z, alpha=2)), axis=-1)
+    return w.sum(axis=-1).amax(axis=1).unsqueeze(dim=1) + torch.flatten(input=y, start_dim=2).reshape(
+        shape=(-1, 4, 4, 4)
+    )
+
+
+def _axes(net: nn.Module, x: Tensor) -> Tensor:
+    """(b, 4, 6) -> (b, 6, 4), folded into the maps before and after."""
+    y = x.movedim(-1, 1)
+    return y + torch.moveaxis(torch.swapdims(y, 1, 2), (0, 1, 2), (0, 2, 1))
+
+
+def _parts_of(net: nn.Module, x: Tensor) -> Tensor:
+    y = x.narrow(dim=2, start=-3, length=2) * 3 + torch.narrow(x, -1, 1, 2)
+    return torch.cat([y.flatten(1), torch.select(x, 1, -2), 2 * x.select(dim=2, index=1)], dim=-1)
+
+
+def _torch_attention(net: nn.Module, x: Tensor) -> Tensor:
+    """Batch first and last, with weights and without, with masks that are yes or no, numbers, and of keys."""
+    y, _ = net.parts[0](x, x, x, attn_mask=net.mask)
+    z = x.transpose(0, 1)
+    z = net.parts[1](z, z, z, need_weights=False, attn_mask=net.shift)[0].transpose(0, 1)
+    w, _ = net.parts[2](x, x, x, net.mask[1:2].expand(len(x), -1), need_weights=False)
+    return y + 2 * z - w
+
+
+def _choice(net: nn.Module, x: Tensor) -> Tensor:
+    y = torch.where(net.mask, x, 0.3 * x.flip(1))  # entries of either
+    y = y.where(net.mask[:, :1], net.row)  # rows of a constant
+    return torch.where(net.mask[:1], x[:, :1], y) + torch.where(net.mask, 2.0, y)
+
+
+def _choice_of_scores(net: nn.Module, x: Tensor) -> Tensor:
+    q, k, v = net.parts[0](x).chunk(3, dim=-1)
+    scores = torch.where(net.mask, q @ k.transpose(1, 2), -torch.inf)
+    # no constant added to the scores, but one in their place
+    finite = torch.where(net.mask, q @ k.transpose(1, 2), -0.5)
+    return net.parts[1](scores.softmax(dim=-1) @ v) + finite.softmax(dim=-1) @ v
+
+
+def _larger(net: nn.Module, x: Tensor) -> Tensor:
+    y = torch.maximum(x, net.parts[0](x)).minimum(torch.tensor(1.5)) + torch.max(net.row, x)
+    return torch.cat([y, torch.minimum(x[:, :1], x).clamp_max(0.5)], dim=1) - torch.clamp_min(x, -0.2).amax(
+        dim=(1, 2), keepdim=True
+    )
+
+
+def _deviations(net: nn.Module, x: Tensor) -> Tensor:
+    y = x.std(dim=-1) + 2 * torch.std(x, (1, 2), False).unsqueeze(-1)
+    spread, middle = torch.std_mean(x, dim=(1, 2), correction=3, keepdim=True)
+    return torch.cat([y, (spread - middle)[..., 0], x.std(1, unbiased=False)], dim=1)
+
+
+def _variances(net: nn.Module, x: Tensor) -> Tensor:
+    y = torch.var(x, -1, unbiased=False) - x.var(1, keepdim=True).squeeze(1)[:, :4]
+    spread, middle = torch.var_mean(x, axis=1, correction=0)
+    return torch.cat([y, 0.1 * spread - middle, x.var(dim=[1, 2], correction=30).unsqueeze(1)], dim=1)
+
+
+def _folded(net: nn.Module, x: Tensor) -> Tensor:
+    blocks = functional.unfold(x, 2, stride=2)
+    y = functional.fold(blocks.repeat(1, 1, 4)[..., :9], (4, 5), kernel_size=(2, 2), dilation=(1, 2), stride=1)
+    return y.mean((2, 3)) + functional.fold(blocks, output_size=4, kernel_size=2, padding=1, stride=3).mean(
+        (1, 2, 3)
+    ).unsqueeze(1)
+
+
+def _add_product(net: nn.Module, x: Tensor) -> Tensor:
+    rows = x.reshape(-1, 8)
+    y = torch.addmm(input=net.s, mat1=rows, mat2=net.t, beta=-2.0, alpha=3.0)
+    z = torch.addmm(net.parts[0](rows), rows[:, :4] @ net.t[:4], torch.eye(3).to(x), beta=0.5)
+    return (y.addmm(rows, net.t) + z).reshape(-1, 12)
+
+
+def _lerp(net: nn.Module, x: Tensor) -> Tensor:
+    y = torch.lerp(x, net.parts[0](x), 1.7)
+    return y.lerp(net.row, 0.25) + torch.lerp(net.row.expand_as(x), y, net.share)
+
+
+LOOSE_START = 1.5
+"""Weights are scaled up so that softmaxes and gates saturate somewhere in the box."""
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(sum(map(ord, name)))
+    net = RULES[name]().double().eval()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if not parameter.any():
+                parameter.normal_()
+            parameter.mul_(LOOSE_START)
+    for parameter in net.parameters():
+        parameter.requires_grad_(False)
+    return net

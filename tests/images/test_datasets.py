@@ -1,0 +1,184 @@
+"""Datasets: fixed splits, fixed order, honest labels, clear refusals."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from certcli.checkpoint.record import InputSpec
+from certcli.images import datasets
+from certcli.system.errors import DataError
+
+DIGITS = InputSpec((1, 8, 8), (0.5,), (0.5,))
+COLOUR = InputSpec((3, 16, 16), (0.5,) * 3, (0.5,) * 3)
+
+
+def make_folder(root: Path, classes: dict[str, int]) -> Path:
+    for number, (name, count) in enumerate(classes.items()):
+        (root / name).mkdir(parents=True)
+        for index in range(count):
+            Image.new("RGB", (20, 24), (number * 40, index * 20, 7)).save(root / name / f"{index}.png")
+    return root
+
+
+def test_digits_split_is_fixed_and_disjoint() -> None:
+    parts = {split: datasets.load("digits", DIGITS, split) for split in ("train", "val", "test")}
+    assert {split: len(images) for split, images in parts.items()} == {"train": 1261, "val": 140, "test": 396}
+    seen = [tuple(image.flatten().tolist()) for part in parts.values() for image in part.tensors()[0]]
+    assert len(set(seen)) == len(seen), "an image stands in two places"
+    for part in parts.values():
+        counts = torch.bincount(part.labels, minlength=10)
+        assert int(counts.max() - counts.min()) <= 0.1 * len(part)
+        pixels, _ = part.tensors()
+        assert float(pixels.min()) == 0.0
+        assert float(pixels.max()) == 1.0
+
+
+def test_limit_is_seeded_balanced_and_keeps_indices() -> None:
+    images = datasets.load("digits", DIGITS, "test")
+    chosen = images.limit(50, seed=1)
+    assert torch.equal(chosen.indices, images.limit(50, seed=1).indices)
+    assert not torch.equal(chosen.indices, images.limit(50, seed=2).indices)
+    assert torch.bincount(chosen.labels).tolist() == [5] * 10
+    (index, pixels, label), *_ = [(i, p, y) for i, p, y in chosen.batches(1)]
+    whole, labels = images.tensors()
+    assert torch.equal(pixels[0], whole[int(index)])
+    assert int(label) == int(labels[int(index)])
+    few = images.limit(5, seed=3).labels.tolist()
+    assert len(set(few)) == 5
+    assert {tuple(sorted(images.limit(5, seed=s).labels.tolist())) for s in range(5)} != {(0, 1, 2, 3, 4)}
+    assert images.per_class(2).labels.bincount().tolist() == [2] * 10
+
+
+def test_batches_cover_everything_once_in_order() -> None:
+    images = datasets.load("digits", DIGITS, "val")
+    indices = torch.cat([index for index, _, _ in images.batches(33)])
+    assert torch.equal(indices, torch.arange(140))
+
+
+def test_images_of_another_size_are_resized_and_said_so() -> None:
+    images = datasets.load("digits", COLOUR, "val")
+    pixels, _ = images.tensors()
+    assert pixels.shape[1:] == (3, 16, 16)
+    assert "resized" in images.note
+    assert float(pixels.min()) >= 0
+    assert float(pixels.max()) <= 1
+
+
+def test_folder_of_classes(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "pets", {"cat": 4, "dog": 6})
+    images = datasets.load(str(folder), COLOUR)
+    assert images.classes == ("cat", "dog")
+    assert images.labels.tolist() == [0] * 4 + [1] * 6
+    pixels, _ = images.tensors()
+    assert pixels.shape == (10, 3, 16, 16)
+    train, val = (datasets.load(str(folder), COLOUR, split) for split in ("train", "val"))
+    assert len(train) + len(val) == 10
+    assert not set(train.indices.tolist()) & set(val.indices.tolist())
+
+
+def test_threads_that_read_ahead_change_nothing(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, {"cat": 5, "dog": 4})
+    broken = folder / "dog" / "zz.png"
+    broken.write_bytes(b"no image")
+
+    def pixels(workers: int) -> torch.Tensor:
+        images = datasets.load(str(folder), COLOUR).select([8, 2, 2, 7, 0, 1]).read_by(workers)
+        found = [images.fetch([4])]
+        images.expect([0, 1])  # of which the second alone is then wanted, and others
+        found += [images.fetch([1, 3]), *(batch for _, batch, _ in images.batches(4))]
+        return torch.cat(found)
+
+    for workers in (1, 3):
+        assert torch.equal(pixels(workers), pixels(0))
+    images = datasets.load(str(folder), COLOUR).read_by(2)
+    images.expect([9])  # the broken one: whoever never asks for it never hears of it
+    assert len(images.fetch([8])) == 1
+    for _ in range(2):
+        with pytest.raises(DataError, match="zz"):
+            images.fetch([9])
+    alone = images.digests_at([0, 1])
+    assert alone == images.read_by(0).digests_at([0, 1])
+
+
+def test_folder_with_splits(tmp_path: Path) -> None:
+    for split, count in (("train", 10), ("test", 2)):
+        make_folder(tmp_path / "set" / split, {"a": count, "b": count})
+    root = str(tmp_path / "set")
+    assert len(datasets.load(root, COLOUR)) == 4
+    assert len(datasets.load(root, COLOUR, "val")) == 2
+    assert len(datasets.load(root, COLOUR, "train")) == 18
+    with pytest.raises(DataError, match="no split"):
+        datasets.load(root, COLOUR, "holdout")
+
+
+def test_a_folder_is_named_as_itself_whatever_its_splits(tmp_path: Path) -> None:
+    """Not "val": a record of two datasets that are both called val says nothing."""
+    root = tmp_path / "flowers"
+    for split in ("train", "val"):
+        make_folder(root / split, {"a": 2, "b": 2})
+    for split in ("train", "val"):
+        images = datasets.load(str(root), COLOUR, split)
+        assert (images.name, images.split) == ("flowers", split)
+
+
+def test_synset_folders_are_mapped_to_imagenet_indices(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in", {"n02102040": 1, "n01440764": 1})
+    images = datasets.require_classes(datasets.load(str(folder), COLOUR), 1000)
+    assert sorted(images.labels.tolist()) == [0, 217]
+    make_folder(tmp_path / "odd", {"n99999999": 1})
+    with pytest.raises(DataError, match="n99999999"):
+        datasets.require_classes(datasets.load(str(tmp_path / "odd"), COLOUR), 1000)
+
+
+def refuse_missing(tmp_path: Path) -> None:
+    datasets.load(str(tmp_path / "nowhere"), COLOUR)
+
+
+def refuse_empty_class(tmp_path: Path) -> None:
+    make_folder(tmp_path / "e", {"a": 1})
+    (tmp_path / "e" / "b").mkdir()
+    datasets.load(str(tmp_path / "e"), COLOUR)
+
+
+def refuse_no_classes(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    datasets.load(str(tmp_path / "none"), COLOUR)
+
+
+def refuse_broken_image(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "broken", {"a": 1, "b": 1})
+    (folder / "a" / "0.png").write_bytes(b"not an image")
+    datasets.load(str(folder), COLOUR).tensors()
+
+
+def refuse_without_data_dir(tmp_path: Path) -> None:
+    datasets.load("torch/mnist", DIGITS)
+
+
+def refuse_absent_files(tmp_path: Path) -> None:
+    datasets.load("torch/mnist", DIGITS, "test", tmp_path)
+
+
+def refuse_other_classes(tmp_path: Path) -> None:
+    datasets.require_classes(datasets.load("digits", DIGITS), 100)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "named"),
+    [
+        (refuse_missing, "nowhere"),
+        (refuse_empty_class, "holds no images"),
+        (refuse_no_classes, "no class folders"),
+        (refuse_broken_image, "0.png"),
+        (refuse_without_data_dir, "--data-dir"),
+        (refuse_absent_files, "MNIST"),
+        (refuse_other_classes, "10 classes"),
+    ],
+)
+def test_refusals_name_what_is_wrong(tmp_path: Path, attempt, named: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(DataError) as caught:
+        attempt(tmp_path)
+    assert named in caught.value.message
+    assert caught.value.code == 6

@@ -1,0 +1,95 @@
+"""Random chains of linear operations: neither the dense matrix of the chain nor its outputs exceed what is proven."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.propagate import propagate, trace_network
+from tests.helpers.lipschitz_cases import IMAGE, Function
+
+
+def _random_linear(seed: int) -> nn.Module:
+    """A chain of random linear operations on tokens: what the engine keeps pending, moves, splits and merges."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(options: int) -> int:
+        return int(torch.randint(options, (1,), generator=generator))
+
+    steps: list[tuple[Any, ...]] = []
+    shape = [1, 4, 8]
+    for _ in range(7):
+        kind, axis = draw(10), draw(len(shape))
+        if kind <= 1:
+            out = (2, 4, 6, 8)[draw(4)]
+            steps.append(("linear", torch.randn(out, shape[-1], generator=generator, dtype=torch.float64), draw(2)))
+            shape[-1] = out
+        elif kind == 2:
+            order = torch.randperm(len(shape), generator=generator).tolist()
+            steps.append(("permute", order))
+            shape = [shape[a] for a in order]
+        elif kind == 3 and shape[axis] % 2 == 0 and len(shape) < 6:
+            shape[axis : axis + 1] = [2, shape[axis] // 2] if draw(2) else [shape[axis] // 2, 2]
+            steps.append(("reshape", list(shape)))
+        elif kind == 4 and axis + 1 < len(shape):
+            shape[axis : axis + 2] = [shape[axis] * shape[axis + 1]]
+            steps.append(("reshape", list(shape)))
+        elif kind == 5 and shape[axis] > 1:
+            index: list[Any] = [slice(None)] * len(shape)
+            index[axis] = slice(draw(2), shape[axis])
+            shape[axis] -= index[axis].start
+            steps.append(("select", tuple(index)))
+        elif kind == 6 and len(shape) > 2:
+            index = [slice(None)] * len(shape)
+            index[axis] = draw(shape[axis])
+            del shape[axis]
+            steps.append(("select", tuple(index)))
+        elif kind == 7 and len(shape) > 2:
+            steps.append(("mean", axis, draw(2)))
+            shape[axis : axis + 1] = [1] if steps[-1][2] else []
+        elif kind == 8:
+            sizes = [n if a == axis else 1 for a, n in enumerate(shape)]
+            steps.append(("gain", torch.randn(sizes, generator=generator, dtype=torch.float64)))
+        elif kind == 9:
+            steps.append(("roll", draw(3), axis))
+
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        y = x.reshape(1, 4, 8)
+        for step in steps:
+            if step[0] == "linear":
+                y = functional.linear(y, step[1], torch.ones(len(step[1]), dtype=torch.float64) if step[2] else None)
+            elif step[0] == "permute":
+                y = y.permute(step[1])
+            elif step[0] == "reshape":
+                y = y.reshape(step[1])
+            elif step[0] == "select":
+                y = y[step[1]]
+            elif step[0] == "mean":
+                y = y.mean(step[1], keepdim=bool(step[2]))
+            elif step[0] == "gain":
+                y = y * step[1]
+            else:
+                y = y.roll(step[1], step[2])
+        return y
+
+    return Function(forward, buffer=torch.zeros(1, dtype=torch.float64)).eval()
+
+
+@pytest.mark.parametrize("first", [0, 25, 50, 1290, 1700, 1740])  # the last three hold chains that once failed
+def test_random_linear_chains_stay_below_their_bound_and_size(first: int) -> None:
+    """The oracle is the dense matrix of the whole chain."""
+    for seed in range(first, first + 25):
+        net = _random_linear(seed)
+        outcome = propagate(trace_network(net, IMAGE), RigorousArithmetic())
+        value = outcome.context.settle(outcome.logits)
+        zero = net(torch.zeros(1, *IMAGE, dtype=torch.float64))
+        units = torch.eye(32, dtype=torch.float64).view(32, 1, *IMAGE)
+        columns = torch.stack([(net(unit) - zero).flatten() for unit in units], dim=1)
+        # 1e-9: the dense matrix is itself the difference of two forward passes in float64
+        assert float(torch.linalg.matrix_norm(columns, 2)) <= float(value.base) * (1 + 1e-9) + 1e-12, seed
+        corner = net((columns.sum(0) > 0).double().view(1, *IMAGE))
+        for axis in range(-corner.dim(), 0):
+            assert float(corner.norm(dim=axis).max()) <= float(value.size.fibre_along(axis)) * (1 + 1e-12), seed

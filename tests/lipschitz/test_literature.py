@@ -1,0 +1,183 @@
+"""What published formulas say and what networks do: one counterexample a claim of docs/soundness.md, all in float64."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from certcli.lipschitz.measured.estimate import jacobian_norms
+from certcli.lipschitz.measured.formulas import Attended, autolip, certvit, formula_value, lnformer, specformer
+from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
+from certcli.lipschitz.numerics.convolution import conv_norm
+from certcli.lipschitz.rules import activations
+from certcli.nn.l2_attention import L2Attention
+
+D, DH = 6, 3
+
+
+def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """Largest singular value of the dense Jacobian at x."""
+    jacobian = torch.autograd.functional.jacobian(function, x)
+    return float(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2))
+
+
+def orthonormal(rows: int, columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(max(rows, columns), min(rows, columns), generator=generator, dtype=torch.float64)
+    q = torch.linalg.qr(matrix)[0]
+    return q if rows >= columns else q.T
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, tokens: int, input_norm: float) -> Attended:
+    """One head, W_O the identity."""
+    return Attended("attn", (query,), (key,), (value,), torch.eye(len(value), dtype=value.dtype), tokens, input_norm)
+
+
+def test_gelu_is_steeper_than_printed() -> None:
+    """CertViT, Appendix A: 1.12, read off a plot."""
+    x = torch.tensor(math.sqrt(2), dtype=torch.float64)
+    steepest = slope(functional.gelu, x.reshape(1))
+    assert steepest > 1.1289
+    assert steepest <= activations.GELU_SLOPE
+
+
+def test_kims_formula_as_printed_is_exceeded_and_our_bound_is_not() -> None:
+    """Two tokens, large W_Q: the true slope grows with its square, the printed formula with its first power."""
+    attention = L2Attention(D, 1, DH, bias=False, out_width=D, proj_bias=False).double().eval()
+    attention.query.weight.data = 20 * orthonormal(DH, D).contiguous()
+    # |W_V| = |W_O| = 1: then `proj` is W_O W_h^T W_V / sqrt(dh), of norm 20 / sqrt(3)
+    attention.proj.weight.data = 20 / 3**0.5 * orthonormal(D, DH).contiguous()
+
+    class Lone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = attention
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attn(x)
+
+    net = Lone().eval()
+    # two tokens torn between each other: |q_0 - q_1|^2 / sqrt(dh) = r with r / (1 + e^r) at its largest
+    apart = (1.278 * 3**0.5) ** 0.5 / 20 * functional.normalize(attention.query.weight.data[0], dim=0)
+    x = torch.stack([torch.zeros(D, dtype=torch.float64), apart]).unsqueeze(0)
+    found = float(jacobian_norms(net, x, 60).max())
+    printed = formula_value("l2former", net, (2, D)).layers[0][1]
+    assert found > 5 * printed
+    assert found <= float(bound_network(net, (2, D), D).upper)
+
+
+def test_l2_attention_with_values_of_its_own_is_not_lipschitz() -> None:
+    """CertViT's code: softmax(-|q_i - q_j|^2 / sqrt(dh)) v with v = W_V x. No function of the weights bounds its slope."""
+    query, value, tokens = orthonormal(DH, D), torch.eye(D, dtype=torch.float64), 5
+    unseen = torch.linalg.qr(query.T, mode="complete")[0][:, DH]  # a direction in the kernel of W_Q
+
+    def attention(x: Tensor) -> Tensor:
+        q = x @ query.T
+        return (-(q[:, None] - q[None]).square().sum(-1) / math.sqrt(DH)).softmax(-1) @ x @ value.T
+
+    slopes = []
+    for radius in (1.0, 1e2, 1e4):
+        x = torch.zeros(tokens, D, dtype=torch.float64)
+        x[0], x[1] = radius * unseen, -radius * unseen + query[0]
+        slopes.append(slope(attention, x))
+    # their formula: sqrt(n / dh) (4 W(n / e) + 1) sqrt(|W_Q| + |W_V|) |W_O|, all norms 1 here
+    printed = math.sqrt(tokens / DH) * (4 * lambert_w_upper(tokens / math.e) + 1) * math.sqrt(2)
+    assert slopes[0] < printed < slopes[1]
+    assert slopes[2] == pytest.approx(100 * slopes[1], rel=0.05)  # in proportion to the length of the tokens
+
+
+def test_specformers_theorem_is_false_at_zero() -> None:
+    """At X = 0 the attention is the mean of all values: slope |W_V|, where the printed bound tends to 0 with delta."""
+    query, key, value = (orthonormal(D, D) * scale for scale in (1.0, 2.0, 3.0))
+    zero = torch.zeros(4, D, dtype=torch.float64)
+    found = slope(lambda x: ((x @ query.T) @ (x @ key.T).T).softmax(-1) @ x @ value.T, zero)
+    assert found == pytest.approx(3.0, rel=1e-12)
+    for delta in (0.0, 1e-3, 1e-2):
+        printed = specformer(nn.Identity(), [attended(query, key, value, 4, delta)])[0][1]
+        assert printed < found
+
+
+def test_lnformers_formula_forgets_the_values() -> None:
+    """As quoted, 11 |W_O| |W_Q| |W_K|: with W_Q = 0 it is 0, and the layer is the mean of the values."""
+    query, value = torch.zeros(D, D, dtype=torch.float64), 3 * orthonormal(D, D)
+    x = torch.randn(4, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = slope(lambda x: torch.full((4, 4), 0.25, dtype=torch.float64) @ x @ value.T, x)
+    assert lnformer(nn.Identity(), [attended(query, query, value, 4, 1.0)])[0][1] == 0
+    assert found == pytest.approx(3.0, rel=1e-12)
+
+
+class PreNorm(nn.Module):
+    """x + W LN(x), half of a block of timm's ViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(D, eps=1e-6)
+        self.linear = nn.Linear(D, D, bias=False)
+        self.linear.weight.data = 0.1 * orthonormal(D, D)
+        self.double().eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
+def test_a_layer_norm_does_not_count_as_one() -> None:
+    """At a token with equal features its slope is 1/sqrt(eps) = 1,000; blocks counted as |W| + 1 are exceeded."""
+    net = PreNorm()
+    grey = torch.full((1, D), 0.5, dtype=torch.float64)
+    found = slope(lambda x: net(x.unsqueeze(0))[0], grey)
+    assert found > 50 * (1 + 0.1)
+    assert found <= float(bound_network(net, (1, D), D).upper)
+
+
+def test_a_layer_norm_does_not_map_to_the_unit_interval() -> None:
+    """SpecFormer bounds |X| by it. A row is as long as sqrt(d), and entries reach sqrt(d - 1)."""
+    x = functional.layer_norm(torch.eye(D, dtype=torch.float64), (D,))
+    assert float(x.max()) > 2
+    assert float(x.min()) < 0
+    assert float(x.norm(dim=1).min()) > 0.99 * math.sqrt(D)
+
+
+def test_a_product_of_spectral_norms_bounds_no_residual_network() -> None:
+    """Scaman and Virmaux's product is for chains of layers: x + W x has more than |W|."""
+    net = PreNorm()
+    net.norm = nn.Identity()
+    x = torch.zeros(1, D, dtype=torch.float64)
+    product = math.prod(value for _, value in autolip(net, []))
+    assert slope(lambda x: net(x.unsqueeze(0))[0], x) > 5 * product
+    assert math.prod(value for _, value in certvit(net, [])) == product  # neither counts the skip
+
+
+def test_groups_of_a_convolution_are_no_product() -> None:
+    """Eight groups that halve their channel: the operator has norm 1/2, the product of the groups' norms is 2^-8."""
+    weight = torch.full((8, 1, 1, 1), 0.5, dtype=torch.float64)
+    known = conv_norm(weight, stride=1, padding=0, dilation=1, groups=8, input_size=(3, 3))
+    image = torch.ones(1, 8, 3, 3, dtype=torch.float64)
+    found = float(functional.conv2d(image, weight, groups=8).norm() / image.norm())
+    assert found == pytest.approx(0.5)
+    assert math.prod(float(group.norm()) for group in weight) < found <= known <= 0.5 * (1 + 1e-9)
+
+
+def test_an_unknown_layer_does_not_count_as_one() -> None:
+    """exp has slope e at 1. What has no theorem has no bound, and is named."""
+
+    class Exponential(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp()
+
+    result = bound_network(nn.Sequential(nn.Flatten(), Exponential()).eval(), (1, 2, 2), 4)
+    assert not result.upper.finite
+    assert "exp" in result.bound.why
+    assert slope(torch.exp, torch.ones(1, dtype=torch.float64)) > 2.7
+
+
+def test_a_sampled_slope_is_no_constant() -> None:
+    """A hundred random images show a slope below 2; a grey one shows 100."""
+    net = PreNorm()
+    images = torch.rand(100, 1, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sampled = float(jacobian_norms(net, images, 30).max())
+    grey = slope(lambda x: net(x.unsqueeze(0))[0], torch.full((1, D), 0.5, dtype=torch.float64))
+    assert 50 * sampled < grey <= float(bound_network(net, (1, D), D).upper)

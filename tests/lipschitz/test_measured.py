@@ -1,0 +1,79 @@
+"""What stands beside the bound in an audit: published formulas (none a certificate), Jacobians of blocks, comparisons."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.main import app
+from certcli.images import datasets
+from certcli.lipschitz.bound import Bound
+from certcli.lipschitz.measured.formulas import FORMULAS, formula_value
+from certcli.lipschitz.measured.jacobian import block_inputs, block_norms, block_paths, hoelder_bounds
+from certcli.models import build
+
+
+def report(*words: object) -> dict:
+    outcome = CliRunner().invoke(app, ["lipschitz", *[str(word) for word in words], "--json", "--quiet"])
+    assert outcome.exit_code == 0, (outcome.output, outcome.exception)
+    return json.loads(outcome.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formulas_are_labelled_and_are_no_bounds(plain: Checkpoint, name: str) -> None:
+    result = formula_value(name, build.load(plain), plain.record.input.size)
+    assert result.flaw
+    assert result.source
+    assert not isinstance(result, Bound)
+    assert all(value >= 0 for _, value in result.layers)
+
+
+def test_block_jacobians_against_the_dense_matrix(plain: Checkpoint) -> None:
+    model = build.load(plain, dtype=torch.float64)
+    images = datasets.load("digits", plain.record.input, "val").limit(3).tensors()[0].double()
+    assert block_paths(model) == ["blocks.0"]
+    measured = block_norms(model, images, iterations=60)["blocks.0"]
+    hoelder = hoelder_bounds(model, images)["blocks.0"]
+    x, _ = block_inputs(model, images, ["blocks.0"])["blocks.0"]
+    for position in range(3):
+        dense = torch.autograd.functional.jacobian(model.net.blocks[0], x[[position]])
+        exact = float(torch.linalg.matrix_norm(dense.reshape(x[0].numel(), -1), 2))
+        assert float(measured[position]) <= exact * (1 + 1e-12)  # rounding of float64
+        assert float(measured[position]) >= 0.99 * exact  # sixty power iterations
+        assert exact <= float(hoelder[position]) * (1 + 1e-12)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_report_holds_what_was_asked_for(workshop: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "violins.png"
+    found = report(
+        workshop / "certified.safetensors", "--compare", workshop / "plain.safetensors", "--formula", "autolip",
+        "--formula", "certvit", "--jacobian", "--limit", 4, "--plot", plot,
+    )  # fmt: skip
+    assert [formula["certificate"] for formula in found["formulas"]] == [False, False]
+    assert found["compare"]["other_log10_upper"] > found["log10_upper"]
+    assert found["jacobian"][0]["images"] == 4
+    assert found["jacobian"][0]["largest"] >= found["jacobian"][0]["mean"] > 0
+    assert found["lower"] <= found["upper"]
+    assert plot.stat().st_size > 1000
+    heads = report(workshop / "plain.safetensors", "--no-estimate", "--heads")["heads"]
+    weight = Checkpoint.read(workshop / "plain.safetensors").tensors["blocks.0.attn.qkv.weight"].double()
+    exact = [float(torch.linalg.matrix_norm(part, 2)) for part in weight.chunk(6)]
+    assert [entry["map"] for entry in heads] == ["q", "k", "v"]
+    proven = [norm for entry in heads for norm in entry["upper"]]
+    assert all(value >= true for value, true in zip(proven, exact, strict=True))
+    layers = tmp_path / "layers.png"
+    report(workshop / "plain.safetensors", "--no-estimate", "--plot", layers)
+    assert layers.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("view", [[], ["--layers"], ["--worst"], ["--layers", "--worst"]])
+def test_views_for_a_person(workshop: Path, view: list[str]) -> None:
+    words = ["lipschitz", str(workshop / "plain.safetensors"), "--no-estimate", "--quiet", *view]
+    outcome = CliRunner().invoke(app, words)
+    assert outcome.exit_code == 0
+    for part in ("patch_embed", "blocks.0", "norm", "upper bound (proven", "certified within"):
+        assert part in outcome.stdout

@@ -1,0 +1,212 @@
+"""What has no proof gets inf, and the reason names the module. Never a silent finite number, never a traceback."""
+
+from collections.abc import Callable
+from types import MethodType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import certcli.system.compat  # noqa: F401
+
+# isort: split
+import timm.layers as timm_layers
+
+from certcli.lipschitz.network import bound_network
+
+IMAGE = (2, 4, 4)
+
+
+class Net(nn.Module):
+    def __init__(self, forward: Callable[..., Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("store", torch.zeros(1, 2, 4, 4))
+        self.function = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+class Louder(nn.Linear):
+    """Inherits Linear's weight, not its function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 100 * super().forward(x)
+
+
+class HiddenConv(nn.Conv2d):
+    """Inherits Conv2d's forward but not what it calls."""
+
+    def _conv_forward(self, *arguments: Tensor) -> Tensor:
+        return super()._conv_forward(*arguments).exp()
+
+
+def with_hook() -> nn.Module:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(32, 3))
+    net[1].register_forward_hook(lambda module, inputs, output: 100 * output)
+    return net
+
+
+def in_training() -> nn.Module:
+    net = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(32, 3)).eval()
+    net[1].train()
+    return net
+
+
+def patched() -> nn.Module:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(32, 3))
+    net[1].forward = MethodType(lambda self, x: functional.linear(x, self.weight).exp(), net[1])
+    return net
+
+
+def patched_convolution() -> nn.Module:
+    net = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Flatten())
+    net[0]._conv_forward = lambda x, weight, bias: functional.conv2d(x, weight, bias).exp()
+    return net
+
+
+def attention_with_replaced_part() -> nn.Module:
+    attention = timm_layers.Attention(8, 2)
+    attention.qkv = Louder(8, 24)
+    return Net(lambda m, x: m.attention(x.reshape(1, 4, 8)), attention=attention)
+
+
+def overwritten_view(net: nn.Module, x: Tensor) -> Tensor:
+    y = x * 2
+    z = y.flatten(1)
+    y.mul_(3)
+    return z
+
+
+def written_into_constant(net: nn.Module, x: Tensor) -> Tensor:
+    canvas = torch.zeros(1, 2, 4, 4)
+    canvas[:, :, 0] = x[:, :, 0]
+    return canvas + x
+
+
+def written_into_buffer(net: nn.Module, x: Tensor) -> Tensor:
+    y = x + net.store
+    net.store.add_(1.0)
+    return y
+
+
+def copied_into_buffer(net: nn.Module, x: Tensor) -> Tensor:
+    net.store.copy_(x)
+    return net.store + x
+
+
+def attends(net: nn.Module, x: Tensor, factor: float = 1.0) -> Tensor:
+    rows = functional.normalize(x.reshape(-1, 4, 8), dim=-1)
+    others = rows if factor == 1.0 else rows * factor
+    out, weights = net.odd(rows, others, others)
+    return out if factor != 1.0 else out + weights.sum()
+
+
+def masked_row(net: nn.Module, x: Tensor) -> Tensor:
+    rows = functional.normalize(x.reshape(1, 4, 8), dim=-1)
+    scores = torch.where(torch.arange(4).view(4, 1) > 0, rows @ rows.transpose(1, 2), -torch.inf)
+    return scores.softmax(dim=-1) @ rows
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "hook": (with_hook, "1 has a forward hook"),
+    "training": (in_training, "1 is in training mode"),
+    "patched forward": (patched, "exp"),
+    "patched helper": (patched_convolution, "exp"),
+    "overridden helper": (lambda: HiddenConv(2, 2, 3), "exp"),
+    "unknown operation": (lambda: Net(lambda m, x: m.head(x.exp()), head=nn.Flatten()), "exp"),
+    "unknown module": (lambda: Net(lambda m, x: m.odd(x), odd=nn.LPPool2d(3.0, 2)), "odd"),
+    "random numbers": (lambda: Net(lambda m, x: x + torch.rand(1)), "random"),
+    "branch on a value": (lambda: Net(lambda m, x: x if x.sum() > 0 else 2 * x), "branches"),
+    "value as number": (lambda: Net(lambda m, x: x * x.mean().item()), "reads a tensor's value"),
+    "view of an overwritten tensor": (lambda: Net(overwritten_view), "overwritten in place"),
+    "assignment into a constant": (lambda: Net(written_into_constant), "writes into a tensor"),
+    "buffer that changes": (lambda: Net(written_into_buffer), "store"),
+    "buffer that is copied into": (lambda: Net(copied_into_buffer), "copy_"),
+    "division by the image": (lambda: Net(lambda m, x: x / x.sum((2, 3), keepdim=True)), "division"),
+    "unnormalised power": (lambda: Net(lambda m, x: x**3), "power"),
+    "index by the image": (lambda: Net(lambda m, x: x.flatten()[x.flatten().argsort()]), "argsort"),
+    "other norm": (lambda: Net(lambda m, x: functional.normalize(x, p=1.0)), "norm"),
+    "norm without eps": (lambda: nn.LayerNorm(4, eps=0.0), "eps"),
+    "batch statistics": (lambda: nn.BatchNorm2d(2, track_running_stats=False), "batch statistics"),
+    "a number without axes": (lambda: Net(lambda m, x: x.mean()), "single number"),
+    "scores of unknown size as logits": (
+        lambda: Net(lambda m, x: (lambda y: y @ y.transpose(-1, -2))(x.masked_fill(m.store > 0, 0.3))),
+        "no bound on its size",
+    ),
+    "two outputs": (lambda: Net(lambda m, x: (x, x)), "something other than one tensor"),
+    "mask of the image": (lambda: Net(lambda m, x: torch.where(x.bool(), x, 2.0)), "bool"),
+    "row masked altogether": (lambda: Net(masked_row), "masked altogether"),
+    "softplus with a jump": (lambda: Net(lambda m, x: functional.softplus(x, threshold=3.0)), "jumps"),
+    "softplus in float64": (lambda: Net(lambda m, x: functional.softplus(x)).double(), "jumps"),
+    "activation that is NaN": (lambda: Net(lambda m, x: functional.leaky_relu(x, float("nan"))), "not a number"),
+    "random slopes": (lambda: Net(lambda m, x: functional.rrelu(x, 0.5, 0.5, training=True)), "random"),
+    "deviation of one": (lambda: Net(lambda m, x: x[:, :1].var(dim=1, keepdim=True) + x), "too few"),
+    "indices of maxima": (lambda: Net(lambda m, x: x.max(dim=1)[0]), "indices"),
+    "option given twice": (lambda: Net(lambda m, x: x.reshape(4, 8).softmax(1, dim=1)), "softmax"),
+    "weights of the image": (lambda: Net(lambda m, x: torch.lerp(x, 2 * x, x)), "weights that depend"),
+    "attention weights": (lambda: Net(attends, odd=nn.MultiheadAttention(8, 2, batch_first=True)), "weights are used"),
+    "attention to another": (
+        lambda: Net(lambda m, x: attends(m, x, 2), odd=nn.MultiheadAttention(8, 2, batch_first=True)),
+        "different tensors",
+    ),
+    "attention with a bias of keys": (
+        lambda: Net(lambda m, x: m.odd(x[0], x[0], x[0])[0], odd=nn.MultiheadAttention(4, 2, add_bias_kv=True)),
+        "multi_head_attention_forward",
+    ),
+    "half precision": (lambda: Net(lambda m, x: x.to(torch.float16).float()), "float16"),
+    "dtype view": (lambda: Net(lambda m, x: x.view(torch.int32).float()), "dtype"),
+    "written by hand": (lambda: Net(lambda m, x: x.detach().numpy()), "numpy"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name: str) -> None:
+    build, reason = REFUSED[name]
+    net = build()
+    if name != "training":
+        net = net.eval()
+    result = bound_network(net, IMAGE, 3)
+    assert not result.upper.finite
+    assert result.pairs is None
+    assert reason in result.bound.why
+
+
+FOLLOWED: dict[str, Callable[[], nn.Module]] = {
+    # what a rule would misread is traced through instead: the factor of 100 must be in the bound
+    "overridden forward": lambda: Net(lambda m, x: m.loud(x.flatten(1)), loud=Louder(32, 3)),
+    "replaced part of attention": attention_with_replaced_part,
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_overridden_forwards_are_followed(name: str) -> None:
+    torch.manual_seed(0)
+    net = FOLLOWED[name]().double().eval()
+    result = bound_network(net, IMAGE, 3)
+    assert result.upper.finite, result.bound.why
+    image = torch.rand(IMAGE, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(lambda x: net(x.unsqueeze(0)).flatten(), image).flatten(1)
+    assert float(torch.linalg.matrix_norm(jacobian, 2)) <= float(result.upper)
+
+
+def test_a_parametrised_layer_is_read_through_its_parametrisation() -> None:
+    class Twice(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    net = nn.Sequential(nn.Flatten(), nn.Linear(32, 3)).eval()
+    plain = float(bound_network(net, IMAGE, 3).upper)
+    nn.utils.parametrize.register_parametrization(net[1], "weight", Twice())
+    assert float(bound_network(net.eval(), IMAGE, 3).upper) == pytest.approx(2 * plain, rel=1e-6)  # looseness of sigma
+
+
+def test_the_random_state_is_left_alone() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    bound_network(Net(lambda m, x: x + torch.rand(1)).eval(), IMAGE, 3)
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,156 @@
+"""Every rule, as laws: no slope that gradient ascent finds exceeds the proven bound, no tensor its proven size."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from certcli.lipschitz.bound import check_proof
+from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.propagate import propagate, trace_network
+from certcli.lipschitz.rules import activations
+from tests.helpers.lipschitz_cases import CURVES, IMAGE, RULES, build, f
+
+
+def slope(net: nn.Module, image: Tensor) -> Tensor:
+    """Largest singular value of the dense Jacobian at one image, differentiable."""
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+        jacobian = torch.autograd.functional.jacobian(lambda x: net(x.unsqueeze(0)).flatten(), image, create_graph=True)
+    return torch.linalg.matrix_norm(jacobian.flatten(1), 2)
+
+
+def steepest(net: nn.Module, shape: tuple[int, ...] = IMAGE, steps: int = 4) -> float:
+    """The largest slope found: random, nearly constant and saturated images, each improved by gradient ascent."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(shape, generator=generator, dtype=torch.float64)
+    found = 0.0
+    for start in (noise, 0.5 + 0.003 * noise, (noise > 0.5).double()):
+        image = start
+        for _ in range(steps):
+            image = image.detach().requires_grad_(True)
+            value = slope(net, image)
+            found = max(found, float(value.detach()))
+            if not value.requires_grad:
+                break
+            (gradient,) = torch.autograd.grad(value, image, allow_unused=True)
+            if gradient is None or not gradient.isfinite().all() or not gradient.any():
+                break
+            image = (image + 0.2 * gradient / gradient.norm()).clamp(0, 1)
+    return found
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_no_slope_exceeds_the_bound(name: str) -> None:
+    net = build(name)
+    result = bound_network(net, IMAGE, 3)
+    assert result.upper.finite, result.bound.why
+    # 1e-9: rounding of the measured singular value, in float64 on matrices of at most a few hundred entries
+    assert steepest(net) <= float(result.upper) * (1 + 1e-9)
+    assert check_proof(result.bound.to_json()) == []
+
+
+EXACT = {
+    "linear": 1e-6, "linear-twice": 1e-6, "conv-3": 1e-6, "normalize": 1e-6, "batch-norm-folded-twice": 1e-6,
+    "conv-groups": 1e-6, "gain-after-linear": 1e-6, "center-norm-folded": 1e-6, "gain-before-linear": 1e-6,
+    "negative-scale": 1e-6, "split-heads": 20.0, "mixed-tokens": 1e-6, "adaptive": 1e-6, "constant-matrices": 1e-6,
+    "token-convolution": 1e-6, "token-convolution-after-linear": 1e-6,
+    "layer-scale-2d": 1e-6, "two-names": 1e-6, "shuffle": 1e-6, "conv-3-stride": 1e-6, "avg-pool": 1e-6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_linear_maps_are_folded_to_their_exact_norm(name: str) -> None:
+    """Linear networks: the bound is the norm of the composed map (small convolutions are dense), up to 1e-6."""
+    net = build(name)
+    assert float(bound_network(net, IMAGE, 3).upper) <= steepest(net, steps=1) * (1 + EXACT[name])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_no_tensor_is_larger_than_its_size_bounds(name: str) -> None:
+    """Norm, fibres along every axis and entries, over the box: corners, random images, constant images."""
+    net = build(name)
+    outcome = propagate(trace_network(net, IMAGE), RigorousArithmetic())
+    size = outcome.context.settle(outcome.logits).size
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(12, *IMAGE, generator=generator, dtype=torch.float64)
+    for image in torch.cat([noise, (noise > 0.5).double(), torch.zeros_like(noise[:1]), torch.ones_like(noise[:1])]):
+        result = net(image.unsqueeze(0))
+        slack = 1 + 1e-12  # rounding of the measured norm in float64
+        assert float(result.norm()) <= float(size.total) * slack
+        assert float(result.abs().max()) <= float(size.peak) * slack
+        for axis in range(-result.dim(), 0):
+            assert float(result.norm(dim=axis).max()) <= float(size.fibre_along(axis)) * slack
+
+
+SLOPES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "gelu": (functional.gelu, activations.GELU_SLOPE),
+    "gelu-tanh": (lambda x: functional.gelu(x, approximate="tanh"), activations.GELU_TANH_SLOPE),
+    "silu": (functional.silu, activations.SILU_SLOPE),
+    "quick-gelu": (lambda x: x * torch.sigmoid(1.702 * x), activations.SILU_SLOPE),
+    "mish": (functional.mish, activations.MISH_SLOPE),
+    "selu": (functional.selu, activations.SELU_SLOPE),
+    "hard-swish": (functional.hardswish, activations.HARD_SWISH_SLOPE),
+}
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_slope_constants_are_above_the_largest_slope_and_close_to_it(name: str) -> None:
+    function, constant = SLOPES[name]
+    # 0 left out: the corner of SELU; beyond 12 all slopes lie within 1e-4 of 0 or 1
+    x = torch.linspace(-12, 12, 480_001, dtype=torch.float64)[1::2].requires_grad_(True)
+    (slopes,) = torch.autograd.grad(function(x).sum(), x)
+    largest = float(slopes.abs().max())
+    # between grid points of distance h = 1e-4 a slope is at most h/2 sup|f''| higher, and sup|f''| < 1 where f is smooth;
+    # at a maximum that is smooth the excess is h^2, below 1e-8
+    assert largest - 1e-8 <= constant <= largest * 1.0002
+
+
+def cancelling_batch_norm() -> nn.Module:
+    """y = x - mean + bias = x + 2, computed as x - mean (1 + 2^-49) + bias = x."""
+    net = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(1, eps=0.0)).double().eval()
+    net[1].running_mean.fill_(2.0**50)
+    net[1].bias.data.fill_(2.0**50 + 2)
+    return net
+
+
+def cancelling_linear() -> nn.Module:
+    """y = (x + 2^50) - 2^50 - 2 = x - 2, computed as (x + 2^50) (1 + 2^-49) - 2^50 - 2 = x."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(1, 1), nn.BatchNorm1d(1, eps=0.0)).double().eval()
+    net[1].weight.data.fill_(1.0)
+    net[1].bias.data.fill_(2.0**50)
+    net[2].bias.data.fill_(-(2.0**50) - 2)
+    return net
+
+
+@pytest.mark.parametrize("make", [cancelling_batch_norm, cancelling_linear])
+def test_shifts_that_cancel_keep_their_size(make: Callable[[], nn.Module]) -> None:
+    """The square of a number up to 3 in size has slopes up to 6; at the image 0, where float64 is exact, the slope is 4."""
+
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) ** 2
+
+    net = Squared().eval()
+    found = float(slope(net, torch.zeros(1, 1, 1, dtype=torch.float64)).detach())
+    assert found == 4
+    assert found <= float(bound_network(net, (1, 1, 1), 1).upper)
+
+
+@pytest.mark.parametrize("number", range(len(CURVES)))
+def test_an_activation_has_one_bound_as_module_and_as_function(number: int) -> None:
+    module, function = CURVES[number]
+    x = torch.linspace(-14, 14, 100_001, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(module.eval()(x), function(x))  # the row itself says the same twice
+    (slopes,) = torch.autograd.grad(function(x).sum(), x)
+    first, second = (bound_network(net, IMAGE, 3).upper for net in (module, f(lambda m, x: function(x)).eval()))
+    assert float(first) == float(second)
+    # 1e-7: torch's backward pass of hard sigmoid multiplies by 1/6 in float32. 1.001: what the grid may miss of a bend
+    assert float(slopes.abs().max()) <= float(first) * (1 + 1e-7) <= float(slopes.abs().max()) * 1.001

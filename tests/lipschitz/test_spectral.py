@@ -1,0 +1,223 @@
+"""Spectral norms as upper bounds: never below the SVD, barely above it, and honest about what they refuse."""
+
+import math
+
+import pytest
+import torch
+
+from certcli.lipschitz.numerics import spectral
+from certcli.lipschitz.numerics.spectral import frobenius_norm, gamma, gram_iteration, spectral_norm, spectral_norms, up
+from certcli.system.errors import CheckpointError, UsageError
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _with_singular_values(values: torch.Tensor, columns: int) -> torch.Tensor:
+    left, _ = torch.linalg.qr(_random(len(values), len(values), seed=1))
+    right, _ = torch.linalg.qr(_random(columns, len(values), seed=2))
+    return left * values @ right.mT
+
+
+_INDEX = torch.arange(1.0, 61.0, dtype=torch.float64)
+MATRICES = {
+    "gaussian": _random(120, 90),
+    "gaussian, large enough for Lanczos": _random(300, 280),
+    "wide, several panels and column blocks": _random(400, 1100),
+    "tall": _random(1100, 270),
+    "orthogonal": torch.linalg.qr(_random(300, 300))[0],
+    "rank one": torch.outer(_random(300), _random(290, seed=3)),
+    "rank one, nonnegative": torch.outer(_random(40).abs(), _random(30, seed=3).abs()),
+    "Hilbert": 1.0 / (_INDEX[:, None] + _INDEX[None, :] - 1.0),
+    "nearly equal singular values": _with_singular_values(1.0 + 1e-9 * torch.rand(280, dtype=torch.float64), 300),
+    "cluster below the top": _with_singular_values(torch.linspace(0.9999, 1.0, 290, dtype=torch.float64), 300),
+    "wide spread": _with_singular_values(torch.logspace(0, -12, 280, dtype=torch.float64), 300),
+    "1e-30": _random(70, 50) * 1e-30,
+    "1e30": _random(70, 50) * 1e30,
+    "largest floats": torch.full((3, 2), 1e307, dtype=torch.float64),
+    "subnormal": torch.full((3, 2), 5e-324, dtype=torch.float64),
+    "mixed scales": torch.diag(torch.tensor([1e300, 1.0, 1e-300], dtype=torch.float64)),
+    "one entry": torch.tensor([[-3.0]], dtype=torch.float64),
+    "one row": _random(1, 50),
+    "one column": _random(50, 1),
+    "two by two": torch.tensor([[1.0, 1.0], [0.0, 1.0]], dtype=torch.float64),
+    "float32": _random(64, 48).float(),
+    "float16": _random(64, 48).half(),
+    "bfloat16": _random(48, 64).bfloat16(),
+    "not contiguous": _random(64, 96)[::2, ::3],
+    "padded with zeros": torch.nn.functional.pad(_random(30, 30), (20, 20, 20, 20)),
+}
+
+
+def _reference(matrix: torch.Tensor) -> float:
+    """Largest singular value from the SVD, scaled first so that it neither overflows nor underflows."""
+    exponent = math.frexp(float(matrix.double().abs().max()))[1]
+    half = -exponent // 2
+    scaled = matrix.double() * 2.0**half * 2.0 ** (-exponent - half)
+    return math.ldexp(float(torch.linalg.svdvals(scaled)[0]), exponent)
+
+
+# LAPACK's own error in the SVD, an upper estimate at these sizes; the bound is proven, the oracle is rounded.
+ORACLE = 1e-14
+# Promised in spectral_norm's docstring: 1e-6, relatively, where the certificate succeeds, as it does on every row here.
+LOOSENESS = 1e-6
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_bound_lies_above_the_svd_and_close_to_it(name: str) -> None:
+    reference = _reference(MATRICES[name])
+    bound = spectral_norm(MATRICES[name])
+    assert bound >= reference * (1.0 - ORACLE)
+    assert bound <= reference * (1.0 + LOOSENESS) + 5e-324  # a subnormal value is rounded up by whole subnormals
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_transposed_and_negated_matrices_obey_the_same_law(name: str) -> None:
+    bound = spectral_norm(-MATRICES[name].mT)
+    assert bound >= _reference(MATRICES[name]) * (1.0 - ORACLE)
+
+
+@pytest.mark.parametrize("power", [-900, -3, 40, 900])
+def test_scaling_by_a_power_of_two_scales_the_bound_exactly(power: int) -> None:
+    matrix = _random(40, 30)
+    assert spectral_norm(matrix * 2.0**power) == math.ldexp(spectral_norm(matrix), power)
+
+
+def test_exact_arithmetic_on_integers_is_not_undercut() -> None:
+    """sigma([[3, 4], [0, 0]]) = 5 and sigma(ones(9, 16)) = 12 exactly: a bound rounded down would show here."""
+    assert spectral_norm(torch.tensor([[3.0, 4.0], [0.0, 0.0]])) >= 5.0
+    assert spectral_norm(torch.ones(9, 16)) >= 12.0
+    assert frobenius_norm(torch.tensor([3.0, 4.0])) >= 5.0
+    assert frobenius_norm(torch.ones(12, 12)) >= 12.0
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (0, 3), (3, 0), (1, 5), (300, 300)])
+def test_zero_is_exactly_zero(shape: tuple[int, int]) -> None:
+    assert spectral_norm(torch.zeros(shape)) == 0.0
+    assert frobenius_norm(torch.zeros(shape)) == 0.0
+
+
+def test_norm_beyond_float64_is_infinite() -> None:
+    assert spectral_norm(torch.full((4, 4), 1.7e308, dtype=torch.float64)) == math.inf
+    assert frobenius_norm(torch.full((4, 4), 1.7e308, dtype=torch.float64)) == math.inf
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("norm", [spectral_norm, frobenius_norm])
+@pytest.mark.parametrize("shape", [(1, 4), (5, 4), (300, 260)])
+def test_poisoned_weights_are_refused(norm, poison: float, shape: tuple[int, int]) -> None:
+    matrix = torch.ones(shape)
+    matrix[0, 2] = poison
+    with pytest.raises(CheckpointError, match="NaN or infinite"):
+        norm(matrix)
+
+
+def test_wrong_shapes_dtypes_and_errors_are_refused() -> None:
+    for bad in (torch.zeros(3), torch.zeros(2, 2, 2), torch.ones(2, 2, dtype=torch.int64)):
+        with pytest.raises(UsageError):
+            spectral_norm(bad)
+    for error in (-1.0, math.nan):
+        with pytest.raises(UsageError):
+            spectral_norm(torch.ones(2, 2), error)
+    with pytest.raises(UsageError):
+        spectral_norms([torch.ones(2, 2)], [0.0, 0.0])
+
+
+def test_error_of_the_matrix_is_added_upwards() -> None:
+    matrix = _random(20, 30)
+    worst = matrix + 0.01 * torch.outer(*(vectors[:, 0] for vectors in _top_vectors(matrix)))
+    assert spectral_norm(matrix, 0.01) >= _reference(worst) * (1.0 - ORACLE)
+    assert spectral_norm(matrix, 0.01) > spectral_norm(matrix)
+    assert spectral_norm(torch.zeros(2, 2), 0.5) >= 0.5
+    assert spectral_norm(matrix, math.inf) == math.inf
+
+
+def _top_vectors(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left, right.mT
+
+
+def test_batch_agrees_with_single_matrices_whatever_is_mixed_in() -> None:
+    """Equal up to the rounding that both bounds already contain: batches take another order of summation."""
+    matrices = [_random(12, 40, seed=seed) for seed in range(5)]
+    matrices += [torch.zeros(12, 40, dtype=torch.float64), matrices[0].float(), matrices[1] * 1e200, _random(7, 3)]
+    matrices += [_random(1, 9), matrices[2].mT, _random(280, 270)]
+    together = spectral_norms(matrices)
+    for matrix, bound in zip(matrices, together):
+        assert bound == pytest.approx(spectral_norm(matrix), rel=1e-8)
+        assert bound >= (_reference(matrix) if matrix.any() else 0.0) * (1.0 - ORACLE)
+    assert spectral_norms([]) == []
+
+
+def test_gradients_and_inputs_are_left_alone() -> None:
+    parameter = torch.nn.Parameter(_random(300, 40))
+    before = parameter.detach().clone()
+    state = torch.get_rng_state()
+    spectral_norm(parameter)
+    assert torch.equal(parameter.detach(), before)
+    assert parameter.grad is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "orthogonal", "Hilbert", "cluster below the top"])
+@pytest.mark.parametrize("relative", [-0.5, -1e-3, -1e-9])
+def test_certificate_is_not_given_below_the_truth(name: str, relative: float) -> None:
+    """The proof is what protects: a shift below the top eigenvalue must fail, or return a value above the truth."""
+    matrix = MATRICES[name]
+    gram = (matrix @ matrix.mT).unsqueeze(0)
+    top = float(torch.linalg.eigvalsh(gram)[0, -1])
+    assert spectral.certify_below(gram, [top * (1.0 + relative)])[0] >= top * (1.0 - 1e-13)
+
+
+def test_certificate_for_complex_matrices() -> None:
+    half = torch.complex(_random(40, 60), _random(40, 60, seed=1))
+    gram = (half @ half.mH).unsqueeze(0)
+    top = float(torch.linalg.eigvalsh(gram)[0, -1])
+    assert spectral.certify_below(gram, [0.999 * top])[0] >= top
+    assert top <= spectral.certify_below(gram, [1.000001 * top])[0] <= 1.00001 * top
+
+
+@pytest.mark.parametrize("broken", ["guess too low", "guess not a number", "no eigenvalue solver"])
+def test_bad_guesses_cost_tightness_but_never_the_proof(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = MATRICES["gaussian, large enough for Lanczos"]
+    reference = _reference(matrix)
+    yes = torch.ones(1, dtype=torch.bool)
+    guess = torch.full((1,), math.nan if broken == "guess not a number" else 1.0, dtype=torch.float64)
+    monkeypatch.setattr(spectral, "lanczos_guess", lambda grams: (guess, yes))
+    if broken == "no eigenvalue solver":
+
+        def fail(grams: torch.Tensor) -> torch.Tensor:
+            raise torch.linalg.LinAlgError("did not converge")
+
+        monkeypatch.setattr(torch.linalg, "eigvalsh", fail)
+    bound = spectral_norm(matrix)
+    assert bound >= reference * (1.0 - ORACLE)
+    assert bound <= reference * 1.001  # twelve Gram steps: rank^(1 / 2^14) = 280^(1 / 16384) = 1.00034
+
+
+@pytest.mark.parametrize("name", ["gaussian", "orthogonal", "rank one", "Hilbert"])
+def test_gram_iteration_lies_above_the_truth(name: str) -> None:
+    matrix = MATRICES[name] @ MATRICES[name].mT
+    reference = _reference(matrix)
+    assert reference * (1.0 - ORACLE) <= gram_iteration(matrix) <= reference * 300 ** (1 / 8192) * 1.000001
+
+
+def test_rounding_constants() -> None:
+    assert gamma(1) > 2.0**-53
+    assert gamma(1000) > 1000 * 2.0**-53
+    assert gamma(1000) < 1000 * 2.0**-53 * (1.0 + 1e-12)
+    assert up(1.0) > 1.0
+    assert up(1.0, 3) == 1.0 + 3 * 2.0**-52
+    assert up(math.inf) == math.inf
+    with pytest.raises(UsageError):
+        gamma(2**53)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_same_law_holds_on_a_gpu() -> None:
+    names = [name for name in MATRICES if name != "not contiguous"]
+    bounds = spectral_norms([MATRICES[name].cuda() for name in names])
+    for name, bound in zip(names, bounds):
+        assert bound >= _reference(MATRICES[name]) * (1.0 - ORACLE), name

@@ -1,0 +1,300 @@
+"""What is read of others' files: networks by words, what is assumed of them, and traps in which a wrong network fits."""
+
+import copy
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import InputSpec
+from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.enclosure.zonotopes.form import l2_ball
+from certcli.evaluation.doubts import chance_doubt, image_doubts, order_doubt
+from certcli.images.labelled import Images
+from certcli.lipschitz.network import prove
+from certcli.models import build
+from certcli.models.assumptions import OWN, RECORD
+from certcli.models.open import Hints, open_checkpoint, read
+from certcli.nn.norms import TokenBatchNorm
+from certcli.system.errors import ArchitectureError
+from tests.cli.test_streams import certvit
+
+RGB = InputSpec((3, 32, 32), (0.5,) * 3, (0.5,) * 3)
+
+
+@pytest.mark.parametrize("norm", ["identity", "batchnorm"])
+def test_the_competitions_networks_load_by_name_and_have_bounds(norm: str) -> None:
+    arguments = {"norm_layer": norm, "depth": 1}
+    model = build.load(build.initialise("certvit_vit_pgd_2_3_16", arguments, RGB, 10, seed=0))
+    names = build.tensors_of(model).keys()
+    assert ("blocks.0.norm1.running_mean" in names) == (norm == "batchnorm")
+    assert not any(isinstance(module, nn.LayerNorm) for module in model.modules())
+    assert prove(model, 10).upper.finite
+    pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ball = l2_ball(pixels, 1e-3, squares_up_to=64, limit=4000)
+    assert bool(LocalNetwork(model.double(), (3, 32, 32)).margins(ball, 0).isfinite().all())
+
+
+def test_the_same_network_from_words() -> None:
+    words = {
+        "img_size": 32, "patch_size": 16, "embed_dim": 48, "depth": 2, "num_heads": 3, "mlp_ratio": 2, "num_classes": 10,
+        "act_layer": "relu", "norm_layer": "identity", "global_pool": "avg", "pool_include_prefix": True,
+    }  # fmt: skip
+    made = build.initialise("certvit_vit_pgd_2_3_16", {}, RGB, 10, seed=0)
+    spoken = build.create("vit_tiny_patch16_224", words, initialise=False)
+    build.load_weights(spoken, made.tensors)
+    named = build.load(made)
+    pixels = torch.rand(2, 3, 32, 32)
+    assert torch.equal(named.net(pixels), spoken(pixels))
+
+
+def test_batch_norm_over_tokens_is_torchs() -> None:
+    ours, theirs = TokenBatchNorm(6), nn.BatchNorm1d(6)
+    tokens = 2 + torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for norm in (ours, theirs):
+            norm.weight.copy_(torch.linspace(-1, 2, 6))
+            norm.bias.copy_(torch.linspace(3, -3, 6))
+    assert torch.equal(ours(tokens), theirs(tokens.mT).mT), "in training"
+    assert torch.equal(ours.running_var, theirs.running_var)  # type: ignore[arg-type]
+    torch.testing.assert_close(ours.eval()(tokens), theirs.eval()(tokens.mT).mT)
+
+
+WORDS: list[tuple[str, dict[str, Any], str]] = [
+    ("no norm", {"norm_layer": "torch.nn.Identity"}, "one of batchnorm"),
+    ("no activation", {"act_layer": "tanhh"}, "one of celu"),
+    ("a list", {"act_layer": ["relu"]}, "act_layer is a word"),
+    ("eps", {"norm_eps": 0}, "norm_eps"),
+    ("eps as text", {"norm_eps": "small"}, "norm_eps"),
+    ("nothing with an eps", {"norm_eps": 1e-5, "norm_layer": "identity"}, "no norm with an eps"),
+    ("maps", {"norm_layer": "rmsnorm2d", "depth": 1}, "rmsnorm2d|image"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "named"), WORDS, ids=[row[0] for row in WORDS])
+def test_words_are_of_a_closed_table(name: str, arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ArchitectureError, match=named):
+        build.load(build.initialise("certvit_vit_digits", arguments, InputSpec((1, 8, 8), (0.5,), (0.5,)), 10, seed=0))
+
+
+def test_eps_is_that_of_every_norm() -> None:
+    net = build.create("vit_tiny_patch16_224", {"depth": 1, "norm_eps": 1e-5}, initialise=False)
+    assert {module.eps for module in net.modules() if isinstance(module, nn.LayerNorm)} == {1e-5}
+    own = build.create("convnext_atto", {"norm_eps": 1e-3}, initialise=False)  # timm's constructor knows the word
+    assert 1e-3 in {getattr(module, "eps", None) for module in own.modules()}
+
+
+@dataclass(frozen=True)
+class Trap:
+    """A file called `name` with the weights of certvit_vit_digits, beside it `config`, read with `hints`."""
+
+    hints: Hints
+    said: str
+    name: str = "model.safetensors"
+    config: dict[str, Any] | None = None
+    beside: str = ""
+
+
+ARCH = "certvit_vit_digits"
+CONFIG: dict[str, Any] = {
+    "architecture": ARCH,
+    "num_classes": 10,
+    "num_features": 64,
+    "global_pool": "token",
+    "pretrained_cfg": {"input_size": [1, 8, 8], "mean": [0.5], "std": [0.5], "crop_pct": 0.9},
+}
+
+
+def given(**arguments: Any) -> Hints:
+    return Hints(ARCH, arguments)
+
+
+def trap_file(trap: Trap, folder: Path) -> str:
+    net = build.create(ARCH, {}, initialise=True)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(3.0)  # attention and GELU far from linear
+    save_file(net.state_dict(), folder / trap.name)
+    if trap.beside:
+        save_file(net.state_dict(), folder / trap.beside)
+    if trap.config is not None:
+        (folder / "config.json").write_text(json.dumps(trap.config))
+    return str(folder / trap.name)
+
+
+QUESTIONS = {
+    "heads": Trap(given(num_heads=8), r"num_heads=8 and without \(heads 4\)"),
+    "heads, with a config": Trap(Hints(None, {"num_heads": 8}), "num_heads=8", config=CONFIG),
+    "activation": Trap(given(act_layer="relu"), r"act_layer=relu and without \(activation GELU\)"),
+    "pooling": Trap(given(global_pool="avg", fc_norm=False), r"pooling token"),
+    "eps": Trap(given(norm_eps=1.0), "norm_eps=1"),
+    "config of another architecture": Trap(Hints(), "is called vit_tiny", "vit_tiny_patch16_224.safetensors", CONFIG),
+    "config of another family": Trap(Hints(), "the file is called deit", "deit-a1b2.safetensors", CONFIG),
+    "config of the file beside it": Trap(Hints(), "lies there too", "n.safetensors", CONFIG, "model.safetensors"),
+    "config of other features": Trap(Hints(), "num_features 192", config={**CONFIG, "num_features": 192}),
+    "config of another pooling": Trap(Hints(), "global_pool avg", config={**CONFIG, "global_pool": "avg"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_file_that_fits_two_networks_is_a_question(name: str, tmp_path: Path) -> None:
+    trap = QUESTIONS[name]
+    path = trap_file(trap, tmp_path)
+    with pytest.raises(ArchitectureError, match=trap.said) as asked:
+        open_checkpoint(path, trap.hints)
+    assert asked.value.code == 4
+    assert "--as-stated" in asked.value.hint
+    open_checkpoint(path, replace(trap.hints, as_stated=True))  # the answer
+
+
+WARNINGS = {
+    "statistics": Trap(Hints(None, {}, (0.4,)), "--mean says 0.4, config.json 0.5: the option is taken", config=CONFIG),
+    "arguments": Trap(
+        Hints(None, {"drop_rate": 0.1}), "drop_rate says 0.1, config.json 0.2",
+        config={**CONFIG, "model_args": {"drop_rate": 0.2}},
+    ),
+    "architecture": Trap(given(), "config.json vit_tiny_patch16_224: it is not used",
+                         config={**CONFIG, "architecture": "vit_tiny_patch16_224"}),
+    "config of the file beside it": Trap(given(), "lies there too", "n.safetensors", CONFIG, "model.safetensors"),
+    "a config that departs": Trap(Hints(), "config.json is believed: the tensors fit .* num_heads=8",
+                                  config={**CONFIG, "model_args": {"num_heads": 8}}),
+    "a broken config": Trap(given(), "not used: .*config.json", config={"architecture": 5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_what_is_overruled_is_said(name: str, tmp_path: Path) -> None:
+    trap = WARNINGS[name]
+    opened = read(trap_file(trap, tmp_path), trap.hints)
+    assert len(opened.reading.doubts) == 1
+    assert re.search(trap.said, opened.reading.doubts[0])
+
+
+AGREED = {
+    "nothing given": Trap(given(), ""),
+    "the same heads": Trap(given(num_heads=4), ""),
+    "torch's eps": Trap(given(norm_eps=1e-5), ""),
+    "a config": Trap(Hints(), "", config=CONFIG),
+    "a config by name": Trap(given(), "", config=CONFIG),
+    "one mean for all": Trap(Hints(None, {}, (0.5,), (0.5,)), "", config=CONFIG),
+    "a lone file of another name": Trap(Hints(), "", "best.safetensors", CONFIG),
+}
+
+
+@pytest.mark.parametrize("name", AGREED)
+def test_what_agrees_is_no_question(name: str, tmp_path: Path) -> None:
+    trap = AGREED[name]
+    assert read(trap_file(trap, tmp_path), trap.hints).reading.doubts == ()
+
+
+def test_a_network_of_ones_own_needs_no_confirmation(tmp_path: Path) -> None:
+    own = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "in_chans": 1, "num_classes": 10}
+    net = build.create("vit_tiny_patch16_224", {**own, "num_heads": 4}, initialise=True)
+    save_file(net.state_dict(), tmp_path / "m.safetensors")
+    hints = Hints("vit_tiny_patch16_224", {**own, "num_heads": 4, "act_layer": "relu"}, (0.5,), (0.5,))
+    assert read(str(tmp_path / "m.safetensors"), hints).reading.doubts == ()
+
+
+def test_each_fact_says_where_it_came_from(tmp_path: Path) -> None:
+    hints = Hints(None, {"norm_eps": 1e-5}, (0.25,))
+    told = read(trap_file(Trap(hints, "", config=CONFIG), tmp_path), hints)
+    facts = {fact.name: (fact.value, fact.origin) for fact in told.reading.facts}
+    assert facts == {
+        "architecture": (ARCH, "config.json"),
+        "heads": ("4", OWN),
+        "norm": ("LayerNorm eps 1e-05, pre-norm", "--arch-arg"),
+        "activation": ("GELU", OWN),
+        "pooling": ("token", OWN),
+        "mean": ("0.25", "--mean"),
+        "std": ("0.5", "config.json"),
+        "images": ("1x8x8 bicubic, crop 0.9", "config.json"),
+    }
+    told.checkpoint.write(tmp_path / "ours.safetensors")
+    again = read(str(tmp_path / "ours.safetensors"), Hints(ARCH, {"num_heads": 8}, (0.1,)))
+    assert {fact.origin for fact in again.reading.facts} == {RECORD}
+    assert again.reading.doubts == (
+        "ours.safetensors carries its own record: --arch, --mean, --arch-arg num_heads ignored",
+    )
+    assert again.checkpoint.digest == told.checkpoint.digest
+    assert "1e-05, pre-norm (--arch-arg)" in again.checkpoint.record.foreign["assumed"]
+
+
+def test_every_report_says_it(tmp_path: Path) -> None:
+    path = trap_file(Trap(Hints(), "", config=CONFIG), tmp_path)
+    code, out, err = certvit("lipschitz", path, "--mean", "0.4", "--no-estimate", "--json")
+    assert code == 0
+    network = json.loads(out)["network"]
+    assert network["mean"] == {"value": "0.4", "from": "--mean"}
+    assert network["doubts"] == ["--mean says 0.4, config.json 0.5: the option is taken"]
+    assert network["doubts"][0] in err
+    code, out, _ = certvit(
+        "certify", path, "--dataset", "digits", "--limit", "20", "--method", "lipschitz", "-e", "0.1"
+    )
+    assert out.startswith("network: certvit_vit_digits (config.json); heads 4")
+
+
+PHOTOGRAPHS = [(30, "color"), (30, "grey"), (1, "color")]
+
+
+@pytest.mark.parametrize(("count", "kind"), PHOTOGRAPHS)
+def test_images_that_say_little_are_said(count: int, kind: str) -> None:
+    pixels = torch.rand(count, 3 if kind == "color" else 1, 4, 4).expand(-1, 3, -1, -1)
+    labels = torch.zeros(count, dtype=torch.long)
+    images = Images("some", "test", ("a", "b"), labels, torch.arange(count), lambda chosen: pixels[list(chosen)])
+    said = " ".join(image_doubts(images, 3))
+    assert ("are grey" in said) == (kind == "grey")
+    assert ("one image" in said) == (count == 1)
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "classes", "doubted"),
+    [(0, 8, 1000, True), (2, 8, 10, False), (0, 8, 10, True), (10, 100, 10, True), (30, 100, 10, False), (1, 1, 10, False),
+     (0, 1, 10, False), (50, 100, 2, True), (20, 30, 2, False), (480, 1000, 2, True)],
+)  # fmt: skip
+def test_an_accuracy_about_chance_is_doubted(right: int, count: int, classes: int, doubted: bool) -> None:
+    assert (chance_doubt(right, count, classes) is not None) == doubted
+
+
+def test_a_post_norm_file_is_said_to_be_one_where_labels_show_it(
+    monkeypatch: pytest.MonkeyPatch, tiny: Checkpoint
+) -> None:
+    """Labels that the post-norm reading of some tensors gives: read as pre-norm they are right on fewer, and it is said."""
+    model = build.load(tiny)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():  # far from the start, at which both readings nearly agree
+            weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
+    pixels = torch.rand(60, *tiny.record.input.size, generator=generator)
+    post = copy.deepcopy(model)
+    for block in post.net.blocks:
+        block.forward = MethodType(post_norm, block)
+    with torch.no_grad():
+        before = model(pixels)
+        read_as_pre, read_as_post = before.argmax(1), post(pixels).argmax(1)
+    assert (read_as_pre != read_as_post).float().mean() > 0.4
+
+    def doubt(labels: torch.Tensor) -> str | None:
+        images = Images("made", "test", ("",) * 10, labels, torch.arange(60), lambda asked: pixels[list(asked)])
+        return order_doubt(model, images, (read_as_pre == labels).tolist())
+
+    told = doubt(read_as_post)
+    assert told is not None
+    assert "read as a post-norm network" in told
+    assert "is right on 60 of 60 images" in told
+    assert doubt(read_as_pre) is None
+    assert doubt(torch.randint(10, (60,), generator=generator)) is None  # neither reading is any good
+    with torch.no_grad():
+        assert torch.equal(model(pixels), before)  # the network is as it was
+
+
+def post_norm(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = block.norm1(x + block.attn(x))
+    return block.norm2(x + block.mlp(x))

@@ -1,0 +1,205 @@
+"""What is documented exists, and what exists is documented."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from certcli.attack.catalogue import ATTACKS
+from certcli.certify.methods import METHODS as CERTIFICATES
+from certcli.cli.main import COMMANDS, app
+from certcli.cli.shared.reference import reference
+from certcli.constrain.methods import METHODS
+from certcli.finetune.losses import LOSSES
+from certcli.nn.surgery import REPLACEMENTS
+from certcli.system import errors
+from certcli.system.registry import Registry
+from tests.helpers.lipschitz_cases import RULES
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [*DOCS, ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]
+REGISTRIES = [ATTACKS, CERTIFICATES, METHODS, LOSSES, REPLACEMENTS]
+
+
+def test_the_reference_page_is_the_commands() -> None:
+    written = (ROOT / "docs" / "commands.md").read_text()
+    assert written == reference(COMMANDS), "run: python -m certcli.cli.shared.reference > docs/commands.md"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_in_the_readme(name: str) -> None:
+    assert f"certvit {name}" in (ROOT / "README.md").read_text()
+
+
+def test_every_page_is_in_the_index() -> None:
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in DOCS} - {"README.md"}
+    assert pages == set(re.findall(r"\]\((\w[\w/-]*\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    shown = set(re.findall(r": ([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text()))
+    assert shown - pages == {"README.md", "ARCHITECTURE.md", "CHANGELOG.md"}  # a page of no section stands under "More"
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    text = "\n".join(_sources("tests").values())
+    for page in (ROOT / "docs").glob("*.md"):
+        for name in re.findall(r"`(test_\w+)(?:\.py)?`", page.read_text()):
+            assert f"def {name}(" in text or (ROOT / "tests" / f"{name}.py").exists(), f"{page.name} names {name}"
+
+
+def _anchors(page: str) -> set[str]:
+    """GitHub's names of a page's headings: lower case, no punctuation, spaces as hyphens; a second one gets -1."""
+    found: list[str] = []
+    for title in re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        found.append(f"{name}-{found.count(name)}" if name in found else name)
+    return set(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_resolves(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert linked == ROOT or ROOT in linked.parents, f"{page.name} links to {target}, outside of the repository"
+        if anchor:
+            assert anchor in _anchors(linked.read_text()), f"{page.name} links to {target}: no such heading"
+
+
+def _typed() -> list[tuple[str, str]]:
+    """(page, command line) of everything that begins with certvit in a code block, continued lines joined."""
+    found = []
+    for page in [*DOCS, ROOT / "README.md"]:
+        for block in re.findall(r"^```(?:console)?\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            for line in block.replace("\\\n", " ").splitlines():
+                if match := re.match(r"(?:\$ )?(certvit [^#]*)", line):
+                    found.append((page.name, " ".join(match.group(1).split())))
+    return found
+
+
+@pytest.mark.parametrize(("page", "line"), _typed(), ids=lambda text: text)
+def test_every_command_that_a_page_types_is_one(page: str, line: str) -> None:
+    """It parses: its command, its options and the values that are checked there; nothing is run."""
+    words = shlex.split(line.replace("[", "").replace("]", "").removesuffix("&"))
+    if ">" in words:
+        words = words[: words.index(">")]
+    command = typer.main.get_command(app).commands[words[1]]
+    with command.make_context(words[1], words[2:], resilient_parsing=False):
+        pass
+
+
+def test_the_tutorial_shows_an_output_below_every_command() -> None:
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    blocks = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+    shown = [part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE) if part]
+    assert len(shown) > 10
+    assert [part for part in shown if not part.partition("\n")[2].strip()] == []
+
+
+def test_the_answers_in_the_readme_are_those_of_the_tutorial() -> None:
+    specification = importlib.util.spec_from_file_location("tutorial", ROOT / "examples" / "tutorial.py")
+    assert specification is not None
+    assert specification.loader is not None
+    tutorial = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(tutorial)
+    page, readme = (ROOT / "docs" / "tutorial.md").read_text(), (ROOT / "README.md").read_text()
+    assert len(tutorial.answers(page).split("\n\n")) == 2
+    assert tutorial.answered(readme, page) == readme, "run: make tutorial"
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_lines_outside_tables_can_be_read_in_a_terminal(page: Path) -> None:
+    if page.name == "architectures.md":
+        return  # written by benchmarks/sweep.py
+    lines = page.read_text().splitlines()
+    assert [n for n, line in enumerate(lines, 1) if len(line) > 126 and not line.startswith("|")] == []
+
+
+def _sources(*folders: str) -> dict[Path, str]:
+    return {path: path.read_text() for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def _named(label: str) -> list[str]:
+    """What the lines "*label:* a, b." of docs/bounds.md name, one item a name."""
+    page = (ROOT / "docs" / "bounds.md").read_text()
+    lists = re.findall(rf"\*{label}:\*\s(.*?)(?:\.\s|\.?$)(?=\*|\n|$)", page, re.DOTALL)
+    assert lists, f"no theorem has a line '*{label}:*'"
+    return [item for text in lists for item in re.split(r"[,;]\s+", " ".join(text.split()))]
+
+
+def test_every_cited_theorem_has_its_number() -> None:
+    page = (ROOT / "docs" / "bounds.md").read_text()
+    numbers = set(re.findall(r"^##+ (\d+(?:\.\d+)?)\.? ", page, re.MULTILINE))
+    cited = r"(?:Theorems?|Lemma|bounds\.md,(?: sections?)?) (\d+(?:\.\d+)?)(?:(?: to |, | / | and )(\d+\.\d+))*"
+    found = 0
+    for path, text in _sources("certcli", "tests").items():
+        for match in re.finditer(cited, text):
+            if re.search(
+                r"(\d{4}, |Higham\W.{0,40}|SpecFormer\W.{0,40})$", text[max(0, match.start() - 60) : match.start()]
+            ):
+                continue  # a theorem of theirs
+            for number in filter(None, match.groups()):
+                found += 1
+                assert number in numbers, f"{path.name} cites {match.group()}, which docs/bounds.md does not have"
+    assert found > 10
+
+
+def test_functions_that_apply_a_theorem_exist() -> None:
+    """`file.function`, the file without its folder; `file.py` for a whole one; the file of the first holds for the next."""
+    sources: dict[str, str] = {}
+    for path, text in _sources("certcli").items():
+        sources[path.stem] = sources.get(path.stem, "") + text
+    stem = ""
+    for name in re.findall(r"`([\w.]+)`", " ".join(_named("Code"))):
+        head, _, last = name.rpartition(".")
+        if last == "py":
+            assert head in sources, f"docs/bounds.md names {name}"
+            continue
+        stem = head or stem
+        assert re.search(rf"^ *(def|class) {last}\b", sources.get(stem, ""), re.MULTILINE), (
+            f"docs/bounds.md names {name}"
+        )
+
+
+def test_every_theorem_names_its_rows_and_every_row_has_its_theorem() -> None:
+    rows = [name for item in _named("Rows") for name in re.findall(r"^`?([a-z0-9-]+)`?$", item)]
+    assert rows
+    assert set(rows) <= set(RULES), f"docs/bounds.md names {sorted(set(rows) - set(RULES))}"
+    assert set(RULES) <= set(rows), f"no theorem of docs/bounds.md names the rows {sorted(set(RULES) - set(rows))}"
+
+
+def test_every_exit_code_is_documented() -> None:
+    page = (ROOT / "docs" / "exit-codes.md").read_text()
+    codes = {
+        kind.code for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.CertvitError)
+    }
+    assert {str(code) for code in codes} <= set(re.findall(r"^\| (\d+) \|", page, re.MULTILINE))
+
+
+@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.kind)
+def test_every_registered_name_loads_and_says_what_it_is(registry: Registry) -> None:
+    for entry in registry:
+        assert entry.load() is not None
+        assert entry.summary
+    with pytest.raises(errors.UsageError, match="nobody"):
+        registry.load("nobody")
+
+
+def test_no_path_of_a_machine_in_the_repository() -> None:
+    suffixes = {".py", ".md", ".toml", ".sh", ""}
+    for path in ROOT.rglob("*"):
+        parts = path.relative_to(ROOT).parts
+        if (
+            path.is_file()
+            and path.suffix in suffixes
+            and not any(part.startswith((".", "demo-output")) for part in parts)
+        ):
+            if path.name in ("LICENSE", "test_docs.py"):
+                continue
+            text = path.read_text(errors="ignore")
+            assert not re.search(r"/(home|root|work|Users)/", text), path

@@ -1,0 +1,331 @@
+"""`--verify` refutes what does not follow from the weights, and says what was not checked. The old one accepted all."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import Evidence
+from certcli.cli.shared.output import stated
+from certcli.lipschitz.bound import LAWS
+from certcli.lipschitz.numerics.real import Real
+from tests.cli.test_bad_input import Done, certvit
+
+Raw = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def lab(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with all kinds of evidence, and its report."""
+    folder = tmp_path_factory.mktemp("lab")
+    done = certvit(
+        folder, "lipschitz", str(workshop / "certified.safetensors"), "--limit", "4", "--json", "-o", "a.safetensors"
+    )
+    (folder / "report.json").write_text(done.stdout)
+    certify = ["certify", "a.safetensors", "-e", "0.1", "-e", "0.3", "--limit", "200", "-o", "m.safetensors"]
+    assert certvit(folder, *certify).returncode == 0
+    return folder
+
+
+def follow(raw: Raw) -> None:
+    """Make every other number of a report follow from its leaves, as a careful forger would."""
+    values: list[Real] = []
+    for row in raw["proof"]:
+        if row["law"] != "theorem":
+            row["value"] = LAWS[row["law"]]([values[part] for part in row["parts"]]).to_json()
+        values.append(Real.from_json(row["value"]))
+    raw.update(stated("upper", values[-1]))
+
+
+def leaf(raw: Raw) -> Raw:
+    """The largest leaf."""
+    leaves = [row for row in raw["proof"] if row["law"] == "theorem"]
+    return max(leaves, key=lambda row: Real.from_json(row["value"]))
+
+
+def lowered(raw: Raw) -> None:
+    leaf(raw)["value"][1] -= 1
+    follow(raw)
+
+
+def lowered_a_little(raw: Raw) -> None:
+    leaf(raw)["value"][0] *= 1 - 1e-5
+    follow(raw)
+
+
+def assumed(raw: Raw) -> None:
+    leaf(raw).update(law="identity", parts=[])
+    follow(raw)
+
+
+def dropped(raw: Raw) -> None:
+    position = raw["proof"].index(leaf(raw))
+    for row in raw["proof"]:
+        row["parts"] = [part for part in row["parts"] if part != position]
+    follow(raw)
+
+
+def removed(raw: Raw) -> None:
+    position = raw["proof"].index(leaf(raw))
+    for row in raw["proof"]:
+        row["parts"] = [part - (part > position) for part in row["parts"] if part != position]
+    del raw["proof"][position]
+    follow(raw)
+
+
+def empty(raw: Raw) -> None:
+    raw["proof"] = []
+
+
+def headline(raw: Raw) -> None:
+    raw["upper"] /= 2
+
+
+def headline_log(raw: Raw) -> None:
+    raw["log10_upper"] -= 1
+
+
+def headline_none(raw: Raw) -> None:
+    raw["log10_upper"] = None
+
+
+def headline_text(raw: Raw) -> None:
+    raw["upper_text"] = "0.1"
+
+
+def headline_infinite(raw: Raw) -> None:
+    raw.update(upper="inf", log10_upper=None, upper_finite=False, upper_text="inf")
+
+
+def layer(raw: Raw) -> None:
+    raw["layers"][0]["log10_upper"] -= 1
+
+
+def layers(raw: Raw) -> None:
+    raw["layers"].pop()
+
+
+def other_size(raw: Raw) -> None:
+    raw["input"] = [1, 9, 9]
+
+
+def other_network(raw: Raw) -> None:
+    raw["checkpoint"] = "0" * 64
+
+
+REPORTS: list[tuple[Callable[[Raw], None], bool]] = [
+    (lowered, True),
+    (lowered_a_little, True),
+    (assumed, True),
+    (dropped, False),
+    (removed, True),
+    (empty, False),
+    (headline, False),
+    (headline_log, False),
+    (headline_none, False),
+    (headline_text, False),
+    (headline_infinite, False),
+    (layer, True),
+    (layers, True),
+    (other_size, True),
+    (other_network, True),
+]
+"""Forgeries, and whether a report without its checkpoint can still hide them: leaves, layers and names are unchecked then."""
+
+
+def report(lab: Path, folder: Path, spoil: Callable[[Raw], None] | None, *words: str) -> tuple[Done, Raw]:
+    raw = json.loads((lab / "report.json").read_text())
+    if spoil is not None:
+        spoil(raw)
+    (folder / "r.json").write_text(json.dumps(raw))
+    done = certvit(folder, "lipschitz", "--verify", "r.json", *words, "--json")
+    return done, json.loads(done.stdout)
+
+
+def test_a_report_is_proven_again_from_the_weights(lab: Path, tmp_path: Path) -> None:
+    done, told = report(lab, tmp_path, None, str(lab / "m.safetensors"))
+    assert done.returncode == 0, told
+    assert (told["verified"], told["checked"]) == (True, "laws and leaves")
+
+
+def test_without_the_checkpoint_nothing_is_called_verified(lab: Path, tmp_path: Path) -> None:
+    done, told = report(lab, tmp_path, None)
+    assert done.returncode == 0
+    assert (told["verified"], told["checked"], told["leaves"], told["laws_hold"]) == (
+        False,
+        "laws only",
+        "unchecked",
+        True,
+    )
+    assert "laws only, leaves unchecked" in certvit(tmp_path, "lipschitz", "--verify", "r.json").stdout
+
+
+@pytest.mark.parametrize(("spoil", "hidden"), REPORTS, ids=[spoil.__name__ for spoil, _ in REPORTS])
+def test_a_forged_report_is_refuted(lab: Path, tmp_path: Path, spoil: Callable[[Raw], None], hidden: bool) -> None:
+    done, told = report(lab, tmp_path, spoil, str(lab / "m.safetensors"))
+    assert done.returncode == 7, told
+    assert not told["verified"]
+    assert told["problems"]
+    assert told["gate"]["passed"] is False
+    done, told = report(lab, tmp_path, spoil)
+    assert done.returncode == (0 if hidden else 7), told
+    assert not told["verified"]
+
+
+def test_the_proof_of_other_weights_is_refuted(lab: Path, workshop: Path, tmp_path: Path) -> None:
+    """Weights a little smaller have a smaller bound; their report, under this checkpoint's digest."""
+    checkpoint = Checkpoint.read(lab / "m.safetensors")
+    tensors = {name: value * 0.99 if name.endswith("weight") else value for name, value in checkpoint.tensors.items()}
+    Checkpoint(tensors, checkpoint.record).write(tmp_path / "small.safetensors")
+    other = json.loads(certvit(tmp_path, "lipschitz", "small.safetensors", "--no-estimate", "--json").stdout)
+    for name in (checkpoint.digest, other["checkpoint"]):
+        (tmp_path / "r.json").write_text(json.dumps({**other, "checkpoint": name}))
+        assert certvit(tmp_path, "lipschitz", str(lab / "m.safetensors"), "--verify", "r.json").returncode == 7
+
+
+def test_what_is_no_report_is_refused(lab: Path, tmp_path: Path) -> None:
+    for text in ("", "[]", "{}", "[" * 99_999, '{"proof": [{"value": 3}]}'):
+        (tmp_path / "r.json").write_text(text)
+        assert certvit(tmp_path, "lipschitz", "--verify", "r.json").returncode == 3
+    raw = json.loads((lab / "report.json").read_text())
+    for value in (["0.5", 1], [0.5], [0.5, 10**12], [None, 0], 0.5):
+        raw["proof"][0]["value"] = value
+        (tmp_path / "r.json").write_text(json.dumps(raw))
+        assert certvit(tmp_path, "lipschitz", "--verify", "r.json").returncode == 3
+
+
+def change(command: str, *path: str, value: Any) -> Callable[[Checkpoint], Checkpoint]:
+    """The checkpoint with one number of the result of `command` changed."""
+
+    def forge(checkpoint: Checkpoint) -> Checkpoint:
+        entries = []
+        for entry in checkpoint.record.evidence:
+            result = json.loads(json.dumps(entry.result))
+            if entry.command == command:
+                place = result
+                for key in path[:-1]:
+                    place = place[key]
+                place[path[-1]] = value
+            entries.append(replace(entry, result=result))
+        return Checkpoint(checkpoint.tensors, replace(checkpoint.record, evidence=tuple(entries)))
+
+    return forge
+
+
+def without_step(command: str) -> Callable[[Checkpoint], Checkpoint]:
+    def forge(checkpoint: Checkpoint) -> Checkpoint:
+        kept = tuple(step for step in checkpoint.record.lineage if step.command != command)
+        return Checkpoint(checkpoint.tensors, replace(checkpoint.record, lineage=kept))
+
+    return forge
+
+
+def without_evidence(checkpoint: Checkpoint) -> Checkpoint:
+    return Checkpoint(checkpoint.tensors, replace(checkpoint.record, evidence=()))
+
+
+def other_std(checkpoint: Checkpoint) -> Checkpoint:
+    spec = replace(checkpoint.record.input, std=(1.0,))
+    return Checkpoint(checkpoint.tensors, replace(checkpoint.record, input=spec))
+
+
+def attacked(robust: float) -> Callable[[Checkpoint], Checkpoint]:
+    return lambda checkpoint: checkpoint.with_evidence("attack", {}, {"clean": 0.9, "robust": robust, "epsilon": 0.3})
+
+
+def strange(checkpoint: Checkpoint) -> Checkpoint:
+    return checkpoint.with_evidence("divination", {}, {"certified": 1.0})
+
+
+def about_a_stranger(checkpoint: Checkpoint) -> Checkpoint:
+    entry = Evidence("certify", {}, {}, "0" * 64)
+    return Checkpoint(checkpoint.tensors, checkpoint.record.with_evidence(entry))
+
+
+FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
+    ("certify share", change("certify", "certified", "0.3", value=1.0), "refuted"),
+    ("certify radius", change("certify", "certified", value={"9": 0.5}), "refuted"),
+    ("certify no radius", change("certify", "certified", value={"nan": 0.5}), "refuted"),
+    ("certify clean", change("certify", "clean", value=1.0), "refuted"),
+    ("certify mean", change("certify", "average_radius", value=3.0), "refuted"),
+    ("certify images", change("certify", "images", value=10_000), "refuted"),
+    ("certify dataset", change("certify", "dataset", "digest", value="0" * 64), "not checked"),
+    ("certify method", change("certify", "method", value="divination"), "not checked"),
+    ("certify type", change("certify", "clean", value="all"), "refuted"),
+    ("lipschitz log", change("lipschitz", "log10_upper", value=-1.0), "refuted"),
+    ("lipschitz upper", change("lipschitz", "upper", value=0.5), "refuted"),
+    ("lipschitz lower", change("lipschitz", "lower", value=1e9), "refuted"),
+    ("finetune bound", change("finetune", "upper", value=0.5), "refuted"),
+    ("finetune log", change("finetune", "log10_upper", value=-1.0), "refuted"),
+    ("finetune text", change("finetune", "upper_text", value="0.5"), "refuted"),
+    ("finetune share", change("finetune", "certified", value=1.0), "refuted"),
+    ("finetune clean", change("finetune", "clean", value=1.0), "refuted"),
+    ("attack", attacked(0.8), "not checked"),
+    ("adapt", lambda checkpoint: checkpoint.with_evidence("adapt", {}, {"agreement": 1.0}), "not checked"),
+    ("certify for ever", change("certify", "parameters", value={"samples": 10**12}), "refuted"),
+    ("attack above clean", attacked(0.95), "refuted"),
+    ("strange", strange, "not checked"),
+    ("no evidence", without_evidence, "nothing was verified"),
+    ("std", other_std, "refuted"),
+    ("stranger", about_a_stranger, "refuted"),
+    ("no adapt", without_step("adapt"), "refuted"),
+    ("no finetune", without_step("finetune"), "refuted"),
+]
+
+
+def test_honest_evidence_is_verified(lab: Path) -> None:
+    done = certvit(lab, "log", "m.safetensors", "--verify", "--json")
+    told = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert told["gate"] == {"passed": True, "reasons": []}
+    assert {claim["status"] for claim in told["verification"] if claim["asked"]} == {"verified"}
+    assert {claim["entry"].split(": ")[-1] for claim in told["verification"]} >= {"lipschitz", "certify", "finetune"}
+
+
+@pytest.mark.parametrize(("name", "forge", "said"), FORGERIES, ids=[row[0] for row in FORGERIES])
+def test_forged_evidence_is_not_verified(
+    lab: Path, tmp_path: Path, name: str, forge: Callable[[Checkpoint], Checkpoint], said: str
+) -> None:
+    forge(Checkpoint.read(lab / "m.safetensors")).write(tmp_path / "f.safetensors")
+    done = certvit(tmp_path, "log", "f.safetensors", "--verify", "--json")
+    told = json.loads(done.stdout)
+    assert done.returncode == 7, told
+    assert any(said in reason for reason in told["gate"]["reasons"]), told["gate"]
+    if said == "refuted":
+        assert any(claim["status"] == "refuted" for claim in told["verification"])
+
+
+def test_measured_results_need_not_be_asked_for(lab: Path, tmp_path: Path) -> None:
+    attacked(0.8)(Checkpoint.read(lab / "m.safetensors")).write(tmp_path / "f.safetensors")
+    assert certvit(tmp_path, "log", "f.safetensors", "--verify", "--proven-only").returncode == 0
+
+
+def test_a_sample_gives_an_interval_and_still_refutes(lab: Path, tmp_path: Path) -> None:
+    words = ["--verify", "--sample", "60", "--json"]
+    done = certvit(lab, "log", "m.safetensors", *words, "--proven-only")
+    assert done.returncode == 0, done.stderr  # what no sample can tell (the mean radius) was not asked for
+    told = json.loads(done.stdout)
+    shares = [claim for claim in told["verification"] if claim["claim"].startswith(("clean", "certified"))]
+    assert shares
+    assert all("of a sample of 60 images: between" in claim["why"] for claim in shares)
+    change("certify", "certified", "0.3", value=1.0)(Checkpoint.read(lab / "m.safetensors")).write(
+        tmp_path / "f.safetensors"
+    )
+    assert certvit(tmp_path, "log", "f.safetensors", *words).returncode == 7
+
+
+def test_lineage_is_compared_with_the_files_that_are_there(workshop: Path, tmp_path: Path) -> None:
+    first, last = workshop / "constrained.safetensors", workshop / "certified.safetensors"
+    told = json.loads(certvit(tmp_path, "log", str(first), str(last), "--verify", "--json").stdout)
+    links = [claim for claim in told["checkpoints"][1]["verification"] if claim["entry"].startswith("lineage, step")]
+    assert [claim["status"] for claim in links] == ["verified"]
+    forged = Checkpoint.read(last)
+    steps = forged.record.lineage[1:]
+    Checkpoint(forged.tensors, replace(forged.record, lineage=steps)).write(tmp_path / "f.safetensors")
+    done = certvit(tmp_path, "log", str(first), "f.safetensors", "--verify", "--json")
+    assert done.returncode == 7
+    assert any("whose own lineage is another" in reason for reason in json.loads(done.stdout)["gate"]["reasons"])
