@@ -23,7 +23,7 @@ from certcli.finetune import shards
 from certcli.finetune.budget import Costs, affordable_steps, measure_steps
 from certcli.finetune.ema import Average
 from certcli.finetune.evaluate import Quality, evaluate
-from certcli.finetune.losses import CHAIN, NEEDS_BOUND
+from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.losses.chain import ChainBound
 from certcli.finetune.objective import Objective, checkpoint_activations
 from certcli.finetune.optimisers import Rates, make_optimisers
@@ -105,7 +105,7 @@ class Trainer:
             orthogonalise(model.net)
             self.orthogonal = orthogonal_parameters(model.net)
         self.arithmetic = self._arithmetic()
-        self.trace = self._trace() if settings.loss in NEEDS_BOUND else None
+        self.trace = self._trace() if settings.loss in NEEDS_PAIRS else None
         if settings.checkpointing:
             checkpoint_activations(model.net)
         self.shares = Shares(model.parameters(), team) if sharded else None
@@ -113,7 +113,7 @@ class Trainer:
         self.optimisers = make_optimisers(moved, self.orthogonal, settings)
         self.rates = Rates(self.optimisers, settings)
         drop = settings.loss == "local-lip"
-        self.chain = ChainBound(model, lambda: self.arithmetic, drop=drop) if settings.loss in CHAIN else None
+        self.chain = ChainBound(model, lambda: self.arithmetic, drop=drop) if settings.loss in NEEDS_CHAIN else None
         # the order of the images, which is one for all processes, is drawn from the run's own generator
         draws = torch.Generator() if team.several else self.generator
         self.objective = Objective(model, settings, draws, teacher, classes, self.chain)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from certcli.finetune.losses import CHAIN
+from certcli.finetune.losses import NEEDS_CHAIN
 from certcli.finetune.objective import Batch, Objective
 from certcli.finetune.penalties import SpectralPenalty
 from certcli.finetune.projections import WeightProjection
@@ -70,7 +70,7 @@ class Descent:
         with _own_randomness(settings.seed, number, self.objective.device, self.team):
             if self.team.several:  # the run's own generator orders the images, the same in all processes
                 self.objective.generator.manual_seed(torch.initial_seed())
-            epsilon = settings.epsilon * _ramp(settings.ramp, share, 0.0 if settings.loss in CHAIN else START)
+            epsilon = settings.epsilon * _ramp(settings.ramp, share, 0.0 if settings.loss in NEEDS_CHAIN else START)
             batches = []
             for part in positions.split(settings.batch_size):
                 own, weight = self._own(part)

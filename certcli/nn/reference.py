@@ -9,7 +9,7 @@
 - `certvit_sort_mnist`: Lipschitz by design, and hard attention is the only way between tokens: each channel of a token
   attends to exactly one token, which one depends on the image. No softmax.
 - `certvit_mix_mnist`: the same with attention's other limit, orthogonal matrices over tokens, which do not depend on the
-  image. `--arch-arg mixing=none` takes the mixing out of either (docs/attention-at-work.md).
+  image. `--arch-arg mixing=none` takes the mixing out of either (docs/lab/attention-at-work.md).
 """
 
 from collections.abc import Sequence

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from certcli.system.errors import UsageError
 
@@ -33,21 +33,24 @@ class Entry:
         return getattr(import_module(module), attribute)
 
 
-class Registry:
+E = TypeVar("E", bound=Entry)
+
+
+class Registry(Generic[E]):
     """An ordered, closed table of entries of one kind ("loss", "attack", ...)."""
 
-    def __init__(self, kind: str, *entries: Entry) -> None:
+    def __init__(self, kind: str, *entries: E) -> None:
         self.kind = kind
         self._entries = {entry.name: entry for entry in entries}
         if len(self._entries) != len(entries):
             raise ValueError(f"two entries of the {kind} registry share a name")
 
-    def __getitem__(self, name: str) -> Entry:
+    def __getitem__(self, name: str) -> E:
         if name not in self._entries:
             raise UsageError(f"unknown {self.kind} '{name}'", one_of(name, self._entries))
         return self._entries[name]
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[E]:
         return iter(self._entries.values())
 
     def __contains__(self, name: object) -> bool:

@@ -4,8 +4,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from certcli.checkpoint.file import Checkpoint
+from certcli.cli.main import app
 from certcli.images import datasets
 from certcli.models import hub
 from certcli.models.build import create
@@ -44,3 +46,11 @@ def test_no_network_is_one_line_at_once(source: str, monkeypatch: pytest.MonkeyP
         open_checkpoint(source)
     assert time.perf_counter() - started < 30  # the library's own retries take a minute
     assert constants.HF_HUB_OFFLINE is False
+
+
+def test_rare_options_wait_for_help_all() -> None:
+    few, all_of_them = (CliRunner().invoke(app, ["finetune", word]) for word in ("--help", "--help-all"))
+    assert (few.exit_code, all_of_them.exit_code) == (0, 0)
+    assert "--loss" in few.output
+    assert "--adaptive-sam" not in few.output
+    assert "--adaptive-sam" in all_of_them.output

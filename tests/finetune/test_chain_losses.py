@@ -9,7 +9,7 @@ from certcli.certify.chains.local_lip import LocalLipCertifier
 from certcli.certify.chains.sequential import SequentialNetwork
 from certcli.checkpoint.record import InputSpec
 from certcli.finetune.loop import Trainer
-from certcli.finetune.losses import CHAIN
+from certcli.finetune.losses import NEEDS_CHAIN
 from certcli.finetune.losses.chain import ChainBound, worst_logits
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images import datasets
@@ -20,7 +20,7 @@ from certcli.system.errors import NoBoundError
 from tests.certify.test_local_lip import NETWORKS, SIZE, images, neighbours, network
 
 KINDS = {"bcp": BcpCertifier, "local-lip": LocalLipCertifier}
-LOSSES = sorted(CHAIN)
+LOSSES = sorted(NEEDS_CHAIN)
 
 
 def chain(model: PixelModel, name: str, iterations: int = 30) -> ChainBound:

@@ -8,7 +8,7 @@ import torch
 
 from certcli.checkpoint.file import Checkpoint, tensors_digest
 from certcli.finetune.loop import Trainer
-from certcli.finetune.losses import CHAIN, LOSSES, NEEDS_BOUND
+from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import load_state, save_state
 from certcli.finetune.step import Diverged
@@ -147,7 +147,9 @@ def test_orthogonalise_gives_norm_one_and_spares_the_last_layer(workshop: Path) 
         assert abs(float(torch.linalg.matrix_norm(weight.detach().flatten(1).double(), 2)) - 1) < 1e-6
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES.names() if name not in CHAIN])  # see test_chain_losses.py
+@pytest.mark.parametrize(
+    "name", [name for name in LOSSES.names() if name not in NEEDS_CHAIN]
+)  # see test_chain_losses.py
 def test_every_loss_falls_with_the_right_answer_and_has_gradients(name: str) -> None:
     loss = LOSSES.load(name)
     pairs = torch.ones(3, 3) - torch.eye(3)
@@ -158,7 +160,7 @@ def test_every_loss_falls_with_the_right_answer_and_has_gradients(name: str) -> 
     loss(wrong, labels, pairs, 0.1, 0.0).backward()
     assert wrong.grad is not None
     assert float(wrong.grad.abs().sum()) > 0
-    if name in NEEDS_BOUND:
+    if name in NEEDS_PAIRS:
         assert float(loss(right, labels, pairs, 20.0, 0.0)) > float(loss(right, labels, pairs, 0.1, 0.0))
         with pytest.raises(UsageError):
             loss(right, labels, None, 0.1, 0.0)

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from certcli.finetune.losses import CHAIN, LOSSES, NEEDS_BOUND
+from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.losses.published import EMMA_FLOOR, HINGE_WEIGHT, TRADES_WEIGHT
 from certcli.finetune.losses.worst_case import LINEAR_UP_TO, shifted
 from certcli.system.errors import NoBoundError, UsageError
 
-CERTIFIED = sorted(NEEDS_BOUND | CHAIN)
+CERTIFIED = sorted(NEEDS_PAIRS | NEEDS_CHAIN)
 K = 7
 
 
 def loaded(name: str) -> Callable[..., Tensor]:
     """The loss as a function of pair constants; those that take slopes of single images take the label's rows."""
     loss = LOSSES.load(name)
-    if name not in CHAIN:
+    if name not in NEEDS_CHAIN:
         return loss
     return lambda logits, labels, pairs, epsilon, smoothing: loss(logits, labels, pairs[labels], epsilon, smoothing)
 
@@ -38,7 +38,7 @@ def batch(scale: float = 3.0, count: int = 40, dtype: torch.dtype = torch.float6
 @pytest.mark.parametrize("name", CERTIFIED)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_larger_radius_never_lowers_the_loss(name: str, smoothing: float) -> None:
-    if smoothing and name in ("lmt", "emma", *CHAIN):
+    if smoothing and name in ("lmt", "emma", *NEEDS_CHAIN):
         pytest.skip("smoothed targets ask the worst case for probability in the other classes")
     logits, labels, pairs = batch()
     loss = loaded(name)
@@ -59,7 +59,7 @@ def test_a_bound_that_is_far_too_large_has_a_way_down(name: str, gain: float) ->
     assert float(slope) > 0.01  # a flat one has 1e-9 of it at 30, and none beyond
 
 
-@pytest.mark.parametrize("name", ["lmt", "emma", "trades", *sorted(CHAIN)])
+@pytest.mark.parametrize("name", ["lmt", "emma", "trades", *sorted(NEEDS_CHAIN)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_at_radius_zero_only_cross_entropy_is_left(name: str, smoothing: float) -> None:
     logits, labels, pairs = batch()
@@ -164,7 +164,7 @@ def test_huge_gains_keep_their_order_and_their_slope() -> None:
     assert bool((gain.grad > 0).all())
 
 
-@pytest.mark.parametrize("name", sorted(NEEDS_BOUND))
+@pytest.mark.parametrize("name", sorted(NEEDS_PAIRS))
 def test_no_constants_or_no_finite_ones_are_refused(name: str) -> None:
     logits, labels, pairs = batch()
     with pytest.raises(UsageError, match="bound"):

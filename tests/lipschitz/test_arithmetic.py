@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.finetune.losses import CHAIN, LOSSES
+from certcli.finetune.losses import LOSSES, NEEDS_CHAIN
 from certcli.lipschitz.network import bound_network, pair_constants
 from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic, TrainableArithmetic
 from certcli.lipschitz.numerics.convolution import conv_norm
@@ -188,7 +188,7 @@ def test_bounds_beyond_float32_train(loss: str, scale: float) -> None:
     assert 1e39 < float(pairs.detach().max()) < 1e300
     logits = torch.randn(6, 4, requires_grad=True)
     labels = torch.arange(6) % 4
-    value = LOSSES.load(loss)(logits, labels, pairs[labels] if loss in CHAIN else pairs, 1.58, 0.0)
+    value = LOSSES.load(loss)(logits, labels, pairs[labels] if loss in NEEDS_CHAIN else pairs, 1.58, 0.0)
     assert bool(value.isfinite())
     value.backward()
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)

@@ -4,11 +4,18 @@ from certcli.cli.finetune.options import Order
 from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import Talk
 
+OFTEN = (
+    *("loss", "epsilon", "epochs", "time_budget", "resume", "lr", "sam", "noise", "augment", "msvp", "teacher"),
+    *("adversarial", "dataset", "data_dir", "seed", "device", "batch_size", "output", "force", "json", "quiet"),
+)
+"""The options of most runs."""
+
 
 @command(
     "certvit finetune m.safetensors --dataset digits --loss ce --epochs 20",
     "certvit finetune m.safetensors --loss margin -e 0.5 --time-budget 10m",
     page="finetune.md",
+    often=OFTEN,
 )
 def finetune(order: Order, talk: Talk = Talk()) -> None:
     """Train on --dataset; choices are made on its validation split, and the bound at the end is proven."""

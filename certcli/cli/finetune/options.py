@@ -189,7 +189,7 @@ class Order:
     def settings(self) -> "FinetuneSettings":
         """Every number that decides the result, what was left out filled in; UsageError where they contradict each other."""
         from certcli.finetune.budget import parse_duration
-        from certcli.finetune.losses import NEEDS_BOUND
+        from certcli.finetune.losses import NEEDS_PAIRS
         from certcli.finetune.settings import FinetuneSettings
         from certcli.system.errors import UsageError
 
@@ -197,7 +197,7 @@ class Order:
             parse_duration(self.length.time_budget)
             if self.length.steps is not None:
                 raise UsageError("--steps and --time-budget both say how long", "one of the two")
-        orthogonal = self.objective.loss in NEEDS_BOUND and self.norms.project is None
+        orthogonal = self.objective.loss in NEEDS_PAIRS and self.norms.project is None
         optimiser = self.steps.optimiser or ("stiefel" if orthogonal else "adamw")
         usual = 8 / 255 if self.adversary.attack_norm == "linf" else self.objective.epsilon
         filled = {

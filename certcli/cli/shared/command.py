@@ -19,6 +19,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
+import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from certcli.system.errors import UsageError
@@ -41,8 +42,16 @@ def group(panel: str | None = None) -> Callable[[type], Any]:
     return decorate
 
 
-def command(*examples: str, page: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Function decorator: groups among the parameters become options; `--help` ends with the examples and the docs page."""
+def command(
+    *examples: str, page: str, often: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turn the groups among a function's parameters into options.
+
+    Args:
+        examples: command lines at the end of `--help`.
+        page: the docs page that `--help` names.
+        often: fields that `--help` shows; `--help-all` then shows the others too. Empty: `--help` shows all.
+    """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(function, include_extras=True)
@@ -60,8 +69,13 @@ def command(*examples: str, page: str) -> Callable[[Callable[..., None]], Callab
                     raise TypeError(f"{function.__name__} has two options {option.name}")
                 flat[option.name] = option
 
+        if often:
+            flat = {name: option if name in often else _hidden(option) for name, option in flat.items()}
+            flat["help_all"] = _HELP_ALL
+
         @wraps(function)
         def expanded(**given: Any) -> None:
+            given.pop("help_all", None)
             for name, value in given.items():
                 if isinstance(value, float) and not math.isfinite(value):  # float("nan") parses, and passes every gate
                     option = spelling(name, info_of(flat[name].annotation))[-1]
@@ -77,6 +91,37 @@ def command(*examples: str, page: str) -> Callable[[Callable[..., None]], Callab
         return expanded
 
     return decorate
+
+
+def _show_all(context: typer.Context, asked: bool) -> None:
+    if asked:
+        for option in context.command.params:
+            option.hidden = False  # type: ignore[attr-defined]
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+_HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show every option and exit."),
+    ],
+)
+
+
+def _hidden(option: inspect.Parameter) -> inspect.Parameter:
+    """The option, shown by `--help-all` only; an argument stays."""
+    if not isinstance(info_of(option.annotation), OptionInfo):
+        return option
+    base, *notes = get_args(option.annotation)
+    notes = [copy(note) for note in notes]
+    for note in notes:
+        if isinstance(note, OptionInfo):
+            note.hidden = True
+    return option.replace(annotation=Annotated[(base, *notes)])
 
 
 def _place(option: inspect.Parameter) -> int:

@@ -66,7 +66,7 @@ def _row(parameter: inspect.Parameter, info: Any) -> str:
 def _default(value: Any) -> str:
     if value is inspect.Parameter.empty:
         return "required"
-    if value in (None, False, [], ""):
+    if value is None or value is False or value in ([], ""):  # 0 is a default that is shown
         return ""
     if isinstance(value, list):
         return " ".join(f"`{item}`" for item in value)

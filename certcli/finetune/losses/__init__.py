@@ -1,62 +1,90 @@
-"""Losses by name. Each maps (logits (b, k), labels (b,), pair constants (k, k), epsilon, smoothing) to a scalar.
+"""Losses by name. Each maps (logits (b, k), labels (b,), what it needs, epsilon, smoothing) to a scalar."""
 
-Those of CHAIN take slopes (b, k) of the images at hand in place of pair constants of the network.
-"""
+from dataclasses import dataclass
+from typing import Literal
 
 from certcli.system.registry import Entry, Registry
+
+
+@dataclass(frozen=True)
+class Loss(Entry):
+    """A loss and its third argument.
+
+    Attributes:
+        needs: "nothing" (None is passed), "pairs" (constants (k, k) of the network, for each pair of logits), or "chain"
+            (slopes (b, k) of the images at hand, from a neighbourhood carried through a chain of layers).
+    """
+
+    needs: Literal["nothing", "pairs", "chain"] = "nothing"
+
 
 _PUBLISHED = "certcli.finetune.losses.published"
 
 LOSSES = Registry(
     "loss",
-    Entry("ce", "certcli.finetune.losses.plain:cross_entropy", "cross entropy on the logits; needs no bound"),
-    Entry(
+    Loss(
+        "ce",
+        "certcli.finetune.losses.plain:cross_entropy",
+        "cross entropy on the logits; needs no bound",
+        needs="nothing",
+    ),
+    Loss(
         "margin",
         "certcli.finetune.losses.margin:margin",
         "generalised cross entropy on margin-shifted logits, plus a little plain cross entropy",
         "Zhang & Sabuncu 2018 for the generalised cross entropy; per-pair shifts as in Tsuzuku et al. 2018",
+        needs="pairs",
     ),
-    Entry(
+    Loss(
         "gloro",
         f"{_PUBLISHED}:gloro",
         "cross entropy with one more class, which wins where the prediction is not certified",
         "Leino, Wang, Fredrikson 2021",
+        needs="pairs",
     ),
-    Entry("lmt", f"{_PUBLISHED}:lmt", "cross entropy on margin-shifted logits", "Tsuzuku, Sato, Sugiyama 2018"),
-    Entry(
+    Loss(
+        "lmt",
+        f"{_PUBLISHED}:lmt",
+        "cross entropy on margin-shifted logits",
+        "Tsuzuku, Sato, Sugiyama 2018",
+        needs="pairs",
+    ),
+    Loss(
         "emma",
         f"{_PUBLISHED}:emma",
         "lmt with the radius of every pair capped by what the sample has reached",
         "Hu, Zou, Wang, Leino, Fredrikson 2023",
+        needs="pairs",
     ),
-    Entry(
+    Loss(
         "trades",
         f"{_PUBLISHED}:trades",
         "cross entropy, plus the divergence of the worst case within the radius",
         "Leino et al. 2021 after Zhang et al. 2019",
+        needs="pairs",
     ),
-    Entry(
+    Loss(
         "hinge-kr",
         f"{_PUBLISHED}:hinge_kr",
         "hinge at the radius of every pair, plus the Kantorovich-Rubinstein term",
         "Serrurier et al. 2021",
+        needs="pairs",
     ),
-    Entry(
+    Loss(
         "bcp",
         "certcli.finetune.losses.chain:worst_logits",
         "cross entropy of the worst logits in a box and a ball carried through a chain of layers",
         "Lee, Lee & Park 2020",
+        needs="chain",
     ),
-    Entry(
+    Loss(
         "local-lip",
         "certcli.finetune.losses.chain:worst_logits",
         "the same with units that are constant near the image left out of linear layers' norms",
         "Huang et al. 2021",
+        needs="chain",
     ),
 )
 
-CHAIN = frozenset({"bcp", "local-lip"})
-"""Losses that follow a neighbourhood of each image through a chain of layers."""
-
-NEEDS_BOUND = frozenset(LOSSES.names()) - {"ce"} - CHAIN
-"""Losses that read the pair constants."""
+NEEDS_PAIRS = frozenset(loss.name for loss in LOSSES if loss.needs == "pairs")
+NEEDS_CHAIN = frozenset(loss.name for loss in LOSSES if loss.needs == "chain")
