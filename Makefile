@@ -36,6 +36,7 @@ soundness: install
 	$(BIN)/python tests/fuzz.py --count 100000
 	$(BIN)/python benchmarks/soundness.py --seconds 600
 	$(BIN)/python -m tests.local_campaign --seconds 600
+	$(BIN)/python -m tests.local_campaign --programs --seconds 600
 
 # tools of its own: mkdocs-material wants requests >= 2.33, torchattacks pins 2.25; certvit's packages come after them
 docs: install

@@ -135,7 +135,8 @@ def _visit(
         what = kind if node.op == "call_module" else f"the operation '{kind}'"
         raise NoRule(f"{where}: no theorem for {what}")
     try:
-        value = rule(domain.context(call), *args, **kwargs)
+        value = domain.result(rule(domain.context(call), *args, **kwargs), call)
+        fits = _shaped(domain, value, domain.expected(call))
     except NoRule as reason:
         raise NoRule(str(reason) if str(reason).startswith(where) else f"{where} ({kind}): {reason}") from None
     except CertvitError as reason:  # weights that are infinite or NaN, a sum too long for the error bounds
@@ -145,8 +146,7 @@ def _visit(
     if call.dtype not in (None, torch.float32, torch.float64, precision):
         # to integers it jumps; in half precision it is no longer the function of real numbers that a theorem is about
         raise NoRule(f"{where} ({kind}): a result in {call.dtype}")
-    value = domain.result(value, call)
-    if not _shaped(domain, value, domain.expected(call)):  # the rule is about another tensor than the call's
+    if not fits:
         raise NoRule(f"{where} ({kind}): its theorem is about a tensor of another shape than {call.shape}")
     return value
 
