@@ -19,10 +19,8 @@ from certcli.engine.trace import Trace, example_of
 from certcli.engine.walk import Call, Constant, Domain, walk
 
 Watch = Callable[[fx.Node, Any, int | None], None]
-
-
 _ROUNDING = 2.0**-26
-"""Relative to the largest entry of a tensor: far above what other kernels round, far below what another tensor is."""
+"""Relative to the length of a tensor: far above what other kernels round, far below what another tensor is."""
 
 
 class Enclosure(Domain):
@@ -52,12 +50,7 @@ class Enclosure(Domain):
             raise NoRule(f"images of shape {shape}, not {self.start.shape}")
         return self.start
 
-    def settled(self, value: Any) -> Any:
-        """The value with nothing waiting in it."""
-        return value
-
     def shape(self, value: Any) -> tuple[int, ...]:
-        value = self.settled(value)
         if not value.consistent:
             raise NoRule("a theorem whose result has parts of different shapes")
         return tuple(value.shape)
@@ -97,7 +90,7 @@ class Enclosure(Domain):
             return
         token = self.wanted.get(node)
         truth = truth if token is None else truth[:, token : token + 1]
-        if bool((self.settled(value).farthest(place, truth) > _ROUNDING * truth.norm()).any()):
+        if bool((value.farthest(place, truth) > _ROUNDING * truth.norm()).any()):
             where = node.meta.get("path") or "the network"
             raise NoRule(f"{where} ({node.name}): its theorem excludes what the network does there")
 
@@ -138,7 +131,10 @@ def prepared(
 
 
 class LocalNetwork:
-    """A network traced once, ready for the neighbourhoods of many images. NoRule, Untraceable name what has no relaxation."""
+    """A network traced once, ready for the neighbourhoods of many images. NoRule, Untraceable name what has no relaxation.
+
+    Of the first walk that ends every node is checked at three images of the ball, of later ones the last node at their own.
+    """
 
     def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
         self.size, self._seen = size, False
@@ -170,7 +166,7 @@ class LocalNetwork:
             witnesses = [(e, start.at(e)) for e in start.somewhere()[: 1 if self._seen else 3]]
             domain = Enclosure(self.ending, self.wanted, start, watch, witnesses, thorough=not self._seen)
             form: Form = walk(self.ending.trace, domain)
-        self._seen = True  # a walk came to its end: the rules know this graph
+        self._seen = True
         return form
 
     def margins(self, start: Form, label: int, watch: Watch | None = None) -> Tensor:

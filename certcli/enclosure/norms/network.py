@@ -39,9 +39,6 @@ class _Walk(Enclosure):
         super().__init__(network.ending, network.wanted, start, watch, witnesses)
         self._weights, self._facts = network.weights, facts
 
-    def settled(self, value: Any) -> Near:
-        return settled(value)
-
     def context(self, call: Call) -> Any:
         assert call.node is not None
         return Context(call.node, self.wanted.get(call.node), self._weights, self._facts)
@@ -88,8 +85,13 @@ class NormsNetwork:
         """
         start = pixel_ball(images, radii, norm)
         facts = {} if facts is None else facts
-        witnesses = [] if facts else [*enumerate(images[:, None]), *((0, image) for image in start.far(radii[0], norm))]
+        witnesses: list[tuple[int, Tensor]] = []
+        if (
+            "witnessed" not in facts
+        ):  # once for these images: each at its centre, the first one at two far points as well
+            witnesses = [*enumerate(images[:, None]), *((0, image) for image in start.far(radii[0], norm))]
         x: Any = walk(self.ending.trace, _Walk(self, start, facts, watch, witnesses))
+        facts["witnessed"] = True
         head: Any = self.ending.head
         if self.ending.token is not None and x.shape[1] > 1:
             x = settled(x).choose(self.ending.token)

@@ -102,6 +102,18 @@ class Normalised:
         found = self.near.centre if self.gain is None else self.near.centre * self.gain
         return found if self.bias is None else found + self.bias
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.near.shape
+
+    @property
+    def consistent(self) -> bool:
+        """Whether all parts are about one tensor, which the scale and the shift do not repeat."""
+        return self.near.consistent and self.centre.shape == self.near.centre.shape
+
+    def farthest(self, row: int, truth: Tensor) -> Tensor:
+        return self.settled().farthest(row, truth)
+
     def settled(self) -> Near:
         near = self.near if self.gain is None else self.near.scale(self.gain)
         return near if self.bias is None else near.shift(self.bias)
