@@ -3,7 +3,7 @@
     python -m tests.local_campaign --seconds 600 --seed 0
     python -m tests.local_campaign --programs --seconds 600 --seed 0
 
-The first takes vision transformers, the second random programs of odd layouts (tests/local_programs.py). Prints one line a
+The first takes vision transformers, the second random programs of odd layouts (tests/local_laws.py). Prints one line a
 seed, from which --seed goes on, and exits 1 at the first point found outside an enclosure or a certified ball.
 """
 
@@ -23,7 +23,7 @@ from certcli.enclosure.form import Unbounded
 from certcli.lipschitz.network import prove
 from certcli.models import PixelModel
 from tests.enclosure_cases import CASES, forms
-from tests.local_programs import Found, check
+from tests.local_laws import Found, check
 from tests.test_enclosure import outside, symbols
 from tests.test_enclosure_networks import OPTIONS, SIZE, SPEC, image, largest_share, network
 

@@ -27,7 +27,8 @@ from certcli.lipschitz.network import bound_network
 from certcli.models import PixelModel
 from certcli.nn.activations import MaxMin
 from certcli.provenance import InputSpec
-from tests.local_programs import SIZE, Found, Program, Writer, attack, check, quarters
+from tests.local_laws import Found, attack, check
+from tests.local_programs import SIZE, Program, Writer, quarters
 
 PROGRAMS = (0, 2, 7, 31, 40, 44, 47, 62)
 """Seeds of which most broke a law before the fix."""
