@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from certcli.enclosure.rounding import TINY
@@ -40,6 +39,17 @@ Found = tuple[Any, Any]
 """An operation's result and its error: a size, an `Error`, or None where it is exact; of several results a list of each."""
 RULES: dict[str, Callable[..., Found]] = {}
 PUT_TOGETHER: dict[str, Callable[..., Any]] = {}
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Every tensor in an operation's arguments or result."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_of(part)
+    elif isinstance(value, dict):
+        yield from tensors_of(tuple(value.values()))
 
 
 def rule(*names: str) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
@@ -134,7 +144,7 @@ class Step:
     @property
     def exact(self) -> bool:
         """Whether no argument has an error."""
-        return all(self.size(x) is None for x in tree_leaves((self.args, self.kwargs)))
+        return all(self.size(x) is None for x in tensors_of((self.args, self.kwargs)))
 
     def require(self, condition: bool, reason: str) -> None:
         if not condition:
@@ -165,7 +175,7 @@ class Running(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         try:
-            if not any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))):
+            if not any(True for _ in tensors_of((args, kwargs))):
                 return self._keep(func(*args, **kwargs), None)
             if name in PUT_TOGETHER:
                 with self:
@@ -187,7 +197,8 @@ class Running(TorchDispatchMode):
                 raise NoRule(f"'{step.name}' is called with arguments its rule does not know ({failure})") from failure
         if step.exact:
             value = step.run()
-            if all(isinstance(x, Tensor) and not x.is_floating_point() for x in tree_leaves(value)):
+            found = list(tensors_of(value))
+            if found and not any(x.is_floating_point() for x in found):
                 return value, None
         raise NoRule(f"no rounding error is known of the operation '{step.name}'")
 
