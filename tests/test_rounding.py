@@ -14,11 +14,13 @@ from certcli import models
 from certcli.certify.bcp import BcpCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local_lip import LocalLipCertifier
+from certcli.checkpoint import Checkpoint
 from certcli.engine.table import NoRule
 from certcli.lipschitz.network import prove
 from certcli.models import PixelModel
 from certcli.nn.l2_attention import l2_logits
-from certcli.provenance import InputSpec
+from certcli.nn.surgery import REPLACEMENTS
+from certcli.provenance import InputSpec, Replacement
 from certcli.rounding import Evaluation
 
 Exact = Any  # an array of mpmath's numbers
@@ -234,3 +236,21 @@ def test_reference_networks_lose_next_to_nothing(arch: str) -> None:
     net = models.create(arch, {}, initialise=True).double()
     _, errors = Evaluation(net)(torch.rand(4, *net.pretrained_cfg["input_size"], dtype=torch.float64))
     assert float(errors.max()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [name for name in REPLACEMENTS.names() if name not in ("flat-head", "identity")])
+def test_every_replacement_has_rules(kind: str, tiny: Checkpoint) -> None:
+    """The flat head is one of the reference networks."""
+    wanted = {"attention": "Attention", "norm": "LayerNorm", "block": "Block"}.get(kind.rpartition("-")[2], "GELU")
+    net = models.build(tiny.record, initialise=True)
+    tokens = net.pos_embed.shape[1]
+    arguments = {"tokens": tokens} if kind == "orthogonal-attention" else {}
+    places = [path for path, module in net.named_modules() if type(module).__name__ == wanted]
+    for path in places:
+        models.replace_module(net, Replacement(path=path, kind=kind, args=arguments))
+    net = net.double().eval()
+    images = torch.rand(2, 1, 8, 8, dtype=torch.float64)
+    logits, errors = Evaluation(net)(images)
+    assert places
+    assert float(errors.max()) < 1e-3
+    assert bool(((logits - net(images)).abs() <= errors).all())  # fused kernels sum in another order
