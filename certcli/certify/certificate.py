@@ -13,13 +13,6 @@ from certcli.errors import DataError
 from certcli.intervals import Interval, share_interval
 from certcli.threat import Norm
 
-LOGIT_SLACK = 1e-10
-"""Subtracted from every margin, times (1 + max |logit|): a stated assumption about float64 evaluation, not a proof.
-
-Certificates speak of the network in real arithmetic; its logits are evaluated in float64.
-"""
-
-
 AGAIN = 1e-6
 """Relative: how far a stated radius may lie above the one found again. Sums in another order (BLAS, threads, device) move a
 radius by some 1e-12; 1e-6 is far above that, and far below what a forged radius would have to gain."""
