@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from certcli.radii import attacked_radius, proven_percent, proven_radius
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -52,19 +54,20 @@ def certify_page(
         for radius, share in found.certified.items():
             low, high = found.intervals[radius]
             told = f"{100 * low:.1f} to {100 * high:.1f}"
-            rows.append([f"certified, {certifier.method}", radius, percent(share), told, str(count), promise])
+            what = f"certified, {certifier.method}"
+            rows.append([what, proven_radius(radius), proven_percent(share), told, str(count), promise])
         least = next(iter(found.certified))
         about = certifier.title[:1].upper() + certifier.title[1:]
         verdict.append(
             f"{certifier.method} certifies {round(found.certified[least] * count)} of {count} images "
-            f"({percent(found.certified[least])}) at l2 {least}, {promise}. {about}."
+            f"({proven_percent(found.certified[least])}) at l2 {proven_radius(least)}, {promise}. {about}."
         )
     if attacked:
         shares = sorted((radius, sum(left.values()) / len(left)) for radius, left in attacked.items())
         count = len(next(iter(attacked.values())))
         curves.append(Curve(f"attacked (measured), n = {count}", "attacked", shares, marked=True))
         low, left = shares[-1]
-        verdict.append(f"Attacks left {percent(left)} of {count} of these images at l2 {low:g}.")
+        verdict.append(f"Attacks left {percent(left)} of {count} of these images at l2 {attacked_radius(low)}.")
     said = [[result.certifier.method, result.certifier.statement] for result in results]
     columns = ["share of the images", "radius", "share", "95 % interval", "n", "holds"]
     return Page(
