@@ -266,6 +266,7 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
     from certcli.certify.lipschitz import plain_accuracy
     from certcli.certify.methods import certify, prepare
     from certcli.errors import NoBoundError
+    from certcli.evaluation import describe
     from certcli.models import load_double
 
     try:
@@ -274,11 +275,12 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
         sink.note(failure.message)
         clean = plain_accuracy(load_double(checkpoint), validation)
         nothing = {"upper": "inf", "log10_upper": None, "upper_finite": False, "upper_text": "inf"}
-        return {"clean": clean, "certified": 0.0, **nothing}
+        return {"dataset": describe(validation), "clean": clean, "certified": 0.0, **nothing}
     rows = [row for batch in certify(certifier, validation, 256) for row in batch]
     found = certified_accuracy(rows, [epsilon])
     bound = certifier.about["bound"]
     return {
+        "dataset": describe(validation),
         "clean": found.clean,
         "certified": found.certified[radius_key(epsilon)],
         **bound,
