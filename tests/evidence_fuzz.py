@@ -325,14 +325,16 @@ def untrue_bound(shown: str, proven: Any) -> str | None:
     return None if proven.finite and log10 >= proven.log10() - SLACK else f"{told[0]}, and {proven} is proven"
 
 
+FORM = re.compile(
+    r"((?P<n>\d+) images? of (?P<name>.+) \((?P<split>\w+)\)|(?P<few>\d+) validation images?"
+    r"|all validation images, their number is not stated): clean (?P<clean>[\d.]+) %, certified "
+    r"(?P<shares>[^()]+?)(?P<box> \(radii linf\))? \((?P<promise>.*)\), "
+    r"(average radius (?P<mean>[\d.e+-]+)|no bound|bound.*)"
+)
+
+
 def untrue_shares(lab: Laboratory, number: int, entry: Raw, shown: str) -> str | None:
-    form = re.compile(
-        r"((?P<n>\d+) images? of (?P<name>.+) \((?P<split>\w+)\)|validation images, their number is not stated)"
-        r": clean (?P<clean>[\d.]+) %, certified "
-        r"(?P<shares>[^()]+?)(?P<box> \(radii linf\))? \((?P<promise>.*)\), "
-        r"(average radius (?P<mean>[\d.e+-]+)|no bound|bound.*)"
-    )
-    told = form.fullmatch(shown)
+    told = FORM.fullmatch(shown)
     if told is None:
         return "not of the form that the oracle reads"
     result, about = entry["result"], entry["parameters"]
@@ -346,6 +348,8 @@ def untrue_shares(lab: Laboratory, number: int, entry: Raw, shown: str) -> str |
     true = lab.truth(number, "digits", split, limit, seed, how)
     rows, count = true["rows"], len(true["rows"])
     named = told["n"] is not None
+    if told["few"] is not None and int(told["few"]) != count:
+        return "how many images"
     if named and (int(told["n"]), told["name"], told["split"]) != (
         count,
         true["dataset"]["name"],

@@ -6,6 +6,8 @@ import pytest
 
 from certcli.certify.methods import METHODS
 from certcli.evidence import OPTIONS
+from certcli.verification import claims
+from certcli.verification.claims import Claim
 from tests import evidence_fuzz
 from tests.evidence_fuzz import Laboratory, Verifier, campaign, judge, untrue
 
@@ -44,6 +46,14 @@ def test_the_oracle_knows_a_lie(lab: Laboratory) -> None:
             for old, new in LIES:
                 lie = honest.replace(old, new, 1)
                 assert lie == honest or untrue(lab, number, raw, lie), lie
+
+
+@pytest.mark.parametrize("check", ["_judge", "_named"])
+def test_a_check_that_is_left_out_is_found(lab: Laboratory, monkeypatch: pytest.MonkeyPatch, check: str) -> None:
+    """Without one of the checks of `log --verify` the same edits pass."""
+    unchecked = Claim("evidence", "anything", "verified", "")
+    monkeypatch.setattr(claims, check, lambda *_: unchecked if check == "_named" else ("verified", ""))
+    assert campaign(150, 1, lab)["findings"]
 
 
 def test_the_decoder_knows_every_certificate_method() -> None:

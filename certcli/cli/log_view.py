@@ -115,7 +115,9 @@ def _attack(result: Any, about: Any) -> str:
 
 def _finetune(result: Any, about: Any) -> str:
     certified = f"certified {proven_percent(result.certified)} at {proven_radius(about.epsilon)}"
-    images = _images(result) if result.dataset else "validation images, their number is not stated"
+    images = _images(result) if result.dataset else "all validation images, their number is not stated"
+    if not result.dataset and about.images is not None:
+        images = f"{about.images} validation image{'s' * (about.images != 1)}"
     return f"{images}: clean {percent(result.clean)}, {certified} (proven), {_bound_of(result)}"
 
 
@@ -267,7 +269,7 @@ def _validation(found: Found, name: str) -> _Cell | None:
     result = _result(found, "finetune")
     if result is None:
         return None
-    count = result.dataset.images if result.dataset else None
+    count = result.dataset.images if result.dataset else found["finetune"].parameters.images
     if name == "clean":
         return _Cell(percent(result.clean), count, None)
     return _Cell(proven_percent(result.certified), count, proven_radius(found["finetune"].parameters.epsilon))
