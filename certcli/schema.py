@@ -29,7 +29,7 @@ PATTERNS = {
     "name": (r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z", "a name of letters, digits, '_', '.', '-'"),
     "path": (r"\A([A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*)?\Z", "the path of a module, such as blocks.0.attn"),
     "text": (r"\A[^\x00-\x1f\x7f-\x9f]*\Z", "text without control characters"),
-    "dataset": (r"\A(torch/)?[^/\\\x00-\x1f\x7f-\x9f]*\Z", "the name of a dataset, no path"),
+    "dataset": (r"\A(torch/)?(?!\.+\Z)[^/\\\x00-\x1f\x7f-\x9f]*\Z", "the name of a dataset, no path"),
     "digest": (r"\A[0-9a-f]{64}\Z", "64 hexadecimal digits"),
     "shard": (r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors\Z", "the name of a .safetensors file in the same folder"),
     "index": (r"\A[0-9]{1,9}\Z", "a number"),
@@ -136,7 +136,7 @@ class RecordFields(_Strict):
     dataset: Dataset | None
     surgery: Annotated[list[ReplacementFields], Meta(max_length=4 * MOST_LAYERS)]
     lineage: Annotated[list[StepFields], Meta(max_length=10_000)]
-    evidence: Annotated[list[EvidenceFields], Meta(max_length=10_000)]
+    evidence: Annotated[list[EvidenceFields], Meta(max_length=1000)]
     foreign: dict[str, str]
 
 

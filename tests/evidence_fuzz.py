@@ -100,6 +100,7 @@ class Laboratory:
     """Two networks with honest evidence of every command and of every kind of certificate, and what is true of them."""
 
     def __init__(self, folder: Path, plain: Path, certified: Path) -> None:
+        self.known: dict[str, Again | CertvitError] = {}
         digits, local = ("--dataset", "digits", "--limit"), ("--method", "local", "--effort", "norms")
         noise = ("--method", "smoothing", "--sigma", 0.25, "--n0", 16, "-n", 120, "-e", 0.1, "-e", 0.3)
         first = written(
@@ -402,7 +403,7 @@ class Verifier:
     """The real verification, which certifies and proves the same thing once."""
 
     def __init__(self, lab: Laboratory) -> None:
-        self.lab, self.known = lab, dict[str, Again | CertvitError]()
+        self.known = lab.known
 
     def claims(self, checkpoint: Checkpoint) -> list[Claim]:
         certify_again = _certifier(checkpoint, Asked(None, None, None, True, Machine(batch_size=64)), Heard())

@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from certcli.errors import plain
 from certcli.radii import attacked_radius, proven_percent, proven_radius
 
 LEFT, RIGHT, TOP, BOTTOM = 64, 700, 14, 290
@@ -99,6 +100,9 @@ class Page:
 def render(page: Page) -> str:
     """The page as HTML."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False, lstrip_blocks=False)
+    environment.finalize = lambda value: (
+        plain(value) if type(value) is str else value
+    )  # directions and escapes spelled out
     template = environment.from_string(files("certcli.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
     return template.render(page=page, plot=plot(page.curves), bars=bars(page.bars))
 
