@@ -269,5 +269,5 @@ def test_log_certifies_smoothing_evidence_again(
     done = certvit("log", kept, "--verify", "--json")
     assert getattr(done.exception, "code", 0) == code, done.output
     claims = [claim for claim in json.loads(done.stdout)["verification"] if "certify" in claim["entry"]]
-    assert len(claims) == 6
+    assert len(claims) == 8  # of each: images, clean, certified, mean radius
     assert sum(claim["status"] == "refuted" for claim in claims) == (factor is not None)
