@@ -34,6 +34,7 @@ gpu: install
 # long campaigns beside the tests: hostile files, random networks with odd options, local certificates
 soundness: install
 	$(BIN)/python tests/fuzz.py --count 100000
+	$(BIN)/python -m tests.evidence_fuzz --count 10000
 	$(BIN)/python benchmarks/soundness.py --seconds 600
 	$(BIN)/python -m tests.local_campaign --seconds 600
 	$(BIN)/python -m tests.local_campaign --programs --seconds 600

@@ -12,6 +12,7 @@ import certcli.compat  # noqa: F401 (before timm: torchvision must be importable
 from timm.models.vision_transformer import Block
 
 from certcli.checkpoint import Checkpoint
+from certcli.evidence import understood
 from certcli.images import Images
 from certcli.intervals import share_interval
 
@@ -57,11 +58,8 @@ def accuracy_doubts(right: int, count: int, checkpoint: Checkpoint) -> list[str]
     chance = chance_doubt(right, count, checkpoint.record.classes)
     if chance is not None:
         return [chance]
-    known = [
-        (entry.command, float(entry.result["clean"]))
-        for entry in checkpoint.record.evidence
-        if entry.digest == checkpoint.digest and isinstance(entry.result.get("clean"), float)
-    ]
+    fresh = (understood(entry) for entry in checkpoint.record.evidence if entry.digest == checkpoint.digest)
+    known = [(entry.command, entry.result.clean) for entry in fresh if entry and hasattr(entry.result, "clean")]
     high = share_interval(right, count)[1]
     return [
         f"the network is right on {right} of {count} images, its record on {100 * clean:.0f} % ({command}): are these images "

@@ -16,6 +16,7 @@ from certcli.errors import DataError, UsageError
 from certcli.evaluation import RecordFile, Run
 from certcli.images import Images, sent
 from certcli.processes import ALONE, Team
+from certcli.radii import proven_radius
 from certcli.threat import Norm, Threat
 
 RECORD_KEYS = ("task", "epsilon", "index")
@@ -151,7 +152,7 @@ def tasks_of(
             found.append(Task(replace(stage, radii=(radius,)), select(images, certificates, radius), certified=True))
     empty = next((task for task in found if not len(task.images)), None)
     if empty is not None:
-        at = f" beyond {empty.stage.radii[0]:g}" if empty.stage.radii else ""
+        at = f" beyond {proven_radius(empty.stage.radii[0])}" if empty.stage.radii else ""
         raise DataError(f"none of the {len(images)} images is certified{at}", "certify more of them, or another radius")
     return tuple(found)
 

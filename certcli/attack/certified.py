@@ -9,6 +9,7 @@ from certcli.attack.run import Attacked
 from certcli.errors import DataError, UsageError, one_line
 from certcli.evaluation import PIXELS, read_records, require_same_images, require_same_network
 from certcli.images import Images
+from certcli.radii import confidence
 from certcli.threat import Norm
 
 
@@ -47,7 +48,7 @@ def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certifi
             ) from failure
         if failure_share > 0:
             raise UsageError(
-                f"line {number} of {path} holds with probability {1 - failure_share:g}, of the smoothed classifier",
+                f"line {number} of {path} holds with probability {confidence(failure_share)}, of the smoothed classifier",
                 "attack with records of certify --method lipschitz or local",
             )
         if index in found:

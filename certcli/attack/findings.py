@@ -13,6 +13,7 @@ from certcli.attack.certified import Certified
 from certcli.attack.run import Attacked
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, curve, robust_accuracy
+from certcli.radii import radius_key
 from certcli.threat import Threat
 
 MODEL_CHECKED, ATTACK_CHECKED = 32, (8, 32)
@@ -107,7 +108,7 @@ class Findings:
         first = rows[0]
         return {
             **first,
-            "curve": {f"{row['epsilon']:g}": row["robust"] for row in self._curve()},
+            "curve": {radius_key(row["epsilon"]): row["robust"] for row in self._curve()},
             "parts": rows if len(rows) > 1 else [],
             "flags": [
                 {

@@ -29,6 +29,7 @@ from certcli.lipschitz.network import NetworkBound
 from certcli.lipschitz.real import INF
 from certcli.nn.residual import attention_weight
 from certcli.processes import Team
+from certcli.radii import radius_key
 
 AUTO = "auto"
 HOPELESS = 6.0
@@ -381,6 +382,6 @@ class _Stages:
             results.skip("attack, further images", told, True)
         for row in attacking.records:
             kept = results.rows.setdefault(row.index, {"index": row.index, "label": row.label})
-            kept.setdefault("withstood", {})[f"{row.epsilon:g}"] = row.withstood
+            kept.setdefault("withstood", {})[radius_key(row.epsilon)] = row.withstood
             if row.fell and "norm" not in kept:
                 kept |= {"adversarial_prediction": row.adversarial_prediction, "norm": row.norm}

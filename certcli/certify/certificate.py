@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from certcli.errors import DataError
 from certcli.intervals import Interval, share_interval
+from certcli.radii import proven_radius, radius_key
 from certcli.threat import Norm
 
 AGAIN = 1e-6
@@ -146,8 +147,8 @@ def _compare(claim: Certificate, again: Certificate) -> Confirmation:
     if claim.prediction != again.prediction:
         return Confirmation("refuted", f"class {claim.prediction} is stated, the network says {again.prediction}")
     if claim.radius > again.radius * (1 + AGAIN):
-        return Confirmation("refuted", f"radius {claim.radius:.6g} is stated, {again.radius:.6g} is found")
-    return Confirmation("verified", f"radius {again.radius:.6g} is found again")
+        return Confirmation("refuted", f"radius {claim.radius:.6g} is stated, {proven_radius(again.radius)} is found")
+    return Confirmation("verified", f"radius {proven_radius(again.radius)} is found again")
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def certified_accuracy(certificates: Sequence[Certificate], epsilons: Sequence[f
     radii = [certificate.radius if certificate.correct else 0.0 for certificate in certificates]
     finite = [radius for radius in radii if math.isfinite(radius)]
     clean = sum(certificate.correct for certificate in certificates)
-    held = {f"{e:g}": sum(certificate.holds_at(e) for certificate in certificates) for e in epsilons}
+    held = {radius_key(e): sum(certificate.holds_at(e) for certificate in certificates) for e in epsilons}
     return CertifiedAccuracy(
         clean=clean / count,
         certified={name: hits / count for name, hits in held.items()},

@@ -20,6 +20,7 @@ from certcli.certify.smoothed import PRECISIONS, Classifier, Smoothed, out_of_me
 from certcli.errors import ArchitectureError, DataError, UsageError
 from certcli.images import sent
 from certcli.intervals import lower_confidence, upper_confidence
+from certcli.radii import confidence
 
 METHOD = "smoothing"
 
@@ -167,7 +168,7 @@ class SmoothingCertifier(Certifier):
         self.settings, self._classify, self._classes = settings, classify, classes
         self._device, self._batch_size, self._purpose, self._about = device, batch_size, purpose, about
         self._stated = stated
-        self.promise, self.failure = f"probability {1 - settings.alpha:g}", settings.alpha
+        self.promise, self.failure = f"probability {confidence(settings.alpha)}", settings.alpha
         self.arithmetic = settings.precision
         self.at_once = max(1, -(-batch_size // settings.n0))
         self.reach = settings.reach

@@ -70,8 +70,10 @@ def attack(
         inputs.doubt_accuracy(document["clean"], images, checkpoint, sink)
     session.show(found, results, compared, Path(source.ckpt).stem, output.force)
     if output.output is not None:
+        from certcli.evidence import AttackResult
+
         parameters = parameters_of(tasks, settings, **told)
-        result = {name: value for name, value in document.items() if name not in ("schema", "command", "checkpoint")}
+        result = {name: document[name] for name in AttackResult.__struct_fields__ if name in document}
         output.write(checkpoint.with_evidence("attack", parameters, result), output.output)
         sink.note(f"wrote {output.output}")
     gate.enforce()

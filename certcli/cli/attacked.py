@@ -11,6 +11,7 @@ from certcli.cli.groups import Machine
 from certcli.cli.output import Gate, Sink, percent
 from certcli.errors import CertvitError, GateError
 from certcli.processes import team
+from certcli.radii import attacked_radius
 
 if TYPE_CHECKING:
     from certcli.attack.campaign import Task
@@ -148,7 +149,8 @@ def gate_of(findings: Findings, minimum: float | None, gate: Gate) -> None:
         gate.demand(False, CertvitError(f"certified above attacked: {measured}", _BUG))
     if minimum is not None:
         first = findings.first
-        told = f"robust accuracy {percent(first.robust)} at {first.epsilon:g} is below --min-robust {minimum:g}"
+        reached = f"robust accuracy {percent(first.robust)} at {attacked_radius(first.epsilon)}"
+        told = f"{reached} is below --min-robust {minimum:g}"
         gate.demand(first.robust >= minimum, GateError(told))
 
 
@@ -159,7 +161,7 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
         way = "alone" if part.stage.independent else "in turn"
         for summary in part.summaries:
             between = {name: f"{100 * low:.1f} to {100 * high:.1f}" for name, (low, high) in summary.intervals.items()}
-            radius = f"{summary.epsilon:g}" if part.own is None else "its own"
+            radius = attacked_radius(summary.epsilon) if part.own is None else "its own"
             rows.append((f"{part.stage.norm} {radius}", "clean", percent(summary.clean), between["clean"], ""))
             rows += [
                 ("", f"{name} ({way})", percent(share), between[name], "") for name, share in summary.attacks.items()

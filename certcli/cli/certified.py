@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from certcli.cli.output import Gate, Sink, percent
+from certcli.cli.output import Gate, Sink
 from certcli.errors import DataError, GateError, UsageError
 from certcli.processes import team
+from certcli.radii import attacked_radius, proven_percent, proven_radius, radius_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,9 +33,9 @@ class Demand:
     radius: float = 0.0
 
     def ask(self, found: CertifiedAccuracy, gate: Gate) -> None:
-        reached = found.certified[f"{self.radius:g}"]
-        told = f"certified accuracy {percent(reached)} at {self.radius:g} is below --min-certified {self.share:g}"
-        gate.demand(reached >= self.share, GateError(told))
+        reached = found.certified[radius_key(self.radius)]
+        told = f"certified accuracy {proven_percent(reached)} at {proven_radius(self.radius)}"
+        gate.demand(reached >= self.share, GateError(f"{told} is below --min-certified {self.share:g}"))
 
 
 def demand(text: str | None, epsilons: Sequence[float]) -> tuple[Demand, tuple[float, ...]]:
@@ -183,7 +184,7 @@ def run(
 
 def _require_reach(certifier: Certifier, radii: Sequence[float], sink: Sink) -> None:
     """UsageError when no radius asked for can be certified, whatever the network; a warning when some cannot."""
-    beyond = [f"{radius:g}" for radius in radii if radius >= certifier.reach]
+    beyond = [attacked_radius(radius) for radius in radii if radius >= certifier.reach]
     if not beyond:
         return
     told = f"no radius beyond {certifier.reach:.4g} can be certified with these --samples, --alpha and --sigma"

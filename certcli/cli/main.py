@@ -11,9 +11,9 @@ import typer
 
 from certcli import __version__
 from certcli.cli import adapt, attack, audit, certify, constrain, finetune, init, lipschitz, log, settings
-from certcli.cli.output import Sink, plain
+from certcli.cli.output import Sink
 from certcli.cli.streams import Interrupts, guarded
-from certcli.errors import CertvitError, Interrupted, UsageError
+from certcli.errors import CertvitError, Interrupted, UsageError, plain
 from certcli.processes import ALONE, Ended, Team, require_one, team
 
 app = typer.Typer(

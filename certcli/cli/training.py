@@ -12,6 +12,7 @@ from certcli.cli.inputs import return_large_blocks, say_wider
 from certcli.cli.output import Sink, percent
 from certcli.outputs import discard_state, last_command, remove, require_own_state
 from certcli.processes import require_one, team
+from certcli.radii import proven_percent, proven_radius, radius_key
 
 if TYPE_CHECKING:
     from certcli.checkpoint import Checkpoint
@@ -223,7 +224,8 @@ class Training:
             self.sink.document(report)
             self.sink.text(
                 f"wrote {self.path}: epoch {best}, validation clean {percent(final['clean'])}, "
-                f"certified at {epsilon:g} {percent(final['certified'])}, bound {final['upper_text']} (proven){line}"
+                f"certified at {proven_radius(epsilon)} {proven_percent(final['certified'])}, "
+                f"bound {final['upper_text']} (proven){line}"
             )
 
     def _derived(self, trainer: Trainer, tensors: Any, train: Images) -> Checkpoint:
@@ -264,6 +266,7 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
     from certcli.certify.lipschitz import plain_accuracy
     from certcli.certify.methods import certify, prepare
     from certcli.errors import NoBoundError
+    from certcli.evaluation import describe
     from certcli.models import load_double
 
     try:
@@ -272,12 +275,13 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
         sink.note(failure.message)
         clean = plain_accuracy(load_double(checkpoint), validation)
         nothing = {"upper": "inf", "log10_upper": None, "upper_finite": False, "upper_text": "inf"}
-        return {"clean": clean, "certified": 0.0, **nothing}
+        return {"dataset": describe(validation), "clean": clean, "certified": 0.0, **nothing}
     rows = [row for batch in certify(certifier, validation, 256) for row in batch]
     found = certified_accuracy(rows, [epsilon])
     bound = certifier.about["bound"]
     return {
+        "dataset": describe(validation),
         "clean": found.clean,
-        "certified": found.certified[f"{epsilon:g}"],
+        "certified": found.certified[radius_key(epsilon)],
         **bound,
     }
