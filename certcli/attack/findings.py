@@ -13,6 +13,7 @@ from certcli.attack.certified import Certified
 from certcli.attack.run import Attacked
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, curve, robust_accuracy
+from certcli.resumed import Resumed
 from certcli.threat import Threat
 
 MODEL_CHECKED, ATTACK_CHECKED = 32, (8, 32)
@@ -86,6 +87,7 @@ class Findings:
 
     parts: tuple[Part, ...]
     flags: tuple[checks.Flag, ...]
+    resumed: Resumed | None = None
 
     @property
     def first(self) -> RobustAccuracy:
@@ -120,6 +122,7 @@ class Findings:
                 for flag in checks.raised(self.flags)
             ],
             "checks": names,
+            **({} if self.resumed is None else {"resumed": self.resumed.to_json()}),
         }
 
     def _curve(self) -> list[dict[str, Any]]:

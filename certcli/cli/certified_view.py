@@ -51,6 +51,8 @@ def table(results: Sequence[Result], images: Images, attacked: dict[float, dict[
         _table(results[0], where, left, sink)
     else:
         _side_by_side(results, where, left, sink)
+    if results[0].resumed is not None:
+        sink.text(f"{results[0].resumed}")
     if attacked:
         count, told = len(next(iter(attacked.values()))), "what attacks leave of the network itself, without noise"
         shown = ", ".join(f"{percent(left[f'{radius:g}'])} at {radius:g}" for radius in sorted(attacked))

@@ -29,6 +29,7 @@ def certify_page(
     name: str,
     images: Images,
     again: str,
+    doubts: Sequence[str] = (),
 ) -> Page:
     """What was certified, with the curves over all judged images and, where it was attacked too, over those.
 
@@ -83,7 +84,9 @@ def certify_page(
             f"Network (digest of its function): {checkpoint.digest}",
             f"Images (digest of pixels and labels): {images.digest}",
             "Radii are pixel l2, images in [0, 1].",
+            *([] if results[0].resumed is None else [str(results[0].resumed)]),
         ],
+        doubts=doubts,
     )
 
 
@@ -92,7 +95,7 @@ def lineage_tables(checkpoint: Checkpoint) -> list[Table]:
     from certcli.report.page import Table
 
     rows = [
-        [str(number), step.command, str(step.seed), (step.parent or "-")[:12], short(dict(step.parameters))]
+        [str(number), step.command, str(step.seed), (step.parent or "-")[:12], short(step.shown)]
         for number, step in enumerate(checkpoint.record.lineage, 1)
     ]
     columns = ["step", "command", "seed", "parent", "parameters"]
