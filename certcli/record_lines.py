@@ -20,8 +20,8 @@ HINT = "certvit certify or attack ... --records FILE writes them"
 
 Index = Annotated[int, Meta(ge=0, le=2**53)]
 Class = Annotated[int, Meta(ge=0, lt=MOST_CLASSES)]
-Length = Annotated[float, Meta(ge=0, le=1e9)]
-"""A radius or a distance between images; the diagonal of the largest image is some thousand."""
+Length = Annotated[float, Meta(ge=0)]
+"""A radius, a distance between images, or seconds: finite, since JSON has no other numbers."""
 Draws = Annotated[int, Meta(ge=1, le=MOST_DRAWS)]
 Pixels = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 Norm = Literal["l2", "linf"]
@@ -119,11 +119,11 @@ class LocalParameters(ProofParameters):
     norm: Norm
     symbols: Index
     steps: Annotated[int, Meta(ge=1, le=64)]
-    at: Annotated[list[Annotated[float, Meta(gt=0, le=1e9)]], Meta(max_length=256)] = []
+    at: Annotated[list[Annotated[float, Meta(gt=0)]], Meta(max_length=256)] = []
 
 
 class SmoothingParameters(ProofParameters):
-    sigma: Annotated[float, Meta(gt=0, le=1e9)]
+    sigma: Annotated[float, Meta(gt=0)]
     n0: Draws
     samples: Draws
     alpha: Annotated[float, Meta(gt=0, lt=1)]

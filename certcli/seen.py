@@ -42,7 +42,7 @@ class Seen:
     dataset: str
     split: str
     images: int
-    listed: frozenset[str]
+    listed: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -84,14 +84,14 @@ def remember(checkpoint: Checkpoint, images: Images) -> Checkpoint:
     return replace(checkpoint, record=replace(checkpoint.record, lineage=(*before, step)))
 
 
-def listed_in(text: str) -> frozenset[str]:
-    """The digests of a step; ValueError when the text is none of them."""
+def listed_in(text: str) -> tuple[str, ...]:
+    """The digests of a step, one an image; ValueError when the text is none of them."""
     raw = base64.b64decode(text, validate=True)
-    return frozenset(raw[start : start + BYTES].hex() for start in range(0, len(raw), BYTES))
+    return tuple(raw[start : start + BYTES].hex() for start in range(0, len(raw), BYTES))
 
 
 def seen_by(record: Record) -> list[Seen]:
-    """What the steps of a lineage keep, as far as it can be read; a step of before 0.2 lists no images."""
+    """What the steps of a lineage keep, as far as it can be read; an old step lists no images."""
     found = []
     for step in record.lineage:
         if step.command not in KINDS:
@@ -101,8 +101,8 @@ def seen_by(record: Record) -> list[Seen]:
             listed = listed_in(kept.digests)
         except (Refused, ValueError):
             name, count = step.parameters.get("dataset"), step.parameters.get("images")
-            if step.command == "finetune" and isinstance(name, str) and type(count) is int and count > 0:
-                found.append(Seen(step.command, name, "train", count, frozenset()))
+            if step.command == "finetune" and isinstance(name, str) and type(count) is int and 0 < count < 2**53:
+                found.append(Seen(step.command, name, "train", count))
             continue
         found.append(Seen(step.command, kept.dataset, kept.split, kept.images, listed))
     return found
@@ -115,10 +115,10 @@ def shares(seen: Sequence[Seen], images: Images) -> list[Share]:
         steps = [step for step in seen if step.kind == kind and step.listed]
         if not steps:
             continue
-        digests = [digest[: 2 * BYTES] for digest in images.pixel_digests.values()]
-        weights = [
-            max((1 / step.sampled for step in steps if digest in step.listed), default=0.0) for digest in digests
-        ]
+        stands_for: dict[str, float] = {}
+        for step in sorted(steps, key=lambda step: step.sampled):
+            stands_for |= dict.fromkeys(step.listed, 1 / step.sampled)
+        weights = [stands_for.get(digest[: 2 * BYTES], 0.0) for digest in images.pixel_digests.values()]
         count = min(len(images), round(sum(weights)))
         if count:
             exactly = all(step.sampled == 1 for step in steps)
@@ -127,10 +127,9 @@ def shares(seen: Sequence[Seen], images: Images) -> list[Share]:
 
 
 def unlisted(seen: Sequence[Seen], images: Images) -> Seen | None:
-    """A step that trained on this dataset by name, kept no digests, and may have had these images."""
-    return next(
-        (s for s in seen if not s.listed and s.dataset == images.name and images.split in ("train", "all")), None
-    )
+    """A step that trained on this dataset, by name, may have had these images, and does not list all that it had."""
+    possible = (step for step in seen if step.kind == TRAINED and step.dataset == images.name and step.sampled < 1)
+    return next(possible, None) if images.split in ("train", "all") else None
 
 
 def trained_on(seen: Sequence[Seen], images: Images) -> bool:
@@ -138,7 +137,7 @@ def trained_on(seen: Sequence[Seen], images: Images) -> bool:
     for step in seen:
         if step.kind == TRAINED and step.dataset == images.name and step.split == "train":
             few = images.limit(64, _SEED)
-            if not step.listed or step.sampled < 1 or shares([step], few):
+            if step.sampled < 1 or shares([step], few):
                 return True
     return False
 
@@ -149,7 +148,7 @@ def doubts(record: Record, images: Images) -> tuple[dict[str, Any], list[str]]:
     found = shares(seen, images)
     said = [f"{share}: their figures are not those of new images" for share in found]
     old = unlisted(seen, images)
-    if old is not None:
+    if old is not None and not any(share.kind == TRAINED for share in found):
         said.append(
             f"the network was trained on {old.images:,} images of {old.dataset}; its file does not say which: some of these "
             "may be among them"

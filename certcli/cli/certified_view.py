@@ -56,7 +56,7 @@ def table(results: Sequence[Result], images: Images, attacked: dict[float, dict[
     if attacked:
         count, told = len(next(iter(attacked.values()))), "what attacks leave of the network itself, without noise"
         shown = ", ".join(f"{percent(left[f'{radius:g}'])} at {radius:g}" for radius in sorted(attacked))
-        sink.text(f"attacked (measured): {told}, {count} of these images: {shown}")
+        sink.text(f"attacked (measured, as the file says, not run again): {told}, {count} of these images: {shown}")
 
 
 def _side_by_side(results: Sequence[Result], where: str, left: Mapping[str, float], sink: Sink) -> None:

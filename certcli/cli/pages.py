@@ -65,7 +65,7 @@ def certify_page(
         count = len(next(iter(attacked.values())))
         curves.append(Curve(f"attacked (measured), n = {count}", "attacked", shares, marked=True))
         low, left = shares[-1]
-        verdict.append(f"Attacks left {percent(left)} of {count} of these images at l2 {low:g}.")
+        verdict.append(f"Attacks left {percent(left)} of {count} of these images at l2 {low:g}, as their records say.")
     said = [[result.certifier.method, result.certifier.statement] for result in results]
     columns = ["share of the images", "radius", "share", "95 % interval", "n", "holds"]
     return Page(
