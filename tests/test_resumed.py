@@ -86,10 +86,14 @@ FORGERIES: dict[str, Callable[[Row], None]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FORGERIES)
-@pytest.mark.parametrize("words", [("--min-certified", "1"), ("-o", "n.safetensors"), ()], ids=["gate", "evidence", ""])
+WAYS: dict[str, tuple[str, ...]] = {"gate": ("--min-certified", "1"), "evidence": ("-o", "n.safetensors"), "alone": ()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"), [*((kind, "gate") for kind in FORGERIES), ("radius 9.9", "evidence"), ("radius 9.9", "alone")]
+)
 def test_forged_certificates_pass_no_gate_and_enter_no_evidence(
-    workshop: Path, tmp_path: Path, kind: str, words: tuple[str, ...]
+    workshop: Path, tmp_path: Path, kind: str, way: str
 ) -> None:
     net, path, made = workshop / "certified.safetensors", tmp_path / "r.jsonl", tmp_path / "n.safetensors"
     run = ("certify", net, "--limit", 20, "-e", 5, "--records", path)
@@ -98,31 +102,14 @@ def test_forged_certificates_pass_no_gate_and_enter_no_evidence(
     for row in rows:
         FORGERIES[kind](row)
     path.write_text("".join(json.dumps(row) + "\n" for row in [head, *rows]))
-    done = certvit(*run, "--resume", *(made if word == "n.safetensors" else word for word in words))
+    done = certvit(*run, "--resume", *(made if word == "n.safetensors" else word for word in WAYS[way]))
     assert getattr(done.exception, "code", None) == 6, done.output
     assert not made.exists()
 
 
-@pytest.mark.parametrize("words", [("--min-robust", "1"), ("-o", "n.safetensors"), ()], ids=["gate", "evidence", ""])
-def test_forged_robustness_passes_no_gate_and_enters_no_evidence(
-    workshop: Path, tmp_path: Path, words: tuple[str, ...]
-) -> None:
-    net, path, made = workshop / "plain.safetensors", tmp_path / "r.jsonl", tmp_path / "n.safetensors"
-    run = ("attack", net, "-a", "fgsm", "-e", 1, "--no-checks", "--limit", 20, "--batch-size", 8, "--records", path)
-    honest = document(*run)
-    assert honest["robust"] < 0.5
-    path.write_text("".join(record_fuzz.best(line) + "\n" for line in path.read_text().splitlines()))
-    done = certvit(*run, "--resume", *(made if word == "n.safetensors" else word for word in words))
-    assert getattr(done.exception, "code", None) == 6, done.output
-    assert not made.exists()
-
-
-@pytest.mark.parametrize(
-    "words", [("--min-certified", "0.01"), ("-o", "n.safetensors"), ()], ids=["gate", "evidence", ""]
-)
-@pytest.mark.parametrize("method", ["smoothing", "norms"])
+@pytest.mark.parametrize(("method", "way"), [*(("smoothing", way) for way in WAYS), ("norms", "gate")])
 def test_honest_records_of_methods_that_draw_or_search_agree(
-    workshop: Path, tmp_path: Path, method: str, words: tuple[str, ...]
+    workshop: Path, tmp_path: Path, method: str, way: str
 ) -> None:
     """Though noisy images share other batches than before, and a search began elsewhere."""
     given = {
@@ -134,6 +121,7 @@ def test_honest_records_of_methods_that_draw_or_search_agree(
     document(*run)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:16]))
-    found = document(*run, "--resume", *(tmp_path / word if word == "n.safetensors" else word for word in words))
+    words = [tmp_path / word if word == "n.safetensors" else "0" if word == "1" else word for word in WAYS[way]]
+    found = document(*run, "--resume", *words)
     assert found["resumed"]["records"] in (14, 15)
     assert found["resumed"]["computed_again"] == found["resumed"]["records"]
