@@ -31,10 +31,11 @@ gpu: install
 	$(BIN)/python -m pytest -m gpu -rs -q
 	$(BIN)/python -m benchmarks.gpu --against-cpu
 
-# long campaigns beside the tests: hostile files, random networks with odd options, local certificates
+# long campaigns beside the tests: hostile files, edited records, random networks with odd options, local certificates
 soundness: install
 	$(BIN)/python tests/fuzz.py --count 100000
 	$(BIN)/python -m tests.evidence_fuzz --count 10000
+	$(BIN)/python -m tests.record_fuzz --count 20000
 	$(BIN)/python benchmarks/soundness.py --seconds 600
 	$(BIN)/python -m tests.local_campaign --seconds 600
 	$(BIN)/python -m tests.local_campaign --programs --seconds 600

@@ -12,6 +12,8 @@ from certcli.schema import decode_record
 
 KEY = "certvit"
 SCHEMA = 1
+SEEN = "seen"
+"""The parameter of a step that says which images it saw (`certcli.seen`)."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class Step:
     seed: int
     versions: Mapping[str, str]
     parent: str | None
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The parameters as a person reads them: without the digests of the images that it saw."""
+        return {name: value for name, value in self.parameters.items() if name != SEEN}
 
 
 @dataclass(frozen=True)

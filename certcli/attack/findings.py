@@ -14,6 +14,7 @@ from certcli.attack.run import Attacked
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, curve, robust_accuracy
 from certcli.radii import radius_key
+from certcli.resumed import Resumed
 from certcli.threat import Threat
 
 MODEL_CHECKED, ATTACK_CHECKED = 32, (8, 32)
@@ -87,6 +88,7 @@ class Findings:
 
     parts: tuple[Part, ...]
     flags: tuple[checks.Flag, ...]
+    resumed: Resumed | None = None
 
     @property
     def first(self) -> RobustAccuracy:
@@ -121,6 +123,7 @@ class Findings:
                 for flag in checks.raised(self.flags)
             ],
             "checks": names,
+            **({} if self.resumed is None else {"resumed": self.resumed.to_json()}),
         }
 
     def _curve(self) -> list[dict[str, Any]]:

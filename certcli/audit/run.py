@@ -96,6 +96,7 @@ class Results:
     radii: dict[str, list[float]] = field(default_factory=dict)
     precision: str = "float32"
     doubts: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
 
     def skip(self, stage: str, why: str, for_time: bool = False) -> None:
         self.skipped.append(Skipped(stage=stage, why=why, for_time=for_time))

@@ -136,6 +136,10 @@ class Certifier(ABC):
         found = self.batch([claim.index for claim in claims], pixels, [claim.label for claim in claims])
         return [_compare(claim, again) for claim, again in zip(claims, found, strict=True)]
 
+    def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Confirmation]:
+        """Each record of an earlier run of these very parameters, found again: `confirm`, unless draws must be the same."""
+        return self.confirm(claims, pixels, Doubt(0, 0.0))
+
     def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
         """Whether the classifier still gives the claimed class at images (b, c, h, w) within the claimed radii."""
         with torch.no_grad():

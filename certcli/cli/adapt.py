@@ -106,6 +106,7 @@ def adapt(
     from certcli.calibration import hold_out
     from certcli.cli.dry_run import open_for_plan, show_plan
     from certcli.outputs import discard_state, require_own_state
+    from certcli.seen import remember
 
     sink = talk.sink()
     settings = _settings(surgery, fitting, machine.batch_size, data.seed)
@@ -131,7 +132,9 @@ def adapt(
     witness = kept.witness(adapter.teacher, seen, unseen, checkpoint.record, machine.batch_size, sink)
     require_own_state(state_path, KEY, adapter.identity, output.force or fitting.resume)
     adapted.fit(adapter, state_path, fitting.resume, sink)
-    result = adapter.result()  # first: it folds norms, and what is told is of the network as it is written
+    result = remember(
+        adapter.result(), seen
+    )  # first: it folds norms, and what is told is of the network as it is written
     end_to_end = kept.told(witness, adapter.student, checkpoint.record, took_part=not len(unseen))
     written = models.load(result, machine.pick())  # as whoever reads the file will have it
     after = _proven("upper_after", written, checkpoint)

@@ -142,6 +142,7 @@ def audit(
     from certcli.evaluation import digested
     from certcli.finetune.budget import parse_duration
     from certcli.foreign import read
+    from certcli.seen import doubts
 
     clock = Clock.since(Sink.started, parse_duration(wanted.time_budget), team())
     gates = wanted.gates()
@@ -165,6 +166,7 @@ def audit(
         results = run(checkpoint, images, calibration, asked, machine.pick(), clock, tell)
     if not team().leads:
         return
+    results.seen = [] if images is None else doubts(checkpoint.record, images)[1]
     dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
     folder = None if data.data_dir is None else str(data.data_dir)
     typed = Typed(source.ckpt, source.words(), dataset, folder, data.split)

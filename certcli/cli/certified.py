@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from certcli.cli.groups import Evaluation, Machine
     from certcli.images import Images
     from certcli.provenance import Record
+    from certcli.resumed import Resumed
 
 
 AUTO = "auto"
@@ -27,10 +28,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Demand:
-    """--min-certified: a share of the images at a radius; none asks for nothing."""
+    """--min-certified: a share of the images at a radius; none asks for nothing. every: no record may rest on a file."""
 
     share: float = 0.0
     radius: float = 0.0
+    every: bool = False
 
     def ask(self, found: CertifiedAccuracy, gate: Gate) -> None:
         reached = found.certified[radius_key(self.radius)]
@@ -126,6 +128,7 @@ class Result:
     rows: Sequence[Certificate]
     found: CertifiedAccuracy
     seconds: float | None
+    resumed: Resumed | None = None
 
     def to_json(self) -> dict[str, Any]:
         certifier = self.certifier
@@ -137,6 +140,7 @@ class Result:
             "domain": certifier.domain,
             **certifier.about,
             "parameters": dict(certifier.parameters),
+            **({} if self.resumed is None else {"resumed": self.resumed.to_json()}),
         }
 
 
@@ -151,11 +155,17 @@ def run(
     resume: bool,
     force: bool,
     sink: Sink,
+    demand: Demand = Demand(),
 ) -> Result | None:
-    """All certificates of one method, shown as a bar and written as they are found; None where another process leads."""
+    """All certificates of one method, shown as a bar and written as they are found; None where another process leads.
+
+    Of the records that were read instead, some are found again: as many as `demand` must not do without.
+    """
     from certcli.certify.certificate import certified_accuracy
     from certcli.certify.methods import certify, prepare, run_of
+    from certcli.certify.resumed import find_again
     from certcli.evaluation import RecordFile
+    from certcli.resumed import Demanded
 
     certifier = prepare(method, checkpoint, machine.pick(), given)
     _require_reach(certifier, radii, sink)
@@ -168,18 +178,24 @@ def run(
     ) as file:
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
-        started, earlier = time.perf_counter(), file.earlier
+        started = time.perf_counter()
         with sink.progress(f"certify ({method})", total=len(images)) as bar:
             for batch in certify(certifier, images, machine.batch_size, file, team()):
                 rows += batch
                 bar.advance(len(batch))
+    spent, resumed = time.perf_counter() - started, None
+    if file.taken:
+        new = sum(row.holds_at(demand.radius) for row in rows[file.taken :])
+        demanded = Demanded(demand.share, len(rows), new, demand.every)
+        claims, where = rows[: file.taken], str(records)
+        resumed = find_again(certifier, claims, images, demand.radius, demanded, machine.batch_size, where)
     found = certified_accuracy(rows, radii)
     if certifier.remark:
         sink.warn(certifier.remark)
     if found.abstained == 1:
         sink.warn("the method abstains on every image: try a smaller --sigma, or finetune --noise first")
-    spent = (time.perf_counter() - started) / (len(rows) - earlier) if len(rows) > earlier else None
-    return Result(certifier, rows, found, spent)
+    each = spent / (len(rows) - file.taken) if len(rows) > file.taken else None
+    return Result(certifier, rows, found, each, resumed)
 
 
 def _require_reach(certifier: Certifier, radii: Sequence[float], sink: Sink) -> None:
@@ -211,14 +227,11 @@ def attacked_shares(
     require_same_images(rows, images, path)
     found: dict[float, dict[int, bool]] = {}
     clean: dict[int, bool] = {}
-    try:
-        for row in rows:
-            if row["kind"] == norm and row["index"] in images.digests:
-                at = found.setdefault(float(row["epsilon"]), {})
-                at[row["index"]] = at.get(row["index"], True) and all(left is True for left in row["robust"].values())
-                clean[row["index"]] = row["prediction"] == row["label"]
-    except (KeyError, TypeError, ValueError, AttributeError) as failure:
-        raise DataError(f"{path} holds a line that is no record of attack ({failure})") from failure
+    for row in rows:
+        if row["kind"] == norm and row["index"] in images.digests:
+            at = found.setdefault(row["epsilon"], {})
+            at[row["index"]] = at.get(row["index"], True) and all(left is True for left in row["robust"].values())
+            clean[row["index"]] = row["prediction"] == row["label"]
     common = set.intersection(*map(set, found.values())) if found else set()
     if not common:
         raise DataError(

@@ -52,12 +52,14 @@ def table(results: Sequence[Result], images: Images, attacked: dict[float, dict[
         _table(results[0], where, left, sink)
     else:
         _side_by_side(results, where, left, sink)
+    if results[0].resumed is not None:
+        sink.text(f"{results[0].resumed}")
     if attacked:
         count, told = len(next(iter(attacked.values()))), "what attacks leave of the network itself, without noise"
         shown = ", ".join(
             f"{percent(left[radius_key(radius)])} at {attacked_radius(radius)}" for radius in sorted(attacked)
         )
-        sink.text(f"attacked (measured): {told}, {count} of these images: {shown}")
+        sink.text(f"attacked (measured, as the file says, not run again): {told}, {count} of these images: {shown}")
 
 
 def _side_by_side(results: Sequence[Result], where: str, left: Mapping[str, float], sink: Sink) -> None:

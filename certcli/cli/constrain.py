@@ -109,6 +109,8 @@ def constrain(
     from certcli.calibration import hold_out
     from certcli.constrain import network
     from certcli.constrain.keep import usual_share
+    from certcli.provenance import SEEN
+    from certcli.seen import kept_of
 
     sink = talk.sink()
     chosen = method.options()
@@ -161,6 +163,7 @@ def constrain(
         "exclude": layers.exclude,
         "calibration": images.name,
         "images": len(images),
+        SEEN: kept_of(seen),
     }
     if method.eta is None and method.target is None:
         parameters["eta"] = max((result.eta for result in results), default=0.0)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from certcli.checkpoint import Checkpoint
-    from certcli.foreign import Hints
+    from certcli.foreign import Hints, Opened
     from certcli.images import Images
     from certcli.outputs import Outputs
     from certcli.provenance import Record
@@ -48,13 +48,18 @@ class Source:
 
     def open(self, sink: Sink) -> Checkpoint:
         """The checkpoint; what is assumed in reading it is said, and stands in the document."""
+        opened = self.read(sink)
+        sink.assumes(opened.reading.line(), opened.reading.to_json())
+        return opened.checkpoint
+
+    def read(self, sink: Sink) -> Opened:
+        """The same, what is assumed not said yet: something else comes first."""
         from certcli.foreign import read
 
         opened = read(self.ckpt, self.hints())
         for doubt in opened.reading.doubts:
             sink.warn(doubt)
-        sink.assumes(opened.reading.line(), opened.reading.to_json())
-        return opened.checkpoint
+        return opened
 
 
 @group("Images")

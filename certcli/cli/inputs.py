@@ -138,15 +138,28 @@ def evaluation_images(
     seed: int,
     sink: Sink,
 ) -> Images:
-    """The images to judge a network by: --dataset, else the one it was trained on; with labels that fit its classes."""
+    """The images to judge a network by: --dataset, else the one it was trained on; with labels that fit its classes.
+
+    Without --split, of a dataset that was trained on in part, those that training left out.
+    """
     from certcli import data
+    from certcli.seen import seen_by, trained_on
 
     name = dataset or record.dataset
     if name is None:
         raise DataError(
             "no --dataset given, and the checkpoint does not say what it was trained on", "--dataset digits"
         )
-    images = data.require_classes(data.load(name, record.input, split, data_dir), record.classes, record.class_names)
+
+    def load(split: str | None) -> Images:
+        return data.require_classes(data.load(name, record.input, split, data_dir), record.classes, record.class_names)
+
+    images = load(split)
+    if split is None and images.split in ("train", "all") and trained_on(seen_by(record), images):
+        whole, images = images, load("val")
+        sink.note(
+            f"images: the {len(images)} of {len(whole)} that training left out (val); --split {whole.split} takes all"
+        )
     if images.note:
         sink.note(images.note)
     if dataset is None:
@@ -161,7 +174,17 @@ def doubt_images(images: Images, record: Record, sink: Sink) -> None:
     from certcli.doubts import image_doubts
 
     for doubt in image_doubts(images, record.input.size[0]):
-        sink.warn(doubt)
+        sink.doubt(doubt)
+
+
+def say_seen(record: Record, images: Images, sink: Sink) -> dict[str, Any]:
+    """Say in the first line how many of these images the network was trained or calibrated on; for documents the same."""
+    from certcli.seen import doubts
+
+    found, said = doubts(record, images)
+    for doubt in said:
+        sink.doubt(doubt, first=True)
+    return found
 
 
 def doubt_accuracy(share: float, images: Images, checkpoint: Checkpoint, sink: Sink) -> None:

@@ -32,7 +32,7 @@ def show(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
     sink.table(
         "Lineage, as the file tells it",
         ["step", "seed", "parent", "parameters"],
-        [(s.command, str(s.seed), (s.parent or "-")[:12], ", ".join(spelled(s.parameters))) for s in record.lineage],
+        [(s.command, str(s.seed), (s.parent or "-")[:12], ", ".join(spelled(s.shown))) for s in record.lineage],
     )
     if record.evidence:
         sink.table(

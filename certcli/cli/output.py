@@ -76,6 +76,7 @@ class Sink:
         self._err = Console(file=sys.stderr, highlight=False, quiet=Sink.silent)
         Sink.concluded = False
         self._network: Mapping[str, Any] | None = None
+        self.doubts: list[str] = []
 
     def assumes(self, line: str, network: Mapping[str, Any]) -> None:
         """What every result here rests on: a line above it, and `network` in the document (the first of several)."""
@@ -86,6 +87,14 @@ class Sink:
     def network(self) -> Mapping[str, Any]:
         """What was assumed of the first network, as documents and headers of records have it; empty before `assumes`."""
         return self._network or {}
+
+    def doubt(self, line: str, *, first: bool = False) -> None:
+        """Why the result may say little: a warning, or the result's `first` line for a person; kept for documents."""
+        self.doubts.append(line)
+        if first and not self.as_json:
+            self.text(line)
+        else:
+            self.warn(line)
 
     def document(self, data: Mapping[str, Any], gate: Gate | None = None) -> None:
         """The one JSON document, or nothing for a person (who gets a table); `gate`: of a command that has gates."""

@@ -33,6 +33,7 @@ def certify_page(
     name: str,
     images: Images,
     again: str,
+    doubts: Sequence[str] = (),
 ) -> Page:
     """What was certified, with the curves over all judged images and, where it was attacked too, over those.
 
@@ -69,7 +70,8 @@ def certify_page(
         count = len(next(iter(attacked.values())))
         curves.append(Curve(f"attacked (measured), n = {count}", "attacked", shares, marked=True))
         low, left = shares[-1]
-        verdict.append(f"Attacks left {percent(left)} of {count} of these images at l2 {attacked_radius(low)}.")
+        told = f"{percent(left)} of {count} of these images at l2 {attacked_radius(low)}"
+        verdict.append(f"Attacks left {told}, as their records say.")
     said = [[result.certifier.method, result.certifier.statement] for result in results]
     columns = ["share of the images", "radius", "share", "95 % interval", "n", "holds"]
     return Page(
@@ -88,7 +90,9 @@ def certify_page(
             f"Network (digest of its function): {checkpoint.digest}",
             f"Images (digest of pixels and labels): {images.digest}",
             "Radii are pixel l2, images in [0, 1].",
+            *([] if results[0].resumed is None else [str(results[0].resumed)]),
         ],
+        doubts=doubts,
     )
 
 
@@ -97,7 +101,7 @@ def lineage_tables(checkpoint: Checkpoint) -> list[Table]:
     from certcli.report.page import Table
 
     rows = [
-        [str(number), step.command, str(step.seed), (step.parent or "-")[:12], short(dict(step.parameters))]
+        [str(number), step.command, str(step.seed), (step.parent or "-")[:12], short(step.shown)]
         for number, step in enumerate(checkpoint.record.lineage, 1)
     ]
     columns = ["step", "command", "seed", "parent", "parameters"]

@@ -47,6 +47,7 @@ class Training:
         self.checkpoint = order.source.open(sink)
         self.savable = True
         self.remarked = 0.0
+        self.kept: dict[str, Any] = {}
 
     def run(self) -> None:
         from certcli import models
@@ -55,9 +56,11 @@ class Training:
         from certcli.finetune.shards import share_out
         from certcli.finetune.state import KEY
         from certcli.finetune.step import Diverged
+        from certcli.seen import kept_of
 
         train, validation = self._images()
         self.sink.note(f"{len(train)} training and {len(validation)} validation images of {train.name}")
+        self.kept = kept_of(train) if team().leads else {}
         device = self.order.machine.pick()
         teacher = self._teacher(device)
         sharded = self.order.steps.shard_weights
@@ -230,8 +233,9 @@ class Training:
 
     def _derived(self, trainer: Trainer, tensors: Any, train: Images) -> Checkpoint:
         from certcli.cli.inputs import remember_dataset
+        from certcli.provenance import SEEN
 
-        parameters = {**trainer.settings.parameters(), "dataset": train.name, "images": len(train)}
+        parameters = {**trainer.settings.parameters(), "dataset": train.name, "images": len(train), SEEN: self.kept}
         derived = self.checkpoint.derive(tensors, "finetune", parameters, self.settings.seed)
         return replace(derived, record=remember_dataset(derived.record, train))
 
