@@ -328,7 +328,7 @@ def untrue_bound(shown: str, proven: Any) -> str | None:
 
 FORM = re.compile(
     r"((?P<n>\d+) images? of (?P<name>.+) \((?P<split>\w+)\)|(?P<few>\d+) validation images?"
-    r"|all validation images, their number is not stated): clean (?P<clean>[\d.]+) %, certified "
+    r"|all validation images, their number is not stated): clean (?P<clean>[\d.]+) %, (and )?certified "
     r"(?P<shares>[^()]+?)(?P<box> \(radii linf\))? \((?P<promise>.*)\), "
     r"(average radius (?P<mean>[\d.e+-]+)|no bound|bound.*)"
 )

@@ -118,7 +118,7 @@ def _finetune(result: Any, about: Any) -> str:
     images = _images(result) if result.dataset else "all validation images, their number is not stated"
     if not result.dataset and about.images is not None:
         images = f"{about.images} validation image{'s' * (about.images != 1)}"
-    return f"{images}: clean {percent(result.clean)}, {certified} (proven), {_bound_of(result)}"
+    return f"{images}: clean {percent(result.clean)}, and {certified} (proven), {_bound_of(result)}"
 
 
 def _kept(result: Any, about: Any) -> str:
