@@ -1,5 +1,6 @@
 """The command `certvit`: registers the commands, and turns every failure into one clear line and an exit code."""
 
+import errno
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from certcli import __version__
 from certcli.cli import adapt, attack, audit, certify, constrain, finetune, init, lipschitz, log, settings
 from certcli.cli.output import Sink, plain
 from certcli.cli.streams import Interrupts, guarded
-from certcli.errors import CertvitError, Interrupted, UsageError
+from certcli.errors import CertvitError, Interrupted, UsageError, one_line
 from certcli.processes import ALONE, Ended, Team, require_one, team
 
 app = typer.Typer(
@@ -115,6 +116,9 @@ def _run(interrupts: Interrupts) -> int:
             return _report("interrupted", "", Interrupted.code)
         if hasattr(failure, "format_message"):  # Typer's own: a wrong option, a missing argument
             return _usage(failure)
+        if isinstance(failure, OSError) and failure.filename is not None:  # a path that no check foresaw
+            told = f"{one_line(failure.filename)}: {failure.strerror}"
+            return _report(told, "choose another", UsageError.code if failure.errno == errno.ENAMETOOLONG else 1)
         reason = (str(failure).splitlines() or [""])[0][:300]
         if type(failure).__name__ == "OutOfMemoryError" or "can't allocate memory" in reason:  # torch's ways to say it
             return _report("out of memory", "try a smaller --batch-size or --limit", 1)

@@ -14,7 +14,8 @@ matplotlib.use("Agg")  # files only: no display is needed or touched
 
 from matplotlib import pyplot
 
-from certcli.outputs import FIGURES, atomic_file
+from certcli.destination import atomic_file
+from certcli.outputs import FIGURES
 
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY = "#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY)
