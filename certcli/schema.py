@@ -224,7 +224,7 @@ class ProofFields(Struct):
 
 class LayerFields(Struct):
     path: str
-    upper: float | Literal["inf"]
+    upper: Annotated[float, Meta(ge=0)] | Literal["inf"]
     log10_upper: float | None
     log10_cumulative: float | None
 

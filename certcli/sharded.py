@@ -16,6 +16,8 @@ INDEX = "model.safetensors.index.json"
 ENDING = ".safetensors.index.json"
 PART_OF = "certvit.part-of"
 """Metadata of a file that certvit wrote for an index: the name of that."""
+MOST_FILES = 8192
+"""That an index may name: each is looked up, and compared with every output."""
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in a file, as the hub has it."""
 
@@ -52,7 +54,10 @@ def _fields(index: Path) -> IndexFields:
     try:
         if index.stat().st_size > LARGEST_INDEX:
             raise Refused(f"more than {LARGEST_INDEX:,} bytes")
-        return decode(index.read_bytes(), IndexFields)
+        fields = decode(index.read_bytes(), IndexFields)
+        if (count := len(set(fields.weight_map.values()))) > MOST_FILES:
+            raise Refused(f"{count:,} files; a checkpoint has at most {MOST_FILES:,}")
+        return fields
     except (Refused, OSError) as failure:
         raise CheckpointError(
             f"{index} cannot be used: {one_line(failure)}", "it needs a weight_map: the file of each tensor, beside it"

@@ -14,17 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from certcli.cli.tables import Layout
-from certcli.errors import CertvitError
+from certcli.errors import CertvitError, plain
 
 WIDE = 160
 """Characters a line where nobody says how many there are."""
 SCHEMA = 1
 """Of the documents: raised when a key that scripts may rely on changes its meaning."""
-
-
-def plain(text: str) -> str:
-    """Text as a terminal may have it: every character that is not printable (escapes, directions) spelled out."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def stated(name: str, value: Any) -> dict[str, Any]:
@@ -186,7 +181,7 @@ def wrapped(line: str, room: int) -> str:
 
 def _width() -> int | None:
     """Characters a line: the terminal's or COLUMNS, as rich finds them; without both (a file, a pipe) WIDE."""
-    return None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else WIDE
+    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
 
 
 def percent(share: float | None, digits: int = 1) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from certcli.errors import plain
+
 LEFT, RIGHT, TOP, BOTTOM = 64, 700, 14, 290
 LEGEND = 20
 BAR_LEFT, BAR_RIGHT, BAR_STEP = 190, 620, 22
@@ -96,9 +98,14 @@ class Page:
 
 def render(page: Page) -> str:
     """The page as HTML."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False, lstrip_blocks=False)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown)
     template = environment.from_string(files("certcli.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
     return template.render(page=page, plot=plot(page.curves), bars=bars(page.bars))
+
+
+def _shown(value: Any) -> Any:
+    """What a template prints, escapes and directions spelled out: they would be obeyed, or make the file invalid."""
+    return plain(value) if type(value) is str else value
 
 
 def ticks(end: float, most: int = 6) -> list[float]:
