@@ -64,6 +64,11 @@ class Refused(ValueError):
     """A value that does not pass, in one line; the caller knows which file or option it came from."""
 
 
+def plain(text: str) -> str:
+    """Text that shows itself as it is: every character that is not printable (escapes, directions) spelled out."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def one_line(failure: object) -> str:
     """The first line of a message, printable and not longer than a line."""
     text = (str(failure).splitlines() or [type(failure).__name__])[0]

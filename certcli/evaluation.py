@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from certcli.destination import is_stream, open_stream, require_absent
 from certcli.errors import DataError, OutputError, UsageError
 from certcli.images import DIGESTED, Images
-from certcli.outputs import require_absent
 from certcli.processes import Team
 from certcli.record_lines import parse
 
@@ -117,21 +117,25 @@ class RecordFile:
         self._ends: list[int] = []
         self._taken, self._reading = 0, True
         self._handle: IO[bytes] | None = None
+        self._streamed = False
         if path is None:
             if resume:
                 raise UsageError("--resume continues a file of records, and none is named", "--records FILE.jsonl")
             return
+        self._streamed = is_stream(path)
+        if self._streamed and resume:
+            raise UsageError(f"--resume reads {path} again, and it is no file", "--records FILE.jsonl")
         continued = resume and path.exists()
         require_absent(path, force or continued, "--records")
         if continued:
             self._read(path)
         try:
-            self._handle = path.open("r+b" if self._ends else "wb")
+            self._handle = open_stream(path) if self._streamed else path.open("r+b" if self._ends else "wb")
         except OSError as failure:
             raise OutputError(f"cannot write {path}: {failure.strerror}", "choose another --records") from failure
         if not self._ends:
             self._append([run.to_json() | ({NETWORK: network} if network else {})])
-            self._ends = [self._handle.tell()]
+            self._ends = [0 if self._streamed else self._handle.tell()]
 
     @property
     def taken(self) -> int:
@@ -172,7 +176,7 @@ class RecordFile:
     def _drop(self) -> None:
         """Forget what follows the records that were taken, on disk too; from here on the file only grows."""
         self._reading = False
-        if self._handle is not None:
+        if self._handle is not None and not self._streamed:
             self._handle.truncate(self._ends[self._taken])
             self._handle.seek(self._ends[self._taken])
         self._earlier, self._ends = self._earlier[: self._taken], self._ends[: self._taken + 1]

@@ -131,8 +131,11 @@ class Record:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes: they belong to a step because results may differ between them."""
-    found = {}
+    """Versions of what computes, its threads and the processor's instructions: a step's sums may end in other digits with
+    others of them."""
+    import torch
+
+    found = {"threads": str(torch.get_num_threads()), "cpu": torch.backends.cpu.get_cpu_capability()}
     for package in ("certvit", "torch", "timm", "torchattacks"):
         try:
             found[package] = version(package)

@@ -11,6 +11,7 @@ import typer
 from certcli.cli import inputs, options
 from certcli.cli.command import group, marked
 from certcli.cli.output import Sink
+from certcli.destination import is_stream
 from certcli.errors import UsageError
 from certcli.processes import team
 
@@ -128,6 +129,10 @@ class Output:
         self._shard_bytes()
         path = self.output or inputs.default_output(source, command, shards=self.shard_size is not None)
         outputs = self._outputs(groups)
+        if (last or state is not None) and is_stream(path):
+            raise UsageError(
+                f"-o {path} is no file, and {command} keeps others beside its output", "-o FILE.safetensors"
+            )
         if self.output is None:
             outputs.writes("-o", path)
         if last:

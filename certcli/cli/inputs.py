@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from certcli.errors import DataError, UsageError
+from certcli.errors import DataError, UsageError, one_line
 from certcli.processes import local_rank, team
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key:
-            raise UsageError(f"'{pair}' is not KEY=VALUE")
+            raise UsageError(f"'{one_line(pair)[:80]}' is not KEY=VALUE")
         try:
             found[key] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             found[key] = text
     return found
 

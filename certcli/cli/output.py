@@ -190,7 +190,7 @@ def wrapped(line: str, room: int) -> str:
 
 def _width() -> int | None:
     """Characters a line: the terminal's or COLUMNS, as rich finds them; without both (a file, a pipe) WIDE."""
-    return None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else WIDE
+    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
 
 
 def percent(share: float | None, digits: int = 1) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from certcli.audit_document import Audit, to_json
-from certcli.outputs import atomic_file
+from certcli.destination import atomic_file
 from certcli.report.audit_page import page_of
 from certcli.report.card import as_badge, as_card
 from certcli.report.machine import as_junit, as_sarif

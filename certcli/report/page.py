@@ -99,12 +99,14 @@ class Page:
 
 def render(page: Page) -> str:
     """The page as HTML."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False, lstrip_blocks=False)
-    environment.finalize = lambda value: (
-        plain(value) if type(value) is str else value
-    )  # directions and escapes spelled out
+    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown)
     template = environment.from_string(files("certcli.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
     return template.render(page=page, plot=plot(page.curves), bars=bars(page.bars))
+
+
+def _shown(value: Any) -> Any:
+    """What a template prints, escapes and directions spelled out: they would be obeyed, or make the file invalid."""
+    return plain(value) if type(value) is str else value
 
 
 def point(kind: str, radius: float, share: float) -> str:
