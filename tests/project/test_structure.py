@@ -13,7 +13,13 @@ PACKAGE = Path(__file__).parents[2] / "certcli"
 ROOMS = {"adapt", "constrain", "finetune", "certify", "attack", "report"}
 ABOVE = ("audit", "api", "testing")
 """What introduces rooms to each other beside the command line: rooms may be asked, the command line and pages may not."""
-DOMAINS = {"engine": (), "lipschitz": ("engine",), "enclosure": ("engine", "lipschitz"), "verification": ("lipschitz",)}
+DOMAINS = {
+    "engine": (),
+    "lipschitz": ("engine",),
+    "enclosure": ("engine", "lipschitz"),
+    "rounding": ("engine", "lipschitz", "enclosure"),
+    "verification": ("lipschitz",),
+}
 """What is proven: each folder with those of them that it may import."""
 SPINE = {
     "system": (),
