@@ -1,11 +1,12 @@
 # make demo: install, then the whole chain on embedded real images.   make test: install, lint, types, tests.
 # make gpu: the tests that need a GPU, and a table of what each command takes on it.   make soundness: the long campaigns.
+# make test-elsewhere: the tests in another order, with other thread counts and instructions, on a busy machine.
 # make docs: the documentation site, in site/.   make tutorial: types it again.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test check gpu soundness docs tutorial clean
+.PHONY: install demo test test-elsewhere check gpu soundness docs tutorial clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -26,16 +27,23 @@ check: install
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadscope
 
+# the tests as on another machine: another order, thread count and processor, and something else that wants the cores
+test-elsewhere: install
+	PATH="$(abspath $(BIN)):$$PATH" bash tests/elsewhere.sh
+
 # without a CUDA device both say so and do nothing
 gpu: install
 	$(BIN)/python -m pytest -m gpu -rs -q
 	$(BIN)/python -m benchmarks.gpu --against-cpu
 
-# long campaigns beside the tests: hostile files, random networks with odd options, local certificates
+# long campaigns beside the tests: hostile files, edited records, random networks with odd options, local certificates
 soundness: install
 	$(BIN)/python tests/soundness/fuzz.py --count 100000
+	$(BIN)/python -m tests.soundness.evidence_fuzz --count 10000
+	$(BIN)/python -m tests.soundness.record_fuzz --count 20000
 	$(BIN)/python benchmarks/soundness.py --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --seconds 600
+	$(BIN)/python -m tests.soundness.local_campaign --programs --seconds 600
 
 # tools of its own: mkdocs-material wants requests >= 2.33, torchattacks pins 2.25; certvit's packages come after them
 docs: install

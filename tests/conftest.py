@@ -1,8 +1,14 @@
 """Small real things that many tests share: a plain digits ViT, its adapted form, and a certified net, all trained here."""
 
 import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -17,9 +23,75 @@ TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4}
 os.environ.pop("COLUMNS", None)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _few_threads() -> None:
-    torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
+# tiny tensors: a second thread costs more than it gives; `make test-elsewhere` asks for other numbers
+torch.set_num_threads(int(os.environ.get("CERTVIT_TEST_THREADS", "1")))
+
+
+def _seed() -> None:
+    """Every test begins with the same generators, whatever ran before it."""
+    torch.default_generator.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
+_seed()
+
+
+UNWATCHED = {b"PYTEST_CURRENT_TEST": b"", b"TORCHINDUCTOR_CACHE_DIR": b""}
+"""Set by pytest for each test, and by torch as it is first compiled with."""
+
+
+def _surroundings() -> dict[str, Any]:
+    """What a test must leave as it was. A few microseconds."""
+    return {
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.benchmark,
+            torch.get_float32_matmul_precision(),
+        ),
+        "folder": os.getcwd(),
+        "environment": {**os.environ._data, **UNWATCHED},  # undecoded: a twentieth of the time
+        "arguments": list(sys.argv),
+        "streams": (sys.stdout, sys.stderr) == (sys.__stdout__, sys.__stderr__),
+        "timers": signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+    }
+
+
+def _restore(before: dict[str, Any]) -> None:
+    torch.set_num_threads(before["threads"][0])
+    torch.set_default_dtype(before["dtype"])
+    torch.set_grad_enabled(before["gradients"])
+    os.chdir(before["folder"])
+    os.environ.clear()
+    os.environ.update({os.fsdecode(name): os.fsdecode(text) for name, text in before["environment"].items()})
+    sys.argv[:] = before["arguments"]
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    for name, value in before.items():
+        if isinstance(value, dict):
+            yield from _changed({key: value.get(key) for key in value | after[name]}, after[name])
+        elif after.get(name) != value:
+            yield f"{name}: {after.get(name)}, before {value}"
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """Fail the test that leaves the interpreter otherwise than it found it: the next one would run in another world."""
+    before = _surroundings()
+    yield
+    _seed()  # here, so that fixtures of a module find it too
+    try:
+        after = _surroundings()
+    except FileNotFoundError:
+        after = {**before, "folder": "one that is gone"}
+    if after != before:
+        _restore(before)
+        pytest.fail(f"the test left the interpreter changed: {'; '.join(_changed(before, after))}")
 
 
 @pytest.fixture(scope="session")

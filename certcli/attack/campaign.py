@@ -12,6 +12,7 @@ from certcli.attack.certified_radii import Certified, require_correct, select
 from certcli.attack.presets import preset
 from certcli.attack.run import Attacked, attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
+from certcli.evaluation.radii import proven_radius
 from certcli.evaluation.records import RecordFile, Run
 from certcli.evaluation.threat import Norm, Threat
 from certcli.images.labelled import Images, sent
@@ -151,7 +152,7 @@ def tasks_of(
             found.append(Task(replace(stage, radii=(radius,)), select(images, certificates, radius), certified=True))
     empty = next((task for task in found if not len(task.images)), None)
     if empty is not None:
-        at = f" beyond {empty.stage.radii[0]:g}" if empty.stage.radii else ""
+        at = f" beyond {proven_radius(empty.stage.radii[0])}" if empty.stage.radii else ""
         raise DataError(f"none of the {len(images)} images is certified{at}", "certify more of them, or another radius")
     return tuple(found)
 
@@ -208,55 +209,54 @@ def _digest(values: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
-def run_tasks(
-    model: nn.Module,
-    tasks: Sequence[Task],
-    settings: AttackSettings,
-    batch_size: int,
-    *,
-    source: nn.Module | None = None,
-    refine_steps: int = 0,
-    keep_images: bool = False,
-    file: RecordFile | None = None,
-    team: Team = ALONE,
-    aside: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[int, list[Attacked]]]:
-    """(number of the task, records of one batch), in order; what `file` holds already is read, not attacked again.
+@dataclass(frozen=True)
+class Campaign:
+    """Tasks made ready for a model: source crafts in its place; `keep_images` keeps those of an image's first success only.
 
-    Each batch draws from its own seed, so a resumed run gives the records of an uninterrupted one. Images go to the
-    model's device and dtype. `keep_images` keeps those of each image's first success only. DataError when an image that is
-    certified is misclassified as it stands. Only the leader of several processes is handed records, without images; what it
-    does `aside` keeps the others from nothing.
+    Each portion draws from its own seed, whoever attacks it and whenever: resumed records are those of an uninterrupted run.
     """
-    like = next(model.parameters())
 
-    def known(portion: Portion) -> list[Attacked] | None:
-        number, positions = portion
-        indices = tasks[number].images.indices[positions].tolist()
-        rounds = [radii for _, radii in tasks[number].rounds(indices)]
-        wanted = [(number, radius, index) for radii in rounds for radius, index in zip(radii, indices, strict=True)]
-        earlier = file.take(wanted) if file is not None else None
-        return None if earlier is None else [Attacked.from_json(row) for row in earlier]
+    model: nn.Module
+    tasks: Sequence[Task]
+    settings: AttackSettings
+    batch_size: int
+    source: nn.Module | None = None
+    refine_steps: int = 0
+    keep_images: bool = False
 
-    def find(portion: Portion) -> list[Attacked]:
+    @property
+    def portions(self) -> list[Portion]:
+        """All of the work, in order."""
+        return [(number, part) for number, task in enumerate(self.tasks) for part in task.portions(self.batch_size)]
+
+    def keys(self, portion: Portion) -> list[tuple[int, float, int]]:
+        """`RECORD_KEYS` of a portion's records, in order."""
         number, positions = portion
-        task, stage = tasks[number], tasks[number].stage
+        indices = self.tasks[number].images.indices[positions].tolist()
+        rounds = [radii for _, radii in self.tasks[number].rounds(indices)]
+        return [(number, radius, index) for radii in rounds for radius, index in zip(radii, indices, strict=True)]
+
+    def attack(self, portion: Portion, ahead: int = 1) -> list[Attacked]:
+        """Records of a portion; the one that is `ahead` of it is read meanwhile. Images go to the model's device and dtype.
+
+        DataError when an image that is certified is misclassified as it stands.
+        """
+        number, positions = portion
+        task, like = self.tasks[number], next(self.model.parameters())
         pixels, labels = task.images.fetch(positions), task.images.labels[positions]
-        # the next portion, if each process takes one in turn
-        task.images.expect_at(positions[0] + team.size * batch_size, batch_size)
+        task.images.expect_at(positions[0] + ahead * self.batch_size, self.batch_size)
         indices = task.images.indices[positions]
-        batch = (indices, sent(pixels, like.device).to(like.dtype), labels)
         rows: list[Attacked] = []
         for row in attack_images(
-            model,
-            [batch],
-            stage.plan,
+            self.model,
+            [(indices, sent(pixels, like.device).to(like.dtype), labels)],
+            task.stage.plan,
             [threat for threat, _ in task.rounds(indices.tolist())],
-            settings,
-            independent=stage.independent,
-            refine_steps=refine_steps,
-            source=source,
-            keep_images=keep_images,
+            self.settings,
+            independent=task.stage.independent,
+            refine_steps=self.refine_steps,
+            source=self.source,
+            keep_images=self.keep_images,
         ):
             shown = row.fell and not any(other.index == row.index and other.fell for other in rows)
             rows.append(row if shown else replace(row, image=None, adversarial=None))
@@ -264,17 +264,45 @@ def run_tasks(
             require_correct(rows)
         return rows
 
-    def pack(rows: list[Attacked]) -> list[dict[str, Any]]:
-        return [row.to_json() for row in rows]
+    def run(
+        self, file: RecordFile | None = None, team: Team = ALONE, aside: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, list[Attacked]]]:
+        """(number of the task, records of one portion), in order; what `file` holds already is read, not attacked again.
 
-    def unpack(rows: list[dict[str, Any]]) -> list[Attacked]:
-        return [Attacked.from_json(row) for row in rows]
+        Only the leader of several processes is handed records, without images; what it does `aside` keeps the others from
+        nothing.
+        """
 
-    portions = [(number, part) for number, task in enumerate(tasks) for part in task.portions(batch_size)]
-    for (number, _), (new, rows) in zip(portions, team.deal(portions, find, known, pack, unpack, aside), strict=False):
-        if new and file is not None:
-            file.write({**row, "task": number} for row in pack(rows))
-        yield number, rows
+        def known(portion: Portion) -> list[Attacked] | None:
+            earlier = file.take(self.keys(portion)) if file is not None else None
+            return None if earlier is None else read_again(earlier, self.tasks[portion[0]].stage, file)
+
+        def find(portion: Portion) -> list[Attacked]:
+            return self.attack(portion, team.size)
+
+        def pack(rows: list[Attacked]) -> list[dict[str, Any]]:
+            return [row.to_json() for row in rows]
+
+        def unpack(rows: list[dict[str, Any]]) -> list[Attacked]:
+            return [Attacked.from_json(row) for row in rows]
+
+        dealt = team.deal(self.portions, find, known, pack, unpack, aside)
+        for (number, _), (new, rows) in zip(self.portions, dealt, strict=False):
+            if new and file is not None:
+                file.write({**row, "task": number} for row in pack(rows))
+            yield number, rows
+
+
+def read_again(rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile | None) -> list[Attacked]:
+    """Records of a file as they were; DataError where one is of another norm or other attacks than the stage's."""
+    labels = [entry.label for entry in stage.plan]
+    for row in rows:
+        if row["kind"] != stage.norm or list(row["robust"]) != labels:
+            told = f"image {row['index']} was attacked in {row['kind']} by {', '.join(row['robust'])}"
+            raise DataError(
+                f"{file.path if file else 'the file'} contradicts itself: {told}", "attack again, without --resume"
+            )
+    return [Attacked.from_json(row) for row in rows]
 
 
 def checked_batch(task: Task, count: int, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:

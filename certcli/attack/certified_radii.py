@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from certcli.attack.run import Attacked
+from certcli.evaluation.radii import confidence
 from certcli.evaluation.records import PIXELS, read_records, require_same_images, require_same_network
 from certcli.evaluation.threat import Norm
 from certcli.images.labelled import Images
@@ -37,40 +38,29 @@ def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certifi
         )
     found: dict[int, Certified] = {}
     for number, row in enumerate(rows, start=2):
-        try:
-            index, label, prediction = int(row["index"]), int(row["label"]), row["prediction"]
-            radius, failure_share = float(row["radius"]), float(row["failure"])
-        except (ValueError, KeyError, TypeError) as failure:
-            raise DataError(
-                f"line {number} of {path} is not a record of certify ({type(failure).__name__}: {failure})",
-                "certvit certify ... --records FILE writes them",
-            ) from failure
+        index, failure_share, radius = row["index"], row["failure"], float(row["radius"])
         if failure_share > 0:
             raise UsageError(
-                f"line {number} of {path} holds with probability {1 - failure_share:g}, of the smoothed classifier",
+                f"line {number} of {path} holds with probability {confidence(failure_share)}, of the smoothed classifier",
                 "attack with records of certify --method lipschitz or local",
             )
         if index in found:
             raise DataError(f"{path} speaks twice of image {index}")
-        if prediction == label and radius > 0:
-            found[index] = Certified(index, label, radius, str(row[PIXELS]))
+        if row["prediction"] == row["label"] and radius > 0:
+            found[index] = Certified(index, row["label"], radius, row[PIXELS])
     return norm, found
 
 
 def select(images: Images, certificates: Mapping[int, Certified], radius: float) -> Images:
     """The images that are certified beyond `radius`; DataError when pixels or label disagree: these are other images."""
     require_same_images(
-        ({"index": entry.index, PIXELS: entry.pixels} for entry in certificates.values()),
+        ({"index": entry.index, "label": entry.label, PIXELS: entry.pixels} for entry in certificates.values()),
         images,
         "the certified records",
     )
     positions = []
-    for position, (index, label) in enumerate(zip(images.indices.tolist(), images.labels.tolist(), strict=True)):
-        if index not in certificates:
-            continue
-        if certificates[index].label != label:
-            raise DataError(f"image {index} has label {label}, the certified records say {certificates[index].label}")
-        if certificates[index].radius > radius:
+    for position, index in enumerate(images.indices.tolist()):
+        if index in certificates and certificates[index].radius > radius:
             positions.append(position)
     return images.select(positions)
 

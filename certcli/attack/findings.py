@@ -13,6 +13,8 @@ from certcli.attack.certified_radii import Certified
 from certcli.attack.run import Attacked
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, curve, robust_accuracy
+from certcli.evaluation.radii import radius_key
+from certcli.evaluation.resumed import Resumed
 from certcli.evaluation.threat import Threat
 
 MODEL_CHECKED, ATTACK_CHECKED = 32, (8, 32)
@@ -86,6 +88,7 @@ class Findings:
 
     parts: tuple[Part, ...]
     flags: tuple[checks.Flag, ...]
+    resumed: Resumed | None = None
 
     @property
     def first(self) -> RobustAccuracy:
@@ -107,7 +110,7 @@ class Findings:
         first = rows[0]
         return {
             **first,
-            "curve": {f"{row['epsilon']:g}": row["robust"] for row in self._curve()},
+            "curve": {radius_key(row["epsilon"]): row["robust"] for row in self._curve()},
             "parts": rows if len(rows) > 1 else [],
             "flags": [
                 {
@@ -120,6 +123,7 @@ class Findings:
                 for flag in checks.raised(self.flags)
             ],
             "checks": names,
+            **({} if self.resumed is None else {"resumed": self.resumed.to_json()}),
         }
 
     def _curve(self) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ def compose(
     """Documents travel: what is a path here is shown without its folders."""
     checkpoint = opened.checkpoint
     record, clean = checkpoint.record, results.clean
-    doubts = list(opened.reading.doubts)
+    doubts = [*results.seen, *opened.reading.doubts]
     doubts += [] if clean is None else accuracy_doubts(clean.hits, clean.images, checkpoint)
     doubts += results.doubts
     judged = gates.judge(demands, results.bound, results.clean, results.certificates, results.attack, results.skipped)
@@ -46,12 +46,12 @@ def compose(
             parameters=results.parameters,
             reading=opened.reading.to_json(),
         ),
-        verdict=words.verdict(results, asked),
+        verdict=[*results.seen, *words.verdict(results, asked)],
         doubts=doubts,
         next=words.next_steps(results, asked, named, clock.budget),
         gate=judged,
         lineage=[
-            Step(command=step.command, parameters=dict(step.parameters), seed=step.seed, parent=step.parent)
+            Step(command=step.command, parameters=step.shown, seed=step.seed, parent=step.parent)
             for step in record.lineage
         ],
         reproduce=words.reproduce(asked, results.precision, demands, named, limit, clock.budget),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from certcli.audit.run import Asked
+from certcli.evaluation.radii import proven_percent, radius_key
 from certcli.evaluation.records import require_radii
 from certcli.report.document import Attacked, Certified, Found, Gate, Judged, Share, Skipped
 from certcli.system.errors import UsageError
@@ -117,14 +118,15 @@ def judge(
         elif gate.quantity == "clean":
             share, why = clean, missing("images", "clean")
         elif gate.quantity == "robust":
-            share = None if attack is None else attack.robust.get(f"{gate.radius:g}")
+            share = None if attack is None else attack.robust.get(radius_key(gate.radius or 0.0))
             by = "" if attack is None else f" after {', '.join(attack.attacks)}"
             why = missing("images", "clean", "attack")
         else:
+            at = radius_key(gate.radius or 0.0)
             reached = [
-                (found.certified[f"{gate.radius:g}"], found)
+                (found.certified[at], found)
                 for found in certificates
-                if f"{gate.radius:g}" in found.certified and (gate.quantity == "certified" or found.failure == 0)
+                if at in found.certified and (gate.quantity == "certified" or found.failure == 0)
             ]
             if reached:
                 share, found = max(reached, key=lambda pair: pair[0].share)
@@ -139,7 +141,10 @@ def judge(
             return Judged(fail_on=gate.text, passed=False, measured=None, reason=f"{gate.text}: {told}")
         failed = gate.met(measured)
         shown: float | str = measured if math.isfinite(measured) else "inf"
-        value = f"{100 * measured:.1f} %" if share is not None else "" if bound is None else bound.upper_text
+        shown_share = (
+            proven_percent(measured) if gate.quantity in ("certified", "proven") else f"{100 * measured:.1f} %"
+        )
+        value = shown_share if share is not None else "" if bound is None else bound.upper_text
         text = f"{gate.text}: {'failed' if failed else 'passed'}, {gate.quantity} {value}{by}"
         return Judged(fail_on=gate.text, passed=not failed, measured=shown, reason=text)  # type: ignore[arg-type]
 

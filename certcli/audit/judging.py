@@ -19,6 +19,7 @@ from certcli.attack.summary import curve
 from certcli.audit.clock import Part
 from certcli.audit.shared_stages import together
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
+from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import describe
 from certcli.evaluation.threat import growing
 from certcli.images.labelled import Images, sent
@@ -149,7 +150,7 @@ def certified(
     """The shares of these certificates, as the document has them."""
     result = certified_accuracy(rows, radii)
     count = len(rows)
-    hits = {f"{radius:g}": sum(row.holds_at(radius) for row in rows) for radius in radii}
+    hits = {radius_key(radius): sum(row.holds_at(radius) for row in rows) for radius in radii}
     return Certified(
         method=certifier.method,
         promise=certifier.promise,
@@ -282,7 +283,9 @@ class Attacking:
             return None
         summaries = curve(self.records)
         clean = sum(row.correct for row in self.records if row.epsilon == summaries[0].epsilon)
-        left = {f"{s.epsilon:g}": sum(r.withstood for r in self.records if r.epsilon == s.epsilon) for s in summaries}
+        left = {
+            radius_key(s.epsilon): sum(r.withstood for r in self.records if r.epsilon == s.epsilon) for s in summaries
+        }
         return Attacked(
             attacks=[entry.label for entry in self.stage.plan],
             norm="l2",

@@ -19,6 +19,7 @@ from certcli.certify.methods import prepare
 from certcli.certify.smoothing.functions import classifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.doubts import order_doubt
+from certcli.evaluation.radii import radius_key
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.network import NetworkBound
@@ -95,6 +96,7 @@ class Results:
     radii: dict[str, list[float]] = field(default_factory=dict)
     precision: str = "float32"
     doubts: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
 
     def skip(self, stage: str, why: str, for_time: bool = False) -> None:
         self.skipped.append(Skipped(stage=stage, why=why, for_time=for_time))
@@ -381,6 +383,6 @@ class _Stages:
             results.skip("attack, further images", told, True)
         for row in attacking.records:
             kept = results.rows.setdefault(row.index, {"index": row.index, "label": row.label})
-            kept.setdefault("withstood", {})[f"{row.epsilon:g}"] = row.withstood
+            kept.setdefault("withstood", {})[radius_key(row.epsilon)] = row.withstood
             if row.fell and "norm" not in kept:
                 kept |= {"adversarial_prediction": row.adversarial_prediction, "norm": row.norm}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from certcli.audit.gates import FailOn
 from certcli.audit.run import AUTO, HOPELESS, Asked, Results
+from certcli.evaluation.radii import attacked_radius, confidence, proven_percent, proven_radius, radius_key
 from certcli.report.document import Certified, Share
 
 FEW = 30
@@ -47,7 +48,7 @@ def share(found: Share) -> str:
     """ "26 of 50 images (52 %, interval 37 to 66)" """
     low, high = found.interval
     return (
-        f"{found.hits} of {found.images} images ({100 * found.share:.0f} %, 95 % interval "
+        f"{found.hits} of {found.images} images ({proven_percent(found.share, 0)}, 95 % interval "
         f"{100 * low:.0f} to {100 * high:.0f})"
     )
 
@@ -61,7 +62,7 @@ def verdict(results: Results, asked: Asked) -> list[str]:
         at = list(attack.fooled)[-1]
         correct = attack.clean.hits
         few = " Few images: a rough answer." if attack.clean.images < FEW else ""
-        told.append(f"{names} fooled {attack.fooled[at]} of {correct} correct images at l2 {at}.{few}")
+        told.append(f"{names} fooled {attack.fooled[at]} of {correct} correct images at l2 {attacked_radius(at)}.{few}")
         if correct == 0:
             told[-1] = f"Nothing to attack: none of {attack.clean.images} images is classified correctly."
     elif results.clean is not None:
@@ -74,15 +75,14 @@ def verdict(results: Results, asked: Asked) -> list[str]:
 def _proof(results: Results, asked: Asked) -> str:
     bound = results.bound
     proofs = [found for found in results.certificates if found.failure == 0]
-    held = [found for found in proofs if found.certified[f"{asked.least:g}"].hits > 0]
+    held = [found for found in proofs if found.certified[radius_key(asked.least)].hits > 0]
     if held:
-        best = max(held, key=lambda found: found.certified[f"{asked.least:g}"].share)
-        at = f"{asked.least:g}"
+        best = max(held, key=lambda found: found.certified[radius_key(asked.least)].share)
+        at = radius_key(asked.least)
         few = " Few images: a rough answer." if best.clean.images < FEW else ""
         way = f"the global bound is {bound.upper_text}" if best.method == "lipschitz" and bound else "image by image"
-        told = (
-            f"Proven at l2 {at}: {share(best.certified[at])} keep their class, whatever is done to them ({way}).{few}"
-        )
+        kept = f"{share(best.certified[at])} keep their class, whatever is done to them ({way})"
+        told = f"Proven at l2 {proven_radius(at)}: {kept}.{few}"
         if best.method != "lipschitz" and bound is not None and bound.upper_finite:
             driven = f" ({bound.drivers})" if bound.drivers else ""
             told += f" The global bound proves nothing: {_size(bound.log10_upper, bound.upper_text)}{driven}."
@@ -99,7 +99,7 @@ def _proof(results: Results, asked: Asked) -> str:
     if results.dataset is None and bound.log10_upper is not None:
         usable = "A" if bound.log10_upper < HOPELESS else "No usable proof: a"
         apart = _margin(bound.log10_upper, asked.least)
-        return f"{usable} certificate at l2 {asked.least:g} needs logits {apart} apart: {told}."
+        return f"{usable} certificate at l2 {proven_radius(asked.least)} needs logits {apart} apart: {told}."
     return f"No usable proof: {told}."
 
 
@@ -110,8 +110,8 @@ def _none(found: Certified, radius: float) -> str:
         return f"None of the {found.clean.images} images tried is classified correctly."
     way = "By it" if found.method == "lipschitz" else "Image by image"
     if right == 1:
-        return f"{way}, the one correct image tried is not certified at {radius:g}."
-    return f"{way}, none of the {right} correct images tried is certified at {radius:g}."
+        return f"{way}, the one correct image tried is not certified at {proven_radius(radius)}."
+    return f"{way}, none of the {right} correct images tried is certified at {proven_radius(radius)}."
 
 
 def _size(log10: float | None, text: str) -> str:
@@ -129,8 +129,8 @@ def _smoothed(found: Certified, asked: Asked) -> str:
     few = ", few images" if reached.images < FEW else ""
     sigma = found.parameters["sigma"]
     return (
-        f"Smoothing at sigma {sigma:g} certifies {share(reached)} at l2 {at}, each with probability "
-        f"{100 * (1 - found.failure):g} %{few}: a statement about the smoothed network."
+        f"Smoothing at sigma {sigma:g} certifies {share(reached)} at l2 {proven_radius(at)}, each with probability "
+        f"{confidence(found.failure, 100)} %{few}: a statement about the smoothed network."
     )
 
 
@@ -149,7 +149,7 @@ def next_steps(results: Results, asked: Asked, typed: Typed, budget: float) -> l
     proven = [
         item for item in results.certificates if item.failure == 0 and any(s.hits for s in item.certified.values())
     ]
-    radius = f"{asked.least:g}"
+    radius = radius_key(asked.least)
     if proven:
         found.append(
             f"certvit certify {ckpt}{images} --method {proven[0].method} -e {radius} --records certified.jsonl"
@@ -161,7 +161,7 @@ def next_steps(results: Results, asked: Asked, typed: Typed, budget: float) -> l
         found.append(f"certvit certify {ckpt}{images} --method smoothing --sigma {sigma} -e {radius} --limit 500{fast}")
         found.append(f"certvit finetune {ckpt}{training} --loss ce --noise {2 * float(sigma):g}")
     elif results.changed:  # its parts have small constants: training against the bound is what they are for
-        found.append(f"certvit finetune {ckpt}{training} --loss margin -e {asked.radii[-1]:g}")
+        found.append(f"certvit finetune {ckpt}{training} --loss margin -e {radius_key(asked.radii[-1])}")
         found.append(f"certvit constrain {ckpt}")
     else:
         noise = f"{2 * asked.least:g}"
@@ -181,7 +181,7 @@ def reproduce(
     """The command that asks the same, in the precision that it ran in. How many images fit depends on the machine."""
     words = ["certvit", "audit", *typed.network(), *typed.images()]
     for radius in asked.attacked:
-        words += ["-e", f"{radius:g}"]
+        words += ["-e", radius_key(radius)]
     for attack in asked.attacks:
         words += ["-a", attack]
     for method in asked.methods:

@@ -10,15 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from certcli.evaluation.intervals import Interval, share_interval
+from certcli.evaluation.radii import proven_radius, radius_key
 from certcli.evaluation.threat import Norm
 from certcli.system.errors import DataError
-
-LOGIT_SLACK = 1e-10
-"""Subtracted from every margin, times (1 + max |logit|): a stated assumption about float64 evaluation, not a proof.
-
-Certificates speak of the network in real arithmetic; its logits are evaluated in float64.
-"""
-
 
 AGAIN = 1e-6
 """Relative: how far a stated radius may lie above the one found again. Sums in another order (BLAS, threads, device) move a
@@ -142,6 +136,10 @@ class Certifier(ABC):
         found = self.batch([claim.index for claim in claims], pixels, [claim.label for claim in claims])
         return [_compare(claim, again) for claim, again in zip(claims, found, strict=True)]
 
+    def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Confirmation]:
+        """Each record of an earlier run of these very parameters, found again: `confirm`, unless draws must be the same."""
+        return self.confirm(claims, pixels, Doubt(0, 0.0))
+
     def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
         """Whether the classifier still gives the claimed class at images (b, c, h, w) within the claimed radii."""
         with torch.no_grad():
@@ -153,8 +151,8 @@ def _compare(claim: Certificate, again: Certificate) -> Confirmation:
     if claim.prediction != again.prediction:
         return Confirmation("refuted", f"class {claim.prediction} is stated, the network says {again.prediction}")
     if claim.radius > again.radius * (1 + AGAIN):
-        return Confirmation("refuted", f"radius {claim.radius:.6g} is stated, {again.radius:.6g} is found")
-    return Confirmation("verified", f"radius {again.radius:.6g} is found again")
+        return Confirmation("refuted", f"radius {claim.radius:.6g} is stated, {proven_radius(again.radius)} is found")
+    return Confirmation("verified", f"radius {proven_radius(again.radius)} is found again")
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ def certified_accuracy(certificates: Sequence[Certificate], epsilons: Sequence[f
     radii = [certificate.radius if certificate.correct else 0.0 for certificate in certificates]
     finite = [radius for radius in radii if math.isfinite(radius)]
     clean = sum(certificate.correct for certificate in certificates)
-    held = {f"{e:g}": sum(certificate.holds_at(e) for certificate in certificates) for e in epsilons}
+    held = {radius_key(e): sum(certificate.holds_at(e) for certificate in certificates) for e in epsilons}
     return CertifiedAccuracy(
         clean=clean / count,
         certified={name: hits / count for name, hits in held.items()},

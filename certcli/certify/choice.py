@@ -10,6 +10,7 @@ import torch
 from certcli.certify.certificate import Certificate, certified_accuracy
 from certcli.certify.methods import certify, prepare
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.radii import proven_percent, proven_radius
 from certcli.images.labelled import Images
 from certcli.models.build import load
 from certcli.system.errors import NoBoundError
@@ -65,7 +66,7 @@ def _bound(
     found = certified_accuracy([row for rows in certify(certifier, sample, batch_size) for row in rows], [radius])
     (share,) = found.certified.values()
     name = certifier.title.partition(",")[0]
-    told = f"the {name} certifies {100 * share:.1f} % of {len(sample)} images at {radius:g}"
+    told = f"the {name} certifies {proven_percent(share)} of {len(sample)} images at {proven_radius(radius)}"
     return told, share > 0 and share >= USEFUL * found.clean, True
 
 
@@ -87,14 +88,16 @@ def _local(
     seconds = (time.perf_counter() - started) / len(rows)
     right = [row for row in rows if row.correct]
     held = sum(row.holds_at(radius) for row in right)
-    told = f"local certificates hold at {radius:g} for {held} of {len(right)} images tried ({_radii(right)})"
+    told = (
+        f"local certificates hold at {proven_radius(radius)} for {held} of {len(right)} images tried ({_radii(right)})"
+    )
     return told, held / max(1, len(right)), seconds
 
 
 def _radii(rows: Sequence[Certificate]) -> str:
     middle = sorted(row.radius for row in rows)[len(rows) // 2] if rows else 0.0
     rungs = sorted({row.rung for row in rows if row.rung})
-    return f"median radius {middle:.2g}{', by ' if rungs else ''}{' and '.join(rungs)}"
+    return f"median radius {proven_radius(middle, 2)}{', by ' if rungs else ''}{' and '.join(rungs)}"
 
 
 def _largest(checkpoint: Checkpoint, device: torch.device) -> int:

@@ -6,33 +6,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import LOGIT_SLACK, Certificate, Certifier
+from certcli.certify.certificate import Certificate, Certifier
 from certcli.checkpoint.file import Checkpoint
+from certcli.engine.table import NoRule
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models.build import load_double
+from certcli.rounding import Evaluation
 from certcli.system.errors import DataError, NoBoundError
 
 METHOD = "lipschitz"
 
 
-def certified_radii(logits: Tensor, pairs: Tensor) -> Tensor:
-    """r = min_{j != i} (z_i - z_j - tau) / K_ij for the top class i: (b, k) float64, (k, k) -> (b,), pixel l2.
+def certified_radii(logits: Tensor, errors: Tensor, pairs: Tensor) -> Tensor:
+    """r = min_{j != i} (z_i - z_j - e_i - e_j) / K_ij, pixel l2, for the top class i: (b, k), (b, k or 1), (k, k) -> (b,).
 
-    K_ij bounds the slope of z_i - z_j, so no image within r changes the sign of any margin. Every step rounds down: tau =
-    1e-10 (1 + max |z|), and the quotient is multiplied by 1 - 2^-40. Where w_i = w_j exactly, K_ij = 0 and a positive
-    margin never changes. Source: Tsuzuku et al. 2018, Prop. 1, per pair.
+    errors: how far each logit may lie from that of real arithmetic. K_ij bounds the slope of z_i - z_j, so no image within
+    r changes the sign of any margin. Every step rounds down; the quotient is multiplied by 1 - 2^-40. Where w_i = w_j
+    exactly, K_ij = 0 and a positive margin never changes. Source: Tsuzuku et al. 2018, Prop. 1, per pair.
     """
-    if logits.dtype != torch.float64 or pairs.dtype != torch.float64:
+    if not logits.dtype == errors.dtype == pairs.dtype == torch.float64:
         raise TypeError("certificates are computed in float64")
-    top = logits.argmax(dim=1, keepdim=True)
-    slack = LOGIT_SLACK * (1 + logits.abs().amax(dim=1, keepdim=True))
-    margins = logits.gather(1, top) - logits - slack
+    top, errors = logits.argmax(dim=1, keepdim=True), errors.expand_as(logits)
+    plain = logits.gather(1, top) - logits
+    lost = (errors.gather(1, top) + errors) * (1 + 2.0**-40) + plain.abs() * 2.0**-50
+    margins = plain - lost
     slopes = pairs[top.squeeze(1)]
     radii = torch.where(
-        margins <= 0,
-        torch.zeros_like(margins),
-        torch.where(slopes > 0, margins / slopes, torch.full_like(margins, torch.inf)),
+        margins > 0,  # not where it is NaN
+        torch.where(slopes > 0, margins / slopes, torch.where(slopes == 0, torch.inf, 0.0)),
+        0.0,
     )
     radii = radii.scatter(1, top, torch.inf) * (1 - 2.0**-40)
     return radii.amin(dim=1).nan_to_num(nan=0.0, posinf=torch.inf)
@@ -42,7 +45,7 @@ class LipschitzCertifier(Certifier):
     """Margins over pair constants. model: pixels to logits, float64, eval mode; bound: proven for exactly that model."""
 
     method = METHOD
-    statement = "certificates: real arithmetic, float64 evaluation; the bound is proven on [0, 1] images"
+    statement = "certificates: real arithmetic, every rounding of float64 counted; the bound is proven on [0, 1] images"
     domain = "box"
 
     def __init__(self, model: nn.Module, bound: NetworkBound) -> None:
@@ -50,6 +53,7 @@ class LipschitzCertifier(Certifier):
             raise NoBoundError(f"no certificate: {bound.bound.why}", "certvit adapt makes a plain ViT Lipschitz")
         self.model, self.bound = model, bound
         self._device = next(model.parameters()).device
+        self._evaluated = Evaluation(model)
         self._pairs = bound.pairs.double().to(self._device)
         self.title = f"global bound {bound.upper}, per-pair margins"
 
@@ -65,12 +69,19 @@ class LipschitzCertifier(Certifier):
     def attacked(self) -> nn.Module:
         return self.model
 
+    def evaluated(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and their rounding errors. NoBoundError names what none is known of."""
+        try:
+            return self._evaluated(pixels)
+        except NoRule as reason:
+            raise NoBoundError(f"no certificate: {reason}", "--method smoothing takes any network") from reason
+
     @torch.no_grad()
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
-        logits = self.model(sent(pixels, self._device).double())
+        logits, errors = self.evaluated(sent(pixels, self._device).double())
         if not torch.isfinite(logits).all():
             raise DataError("the network gives NaN or infinite logits on these images")
-        radii = certified_radii(logits, self._pairs)
+        radii = certified_radii(logits, errors, self._pairs)
         rows = zip(indices, labels, logits.argmax(1).tolist(), radii.tolist(), strict=True)
         return [Certificate(index, label, top, radius, METHOD, 0.0) for index, label, top, radius in rows]
 
@@ -78,7 +89,9 @@ class LipschitzCertifier(Certifier):
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> LipschitzCertifier:
     """The checkpoint's proven bound, made ready. NoBoundError when none is finite."""
     model = load_double(checkpoint, device)
-    return LipschitzCertifier(model, prove(model, checkpoint.record.classes))
+    certifier = LipschitzCertifier(model, prove(model, checkpoint.record.classes))
+    certifier.evaluated(torch.full((1, *checkpoint.record.input.size), 0.5, dtype=torch.float64, device=device))
+    return certifier
 
 
 def plain_accuracy(model: nn.Module, images: Images, batch_size: int = 256) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.resumed import require_possible
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.records import RecordFile, Run
 from certcli.images.labelled import Images
@@ -82,7 +83,11 @@ def certify(
 
     def known(positions: list[int]) -> list[Certificate] | None:
         earlier = file.take([(index,) for index in images.indices[positions].tolist()]) if file is not None else None
-        return None if earlier is None else [Certificate.from_json(row) for row in earlier]
+        if earlier is None:
+            return None
+        claims = [Certificate.from_json(row) for row in earlier]
+        require_possible(claims, certifier, str(file.path if file is not None else ""))
+        return claims
 
     def find(positions: list[int]) -> list[Certificate]:
         indices, labels = images.indices[positions].tolist(), images.labels[positions].tolist()

@@ -65,7 +65,7 @@ def recheck(
         part = claims[start : start + step]
         places = [positions[claim.index] for claim in part]
         pixels, labels = images.fetch(places), images.labels[places].tolist()
-        plain = [_plainly_wrong(claim, label, certifier) for claim, label in zip(part, labels, strict=True)]
+        plain = [plainly_wrong(claim, label, certifier) for claim, label in zip(part, labels, strict=True)]
         open_rows = [row for row, why in enumerate(plain) if why is None]
         confirmed = dict.fromkeys(range(len(part)), Confirmation("not checked", ""))
         if open_rows:
@@ -80,7 +80,7 @@ def recheck(
                 yield Checked(claim, told.status, told.why)
 
 
-def _plainly_wrong(claim: Certificate, label: int, certifier: Certifier) -> Confirmation | None:
+def plainly_wrong(claim: Certificate, label: int, certifier: Certifier) -> Confirmation | None:
     """What no method of this kind states, or what states nothing."""
     if claim.label != label:
         return Confirmation("refuted", f"label {claim.label} is stated, the image has {label}")

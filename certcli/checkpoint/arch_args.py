@@ -37,6 +37,9 @@ def arch_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         if _FORBIDDEN.match(key):
             raise Refused(f"architecture argument '{key}' is not taken from a file or the command line")
         found[key] = _argument(key, value, [MOST_ENTRIES], 3)
+        pair = key in ("img_size", "input_size") and isinstance(value, (list, tuple))
+        if pair and (len(value) != 2 or not all(isinstance(side, int) and side > 0 for side in value)):
+            raise Refused(f"architecture argument '{key}' is {one_line(value)[:80]}, not a height and a width")
     return found
 
 

@@ -14,9 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from certcli.checkpoint import shards
-from certcli.checkpoint.outputs import atomic_file, require_absent
+from certcli.checkpoint.outputs import orphans
 from certcli.checkpoint.record import KEY, Evidence, Record, Step, versions
+from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.system.errors import CheckpointError, one_line
+from certcli.system.files import atomic_file, require_absent, sweep
 
 EIGHT = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 """Read as the numbers they are. Scales beside them would be tensors that no network has: such a file is refused."""
@@ -187,21 +189,28 @@ def write_shards(
     force: bool = False,
     most: int = shards.SHARD_BYTES,
 ) -> None:
-    """The same in files of at most `most` bytes under new names, then the index, atomically, then the old one's files go.
+    """The same in files of at most `most` bytes under new names, then the index, atomically, then the old one's files go,
+    and with `force` what killed runs left.
 
     Whoever reads meanwhile finds the old checkpoint or the new one, whole. Metadata is the index's.
     """
     require_absent(index, force)
     parts = list(shards.parts_of(tensors, most))
-    paths, old = shards.free_names(index, len(parts)), shards.belonging(index)
+    if force:
+        sweep(index.parent, shards.part_names(index))
+    old = [*shards.belonging(index), *(orphans(index) if force else ())]
+    paths = shards.free_names(index, len(parts))
     place: dict[str, str] = {}
     try:
-        for path, part in zip(paths, parts, strict=True):
-            write_safetensors(path, part, {"format": "pt"})  # others ask for it
-            place |= dict.fromkeys(part, path.name)
-        about = {**metadata, "total_size": sum(tensor.nbytes for tensor in tensors.values())}
-        with atomic_file(index) as temporary:
-            temporary.write_text(json.dumps({"metadata": about, "weight_map": place}, indent=2, sort_keys=True) + "\n")
+        with atomic_file(index) as temporary:  # from the first file on: it tells others that this run lives
+            for path, part in zip(paths, parts, strict=True):
+                # others ask for the format; safetensors' own writer puts two entries in a random order
+                about = {"format": "pt", shards.PART_OF: index.name}
+                write_one_by_one(path, part, (part[name] for name in in_file_order(part)), about)
+                place |= dict.fromkeys(part, path.name)
+            whole = {**metadata, "total_size": sum(tensor.nbytes for tensor in tensors.values())}
+            text = json.dumps({"metadata": whole, "weight_map": place}, indent=2, sort_keys=True)
+            temporary.write_text(text + "\n")
     except BaseException:
         kept = shards.belonging(index)  # stopped after all was done
         for path in paths:

@@ -1,25 +1,21 @@
 """What a command writes: every path compared with everything it reads before any work, each file written whole or not at all.
 
 Two paths are one file when device and inode agree, links followed, or, where nothing is there yet, when they resolve to the
-same name. An output must be new, or a regular file and --force; devices, pipes, folders and broken links are refused, and an
-input is refused whatever is forced. A state file beside an output belongs to the command that wrote it: another file of its
-name is neither replaced nor deleted.
+same name. A file that an output would replace needs --force, and an input is refused whatever is forced. How a path is
+written: `certcli.system.files`. A state file beside an output belongs to the command that wrote it: another file of its name
+is neither replaced nor deleted.
 """
 
 import contextlib
-import errno
 import json
 import os
-import stat
-import tempfile
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from certcli.checkpoint.shards import INDEX, belonging, is_index, metadata_of, named
-from certcli.system.errors import CheckpointError, OutputError, UsageError, one_line
+from certcli.checkpoint.shards import ENDING, INDEX, PART_OF, belonging, is_index, metadata_of, named, part_names
+from certcli.system.errors import CheckpointError, UsageError
+from certcli.system.files import is_stream, require_absent, sweep
 
 LONGEST_HEADER = 100_000_000
 """Bytes of a safetensors header, as the format's own reader limits them."""
@@ -84,11 +80,13 @@ class Outputs:
         self.writes("the state", path, continued=True)
 
     def check(self) -> None:
-        """UsageError for a path that is read as well, written twice, there already or no file, a figure of no known format;
+        """UsageError for a path that is read as well, written twice, there already or a folder, a figure of no known format;
         OutputError for its folder."""
         for position, (output, continued) in enumerate(self._written):
             require_absent(output.path, self.force or continued, output.option)
-            old = belonging(output.path) if is_index(output.path) else []
+            if is_index(output.path):
+                _require_home(output)
+            old = [*belonging(output.path), *orphans(output.path)] if is_index(output.path) else []
             for source in self._read:
                 if same_file(output.path, source.path):
                     raise UsageError(
@@ -125,65 +123,17 @@ def same_file(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
 
+def _require_home(index: Named) -> None:
+    """UsageError where the files of an index would not lie beside it under each of its names."""
+    if is_stream(index.path) or not same_file(index.path.resolve().parent, index.path.parent):
+        raise UsageError(
+            f"{index.option} {index.path} is a link out of its folder or no file, and the files of an index lie beside it",
+            f"{index.option} {index.path.resolve()}",
+        )
+
+
 def _inside(path: Path, folder: Path) -> bool:
     return path.resolve().is_relative_to(folder.resolve())
-
-
-def require_absent(path: Path, force: bool, option: str = "-o") -> None:
-    """UsageError when the output exists already, or is no file: asked before the work starts, and again as it is written."""
-    try:
-        mode = os.stat(path).st_mode if os.path.lexists(path) else None
-    except OSError as failure:
-        raise UsageError(f"the output {path} is a link that leads nowhere", f"choose another {option}") from failure
-    if mode is not None and stat.S_ISDIR(mode):
-        raise UsageError(f"the output {path} is a folder", f"give a file name with {option}")
-    if mode is not None and not stat.S_ISREG(mode):
-        raise UsageError(f"the output {path} is a device or a pipe, not a file", f"choose another {option}")
-    if mode is not None and not force:
-        raise UsageError(f"{path} exists already", f"choose another {option}, or pass --force to replace it")
-    folder = path.parent
-    if not folder.is_dir():
-        raise OutputError(f"cannot write {path}: there is no folder {folder}", f"mkdir -p {folder}")
-    try:
-        tempfile.TemporaryFile(dir=folder).close()  # its permissions do not tell: /proc has them, and takes no file
-    except OSError as failure:
-        locked = failure.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-        reason = "the folder is read-only" if locked else f"{folder} takes no files ({failure.strerror})"
-        raise OutputError(f"cannot write {path}: {reason}", f"choose another folder with {option}") from failure
-
-
-@contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary path in the folder of `path`, renamed to it when the block ends well and removed when it does not."""
-    temporary: Path | None = None
-    require_absent(path, force=True)
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
-        yield temporary
-        with temporary.open("rb+") as written:
-            os.fsync(written.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's 0600 would hide the result from colleagues
-        os.replace(temporary, path)
-        temporary = None
-        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
-            folder = os.open(path.parent, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
-    except (OSError, SafetensorError) as failure:
-        full = getattr(failure, "errno", None) == errno.ENOSPC or "No space left" in str(failure)
-        reason = "the disk is full" if full else one_line(failure)
-        raise OutputError(f"cannot write {path}: {reason}", "nothing was changed; choose another -o") from failure
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -199,6 +149,20 @@ def read_metadata(path: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError, CheckpointError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def orphans(index: Path) -> list[Path]:
+    """Files that killed runs wrote for this index and that no index names; none while another run is at it."""
+    ours = re.compile(part_names(index))
+    found = [path for path in index.parent.glob("*.safetensors") if ours.fullmatch(path.name)]
+    found = [path for path in found if read_metadata(path).get(PART_OF) == index.name]
+    if not found or not sweep(index.parent, re.escape(index.name)):
+        return []
+    try:
+        kept = [part for other in index.parent.glob(f"*{ENDING}") for part in named(other)]
+    except CheckpointError:
+        return []  # an index that cannot be read may name them
+    return [path for path in found if path not in kept]
 
 
 def last_command(path: Path) -> str | None:

@@ -12,6 +12,8 @@ from certcli.system.errors import CheckpointError, Refused
 
 KEY = "certvit"
 SCHEMA = 1
+SEEN = "seen"
+"""The parameter of a step that says which images it saw (`certcli.evaluation.seen`)."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class Step:
     seed: int
     versions: Mapping[str, str]
     parent: str | None
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The parameters as a person reads them: without the digests of the images that it saw."""
+        return {name: value for name, value in self.parameters.items() if name != SEEN}
 
 
 @dataclass(frozen=True)
@@ -124,8 +131,11 @@ class Record:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes: they belong to a step because results may differ between them."""
-    found = {}
+    """Versions of what computes, its threads and the processor's instructions: a step's sums may end in other digits with
+    others of them."""
+    import torch
+
+    found = {"threads": str(torch.get_num_threads()), "cpu": torch.backends.cpu.get_cpu_capability()}
     for package in ("certvit", "torch", "timm", "torchattacks"):
         try:
             found[package] = version(package)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from certcli.checkpoint.arch_args import LARGEST_SIDE, LARGEST_SIZE, MOST_LAYERS, arch_arguments
 from certcli.system.errors import Refused, one_line
@@ -29,7 +29,7 @@ PATTERNS = {
     "name": (r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z", "a name of letters, digits, '_', '.', '-'"),
     "path": (r"\A([A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*)?\Z", "the path of a module, such as blocks.0.attn"),
     "text": (r"\A[^\x00-\x1f\x7f-\x9f]*\Z", "text without control characters"),
-    "dataset": (r"\A(torch/)?[^/\\\x00-\x1f\x7f-\x9f]*\Z", "the name of a dataset, no path"),
+    "dataset": (r"\A(torch/)?(?!\.+\Z)[^/\\\x00-\x1f\x7f-\x9f]*\Z", "the name of a dataset, no path"),
     "digest": (r"\A[0-9a-f]{64}\Z", "64 hexadecimal digits"),
     "shard": (r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors\Z", "the name of a .safetensors file in the same folder"),
     "index": (r"\A[0-9]{1,9}\Z", "a number"),
@@ -110,7 +110,7 @@ class ReplacementFields(_Strict):
 
 
 class StepFields(_Strict):
-    command: Text
+    command: Name
     parameters: Json
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     versions: dict[Text, Text]
@@ -136,7 +136,7 @@ class RecordFields(_Strict):
     dataset: Dataset | None
     surgery: Annotated[list[ReplacementFields], Meta(max_length=4 * MOST_LAYERS)]
     lineage: Annotated[list[StepFields], Meta(max_length=10_000)]
-    evidence: Annotated[list[EvidenceFields], Meta(max_length=10_000)]
+    evidence: Annotated[list[EvidenceFields], Meta(max_length=1000)]
     foreign: dict[str, str]
 
 
@@ -209,6 +209,9 @@ class AdaptFields(_Strict):
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
+Log10 = Annotated[float, Meta(ge=-1e10, le=1e10)]
+
+
 class ProofFields(Struct):
     """One node of a proof."""
 
@@ -217,6 +220,8 @@ class ProofFields(Struct):
     value: tuple[Annotated[float, Meta(ge=0)] | Literal["inf"], Annotated[int, Meta(ge=-(10**9), le=10**9)]]
     law: str
     parts: list[Annotated[int, Meta(ge=0)]]
+    log10_upper: Log10 | UnsetType | None = UNSET
+    why: str | UnsetType = UNSET
 
     def as_dict(self) -> Json:
         return {"path": one_line(self.path), "value": list(self.value), "law": self.law, "parts": self.parts}
@@ -224,9 +229,14 @@ class ProofFields(Struct):
 
 class LayerFields(Struct):
     path: str
-    upper: float | Literal["inf"]
-    log10_upper: float | None
-    log10_cumulative: float | None
+    upper: Annotated[float, Meta(ge=0)] | Literal["inf"]
+    log10_upper: Log10 | None
+    log10_cumulative: Log10 | None
+    kind: str | UnsetType = UNSET
+    law: str | UnsetType = UNSET
+    why: str | UnsetType = UNSET
+    upper_finite: bool | UnsetType = UNSET
+    upper_text: str | UnsetType = UNSET
 
 
 class ReportFields(Struct):
@@ -236,56 +246,13 @@ class ReportFields(Struct):
     checkpoint: Digest
     arch: Name
     input: tuple[Channels, Side, Side]
-    upper: float | Literal["inf"]
-    log10_upper: float | None
+    upper: Annotated[float, Meta(ge=0)] | Literal["inf"]
+    log10_upper: Log10 | None
     upper_finite: bool
     upper_text: str
     layers: list[LayerFields]
     proof: list[ProofFields]
-
-
-class BoundResult(Struct):
-    """Evidence of `lipschitz`."""
-
-    upper: float | Literal["inf"]
-    log10_upper: float | None
-    lower: float | None = None
-
-
-class TrainingResult(Struct):
-    """Evidence of `finetune`."""
-
-    clean: Share
-    certified: Share
-    upper: float | Literal["inf"]
-    log10_upper: float | None
-    upper_text: str
-
-
-class CertifiedDataset(Struct):
-    name: str
-    split: str
-    images: int
-    digest: Digest
-
-
-class CertifiedResult(Struct):
-    """Evidence of `certify`."""
-
-    dataset: CertifiedDataset
-    clean: Share
-    certified: dict[str, Share]
-    average_radius: float
-    images: int
-    method: str
-    parameters: Json
-
-
-class AttackedResult(Struct):
-    """Evidence of `attack`."""
-
-    clean: Share
-    robust: Share
+    why: str | UnsetType = UNSET
 
 
 class _Schema(Struct):
@@ -355,7 +322,7 @@ def convert(value: Any, wanted: type[T]) -> T:
     """Values that were JSON as the structure `wanted`, or Refused."""
     try:
         return msgspec.convert(value, wanted)
-    except (msgspec.ValidationError, RecursionError) as failure:
+    except (msgspec.ValidationError, RecursionError, OverflowError) as failure:
         raise Refused(_said(failure)) from failure
 
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 ENDING = ".safetensors.index.json"
+PART_OF = "certvit.part-of"
+"""Metadata of a file that certvit wrote for an index: the name of that."""
+MOST_FILES = 8192
+"""That an index may name: each is looked up, and compared with every output."""
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in a file, as the hub has it."""
 
@@ -50,7 +54,10 @@ def _fields(index: Path) -> IndexFields:
     try:
         if index.stat().st_size > LARGEST_INDEX:
             raise Refused(f"more than {LARGEST_INDEX:,} bytes")
-        return decode(index.read_bytes(), IndexFields)
+        fields = decode(index.read_bytes(), IndexFields)
+        if (count := len(set(fields.weight_map.values()))) > MOST_FILES:
+            raise Refused(f"{count:,} files; a checkpoint has at most {MOST_FILES:,}")
+        return fields
     except (Refused, OSError) as failure:
         raise CheckpointError(
             f"{index} cannot be used: {one_line(failure)}", "it needs a weight_map: the file of each tensor, beside it"
@@ -84,10 +91,15 @@ def free_names(index: Path, count: int) -> list[Path]:
         version += 1
 
 
+def part_names(index: Path) -> str:
+    """An expression for the names of the files that go with this index."""
+    return re.escape(stem(index)) + r"(-\d+)?-\d{5}-of-\d{5}\.safetensors"
+
+
 def belonging(index: Path) -> list[Path]:
     """The files that go with this index when it is replaced: it names them, they have its name, and no other names them."""
     with contextlib.suppress(CheckpointError):
-        ours = re.compile(re.escape(stem(index)) + r"(-\d+)?-\d{5}-of-\d{5}\.safetensors")
+        ours = re.compile(part_names(index))
         found = [path for path in named(index) if ours.fullmatch(path.name) and path.is_file()]
         return [path for path in found if not _elsewhere(path, index)]
     return []

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from certcli.checkpoint.outputs import atomic_file
+from certcli.system.files import atomic_file
 
 CODES = {
     torch.float64: "F64",
@@ -20,6 +20,8 @@ CODES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 """The format's names of types."""
 

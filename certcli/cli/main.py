@@ -1,9 +1,13 @@
 """The command `certvit`: registers the commands, and turns every failure into one clear line and an exit code."""
 
+import contextlib
+import errno
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -20,9 +24,9 @@ from certcli.cli.init import command as init
 from certcli.cli.lipschitz import command as lipschitz
 from certcli.cli.log import command as log
 from certcli.cli.shared import settings
-from certcli.cli.shared.output import Sink, plain
+from certcli.cli.shared.output import Sink
 from certcli.cli.shared.streams import Interrupts, guarded
-from certcli.system.errors import CertvitError, Interrupted, UsageError
+from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
 
 app = typer.Typer(
@@ -52,6 +56,8 @@ def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., Non
     return wrapped
 
 
+WIDEST = 10_000
+"""Characters a line, or lines, that COLUMNS and LINES may ask for."""
 SPLIT = ("adapt", "constrain", "finetune", "lipschitz", "audit", "certify", "attack")
 """Commands that several processes share."""
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -94,7 +100,7 @@ def run(started: float | None = None) -> None:
     started: when the process began, on the clock of `time.perf_counter`.
     """
     Sink.concluded, Sink.started, Sink.silent = False, started, not _others().leads
-    with guarded() as out, Interrupts(terminated=_others().several) as interrupts:
+    with _usable_surroundings(), guarded() as out, Interrupts(terminated=_others().several) as interrupts:
         code = _run(interrupts)
         out.flush()
         if out.failure and code == 0:
@@ -102,7 +108,26 @@ def run(started: float | None = None) -> None:
     sys.exit(code)
 
 
+@contextlib.contextmanager
+def _usable_surroundings() -> Iterator[None]:
+    """Widths that none are are dropped; what libraries warn of (fonts, sizes of images, with paths) is not said."""
+    for name in ("COLUMNS", "LINES"):
+        text = os.environ.get(name, "1")
+        if not (text.isdecimal() and 0 < int(text[:9]) <= WIDEST):
+            del os.environ[name]
+    if not logging.root.handlers:
+        logging.root.addHandler(logging.NullHandler())
+    with warnings.catch_warnings():
+        if not (sys.warnoptions or os.environ.get("CERTVIT_DEBUG")):
+            warnings.simplefilter("ignore")
+        yield
+
+
 def _run(interrupts: Interrupts) -> int:
+    try:
+        os.getcwd()
+    except OSError:  # what torch loads would end the process with a line of its own
+        return _report("the working folder is gone", "cd to one that exists", UsageError.code)
     try:
         returned = app(prog_name="certvit", standalone_mode=False)
         code = returned if isinstance(returned, int) else 0
@@ -124,6 +149,9 @@ def _run(interrupts: Interrupts) -> int:
             return _report("interrupted", "", Interrupted.code)
         if hasattr(failure, "format_message"):  # Typer's own: a wrong option, a missing argument
             return _usage(failure)
+        if isinstance(failure, OSError) and failure.filename is not None:  # a path that no check foresaw
+            told = f"{one_line(failure.filename)}: {failure.strerror}"
+            return _report(told, "choose another", UsageError.code if failure.errno == errno.ENAMETOOLONG else 1)
         reason = (str(failure).splitlines() or [""])[0][:300]
         if type(failure).__name__ == "OutOfMemoryError" or "can't allocate memory" in reason:  # torch's ways to say it
             return _report("out of memory", "try a smaller --batch-size or --limit", 1)

@@ -148,7 +148,7 @@ def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor], 
     runs = [_run(model, image) for image in images]
     for logits, _ in runs:
         _require_finite(model, logits)
-    replay, steps = _run(lambda x: _execute(traced, x), images[-1])
+    replay, steps = _run(lambda x: result_of(traced, x), images[-1])
     for _, operations in runs:
         if operations != steps:
             raise Untraceable(f"the network runs another graph than its trace: {_first_difference(operations, steps)}")
@@ -171,10 +171,15 @@ def _require_finite(model: nn.Module, logits: Tensor) -> None:
 
 def _images(model: nn.Module, size: tuple[int, ...]) -> list[Tensor]:
     """Noise, and a saturated image; the first two of a fixed generator."""
-    example = example_of(model, size)
-    generator = torch.Generator().manual_seed(20)
-    noise = [torch.rand(example.shape, generator=generator, dtype=torch.float64) for _ in range(2)]
-    return [image.to(example) for image in (noise[0], noise[1].round())]
+    example, generator = example_of(model, size), torch.Generator().manual_seed(20)
+    noise = [noise_like(example, generator) for _ in range(2)]
+    return [noise[0], noise[1].round()]
+
+
+def noise_like(example: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """An image of noise, of a fixed generator where none is given."""
+    generator = generator or torch.Generator().manual_seed(21)
+    return torch.rand(example.shape, generator=generator, dtype=torch.float64).to(example)
 
 
 def _run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, Operations]:
@@ -196,8 +201,14 @@ def _run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, Oper
     return result, follow.operations
 
 
-def _execute(traced: Trace, image: Tensor) -> Any:
-    """The graph on an image: modules with a rule as they are, constants as they were traced."""
+def result_of(traced: Trace, image: Tensor) -> Any:
+    """The graph's result on an image."""
+    *_, (_, result) = executed(traced, image)
+    return result
+
+
+def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
+    """The graph on an image, node by node, its output last: modules as they are, constants as they were traced."""
     values: dict[fx.Node, Any] = {}
     last_use = {argument: node for node in traced.graph.nodes for argument in node.all_input_nodes}
     for node in traced.graph.nodes:
@@ -214,11 +225,11 @@ def _execute(traced: Trace, image: Tensor) -> Any:
         elif node.op == "call_function":
             values[node] = node.target(*args, **kwargs)
         else:
-            return args[0]
+            values[node] = args[0]
+        yield node, values[node]
         for argument in node.all_input_nodes:
             if last_use[argument] is node:
                 values.pop(argument)
-    raise AssertionError("a graph ends in its output")
 
 
 def _require_same_batch(model: nn.Module, images: list[Tensor], logits: list[Tensor]) -> None:
@@ -234,8 +245,13 @@ def _require_same_batch(model: nn.Module, images: list[Tensor], logits: list[Ten
     alone = torch.cat(logits)
     if not isinstance(together, Tensor) or together.shape != alone.shape or logits[0].shape[0] != 1:
         return
-    if not _close(together, alone, torch.finfo(alone.dtype).eps ** -0.5):
+    if not agree(together, alone):
         raise Untraceable(f"the logits of an image depend on its batch: {_apart(together, alone)}")
+
+
+def agree(a: Tensor, b: Tensor) -> bool:
+    """Whether two results are the same up to the rounding of different kernels."""
+    return _close(a, b, torch.finfo(a.dtype).eps ** -0.5)
 
 
 def _close(a: Tensor, b: Tensor, units: float) -> bool:

@@ -60,8 +60,16 @@ class Domain(ABC):
         """The value of `argument` as the rule of `node` receives it."""
         return value
 
+    @abstractmethod
+    def shape(self, value: Any) -> tuple[int, ...] | None:
+        """The shape of the tensor that a value is about; None where values of this domain know none."""
+
+    def expected(self, call: Call) -> Any:
+        """The shape, or list of shapes, that the rule's result must have."""
+        return call.shape
+
     def result(self, value: Any, call: Call) -> Any:
-        """A rule's result, checked against the shapes that the traced forward pass had."""
+        """A rule's result as it is kept; its shape is checked afterwards."""
         return value
 
     def found(self, node: fx.Node, value: Any) -> None:  # noqa: B027 (a domain may keep nothing)
@@ -127,7 +135,8 @@ def _visit(
         what = kind if node.op == "call_module" else f"the operation '{kind}'"
         raise NoRule(f"{where}: no theorem for {what}")
     try:
-        value = rule(domain.context(call), *args, **kwargs)
+        value = domain.result(rule(domain.context(call), *args, **kwargs), call)
+        fits = _shaped(domain, value, domain.expected(call))
     except NoRule as reason:
         raise NoRule(str(reason) if str(reason).startswith(where) else f"{where} ({kind}): {reason}") from None
     except CertvitError as reason:  # weights that are infinite or NaN, a sum too long for the error bounds
@@ -137,7 +146,20 @@ def _visit(
     if call.dtype not in (None, torch.float32, torch.float64, precision):
         # to integers it jumps; in half precision it is no longer the function of real numbers that a theorem is about
         raise NoRule(f"{where} ({kind}): a result in {call.dtype}")
-    return domain.result(value, call)
+    if not fits:
+        raise NoRule(f"{where} ({kind}): its theorem is about a tensor of another shape than {call.shape}")
+    return value
+
+
+def _shaped(domain: Domain, value: Any, shape: Any) -> bool:
+    """Whether a rule's result has the shape of the call, or each of several results its own."""
+    if isinstance(shape, list):
+        several = isinstance(value, (list, tuple)) and len(value) == len(shape)
+        return several and all(_shaped(domain, part, own) for part, own in zip(value, shape, strict=True))
+    if isinstance(value, Unproven):
+        return True
+    found = tuple(value.tensor.shape) if isinstance(value, Constant) else domain.shape(value)
+    return found is None or found == shape
 
 
 _SPELLINGS = {"axis": "dim", "keepdims": "keepdim"}

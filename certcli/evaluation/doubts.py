@@ -12,6 +12,7 @@ import certcli.system.compat  # noqa: F401 (before timm: torchvision must be imp
 from timm.models.vision_transformer import Block
 
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.evidence import understood
 from certcli.evaluation.intervals import share_interval
 from certcli.images.labelled import Images
 
@@ -57,11 +58,8 @@ def accuracy_doubts(right: int, count: int, checkpoint: Checkpoint) -> list[str]
     chance = chance_doubt(right, count, checkpoint.record.classes)
     if chance is not None:
         return [chance]
-    known = [
-        (entry.command, float(entry.result["clean"]))
-        for entry in checkpoint.record.evidence
-        if entry.digest == checkpoint.digest and isinstance(entry.result.get("clean"), float)
-    ]
+    fresh = (understood(entry) for entry in checkpoint.record.evidence if entry.digest == checkpoint.digest)
+    known = [(entry.command, entry.result.clean) for entry in fresh if entry and hasattr(entry.result, "clean")]
     high = share_interval(right, count)[1]
     return [
         f"the network is right on {right} of {count} images, its record on {100 * clean:.0f} % ({command}): are these images "

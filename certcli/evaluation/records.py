@@ -14,9 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from certcli.checkpoint.outputs import require_absent
+from certcli.evaluation.record_lines import parse
 from certcli.images.labelled import DIGESTED, Images
 from certcli.system.errors import DataError, OutputError, UsageError
+from certcli.system.files import is_stream, open_stream, require_absent
 from certcli.system.processes import Team
 
 SCHEMA = "certvit-records/1"
@@ -51,6 +52,11 @@ class Run:
         plain: dict[str, Any] = json.loads(json.dumps(found, sort_keys=True, allow_nan=False))
         return plain
 
+    @staticmethod
+    def from_json(header: Mapping[str, Any]) -> "Run":
+        """The run of a header that `record_lines` let in."""
+        return Run(**{name: header[name] for name in Run.__dataclass_fields__})
+
     def differences(self, other: "Run") -> Iterator[str]:
         """ "seed is 0 there and 1 here", for everything in which `other` (there) differs from this run (here)."""
         here, there = dict(_flat(self.to_json())), dict(_flat(other.to_json()))
@@ -70,7 +76,7 @@ def digested(images: Images, team: Team) -> Images:
         return images
     parts = [range(start, min(start + DIGESTED, len(images))) for start in range(0, len(images), DIGESTED)]
     found = [row for _, rows in team.deal(parts, images.digests_at) for row in rows]
-    return images.with_digests(dict(team.agree(lambda: found)))
+    return images.with_digests(team.agree(lambda: found))
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -111,21 +117,30 @@ class RecordFile:
         self._ends: list[int] = []
         self._taken, self._reading = 0, True
         self._handle: IO[bytes] | None = None
+        self._streamed = False
         if path is None:
             if resume:
                 raise UsageError("--resume continues a file of records, and none is named", "--records FILE.jsonl")
             return
+        self._streamed = is_stream(path)
+        if self._streamed and resume:
+            raise UsageError(f"--resume reads {path} again, and it is no file", "--records FILE.jsonl")
         continued = resume and path.exists()
         require_absent(path, force or continued, "--records")
         if continued:
             self._read(path)
         try:
-            self._handle = path.open("r+b" if self._ends else "wb")
+            self._handle = open_stream(path) if self._streamed else path.open("r+b" if self._ends else "wb")
         except OSError as failure:
             raise OutputError(f"cannot write {path}: {failure.strerror}", "choose another --records") from failure
         if not self._ends:
             self._append([run.to_json() | ({NETWORK: network} if network else {})])
-            self._ends = [self._handle.tell()]
+            self._ends = [0 if self._streamed else self._handle.tell()]
+
+    @property
+    def taken(self) -> int:
+        """How many records were handed out again by `take`."""
+        return self._taken
 
     @property
     def earlier(self) -> int:
@@ -136,14 +151,15 @@ class RecordFile:
         data = path.read_bytes()
         if b"\n" not in data:
             return  # interrupted before its header was whole: nothing is lost by writing it anew
-        found, rows, self._ends = _parse(data, path)
-        differences = list(self._run.differences(found))
+        header, rows, self._ends = parse(data, path)
+        differences = list(self._run.differences(Run.from_json(header)))
         if differences:
             more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
             raise UsageError(
                 f"{path} holds records of another run: {'; '.join(differences[:3])}{more}",
                 "repeat that run's options, choose another --records, or pass --force without --resume",
             )
+        require_same_images(rows, self._images, path, all_of_them=True)
         self._earlier = rows
 
     def take(self, wanted: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]] | None:
@@ -160,7 +176,7 @@ class RecordFile:
     def _drop(self) -> None:
         """Forget what follows the records that were taken, on disk too; from here on the file only grows."""
         self._reading = False
-        if self._handle is not None:
+        if self._handle is not None and not self._streamed:
             self._handle.truncate(self._ends[self._taken])
             self._handle.seek(self._ends[self._taken])
         self._earlier, self._ends = self._earlier[: self._taken], self._ends[: self._taken + 1]
@@ -194,39 +210,6 @@ class RecordFile:
             self._handle.close()
 
 
-def _parse(data: bytes, path: Path) -> tuple[Run, list[dict[str, Any]], list[int]]:
-    """Header, records, and where each complete line ends; DataError names the line that is neither."""
-    rows: list[dict[str, Any]] = []
-    ends: list[int] = []
-    run: Run | None = None
-    start = 0
-    while (end := data.find(b"\n", start)) >= 0:
-        number = len(ends) + 1
-        try:
-            row = json.loads(data[start:end])
-            if run is None:
-                if row.pop("schema") != SCHEMA:
-                    raise ValueError(f"its schema is not {SCHEMA}")
-                row.pop(NETWORK, None)
-                run = Run(**row)
-                if not (isinstance(run.checkpoint, str) and isinstance(run.dataset, dict)):
-                    raise ValueError("it names no network and no dataset")
-            else:
-                int(row["index"]), row[PIXELS]
-                rows.append(row)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
-            kind = "the header of certvit's records" if number == 1 else "a record"
-            raise DataError(
-                f"line {number} of {path} is not {kind} ({type(failure).__name__}: {failure})",
-                "certvit certify or attack ... --records FILE writes them",
-            ) from failure
-        ends.append(end + 1)
-        start = end + 1
-    if run is None:
-        raise DataError(f"{path} holds no records", "certvit certify or attack ... --records FILE writes them")
-    return run, rows, ends
-
-
 def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
     """The run and the records of a file that `command` wrote, a torn last line left out. DataError else."""
     try:
@@ -235,18 +218,29 @@ def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
         raise DataError(
             f"cannot read {path}: {failure.strerror}", f"certvit {command} ... --records FILE writes it"
         ) from failure
-    run, rows, _ = _parse(data, path)
+    header, rows, _ = parse(data, path)
+    run = Run.from_json(header)
     if run.command != command:
         raise DataError(f"{path} holds records of {run.command}, not of {command}")
     return run, rows
 
 
-def require_same_images(rows: Iterable[Mapping[str, Any]], images: Images, where: Path | str) -> None:
-    """DataError when a record speaks of other pixels or another label than the image with its index."""
+def require_same_images(
+    rows: Iterable[Mapping[str, Any]], images: Images, where: Path | str, *, all_of_them: bool = False
+) -> None:
+    """DataError when a record speaks of other pixels or another label than the image with its index.
+
+    all_of_them: also when it speaks of an image that is not among these.
+    """
+    labels = dict(zip(images.indices.tolist(), images.labels.tolist(), strict=True))
     for row in rows:
-        if row["index"] in images.digests and row[PIXELS] != images.digests[row["index"]]:
+        index = row["index"]
+        if index not in labels:
+            if all_of_them:
+                raise DataError(f"{where} speaks of image {index}, which is not among these images")
+        elif row[PIXELS] != images.digests[index] or row["label"] != labels[index]:
             raise DataError(
-                f"image {row['index']} in {where} is another one than here: its pixels or its label differ",
+                f"image {index} in {where} is another one than here: its pixels or its label differ",
                 "give the --dataset, --data-dir and --split of those records",
             )
 

@@ -16,6 +16,8 @@ from certcli.images.labelled import Images, require_split, split_training
 from certcli.images.prefetch import Ahead
 from certcli.system.errors import DataError, one_line
 
+LARGEST_RESIZED = 2**24
+"""Pixels of an image after its short side was resized, before it is cropped."""
 IMAGE_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"))
 
 
@@ -165,6 +167,7 @@ class Decoder:
 
     def __init__(self, spec: InputSpec) -> None:
         self.channels = spec.size[0]
+        self.short_side = max(spec.size[1:]) / min(1.0, spec.crop_pct)
         self.transform = _pixel_transform(spec)
         self.grey = _pixel_transform(replace(spec, size=(1, *spec.size[1:])))
 
@@ -173,6 +176,7 @@ class Decoder:
             if not path.is_file():
                 raise DataError(f"{path} is not a regular file", "remove it")
             with Image.open(path, formats=self.FORMATS) as image:
+                self._require_size(image, path)
                 return self._pixels(image, path).clamp(0, 1)
         except DataError:
             raise
@@ -180,6 +184,15 @@ class Decoder:
             raise DataError(
                 f"cannot read image {path} ({one_line(failure)})", "remove it, or fetch it again"
             ) from failure
+
+    def _require_size(self, image: Image.Image, path: Path) -> None:
+        """DataError for an image so long that resizing its short side to what the network takes would make it huge."""
+        short, long = sorted(image.size)
+        if self.short_side**2 * long > LARGEST_RESIZED * short:
+            raise DataError(
+                f"image {path}, {image.height}x{image.width}, would be resized to more than {LARGEST_RESIZED:,} pixels",
+                "crop it, or remove it",
+            )
 
     def _pixels(self, image: Image.Image, path: Path) -> Tensor:
         # 16 bits a pixel: Pillow's own conversion to 8 clips at 255

@@ -72,13 +72,16 @@ class Images:
     def select(self, positions: Sequence[int]) -> "Images":
         """The images at these positions, in this order, keeping their indices."""
         chosen = list(positions)
-        return replace(
+        part = replace(
             self,
             labels=self.labels[chosen],
             indices=self.indices[chosen],
             fetch=lambda asked: self.fetch([chosen[position] for position in asked]),
             expect=lambda asked: self.expect([chosen[position] for position in asked]),
         )
+        if "_digested" in self.__dict__:
+            part.__dict__["_digested"] = {index: self._digested[index] for index in part.indices.tolist()}
+        return part
 
     def limit(self, count: int | None, seed: int = 0) -> "Images":
         """A seeded, class-balanced sample of `count` images, in the order of the split."""
@@ -104,26 +107,37 @@ class Images:
     @cached_property
     def digests(self) -> dict[int, str]:
         """Index of each image -> sha256 of its label and its pixels as fetched, the first 16 hex digits."""
-        found: dict[int, str] = {}
+        return {index: labelled for index, (labelled, _) in self._digested.items()}
+
+    @cached_property
+    def pixel_digests(self) -> dict[int, str]:
+        """The same of the pixels alone."""
+        return {index: alone for index, (_, alone) in self._digested.items()}
+
+    @cached_property
+    def _digested(self) -> dict[int, tuple[str, str]]:
+        found: dict[int, tuple[str, str]] = {}
         for start in range(0, len(self), DIGESTED):
-            found |= dict(self.digests_at(range(start, min(start + DIGESTED, len(self)))))
+            found |= {row[0]: row[1:] for row in self.digests_at(range(start, min(start + DIGESTED, len(self))))}
         return found
 
-    def digests_at(self, positions: Sequence[int]) -> list[tuple[int, str]]:
-        """Index and digest of the images at these positions."""
+    def digests_at(self, positions: Sequence[int]) -> list[tuple[int, str, str]]:
+        """Index of the images at these positions, digest with the label, and of the pixels alone."""
         indices, labels = self.indices[list(positions)].tolist(), self.labels[list(positions)].tolist()
         found, pixels = [], self.fetch(positions)
         self.expect_at(max(positions) + 1, DIGESTED)
         for index, label, row in zip(indices, labels, pixels.cpu().contiguous().numpy(), strict=True):
-            head = f"{label}\0{row.dtype.str}\0{row.shape}\0"
-            found.append((index, hashlib.sha256(head.encode() + row.tobytes()).hexdigest()[:16]))
+            head = f"{row.dtype.str}\0{row.shape}\0".encode()
+            texts = [f"{label}\0".encode() + head + row.tobytes(), head + row.tobytes()]
+            labelled, alone = (hashlib.sha256(text).hexdigest()[:16] for text in texts)
+            found.append((index, labelled, alone))
         return found
 
-    def with_digests(self, found: dict[int, str]) -> "Images":
+    def with_digests(self, found: Sequence[tuple[int, str, str]]) -> "Images":
         """The same images, their digests known already."""
         same = replace(self)
-        same.__dict__["digests"] = found  # where `cached_property` looks first
-        return same
+        same.__dict__["_digested"] = {index: (labelled, alone) for index, labelled, alone in found}
+        return same  # `cached_property` looks there first
 
     @cached_property
     def digest(self) -> str:

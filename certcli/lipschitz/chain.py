@@ -167,6 +167,9 @@ class _Sequence(Domain):
     def context(self, call: Call) -> Call:
         return call
 
+    def shape(self, value: Any) -> None:
+        return None  # a list of steps: they are run beside the network
+
 
 def read_chain(model: nn.Module, size: tuple[int, int, int]) -> tuple[Chain, Map]:
     """(the steps, the linear layer after them) of a network on images (c, h, w), checked against the network itself.

@@ -60,8 +60,11 @@ class GlobalDomain(Domain):
         self.last = Context(self.walk, call)
         return self.last
 
+    def shape(self, value: Any) -> tuple[int, ...]:
+        return tuple(value.shape)
+
     def result(self, value: Any, call: Call) -> Any:
-        return _shaped(value, call.shape)
+        return _arranged(value, call.shape)
 
     def found(self, node: fx.Node, value: Any) -> None:
         if isinstance(value, Value):
@@ -81,15 +84,15 @@ class GlobalDomain(Domain):
                     yield scope, before, after
 
 
-def _shaped(result: Any, shape: Any) -> Any:
-    """A rule's result with the shapes that the traced forward pass had."""
-    if isinstance(result, (list, tuple)):
-        return [_shaped(item, part) for item, part in zip(result, shape, strict=True)]
-    if isinstance(result, Value) and tuple(result.shape) != tuple(shape):
-        if math.prod(result.shape) != math.prod(shape) or result.waiting is not None:
-            raise AssertionError(f"a rule speaks of a tensor of shape {result.shape}, not {shape}")
-        return replace(result, shape=tuple(shape), size=result.size.arranged(tuple(shape), None))
-    return result
+def _arranged(result: Any, shape: Any) -> Any:
+    """A rule's result in the call's shape where it has as many entries and nothing waits: norms do not see how they lie."""
+    if isinstance(result, (list, tuple)) and isinstance(shape, list) and len(result) == len(shape):
+        return [_arranged(item, part) for item, part in zip(result, shape, strict=True)]
+    if not isinstance(result, Value) or not isinstance(shape, tuple) or tuple(result.shape) == shape:
+        return result
+    if math.prod(result.shape) != math.prod(shape) or result.waiting is not None:
+        return result
+    return replace(result, shape=shape, size=result.size.arranged(shape, None))
 
 
 def trace_network(model: nn.Module, size: tuple[int, ...]) -> Trace:

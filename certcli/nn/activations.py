@@ -12,6 +12,8 @@ class MaxMin(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] % 2:
+            raise ValueError(f"MaxMin compares the two halves of {x.shape[-1]} features: an even number is needed")
         first, second = x.chunk(2, dim=-1)
         return torch.cat([torch.maximum(first, second), torch.minimum(first, second)], dim=-1)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius
 from certcli.report.document import Audit, Share
 from certcli.report.page import Bar, Command, Curve, Gate, Page, Picture, Table
 
@@ -100,14 +101,21 @@ def _tables(audit: Audit) -> Iterator[Table]:
     for found in audit.certificates:
         holds = "proven" if found.failure == 0 else found.promise
         rows += [
-            [f"certified, {found.method}", at, percent(share.share), between(share), str(share.images), holds]
+            [
+                f"certified, {found.method}",
+                proven_radius(at),
+                proven_percent(share.share),
+                between(share),
+                str(share.images),
+                holds,
+            ]
             for at, share in found.certified.items()
         ]
     if (attack := audit.attack) is not None:
         rows += [
             [
                 f"after {', '.join(attack.attacks)}",
-                at,
+                attacked_radius(at),
                 percent(share.share),
                 between(share),
                 str(share.images),

@@ -13,8 +13,11 @@ import matplotlib
 matplotlib.use("Agg")  # files only: no display is needed or touched
 
 from matplotlib import pyplot
+from matplotlib.text import Text
 
-from certcli.checkpoint.outputs import FIGURES, atomic_file
+from certcli.checkpoint.outputs import FIGURES
+from certcli.system.errors import plain
+from certcli.system.files import atomic_file
 
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY = "#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY)
@@ -64,6 +67,8 @@ def grid(path: Path, rows: int, columns: int, size: tuple[float, float], title: 
                 canvas.suptitle(title, x=0.01, ha="left")
             yield list(cells.flat)
             kind = FIGURES[path.suffix.lower()]
+            for text in canvas.findobj(Text):
+                text.set_text(plain(text.get_text()))  # names of files and modules: SVG allows no control characters
             undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
             with atomic_file(path) as temporary:
                 canvas.savefig(temporary, format=kind, metadata=undated[kind])

@@ -7,6 +7,7 @@ from typing import Any
 
 from markupsafe import escape
 
+from certcli.evaluation.radii import attacked_radius, confidence, proven_percent, proven_radius
 from certcli.report.document import Audit, Certified, Share
 
 GOOD, FAIR, NONE = "#116329", "#0060a8", "#6e7781"
@@ -34,9 +35,9 @@ def as_badge(audit: Audit) -> str:
         left, right, colour = "certified", "not measured", NONE
     else:
         found, radius, share = chosen
-        left = f"certified l2 {radius}"
-        promise = "proven" if found.failure == 0 else f"p {1 - found.failure:g}"
-        right = f"{100 * share.share:.0f} % of {share.images}, {promise}"
+        left = f"certified l2 {proven_radius(radius)}"
+        promise = "proven" if found.failure == 0 else f"p {confidence(found.failure)}"
+        right = f"{proven_percent(share.share, 0)} of {share.images}, {promise}"
         colour = NONE if not share.hits else GOOD if found.failure == 0 else FAIR
     first, second = (round(CHARACTER * len(text) + 14) for text in (left, right))
     title = escape(one_line(f"certvit audit of {audit.network.name}: {left}: {right}"))
@@ -58,7 +59,7 @@ def as_card(audit: Audit) -> str:
         lines += [f"      name: {quoted(dataset.name)}", f"      type: {quoted(dataset.name)}"]
         lines += [f"      split: {quoted(dataset.split)}", "    metrics:"]
         for kind, name, value in metrics:
-            lines += [f"    - type: {kind}", f"      name: {quoted(name)}", f"      value: {value:.6g}"]
+            lines += [f"    - type: {kind}", f"      name: {quoted(name)}", f"      value: {value!r}"]
     if lines[-1] == "  results:":
         lines[-1] = "  results: []"
     lines += ["---", "", "## Robustness", ""]
@@ -72,7 +73,7 @@ def as_card(audit: Audit) -> str:
         cells = [
             what,
             radius,
-            f"{100 * share.share:.1f} %",
+            f"{100 * share.share:.1f} %" if holds == "measured" else proven_percent(share.share),
             f"{100 * low:.1f} to {100 * high:.1f}",
             str(share.images),
             holds,
@@ -104,10 +105,11 @@ def _shares(audit: Audit) -> Iterator[tuple[str, str, Share, str]]:
         yield "clean", "0", audit.clean, "measured"
     for found in audit.certificates:
         for radius, share in found.certified.items():
-            yield f"certified, {found.method}", radius, share, "proven" if found.failure == 0 else found.promise
+            promise = "proven" if found.failure == 0 else found.promise
+            yield f"certified, {found.method}", proven_radius(radius), share, promise
     if audit.attack is not None:
         for radius, share in audit.attack.robust.items():
-            yield f"after {', '.join(audit.attack.attacks)}", radius, share, "measured"
+            yield f"after {', '.join(audit.attack.attacks)}", attacked_radius(radius), share, "measured"
 
 
 def _metrics(audit: Audit) -> Iterator[tuple[Any, list[tuple[str, str, float]]]]:
@@ -118,7 +120,7 @@ def _metrics(audit: Audit) -> Iterator[tuple[Any, list[tuple[str, str, float]]]]
         rows = [
             (
                 "certified_accuracy",
-                f"certified accuracy, l2 {at}, {found.method} ({found.promise}), n = {s.images}",
+                f"certified accuracy, l2 {proven_radius(at)}, {found.method} ({found.promise}), n = {s.images}",
                 s.share,
             )
             for at, s in found.certified.items()
@@ -127,7 +129,7 @@ def _metrics(audit: Audit) -> Iterator[tuple[Any, list[tuple[str, str, float]]]]
     if (attack := audit.attack) is not None:
         names = ", ".join(attack.attacks)
         rows = [
-            ("robust_accuracy", f"accuracy after {names}, l2 {at}, n = {share.images}", share.share)
+            ("robust_accuracy", f"accuracy after {names}, l2 {attacked_radius(at)}, n = {share.images}", share.share)
             for at, share in attack.robust.items()
         ]
         yield attack.dataset, rows

@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from certcli.checkpoint.outputs import atomic_file
 from certcli.report.audit_page import page_of
 from certcli.report.card import as_badge, as_card
 from certcli.report.document import Audit, to_json
 from certcli.report.machine import as_junit, as_sarif
 from certcli.report.page import Picture, render
+from certcli.system.files import atomic_file
 
 
 def save(path: Path, text: str) -> None:

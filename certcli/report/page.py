@@ -11,6 +11,9 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius
+from certcli.system.errors import plain
+
 LEFT, RIGHT, TOP, BOTTOM = 64, 700, 14, 290
 LEGEND = 20
 BAR_LEFT, BAR_RIGHT, BAR_STEP = 190, 620, 22
@@ -96,9 +99,21 @@ class Page:
 
 def render(page: Page) -> str:
     """The page as HTML."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False, lstrip_blocks=False)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown)
     template = environment.from_string(files("certcli.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
     return template.render(page=page, plot=plot(page.curves), bars=bars(page.bars))
+
+
+def _shown(value: Any) -> Any:
+    """What a template prints, escapes and directions spelled out: they would be obeyed, or make the file invalid."""
+    return plain(value) if type(value) is str else value
+
+
+def point(kind: str, radius: float, share: float) -> str:
+    """A point of a curve in words: a proven figure rounded down, an attacked one's radius up."""
+    if kind == "attacked":
+        return f"{100 * share:.1f} % at {attacked_radius(radius)}"
+    return f"{proven_percent(share)} at {proven_radius(radius)}"
 
 
 def ticks(end: float, most: int = 6) -> list[float]:
@@ -139,7 +154,7 @@ def plot(curves: Sequence[Curve]) -> dict[str, Any] | None:
                 "path": path,
                 "area": "" if curve.kind == "attacked" else f"{path}H{last}V{BOTTOM}H{LEFT}Z",
                 "dots": [
-                    {"x": x(radius), "y": y(share), "text": f"{100 * share:.1f} % at {radius:g}"}
+                    {"x": x(radius), "y": y(share), "text": point(curve.kind, radius, share)}
                     for radius, share in (curve.points if curve.marked else ())
                 ],
                 "legend": low + 16 + LEGEND * number,

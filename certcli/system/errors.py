@@ -64,7 +64,6 @@ class Refused(ValueError):
     """A value that does not pass, in one line; the caller knows which file or option it came from."""
 
 
-def one_line(failure: object) -> str:
-    """The first line of a message, printable and not longer than a line."""
-    text = (str(failure).splitlines() or [type(failure).__name__])[0]
-    return "".join(character if character.isprintable() else "?" for character in text)[:200]
+def plain(text: str) -> str:
+    """Text as a screen may have it: every character that is not printable (escapes, directions) spelled out."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from certcli.system.errors import UsageError
+from certcli.system.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,7 @@ class Team:
             raise UsageError(f"there is no process {rank} of {size}", "RANK and WORLD_SIZE are torchrun's to set")
         self.rank, self.size = rank, size
         self._given, self._calls, self._grouped = store, 0, False
+        self._unreachable = False
 
     @property
     def leads(self) -> bool:
@@ -69,7 +70,16 @@ class Team:
         if self._given is None:
             from torch.distributed.rendezvous import rendezvous
 
-            self._given = next(iter(rendezvous("env://")))[0]
+            if self._unreachable:
+                raise RuntimeError("the store cannot be reached")
+            try:
+                self._given = next(iter(rendezvous("env://")))[0]
+            except (RuntimeError, ValueError, OSError) as failure:
+                self._unreachable = True
+                raise UsageError(
+                    f"the {self.size} processes do not find each other: {one_line(failure)}",
+                    "torchrun sets MASTER_ADDR and MASTER_PORT, where the first of them listens",
+                ) from failure
         return self._given
 
     def deal(
@@ -213,15 +223,15 @@ class Team:
             while not self._store.check(["said"]) and time.monotonic() < until:
                 time.sleep(POLL)
             return int(self._store.get("code")) if self._store.check(["code"]) else code
-        except RuntimeError:  # the store went with the process that held it
-            return None if self.leads else code
+        except (RuntimeError, UsageError):  # the store went with the process that held it, or was never there
+            return None if self.leads or self._unreachable else code
 
     def said(self) -> None:
         """After `fail` gave None: why is said, the others may go."""
         if self.several:
             try:
                 self._store.set("said", "1")
-            except RuntimeError:
+            except (RuntimeError, UsageError):
                 return
 
     def finish(self) -> None:
@@ -271,9 +281,16 @@ def team() -> Team:
     if rank is None or size is None or size == "1":
         return ALONE
     try:
-        return Team(int(rank), int(size))
+        found = Team(int(rank), int(size))
     except ValueError as failure:
-        raise UsageError(f"RANK {rank}, WORLD_SIZE {size} are no numbers", "torchrun sets them") from failure
+        raise UsageError(
+            f"RANK {one_line(rank)}, WORLD_SIZE {one_line(size)} are no numbers", "torchrun sets them"
+        ) from failure
+    port = os.environ.get("MASTER_PORT", "")
+    if not (os.environ.get("MASTER_ADDR") and port.isdecimal() and 0 < int(port[:9]) < 2**16):
+        told = f"RANK and WORLD_SIZE name {size} processes, MASTER_ADDR and MASTER_PORT no place where they meet"
+        raise UsageError(told, "torchrun sets them all; unset RANK and WORLD_SIZE for one process")
+    return found
 
 
 def local_rank() -> int:

@@ -5,41 +5,53 @@ methods. Measured results (attacks) prove nothing and are not run again; lineage
 contradicts it can be found.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
-from certcli.checkpoint.schema import AttackedResult, BoundResult, CertifiedResult, TrainingResult, convert
+from certcli.evaluation.evidence import (
+    AttackResult,
+    CertifyResult,
+    Decoded,
+    JudgedImages,
+    SmoothingOptions,
+    command_of,
+    count_of,
+    decode_evidence,
+)
 from certcli.evaluation.intervals import share_interval
+from certcli.evaluation.radii import proven_radius, read_radius
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.lipschitz.numerics.real import Real
 from certcli.system.errors import CertvitError, Refused
-from certcli.verification.report import SLACK, below, below_log10
+from certcli.verification.report import SLACK, below, below_log10, below_text
 
 Status = Literal["verified", "refuted", "not checked"]
 SAMPLE_ALPHA = 1e-3
 """Two-sided: an honest share is refuted by a sample once in 1,000 times at most."""
 
-MEASURED = ("adapt", "constrain")
-"""Commands whose evidence is what the network kept on images that took no part."""
-MOST_DRAWS = 10**7
+MOST_DRAWS = 10**5
 """Of one image: a file may not ask for days of sampling."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """entry: where it stands; claim: what is said; asked: whether it counts for the verdict (history does not)."""
+    """entry: where it stands; claim: what is said; asked: whether it counts for the verdict (history does not).
+
+    number: of the evidence, from 0; None for the lineage.
+    """
 
     entry: str
     claim: str
     status: Status
     why: str
     asked: bool = True
+    number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,10 +68,18 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Again:
-    """(correct, radius) of every image that was certified again; total: how many images the evidence is about."""
+    """(correct, radius) of every image that was certified again; total: how many images the evidence is about.
+
+    name, split: of the images. registered: the name is a dataset's, not a folder's, which anyone may name as they like.
+    stated: what the method says of its certificates (promise, failure, arithmetic, parameters), where it was made ready.
+    """
 
     rows: Sequence[tuple[bool, float]]
     total: int
+    name: str
+    split: str
+    registered: bool
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
 
 Certify = Callable[[Wanted], Again]
@@ -73,16 +93,22 @@ def check(
     claims = list(_lineage(checkpoint))
     proven: Real | None = None
     for number, entry in enumerate(checkpoint.record.evidence):
-        where = f"evidence {number + 1}: {entry.command}"
-        if entry.digest != checkpoint.digest:
-            claims.append(_stale(checkpoint, entry, where))
-            continue
+        where = f"evidence {number + 1}: {command_of(entry)}"
+        found: list[Claim] = []
         try:
-            if entry.command in ("lipschitz", "finetune") and proven is None:
-                proven = prove_checkpoint(checkpoint, device).upper
-            claims += _check(checkpoint, entry, where, proven, certify, measured)
+            if entry.digest != checkpoint.digest:
+                found = [_stale(checkpoint, entry, where)]
+            else:
+                decoded = decode_evidence(entry)
+                if decoded.command in ("lipschitz", "finetune") and proven is None:
+                    proven = prove_checkpoint(checkpoint, device).upper
+                found = list(_check(checkpoint, decoded, where, proven, certify, measured))
         except Refused as refusal:
-            claims.append(Claim(where, "a result", "refuted", f"not what {entry.command} writes ({refusal})"))
+            unknown = command_of(entry) != entry.command
+            why = f"not what {command_of(entry)} writes ({refusal})"
+            told = "not understood, not shown"
+            found = [Claim(where, told, "not checked" if unknown else "refuted", str(refusal) if unknown else why)]
+        claims += [replace(claim, number=number) for claim in found]
     return claims
 
 
@@ -95,141 +121,162 @@ def verdict(claims: Sequence[Claim]) -> list[str]:
     return reasons
 
 
+def statuses(claims: Sequence[Claim], entries: int) -> list[Status]:
+    """Of each entry of evidence as a whole: refuted where one of its claims is, verified where all asked for are."""
+    found: list[Status] = []
+    for number in range(entries):
+        own = [claim for claim in claims if claim.number == number]
+        bad = any(claim.status == "refuted" for claim in own)
+        asked = {claim.status for claim in own if claim.asked}
+        found.append("refuted" if bad else "verified" if asked == {"verified"} else "not checked")
+    return found
+
+
 def _check(
-    checkpoint: Checkpoint, entry: Evidence, where: str, proven: Real | None, certify: Certify, measured: bool
+    checkpoint: Checkpoint, entry: Decoded, where: str, proven: Real | None, certify: Certify, measured: bool
 ) -> Iterator[Claim]:
     if entry.command == "lipschitz" and proven is not None:
-        yield _bound(where, convert(entry.result, BoundResult), proven)
+        yield from _bound(where, entry.result, proven)
     elif entry.command == "finetune" and proven is not None:
-        yield from _training(checkpoint, entry, where, proven, certify)
-    elif entry.command == "certify":
-        yield from _certified(entry, where, certify)
-    elif entry.command == "attack":
-        result = convert(entry.result, AttackedResult)
-        told = f"robust {result.robust:.4f} of clean {result.clean:.4f}"
-        if result.robust > result.clean:
-            yield Claim(where, told, "refuted", "an attack leaves no more images than were right before it")
-        else:
-            yield Claim(where, told, "not checked", "measured: run `certvit attack` again", asked=measured)
-    elif entry.command in MEASURED:
-        yield Claim(where, "what was kept", "not checked", "measured on images: run the command again", asked=measured)
+        yield from _bound(where, entry.result, proven)
+        yield from _training(checkpoint, entry, where, certify)
+    elif isinstance(entry.result, CertifyResult):
+        yield from _certified(entry.parameters, entry.result, where, certify)
+    elif isinstance(entry.result, AttackResult):
+        told = f"robust {entry.result.robust:.4f} of clean {entry.result.clean:.4f}"
+        why = "measured, the author's word: run `certvit attack` again"
+        yield Claim(where, told, "not checked", why, asked=measured)
     else:
-        yield Claim(where, "a result", "not checked", "no command of certvit writes such evidence")
+        why = "measured on images, the author's word: run the command again"
+        yield Claim(where, "what was kept", "not checked", why, asked=measured)
 
 
-def _bound(where: str, result: BoundResult, proven: Real) -> Claim:
+def _bound(where: str, result: Any, proven: Real) -> Iterator[Claim]:
     """The bound itself; a measured slope above it is a contradiction."""
     if result.log10_upper is None and result.upper == "inf":
-        return Claim(where, "no bound", "verified", f"nothing is claimed; proven is {proven}")
-    told = f"bound 10^{result.log10_upper}" if isinstance(result.upper, str) else f"bound {result.upper:.6g}"
+        yield Claim(where, "no bound", "verified", f"no bound is stated; proven is {proven}")
+        return
+    told = f"bound 10^{result.log10_upper}" if isinstance(result.upper, str) else f"bound {result.upper:.9g}"
     wrong = below_log10(result.log10_upper, proven)
     if isinstance(result.upper, float):
-        wrong = wrong or not result.upper >= 0 or below(Real(result.upper), proven)
+        wrong = wrong or below(Real(result.upper), proven)
+    if (text := getattr(result, "upper_text", None)) is not None:
+        told, wrong = f"{told} ({text})", wrong or below_text(text, proven)
+    lower = getattr(result, "lower", None)
     if wrong:
-        return Claim(where, told, "refuted", f"it does not follow from the weights; proven is {proven}")
-    if result.lower is not None and proven * (1 + SLACK) < Real(max(result.lower, 0.0)):
-        return Claim(where, told, "refuted", f"the measured slope {result.lower:.6g} is above what is proven, {proven}")
-    return Claim(where, told, "verified", f"proven again: {proven}; a measured slope beside it was not checked")
-
-
-def _text_below(text: str, proven: Real) -> bool:
-    """Whether a bound in words ("1.23e+968", two decimals) is below the proven one by more than its rounding."""
-    mantissa, _, exponent = text.partition("e")
-    try:
-        stated = Real(float(mantissa)).log10() + int(exponent or 0)
-    except (ValueError, OverflowError):
-        return True
-    return not proven.finite or stated < proven.log10() - 0.003  # half of 0.01 in 1.00 is 0.5 %
-
-
-def _training(checkpoint: Checkpoint, entry: Evidence, where: str, proven: Real, certify: Certify) -> Iterator[Claim]:
-    result = convert(entry.result, TrainingResult)
-    if result.upper == result.upper_text == "inf" and result.log10_upper is None:
-        bound = Claim(where, "no bound", "verified", f"nothing is claimed; proven is {proven}")
+        yield Claim(where, told, "refuted", f"it does not follow from the weights; proven is {proven}")
+    elif lower is not None and proven * (1 + SLACK) < Real(lower):
+        yield Claim(where, told, "refuted", f"the measured slope {lower:.6g} is above what is proven, {proven}")
     else:
-        low = isinstance(result.upper, float) and (not result.upper >= 0 or below(Real(result.upper), proven))
-        wrong = low or below_log10(result.log10_upper, proven) or _text_below(result.upper_text, proven)
-        told = f"bound {result.upper_text}"
-        bound = Claim(where, told, "refuted" if wrong else "verified", f"proven again: {proven}")
-    yield bound
-    steps = checkpoint.record.lineage
-    about, seed = entry.parameters, steps[-1].seed if steps else 0
-    epsilon, limit = about.get("epsilon"), about.get("images")
-    if not isinstance(epsilon, (int, float)) or not (limit is None or isinstance(limit, int)):
-        raise Refused("epsilon or images are no numbers")
-    shares = {"clean": result.clean, f"{epsilon:g}": result.certified}
-    yield from _again(where, shares, None, None, Wanted("val", limit, seed, "lipschitz", {}), certify)
+        yield Claim(where, told, "verified", f"proven again: {proven}")
+    if lower is not None:
+        slope = f"slope {lower:.6g}"
+        yield Claim(where, slope, "not checked", "measured, the author's word", asked=False)
 
 
-def _certified(entry: Evidence, where: str, certify: Certify) -> Iterator[Claim]:
-    result = convert(entry.result, CertifiedResult)
-    about = entry.parameters
-    split, limit, seed = about.get("split"), about.get("limit"), about.get("seed")
-    if (
-        not isinstance(seed, int)
-        or not (limit is None or isinstance(limit, int))
-        or not isinstance(split, (str, type(None)))
-    ):
-        raise Refused("split, limit or seed are of another type")
-    if any(isinstance(value, (int, float)) and not abs(value) <= MOST_DRAWS for value in result.parameters.values()):
-        raise Refused("a parameter of the method is out of range")
-    shares = {"clean": result.clean, **result.certified}
-    wanted = Wanted(split, limit, seed, result.method, result.parameters, result.dataset.digest)
-    yield from _again(where, shares, result.average_radius, result.images, wanted, certify)
+def _training(checkpoint: Checkpoint, entry: Decoded, where: str, certify: Certify) -> Iterator[Claim]:
+    steps, result = checkpoint.record.lineage, entry.result
+    images = result.dataset if isinstance(result.dataset, JudgedImages) else None
+    limit, digest = entry.parameters.images, None if images is None else images.digest
+    wanted = Wanted("val", limit, steps[-1].seed if steps else 0, "lipschitz", {}, digest)
+    shares = [(entry.parameters.epsilon, result.certified)]
+    yield from _again(where, result.clean, shares, "l2", None, images, {}, wanted, certify)
+
+
+def _certified(about: Any, result: CertifyResult, where: str, certify: Certify) -> Iterator[Claim]:
+    options = result.options
+    if isinstance(options, SmoothingOptions) and max(options.samples, options.n0) > MOST_DRAWS:
+        why = f"more than {MOST_DRAWS:,} draws an image: `certvit certify --verify` on its records checks a sample"
+        yield Claim(where, "certificates", "not checked", why)
+        return
+    stated = {
+        "promise": result.promise,
+        "failure": result.failure,
+        "arithmetic": result.arithmetic,
+        "parameters": msgspec.to_builtins(options),
+    }
+    shares = [(read_radius(key), share) for key, share in result.certified.items()]
+    given = {name: value for name, value in stated["parameters"].items() if name != "noise"}
+    wanted = Wanted(about.split, about.limit, about.seed, result.method, given, result.dataset.digest)
+    mean = result.average_radius
+    yield from _again(where, result.clean, shares, result.norm, mean, result.dataset, stated, wanted, certify)
 
 
 def _again(
-    where: str, shares: Mapping[str, float], mean: float | None, images: int | None, wanted: Wanted, certify: Certify
+    where: str,
+    clean: float,
+    shares: Sequence[tuple[float, float]],
+    norm: str,
+    mean: float | None,
+    images: JudgedImages | None,
+    stated: Mapping[str, Any],
+    wanted: Wanted,
+    certify: Certify,
 ) -> Iterator[Claim]:
-    """Stated shares beside those of the images certified again."""
-    names = [name if name == "clean" else f"certified at {name}" for name in shares]
-    told = {name: f"{words} {share:.4f}" for (name, share), words in zip(shares.items(), names, strict=True)}
+    """Stated counts beside those of the images certified again. shares: (radius, certified share)."""
     try:
         again = certify(wanted)
     except CertvitError as failure:
-        for name in shares:
-            yield Claim(where, told[name], "not checked", failure.message)
+        yield Claim(where, "certificates", "not checked", failure.message)
         return
-    if images is not None and images != again.total:
-        yield Claim(where, f"{images} images", "refuted", f"they are {again.total}")
-    for name, share in shares.items():
-        yield Claim(where, told[name], *_judge(name, share, again))
+    total = again.total if images is None else images.images
+    if total != again.total:
+        yield Claim(where, f"{total} images", "refuted", f"they are {again.total}")
+        return
+    yield _named(where, images, again, wanted)
+    different = [name for name, value in stated.items() if again.stated and again.stated.get(name) != value]
+    if different:
+        why = f"{wanted.method} states another {' and '.join(different)}"
+        yield Claim(where, "how it was certified", "refuted", why)
+        return
+    yield Claim(where, f"clean {count_of(clean, total)} of {total}", *_judge(None, clean, again))
+    for radius, share in shares:
+        told = f"certified {count_of(share, total)} of {total} at {norm} {proven_radius(radius)}"
+        yield Claim(where, told, *_judge(radius, share, again))
     if mean is not None:
         whole = len(again.rows) == again.total  # who asks for a sample does not ask for what no sample can tell
-        yield Claim(where, f"mean radius {mean:.6g}", *_judge_mean(mean, again), asked=whole)
+        yield Claim(where, f"mean radius {proven_radius(mean)}", *_judge_mean(mean, again), asked=whole)
 
 
-def _judge(name: str, share: float, again: Again) -> tuple[Status, str]:
-    hits, count = _hits(name, again.rows), len(again.rows)
+def _named(where: str, images: JudgedImages | None, again: Again, wanted: Wanted) -> Claim:
+    """Whether the images are those of the dataset and the split that the evidence names."""
+    here = f"{again.name} ({again.split})"
+    chosen = "" if wanted.limit is None else f"; which of them, its author chose (seed {wanted.seed})"
+    if images is None or (images.name, images.split) == (again.name, again.split):
+        same = "the same pixels and labels" if images is not None else "no digest is stated"
+        return Claim(where, f"{again.total} images of {here}", "verified", same + chosen)
+    told = f"{again.total} images of {images.name} ({images.split})"
+    if again.registered or again.split != images.split:
+        return Claim(where, told, "refuted", f"they are of {here}")
+    return Claim(where, told, "not checked", f"the same pixels and labels, in a folder that is named {here} here")
+
+
+def _judge(radius: float | None, share: float, again: Again) -> tuple[Status, str]:
+    """radius: None for images that are right."""
+    hits, count = _hits(radius, again.rows), len(again.rows)
+    stated = count_of(share, again.total)
     if count < again.total:
         low, high = share_interval(hits, count, SAMPLE_ALPHA)
-        wrong = share > high or (name == "clean" and share < low)
+        wrong = share > high or (radius is None and share < low)
         interval = f"{hits} of a sample of {count} images: between {low:.4f} and {high:.4f} ({1 - SAMPLE_ALPHA:.1%})"
         return ("refuted" if wrong else "verified"), interval
-    stated = share * count
-    wrong = abs(stated - hits) > 0.5 if name == "clean" else stated > hits + 0.5
+    wrong = stated != hits if radius is None else stated > hits
     return ("refuted" if wrong else "verified"), f"{hits} of all {count} images"
 
 
-def _hits(name: str, rows: Sequence[tuple[bool, float]]) -> int:
+def _hits(radius: float | None, rows: Sequence[tuple[bool, float]]) -> int:
     """Images that are right and, at a radius, certified there; a radius at the very edge may round either way."""
-    if name == "clean":
+    if not radius:
         return sum(correct for correct, _ in rows)
-    try:
-        epsilon = float(name)
-    except ValueError:
-        raise Refused(f"'{name[:40]}' is no radius") from None
-    if not (math.isfinite(epsilon) and epsilon >= 0):
-        raise Refused(f"{epsilon} is no radius")
-    return sum(correct and (epsilon == 0 or radius * (1 + SLACK) > epsilon) for correct, radius in rows)
+    return sum(correct and found * (1 + SLACK) > radius for correct, found in rows)
 
 
 def _judge_mean(mean: float, again: Again) -> tuple[Status, str]:
     if len(again.rows) < again.total:
         return "not checked", "a sample bounds no mean of radii"
-    finite = [radius for correct, radius in ((c, r if c else 0.0) for c, r in again.rows) if math.isfinite(radius)]
+    finite = [radius for radius in (r if correct else 0.0 for correct, r in again.rows) if radius < float("inf")]
     found = sum(finite) / len(finite) if finite else 0.0
-    return ("refuted" if mean > found * (1 + SLACK) else "verified"), f"found {found:.6g}"
+    return ("refuted" if mean > found * (1 + SLACK) else "verified"), f"found {proven_radius(found)}"
 
 
 def _stale(checkpoint: Checkpoint, entry: Evidence, where: str) -> Claim:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from msgspec import UNSET, UnsetType
+
 from certcli.checkpoint.schema import ReportFields
 from certcli.lipschitz.bound import check_proof
 from certcli.lipschitz.numerics.real import ZERO, Real
@@ -47,15 +49,22 @@ def check_laws(report: ReportFields) -> Iterator[str]:
     used = {part for row in report.proof for part in row.parts} | {len(report.proof) - 1}
     if len(used) < len(report.proof):
         yield f"{len(report.proof) - len(used)} nodes of the proof belong to nothing"
+    for number, row in enumerate(report.proof):
+        value = Real.from_json(list(row.value))
+        if row.log10_upper is not UNSET and not _same_log10(row.log10_upper, value):
+            yield f"node {number}: log10_upper {row.log10_upper} is not that of its value, {value}"
     root = Real.from_json(list(report.proof[-1].value))
     if report.upper != (float(root) if float(root) < float("inf") else "inf"):
         yield f"the headline upper {report.upper} is not the root of the proof, {root}"
     if (report.upper_finite, report.upper_text) != (root.finite, str(root)):
         yield f"the headline is '{one_line(report.upper_text)}', the root of the proof {root}"
-    log10 = root.log10() if root.finite and root > ZERO else None
-    if log10 is None or report.log10_upper is None:
-        wrong = log10 is not report.log10_upper
-    else:
-        wrong = abs(log10 - report.log10_upper) > 1e-12 * max(1.0, abs(log10))  # a logarithm's last digits
-    if wrong:
-        yield f"the headline log10_upper {report.log10_upper} is not that of the root of the proof, {log10}"
+    if not _same_log10(report.log10_upper, root):
+        yield f"the headline log10_upper {report.log10_upper} is not that of the root of the proof, {root}"
+
+
+def _same_log10(stated: float | UnsetType | None, value: Real) -> bool:
+    """Whether this is the logarithm of the value; None stands for a value that is 0 or infinite."""
+    log10 = value.log10() if value.finite and value > ZERO else None
+    if not isinstance(stated, float) or log10 is None:
+        return stated is None and log10 is None
+    return abs(log10 - stated) <= 1e-12 * max(1.0, abs(log10))  # a logarithm's last digits

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+from msgspec import UNSET
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.schema import LayerFields, ReportFields
@@ -37,13 +38,15 @@ def check_weights(report: ReportFields, checkpoint: Checkpoint, device: torch.de
         return
     for number, (stated, proven) in enumerate(zip(report.proof, rows, strict=True)):
         where = f"node {number} ({proven['path']})"
-        names = ("path", "kind", "law", "parts")
-        different = next((name for name in names if getattr(stated, name) != proven[name]), None)
+        names = ("path", "kind", "law", "parts", "why")
+        different = next((name for name in names if getattr(stated, name) not in (proven[name], UNSET)), None)
         if different is not None:
             yield f"{where}: {different} is {getattr(stated, different)!a}, of these weights {proven[different]!a}"
         elif below(Real.from_json(list(stated.value)), Real.from_json(proven["value"])):
             told, again = Real.from_json(list(stated.value)), Real.from_json(proven["value"])
             yield f"{where}: {told.log10():.9f} is stated (log10), {again.log10():.9f} is proven"
+    if report.why not in (found.bound.why, UNSET):
+        yield f"the headline's why is {report.why!a}, of these weights {found.bound.why!a}"
     yield from _check_layers(report.layers, found)
 
 
@@ -53,15 +56,33 @@ def _check_layers(layers: list[LayerFields], found: NetworkBound) -> Iterator[st
         return
     for layer, charge in zip(layers, found.charges, strict=True):
         for stated, proven in ((layer.log10_upper, charge.constant), (layer.log10_cumulative, charge.cumulative)):
-            if below_log10(stated, proven):
+            if below_log10(stated, proven) or (stated is None and proven.finite and proven > ZERO):
                 yield f"layer {layer.path}: 10^{stated} is stated, 10^{proven.log10():.9f} is proven"
         if isinstance(layer.upper, float) and below(Real(layer.upper), charge.constant):
             yield f"layer {layer.path}: {layer.upper} is stated, {charge.constant} is proven"
+        words = (layer.kind, layer.law, layer.why, layer.upper_finite)
+        again = (charge.kind, charge.law, charge.why, charge.constant.finite)
+        if any(one not in (other, UNSET) for one, other in zip(words, again, strict=True)):
+            yield f"layer {layer.path}: its kind, law, why or upper_finite is not that of these weights"
+        if isinstance(layer.upper_text, str) and below_text(layer.upper_text, charge.constant):
+            yield f"layer {layer.path}: '{layer.upper_text[:40]!a}' is stated, {charge.constant} is proven"
 
 
 def below(stated: Real, proven: Real) -> bool:
     """Whether a stated bound lies below the proven one by more than SLACK."""
     return stated * (1 + SLACK) < proven
+
+
+def below_text(text: str, proven: Real) -> bool:
+    """The same for a bound in words ("1.23e+968", two decimals), whose rounding is allowed for; also what is no number."""
+    mantissa, _, exponent = text.partition("e")
+    if text == "inf":
+        return False
+    try:
+        stated = Real(float(mantissa)).log10() + int(exponent or 0)
+    except (ValueError, OverflowError):
+        return text != str(proven)
+    return not proven.finite or stated < proven.log10() - 0.003  # half of 0.01 in 1.00 is 0.5 %
 
 
 def below_log10(stated: float | None, proven: Real) -> bool:

@@ -38,7 +38,7 @@ def found_by(size: int, count: int) -> list[tuple[list[Tensor], Tensor]]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=600)
     return found  # type: ignore[return-value]
 
 

@@ -1,11 +1,6 @@
 """Adaptation as it is run: interrupted and resumed to the same bytes, planned without work, and told about bad input."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +19,7 @@ from certcli.cli.main import app
 from certcli.images import datasets
 from certcli.models import build as models
 from certcli.system.errors import ArchitectureError, CheckpointError
+from tests.helpers.interrupted import interrupted
 
 CPU = torch.device("cpu")
 
@@ -82,21 +78,8 @@ def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -
     words = [workshop / "plain.safetensors", "--dataset", "digits", "--limit", 20, "--epochs", 1, "--distill", 60]
     assert certvit("adapt", *words, "-o", tmp_path / "whole.safetensors").exit_code == 0
     out = tmp_path / "stopped.safetensors"
-    command = [sys.executable, "-m", "certcli.cli.main", "adapt", *map(str, words), "-o", str(out)]
-    # a job that a shell runs in the background inherits an ignored SIGINT; a person's does not
-    process = subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
     state = tmp_path / "stopped.state.safetensors"
-    deadline = time.monotonic() + 120
-    while not state.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 130, told
+    interrupted("certcli.adapt.state", ["adapt", *map(str, words), "-o", str(out)])
     assert state.exists()
     assert not out.exists()
     resumed = certvit("adapt", *words, "-o", out, "--resume")

@@ -146,7 +146,8 @@ def test_radii_withstand_attacks_and_are_never_below_the_global_ones(name: str) 
     found = {}
     for kind in (BcpCertifier, LocalLipCertifier):
         rows = found[kind] = kind(model, CLASSES, SIZE).batch(indices, pixels, wanted)
-        assert all(row.radius >= other.radius for row, other in zip(rows, plain, strict=True))
+        # two bounds on the rounding of the logits: radii agree but for some 1e-10
+        assert all(row.radius >= other.radius * (1 - 1e-8) for row, other in zip(rows, plain, strict=True))
         radii = torch.tensor([row.radius for row in rows], dtype=torch.float64)
         assert not attacked(model, pixels, labels, radii).any()
     radii = torch.tensor([row.radius for row in found[BcpCertifier]], dtype=torch.float64)

@@ -42,7 +42,7 @@ def made(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_radii_where_none_is_asked_for(workshop: Path, made: Path) -> None:
     """In linf those that people quote: at l2's every local certificate would read 0."""
     told = document("certify", workshop / "plain.safetensors", "--limit", 2, *MADE["linf"][1][:-2])
-    assert list(told["certified"]) == [f"{part / 255:g}" for part in (1, 2, 4, 8)]
+    assert list(told["certified"]) == [str(part / 255) for part in (1, 2, 4, 8)]
     told = document("certify", workshop / "certified.safetensors", "--limit", 2)
     assert list(told["certified"]) == ["0.25", "0.5", "1"]
 
@@ -116,11 +116,9 @@ FORGERIES: list[tuple[Callable[[Row], None], tuple[str, ...]]] = [
     (grown, ("lipschitz", "norms", "smoothing")),  # of local, a search that began elsewhere may have found it
     (doubled, ("lipschitz", "local", "norms", "linf", "smoothing")),
     (other_class, ("lipschitz", "local", "norms", "smoothing")),
-    (other_label, ("lipschitz", "local", "norms", "smoothing")),
     (certain, ("lipschitz", "local", "norms", "smoothing")),
     (other_method, ("lipschitz", "local", "norms", "smoothing")),
     (beyond, ("lipschitz", "local", "norms", "smoothing")),
-    (abstaining, ("lipschitz", "local", "norms", "smoothing")),
     (all_hits, ("smoothing",)),
 ]
 
@@ -143,6 +141,62 @@ def test_every_forged_record_is_refuted(workshop: Path, made: Path, tmp_path: Pa
         assert code == 7
         assert [row["status"] for row in told["rows"]] == ["refuted"] * len(forged), told["rows"]
         assert told["gate"]["passed"] is False
+
+
+NO_RECORDS: dict[str, tuple[Callable[[Row], None], str]] = {
+    "another label": (other_label, "its pixels or its label differ"),
+    "a radius and no class": (abstaining, "a radius and no class"),
+    "an index that is a text, and other pixels": (lambda row: row.update(index="5", pixels="0" * 16), "index"),
+    "an index beyond all numbers": (lambda row: row.update(index=10**400), "index"),
+    "other pixels": (lambda row: row.update(pixels="0" * 16), "its pixels or its label differ"),
+    "a class below 0": (lambda row: row.update(prediction=-6), "prediction"),
+    "half a class": (lambda row: row.update(prediction=3.7), "prediction"),
+    "a radius beyond all numbers": (lambda row: row.update(radius=10**400), "radius"),
+    "a field of nobody": (lambda row: row.update(proven=True), "proven"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_RECORDS)
+def test_lines_that_are_no_records_of_these_images_are_refused(
+    workshop: Path, made: Path, tmp_path: Path, kind: str
+) -> None:
+    """By --verify, by --resume and by `attack --only-certified`: one line, exit code 6."""
+    spoil, named = NO_RECORDS[kind]
+    head, first, *rest = lines(made / "lipschitz.jsonl")
+    spoil(first)
+    path, net = written(tmp_path / "f.jsonl", [head, first, *rest]), workshop / "certified.safetensors"
+    readers: list[tuple[object, ...]] = [
+        ("certify", net, "--verify", path),
+        ("certify", net, "--limit", 10, "-e", 0.1, "--records", path, "--resume"),
+        ("attack", net, "--limit", 10, "--only-certified", path),
+    ]
+    for words in readers[:2] if kind == "another label" else readers:  # which certifies nothing to attack
+        failure = certvit(*words).exception
+        assert (getattr(failure, "code", None), named in str(failure)) == (6, True), (words, failure)
+
+
+HEADERS: dict[str, Callable[[Row], None]] = {
+    "sigma auto": lambda head: head["parameters"].update(sigma="auto", tuning_images="x"),
+    "a seed that is true": lambda head: head["parameters"].update(seed=True),
+    "a seed beyond 2^64": lambda head: head["parameters"].update(seed=2**70),
+    "ten million draws": lambda head: head["parameters"].update(samples=10**7),
+    "too many to be counted": lambda head: head["parameters"].update(n0=10**400),
+    "a file to be opened": lambda head: head["parameters"].update(denoiser_file="x.safetensors"),
+    "alpha of 2": lambda head: head["parameters"].update(alpha=2),
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_headers_that_ask_for_what_no_run_does_are_refused(
+    workshop: Path, made: Path, tmp_path: Path, kind: str
+) -> None:
+    """At once: no file is opened, and nothing is drawn, because a header says so."""
+    head, *rows = lines(made / "smoothing.jsonl")
+    HEADERS[kind](head)
+    failure = certvit(
+        "certify", workshop / "plain.safetensors", "--verify", written(tmp_path / "f.jsonl", [head, *rows])
+    ).exception
+    assert getattr(failure, "code", None) == 6, failure
 
 
 def other_network(head: Row) -> None:
@@ -181,8 +235,8 @@ def no_parameters(head: Row) -> None:
         (other_split, 6, "other images"),
         (other_sigma, 7, "no count of hits"),
         (other_promise, 6, "promise"),
-        (no_method, 6, "no method"),
-        (no_parameters, 6, "no method"),
+        (no_method, 6, "line 1 of"),
+        (no_parameters, 6, "line 1 of"),
     ],
 )
 def test_records_of_something_else_are_refused(
@@ -269,5 +323,5 @@ def test_log_certifies_smoothing_evidence_again(
     done = certvit("log", kept, "--verify", "--json")
     assert getattr(done.exception, "code", 0) == code, done.output
     claims = [claim for claim in json.loads(done.stdout)["verification"] if "certify" in claim["entry"]]
-    assert len(claims) == 6
+    assert len(claims) == 8  # of each: images, clean, certified, mean radius
     assert sum(claim["status"] == "refuted" for claim in claims) == (factor is not None)

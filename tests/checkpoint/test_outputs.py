@@ -1,9 +1,11 @@
 """Nothing is lost: what a command writes is compared with all that it reads before any work, whatever is forced."""
 
+import contextlib
 import inspect
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from certcli.checkpoint.outputs import Outputs, discard_state, last_command, read_metadata, require_own_state
+from certcli.checkpoint.shards import INDEX
 from certcli.cli.main import COMMANDS, app
 from certcli.cli.shared.command import info_of, spelling
 from certcli.cli.shared.options import Reads, Writes
@@ -55,13 +58,23 @@ def hard_link(folder: Path) -> None:
 
 
 def pipe(folder: Path) -> None:
-    os.mkfifo(folder / "pipe.png")
+    os.mkfifo(folder / "pipe.safetensors")
 
 
-def device(folder: Path) -> None:
-    """A link to one: code that replaces what it should not then replaces a link in the test's folder, not the device."""
-    (folder / "device.safetensors").symlink_to("/dev/full")
-    (folder / "device.png").symlink_to("/dev/null")
+def port(folder: Path) -> None:
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as made:
+        made.bind("port.png")
+
+
+def circle(folder: Path) -> None:
+    (folder / "one.png").symlink_to("two.png")
+    (folder / "two.png").symlink_to("one.png")
+
+
+def index_elsewhere(folder: Path) -> None:
+    (folder / "there").mkdir()
+    (folder / "there" / INDEX).write_text("{}")
+    (folder / INDEX).symlink_to(folder / "there" / INDEX)
 
 
 def dangling(folder: Path) -> None:
@@ -119,11 +132,15 @@ CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
     (nothing, ["certify", M, "--plot", "new.png", "--records", "./new.png"], "would both write"),
     (nothing, ["constrain", M, "-o", "new.safetensors", "--plot", "new.safetensors"], "would both write"),
     # no files
-    (device, ["constrain", M, "-o", "device.safetensors", "--force"], "device or a pipe"),
-    (device, ["lipschitz", M, "--plot", "device.png", "--force"], "device or a pipe"),
-    (pipe, ["lipschitz", M, "--plot", "pipe.png", "--force"], "device or a pipe"),
+    (port, ["lipschitz", M, "--plot", "port.png", "--force"], "is a socket"),
+    (pipe, ["finetune", M, "-o", "pipe.safetensors"], "keeps others beside"),
+    (pipe, ["adapt", M, "-o", "pipe.safetensors"], "keeps others beside"),
+    (pipe, ["certify", M, "--records", "pipe.safetensors", "--resume"], "is no file"),
+    (index_elsewhere, ["constrain", M, "-o", INDEX, "--force"], "out of its folder"),
     (nothing, ["lipschitz", M, "--plot", "photos", "--force"], "is a folder"),
     (dangling, ["lipschitz", M, "--plot", "gone.png", "--force"], "leads nowhere"),
+    (circle, ["lipschitz", M, "--plot", "one.png", "--force"], "leads nowhere"),
+    (nothing, ["lipschitz", M, "--plot", "x" * 300 + ".png"], "too long"),
     # the same rule as for checkpoints: new, or --force
     (existing("p.png"), ["lipschitz", M, "--plot", "p.png"], "exists already"),
     (existing("p.png"), ["constrain", M, "--plot", "p.png"], "exists already"),

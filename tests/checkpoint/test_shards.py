@@ -4,6 +4,7 @@ import errno
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -105,19 +106,19 @@ def test_whoever_stops_it_the_old_one_is_whole(
     if force:
         tiny.write(index, shard_bytes=MOST)
     before = contents(tmp_path)
-    save, calls = safetensors.torch.save_file, 0
+    save, calls = checkpoint_module.write_one_by_one, 0
 
-    def stopped(tensors: object, path: Path, metadata: object) -> None:
+    def stopped(*args: Any) -> None:
         nonlocal calls
         calls += 1
-        save(tensors, path, metadata)  # type: ignore[arg-type]
+        save(*args)
         if calls == stops:
             raise failure
 
     def text_stopped(*_: object) -> None:
         raise failure
 
-    monkeypatch.setattr(checkpoint_module, "save_file", stopped)
+    monkeypatch.setattr(checkpoint_module, "write_one_by_one", stopped)
     if stops == "index":
         monkeypatch.setattr(Path, "write_text", text_stopped)
     with pytest.raises((OutputError, KeyboardInterrupt)):

@@ -187,7 +187,7 @@ RUN = ("-a", "fgsm", "-a", "pgd-5", "-e", 0.2, "-e", 0.4, *QUICK, "--batch-size"
 def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
     net: Path, tmp_path: Path, kept: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the file was cut down to, whole batches are read and not attacked again, the rest is written anew."""
+    """Whatever the file was cut down to, whole batches are read, one of them is attacked again, the rest is written anew."""
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     expected = document(net, *RUN, "--records", whole)
     written = whole.read_bytes()
@@ -200,11 +200,15 @@ def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
         return attack_images(model, batches, *words, **more)
 
     monkeypatch.setattr(campaign, "attack_images", counted)
-    assert document(net, *RUN, "--records", parts, "--resume") == expected
+    resumed = document(net, *RUN, "--records", parts, "--resume")
+    told = resumed.pop("resumed", {"records": 0, "computed_again": 0})
+    assert resumed == expected
     assert parts.read_bytes() == written
     # batches of 15, 15 and 10 images at two radii
-    ends = (30, 60, 80)
-    assert attacked == [size for size, end in zip((15, 15, 10), ends, strict=True) if end > complete]
+    new = [size for size, end in zip((15, 15, 10), (30, 60, 80), strict=True) if end > complete]
+    assert attacked[: len(new)] == new
+    assert told == {"records": 80 - 2 * sum(new), "computed_again": 2 * sum(attacked[len(new) :])}
+    assert len(attacked) == len(new) + (len(new) < 3)
 
 
 def test_records_of_another_run_are_not_continued(net: Path, proven: Path, tmp_path: Path) -> None:

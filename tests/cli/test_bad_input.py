@@ -6,11 +6,9 @@ import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from certcli.checkpoint.shards import INDEX
 from certcli.cli.main import app, run
 from certcli.lipschitz.table import rules
 from certcli.system.errors import NoBoundError, OutputError
+from tests.helpers.interrupted import interrupted
 
 
 @dataclass(frozen=True)
@@ -264,7 +263,7 @@ def test_a_network_without_a_bound_certifies_nothing(workshop: Path, monkeypatch
 
 
 def test_ctrl_c_leaves_the_last_good_state_and_resume_ends_where_one_run_ends(workshop: Path, tmp_path: Path) -> None:
-    """A real process, a real SIGINT after the first epochs: exit 130, no output file, a state that --resume goes on from."""
+    """A real process, a real SIGINT after the first epoch: exit 130, no output file, a state that --resume goes on from."""
     words = [
         "finetune",
         str(workshop / "adapted.safetensors"),
@@ -279,20 +278,7 @@ def test_ctrl_c_leaves_the_last_good_state_and_resume_ends_where_one_run_ends(wo
     state = tmp_path / "parts.state.safetensors"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     shell = [sys.executable, "-c", "from certcli.cli.main import run; run()", *words, "--quiet"]
-    # a job that a shell runs in the background inherits an ignored SIGINT; a person's does not
-    running = subprocess.Popen(
-        [*shell, "-o", str(parts)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + 120
-    while not state.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    running.send_signal(signal.SIGINT)
-    _, talk = running.communicate(timeout=60)
-    assert running.returncode == 130, talk
+    talk = interrupted("certcli.finetune.state", [*words, "--quiet", "-o", str(parts)])
     assert "interrupted" in talk
     assert "Traceback" not in talk
     assert sorted(path.name for path in tmp_path.iterdir()) == [state.name]

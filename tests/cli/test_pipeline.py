@@ -111,14 +111,17 @@ def test_certified_share_never_exceeds_what_an_attack_leaves(workshop: Path) -> 
 
 def test_radii_of_known_logits() -> None:
     logits = torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 5.0, 5.0 - 1e-12]], dtype=torch.float64)
+    errors = torch.full((3, 1), 1e-12, dtype=torch.float64)
     pairs = torch.tensor([[0, 4.0, 1.0], [4.0, 0, 2.0], [1.0, 2.0, 0]], dtype=torch.float64)
-    radii = certified_radii(logits, pairs)
-    assert float(radii[0]) <= 0.5  # min((3 - 1) / 4, (3 - 0) / 1), rounded down
-    assert float(radii[0]) > 0.5 - 1e-8
-    assert radii[1:].tolist() == [0.0, 0.0]  # tied logits certify nothing
-    free = certified_radii(logits[:1], torch.zeros(3, 3, dtype=torch.float64))
+    radii = certified_radii(logits, errors, pairs)
+    assert float(radii[0]) <= 0.5 - 5e-13  # min((3 - 1 - 2e-12) / 4, (3 - 0) / 1), rounded down
+    assert float(radii[0]) > 0.5 - 1e-11
+    assert radii[1:].tolist() == [0.0, 0.0]  # logits that may be tied certify nothing
+    free = certified_radii(logits[:1], errors[:1], torch.zeros(3, 3, dtype=torch.float64))
     assert free.tolist() == [float("inf")]  # margins that cannot move
-    assert certified_radii(logits[:1], torch.full((3, 3), torch.inf, dtype=torch.float64)).tolist() == [0.0]
+    for slopes, doubt in ((torch.inf, 0.0), (torch.nan, 0.0), (1.0, torch.inf), (1.0, torch.nan), (0.0, torch.inf)):
+        known = torch.full((3, 3), slopes, dtype=torch.float64)
+        assert certified_radii(logits[:1], torch.full_like(errors[:1], doubt), known).tolist() == [0.0]
 
 
 def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(workshop: Path, tmp_path: Path) -> None:

@@ -270,9 +270,9 @@ def test_an_early_interruption_is_one_line() -> None:
     )
     assert running.stdout is not None
     assert running.stdout.readline() == "now\n"
-    time.sleep(0.05)
+    time.sleep(0.05)  # into the import, or before it, or after: the answer is the same
     running.send_signal(signal.SIGINT)
-    _, talk = running.communicate(timeout=60)
+    _, talk = running.communicate(timeout=600)
     assert running.returncode == 130, talk
     assert talk.startswith("certvit: interrupted")
     assert "Traceback" not in talk

@@ -41,10 +41,11 @@ def test_no_network_is_one_line_at_once(source: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert not hub.reachable()
-    started = time.perf_counter()
+    monkeypatch.setattr(
+        time, "sleep", lambda seconds: pytest.fail("the library's own retries wait, for a minute in all")
+    )
     with pytest.raises(CheckpointError, match=r"no network: hub.invalid cannot be reached"):
         open_checkpoint(source)
-    assert time.perf_counter() - started < 30  # the library's own retries take a minute
     assert constants.HF_HUB_OFFLINE is False
 
 

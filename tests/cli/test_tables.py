@@ -122,7 +122,8 @@ def test_log_shows_what_training_found(workshop: Path) -> None:
     code, out, _ = certvit("log", workshop / "certified.safetensors")
     assert code == 0
     assert re.search(
-        r"finetune +this network +validation images: clean \d+\.\d %, certified \d+\.\d % at 0.3, bound", out
+        r"this network +\d+ images of digits \(val\): clean \d+\.\d %, and certified \d+\.\d % at 0.3 \(proven\), b",
+        out,
     )
     code, out, _ = certvit("log", workshop / "plain.safetensors", workshop / "certified.safetensors")
     assert "validation clean" in out

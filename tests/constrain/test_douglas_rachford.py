@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.constrain import network, parallel
+from certcli.constrain import network
 from certcli.constrain.douglas_rachford import constrain_matrix, paper_eta
 from certcli.constrain.methods import METHODS, PENALTIES
 from certcli.constrain.network import Calibration, Options, constrain_to
@@ -215,7 +215,7 @@ def test_workers_change_nothing_and_etas_can_differ(name: str) -> None:
 
 def test_layers_run_side_by_side_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [layer(seed=seed)[0] for seed in range(4)]
-    meeting, threads = Barrier(2, timeout=20), torch.get_num_threads()
+    meeting, threads = Barrier(2, timeout=600), torch.get_num_threads()
 
     def work(one: LayerStatistics) -> int:
         meeting.wait()  # nobody comes alone: broken, were the layers computed one after the other
@@ -226,8 +226,7 @@ def test_layers_run_side_by_side_one_thread_each(monkeypatch: pytest.MonkeyPatch
     calibration = Calibration(small_net(), PATHS, IMAGES.split(4))
     options = Options("spectral", 0.01, 0.1, 1.2, 200)
     alone = list(constrain_to(calibration, options))
-    monkeypatch.setattr(parallel, "MOST_WORKERS", 3)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(network, "workers_for", lambda device: 3)  # the machine may have fewer cores
     assert calibration.workers == 3
     together = list(constrain_to(calibration, options))
     assert [one.path for one in alone] == [two.path for two in together]

@@ -18,6 +18,7 @@ from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.balls.table import Context, rules
 from certcli.enclosure.balls.written_attention import heads
 from certcli.engine.table import NoRule
+from certcli.evaluation.evidence import decode_evidence
 from certcli.system.errors import NoBoundError, UsageError
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network, node_values
 
@@ -263,10 +264,23 @@ def test_linf_is_refused_beside_other_methods() -> None:
 
 
 def test_log_never_puts_linf_shares_into_its_column_of_l2() -> None:
-    result = {"clean": 1.0, "certified": {"0.004": 0.5}, "images": 4, "method": "local", "average_radius": 0.01}
-    boxed = {**result, "parameters": {"effort": "norms", "norm": "linf"}}
-    assert _certified({"certify": result}, "0.004") is not None
-    assert _certified({"certify": boxed}, "0.004") is None
-    told = [sentence(Evidence("certify", {}, entry, "0")) for entry in (result, boxed)]
+    about = {"dataset": "digits", "split": "test", "limit": 4, "seed": 0, "method": "local"}
+    result = {
+        "dataset": {"name": "digits", "split": "test", "images": 4, "digest": "0" * 64},
+        "clean": 1.0,
+        "certified": {"0.004": 0.5},
+        "images": 4,
+        "method": "local",
+        "average_radius": 0.01,
+        "failure": 0.0,
+        "promise": "proof",
+        "arithmetic": "real",
+    }
+    given = {"effort": "norms", "symbols": 0, "steps": 4}
+    plain, boxed = ({**result, "parameters": {**given, "norm": norm}} for norm in ("l2", "linf"))
+    entries = [Evidence("certify", about, entry, "0") for entry in (plain, boxed)]
+    assert _certified({"certify": decode_evidence(entries[0])}, "0.004") is not None
+    assert _certified({"certify": decode_evidence(entries[1])}, "0.004") is None
+    told = [sentence(entry) for entry in entries]
     assert "linf" not in told[0]
     assert "radii linf" in told[1]

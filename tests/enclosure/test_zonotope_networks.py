@@ -18,6 +18,7 @@ from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded, l2_ball, linf_ball
 from certcli.enclosure.zonotopes.memory import affordable
 from certcli.enclosure.zonotopes.search import certified_radius
+from certcli.engine.replay import executed
 from certcli.models.build import PixelModel
 from certcli.system.errors import NoBoundError
 from tests.helpers.enclosure_cases import square_symbols
@@ -61,20 +62,7 @@ def image(seed: int = 0) -> Tensor:
 
 def node_values(local: LocalNetwork, pixels: Tensor) -> dict[fx.Node, Tensor]:
     """Every node of the graph at these pixels, one image at a time as it was traced."""
-    traced, values = local.ending.trace, {}
-    for node in traced.graph.nodes:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-        if node.op == "placeholder":
-            values[node] = pixels
-        elif node.op == "get_attr":
-            values[node] = traced.constants[node.target]
-        elif node.op == "call_module":
-            values[node] = traced.root.get_submodule(node.target)(*args, **kwargs)
-        elif node.op == "call_method":
-            values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
-        elif node.op == "call_function":
-            values[node] = node.target(*args, **kwargs)
-    return values
+    return dict(executed(local.ending.trace, pixels))
 
 
 def directions(model: nn.Module, pixels: Tensor, label: int, count: int) -> Tensor:

@@ -18,6 +18,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.main import app
 from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
 from certcli.evaluation.records import PIXELS, RecordFile, Run, read_records
+from certcli.evaluation.resumed import FEW
 from certcli.images import datasets
 from certcli.report import curve
 from certcli.system.errors import CertvitError, DataError, OutputError, UsageError
@@ -83,7 +84,7 @@ def proven(workshop: Path) -> Path:
 def test_a_resumed_certify_is_an_uninterrupted_one(
     proven: Path, tmp_path: Path, kept: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Byte for byte; whole batches are read and not certified again."""
+    """Byte for byte; whole batches are read, and some of their records found again."""
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     words = ("certify", proven, "--limit", 40, "--batch-size", 15)
     expected = document(*words, "--records", whole)
@@ -100,9 +101,13 @@ def test_a_resumed_certify_is_an_uninterrupted_one(
         return certifier
 
     monkeypatch.setattr(methods, "prepare", counting)
-    assert document(*words, "--records", parts, "--resume") == expected
+    taken = max(end for end in (0, 15, 30, 40) if end <= max(0, complete))
+    again = min(taken, FEW)
+    told = {"resumed": {"records": taken, "computed_again": again}} if taken else {}
+    assert document(*words, "--records", parts, "--resume") == {**expected, **told}
     assert parts.read_bytes() == written
-    assert certified == [size for size, end in zip((15, 15, 10), (15, 30, 40), strict=True) if end > complete]
+    new = [size for size, end in zip((15, 15, 10), (15, 30, 40), strict=True) if end > taken]
+    assert certified == new + [size for size in (min(again, 15), again - 15) if size > 0]
 
 
 def test_records_of_another_run_are_refused_and_the_difference_is_named(
@@ -150,7 +155,7 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(plain: C
     images = datasets.load("digits", plain.record.input, "test").select(range(1))
     run, path = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={}), tmp_path / "r.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    row = {"index": int(images.indices[0]), "radius": 0.5}
+    row = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0).to_json()
 
     def fill() -> None:
         with RecordFile(path, run, images) as file:

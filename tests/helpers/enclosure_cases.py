@@ -120,7 +120,7 @@ def forms(case: Case, size: float, squares_on: bool, seed: int, mixed: bool = Fa
 def square_symbols(e: Tensor) -> Tensor:
     """vec(e e^T) of each row of e: (b, m) -> (b, m (m + 1) / 2)."""
     first, second = torch.triu_indices(e.shape[1], e.shape[1])
-    return e[:, first] * e[:, second] * torch.where(first == second, 1.0, 2**0.5).double()
+    return e[:, first] * e[:, second] * torch.where(first == second, e.new_tensor(1.0), e.new_tensor(2**0.5))
 
 
 def evaluate(form: Form, e: Tensor, n: Tensor, known: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ def run(place: Path, script: list[str], **more: str) -> subprocess.CompletedProc
     path = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
     python = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": python, "OMP_NUM_THREADS": "1", **more}
-    return subprocess.run(script, cwd=place, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(script, cwd=place, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_the_action(place: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from certcli.cli.main import COMMANDS
 
 PACKAGE = Path(__file__).parents[2] / "certcli"
-DOMAINS = ("engine", "lipschitz", "enclosure", "verification")
+DOMAINS = ("engine", "lipschitz", "enclosure", "rounding", "verification")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -1,8 +1,10 @@
 """A long campaign against certificates: random networks, images and radii; every node, and attacks at the radius.
 
     python -m tests.soundness.local_campaign --seconds 600 --seed 0
+    python -m tests.soundness.local_campaign --programs --seconds 600 --seed 0
 
-Prints one line a network and exits 1 at the first point found outside an enclosure or a certified ball.
+The first takes vision transformers, the second random programs of odd layouts (tests/soundness/local_laws.py). Prints one line a
+seed, from which --seed goes on, and exits 1 at the first point found outside an enclosure or a certified ball.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from certcli.models.build import PixelModel
 from tests.enclosure.test_zonotope_networks import OPTIONS, SIZE, SPEC, image, largest_share, network
 from tests.enclosure.test_zonotopes import outside, symbols
 from tests.helpers.enclosure_cases import CASES, forms
+from tests.soundness.local_laws import Found, check
 
 
 def relaxations(seed: int) -> float:
@@ -116,13 +119,33 @@ def enclosed(seed: int) -> float:
     )
 
 
+def programs(seconds: float, seed: int) -> int:
+    """The laws over random programs: counts of what was tried, and what domains refuse."""
+    found, stop, first = Found(), time.monotonic() + seconds, seed
+    while time.monotonic() < stop and not found.broken:
+        check(seed, found)
+        seed += 1
+        if seed % 20 == 0:
+            print(f"seed {seed}: {dict(sorted(found.tried.items()))}", flush=True)
+    for reason, count in found.refused.most_common(20):
+        print(f"refused {count}: {reason}")
+    for line in found.broken:
+        print(f"VIOLATED: {line}")
+    told = ", ".join(f"{name} {count:,}" for name, count in sorted(found.tried.items()))
+    print(f"seeds {first} to {seed - 1}: {told}; refused {found.refused.total():,}; broken {len(found.broken)}")
+    return 1 if found.broken else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--starts", type=int, default=400)
     parser.add_argument("--attacks-only", action="store_true")
+    parser.add_argument("--programs", action="store_true")
     asked = parser.parse_args()
+    if asked.programs:
+        return programs(asked.seconds, asked.seed)
     stop, seed = time.monotonic() + asked.seconds, asked.seed
     tried: Counter[str] = Counter()
     while time.monotonic() < stop:

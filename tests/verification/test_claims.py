@@ -38,6 +38,7 @@ def follow(raw: Raw) -> None:
         if row["law"] != "theorem":
             row["value"] = LAWS[row["law"]]([values[part] for part in row["parts"]]).to_json()
         values.append(Real.from_json(row["value"]))
+        row["log10_upper"] = stated("upper", values[-1])["log10_upper"]
     raw.update(stated("upper", values[-1]))
 
 
@@ -105,6 +106,26 @@ def layer(raw: Raw) -> None:
     raw["layers"][0]["log10_upper"] -= 1
 
 
+def layer_text(raw: Raw) -> None:
+    raw["layers"][0]["upper_text"] = "0.0001"
+
+
+def layer_none(raw: Raw) -> None:
+    raw["layers"][0]["log10_upper"] = None
+
+
+def layer_why(raw: Raw) -> None:
+    raw["layers"][0]["why"] = "proven to be less than 1"
+
+
+def node_log(raw: Raw) -> None:
+    raw["proof"][0]["log10_upper"] = -9
+
+
+def node_why(raw: Raw) -> None:
+    raw["proof"][0]["why"] = "proven to be less than 1"
+
+
 def layers(raw: Raw) -> None:
     raw["layers"].pop()
 
@@ -130,6 +151,11 @@ REPORTS: list[tuple[Callable[[Raw], None], bool]] = [
     (headline_text, False),
     (headline_infinite, False),
     (layer, True),
+    (layer_text, True),
+    (layer_none, True),
+    (layer_why, True),
+    (node_log, False),
+    (node_why, True),
     (layers, True),
     (other_size, True),
     (other_network, True),
@@ -233,8 +259,25 @@ def other_std(checkpoint: Checkpoint) -> Checkpoint:
     return Checkpoint(checkpoint.tensors, replace(checkpoint.record, input=spec))
 
 
-def attacked(robust: float) -> Callable[[Checkpoint], Checkpoint]:
-    return lambda checkpoint: checkpoint.with_evidence("attack", {}, {"clean": 0.9, "robust": robust, "epsilon": 0.3})
+def attacked(robust: float, **more: Any) -> Callable[[Checkpoint], Checkpoint]:
+    found = {"norm": "l2", "epsilon": 0.3, "images": 20, "clean": 0.9, "robust": robust, "attacks": {"pgd": robust}}
+    return lambda checkpoint: checkpoint.with_evidence("attack", {}, {**found, "median_norm": None, **more})
+
+
+KEPT = {
+    "images": 20,
+    "logits_error": 0.1,
+    "agreement": 1.0,
+    "agreement_interval": [0.8, 1.0],
+    "dataset": "digits",
+    "accuracy_before": None,
+    "accuracy_before_interval": None,
+    "accuracy_after": None,
+    "accuracy_after_interval": None,
+    "split": "val",
+    "took_part": False,
+    "trained_on": False,
+}
 
 
 def strange(checkpoint: Checkpoint) -> Checkpoint:
@@ -254,7 +297,7 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("certify mean", change("certify", "average_radius", value=3.0), "refuted"),
     ("certify images", change("certify", "images", value=10_000), "refuted"),
     ("certify dataset", change("certify", "dataset", "digest", value="0" * 64), "not checked"),
-    ("certify method", change("certify", "method", value="divination"), "not checked"),
+    ("certify method", change("certify", "method", value="divination"), "refuted"),
     ("certify type", change("certify", "clean", value="all"), "refuted"),
     ("lipschitz log", change("lipschitz", "log10_upper", value=-1.0), "refuted"),
     ("lipschitz upper", change("lipschitz", "upper", value=0.5), "refuted"),
@@ -265,9 +308,21 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("finetune share", change("finetune", "certified", value=1.0), "refuted"),
     ("finetune clean", change("finetune", "clean", value=1.0), "refuted"),
     ("attack", attacked(0.8), "not checked"),
-    ("adapt", lambda checkpoint: checkpoint.with_evidence("adapt", {}, {"agreement": 1.0}), "not checked"),
+    ("adapt", lambda checkpoint: checkpoint.with_evidence("adapt", {"calibration": "digits"}, KEPT), "not checked"),
     ("certify for ever", change("certify", "parameters", value={"samples": 10**12}), "refuted"),
     ("attack above clean", attacked(0.95), "refuted"),
+    ("attack bound as free text", attacked(0.8, bound="0.01 (proven)"), "refuted"),
+    ("certify clean twice", change("certify", "certified", "clean", value=1.0), "refuted"),
+    ("certify half an image", change("certify", "certified", "0.3", value=0.1234), "refuted"),
+    ("certify name", change("certify", "dataset", "name", value="ImageNet-1k"), "refuted"),
+    ("certify norm", change("certify", "parameters", value={"norm": "linf"}), "refuted"),
+    ("certify promise", change("certify", "promise", value="probability 1"), "refuted"),
+    ("certify for ages", change("certify", "parameters", value={"samples": 10**7}), "refuted"),
+    ("certify denoiser", change("certify", "parameters", value={"denoiser_file": "/etc/passwd"}), "refuted"),
+    ("certify infinite", change("certify", "average_radius", value=10**400), "refuted"),
+    ("lipschitz free text", change("lipschitz", "bound", value="0.01 (proven)"), "refuted"),
+    ("finetune free text", change("finetune", "upper_text", value="0.01 (proven)"), "refuted"),
+    ("finetune half an image", change("finetune", "clean", value=0.97499), "refuted"),
     ("strange", strange, "not checked"),
     ("no evidence", without_evidence, "nothing was verified"),
     ("std", other_std, "refuted"),

@@ -54,34 +54,37 @@ class LocalLipCertifier(Certifier):
 
     @torch.no_grad()
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
-        pixels, top, start = self._begun(pixels)
+        pixels, values, top, start = self._begun(pixels)
         right = (top == torch.tensor(labels, device=self._device)).nonzero().squeeze(1)
         radius = start.clone()
         if len(right):
-            radius[right] = self.radii(pixels[right], top[right], start[right])
+            radius[right] = self.radii(pixels[right], values.of(right), top[right], start[right])
         rows = zip(indices, labels, top.tolist(), radius.tolist(), (radius > start).tolist(), strict=True)
         return [
             Certificate(index, label, found, r, self.method, 0.0, rung=self.method if better else GLOBAL)
             for index, label, found, r, better in rows
         ]
 
-    def _begun(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Pixels in float64, the class of each image, and the global bound's radius."""
+    def _begun(self, pixels: Tensor) -> tuple[Tensor, Values, Tensor, Tensor]:
+        """Pixels in float64, what the chain computes there, the class of each image, and the global bound's radius."""
         pixels = pixels.double().to(self._device)
-        logits = self.model(pixels)
+        values = self.network.values(pixels)
+        logits, errors = values.centre[-1], values.error[-1]
         if not torch.isfinite(logits).all():
             raise DataError("the network gives NaN or infinite logits on these images")
-        start = logits.new_zeros(len(logits)) if self._pairs is None else certified_radii(logits, self._pairs)
-        return pixels, logits.argmax(1), start
+        start = logits.new_zeros(len(logits))
+        if self._pairs is not None:
+            start = certified_radii(logits, errors, self._pairs)
+        return pixels, values, logits.argmax(1), start
 
     @torch.no_grad()
     def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
         """The stated radius is proven again itself: a search from elsewhere may end at another radius."""
-        pixels, top, start = self._begun(pixels)
+        pixels, values, top, start = self._begun(pixels)
         wanted = torch.tensor([claim.radius for claim in claims], dtype=torch.float64, device=self._device) * (
             1 - AGAIN
         )
-        held = (wanted <= start) | self.proven(pixels, top, wanted.clamp(min=TINY))
+        held = (wanted <= start) | self.proven(pixels, top, wanted.clamp(min=TINY), values)
         found = []
         for claim, now, good in zip(claims, top.tolist(), held.tolist(), strict=True):
             if now != claim.prediction:
@@ -93,9 +96,8 @@ class LocalLipCertifier(Certifier):
                 found.append(Confirmation("refuted", said))
         return found
 
-    def radii(self, pixels: Tensor, labels: Tensor, start: Tensor) -> Tensor:
-        """A proven radius for each image, at least `start`, which is proven already: (b, c, h, w), (b,), (b,) -> (b,)."""
-        values = self.network.values(pixels)
+    def radii(self, pixels: Tensor, values: Values, labels: Tensor, start: Tensor) -> Tensor:
+        """A proven radius for each image (b, c, h, w), at least `start` (b,), which is proven already."""
         proven, failed = start.clone(), torch.full_like(start, torch.inf)
 
         def attempt(chosen: Tensor, radii: Tensor) -> None:

@@ -85,12 +85,11 @@ class SequentialNetwork:
         x, error, found = pixels, torch.zeros_like(pixels), Values([], [])
         for step in (*self.body, self.last):
             if isinstance(step, Affine):
-                size = step.run(x.abs(), step.weight.abs())
-                spread = step.run(error, step.weight.abs())
+                doubt = step.run(gamma(step.terms + 4) * x.abs() + error, step.weight.abs())
                 x = step.run(x, step.weight)
                 if step.bias is not None:
-                    x, size = x + step.bias, size + step.bias.abs()
-                error = up(spread, step.terms) + gamma(step.terms + 4) * size + TINY
+                    x, doubt = x + step.bias, doubt + gamma(step.terms + 4) * step.bias.abs()
+                error = up(doubt, step.terms)
                 found.centre.append(x)
                 found.error.append(error)
             elif isinstance(step, Activation):

@@ -18,12 +18,14 @@ from certcli.certify.certificate import Certificate, Certifier, Confirmation, Do
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.functions import PRECISIONS, Classifier, Smoothed, out_of_memory
 from certcli.evaluation.intervals import lower_confidence, upper_confidence
+from certcli.evaluation.radii import confidence
+from certcli.evaluation.record_lines import MOST_DRAWS
 from certcli.images.labelled import sent
 from certcli.system.errors import ArchitectureError, DataError, UsageError
 
 METHOD = "smoothing"
 
-MOST = 10_000_000
+MOST = MOST_DRAWS
 """Draws an image; none is ever drawn so often, and a file that asks for more is not to be trusted."""
 EARLY_SHARE = 0.1
 """Of alpha, for all looks before the last together, when a certificate may be given early."""
@@ -33,6 +35,9 @@ UNLIKELY = 0.01
 """With `decide`, an image is given up when at this confidence it cannot be certified beyond `enough`."""
 _DOWN = 1 - 1e-12
 """Relative: scipy's normal quantile errs by a few 1e-16."""
+TIES = 1e-3
+"""How far the probability behind a repeated radius may lie from the record's: other batches round otherwise, and an image
+with noise near two classes may fall to the other. Far more draws have to be such than are; a forger gains no more."""
 _SAME = 1e-9
 """Relative: radii of one count, computed by two versions of scipy; those of neighbouring counts differ by far more."""
 
@@ -167,7 +172,7 @@ class SmoothingCertifier(Certifier):
         self.settings, self._classify, self._classes = settings, classify, classes
         self._device, self._batch_size, self._purpose, self._about = device, batch_size, purpose, about
         self._stated = stated
-        self.promise, self.failure = f"probability {1 - settings.alpha:g}", settings.alpha
+        self.promise, self.failure = f"probability {confidence(settings.alpha)}", settings.alpha
         self.arithmetic = settings.precision
         self.at_once = max(1, -(-batch_size // settings.n0))
         self.reach = settings.reach
@@ -232,17 +237,33 @@ class SmoothingCertifier(Certifier):
 
     def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
         """Fresh noise: a claim says p >= Phi(R / sigma). It is refuted where so few hits have at most the chance `level`."""
-        found, hits = [], self._hits(claims, pixels, doubt.seed, noise.CONFIRM)
-        for claim, count in zip(claims, hits, strict=True):
-            told = f"{count} of {self.settings.samples} fresh draws are of class {claim.prediction}"
-            least = _chance(claim.radius / self.settings.sigma)
-            if not self.settings.states(claim.radius):
+        stated = [row for row, claim in enumerate(claims) if self.settings.states(claim.radius)]
+        drawn = self._hits([claims[row] for row in stated], pixels[stated], doubt.seed, noise.CONFIRM) if stated else []
+        hits, found = dict(zip(stated, drawn, strict=True)), []
+        for row, claim in enumerate(claims):
+            if row not in hits:  # known before a file that asks for ten million draws has them
                 told = f"no count of hits gives the radius {claim.radius!r} with these parameters"
                 found.append(Confirmation("refuted", told))
-            elif _chance_of_so_few(count, self.settings.samples, least) <= doubt.level:
+                continue
+            told = f"{hits[row]} of {self.settings.samples} fresh draws are of class {claim.prediction}"
+            least = _chance(claim.radius / self.settings.sigma)
+            if _chance_of_so_few(hits[row], self.settings.samples, least) <= doubt.level:
                 found.append(Confirmation("refuted", f"{told}, {least:.4f} of all are stated"))
             else:
                 found.append(Confirmation("verified", told))
+        return found
+
+    def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Confirmation]:
+        """The run's own draws, made again: radius and class are those of the record, but for draws at a tie (`TIES`)."""
+        found = []
+        again = self.batch([claim.index for claim in claims], pixels, [claim.label for claim in claims])
+        for claim, now in zip(claims, again, strict=True):
+            stated, drawn = (_chance(row.radius / self.settings.sigma) for row in (claim, now))
+            if claim.prediction == now.prediction and abs(stated - drawn) <= TIES + _SAME:
+                found.append(Confirmation("verified", f"radius {now.radius:.6g} is found again"))
+            else:
+                said = f"class {claim.prediction} and radius {claim.radius:.6g} are stated"
+                found.append(Confirmation("refuted", f"{said}, {now.prediction} and {now.radius:.6g} found again"))
         return found
 
     def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:

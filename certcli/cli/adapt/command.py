@@ -105,6 +105,7 @@ def adapt(
     from certcli.adapt.state import KEY
     from certcli.checkpoint.outputs import discard_state, require_own_state
     from certcli.cli.adapt.dry_run import open_for_plan, show_plan
+    from certcli.evaluation.seen import remember
     from certcli.images.calibration import hold_out
     from certcli.models import build
 
@@ -132,7 +133,9 @@ def adapt(
     witness = fidelity.witness(adapter.teacher, seen, unseen, checkpoint.record, machine.batch_size, sink)
     require_own_state(state_path, KEY, adapter.identity, output.force or fitting.resume)
     run.fit(adapter, state_path, fitting.resume, sink)
-    result = adapter.result()  # first: it folds norms, and what is told is of the network as it is written
+    result = remember(
+        adapter.result(), seen
+    )  # first: it folds norms, and what is told is of the network as it is written
     end_to_end = fidelity.told(witness, adapter.student, checkpoint.record, took_part=not len(unseen))
     written = build.load(result, machine.pick())  # as whoever reads the file will have it
     after = _proven("upper_after", written, checkpoint)

@@ -43,13 +43,16 @@ def attack(
     output.claim(source, wanted, chosen, results)
     sink, gate = talk.sink(), Gate()
     settings, stages = wanted.plan(chosen.seed, chosen.only_certified is not None)
-    checkpoint = source.open(sink)
+    opened = source.read(sink)
+    checkpoint = opened.checkpoint
     crafted_on, compared = (_second(path, checkpoint, source.ckpt) for path in (wanted.crafted_on, results.compare))
     certificates = None
     if chosen.only_certified is not None:
         norm, certificates = read_certified(chosen.only_certified, checkpoint.digest)
         stages = in_norm(stages, norm, wanted.norm)
     images = digested(chosen.images(checkpoint.record, sink), team())
+    seen = inputs.say_seen(checkpoint.record, images, sink)
+    sink.assumes(opened.reading.line(), opened.reading.to_json())
     drawn = [stage.with_draws(chosen.seed, checkpoint.record.classes, wanted.precision) for stage in stages]
     tasks = tasks_of(drawn, images, certificates)
     told = {
@@ -59,20 +62,22 @@ def attack(
         "refine": wanted.refine,
     }
     session = run.Session(checkpoint, images, tasks, settings, certificates, machine, told, sink)
-    outcome = session.run(crafted_on, results, output.force, wanted.checks)
+    outcome = session.run(crafted_on, results, output.force, wanted.checks, output.output is not None)
     if outcome is None:
         return
     findings, found = outcome
     document = session.document(findings)
     run.gate_of(findings, results.minimum, gate)
-    sink.document(document, gate)
+    sink.document({**document, "seen": seen, "doubts": sink.doubts}, gate)
     run.table(sink, findings, f"{images.name} ({images.split})", crafted_on is not None, certificates is not None)
     if certificates is None:
         inputs.doubt_accuracy(document["clean"], images, checkpoint, sink)
     session.show(found, results, compared, Path(source.ckpt).stem, output.force)
     if output.output is not None:
+        from certcli.evaluation.evidence import AttackResult
+
         parameters = parameters_of(tasks, settings, **told)
-        result = {name: value for name, value in document.items() if name not in ("schema", "command", "checkpoint")}
+        result = {name: document[name] for name in AttackResult.__struct_fields__ if name in document}
         output.write(checkpoint.with_evidence("attack", parameters, result), output.output)
         sink.note(f"wrote {output.output}")
     gate.enforce()

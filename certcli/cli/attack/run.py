@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.groups import Machine
 from certcli.cli.shared.output import Gate, Sink, percent
+from certcli.evaluation.radii import attacked_radius
 from certcli.system.errors import CertvitError, GateError
 from certcli.system.processes import team
 
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     from certcli.cli.attack.options import Results
     from certcli.images.labelled import Images
 
-_BUG = "a certificate and a counterexample cannot both be right: report it with --save-examples"
+_BUG = (
+    "a certificate and a counterexample cannot both be right: certify --verify checks the file; if it is verified, report "
+    "the bug with --save-examples"
+)
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,17 @@ class Session:
         return load(checkpoint, self.machine.pick())
 
     def run(
-        self, crafted_on: Checkpoint | None, results: Results, force: bool, checks: bool
+        self, crafted_on: Checkpoint | None, results: Results, force: bool, checks: bool, every: bool
     ) -> tuple[Findings, dict[int, list[Attacked]]] | None:
         """The findings, and the records by number of the task; written to `--records` as they are found. None for a process
         that leads no others: what it found is theirs.
+
+        every: none may rest on what --resume read.
         """
-        from certcli.attack.campaign import RECORD_KEYS, run_of, run_tasks
+        from certcli.attack.campaign import RECORD_KEYS, Campaign, run_of
         from certcli.attack.checks import raised
         from certcli.attack.findings import findings_of, inspect
+        from certcli.attack.resumed import attack_again
         from certcli.evaluation.records import RecordFile
 
         batch_size = self.machine.batch_size
@@ -63,8 +70,9 @@ class Session:
         crafter = None if crafted_on is None else self.load(crafted_on)
         found: dict[int, list[Attacked]] = {}
         spent = (self.tasks, self.settings, batch_size)
+        campaign = Campaign(model, *spent, crafter, self.told["refine"], team().leads and results.keeps_images)
         if not team().leads:
-            list(run_tasks(model, *spent, source=crafter, refine_steps=self.told["refine"], team=team()))
+            list(campaign.run(team=team()))
             return None
         run = run_of(*spent, self.checkpoint.digest, self.images, **self.told)
         with RecordFile(
@@ -87,19 +95,14 @@ class Session:
                     self.sink.warn(f"{flag.check.name}: {flag.measured}. {flag.check.explanation}")
 
             with self.sink.progress("attack", total=sum(map(len, self.tasks))) as bar:
-                for number, rows in run_tasks(
-                    model,
-                    *spent,
-                    source=crafter,
-                    refine_steps=self.told["refine"],
-                    keep_images=results.keeps_images,
-                    file=file,
-                    team=team(),
-                    aside=check,
-                ):
+                for number, rows in campaign.run(file, team(), check):
                     found.setdefault(number, []).extend(rows)
                     bar.advance(len(rows))
-        return findings_of(self.tasks, found, flags, self.certificates), found
+        findings = findings_of(self.tasks, found, flags, self.certificates)
+        if file.taken:
+            resumed = attack_again(campaign, found, file.taken, results.minimum, every, str(results.records))
+            findings = replace(findings, resumed=resumed)
+        return findings, found
 
     def document(self, findings: Findings) -> dict[str, Any]:
         """What was attacked and what was found."""
@@ -148,7 +151,8 @@ def gate_of(findings: Findings, minimum: float | None, gate: Gate) -> None:
         gate.demand(False, CertvitError(f"certified above attacked: {measured}", _BUG))
     if minimum is not None:
         first = findings.first
-        told = f"robust accuracy {percent(first.robust)} at {first.epsilon:g} is below --min-robust {minimum:g}"
+        reached = f"robust accuracy {percent(first.robust)} at {attacked_radius(first.epsilon)}"
+        told = f"{reached} is below --min-robust {minimum:g}"
         gate.demand(first.robust >= minimum, GateError(told))
 
 
@@ -159,7 +163,7 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
         way = "alone" if part.stage.independent else "in turn"
         for summary in part.summaries:
             between = {name: f"{100 * low:.1f} to {100 * high:.1f}" for name, (low, high) in summary.intervals.items()}
-            radius = f"{summary.epsilon:g}" if part.own is None else "its own"
+            radius = attacked_radius(summary.epsilon) if part.own is None else "its own"
             rows.append((f"{part.stage.norm} {radius}", "clean", percent(summary.clean), between["clean"], ""))
             rows += [
                 ("", f"{name} ({way})", percent(share), between[name], "") for name, share in summary.attacks.items()
@@ -172,6 +176,8 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
         ["radius (pixel)", "correct after", "share", "95 % interval", "median norm found"],
         rows,
     )
+    if findings.resumed is not None:
+        sink.text(f"{findings.resumed}")
     for part in findings.parts:
         if part.own is not None:
             sink.text(

@@ -140,6 +140,7 @@ def audit(
     from certcli.cli.audit import view
     from certcli.cli.shared.inputs import calibration_images
     from certcli.evaluation.records import digested
+    from certcli.evaluation.seen import doubts
     from certcli.finetune.budget import parse_duration
     from certcli.models.open import read
 
@@ -165,6 +166,7 @@ def audit(
         results = run(checkpoint, images, calibration, asked, machine.pick(), clock, tell)
     if not team().leads:
         return
+    results.seen = [] if images is None else doubts(checkpoint.record, images)[1]
     dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
     folder = None if data.data_dir is None else str(data.data_dir)
     typed = Typed(source.ckpt, source.words(), dataset, folder, data.split)

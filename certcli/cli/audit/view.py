@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from certcli.cli.shared.output import Gate, Sink, percent
+from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius
 from certcli.system.errors import GateError, UsageError
 from certcli.system.registry import one_of
 
@@ -69,7 +70,8 @@ def _title(document: Audit) -> str:
 def _rows(document: Audit) -> list[tuple[str, ...]]:
     def cells(what: str, share: Share, holds: str) -> tuple[str, ...]:
         low, high = share.interval
-        return (what, percent(share.share), str(share.images), f"{100 * low:.1f} to {100 * high:.1f}", holds)
+        told = percent(share.share) if holds == "measured" else proven_percent(share.share)
+        return (what, told, str(share.images), f"{100 * low:.1f} to {100 * high:.1f}", holds)
 
     rows: list[tuple[str, ...]] = []
     if document.bound is not None:
@@ -81,10 +83,10 @@ def _rows(document: Audit) -> list[tuple[str, ...]]:
     for found in document.certificates:
         for radius, share in found.certified.items():
             holds = "proven" if found.failure == 0 else found.promise
-            rows.append(cells(f"{found.method} at {radius}", share, holds))
+            rows.append(cells(f"{found.method} at {proven_radius(radius)}", share, holds))
     if document.attack is not None:
         for radius, share in document.attack.robust.items():
-            rows.append(cells(f"attacked at {radius}", share, "measured"))
+            rows.append(cells(f"attacked at {attacked_radius(radius)}", share, "measured"))
     return rows
 
 

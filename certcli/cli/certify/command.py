@@ -1,6 +1,6 @@
 """certvit certify: certified accuracy at l2 radii, one record an image."""
 
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,7 +136,9 @@ def certify(
 
     if wanted.verify is not None or wanted.sample is not None:
         require_one("records are verified", "certvit certify ... --verify, without torchrun")
-        asked = rechecked.Asked(wanted.verify, wanted.sample, wanted.methods, noise.denoiser)
+        asked = rechecked.Asked(
+            wanted.verify, wanted.sample, wanted.methods, noise.denoiser, max(rechecked.ALLOWED_DRAWS, noise.samples)
+        )
         asked.require_alone(
             records=wanted.records, plot=wanted.plot, html=wanted.html, attack_records=wanted.attack_records
         )
@@ -146,13 +148,17 @@ def certify(
     local.require(wanted.methods)
     gate = Gate()
     demand, radii = run.demand(wanted.minimum, wanted.epsilon or RADII[local.norm])
+    demand = replace(demand, every=output.output is not None)
     run.require_methods(wanted.methods, wanted.records)
     if run.AUTO in wanted.methods or noise.sigma == run.AUTO:
         require_one("auto chooses by trying", "certvit certify ... --limit 50 says what it chooses; name that")
     output.claim(source, wanted, noise, data)
     sink = talk.sink()
-    checkpoint = source.open(sink)
+    opened = source.read(sink)
+    checkpoint = opened.checkpoint
     images = digested(data.images(checkpoint.record, sink), team())
+    seen = inputs.say_seen(checkpoint.record, images, sink)
+    sink.assumes(opened.reading.line(), opened.reading.to_json())
     attacked = run.attacked_shares(wanted.attack_records, checkpoint.digest, images, local.norm)
     given = {
         **noise.given(),
@@ -168,7 +174,9 @@ def certify(
     results: list[run.Result] = []
     for method, (records, resume) in zip(methods, files, strict=True):
         try:
-            found = run.run(method, checkpoint, images, given, machine, radii, records, resume, output.force, sink)
+            found = run.run(
+                method, checkpoint, images, given, machine, radii, records, resume, output.force, sink, demand
+            )
         except NoBoundError as failure:
             if method == methods[0]:  # gate and document speak of the first: no other may stand in its place
                 raise
@@ -180,7 +188,7 @@ def certify(
     first = results[0]
     demand.ask(first.found, gate)
     document = view.document(results, reason, checkpoint.digest, images)
-    sink.document(document, gate)
+    sink.document({**document, "seen": seen, "doubts": sink.doubts}, gate)
     view.table(results, images, attacked, sink)
     if methods[0] != "smoothing":  # whose network is another one: this one under noise
         inputs.doubt_accuracy(first.found.clean, images, checkpoint, sink)
@@ -188,7 +196,10 @@ def certify(
         view.plot(results, attacked, _name(source.ckpt), images, wanted.plot, radii[-1], sink)
     if wanted.html is not None:
         again = typed_command.again(context, frozenset(("minimum", "attack_records")))
-        pages.write(pages.certify_page(results, attacked, checkpoint, _name(source.ckpt), images, again), wanted.html)
+        pages.write(
+            pages.certify_page(results, attacked, checkpoint, _name(source.ckpt), images, again, sink.doubts),
+            wanted.html,
+        )
         sink.note(f"wrote {wanted.html}")
     if output.output is not None:
         about = {"dataset": images.name, "split": images.split, "limit": data.limit, "seed": data.seed}

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from certcli.cli.shared.output import Gate, Sink, percent
+from certcli.cli.shared.output import Gate, Sink
+from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius, radius_key
 from certcli.system.errors import DataError, GateError, UsageError
 from certcli.system.processes import team
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
     from certcli.checkpoint.record import Record
     from certcli.cli.shared.groups import Evaluation, Machine
+    from certcli.evaluation.resumed import Resumed
     from certcli.images.labelled import Images
 
 
@@ -26,15 +28,16 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Demand:
-    """--min-certified: a share of the images at a radius; none asks for nothing."""
+    """--min-certified: a share of the images at a radius; none asks for nothing. every: no record may rest on a file."""
 
     share: float = 0.0
     radius: float = 0.0
+    every: bool = False
 
     def ask(self, found: CertifiedAccuracy, gate: Gate) -> None:
-        reached = found.certified[f"{self.radius:g}"]
-        told = f"certified accuracy {percent(reached)} at {self.radius:g} is below --min-certified {self.share:g}"
-        gate.demand(reached >= self.share, GateError(told))
+        reached = found.certified[radius_key(self.radius)]
+        told = f"certified accuracy {proven_percent(reached)} at {proven_radius(self.radius)}"
+        gate.demand(reached >= self.share, GateError(f"{told} is below --min-certified {self.share:g}"))
 
 
 def demand(text: str | None, epsilons: Sequence[float]) -> tuple[Demand, tuple[float, ...]]:
@@ -125,6 +128,7 @@ class Result:
     rows: Sequence[Certificate]
     found: CertifiedAccuracy
     seconds: float | None
+    resumed: Resumed | None = None
 
     def to_json(self) -> dict[str, Any]:
         certifier = self.certifier
@@ -136,6 +140,7 @@ class Result:
             "domain": certifier.domain,
             **certifier.about,
             "parameters": dict(certifier.parameters),
+            **({} if self.resumed is None else {"resumed": self.resumed.to_json()}),
         }
 
 
@@ -150,11 +155,17 @@ def run(
     resume: bool,
     force: bool,
     sink: Sink,
+    demand: Demand = Demand(),
 ) -> Result | None:
-    """All certificates of one method, shown as a bar and written as they are found; None where another process leads."""
+    """All certificates of one method, shown as a bar and written as they are found; None where another process leads.
+
+    Of the records that were read instead, some are found again: as many as `demand` must not do without.
+    """
     from certcli.certify.certificate import certified_accuracy
     from certcli.certify.methods import certify, prepare, run_of
+    from certcli.certify.resumed import find_again
     from certcli.evaluation.records import RecordFile
+    from certcli.evaluation.resumed import Demanded
 
     certifier = prepare(method, checkpoint, machine.pick(), given)
     _require_reach(certifier, radii, sink)
@@ -167,23 +178,29 @@ def run(
     ) as file:
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
-        started, earlier = time.perf_counter(), file.earlier
+        started = time.perf_counter()
         with sink.progress(f"certify ({method})", total=len(images)) as bar:
             for batch in certify(certifier, images, machine.batch_size, file, team()):
                 rows += batch
                 bar.advance(len(batch))
+    spent, resumed = time.perf_counter() - started, None
+    if file.taken:
+        new = sum(row.holds_at(demand.radius) for row in rows[file.taken :])
+        demanded = Demanded(demand.share, len(rows), new, demand.every)
+        claims, where = rows[: file.taken], str(records)
+        resumed = find_again(certifier, claims, images, demand.radius, demanded, machine.batch_size, where)
     found = certified_accuracy(rows, radii)
     if certifier.remark:
         sink.warn(certifier.remark)
     if found.abstained == 1:
         sink.warn("the method abstains on every image: try a smaller --sigma, or finetune --noise first")
-    spent = (time.perf_counter() - started) / (len(rows) - earlier) if len(rows) > earlier else None
-    return Result(certifier, rows, found, spent)
+    each = spent / (len(rows) - file.taken) if len(rows) > file.taken else None
+    return Result(certifier, rows, found, each, resumed)
 
 
 def _require_reach(certifier: Certifier, radii: Sequence[float], sink: Sink) -> None:
     """UsageError when no radius asked for can be certified, whatever the network; a warning when some cannot."""
-    beyond = [f"{radius:g}" for radius in radii if radius >= certifier.reach]
+    beyond = [attacked_radius(radius) for radius in radii if radius >= certifier.reach]
     if not beyond:
         return
     told = f"no radius beyond {certifier.reach:.4g} can be certified with these --samples, --alpha and --sigma"
@@ -210,14 +227,11 @@ def attacked_shares(
     require_same_images(rows, images, path)
     found: dict[float, dict[int, bool]] = {}
     clean: dict[int, bool] = {}
-    try:
-        for row in rows:
-            if row["kind"] == norm and row["index"] in images.digests:
-                at = found.setdefault(float(row["epsilon"]), {})
-                at[row["index"]] = at.get(row["index"], True) and all(left is True for left in row["robust"].values())
-                clean[row["index"]] = row["prediction"] == row["label"]
-    except (KeyError, TypeError, ValueError, AttributeError) as failure:
-        raise DataError(f"{path} holds a line that is no record of attack ({failure})") from failure
+    for row in rows:
+        if row["kind"] == norm and row["index"] in images.digests:
+            at = found.setdefault(row["epsilon"], {})
+            at[row["index"]] = at.get(row["index"], True) and all(left is True for left in row["robust"].values())
+            clean[row["index"]] = row["prediction"] == row["label"]
     common = set.intersection(*map(set, found.values())) if found else set()
     if not common:
         raise DataError(

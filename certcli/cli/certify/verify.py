@@ -25,18 +25,21 @@ if TYPE_CHECKING:
 
 SHOWN = 20
 """Refuted records that a person is shown; --json holds all."""
+ALLOWED_DRAWS = 100_000
+"""An image; what papers draw. A file that states more is checked where --samples says so: it is not the file's time."""
 STEPS, SMOOTH_STEPS = 40, 10
 """Of margin PGD: on a network; on a smoothed one, each of whose steps costs sixteen passes."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """--verify with what goes with it: a sample, and the denoiser that the records name."""
+    """--verify with what goes with it: a sample, the denoiser that the records name, and the draws that they may ask for."""
 
     records: Path | None
     sample: int | None
     methods: Sequence[str]
     denoiser: Path | None
+    samples: int = ALLOWED_DRAWS
 
     def require_alone(self, **others: object) -> None:
         """UsageError for options that say what to certify anew."""
@@ -64,7 +67,10 @@ def verify_records(asked: Asked, source: Source, data: Evaluation, machine: Mach
     images = _images(run, checkpoint, data, asked.records, sink)
     require_same_images(rows, images, asked.records)
     options = {**parameters, "batch_size": machine.batch_size, "denoiser_file": asked.denoiser}
-    certifier = prepare(method, checkpoint, machine.pick(), options)
+    try:
+        certifier = prepare(method, checkpoint, machine.pick(), options)
+    except UsageError as failure:
+        raise DataError(f"{asked.records} states parameters that mean nothing: {failure.message}") from failure
     require_same_way(run, run_of(certifier, checkpoint, images), str(asked.records))
     claims = read_claims(rows, images, certifier, str(asked.records))
     seed = int.from_bytes(os.urandom(6), "little")  # nobody who wrote the file can have known it
@@ -121,26 +127,36 @@ def verify_records(asked: Asked, source: Source, data: Evaluation, machine: Mach
 
 
 def _stated(run: Run, asked: Asked) -> tuple[str, Mapping[str, Any]]:
-    """Method and parameters as the header has them; DataError when they are none of a method's."""
-    from certcli.certify.methods import METHODS
+    """Method and parameters as the header has them; DataError when they are none of a method's, or ask for too much."""
+    from certcli.checkpoint.schema import convert
+    from certcli.evaluation.record_lines import PARAMETERS
+    from certcli.system.errors import Refused
 
-    if not isinstance(run.method, str) or run.method not in METHODS or not isinstance(run.parameters, dict):
+    if not isinstance(run.method, str) or run.method not in PARAMETERS:
         raise DataError(f"{asked.records} names no method of certify", "certvit certify ... --records FILE writes them")
     if asked.methods not in (["lipschitz"], [run.method]):
         raise UsageError(f"{asked.records} holds records of {run.method}", "leave out --method: the file names it")
+    try:
+        convert(run.parameters, PARAMETERS[run.method])
+    except Refused as refusal:
+        raise DataError(f"{asked.records} states parameters that no {run.method} has: {refusal}") from refusal
+    draws = max(run.parameters.get("n0", 0), run.parameters.get("samples", 0))
+    if draws > asked.samples:
+        raise DataError(
+            f"{asked.records} states {draws:,} draws an image; a file alone may ask for {asked.samples:,}",
+            f"--samples {draws} allows them",
+        )
     return run.method, run.parameters
 
 
 def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink: Sink) -> Images:
     """The images of the records: by --dataset, in the split and the number that the header states. DataError for others."""
-    split, count = run.dataset.get("split"), run.dataset.get("images")
-    named = (
-        data if data.split is not None or not isinstance(split, str) or split == "all" else replace(data, split=split)
-    )
+    split, count = run.dataset["split"], run.dataset["images"]
+    named = data if data.split is not None else replace(data, split=split)
     images = named.images(checkpoint.record, sink)
-    if isinstance(count, int) and not isinstance(count, bool) and 0 < count < len(images):
+    if count < len(images):
         images = images.limit(count, data.seed)
-    if images.digest != run.dataset.get("digest"):
+    if images.digest != run.dataset["digest"]:
         raise DataError(
             f"{path} is about other images than these {len(images)} of {images.name} ({images.split})",
             "give the --dataset, --data-dir, --split, --limit and --seed that the records were made with",

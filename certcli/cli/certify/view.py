@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius, radius_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,23 +47,28 @@ def evidence(result: Result, images: Images) -> dict[str, Any]:
 def table(results: Sequence[Result], images: Images, attacked: dict[float, dict[int, bool]], sink: Sink) -> None:
     """One method: certified accuracy at each radius with intervals. Several: one row a method. What attacks left is above."""
     where = f"{images.name} ({images.split}), {len(images)} images"
-    left = {f"{radius:g}": sum(at.values()) / len(at) for radius, at in attacked.items()}
+    left = {radius_key(radius): sum(at.values()) / len(at) for radius, at in attacked.items()}
     if len(results) == 1:
         _table(results[0], where, left, sink)
     else:
         _side_by_side(results, where, left, sink)
+    if results[0].resumed is not None:
+        sink.text(f"{results[0].resumed}")
     if attacked:
         count, told = len(next(iter(attacked.values()))), "what attacks leave of the network itself, without noise"
-        shown = ", ".join(f"{percent(left[f'{radius:g}'])} at {radius:g}" for radius in sorted(attacked))
-        sink.text(f"attacked (measured): {told}, {count} of these images: {shown}")
+        shown = ", ".join(
+            f"{percent(left[radius_key(radius)])} at {attacked_radius(radius)}" for radius in sorted(attacked)
+        )
+        sink.text(f"attacked (measured, as the file says, not run again): {told}, {count} of these images: {shown}")
 
 
 def _side_by_side(results: Sequence[Result], where: str, left: Mapping[str, float], sink: Sink) -> None:
     radii = list(results[0].found.certified)
+    columns = [f"certified at {proven_radius(e)}" for e in radii]
     above = ("attack", "measured", percent(left.get("0")), *(percent(left.get(e)) for e in radii), "-", "-")
     sink.table(
         where,
-        ["method", "promise", "clean", *(f"certified at {e}" for e in radii), "average radius", "seconds an image"],
+        ["method", "promise", "clean", *columns, "average radius", "seconds an image"],
         [
             *([above] if left else []),
             *(
@@ -70,8 +76,8 @@ def _side_by_side(results: Sequence[Result], where: str, left: Mapping[str, floa
                     result.certifier.method,
                     result.certifier.promise,
                     percent(result.found.clean),
-                    *(percent(result.found.certified[e]) for e in radii),
-                    f"{result.found.average_radius:.4g}",
+                    *(proven_percent(result.found.certified[e]) for e in radii),
+                    proven_radius(result.found.average_radius, 4),
                     "-" if result.seconds is None else f"{result.seconds:.3g}",
                 )
                 for result in results
@@ -88,16 +94,20 @@ def _table(result: Result, where: str, left: Mapping[str, float], sink: Sink) ->
     def row(radius: str, name: str, share: float) -> tuple[str, ...]:
         low, high = found.intervals[name]
         beside = (percent(left.get("0" if name == "clean" else name)),) if left else ()
-        return radius, *beside, percent(share), f"{100 * low:.1f} to {100 * high:.1f}"
+        told = percent(share) if name == "clean" else proven_percent(share)
+        return radius, *beside, told, f"{100 * low:.1f} to {100 * high:.1f}"
 
-    rows = [row("clean", "clean", found.clean), *(row(e, e, share) for e, share in found.certified.items())]
+    rows = [
+        row("clean", "clean", found.clean),
+        *(row(proven_radius(e), e, share) for e, share in found.certified.items()),
+    ]
     beside = ["after attacks"] if left else []
     columns = [f"radius (pixel {result.certifier.norm})", *beside, "certified accuracy", "95 % interval"]
     sink.table(f"{where}; {result.certifier.title}", columns, rows)
     if found.abstained:
         sink.text(f"abstained: {percent(found.abstained)}")
     taken = f"; {result.seconds:.3g} seconds an image" if result.seconds is not None and result.seconds >= 0.01 else ""
-    sink.text(f"average radius: {found.average_radius:.4g} (0 where the prediction is wrong){taken}")
+    sink.text(f"average radius: {proven_radius(found.average_radius, 4)} (0 where the prediction is wrong){taken}")
     sink.text(result.certifier.statement)
 
 
@@ -123,7 +133,7 @@ def plot(
         for certificate in shown if certifier.promise == "proof" else ():
             broken = [r for r, left in attacked.items() if certificate.holds_at(r) and not left[certificate.index]]
             if broken:
-                told = f"certified to {certificate.radius:.6g} and broken at {broken[0]:.6g}"
+                told = f"certified to {proven_radius(certificate.radius)} and broken at {attacked_radius(broken[0])}"
                 sink.warn(f"image {certificate.index} is {told}")
         promise = "proven" if certifier.promise == "proof" else certifier.promise
         label = f"{certifier.method}: certified ({promise})"

@@ -106,8 +106,10 @@ def constrain(
     talk: Talk = Talk(),
 ) -> None:
     """Lower each layer's spectral norm as far as its outputs on calibration images allow (Douglas-Rachford)."""
+    from certcli.checkpoint.record import SEEN
     from certcli.constrain import network
     from certcli.constrain.keep import usual_share
+    from certcli.evaluation.seen import kept_of
     from certcli.images.calibration import hold_out
     from certcli.models import build
 
@@ -162,6 +164,7 @@ def constrain(
         "exclude": layers.exclude,
         "calibration": images.name,
         "images": len(images),
+        SEEN: kept_of(seen),
     }
     if method.eta is None and method.target is None:
         parameters["eta"] = max((result.eta for result in results), default=0.0)

@@ -11,6 +11,7 @@ from certcli.checkpoint.outputs import discard_state, last_command, remove, requ
 from certcli.cli.shared.groups import beside
 from certcli.cli.shared.inputs import return_large_blocks, say_wider
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation.radii import proven_percent, proven_radius, radius_key
 from certcli.system.processes import require_one, team
 
 if TYPE_CHECKING:
@@ -46,8 +47,10 @@ class Training:
         self.checkpoint = order.source.open(sink)
         self.savable = True
         self.remarked = 0.0
+        self.kept: dict[str, Any] = {}
 
     def run(self) -> None:
+        from certcli.evaluation.seen import kept_of
         from certcli.finetune.loop import Trainer, identity
         from certcli.finetune.shards import share_out
         from certcli.finetune.state import KEY
@@ -57,6 +60,7 @@ class Training:
 
         train, validation = self._images()
         self.sink.note(f"{len(train)} training and {len(validation)} validation images of {train.name}")
+        self.kept = kept_of(train) if team().leads else {}
         device = self.order.machine.pick()
         teacher = self._teacher(device)
         sharded = self.order.steps.shard_weights
@@ -223,13 +227,15 @@ class Training:
             self.sink.document(report)
             self.sink.text(
                 f"wrote {self.path}: epoch {best}, validation clean {percent(final['clean'])}, "
-                f"certified at {epsilon:g} {percent(final['certified'])}, bound {final['upper_text']} (proven){line}"
+                f"certified at {proven_radius(epsilon)} {proven_percent(final['certified'])}, "
+                f"bound {final['upper_text']} (proven){line}"
             )
 
     def _derived(self, trainer: Trainer, tensors: Any, train: Images) -> Checkpoint:
+        from certcli.checkpoint.record import SEEN
         from certcli.cli.shared.inputs import remember_dataset
 
-        parameters = {**trainer.settings.parameters(), "dataset": train.name, "images": len(train)}
+        parameters = {**trainer.settings.parameters(), "dataset": train.name, "images": len(train), SEEN: self.kept}
         derived = self.checkpoint.derive(tensors, "finetune", parameters, self.settings.seed)
         return replace(derived, record=remember_dataset(derived.record, train))
 
@@ -263,6 +269,7 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
     from certcli.certify.certificate import certified_accuracy
     from certcli.certify.lipschitz import plain_accuracy
     from certcli.certify.methods import certify, prepare
+    from certcli.evaluation.records import describe
     from certcli.models.build import load_double
     from certcli.system.errors import NoBoundError
 
@@ -272,12 +279,13 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
         sink.note(failure.message)
         clean = plain_accuracy(load_double(checkpoint), validation)
         nothing = {"upper": "inf", "log10_upper": None, "upper_finite": False, "upper_text": "inf"}
-        return {"clean": clean, "certified": 0.0, **nothing}
+        return {"dataset": describe(validation), "clean": clean, "certified": 0.0, **nothing}
     rows = [row for batch in certify(certifier, validation, 256) for row in batch]
     found = certified_accuracy(rows, [epsilon])
     bound = certifier.about["bound"]
     return {
+        "dataset": describe(validation),
         "clean": found.clean,
-        "certified": found.certified[f"{epsilon:g}"],
+        "certified": found.certified[radius_key(epsilon)],
         **bound,
     }

@@ -78,6 +78,8 @@ def lipschitz(
         from certcli.cli.shared.verify import verify_report
 
         require_one("reports are verified", "certvit lipschitz --verify, without torchrun")
+        if output.output is not None:
+            raise UsageError("--verify checks a report and writes nothing: -o does not go with it", "leave it out")
         verify_report(verify, source, machine, sink)
         return
     if not source.ckpt:

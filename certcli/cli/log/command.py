@@ -69,33 +69,31 @@ def log(
     talk: Talk = Talk(),
 ) -> None:
     """Lineage and evidence of a checkpoint; with several, one row each: accuracy, attacks, certificates, bound."""
-    from dataclasses import asdict
-
     from certcli.checkpoint.file import Checkpoint
 
     sink, files = talk.sink(), _files(checkpoints)
     page.claim(files, [folder for folder in (asked.dataset, asked.data_dir) if folder is not None])
     read = [(path, Checkpoint.read(path)) for path in files]
-    documents = [
-        {
-            "file": path.name,
-            "digest": ckpt.digest,
-            "lineage": [asdict(step) for step in ckpt.record.lineage],
-            "evidence": [{**asdict(entry), "stale": entry.digest != ckpt.digest} for entry in ckpt.record.evidence],
-        }
-        for path, ckpt in read
-    ]
+    documents = [_document(path, checkpoint) for path, checkpoint in read]
     if asked.verify:
+        from dataclasses import asdict
+
         from certcli.cli.shared.verify import Asked, verify_checkpoints
+        from certcli.verification.claims import statuses
 
         gate = Gate()
         wanted = Asked(asked.dataset, asked.data_dir, asked.sample, not asked.proven_only, machine)
         found = verify_checkpoints({str(path): ckpt for path, ckpt in read}, wanted, gate, sink)
-        documents = [{**document, "verification": claims} for document, claims in zip(documents, found, strict=True)]
+        for document, claims in zip(documents, found, strict=True):
+            document["verification"] = [asdict(claim) for claim in claims]
+            for entry, status in zip(document["evidence"], statuses(claims, len(document["evidence"])), strict=True):
+                entry["status"] = status
         sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
         page.write(read, found, sink)
         gate.enforce()
-        sink.text("verified: all of the evidence")
+        sink.text(
+            "verified: all that the evidence states as proven; measured figures and lineage are the author's word"
+        )
         return
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
     page.write(read, [], sink)
@@ -103,6 +101,24 @@ def log(
         view.compare(read, sink)
     else:
         view.show(*read[0], sink)
+
+
+def _document(path: Path, checkpoint: Any) -> dict[str, Any]:
+    """What the file tells, for programs. status: of --verify; until then nothing is checked."""
+    from dataclasses import asdict
+
+    from certcli.evaluation.evidence import as_json
+
+    record = checkpoint.record
+    return {
+        "file": path.name,
+        "digest": checkpoint.digest,
+        "lineage": [{**asdict(step), "authors_word": True} for step in record.lineage],
+        "evidence": [
+            {**as_json(entry), "stale": entry.digest != checkpoint.digest, "status": "not checked"}
+            for entry in record.evidence
+        ],
+    }
 
 
 def _files(named: list[Path]) -> list[Path]:

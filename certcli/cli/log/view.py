@@ -1,4 +1,7 @@
-"""What `certvit log` shows: the steps and the evidence of one checkpoint in words, several checkpoints as a table."""
+"""What `certvit log` shows: the steps and the evidence of one checkpoint in words, several checkpoints as a table.
+
+Only evidence that `certcli.evaluation.evidence` understands is put into words. What nothing recomputes is called measured.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation.radii import attacked_radius, confidence, proven_percent, proven_radius
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
     from certcli.checkpoint.record import Evidence
+    from certcli.evaluation.evidence import Decoded
 
-Result = Mapping[str, Any]
+NOT_UNDERSTOOD = "not understood, not shown"
+AS_STATED = "as the file states it; --verify recomputes what is proven, measured figures are the author's word"
 
 
 def show(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
     """One checkpoint: where it comes from, and what was found about it."""
+    from certcli.evaluation.evidence import command_of
+
     record = checkpoint.record
     sink.text(f"{path}: {record.arch}, {record.classes} classes, digest {checkpoint.digest[:16]}")
     sink.table(
-        "Lineage",
+        "Lineage, as the file tells it",
         ["step", "seed", "parent", "parameters"],
-        [(s.command, str(s.seed), (s.parent or "-")[:12], ", ".join(spelled(s.parameters))) for s in record.lineage],
+        [(s.command, str(s.seed), (s.parent or "-")[:12], ", ".join(spelled(s.shown))) for s in record.lineage],
     )
     if record.evidence:
         sink.table(
-            "Evidence",
+            f"Evidence, {AS_STATED}",
             ["command", "about", "result"],
             [
-                (entry.command, "this network" if entry.digest == checkpoint.digest else "STALE", sentence(entry))
+                (command_of(entry), "this network" if entry.digest == checkpoint.digest else "STALE", sentence(entry))
                 for entry in record.evidence
             ],
         )
@@ -62,64 +70,77 @@ def _number(value: Any) -> str:
 
 
 def sentence(entry: Evidence) -> str:
-    """What was found, in words; a command that has no words of its own by its values."""
-    tell = _WORDS.get(entry.command)
-    try:
-        return tell(entry.result, entry.parameters) if tell else ", ".join(spelled(entry.result))
-    except (KeyError, TypeError, ValueError, AttributeError):  # a record of another version, or of another program
-        return ", ".join(spelled(entry.result))
+    """What was found, in words."""
+    from certcli.evaluation.evidence import understood
+
+    found = understood(entry)
+    return NOT_UNDERSTOOD if found is None else _WORDS[found.command](found.result, found.parameters)
 
 
-def _lipschitz(result: Result, about: Result) -> str:
-    told = [f"bound {_power(result['log10_upper'])} (proven)" if result["log10_upper"] is not None else "no bound"]
-    if result["log10_upper"] is None and result["why"]:
-        told.append(result["why"])
-    if result["lower"] is not None:
-        told.append(f"slope {result['lower']:.4g} (measured)")
-    if result["attention_weight"] is not None:
-        told.append(f"attention weight {result['attention_weight']:.2g}")
+def _lipschitz(result: Any, about: Any) -> str:
+    told = [_bound_of(result)]
+    if result.lower is not None:
+        told.append(f"slope {result.lower:.4g} (measured)")
+    if result.attention_weight is not None:
+        told.append(f"attention weight {result.attention_weight:.2g} (measured)")
     return ", ".join(told)
 
 
-def _certify(result: Result, about: Result) -> str:
-    shares = ", ".join(f"{percent(share)} at {radius}" for radius, share in result["certified"].items())
-    promise = f", {result.get('promise', 'probability')}" if result.get("failure") else ", proven"
-    norm = "" if _norm(result) == "l2" else f" (radii {_norm(result)})"
-    told = f"{_images(result)}: clean {percent(result['clean'])}, certified {shares}{norm}"
-    return f"{told} ({result['method']}{promise}), average radius {result['average_radius']:.4g}"
+def _bound_of(result: Any) -> str:
+    if result.log10_upper is None:
+        return "bound 0 (proven)" if result.upper == 0 else "no bound"
+    return f"bound {_power(result.log10_upper)} (proven)"
 
 
-def _attack(result: Result, about: Result) -> str:
-    each = ", ".join(f"{name} {percent(share)}" for name, share in result["attacks"].items())
-    flags = f"; checks raised: {', '.join(map(str, result['flags']))}" if result["flags"] else ""
-    radius = f"{result['norm']} {result['epsilon']:g}"
-    told = f"{_images(result)}: clean {percent(result['clean'])}, withstand {radius} {percent(result['robust'])}"
+def _certify(result: Any, about: Any) -> str:
+    shares = ", ".join(f"{proven_percent(share)} at {proven_radius(key)}" for key, share in result.certified.items())
+    norm = "" if result.norm == "l2" else f" (radii {result.norm})"
+    told = f"{_images(result)}: clean {percent(result.clean)}, certified {shares}{norm}"
+    promise = _chance(result) or "proven"
+    return f"{told} ({result.method}, {promise}), average radius {proven_radius(result.average_radius, 4)}"
+
+
+def _chance(result: Any) -> str:
+    """The promise of certificates that hold with a probability; nothing for proofs."""
+    return f"probability {confidence(result.failure)}" if result.failure else ""
+
+
+def _attack(result: Any, about: Any) -> str:
+    each = ", ".join(f"{name} {percent(share)}" for name, share in result.attacks.items())
+    flags = f"; checks raised: {len(result.flags)}" if result.flags else ""
+    radius = f"{result.norm} {attacked_radius(result.epsilon)}"
+    told = f"{_images(result)}: clean {percent(result.clean)}, withstand {radius} {percent(result.robust)}"
     return f"{told} (measured; {each}){flags}"
 
 
-def _finetune(result: Result, about: Result) -> str:
-    bound = "none" if result.get("log10_upper") is None else result["upper_text"]
-    certified = f"certified {percent(result['certified'])} at {about['epsilon']:g}"
-    return f"validation images: clean {percent(result['clean'])}, {certified}, bound {bound} (proven)"
+def _finetune(result: Any, about: Any) -> str:
+    certified = f"certified {proven_percent(result.certified)} at {proven_radius(about.epsilon)}"
+    images = _images(result) if result.dataset else "all validation images, their number is not stated"
+    if not result.dataset and about.images is not None:
+        images = f"{about.images} validation image{'s' * (about.images != 1)}"
+    return f"{images}: clean {percent(result.clean)}, and {certified} (proven), {_bound_of(result)}"
 
 
-def _kept(result: Result, about: Result) -> str:
-    told = [f"{result['images']} images of {result['dataset']}: first choice kept on {percent(result['agreement'])}"]
-    told.append(f"logits to {percent(result['logits_error'])}")
-    if result["accuracy_before"] is not None:
-        told.append(f"accuracy {percent(result['accuracy_before'])} -> {percent(result['accuracy_after'])}")
-    return ", ".join(told)
+def _kept(result: Any, about: Any) -> str:
+    told = [f"{result.images} images of {result.dataset}: first choice kept on {percent(result.agreement)}"]
+    told.append(f"logits to {percent(result.logits_error)}")
+    if result.accuracy_before is not None:
+        told.append(f"accuracy {percent(result.accuracy_before)} -> {percent(result.accuracy_after)}")
+    return ", ".join(told) + " (measured)"
 
 
-_WORDS: Mapping[str, Callable[[Result, Result], str]] = {
+_WORDS: Mapping[str, Callable[[Any, Any], str]] = {
     "lipschitz": _lipschitz, "certify": _certify, "attack": _attack, "finetune": _finetune, "adapt": _kept,
     "constrain": _kept,
 }  # fmt: skip
 
 
-def _images(result: Result) -> str:
-    images = result.get("dataset")
-    return f"{result['images']} images" + (f" of {images['name']} ({images['split']})" if images else "")
+def _images(result: Any) -> str:
+    """How many images, of which dataset; attacks on certified images alone state fewer than their dataset has."""
+    images = result.dataset
+    count = getattr(result, "images", None) or images.images
+    told = f"{count} image{'s' * (count != 1)}"
+    return f"{told} of {images.name} ({images.split})" if images else told
 
 
 # ---- several checkpoints
@@ -131,18 +152,19 @@ def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
     A column says its radius and its number of images where they are the same in all rows, else each cell its own. What only
     training knows (validation images, which chose the epoch) says so.
     """
-    found = [
-        {entry.command: entry.result for entry in ckpt.record.evidence if entry.digest == ckpt.digest}
-        for _, ckpt in read
-    ]
+    from certcli.evaluation.evidence import understood
+
+    found: list[dict[str, Decoded]] = []
+    for _, ckpt in read:
+        fresh = (understood(entry) for entry in ckpt.record.evidence if entry.digest == ckpt.digest)
+        found.append({entry.command: entry for entry in fresh if entry is not None})
+    wanted = _radius(found)
     columns: dict[str, list[_Cell | None]] = {
         "clean": [_clean(each) for each in found],
         "attacked": [_attacked(each) for each in found],
-        "certified": [_certified(each, _radius(found)) for each in found],
+        "certified": [_certified(each, wanted) for each in found],
         "validation clean": [_validation(each, "clean") for each in found],
-        "validation certified": [
-            _validation(each, "certified", ckpt) for each, (_, ckpt) in zip(found, read, strict=True)
-        ],
+        "validation certified": [_validation(each, "certified") for each in found],
     }
     headings, cells = ["file"], [[name] for name in _names([path for path, _ in read])]
     for title, column in columns.items():
@@ -159,10 +181,11 @@ def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
     told_of = [row for row in cells if set(row[1:]) - {"-"}]
     if told_of:
         sink.table("Evidence (proven unless it says measured or probability; radii pixel l2)", headings, told_of)
+        sink.text(f"Evidence: {AS_STATED}")
     if silent := [row[0] for row in cells if row not in told_of]:
         sink.text(f"nothing about accuracy or bounds: {', '.join(silent)} (certify, attack, lipschitz with -o add it)")
-    judged = [each[command]["dataset"] for each in found for command in ("certify", "attack") if _judged(each, command)]
-    seen = {images["digest"]: f"{images['images']} of {images['name']} ({images['split']})" for images in judged}
+    judged = [each[name].result.dataset for each in found for name in ("certify", "attack") if name in each]
+    seen = {images.digest: f"{images.images} of {images.name} ({images.split})" for images in judged if images}
     if len(seen) > 1:
         sink.text(f"not the same images: {'; '.join(seen.values())}")
 
@@ -170,11 +193,11 @@ def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
 class _Cell:
     """A share with what it is about: images, radius, and how far it may be believed."""
 
-    def __init__(self, share: float | None, images: int | None, radius: str | None, remark: str = "") -> None:
+    def __init__(self, share: str, images: int | None, radius: str | None, remark: str = "") -> None:
         self.share, self.images, self.radius, self.remark = share, images, radius, remark
 
     def text(self, column: Sequence[_Cell | None]) -> str:
-        told = percent(self.share)
+        told = self.share
         if self.radius is not None and _common(column, "radius") is None:
             told += f" at {self.radius}"
         if self.images is not None and _common(column, "images") is None:
@@ -201,76 +224,75 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [name.removesuffix(".safetensors") for name in names]
 
 
-def _judged(results: Result, command: str) -> bool:
-    return bool((results.get(command) or {}).get("dataset"))
+Found = Mapping[str, "Decoded"]
+"""Of one checkpoint: evidence by its command."""
 
 
-def _clean(results: Result) -> _Cell | None:
-    result = results.get("certify") or results.get("attack")
-    return None if result is None else _Cell(result.get("clean"), result["images"], None)
+def _result(found: Found, command: str) -> Any:
+    return found[command].result if command in found else None
 
 
-def _attacked(results: Result) -> _Cell | None:
-    result = results.get("attack")
-    return None if result is None else _Cell(result["robust"], result["images"], f"{result['epsilon']:g}")
+def _clean(found: Found) -> _Cell | None:
+    result = _result(found, "certify") or _result(found, "attack")
+    remark = "" if "certify" in found else "measured"
+    return None if result is None else _Cell(percent(result.clean), result.images, None, remark)
 
 
-def _in_l2(results: Result) -> Result:
+def _attacked(found: Found) -> _Cell | None:
+    result = _result(found, "attack")
+    return None if result is None else _Cell(percent(result.robust), result.images, attacked_radius(result.epsilon))
+
+
+def _in_l2(found: Found) -> Any:
     """What `certify` found, unless its radii are of another norm: the table has one."""
-    result = results.get("certify") or {}
-    return {} if _norm(result) != "l2" else result
+    result = _result(found, "certify")
+    return result if result is not None and result.norm == "l2" else None
 
 
-def _norm(result: Result) -> str:
-    """Of the radii of `certify`; none is stated where there is only one."""
-    return str(result.get("parameters", {}).get("norm", "l2"))
-
-
-def _radius(found: Sequence[Result]) -> str | None:
+def _radius(found: Sequence[Found]) -> str | None:
     """The radius that most certified shares can be shown at, the smaller one of equals."""
-    radii = [radius for results in found for radius in _in_l2(results).get("certified", {})]
+    radii = [radius for each in found if (result := _in_l2(each)) is not None for radius in result.certified]
     return min(radii, key=lambda radius: (-radii.count(radius), float(radius)), default=None)
 
 
-def _certified(results: Result, wanted: str | None) -> _Cell | None:
+def _certified(found: Found, wanted: str | None) -> _Cell | None:
     """The share at this radius, else at the entry's smallest; a statement of chance says so."""
-    result = _in_l2(results)
-    if not result or not result["certified"]:
+    result = _in_l2(found)
+    if result is None:
         return None
-    radius = wanted if wanted in result["certified"] else min(result["certified"], key=float)
-    chance = str(result.get("promise", "probability")) if result.get("failure") else ""
-    return _Cell(result["certified"][radius], result["images"], radius, chance)
+    radius = wanted if wanted is not None and wanted in result.certified else min(result.certified, key=float)
+    share = proven_percent(result.certified[radius])
+    return _Cell(share, result.images, proven_radius(radius), _chance(result))
 
 
-def _validation(results: Result, name: str, checkpoint: Checkpoint | None = None) -> _Cell | None:
-    result = results.get("finetune")
-    if result is None or name not in result:
+def _validation(found: Found, name: str) -> _Cell | None:
+    result = _result(found, "finetune")
+    if result is None:
         return None
-    entries = () if checkpoint is None else checkpoint.record.evidence
-    radii = [entry.parameters.get("epsilon") for entry in entries if entry.result is result]
-    return _Cell(result[name], None, f"{radii[0]:g}" if radii and radii[0] is not None else None)
+    count = result.dataset.images if result.dataset else found["finetune"].parameters.images
+    if name == "clean":
+        return _Cell(percent(result.clean), count, None)
+    return _Cell(proven_percent(result.certified), count, proven_radius(found["finetune"].parameters.epsilon))
 
 
-def _bound(results: Result) -> str:
-    result = results.get("lipschitz") or results.get("finetune")
-    return "-" if result is None else _power(result.get("log10_upper"))
+def _bound(found: Found) -> str:
+    result = _result(found, "lipschitz") or _result(found, "finetune")
+    return "-" if result is None else "none" if result.log10_upper is None else _power(result.log10_upper)
 
 
-def _slope(results: Result) -> str:
-    lower = (results.get("lipschitz") or {}).get("lower")
-    return "-" if lower is None else f"{lower:.3g}"
+def _slope(found: Found) -> str:
+    result = _result(found, "lipschitz")
+    return "-" if result is None or result.lower is None else f"{result.lower:.3g}"
 
 
-def _weight(results: Result) -> str:
-    weight = (results.get("lipschitz") or {}).get("attention_weight")
-    return "-" if weight is None else f"{weight:.2g}"
+def _weight(found: Found) -> str:
+    result = _result(found, "lipschitz")
+    return "-" if result is None or result.attention_weight is None else f"{result.attention_weight:.2g} (measured)"
 
 
-def _power(log10: float | None) -> str:
+def _power(log10: float) -> str:
     """A bound by its logarithm, rounded up in the last digit shown, as bounds are."""
-    if log10 is None:
-        return "none"
-    if log10 >= 5:
+    if not -300 < log10 < 5:
         return f"10^{math.ceil(10 * log10 - 1e-9) / 10:.1f}"
     step = 10.0 ** (math.floor(log10) - 3)
     return f"{math.ceil(10**log10 / step - 1e-9) * step:.4g}"

@@ -12,6 +12,7 @@ from certcli.cli.shared import inputs, options
 from certcli.cli.shared.command import group, marked
 from certcli.cli.shared.output import Sink
 from certcli.system.errors import UsageError
+from certcli.system.files import is_stream
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.outputs import Outputs
     from certcli.checkpoint.record import Record
     from certcli.images.labelled import Images
-    from certcli.models.open import Hints
+    from certcli.models.open import Hints, Opened
 
 
 @group("Checkpoints of others")
@@ -48,13 +49,18 @@ class Source:
 
     def open(self, sink: Sink) -> Checkpoint:
         """The checkpoint; what is assumed in reading it is said, and stands in the document."""
+        opened = self.read(sink)
+        sink.assumes(opened.reading.line(), opened.reading.to_json())
+        return opened.checkpoint
+
+    def read(self, sink: Sink) -> Opened:
+        """The same, what is assumed not said yet: something else comes first."""
         from certcli.models.open import read
 
         opened = read(self.ckpt, self.hints())
         for doubt in opened.reading.doubts:
             sink.warn(doubt)
-        sink.assumes(opened.reading.line(), opened.reading.to_json())
-        return opened.checkpoint
+        return opened
 
 
 @group("Images")
@@ -123,6 +129,10 @@ class Output:
         self._shard_bytes()
         path = self.output or inputs.default_output(source, command, shards=self.shard_size is not None)
         outputs = self._outputs(groups)
+        if (last or state is not None) and is_stream(path):
+            raise UsageError(
+                f"-o {path} is no file, and {command} keeps others beside its output", "-o FILE.safetensors"
+            )
         if self.output is None:
             outputs.writes("-o", path)
         if last:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from certcli.system.errors import DataError, UsageError
+from certcli.system.errors import DataError, UsageError, one_line
 from certcli.system.processes import local_rank, team
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key:
-            raise UsageError(f"'{pair}' is not KEY=VALUE")
+            raise UsageError(f"'{one_line(pair)[:80]}' is not KEY=VALUE")
         try:
             found[key] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             found[key] = text
     return found
 
@@ -138,7 +138,11 @@ def evaluation_images(
     seed: int,
     sink: Sink,
 ) -> Images:
-    """The images to judge a network by: --dataset, else the one it was trained on; with labels that fit its classes."""
+    """The images to judge a network by: --dataset, else the one it was trained on; with labels that fit its classes.
+
+    Without --split, of a dataset that was trained on in part, those that training left out.
+    """
+    from certcli.evaluation.seen import seen_by, trained_on
     from certcli.images import datasets
 
     name = dataset or record.dataset
@@ -146,9 +150,18 @@ def evaluation_images(
         raise DataError(
             "no --dataset given, and the checkpoint does not say what it was trained on", "--dataset digits"
         )
-    images = datasets.require_classes(
-        datasets.load(name, record.input, split, data_dir), record.classes, record.class_names
-    )
+
+    def load(split: str | None) -> Images:
+        return datasets.require_classes(
+            datasets.load(name, record.input, split, data_dir), record.classes, record.class_names
+        )
+
+    images = load(split)
+    if split is None and images.split in ("train", "all") and trained_on(seen_by(record), images):
+        whole, images = images, load("val")
+        sink.note(
+            f"images: the {len(images)} of {len(whole)} that training left out (val); --split {whole.split} takes all"
+        )
     if images.note:
         sink.note(images.note)
     if dataset is None:
@@ -163,7 +176,17 @@ def doubt_images(images: Images, record: Record, sink: Sink) -> None:
     from certcli.evaluation.doubts import image_doubts
 
     for doubt in image_doubts(images, record.input.size[0]):
-        sink.warn(doubt)
+        sink.doubt(doubt)
+
+
+def say_seen(record: Record, images: Images, sink: Sink) -> dict[str, Any]:
+    """Say in the first line how many of these images the network was trained or calibrated on; for documents the same."""
+    from certcli.evaluation.seen import doubts
+
+    found, said = doubts(record, images)
+    for doubt in said:
+        sink.doubt(doubt, first=True)
+    return found
 
 
 def doubt_accuracy(share: float, images: Images, checkpoint: Checkpoint, sink: Sink) -> None:

@@ -14,17 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from certcli.cli.shared.tables import Layout
-from certcli.system.errors import CertvitError
+from certcli.system.errors import CertvitError, plain
 
 WIDE = 160
 """Characters a line where nobody says how many there are."""
 SCHEMA = 1
 """Of the documents: raised when a key that scripts may rely on changes its meaning."""
-
-
-def plain(text: str) -> str:
-    """Text as a terminal may have it: every character that is not printable (escapes, directions) spelled out."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def stated(name: str, value: Any) -> dict[str, Any]:
@@ -81,6 +76,7 @@ class Sink:
         self._err = Console(file=sys.stderr, highlight=False, quiet=Sink.silent)
         Sink.concluded = False
         self._network: Mapping[str, Any] | None = None
+        self.doubts: list[str] = []
 
     def assumes(self, line: str, network: Mapping[str, Any]) -> None:
         """What every result here rests on: a line above it, and `network` in the document (the first of several)."""
@@ -91,6 +87,14 @@ class Sink:
     def network(self) -> Mapping[str, Any]:
         """What was assumed of the first network, as documents and headers of records have it; empty before `assumes`."""
         return self._network or {}
+
+    def doubt(self, line: str, *, first: bool = False) -> None:
+        """Why the result may say little: a warning, or the result's `first` line for a person; kept for documents."""
+        self.doubts.append(line)
+        if first and not self.as_json:
+            self.text(line)
+        else:
+            self.warn(line)
 
     def document(self, data: Mapping[str, Any], gate: Gate | None = None) -> None:
         """The one JSON document, or nothing for a person (who gets a table); `gate`: of a command that has gates."""
@@ -186,7 +190,7 @@ def wrapped(line: str, room: int) -> str:
 
 def _width() -> int | None:
     """Characters a line: the terminal's or COLUMNS, as rich finds them; without both (a file, a pipe) WIDE."""
-    return None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else WIDE
+    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
 
 
 def percent(share: float | None, digits: int = 1) -> str:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from certcli.checkpoint.file import Checkpoint
+    from certcli.checkpoint.record import Evidence
     from certcli.cli.certify.run import Result
     from certcli.images.labelled import Images
     from certcli.report.page import Curve, Page, Table
+    from certcli.verification.claims import Claim
 
 
 def write(page: Page, path: Path) -> None:
@@ -29,6 +33,7 @@ def certify_page(
     name: str,
     images: Images,
     again: str,
+    doubts: Sequence[str] = (),
 ) -> Page:
     """What was certified, with the curves over all judged images and, where it was attacked too, over those.
 
@@ -52,19 +57,21 @@ def certify_page(
         for radius, share in found.certified.items():
             low, high = found.intervals[radius]
             told = f"{100 * low:.1f} to {100 * high:.1f}"
-            rows.append([f"certified, {certifier.method}", radius, percent(share), told, str(count), promise])
+            what = f"certified, {certifier.method}"
+            rows.append([what, proven_radius(radius), proven_percent(share), told, str(count), promise])
         least = next(iter(found.certified))
         about = certifier.title[:1].upper() + certifier.title[1:]
         verdict.append(
             f"{certifier.method} certifies {round(found.certified[least] * count)} of {count} images "
-            f"({percent(found.certified[least])}) at l2 {least}, {promise}. {about}."
+            f"({proven_percent(found.certified[least])}) at l2 {proven_radius(least)}, {promise}. {about}."
         )
     if attacked:
         shares = sorted((radius, sum(left.values()) / len(left)) for radius, left in attacked.items())
         count = len(next(iter(attacked.values())))
         curves.append(Curve(f"attacked (measured), n = {count}", "attacked", shares, marked=True))
         low, left = shares[-1]
-        verdict.append(f"Attacks left {percent(left)} of {count} of these images at l2 {low:g}.")
+        told = f"{percent(left)} of {count} of these images at l2 {attacked_radius(low)}"
+        verdict.append(f"Attacks left {told}, as their records say.")
     said = [[result.certifier.method, result.certifier.statement] for result in results]
     columns = ["share of the images", "radius", "share", "95 % interval", "n", "holds"]
     return Page(
@@ -83,7 +90,9 @@ def certify_page(
             f"Network (digest of its function): {checkpoint.digest}",
             f"Images (digest of pixels and labels): {images.digest}",
             "Radii are pixel l2, images in [0, 1].",
+            *([] if results[0].resumed is None else [str(results[0].resumed)]),
         ],
+        doubts=doubts,
     )
 
 
@@ -92,36 +101,51 @@ def lineage_tables(checkpoint: Checkpoint) -> list[Table]:
     from certcli.report.page import Table
 
     rows = [
-        [str(number), step.command, str(step.seed), (step.parent or "-")[:12], short(dict(step.parameters))]
+        [str(number), step.command, str(step.seed), (step.parent or "-")[:12], short(step.shown)]
         for number, step in enumerate(checkpoint.record.lineage, 1)
     ]
     columns = ["step", "command", "seed", "parent", "parameters"]
     return [Table("Lineage, as the file tells it", columns, rows)] if rows else []
 
 
-def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[Mapping[str, Any]]]) -> Page:
-    """Lineage and fresh evidence of each file; claims: of --verify, one list a file, or none."""
-    from certcli.cli.log.view import sentence
+def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[Claim]]) -> Page:
+    """Lineage and fresh evidence of each file; claims: of --verify, one list a file, or none. Nothing refuted is shown."""
+    from certcli.cli.log.view import AS_STATED, sentence
+    from certcli.evaluation.evidence import command_of
     from certcli.report.page import Command, Page, Table
+    from certcli.verification.claims import statuses
 
     verdict, tables, commands, curves = [], [], [], []
     for number, (path, checkpoint) in enumerate(read):
-        fresh = [entry for entry in checkpoint.record.evidence if entry.digest == checkpoint.digest]
-        stale = len(checkpoint.record.evidence) - len(fresh)
+        evidence = checkpoint.record.evidence
+        checked = statuses(claims[number], len(evidence)) if claims else ["as stated"] * len(evidence)
+        fresh = [
+            (entry, status)
+            for entry, status in zip(evidence, checked, strict=True)
+            if entry.digest == checkpoint.digest
+        ]
+        stale = len(evidence) - len(fresh)
         steps = " → ".join(step.command for step in checkpoint.record.lineage) or "no step"
         about = f"; {stale} about other networks" if stale else ""
-        verdict.append(f"{path.name}: {steps}; {len(fresh)} result{'s' * (len(fresh) != 1)} about this network{about}.")
-        rows = [[entry.command, sentence(entry)] for entry in fresh]
+        verdict.append(
+            f"{path.name}, as it tells: {steps}; {len(fresh)} result{'s' * (len(fresh) != 1)} about this network{about}."
+        )
+        rows = [
+            [command_of(entry), "not shown" if status == "refuted" else sentence(entry), status]
+            for entry, status in fresh
+        ]
         if rows:
-            tables.append(Table(f"Evidence of {path.name}", ["command", "result"], rows))
+            columns = ["command", "result", "checked"]
+            tables.append(Table(f"Evidence of {path.name}", columns, rows, note=f"Evidence: {AS_STATED}."))
         if claims:
-            told = [[str(claim[key]) for key in ("entry", "claim", "status", "why")] for claim in claims[number]]
+            told = [[claim.entry, claim.claim, claim.status, claim.why] for claim in claims[number]]
             tables.append(Table(f"Verification of {path.name}", ["entry", "claim", "status", "why"], told))
         tables += [
             Table(f"{path.name}: lineage, as the file tells it", part.columns, part.rows)
             for part in lineage_tables(checkpoint)
         ]
-        curves += _evidence_curves(path.name if len(read) > 1 else "", fresh)
+        shown = [entry for entry, status in fresh if status != "refuted"]
+        curves += _evidence_curves(path.name if len(read) > 1 else "", shown)
         line = shlex.join(["certvit", "log", path.name, "--verify"])
         commands.append(Command("This proves and certifies the evidence again:", line))
     first = read[0][1].record
@@ -137,29 +161,21 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
     )
 
 
-def _evidence_curves(name: str, fresh: Sequence[Any]) -> list[Curve]:
-    """Shares that evidence states, where they are shares: a file may say anything."""
+def _evidence_curves(name: str, fresh: Sequence[Evidence]) -> list[Curve]:
+    """Shares that evidence states, where it is understood and its radii are l2."""
+    from certcli.evaluation.evidence import AttackResult, CertifyResult, understood
     from certcli.report.page import Curve
 
     found = []
-    for entry in fresh:
-        shares = entry.result.get("certified" if entry.command == "certify" else "curve")
-        clean = entry.result.get("clean")
-        if entry.command not in ("certify", "attack") or not isinstance(shares, dict) or not _share(clean):
+    for entry in filter(None, map(understood, fresh)):
+        result = entry.result
+        if isinstance(result, CertifyResult) and result.norm == "l2":
+            shares, kind = result.certified, "probability" if result.failure else "proven"
+        elif isinstance(result, AttackResult) and result.norm == "l2" and not result.parts:
+            shares, kind = result.curve, "attacked"
+        else:
             continue
-        try:
-            points = sorted((float(radius), float(value)) for radius, value in shares.items())
-        except (TypeError, ValueError):
-            continue
-        if not points or not all(0 <= radius < 1e6 and _share(value) for radius, value in points):
-            continue
-        proof = not entry.result.get("failure")
-        kind = "attacked" if entry.command == "attack" else "proven" if proof else "probability"
-        told = f"{entry.result.get('method', 'attacked')}, n = {entry.result.get('images')}"
-        points = [point for point in points if point[0] > 0]
-        found.append(Curve(f"{name} {told}".strip(), kind, [(0.0, float(clean)), *points], marked=True))
+        told = f"{result.method if isinstance(result, CertifyResult) else 'attacked'}, n = {result.images}"
+        points = sorted((float(key), share) for key, share in shares.items() if float(key) > 0)
+        found.append(Curve(f"{name} {told}".strip(), kind, [(0.0, result.clean), *points], marked=True))
     return found
-
-
-def _share(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0 <= value <= 1

@@ -170,6 +170,8 @@ def attention(ctx: Context, module: Any, x: Any, attn_mask: Any = None, is_causa
         raise NoRule("attention with a mask")
     gain = x.gain if isinstance(x, Normalised) else None
     near = x.near if isinstance(x, Normalised) else settled(x)
+    if len(near.shape) != 3 or near.shape[0] != 1:
+        raise NoRule("attention over something other than one image's tokens")
     w = ctx.of_weights("heads", lambda: _weights(module, gain))
     pick = slice(None) if ctx.token is None else slice(ctx.token, ctx.token + 1)
     tokens = x.centre[:, 0]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes.form import fitting
 from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
 from certcli.evaluation.threat import Norm
 
@@ -38,6 +39,23 @@ class Near:
         """|centre_i|_2 of each fibre, rounded up."""
         return norm2(self.centre.movedim(-1, 0))
 
+    @property
+    def consistent(self) -> bool:
+        """Whether all parts are about one tensor."""
+        return self.fibre.shape == self.centre.shape[:-1] and self.whole.shape == self.centre.shape[:1]
+
+    def far(self, radius: Tensor, norm: Norm) -> list[Tensor]:
+        """Two images far from the first one (of a value that is a ball of images), from a fixed generator."""
+        generator = torch.Generator().manual_seed(24)
+        move = torch.randn(self.shape, generator=generator, dtype=torch.float64).to(self.centre)
+        step = radius * (move.sign() if norm == "linf" else move / move.norm())
+        return [self.centre[0] + step, self.centre[0] - step]
+
+    def farthest(self, row: int, truth: Tensor) -> Tensor:
+        """How far the truth is outside the ball of an image, each fibre and all: not above 0 but for rounding."""
+        far = truth - self.centre[row]
+        return torch.cat([(far.norm(dim=-1) - self.fibre[row]).flatten(), (far.norm() - self.whole[row])[None]])
+
     def noisy(self, error: Tensor) -> "Near":
         """The same with a centre that is off by at most `error` a fibre."""
         whole = up(self.whole + up(error.flatten(1).norm(dim=1), error[0].numel()))
@@ -50,11 +68,13 @@ class Near:
 
     def shift(self, constant: Tensor) -> "Near":
         """x + constant (broadcast to the shape of x)."""
+        constant = fitting(constant, self.shape)
         centre = self.centre + constant
         return replace(self, centre=centre).noisy(gamma(0) * norm2(centre.movedim(-1, 0)))
 
     def scale(self, factor: Tensor) -> "Near":
         """factor * x (broadcast to the shape of x)."""
+        factor = fitting(factor, self.shape)
         centre = self.centre * factor
         return self.moved(centre, factor.abs().max(), gamma(1) * norm2(centre.movedim(-1, 0)))
 
@@ -81,6 +101,18 @@ class Normalised:
         """gain * n + bias at the centre of `near`."""
         found = self.near.centre if self.gain is None else self.near.centre * self.gain
         return found if self.bias is None else found + self.bias
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.near.shape
+
+    @property
+    def consistent(self) -> bool:
+        """Whether all parts are about one tensor, which the scale and the shift do not repeat."""
+        return self.near.consistent and self.centre.shape == self.near.centre.shape
+
+    def farthest(self, row: int, truth: Tensor) -> Tensor:
+        return self.settled().farthest(row, truth)
 
     def settled(self) -> Near:
         near = self.near if self.gain is None else self.near.scale(self.gain)
@@ -112,8 +144,9 @@ def pixel_ball(images: Tensor, radii: Tensor, norm: Norm = "l2") -> Near:
     return Near(centre, _beside(radii, centre[..., 0]).expand(centre.shape[:-1]), radii)
 
 
-def rearranged(x: Near, centre: Tensor, places: Tensor) -> Near:
-    """`centre` holds entries of x, those of flat index `places` (1, *t): |t_i|^2 <= the sum over the fibres it is made of."""
+def rearranged(x: Near, places: Tensor) -> Near:
+    """Entries of x, those of flat index `places` (*t): |t_i|^2 <= the sum over the fibres that it is made of."""
+    centre = x.centre.flatten(1)[:, places.flatten()].view(len(x.centre), *places.shape)
     repeated = int(torch.bincount(places.flatten()).max()) if places.numel() else 1
     whole = up(x.whole * math.sqrt(repeated))
     fibre = _beside(whole, centre[..., 0]).expand(centre.shape[:-1])

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from certcli.enclosure.balls.ball import Near, Normalised, rearranged, settled
 from certcli.enclosure.balls.table import Context, folded_norm, rules
+from certcli.enclosure.zonotopes.form import fitting
 from certcli.enclosure.zonotopes.functions import GELU
 from certcli.enclosure.zonotopes.rounding import FUNCTION, gamma, norm2, up
 from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand
@@ -41,7 +42,7 @@ def nothing(ctx: Context, module: nn.Module, x: Any) -> Any:
 
 @rules.module(PixelNormalize)
 def pixels(ctx: Context, module: PixelNormalize, x: Near) -> Near:
-    mean, std = module.mean.to(x.centre), module.std.to(x.centre)
+    mean, std = module.mean.to(x.centre), fitting(module.std.to(x.centre), x.shape)
     off = x.shift(-mean)
     centre = off.centre / std
     return off.moved(centre, up((1 / std).abs().max()), gamma(1) * fibres(centre))
@@ -57,7 +58,7 @@ def linear(ctx: Context, module: nn.Linear, x: Any) -> Near:
     offset = 0.0 if module.bias is None else frobenius_norm(module.bias)
     before = x.centre
     centre = before @ module.weight.T if module.bias is None else before @ module.weight.T + module.bias
-    noise = gamma(module.in_features + 4) * up(length * _lengths(x, near, before) + offset, 8)
+    noise = gamma(module.weight.shape[1] + 4) * up(length * _lengths(x, near, before) + offset, 8)
     return near.moved(centre, torch.tensor(slope, dtype=torch.float64, device=centre.device), noise)
 
 
@@ -93,6 +94,8 @@ def normalised(module: Any, x: Any) -> Normalised:
 
 def _scaled(x: Near, y: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None) -> Normalised:
     """|N(z) - N(c)| <= |z - c| / sqrt(s t), s and t the deviations at c and the least within reach; never above 2 sqrt(d)."""
+    if not eps >= 0:
+        raise NoRule(f"a norm with eps {eps}")
     width = x.shape[-1]
     length = fibres(y)
     down = 1 - gamma(2 * width + 16)
@@ -142,8 +145,8 @@ def relu(ctx: Context, x: Any, inplace: bool = False) -> Near:
 @rules.module(nn.Conv2d, when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str))
 def convolution(ctx: Context, module: nn.Conv2d, x: Any) -> Near:
     x = settled(x)
-    if len(x.shape) != 4:
-        raise NoRule("a convolution of something other than (b, c, h, w)")
+    if len(x.shape) != 4 or x.shape[0] != 1:
+        raise NoRule("a convolution of something other than one image")
     options = {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups")}
     slope = ctx.of_weights("slope", lambda: conv_norm(module.weight, **options, input_size=x.shape[-2:]))
     image = x.centre[:, 0]
@@ -164,10 +167,8 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return function(t, *args, **kwargs)
 
     places = torch.arange(math.prod(x.shape), device=x.centre.device).view(x.shape)
-    centre, places = torch.vmap(run)(x.centre), run(places)
-    if isinstance(places, Tensor):
-        return rearranged(x, centre, places)
-    return [rearranged(x, c, p) for c, p in zip(centre, places, strict=True)]
+    places = run(places)
+    return rearranged(x, places) if isinstance(places, Tensor) else [rearranged(x, part) for part in places]
 
 
 register_moves(rules, arranged, settled)
@@ -180,7 +181,7 @@ def mean(ctx: Context, x: Any, dim: Any, keepdim: bool = False) -> Near:
     x = settled(x)
     axes = len(x.shape)
     dims = sorted(d % axes for d in ([dim] if isinstance(dim, int) else dim))
-    if 0 in dims:
+    if 0 in dims or not dims:  # no axes: all of them
         raise NoRule("a mean over the batch")
     count = math.prod(x.shape[d] for d in dims)
     over = [d + 1 for d in dims]

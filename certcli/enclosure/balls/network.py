@@ -1,29 +1,26 @@
 """Many images at once through balls of norms: margins and radii of a network of any size. Proofs: docs/local.md, 10."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, settled
 from certcli.enclosure.balls.layers import fibres, normalised
 from certcli.enclosure.balls.table import Context, rules
-from certcli.enclosure.zonotopes.domain import Enclosure, queries, require_rules, tokenwise
+from certcli.enclosure.zonotopes.domain import Enclosure, Watch, prepared
 from certcli.enclosure.zonotopes.margins import differences
-from certcli.enclosure.zonotopes.needed_tokens import split, tokens_read
 from certcli.enclosure.zonotopes.rounding import gamma, up
-from certcli.enclosure.zonotopes.rules.layers import NORMS
-from certcli.engine.replay import replayed
+from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, walk
 from certcli.evaluation.threat import Norm
 
 _COPIES = 24
 """Arrays of the largest kind an image, what is remembered for the next radius included."""
 _MOST = 64
-Watch = Callable[[fx.Node, Any, int | None], None]
 
 
 class _Walk(Enclosure):
@@ -31,8 +28,15 @@ class _Walk(Enclosure):
 
     rules = rules
 
-    def __init__(self, network: "NormsNetwork", start: Near, facts: dict[Any, Any], watch: Watch | None) -> None:
-        super().__init__(network.ending, network.wanted, start, watch)
+    def __init__(
+        self,
+        network: "NormsNetwork",
+        start: Near,
+        facts: dict[Any, Any],
+        watch: Watch | None,
+        witnesses: Sequence[tuple[int, Tensor]],
+    ) -> None:
+        super().__init__(network.ending, network.wanted, start, watch, witnesses)
         self._weights, self._facts = network.weights, facts
 
     def context(self, call: Call) -> Any:
@@ -46,10 +50,7 @@ class NormsNetwork:
     def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
         self.size = size
         self.weights: dict[Any, Any] = {}
-        with replayed(model, size, rules) as traced:
-            self.ending = split(traced, NORMS)
-            self.wanted = tokens_read(self.ending.trace, self.ending.token, tokenwise, queries)
-            require_rules(self.ending.trace, rules)
+        self.ending, self.wanted = prepared(model, size, rules)
 
     def at_once(self, budget: float) -> int:
         """How many images fit into `budget` bytes: probabilities of all heads, and a matrix of a head's size a token."""
@@ -60,8 +61,8 @@ class NormsNetwork:
                 continue
             most = max(most, math.prod(shape))
             if node.target is functional.scaled_dot_product_attention:
-                keys = node.all_input_nodes[1].meta.get("shape", shape)
-                most = max(most, math.prod(shape[:-1]) * keys[-2])
+                keys = max(part.meta.get("shape", shape)[-2] for part in node.all_input_nodes)
+                most = max(most, math.prod(shape[:-1]) * keys)
             module: Any = self.ending.trace.root.get_submodule(str(node.target)) if node.op == "call_module" else None
             if isinstance(getattr(module, "num_heads", None), int):
                 tokens = shape[-2]
@@ -83,7 +84,14 @@ class NormsNetwork:
         facts: filled with what depends on the images alone, for the next radii around the same images.
         """
         start = pixel_ball(images, radii, norm)
-        x: Any = walk(self.ending.trace, _Walk(self, start, {} if facts is None else facts, watch))
+        facts = {} if facts is None else facts
+        witnesses: list[tuple[int, Tensor]] = []
+        if (
+            "witnessed" not in facts
+        ):  # once for these images: each at its centre, the first one at two far points as well
+            witnesses = [*enumerate(images[:, None]), *((0, image) for image in start.far(radii[0], norm))]
+        x: Any = walk(self.ending.trace, _Walk(self, start, facts, watch, witnesses))
+        facts["witnessed"] = True
         head: Any = self.ending.head
         if self.ending.token is not None and x.shape[1] > 1:
             x = settled(x).choose(self.ending.token)
@@ -123,7 +131,7 @@ def _margins(
     rows, offset, doubt = differences(weight, bias, label)
     flat, radius = centre.flatten(), near.fibre[i].flatten()
     if len(radius) != 1:
-        raise AssertionError("a head on several tokens")
+        raise NoRule("a head on several tokens")
     moved = fibres(rows if gain is None else rows * gain) * (1 + 2**-50)
     loss = gamma(len(flat) + 8) * (rows.abs() @ flat.abs() + offset.abs()) * 4
     return rows @ flat + offset - up(moved * radius + loss + doubt, 8)

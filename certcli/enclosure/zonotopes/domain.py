@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,29 +10,54 @@ from torch import Tensor, fx, nn
 
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.margins import linear_margins, normalised_margins
-from certcli.enclosure.zonotopes.needed_tokens import Ending, reads, split, tokens_read
+from certcli.enclosure.zonotopes.needed_tokens import Ending, last_of, reads, split, tokens_read
 from certcli.enclosure.zonotopes.rules.layers import NORMS, QUERIES, TOKENWISE
 from certcli.enclosure.zonotopes.table import Context, rules
-from certcli.engine.replay import replayed
+from certcli.engine.replay import agree, executed, noise_like, replayed, result_of
 from certcli.engine.table import NoRule, RuleTable
-from certcli.engine.trace import Trace
+from certcli.engine.trace import Trace, example_of
 from certcli.engine.walk import Call, Constant, Domain, walk
 
 Watch = Callable[[fx.Node, Any, int | None], None]
+_ROUNDING = 2.0**-26
+"""Relative to the length of a tensor: far above what other kernels round, far below what another tensor is."""
 
 
 class Enclosure(Domain):
-    """One walk for one neighbourhood. wanted: of every node, the only token that is read later."""
+    """One walk for one neighbourhood. wanted: of every node, the only token that is read later.
+
+    witnesses: images of the neighbourhood, each with its place in it. The graph runs on them beside the walk, and no node's
+    value (thorough; else the last one's) may exclude what the network has there, whatever a rule believes of its arguments.
+    """
 
     rules = rules
 
-    def __init__(self, ending: Ending, wanted: dict[fx.Node, int | None], start: Any, watch: Watch | None) -> None:
+    def __init__(
+        self,
+        ending: Ending,
+        wanted: dict[fx.Node, int | None],
+        start: Any,
+        watch: Watch | None,
+        witnesses: Sequence[tuple[Any, Tensor]] = (),
+        thorough: bool = True,
+    ) -> None:
         self.ending, self.wanted, self.start, self.watch = ending, wanted, start, watch
+        self.checked = set(ending.trace.graph.nodes) if thorough else {last_of(ending.trace)}
+        self.runs = [(place, executed(ending.trace, image)) for place, image in witnesses]
 
     def image(self, shape: tuple[int, ...]) -> Any:
         if shape != self.start.shape:
-            raise AssertionError(f"images of shape {shape}, not {self.start.shape}")
+            raise NoRule(f"images of shape {shape}, not {self.start.shape}")
         return self.start
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        if not value.consistent:
+            raise NoRule("a theorem whose result has parts of different shapes")
+        return tuple(value.shape)
+
+    def expected(self, call: Call) -> Any:
+        token = None if call.node is None else self.wanted.get(call.node)
+        return call.shape if token is None else (call.shape[0], 1, *call.shape[2:])
 
     def context(self, call: Call) -> Any:
         assert call.node is not None
@@ -48,8 +73,26 @@ class Enclosure(Domain):
         return value.choose(asked)
 
     def found(self, node: fx.Node, value: Any) -> None:
+        for place, run in self.runs:
+            _, truth = next(run)
+            if node in self.checked:
+                self.require_holds(node, value, place, truth)
         if self.watch is not None:
             self.watch(node, value, self.wanted.get(node))
+
+    def require_holds(self, node: fx.Node, value: Any, place: Any, truth: Any) -> None:
+        """NoRule where `value` excludes the truth at a witness."""
+        if isinstance(value, Constant):
+            return
+        if isinstance(value, (list, tuple)):
+            for part, tensor in zip(value, truth, strict=True):
+                self.require_holds(node, part, place, tensor)
+            return
+        token = self.wanted.get(node)
+        truth = truth if token is None else truth[:, token : token + 1]
+        if bool((value.farthest(place, truth) > _ROUNDING * truth.norm()).any()):
+            where = node.meta.get("path") or "the network"
+            raise NoRule(f"{where} ({node.name}): its theorem excludes what the network does there")
 
 
 def tokenwise(module: nn.Module) -> bool:
@@ -71,15 +114,31 @@ def require_rules(traced: Trace, table: RuleTable) -> None:
             raise NoRule(f"{node.meta.get('path') or 'the network'}: no relaxation for the operation '{name}'")
 
 
+def prepared(
+    model: nn.Module, size: tuple[int, int, int], table: RuleTable
+) -> tuple[Ending, dict[fx.Node, int | None]]:
+    """The network up to its last layers, and the tokens that are read. NoRule, Untraceable name what has no theorem."""
+    with replayed(model, size, table) as traced:  # what is enclosed is the network, not only its trace
+        image = noise_like(example_of(model, size))
+        logits = result_of(traced, image)
+        if logits.dim() != 2 or len(logits) != 1:
+            raise NoRule(f"the network makes logits of shape {tuple(logits.shape)} of one image")
+        ending = split(traced, NORMS)
+        if not agree(ending.finish(result_of(ending.trace, image)), logits):
+            raise NoRule("the network without its last layers, and these, are not the network")
+        require_rules(ending.trace, table)
+    return ending, tokens_read(ending.trace, ending.token, tokenwise, queries)
+
+
 class LocalNetwork:
-    """A network traced once, ready for the neighbourhoods of many images. NoRule, Untraceable name what has no relaxation."""
+    """A network traced once, ready for the neighbourhoods of many images. NoRule, Untraceable name what has no relaxation.
+
+    Of the first walk that ends every node is checked at three images of the ball, of later ones the last node at their own.
+    """
 
     def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
-        self.size = size
-        with replayed(model, size, rules) as traced:  # what is enclosed is the network, not only its trace
-            self.ending = split(traced, NORMS)
-            self.wanted = tokens_read(self.ending.trace, self.ending.token, tokenwise, queries)
-            require_rules(self.ending.trace, rules)
+        self.size, self._seen = size, False
+        self.ending, self.wanted = prepared(model, size, rules)
 
     def sizes(self) -> tuple[int, int, int, int]:
         """Entries: of an image, of the largest sum of two tensors, of the largest tensor at all; symbols made in a block."""
@@ -104,7 +163,10 @@ class LocalNetwork:
     def last_form(self, start: Form, watch: Watch | None = None) -> Form:
         """The form before the last norm and linear layer. `watch` is shown every node's value on the way."""
         with torch.no_grad():
-            form: Form = walk(self.ending.trace, Enclosure(self.ending, self.wanted, start, watch))
+            witnesses = [(e, start.at(e)) for e in start.somewhere()[: 1 if self._seen else 3]]
+            domain = Enclosure(self.ending, self.wanted, start, watch, witnesses, thorough=not self._seen)
+            form: Form = walk(self.ending.trace, domain)
+        self._seen = True
         return form
 
     def margins(self, start: Form, label: int, watch: Watch | None = None) -> Tensor:

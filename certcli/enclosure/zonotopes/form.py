@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import BACK, Ball, Node, Pull, adjoint
-from certcli.enclosure.zonotopes.quadratic import quadratic_radius
+from certcli.enclosure.zonotopes.quadratic import pairs, quadratic_radius, weights
 from certcli.enclosure.zonotopes.rounding import gamma, norm1, norm2, up
+from certcli.engine.table import NoRule
 
 Linear = Callable[[Tensor], Tensor]
 _fresh_names = itertools.count()
@@ -23,6 +24,13 @@ _fresh_names = itertools.count()
 
 class Unbounded(Exception):
     """The neighbourhood is too large for a finite enclosure; the message names the place."""
+
+
+def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A constant that broadcasts to a tensor of this shape. NoRule where the tensor would be repeated instead."""
+    if torch.broadcast_shapes(constant.shape, shape) != shape:
+        raise NoRule("an operation that repeats a tensor")
+    return constant
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,32 @@ class Form:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.centre.shape)
+
+    @property
+    def consistent(self) -> bool:
+        """Whether all parts are about one tensor."""
+        parts = [self.gens.shape[1:], self.slack.shape, self.shape if self.node is None else self.node.shape]
+        columns = self.fixed + sum(count for _, count in self.blocks)
+        return len(self.gens) == columns and all(tuple(part) == self.shape for part in parts)
+
+    def somewhere(self) -> list[Tensor]:
+        """Symbols: those of the image itself, and two far points of the ball, from a fixed generator."""
+        generator = torch.Generator().manual_seed(24)
+        move = torch.randn(self.space.ball, generator=generator, dtype=torch.float64).to(self.centre)
+        far = move.sign() if self.space.boxed else move / move.norm()
+        return [torch.zeros_like(move), far, -far]
+
+    def at(self, e: Tensor) -> Tensor:
+        """The image (of a form that is a ball of images) at these symbols."""
+        return self.centre + torch.tensordot(e, self.ball, dims=1)
+
+    def farthest(self, e: Tensor, truth: Tensor) -> Tensor:
+        """How far the truth is outside the form at the symbols e, entry by entry: not above 0 but for rounding."""
+        first, second = pairs(self.space.ball)
+        weight = weights(self.space.ball, diagonal=1.0, beside=2**0.5, like=e, axes=0)
+        columns = [e, e[first] * e[second] * weight] if self.space.squares else [e]
+        middle = self.centre + torch.tensordot(torch.cat(columns), self.gens[: self.fixed], dims=1)
+        return (truth - middle).abs() - self.box_radius
 
     @property
     def fixed(self) -> int:
@@ -159,6 +193,7 @@ class Form:
 
     def shift(self, constant: Tensor) -> "Form":
         """x + constant (broadcast to the shape of x)."""
+        constant = fitting(constant, self.shape)
         slack = up(self.slack + gamma(0) * (self.centre.abs() + constant.abs()))
         node = None
         if self.node is not None:
@@ -168,6 +203,7 @@ class Form:
 
     def scale(self, factor: Tensor) -> "Form":
         """factor * x entry by entry (broadcast to the shape of x), for an exact factor."""
+        factor = fitting(factor, self.shape)
         slack = up(factor.abs() * (self.slack + gamma(1) * self.size))
         lost = up(factor.abs() * gamma(BACK) * self.size)
         node = self.then(self.shape, lambda rows: (rows * factor,), None, lost)

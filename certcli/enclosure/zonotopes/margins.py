@@ -28,7 +28,7 @@ def _going_back(node: Node, found: Tensor) -> Tensor:
     for entry in torch.argsort(flat).tolist():
         if flat[entry] > 0:
             break
-        flat[entry] = torch.maximum(flat[entry], torch.tensor(coupled(node, rows[entry : entry + 1])))
+        flat[entry] = torch.maximum(flat[entry], flat.new_tensor(coupled(node, rows[entry : entry + 1])))
         if not flat[entry] > 0:
             break  # one margin that is not proven is enough
     return flat.view(found.shape)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace
 
 _IDENTITY = (nn.Identity, nn.Dropout)
@@ -25,10 +26,17 @@ class Ending:
     head: nn.Linear | None
     token: int | None
 
+    def finish(self, before: Tensor) -> Tensor:
+        """The logits from the value of the trace's output, one image's or several's: (b, ...) -> (b, k)."""
+        before = before if self.token is None else before[:, self.token]
+        for part in (self.norm, self.head):
+            before = before if part is None else part(before)
+        return before
+
 
 def split(traced: Trace, norms: tuple[type[nn.Module], ...]) -> Ending:
     """Take the last linear layer off the graph, and the norm before it, up to dropout and the choice of one token."""
-    final = _source(next(node for node in traced.graph.nodes if node.op == "output"))
+    final = last_of(traced)
     node, _ = _skip(traced, final, choose=False)
     head = _module(traced, node)
     if not isinstance(head, nn.Linear) or type(head) is not nn.Linear:
@@ -39,6 +47,11 @@ def split(traced: Trace, norms: tuple[type[nn.Module], ...]) -> Ending:
     if norm is not None and type(norm) in norms and (token is not None or len(_source(node).meta["shape"]) == 2):
         return Ending(_until(traced, _source(node)), norm, head, token)
     return Ending(_until(traced, before), None, head, None)
+
+
+def last_of(traced: Trace) -> fx.Node:
+    """The node whose value is the graph's result."""
+    return _source(next(node for node in traced.graph.nodes if node.op == "output"))
 
 
 def _skip(traced: Trace, node: fx.Node, *, choose: bool) -> tuple[fx.Node, int | None]:
@@ -54,7 +67,9 @@ def _skip(traced: Trace, node: fx.Node, *, choose: bool) -> tuple[fx.Node, int |
 
 
 def _source(node: fx.Node) -> fx.Node:
-    assert isinstance(node.args[0], fx.Node)
+    """The first argument. NoRule where it was passed by name."""
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        raise NoRule(f"{node.meta.get('path') or 'the network'}: called with arguments its theorem does not know")
     return node.args[0]
 
 
@@ -78,12 +93,14 @@ def _until(traced: Trace, last: fx.Node) -> Trace:
 
 
 def chosen_token(node: fx.Node) -> int | None:
-    """r where the node is x[:, r] or x[:, r, ...] of a tensor (1, n, d)."""
+    """r where the node is x[:, r], all of one token in its own order, of a tensor (b, n, d)."""
     if node.op != "call_function" or node.target is not operator.getitem:
         return None
     shape, index = _source(node).meta.get("shape"), node.args[1]
     if not isinstance(shape, tuple) or len(shape) != 3 or not isinstance(index, tuple) or len(index) < 2:
         return None
+    if any(part != slice(None) and part is not Ellipsis for part in index[2:]):
+        return None  # a part of the token, or its entries in another order
     return index[1] % shape[1] if index[0] == slice(None) and type(index[1]) is int else None
 
 

@@ -21,7 +21,9 @@ def pairs(count: int) -> tuple[Tensor, Tensor]:
 def weights(count: int, *, diagonal: float, beside: float, like: Tensor, axes: int) -> Tensor:
     """`diagonal` on the columns e_a^2 and `beside` on the others, broadcastable to (columns, ...) with `axes` more axes."""
     first, second = pairs(count)
-    return torch.where(first == second, diagonal, beside).to(like).view(-1, *[1] * axes)
+    # of two Python numbers torch.where would make float32
+    found = torch.where((first == second).to(like.device), like.new_tensor(diagonal), like.new_tensor(beside))
+    return found.view(-1, *[1] * axes)
 
 
 def folded(products: Tensor) -> Tensor:

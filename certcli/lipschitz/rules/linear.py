@@ -37,15 +37,15 @@ def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
     std = module.std.double().flatten()
     gain = 1.0 / std
     bias = -module.mean.double().flatten() * gain
-    # one float64 rounding in 1 / std: stepping up makes every gain an upper bound of the exact one
-    gain = torch.nextafter(gain, torch.full_like(gain, float("inf")))
+    # one float64 rounding in 1 / std: stepping away from 0 makes every |gain| an upper bound of the exact one
+    gain = torch.nextafter(gain, gain.sign() * float("inf"))
     shift = ctx.arith.matrix(bias.reshape(-1, 1))
     if ctx.arith.rigorous:  # a quotient and a product, each rounded once
         shift = replace(shift, error=up(2.0**-51 * frobenius_norm(bias)))
     pending = Affine(axis=-3, width=len(std), gain=gain, bias=shift, source=(ctx.path,))
     # a pixel in [0, 1] becomes a number in [-mean / std, (1 - mean) / std]
     mean = module.mean.double().flatten()
-    reach = float((torch.maximum(mean.abs(), (1 - mean).abs()) * gain).max()) * (1 + 1e-12)
+    reach = float((torch.maximum(mean.abs(), (1 - mean).abs()) * gain.abs()).max()) * (1 + 1e-12)
     box = Size(ctx.arith, x.shape, peak=lambda: ctx.arith.const(reach)) if ctx.box(x) else None
     pending = replace(pending, result=box)
     return replace(x, size=x.size.along(-3), waiting=pending)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.form import Form, fitting
 from certcli.enclosure.zonotopes.products import product, times
 from certcli.enclosure.zonotopes.table import Context, rules
 from certcli.engine.table import NoRule
@@ -16,10 +16,7 @@ from certcli.engine.walk import Constant
 def constant_operand(value: Any, centre: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A constant operand as a tensor that broadcasts to one of that shape, in centre's type and place."""
     tensor = value.tensor if isinstance(value, Constant) else value
-    tensor = torch.as_tensor(tensor, dtype=centre.dtype, device=centre.device)
-    if torch.broadcast_shapes(tensor.shape, shape) != shape:
-        raise NoRule("an operation that repeats a tensor")
-    return tensor
+    return fitting(torch.as_tensor(tensor, dtype=centre.dtype, device=centre.device), shape)
 
 
 def _constant(value: Any, like: Form) -> Tensor:

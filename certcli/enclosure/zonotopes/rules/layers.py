@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certcli.enclosure.zonotopes.attention import attend
-from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.form import Form, fitting
 from certcli.enclosure.zonotopes.functions import GELU, GELU_TANH
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.pointwise import apply, relu
@@ -82,6 +82,7 @@ def layer_scale(ctx: Context, module: LayerScale, x: Form) -> Form:
 @rules.module(PixelNormalize)
 def pixels(ctx: Context, module: PixelNormalize, x: Form) -> Form:
     mean, std = module.mean.to(x.centre), module.std.to(x.centre)
+    std = fitting(std, x.shape)
     return x.shift(-mean).linear(lambda t: t / std, lambda t: t / std.abs(), terms=1)
 
 

@@ -88,7 +88,7 @@ def mean_method(ctx: Context, x: Form, dim: Any, keepdim: bool = False) -> Form:
 @rules.function(torch.mean)
 def mean(ctx: Context, x: Form, dim: Any, keepdim: bool = False) -> Form:
     dims = [d % len(x.shape) for d in ([dim] if isinstance(dim, int) else dim)]
-    if 0 in dims:
+    if 0 in dims or not dims:  # no axes: all of them
         raise NoRule("a mean over the batch")
     terms = math.prod(x.shape[d] for d in dims)
 

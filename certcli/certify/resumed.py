@@ -1,0 +1,44 @@
+"""Certificates of an earlier run, before a result rests on them: each is one that its run can state, some are found again."""
+
+from collections.abc import Sequence
+
+from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.recheck import plainly_wrong
+from certcli.evaluation.resumed import Demanded, Resumed, to_compute_again, usual
+from certcli.images.labelled import Images
+from certcli.system.errors import DataError
+
+HINT = "it was edited, or written on a machine that computes otherwise: leave out --resume"
+
+
+def require_possible(claims: Sequence[Certificate], certifier: Certifier, where: str) -> None:
+    """DataError for a record that states what no run of this method and these parameters does. Labels are known to agree."""
+    for claim in claims:
+        told = plainly_wrong(claim, claim.label, certifier)
+        if told is not None and told.status == "refuted":
+            raise DataError(f"the record of image {claim.index} in {where} is false: {told.why}", HINT)
+
+
+def find_again(
+    certifier: Certifier,
+    claims: Sequence[Certificate],
+    images: Images,
+    radius: float,
+    demanded: Demanded,
+    batch_size: int,
+    where: str,
+) -> Resumed:
+    """Some of the records of the first images, computed again (`to_compute_again`); DataError when one does not agree.
+
+    radius: at which `demanded` counts images.
+    """
+    held = [int(claim.holds_at(radius)) for claim in claims]
+    chosen = to_compute_again(held, demanded, usual(len(claims)))
+    step = certifier.at_once or batch_size
+    for start in range(0, len(chosen), step):
+        places = chosen[start : start + step]
+        part = [claims[place] for place in places]
+        for claim, found in zip(part, certifier.repeat(part, images.fetch(places)), strict=True):
+            if found.status != "verified":
+                raise DataError(f"the record of image {claim.index} in {where} does not agree: {found.why}", HINT)
+    return Resumed(len(claims), len(chosen))

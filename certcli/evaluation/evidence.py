@@ -1,0 +1,362 @@
+"""The one decoder of evidence: a closed structure for each command. What it does not hold is neither read nor shown.
+
+Whatever of it is shown is either recomputed by `log --verify` or in AUTHORS_WORD.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from certcli.checkpoint.record import Evidence
+from certcli.checkpoint.schema import Dataset, Digest, Json, Log10, Share, Text, convert
+from certcli.evaluation.radii import LARGEST, MOST_IMAGES, confidence, read_radius
+from certcli.system.errors import Refused
+
+MOST_RADII = 256
+_TOKEN = Meta(pattern=r"\A[a-z0-9][a-z0-9_.:#+\-]*(, [a-z0-9][a-z0-9_.:#+\-]*)*\Z", max_length=256)
+
+ImageCount = Annotated[int, Meta(ge=1, le=MOST_IMAGES)]
+Tried = Annotated[int, Meta(ge=0, le=MOST_IMAGES)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Radius = Annotated[float, Meta(ge=0, le=LARGEST)]
+Measured = Annotated[float, Meta(ge=0, le=1e300)]
+Upper = Annotated[float, Meta(ge=0)] | Literal["inf"]
+UpperText = Annotated[str, Meta(pattern=r"\A([0-9.]{1,12}(e[+\-]?[0-9]{1,10})?|inf)\Z")]
+Curve = Annotated[dict[str, Share], Meta(min_length=1, max_length=MOST_RADII)]
+Attacks = Annotated[str, _TOKEN]
+Norm = Literal["l2", "linf"]
+Setting = int | float | bool | Attacks | None
+
+
+class _Closed(Struct, forbid_unknown_fields=True):
+    pass
+
+
+class JudgedImages(_Closed):
+    name: Dataset
+    split: Text
+    images: ImageCount
+    digest: Digest
+
+
+class LipschitzParameters(_Closed):
+    images: Tried = 0
+
+
+class LipschitzResult(_Closed):
+    upper: Upper
+    log10_upper: Log10 | None
+    lower: Measured | None = None
+    why: Annotated[str, Meta(max_length=65_536)] = ""
+    attention_weight: Measured | None = None
+
+
+class FinetuneParameters(_Closed):
+    epsilon: Radius
+    split: Literal["val"] = "val"
+    images: ImageCount | None = None
+
+
+class FinetuneResult(_Closed):
+    """dataset: unset in files of older versions."""
+
+    clean: Share
+    certified: Share
+    upper: Upper
+    log10_upper: Log10 | None
+    upper_text: UpperText
+    upper_finite: bool
+    dataset: JudgedImages | UnsetType = UNSET
+
+
+class CertifyParameters(_Closed):
+    dataset: Dataset
+    split: Text
+    limit: ImageCount | None
+    seed: Seed
+    method: Text
+
+
+class NoOptions(_Closed):
+    """Most methods have none."""
+
+
+class LocalOptions(_Closed):
+    effort: Literal["norms", "zonotope", "backward", "auto"]
+    norm: Norm
+    symbols: Annotated[int, Meta(ge=0, le=10**6)]
+    steps: Annotated[int, Meta(ge=0, le=64)]
+    at: Annotated[list[Radius], Meta(max_length=64)] | UnsetType = UNSET
+
+
+class SmoothingOptions(_Closed):
+    sigma: Annotated[float, Meta(gt=0, le=1e6)]
+    n0: Annotated[int, Meta(ge=1, le=10**7)]
+    samples: Annotated[int, Meta(ge=1, le=10**7)]
+    alpha: Annotated[float, Meta(gt=0, lt=1)]
+    enough: Radius | None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    precision: Literal["float32", "bf16"]
+    noise: Text
+    decide: bool | UnsetType = UNSET
+    denoiser: Digest | UnsetType = UNSET
+
+
+OPTIONS: Mapping[str, type[Struct]] = {
+    "lipschitz": NoOptions,
+    "local": LocalOptions,
+    "local-lip": NoOptions,
+    "bcp": NoOptions,
+    "smoothing": SmoothingOptions,
+}
+"""Parameters of each certificate method; a test keeps it equal to the registry."""
+
+
+class CertifyResult(_Closed):
+    dataset: JudgedImages
+    clean: Share
+    certified: Curve
+    average_radius: Radius
+    images: ImageCount
+    method: Text
+    failure: Annotated[float, Meta(ge=0, lt=1)]
+    promise: Text
+    arithmetic: Literal["real", "float64", "float32", "bf16"]
+    parameters: Json
+
+    @property
+    def options(self) -> Struct:
+        if self.method not in OPTIONS:
+            raise Refused("no method of certify")
+        return convert(self.parameters, OPTIONS[self.method])
+
+    @property
+    def norm(self) -> Norm:
+        """Of the radii."""
+        options = self.options
+        return options.norm if isinstance(options, LocalOptions) else "l2"
+
+
+class AttackParameters(_Closed):
+    dataset: Dataset = ""
+    split: Text = ""
+    images: ImageCount | None = None
+    attacks: list[list[Attacks]] = []
+    radii: list[list[Radius]] = []
+    norm: list[Norm] = []
+    independent: list[bool] = []
+    settings: Annotated[dict[Attacks, Setting], Meta(max_length=64)] = {}
+    preset: Attacks | None = None
+    source: Digest | None = None
+    certified_only: bool = False
+    refine: Annotated[int, Meta(ge=0, le=10**6)] = 0
+
+
+class AttackPart(_Closed):
+    """One stage at one radius."""
+
+    norm: Norm
+    epsilon: Radius
+    images: ImageCount
+    clean: Share
+    robust: Share
+    attacks: Annotated[dict[Attacks, Share], Meta(max_length=MOST_RADII)]
+    median_norm: Radius | None
+    intervals: Annotated[dict[Attacks, tuple[Share, Share]], Meta(max_length=MOST_RADII)] = {}
+    independent: bool = False
+    own_radii: dict[Literal["smallest", "median", "largest"], Radius] | UnsetType = UNSET
+
+
+class AttackFlag(_Closed):
+    """A check that was raised; its words are not shown."""
+
+    name: Text
+    measured: Text
+    raised_if: Annotated[str, Meta(max_length=4096)]
+    explanation: Annotated[str, Meta(max_length=4096)]
+    fatal: bool
+
+
+class AttackResult(AttackPart):
+    """The first part, and what the others have in common."""
+
+    dataset: JudgedImages | UnsetType = UNSET
+    curve: Annotated[dict[str, Share], Meta(max_length=MOST_RADII)] = {}
+    parts: Annotated[list[AttackPart], Meta(max_length=MOST_RADII)] = []
+    flags: Annotated[list[AttackFlag], Meta(max_length=64)] = []
+    checks: Annotated[list[Text], Meta(max_length=64)] = []
+    preset: Attacks | None = None
+    source: Digest | None = None
+    certified_only: bool = False
+    refine: Annotated[int, Meta(ge=0, le=10**6)] = 0
+
+
+class KeptParameters(_Closed):
+    calibration: Dataset
+
+
+class Rung(_Closed):
+    """One row of adapt's trade."""
+
+    changes: Tried
+    floors: Tried
+    attentions: Tried
+    log10_upper: Log10 | None
+    agreement: Share
+    error: Measured
+    accuracy: Share | None
+    taken: bool
+
+
+class KeptResult(_Closed):
+    """What adapt or constrain kept of the network that it changed."""
+
+    images: ImageCount
+    logits_error: Measured
+    agreement: Share
+    agreement_interval: tuple[Share, Share]
+    accuracy_before: Share | None
+    accuracy_before_interval: tuple[Share, Share] | None
+    accuracy_after: Share | None
+    accuracy_after_interval: tuple[Share, Share] | None
+    dataset: Dataset
+    split: Text
+    took_part: bool
+    trained_on: bool
+    chose: bool | UnsetType = UNSET
+    trade: Annotated[list[Rung], Meta(max_length=10_000)] | UnsetType = UNSET
+
+
+COMMANDS: Mapping[str, tuple[type[Struct], type[Struct]]] = {
+    "lipschitz": (LipschitzParameters, LipschitzResult),
+    "finetune": (FinetuneParameters, FinetuneResult),
+    "certify": (CertifyParameters, CertifyResult),
+    "attack": (AttackParameters, AttackResult),
+    "adapt": (KeptParameters, KeptResult),
+    "constrain": (KeptParameters, KeptResult),
+}
+"""Who writes evidence: the types of its parameters and of its result."""
+
+AUTHORS_WORD: Mapping[str, tuple[str, ...]] = {
+    "lipschitz": ("parameters", "result.lower", "result.attention_weight", "result.why"),
+    "finetune": ("parameters.images",),
+    "certify": ("parameters.limit", "parameters.seed"),
+    "attack": ("parameters", "result"),
+    "adapt": ("parameters", "result"),
+    "constrain": ("parameters", "result"),
+}
+"""Fields that `log --verify` does not recompute: measured ones, and the choice of the images."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Evidence of a known command whose fields agree with one another; whether they are true, `log --verify` finds."""
+
+    command: str
+    digest: str
+    parameters: Any
+    result: Any
+
+
+def decode_evidence(entry: Evidence) -> Decoded:
+    """Refused, with the reason, for what no command of certvit writes."""
+    if entry.command not in COMMANDS:
+        raise Refused("no command of certvit writes such evidence")
+    parameters, result = COMMANDS[entry.command]
+    found = Decoded(entry.command, entry.digest, convert(entry.parameters, parameters), convert(entry.result, result))
+    for wrong in _contradictions(found):
+        raise Refused(wrong)
+    return found
+
+
+def understood(entry: Evidence) -> Decoded | None:
+    """The entry, where it is evidence that certvit writes."""
+    try:
+        return decode_evidence(entry)
+    except Refused:
+        return None
+
+
+def command_of(entry: Evidence) -> str:
+    """The command's name; a name that certvit does not know is not repeated."""
+    return entry.command if entry.command in COMMANDS else "unknown"
+
+
+def count_of(share: float, images: int) -> int:
+    """How many of the images: the quotient of the two is the float exactly, else Refused."""
+    count = round(share * images)
+    if count / images != share:
+        raise Refused(f"{share} is no share of {images} images")
+    return count
+
+
+def as_json(entry: Evidence) -> Json:
+    """An entry for programs: its closed structure, and which of its fields nothing recomputes."""
+    told: Json = {"command": command_of(entry), "digest": entry.digest}
+    try:
+        found = decode_evidence(entry)
+    except Refused as refusal:
+        return {**told, "understood": False, "why": f"not understood, not shown: {refusal}"[:300]}
+    return {
+        **told,
+        "understood": True,
+        "parameters": msgspec.to_builtins(found.parameters),
+        "result": msgspec.to_builtins(found.result),
+        "authors_word": list(AUTHORS_WORD[entry.command]),
+    }
+
+
+def _contradictions(entry: Decoded) -> Iterator[str]:
+    """What contradicts itself."""
+    result, about = entry.result, entry.parameters
+    bound = isinstance(result, (LipschitzResult, FinetuneResult))
+    if bound and result.log10_upper is None and result.upper not in ("inf", 0):
+        yield "a bound without its logarithm"
+    if isinstance(result, FinetuneResult):
+        if result.upper_finite is not (result.log10_upper is not None or result.upper == 0):
+            yield "upper_finite is not what the bound says"
+        if (result.upper_text == "inf") is result.upper_finite:
+            yield "upper_text is not what the bound says"
+        if isinstance(result.dataset, JudgedImages):
+            count = result.dataset.images
+            if count_of(result.certified, count) > count_of(result.clean, count):
+                yield "more images are certified than are classified correctly"
+            if about.images not in (None, count):
+                yield "the numbers of images differ"
+        elif result.certified > result.clean:
+            yield "more images are certified than are classified correctly"
+    elif isinstance(result, CertifyResult):
+        yield from _certify_contradictions(about, result)
+    elif isinstance(result, AttackResult):
+        for part in (result, *result.parts):
+            left = [count_of(share, part.images) for share in (part.robust, *part.attacks.values())]
+            if max(left) > count_of(part.clean, part.images):
+                yield "an attack leaves no more images than were right before it"
+        for key, share in result.curve.items():
+            read_radius(key)
+            if share > result.clean and not result.parts:
+                yield "an attack leaves no more images than were right before it"
+    elif isinstance(result, KeptResult):
+        for kept in (result.agreement, result.accuracy_before, result.accuracy_after):
+            count_of(kept or 0.0, result.images)
+
+
+def _certify_contradictions(about: CertifyParameters, result: CertifyResult) -> Iterator[str]:
+    options, images = result.options, result.images
+    promise, failure = "proof", 0.0
+    if isinstance(options, SmoothingOptions):
+        promise, failure = f"probability {confidence(options.alpha)}", options.alpha
+    if (result.promise, result.failure) != (promise, failure):
+        yield f"the promise of {result.method} with these parameters is another"
+    if (about.dataset, about.split, about.method) != (result.dataset.name, result.dataset.split, result.method):
+        yield "parameters and result are not about the same images and method"
+    if images != result.dataset.images or (about.limit is not None and images > about.limit):
+        yield "the numbers of images differ"
+    held = count_of(result.clean, images)
+    for _, share in sorted((read_radius(key), share) for key, share in result.certified.items()):
+        if count_of(share, images) > held:
+            yield "more images are certified at a larger radius, or than are classified correctly"
+        held = count_of(share, images)

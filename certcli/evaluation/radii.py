@@ -1,0 +1,61 @@
+"""Radii as text: keys that read back to the same number, and figures for a screen, rounded towards what holds."""
+
+import math
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from fractions import Fraction
+
+from certcli.system.errors import Refused
+
+MOST_IMAGES = 10**7
+LARGEST = 1e12
+"""No image in [0, 1] is as large: a file that states a larger radius was not written by certvit."""
+
+
+def radius_key(radius: float) -> str:
+    """The shortest usual text that reads back to the same float: "0.5", "1", "0.10196078431372549"."""
+    short = f"{radius:g}"
+    return short if float(short) == radius else repr(radius)
+
+
+def read_radius(key: str) -> float:
+    """Inverse of `radius_key`; Refused for any other text, such as "0.50", " 0.5", "5e-1" or "nan"."""
+    try:
+        radius = float(key)
+    except ValueError:
+        radius = math.nan
+    if not 0 <= radius <= LARGEST or radius_key(radius) != key:
+        raise Refused(f"'{key[:40]}' is no radius")
+    return radius
+
+
+def proven_radius(figure: float | str, digits: int = 6) -> str:
+    """A proven radius (or its key) for a screen: rounded down, never up."""
+    return _rounded(figure, digits, ROUND_FLOOR)
+
+
+def attacked_radius(figure: float | str, digits: int = 6) -> str:
+    """The radius of an attack (or its key) for a screen: rounded up, never down."""
+    return _rounded(figure, digits, ROUND_CEILING)
+
+
+def proven_percent(share: float, digits: int = 1) -> str:
+    """A proven share in percent, rounded down: 1,999 of 2,000 images are 99.9 %."""
+    exact = Fraction(share).limit_denominator(MOST_IMAGES)  # the quotient of counts that the float stands for
+    return f"{math.floor(100 * exact * 10**digits) / 10**digits:.{digits}f} %"
+
+
+def confidence(failure: float, whole: int = 1) -> str:
+    """1 - failure, rounded down to the digits that tell it from 1: "0.999"; of a whole of 100, "99.9"."""
+    digits = 6 if failure <= 0 else min(20, max(6, 2 - math.floor(math.log10(failure))))
+    return _rounded(whole * (1 - Decimal(repr(failure))), digits, ROUND_FLOOR)
+
+
+def _rounded(figure: float | str | Decimal, digits: int, way: str) -> str:
+    """In `digits` significant ones, without trailing zeros, spelled as :g does."""
+    value = Decimal(repr(figure) if isinstance(figure, float) else figure)  # as it is written: 0.12 stays 0.12
+    if not value.is_finite():
+        return f"{value:f}".lower().replace("infinity", "inf")
+    if value == 0:
+        return "0"
+    found = Context(prec=digits, rounding=way).plus(value).normalize()
+    return f"{found:f}" if -5 <= found.adjusted() < max(digits, 6) else f"{float(found):.{digits}g}"

@@ -1,0 +1,175 @@
+"""The door for files of records: each line becomes typed, ranged values, or one sentence says why not.
+
+Nothing is taken from a line that is not a field here. Whether a line is true is not decided here: `certify.resumed` and
+`attack.resumed` compute lines again.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from certcli.checkpoint.schema import MOST_CLASSES, Dataset, Digest, Json, Name, Text, decode, require_bounded
+from certcli.system.errors import DataError, Refused
+
+LONGEST_LINE = 2**20
+"""Bytes of a line; the longest that certvit writes is a header of some thousand."""
+MOST_DRAWS = 10_000_000
+HINT = "certvit certify or attack ... --records FILE writes them"
+
+Index = Annotated[int, Meta(ge=0, le=2**53)]
+Class = Annotated[int, Meta(ge=0, lt=MOST_CLASSES)]
+Length = Annotated[float, Meta(ge=0)]
+"""A radius, a distance between images, or seconds: finite, since JSON has no other numbers."""
+Draws = Annotated[int, Meta(ge=1, le=MOST_DRAWS)]
+Pixels = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+Norm = Literal["l2", "linf"]
+
+
+class _Strict(Struct, forbid_unknown_fields=True):
+    pass
+
+
+class ImagesFields(_Strict):
+    name: Dataset
+    split: Text
+    images: Annotated[int, Meta(ge=1, le=2**53)]
+    digest: Digest
+
+
+class HeaderFields(_Strict):
+    """All that decides the records, and what was assumed in reading the network."""
+
+    schema: Literal["certvit-records/1"]
+    command: Literal["certify", "attack"]
+    checkpoint: Digest
+    dataset: ImagesFields
+    method: Name | list[list[Text]]
+    norm: Norm | list[Norm]
+    radii: list[list[Length]]
+    parameters: Json
+    network: Json = {}
+
+    def __post_init__(self) -> None:
+        require_bounded(self.parameters)
+        require_bounded(self.network)
+
+
+class CertificateFields(_Strict):
+    """A record of certify."""
+
+    index: Index
+    label: Class
+    prediction: Class | None
+    radius: Length | Literal["inf"]
+    method: Name
+    failure: Annotated[float, Meta(ge=0, lt=1)]
+    pixels: Pixels
+    rung: Text = ""
+    seconds: Length = 0.0
+
+    def __post_init__(self) -> None:
+        if self.prediction is None and self.radius != 0:
+            raise ValueError("it states a radius and no class")
+
+
+class AttackedFields(_Strict):
+    """A record of attack: misclassified, broken, or neither."""
+
+    index: Index
+    label: Class
+    prediction: Class
+    adversarial_prediction: Class
+    robust: Annotated[dict[Text, bool | None], Meta(min_length=1, max_length=1000)]
+    norm: Length | None
+    l2: Length | None
+    epsilon: Length
+    kind: Norm
+    broken_by: Text | None
+    task: Index
+    pixels: Pixels
+
+    def __post_init__(self) -> None:
+        left, broken = set(self.robust.values()), self.broken_by is not None
+        if (self.norm is None) != (self.l2 is None):
+            raise ValueError("it states one of norm and l2")
+        if self.prediction != self.label:
+            fits = left == {False} and not broken and self.norm == 0
+        elif self.norm is None:
+            fits = left == {True} and not broken and self.adversarial_prediction == self.label
+        else:
+            fits = self.broken_by is not None and self.robust.get(self.broken_by) is False
+            fits = fits and self.adversarial_prediction != self.label
+        if not fits:
+            raise ValueError("prediction, robust, norm and broken_by contradict each other")
+
+
+RECORDS: dict[str, type[Struct]] = {"certify": CertificateFields, "attack": AttackedFields}
+
+
+class ProofParameters(_Strict):
+    promise: Text
+    arithmetic: Text
+    domain: Text
+
+
+class LocalParameters(ProofParameters):
+    effort: Name
+    norm: Norm
+    symbols: Index
+    steps: Annotated[int, Meta(ge=1, le=64)]
+    at: Annotated[list[Annotated[float, Meta(gt=0)]], Meta(max_length=256)] = []
+
+
+class SmoothingParameters(ProofParameters):
+    sigma: Annotated[float, Meta(gt=0)]
+    n0: Draws
+    samples: Draws
+    alpha: Annotated[float, Meta(gt=0, lt=1)]
+    enough: Length | None
+    seed: Annotated[int, Meta(ge=0)]
+    precision: Name
+    noise: Text
+    decide: bool = False
+    denoiser: Digest | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed >= 1 << 64:
+            raise ValueError("its seed is not below 2^64")
+
+
+PARAMETERS: dict[str, type[Struct]] = {
+    "lipschitz": ProofParameters,
+    "local": LocalParameters,
+    "local-lip": ProofParameters,
+    "bcp": ProofParameters,
+    "smoothing": SmoothingParameters,
+}
+"""What each method of certify states of itself in a header; a test keeps this table and the methods' equal."""
+
+
+def parse(data: bytes, path: Path) -> tuple[Json, list[Json], list[int]]:
+    """Header, records as plain values, and where each complete line ends; DataError names the line that is neither."""
+    header: HeaderFields | None = None
+    rows: list[Json] = []
+    ends: list[int] = []
+    start = 0
+    while (end := data.find(b"\n", start)) >= 0:
+        kind = "the header of certvit's records" if header is None else "a record"
+        try:
+            if end - start > LONGEST_LINE:
+                raise Refused(f"a line of {end - start:,} bytes")
+            line = data[start:end].decode()
+            if header is None:
+                header = decode(line, HeaderFields)
+            else:
+                rows.append(msgspec.to_builtins(decode(line, RECORDS[header.command])))
+        except (Refused, UnicodeError) as failure:
+            raise DataError(f"line {len(ends) + 1} of {path} is not {kind} ({failure})", HINT) from failure
+        ends.append(end + 1)
+        start = end + 1
+    if header is None:
+        raise DataError(f"{path} holds no records", HINT)
+    found: dict[str, Any] = msgspec.to_builtins(header)
+    return found, rows, ends

@@ -1,0 +1,86 @@
+"""How much of what an earlier run left is computed again, before a result rests on it.
+
+Whoever can write a file can write what it says, a digest of it too; only computing again tells. Which pieces are computed
+again is drawn by the operating system's generator when the run has ended, so nobody who wrote the file can have known it.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FEW, USUAL, ENOUGH = 16, 0.02, 128
+"""Pieces that are all computed again; the share of more; and the most without a gate."""
+MISSED = 1e-6
+"""Chance, at most, that a gate passes although the file's false records are as many as it takes to turn it."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Records that were read from a file, and how many of them were computed again and agree."""
+
+    records: int
+    again: int
+
+    def to_json(self) -> dict[str, int]:
+        return {"records": self.records, "computed_again": self.again}
+
+    def __str__(self) -> str:
+        which = "all" if self.again == self.records else f"{self.again:,}"
+        return f"{self.records:,} records were read from the file; {which} of them were computed again and agree"
+
+
+@dataclass(frozen=True)
+class Demanded:
+    """What a result must meet: `share` of `total` images. elsewhere: images of this run that meet it.
+
+    every: nothing may rest on a file, since a checkpoint's evidence is written.
+    """
+
+    share: float = 0.0
+    total: int = 1
+    elsewhere: int = 0
+    every: bool = False
+
+
+def to_compute_again(held: Sequence[int], demanded: Demanded, usual: int) -> list[int]:
+    """Which of the file's pieces are computed again. held: how many images of each meet the demand, as the file says.
+
+    `usual` pieces are drawn from all. Where the demand is met only with the file's help, further ones are drawn from those
+    that help: the fewest false pieces that turn the result are all missed with the chance `MISSED` at most.
+    """
+    draw = random.SystemRandom()
+    if demanded.every:
+        return list(range(len(held)))
+    chosen = set(draw.sample(range(len(held)), min(usual, len(held))))
+    spare = sum(held) + demanded.elsewhere - _least(demanded.share, demanded.total)
+    if 0 <= spare < sum(held):
+        helping = [piece for piece, count in enumerate(held) if count]
+        false, turned = 0, 0
+        for count in sorted(held, reverse=True):
+            if turned > spare:
+                break
+            false, turned = false + 1, turned + count
+        chosen |= set(draw.sample(helping, draws(len(helping), false)))
+    return sorted(chosen)
+
+
+def usual(count: int) -> int:
+    """How many of so many pieces are computed again where nothing is demanded."""
+    return min(count, max(FEW, min(ENOUGH, round(USUAL * count))))
+
+
+def draws(count: int, false: int, missed: float = MISSED) -> int:
+    """The fewest draws without return from `count` pieces that miss all of `false` ones with a chance of `missed` at most.
+
+    P[n draws miss] = prod_{i < n} (count - false - i) / (count - i)
+    """
+    chance, n = 1.0, 0
+    while chance > missed and n < count:
+        chance *= max(0, count - false - n) / (count - n)
+        n += 1
+    return n
+
+
+def _least(share: float, total: int) -> int:
+    """The fewest images of `total` whose share is `share` or more, by the division that the gate makes."""
+    return next(count for count in range(total + 1) if count / total >= share)

@@ -1,0 +1,202 @@
+"""Functions of one entry, softmax, lengths and norms. Slopes: docs/bounds.md, sections 3 to 5."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma
+from certcli.engine.table import NoRule
+from certcli.rounding.running import ROUNDED, Found, Step, put_together, rule
+from certcli.rounding.sums import UNIT, total
+
+
+def _curve(*names: str, slope: float, rounding: Callable[[Tensor, Tensor, float], Tensor]) -> None:
+    """A function with this largest slope; its own rounding from the lengths of its argument and its result."""
+
+    @rule(*names)
+    def passed(step: Step, x: Tensor, *_: Any, **__: Any) -> Found:
+        value, size = step.run(), step.size(x)
+        result = value[0] if isinstance(value, (tuple, list)) else value
+        own = rounding(step.norm(x), step.norm(result), math.sqrt(x.numel())) + TINY
+        found = total(own, None if size is None else size * slope)
+        return value, found if result is value else [found, *[torch.full_like(found, torch.inf)] * (len(value) - 1)]
+
+
+# x times a factor of size 1 that is off by FUNCTION, its argument by a few roundings
+_curve("gelu", slope=1.13, rounding=lambda x, value, root: x * (2 * FUNCTION))
+_curve("silu", slope=1.1, rounding=lambda x, value, root: x * (2 * FUNCTION))
+_curve("mish", slope=1.09, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
+_curve("hardswish", slope=1.5, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
+_curve("log_sigmoid_forward", slope=1.0, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
+_curve("tanh", "atan", slope=1.0, rounding=lambda x, value, root: value * FUNCTION)
+_curve("erf", slope=1.1284, rounding=lambda x, value, root: value * FUNCTION)
+_curve("sin", "cos", slope=1.0, rounding=lambda x, value, root: x.new_tensor(2 * FUNCTION * root))
+_curve("sigmoid", slope=0.25, rounding=lambda x, value, root: value * (2 * FUNCTION))
+_curve("hardsigmoid", slope=0.17, rounding=lambda x, value, root: x.new_tensor(2 * FUNCTION * root))
+
+
+@rule("leaky_relu")
+def leaky_relu(step: Step, x: Tensor, negative_slope: float = 0.01) -> Found:
+    value, size = step.run(), step.size(x)
+    own = step.norm(value) * (2 * UNIT) + TINY
+    return value, total(own, None if size is None else size * max(1.0, abs(negative_slope)))
+
+
+@rule("elu")
+def elu(step: Step, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Found:
+    value, size = step.run(), step.size(x)
+    slope = abs(scale) * max(1.0, abs(alpha * input_scale)) * ROUNDED
+    own = (step.norm(x) + math.sqrt(x.numel()) * (1 + abs(alpha))) * (4 * FUNCTION * slope) + TINY
+    return value, total(own, None if size is None else size * slope)
+
+
+@rule("exp")
+def exponential(step: Step, x: Tensor) -> Found:
+    value, size = step.run(), step.size(x)
+    own = step.norm(value) * FUNCTION + TINY
+    return value, own if size is None else own + size * (value.amax() * (size * ROUNDED).exp() * ROUNDED)
+
+
+@rule("sqrt")
+def root(step: Step, x: Tensor) -> Found:
+    """Slope 1 / (2 sqrt t) at t >= min x - e."""
+    value, size = step.run(), step.size(x)
+    own = step.norm(value) * UNIT + TINY
+    if size is None:
+        return value, own
+    below = x.amin() - size * ROUNDED
+    return value, torch.where(below > 0, own + size / below.sqrt() * ROUNDED, torch.inf)
+
+
+@rule("rsqrt")
+def inverse_root(step: Step, x: Tensor) -> Found:
+    """Slope 1 / (2 t sqrt t) at t >= min x - e."""
+    value, size = step.run(), step.size(x)
+    own = step.norm(value) * FUNCTION + TINY
+    if size is None:
+        return value, own
+    below = x.amin() - size * ROUNDED
+    return value, torch.where(below > 0, own + size / (below * below.sqrt()) * ROUNDED, torch.inf)
+
+
+@put_together("reciprocal")
+def reciprocal(x: Tensor) -> Tensor:
+    return torch.ones_like(x) / x
+
+
+@put_together("square")
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+@put_together("pow")
+def power(x: Any, exponent: Any) -> Any:
+    """Small whole powers as products, and roots."""
+    if isinstance(x, Tensor) and exponent in (0.5, -0.5, -1):
+        return x.sqrt() if exponent == 0.5 else x.rsqrt() if exponent == -0.5 else torch.ones_like(x) / x
+    if not isinstance(x, Tensor) or exponent not in (2, 3, 4):
+        raise NoRule(f"no rounding error is known of a power of {exponent}")
+    squared = x * x
+    return squared if exponent == 2 else squared * (x if exponent == 3 else squared)
+
+
+@rule("_softmax", "_safe_softmax", "softmax")
+def softmax(step: Step, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
+    """Slope 1/2 a row, also for the rounding of x - max x; then that of exp and of the sum, relative to the result.
+
+    Scores of exactly -inf (a mask) have probability exactly 0.
+    """
+    value, size = step.run(), step.size(x)
+    masked = x.isneginf()
+    scores = x.masked_fill(masked, 0.0) if bool(masked.any()) else x
+    shifted = (step.norm(scores) + scores.abs().amax() * math.sqrt(x.numel())) * UNIT
+    own = step.norm(value) * (4 * FUNCTION + gamma(x.shape[dim])) + TINY
+    return value, own + total(shifted, size) * (0.5 * ROUNDED)
+
+
+@rule("linalg_vector_norm")
+def length(step: Step, x: Tensor, order: Any = 2, *_: Any, **__: Any) -> Found:
+    """The length of the error, by the triangle inequality."""
+    step.require(order == 2, f"a norm of order {order}")
+    value = step.run()
+    return value, total(step.norm(value) * gamma(x.numel() // max(1, value.numel()) + 8) + TINY, step.size(x))
+
+
+def _normalised(step: Step, x: Tensor, size: Any, eps: float) -> tuple[Tensor, Tensor]:
+    """(x - mean) / sqrt(variance + eps) along the last axis, computed here by two passes, and its error.
+
+    Slope 1 / sqrt(variance + eps), with the least variance within the error: a deviation moves by e / sqrt(n) at most. The
+    rounding of the centred entries counts as one of the input.
+    """
+    step.require(eps >= 0, "a negative eps")
+    n = x.shape[-1]
+    centred = x - x.mean(-1, keepdim=True)
+    variance = (centred * centred).mean(-1, keepdim=True)
+    found = centred * (variance + eps).rsqrt()
+    moved = total(step.norm(x) * (4 * gamma(n + 8)), size)
+    least = variance.amin().sqrt() / ROUNDED - moved * (ROUNDED / math.sqrt(n))
+    slope = 1 / (least.clamp_min(0.0).square() + eps).sqrt() * ROUNDED
+    return found, moved * slope + step.norm(found) * (gamma(n + 8) + 2 * FUNCTION) + TINY
+
+
+def _scaled(step: Step, x: Tensor, size: Tensor, weight: Any, bias: Any) -> Found:
+    step.require(step.size(weight) is None and step.size(bias) is None, "a norm whose weights were computed")
+    if weight is not None:
+        x, size = x * weight, size * weight.abs().amax()
+        size = size + (torch.linalg.vector_norm(x) + TINY) * UNIT
+    if bias is not None:
+        x = x + bias
+        size = size + (torch.linalg.vector_norm(x) + TINY) * UNIT
+    return [x, None, None], [size, None, None]
+
+
+@rule("native_layer_norm")
+def layer_norm(step: Step, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Found:
+    found, size = _normalised(step, x.flatten(-len(shape)), step.size(x), eps)
+    return _scaled(step, found.view(x.shape), size, weight, bias)
+
+
+@rule("native_group_norm")
+def group_norm(
+    step: Step, x: Tensor, weight: Any, bias: Any, count: int, channels: int, size: int, groups: int, eps: float
+) -> Found:
+    shape = (-1, *[1] * (x.dim() - 2))
+    found, error = _normalised(step, x.reshape(count, groups, -1), step.size(x), eps)
+    parts = [None if part is None else part.view(shape) for part in (weight, bias)]
+    return _scaled(step, found.view(x.shape), error, *parts)
+
+
+@put_together("native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm")
+def batch_norm(x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, *options: Any) -> tuple[Any, ...]:
+    if len(options) == 3 and options[0]:
+        raise NoRule("a BatchNorm that depends on the batch")
+    shape = (-1, *[1] * (x.dim() - 2))
+    scale = (variance + options[-1]).rsqrt()
+    scale = scale if weight is None else scale * weight
+    found = (x - mean.view(shape)) * scale.view(shape)
+    return (found if bias is None else found + bias.view(shape)), None, None
+
+
+def _variance(x: Tensor, dim: Any, correction: Any, keepdim: bool) -> Tensor:
+    dims = tuple(range(x.dim())) if dim is None or not len(dim) else tuple(dim)
+    count = math.prod(x.shape[d] for d in dims)
+    centred = x - x.mean(dims, keepdim=True)
+    return (centred * centred).sum(dims, keepdim) / (count - (1 if correction is None else correction))
+
+
+@put_together("var")
+def variance(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+    return _variance(x, dim, correction, keepdim)
+
+
+@put_together("std")
+def deviation(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+    return _variance(x, dim, correction, keepdim).sqrt()
+
+
+@put_together("var_mean")
+def variance_and_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return _variance(x, dim, correction, keepdim), x.mean(dim, keepdim=keepdim)

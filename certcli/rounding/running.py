@@ -1,0 +1,313 @@
+"""Logits, and how far rounding can have moved them: a running error analysis of the operations that are executed.
+
+Every operation of torch that the network runs is followed. Beside each tensor x that was computed stands a number e: in real
+arithmetic the same operations give a tensor x* with |x - x*|_2 <= e, over all entries of all images of the batch. A rule says
+how an operation passes e on (its slope at the numbers that are there) and what its own rounding adds:
+gamma_k | |W| |x| |_2 for sums of k products in any order.
+
+Assumed of the machine, and of nothing else (`enclosure.rounding`): basic operations of float64 are rounded to nearest, with
+gradual underflow; a matrix product or a convolution is a sum of its products in some order (no Strassen, Winograd or Fourier
+transform; cuDNN stays off); exp, erf, tanh, sin and what is put together of one of them are within `FUNCTION`.
+What is made without a tensor (a scalar, `arange`) is a number of the network. An operation without a rule is refused, and so
+is a number that is read back into Python.
+
+Errors are sums and products of numbers that are not negative, so rounding makes each of them smaller by a factor only:
+`ROUNDED`, applied at the end, covers 2^31 roundings on any path. Where one is subtracted, the rule applies it itself.
+Source: Higham 2002, Accuracy and stability of numerical algorithms, sections 3.1 and 3.3.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from certcli.enclosure.zonotopes.rounding import TINY
+from certcli.engine.table import NoRule
+from certcli.models.build import own_name
+
+ROUNDED = 1 + 2.0**-20
+"""Above (1 - u)^-n for n = 2^31 roundings."""
+
+Found = tuple[Any, Any]
+"""An operation's result and its error: a size, an `Error`, or None where it is exact; of several results a list of each."""
+RULES: dict[str, Callable[..., Found]] = {}
+PUT_TOGETHER: dict[str, Callable[..., Any]] = {}
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Every tensor in an operation's arguments or result."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_of(part)
+    elif isinstance(value, dict):
+        yield from tensors_of(tuple(value.values()))
+
+
+def rule(*names: str) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
+    """Register how errors pass these operations: a function of the step and of the operation's arguments."""
+
+    def register(function: Callable[..., Found]) -> Callable[..., Found]:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def put_together(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register an operation written out of others, which are executed and followed in its place."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        PUT_TOGETHER.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+@dataclass(frozen=True)
+class Error:
+    """size: bound on the l2 distance of a whole tensor from its real numbers. note: what its next user may know of it."""
+
+    size: Tensor
+    note: Any = None
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Means of `of` along some axes; own: the part of the error that is the mean's own rounding."""
+
+    of: Tensor
+    own: Tensor
+
+
+@dataclass(frozen=True)
+class Square:
+    """Squares of the entries of `of`."""
+
+    of: Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One of the tensors that a tensor was cut into; whole: the size of that one's error."""
+
+    cut: object
+    place: int
+    whole: Tensor
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """The larger ("maximum") or the smaller ("minimum") of two tensors, entry by entry."""
+
+    name: str
+    pair: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation: run() is its result, size(x) the error of an argument, None where it is exact."""
+
+    name: str
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    running: "Running"
+
+    def run(self) -> Any:
+        return self.call(*self.args, **self.kwargs)
+
+    def note(self, x: Any) -> Any:
+        found = self.running.errors.get(x) if isinstance(x, Tensor) else None
+        return None if found is None else found.note
+
+    def size(self, x: Any) -> Tensor | None:
+        found = self.running.errors.get(x) if isinstance(x, Tensor) else None
+        return None if found is None else found.size
+
+    def norm(self, x: Tensor) -> Tensor:
+        """Above |x|_2 over all entries, up to roundings; kept for the next user."""
+        found = self.running.norms.get(x)
+        if found is None:
+            found = torch.linalg.vector_norm(x) + TINY
+            self.running.norms[x] = found
+        return found
+
+    @property
+    def exact(self) -> bool:
+        """Whether no argument has an error."""
+        return all(self.size(x) is None for x in tensors_of((self.args, self.kwargs)))
+
+    def require(self, condition: bool, reason: str) -> None:
+        if not condition:
+            raise NoRule(reason)
+
+
+class Running(TorchDispatchMode):
+    """Follows the operations of one forward pass.
+
+    errors: of every tensor that is not exact. weights: where the network's own tensors lie; known: of them, what is known.
+    """
+
+    def __init__(self, model: nn.Module, weights: frozenset[int], known: dict[Any, Any]) -> None:
+        super().__init__()
+        self.errors, self.norms = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self.weights, self.known = weights, known
+        self.made = WeakTensorKeyDictionary()  # every tensor that an operation returned
+        self.refused: NoRule | None = None
+        self.names = {id(module): own_name(model, name) for name, module in model.named_modules()}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would load its compiler at the first call, to tell it not to compile this one
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        try:
+            if not any(True for _ in tensors_of((args, kwargs))):
+                return self._keep(func(*args, **kwargs), None)
+            if name in PUT_TOGETHER:
+                with self:
+                    return PUT_TOGETHER[name](*args, **kwargs)
+            if func._schema.is_mutable:
+                return self._in_place(name, func, args, kwargs)
+            return self._keep(*self._found(Step(name, func, args, kwargs, self)))
+        except NoRule as reason:
+            self.refused = self.refused or NoRule(f"{self._module()}: {reason}")
+            raise self.refused from None
+
+    def _found(self, step: Step) -> Found:
+        """A result with its error. What is not of floating point is exact, if its arguments are."""
+        known = RULES.get(step.name)
+        if known is not None:
+            try:
+                return known(step, *step.args, **step.kwargs)
+            except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as failure:
+                raise NoRule(f"'{step.name}' is called with arguments its rule does not know ({failure})") from failure
+        if step.exact:
+            value = step.run()
+            found = list(tensors_of(value))
+            if found and not any(x.is_floating_point() for x in found):
+                return value, None
+        raise NoRule(f"no rounding error is known of the operation '{step.name}'")
+
+    def _in_place(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """x.add_(y) as x + y, written to x. What else sees x's memory would not learn of the error."""
+        target = args[0]
+        plain = name.removesuffix("_")
+        known = isinstance(target, Tensor) and target in self.made and "out" not in kwargs
+        if not known or (plain not in RULES and plain != "fill") or plain == name:
+            raise NoRule(f"no rounding error is known of '{name}', which writes to a tensor")
+
+        def on_copy(first: Tensor, *rest: Any, **named: Any) -> Tensor:
+            return func(first.clone(), *rest, **named)
+
+        step = Step(plain, on_copy, args, kwargs, self)
+        value, error = self._found(step) if plain != "fill" else (step.run(), step.size(args[1]))
+        if value.shape != target.shape:
+            raise NoRule(f"'{name}' changes a tensor's shape")
+        for x, found in list(self.errors.items()):  # what was noted speaks of the numbers before
+            self.errors[x] = Error(found.size)
+        storage = target.untyped_storage().data_ptr()
+        for x in list(self.made):
+            if x.untyped_storage().data_ptr() == storage:
+                self.norms.pop(x, None)
+                if error is not None or not step.exact:
+                    self.errors[x] = Error(torch.full((), torch.inf, dtype=torch.float64, device=x.device))
+        target.copy_(value)
+        self.errors.pop(target, None)
+        return self._keep(target, error)
+
+    def _keep(self, value: Any, error: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            for one, its in zip(value, [None] * len(value) if error is None else error, strict=True):
+                self._keep(one, its)
+        elif isinstance(value, Tensor):
+            if value.is_complex():
+                raise NoRule("complex numbers")
+            if error is not None and value.dtype != torch.float64 and value.is_floating_point():
+                raise NoRule(f"a result in {value.dtype}")
+            self.made[value] = None
+            if error is not None:
+                self.errors[value] = error if isinstance(error, Error) else Error(error)
+        return value
+
+    def _module(self) -> str:
+        """The module that runs now: the innermost call of one on Python's stack."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            name = self.names.get(id(frame.f_locals.get("self")))
+            if name:
+                return name
+            frame = frame.f_back
+        return "the network"
+
+
+@contextmanager
+def _written_out() -> Iterator[None]:
+    """Fused kernels are left aside for the operations that they are made of; convolutions are sums of products."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            torch.backends.cudnn.flags(enabled=False),
+        ):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class Evaluation:
+    """A network's logits with a bound on their rounding. model: in float64 and eval mode; its weights stay as they are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if float(torch.full((), 2.0**-1074, dtype=torch.float64) * 1.0) == 0:
+            raise NoRule("the network: denormal numbers are flushed to zero (torch.set_flush_denormal)")
+        self.model = model
+        own = [*model.parameters(), *model.buffers()]
+        self._weights = frozenset(tensor.untyped_storage().data_ptr() for tensor in own)
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, and a bound on the error of each, infinite where nothing is known: (b, c, h, w) -> (b, k), (b, 1).
+
+        pixels: float64, taken as exact. An error is shared by the images of a batch; those for which it is too much are
+        evaluated again in smaller ones. NoRule names the module with an operation that has no rule.
+        """
+        logits, error = self._once(pixels)
+        if logits.shape[1] < 2:
+            return logits, error.expand(len(logits), 1)
+        errors = error.expand(len(logits), 1).clone()
+        best = logits.topk(2, dim=1).values
+        open_ones = (~(best[:, :1] - best[:, -1:] > 2 * errors)).flatten().nonzero().flatten()
+        if len(pixels) > 1 and len(open_ones):
+            parts = [open_ones] if len(open_ones) < len(pixels) else open_ones.split(-(-len(pixels) // 2))
+            for part in parts:
+                logits[part], errors[part] = self(pixels[part])
+        return logits, errors
+
+    def _once(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        running = Running(self.model, self._weights, self._known)
+        with _written_out(), running:
+            logits = self.model(pixels.clone())
+        if running.refused is not None:  # the network caught it and went another way
+            raise running.refused
+        if not isinstance(logits, Tensor) or logits.dtype != torch.float64:
+            raise NoRule("the logits are not computed in float64")
+        found = running.errors.get(logits)
+        size = logits.new_zeros(()) if found is None else found.size * ROUNDED
+        return logits.clone(), torch.where(torch.isfinite(size), size, torch.inf)

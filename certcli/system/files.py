@@ -1,0 +1,189 @@
+"""Where the bytes of an output go: a regular file, replaced whole or not at all, or a stream, written in one piece.
+
+Links are followed: what they lead to is replaced in its own folder, and the links stay. A pipe, a character device and a
+descriptor that is open already (/dev/stdout, /dev/fd/3, a link to one) are streams: nothing is ever renamed over them.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from safetensors import SafetensorError
+
+from certcli.system.errors import OutputError, UsageError, one_line
+
+MOST_LINKS = 40
+"""That are followed, as systems do."""
+_DESCRIPTOR = re.compile(r"/(dev|proc/{pid}(/task/\d+)?)/fd/(\d+)")
+_NO_FILES = {stat.S_IFBLK: "a block device", stat.S_IFSOCK: "a socket"}
+
+
+def is_stream(path: Path) -> bool:
+    """Whether what is written to `path` goes through it: a pipe, a character device, an open descriptor."""
+    with contextlib.suppress(OSError):
+        mode = os.stat(path).st_mode
+        return _descriptor(path) is not None or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
+    return False
+
+
+def _descriptor(path: Path) -> int | None:
+    """The number of the descriptor of this process that `path` names, links followed."""
+    for _ in range(MOST_LINKS):
+        here = os.path.join(os.path.realpath(path.parent), path.name)
+        found = re.fullmatch(_DESCRIPTOR.pattern.replace("{pid}", str(os.getpid())), here)
+        if found:
+            return int(found[3])
+        if not os.path.islink(here):
+            return None
+        path = Path(os.path.dirname(here), os.readlink(here))
+    return None
+
+
+def require_absent(path: Path, force: bool, option: str = "-o") -> None:
+    """UsageError when a file is there already, or what takes no bytes: asked before any work, and as it is written.
+
+    A stream may be there, whatever is forced: nothing of it is lost.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as failure:
+        link = os.path.islink(path)  # Path.is_symlink raises for a name that is too long
+        if failure.errno not in (errno.ENOENT, errno.ENOTDIR) or link:
+            leads = "is a link that leads nowhere" if link else f"cannot be: {failure.strerror}"
+            raise UsageError(f"the output {path} {leads}", f"choose another {option}") from failure
+        mode = None
+    if mode is not None and stat.S_ISDIR(mode):
+        raise UsageError(f"the output {path} is a folder", f"give a file name with {option}")
+    if is_stream(path):
+        number = _descriptor(path)
+        readable = number is not None and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        if readable or (number is None and not os.access(path, os.W_OK)):
+            raise OutputError(f"cannot write {path}: it may only be read", f"choose another {option}")
+        return
+    if mode is not None and not stat.S_ISREG(mode):
+        kind = _NO_FILES.get(stat.S_IFMT(mode), "no file")
+        raise UsageError(f"the output {path} is {kind}", f"choose another {option}")
+    if mode is not None and not force:
+        raise UsageError(f"{path} exists already", f"choose another {option}, or pass --force to replace it")
+    folder = _file(path).parent
+    if not folder.is_dir():
+        raise OutputError(f"cannot write {path}: there is no folder {folder}", f"mkdir -p {folder}")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # its permissions do not tell: /proc has them, and takes no file
+    except OSError as failure:
+        locked = failure.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        reason = f"the folder {folder} is read-only" if locked else f"{folder} takes no files ({failure.strerror})"
+        raise OutputError(f"cannot write {path}: {reason}", f"choose another folder with {option}") from failure
+
+
+def _file(path: Path) -> Path:
+    """The file itself where `path` is a link, else the path as it was given."""
+    return Path(os.path.realpath(path)) if os.path.islink(path) else path
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A temporary path for what `path` is to hold; removed when the block fails.
+
+    When it ends well, a regular file is replaced by it in one step and keeps its permissions; a stream gets its bytes.
+    """
+    require_absent(path, force=True)
+    file = _file(path)
+    try:
+        with _workplace(None if is_stream(path) else file.parent, file.name) as folder:
+            written = folder / "written"
+            yield written
+            if is_stream(path):
+                with written.open("rb") as source, open_stream(path) as sink:
+                    shutil.copyfileobj(source, sink)
+                return
+            with written.open("rb+") as handle:
+                os.fsync(handle.fileno())
+            written.chmod(stat.S_IMODE(file.stat().st_mode) if file.exists() else 0o666 & ~_umask())
+            written.replace(file)
+        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
+            number = os.open(file.parent, os.O_RDONLY)
+            os.fsync(number)
+            os.close(number)
+    except (OSError, SafetensorError) as failure:
+        raise cannot_write(path, failure) from failure
+
+
+def cannot_write(path: Path, failure: Exception) -> OutputError:
+    """The refusal for what a system or a library said while it wrote."""
+    number = getattr(failure, "errno", None)
+    full = number == errno.ENOSPC or "No space left" in str(failure)
+    left = number == errno.EPIPE
+    reason = "the disk is full" if full else "its reader has left" if left else one_line(failure)
+    return OutputError(f"cannot write {path}: {reason}", "nothing was changed; choose another -o")
+
+
+def open_stream(path: Path) -> IO[bytes]:
+    """A pipe, a device or an open descriptor, to be written to. A pipe that nobody reads yet waits for its reader."""
+    number = _descriptor(path)
+    if number is None:
+        return os.fdopen(os.open(path, os.O_WRONLY), "wb")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # what was said before comes before
+    return os.fdopen(os.dup(number), "wb")
+
+
+_SUFFIX = ".tmp"
+_LONGEST = 200
+"""Bytes of a name that a temporary one repeats: systems allow 255, and more is added."""
+
+
+@contextlib.contextmanager
+def _workplace(beside: Path | None, name: str) -> Iterator[Path]:
+    """A temporary folder, by its name that of `name`, locked as long as this process lives, so that `sweep` knows it.
+
+    A folder, since some libraries replace the file that they are to write, and a lock goes with what it was taken on.
+    """
+    if beside is not None:
+        sweep(beside, re.escape(name))
+    prefix = "." + os.fsdecode(os.fsencode(name)[:_LONGEST]) + "."
+    with contextlib.ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(_SUFFIX, prefix, beside))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        number = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, number)
+        with contextlib.suppress(OSError):  # some file systems know no locks: there nothing is swept
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield folder
+
+
+def sweep(folder: Path, names: str) -> bool:
+    """Delete what killed runs left before it was whole; whether no living run is writing.
+
+    names: an expression for the names of the files that it was to be.
+    """
+    temporary = re.compile(rf"\.{names}\.[a-z0-9_]{{8}}{re.escape(_SUFFIX)}")
+    alone = True
+    for name in filter(temporary.fullmatch, os.listdir(folder)):
+        try:
+            number = os.open(folder / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder / name, ignore_errors=True)
+        except OSError:  # locked by who writes there; or no locks here, and nothing is known
+            alone = False
+        finally:
+            os.close(number)
+    return alone
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

@@ -1,0 +1,174 @@
+"""Odd environments, arguments and files: one line, a documented exit code, nothing of a library's on stderr."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import InputSpec
+from certcli.checkpoint.schema import ReportFields, decode
+from certcli.checkpoint.shards import ENDING, MOST_FILES
+from certcli.images import datasets
+from certcli.report import canvas
+from certcli.report.page import Page, render
+from certcli.system import processes
+from certcli.system.errors import DataError, Refused, UsageError, plain
+from tests.cli.test_bad_input import certvit
+
+TINY = ["init", "certvit_vit_digits", "-o", "x.safetensors"]
+ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "2"}
+HERE = {**ONE_PROCESS, "MASTER_ADDR": "localhost"}
+AWAY = {**ONE_PROCESS, "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "9"}
+CASES: list[tuple[dict[str, str], list[str], int]] = [
+    *(({"COLUMNS": text}, ["log", "m.safetensors"], 0) for text in ("0", "1", "-5", "abc", "²", "", "9" * 30)),
+    *(({"COLUMNS": text, "LINES": text}, ["log", "--help"], 0) for text in ("0", "1", "abc", "9" * 30)),
+    ({"LINES": "0"}, ["log", "m.safetensors"], 0),
+    *((each, ["lipschitz", "m.safetensors", "--no-estimate"], 2) for each in (ONE_PROCESS, HERE)),
+    *(
+        ({**HERE, "MASTER_PORT": port}, ["certify", "m.safetensors"], 2)
+        for port in ("junk", "0", "-1", "99999", "9" * 30)
+    ),
+    ({"RANK": "x" * 300, "WORLD_SIZE": "2"}, ["lipschitz", "m.safetensors"], 2),
+    ({}, [*TINY, "--arch-arg", "a=" + "[" * 50_000], 2),
+    ({}, [*TINY, "--arch-arg", "x" * 50_000], 2),
+    *(
+        ({}, [*TINY, "--arch-arg", f"img_size={text}"], 2)
+        for text in ("[8,8,8,8]", "[]", "[8]", "[8,-8]", "NaN", "1e999")
+    ),
+    ({}, ["lipschitz", "hf-hub:" + "x" * 5000], 2),
+    ({}, ["lipschitz", "x" * 5000], 2),
+    ({}, ["log", "x" * 300], 2),
+    ({}, ["certify", "m.safetensors", "--dataset", "x" * 5000], 2),
+]
+
+
+@pytest.mark.parametrize(("surroundings", "words", "code"), CASES, ids=[f"{c[0]} {c[1]}"[:90] for c in CASES])
+def test_one_line_and_a_documented_code(
+    workshop: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    surroundings: dict[str, str],
+    words: list[str],
+    code: int,
+) -> None:
+    for name, text in surroundings.items():
+        monkeypatch.setenv(name, text)
+    (tmp_path / "m.safetensors").symlink_to(workshop / "init.safetensors")
+    processes.team.cache_clear()
+    try:
+        done = certvit(tmp_path, *words)
+    finally:
+        processes.team.cache_clear()
+    assert done.returncode == code, (done.stdout[-500:], done.stderr[-500:])
+    if code:
+        assert done.stderr.startswith("certvit: ")
+        assert max(map(len, done.stderr.splitlines())) < 400
+        assert len(done.stderr.splitlines()) <= 2
+        assert "a bug" not in done.stderr
+
+
+def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first failure says why; telling of it asks no more."""
+    for name, text in AWAY.items():
+        monkeypatch.setenv(name, text)
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function has its name
+    monkeypatch.setattr(rendezvous, "rendezvous", refuse)
+    team = processes.Team(1, 2)
+    with pytest.raises(UsageError, match="do not find each other: no route"):
+        team.everyone(1)
+    assert team.fail(2) is None, "this process says why"
+    team.said()
+
+
+def refuse(url: str) -> None:
+    raise RuntimeError("no route\nand a stack")
+
+
+def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); from certcli.__main__ import run; run()"
+    shell = [sys.executable, "-c", code, "log", "m.safetensors"]
+    done = subprocess.run(shell, capture_output=True, text=True, check=False, env={**os.environ})
+    assert (done.returncode, done.stderr) == (2, "certvit: the working folder is gone\n  hint: cd to one that exists\n")
+
+
+@pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1)])
+@pytest.mark.parametrize("kind", ["L", "RGB", "I;16"])
+def test_an_image_that_would_become_huge_is_refused(tmp_path: Path, size: tuple[int, int], kind: str) -> None:
+    """138 bytes: 20000 x 1 pixels, of which a resize to a short side of 224 would make a thousand million."""
+    (tmp_path / "a").mkdir()
+    Image.new(kind, size).save(tmp_path / "a" / "x.png")
+    big = datasets.load(str(tmp_path), InputSpec((3, 224, 224), (0.5,) * 3, (0.5,) * 3), "all")
+    with pytest.raises(DataError, match="would be resized to more than"):
+        big.tensors()
+    small = datasets.load(str(tmp_path), InputSpec((1, 8, 8), (0.5,), (0.5,)), "all")
+    assert small.tensors()[0].shape == (1, 1, 8, 8)
+
+
+def test_an_index_of_very_many_files_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / f"m{ENDING}").write_text(
+        json.dumps({"weight_map": {f"t{n}": f"{n}.safetensors" for n in range(MOST_FILES + 1)}})
+    )
+    done = certvit(tmp_path, "lipschitz", f"m{ENDING}")
+    assert done.returncode == 3
+    assert f"at most {MOST_FILES:,}" in done.stderr
+
+
+HOSTILE = "a\x1b[31m\x00\u202eb\u2066<script>"
+
+
+def test_no_page_has_control_or_direction_characters() -> None:
+    shown = render(Page(HOSTILE, HOSTILE, [HOSTILE], doubts=[HOSTILE], facts=[HOSTILE]))
+    assert all(c.isprintable() or c == "\n" for c in shown)
+    assert "\\u202eb" in shown
+    assert "<script>" not in shown
+
+
+@pytest.mark.parametrize("name", [HOSTILE, "\x1b", "a--b-->", "$x$", "日本"])
+def test_every_figure_is_a_valid_file(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "x.svg"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a font without these characters
+        with canvas.figure(path, (3, 2), title=name) as axes:
+            axes.plot(np.arange(3), label=name)
+            axes.set_xlabel(name)
+            axes.legend()
+    ElementTree.parse(path)
+
+
+def test_what_libraries_warn_of_is_not_said(workshop: Path, tmp_path: Path) -> None:
+    """matplotlib warns of characters that its font lacks, and names its own file."""
+    (tmp_path / "日本.safetensors").symlink_to(workshop / "init.safetensors")
+    shell = [sys.executable, "-c", "from certcli.__main__ import run; run()"]
+    words = ["lipschitz", "日本.safetensors", "--no-estimate", "--plot", "x.svg", "--quiet"]
+    done = subprocess.run([*shell, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_layer_has_no_negative_constant(plain: Checkpoint) -> None:
+    row = {"path": "", "upper": -1.0, "log10_upper": None, "log10_cumulative": None}
+    report = {
+        "schema": 1,
+        "checkpoint": plain.digest,
+        "arch": "a",
+        "input": [1, 8, 8],
+        "upper": 1.0,
+        "log10_upper": 0.0,
+    }
+    report |= {"upper_finite": True, "upper_text": "1", "layers": [row], "proof": []}
+    with pytest.raises(Refused, match="upper"):
+        decode(json.dumps(report), ReportFields)
+
+
+def test_plain_text_is_plain() -> None:
+    assert plain("a\nb\tc\x85") == "a\nb\\tc\\x85"

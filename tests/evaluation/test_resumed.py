@@ -1,0 +1,127 @@
+"""Records that an earlier run left: how many are computed again, and that no forged one helps a result."""
+
+import json
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from certcli.attack import resumed as attack_resumed
+from certcli.certify import methods
+from certcli.certify import resumed as certify_resumed
+from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation import resumed
+from certcli.evaluation.record_lines import PARAMETERS
+from tests import record_fuzz
+from tests.evaluation.test_records import certvit, document
+
+EDITS = 240
+
+
+def test_edited_files_of_records_are_refused_or_change_nothing(workshop: Path) -> None:
+    """`make soundness`: 20,000 edits."""
+    found = record_fuzz.campaign(workshop / "certified.safetensors", EDITS, seed=1)
+    assert (found["lies"], found["unexpected"]) == ([], [])
+    refused = sum(count for outcome, count in found["outcomes"].items() if "refused" in outcome)
+    assert EDITS / 2 < refused < EDITS, "edits that all pass, or all fail, test nothing"
+
+
+def test_edits_are_found_because_records_are_computed_again(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (certify_resumed, attack_resumed):
+        monkeypatch.setattr(module, "to_compute_again", lambda *_: [])
+    found = record_fuzz.campaign(workshop / "certified.safetensors", EDITS, seed=1)
+    assert {lie.split()[1] for lie in found["lies"]} == {"certify", "attack"}
+
+
+@pytest.mark.parametrize(("count", "false"), [(1, 1), (20, 1), (20, 20), (300, 7), (5000, 500)])
+def test_draws_miss_no_more_often_than_stated(count: int, false: int) -> None:
+    """Exactly: C(count - false, n) / C(count, n) <= 10^-6, and one draw fewer misses more often."""
+    n = resumed.draws(count, false)
+
+    def missed(n: int) -> Fraction:
+        return Fraction(math.comb(count - false, n), math.comb(count, n))
+
+    assert missed(n) <= resumed.MISSED < missed(n - 1)
+
+
+@pytest.mark.parametrize(
+    ("held", "share", "elsewhere", "every", "least"),
+    [
+        ([1] * 1000, 0.0, 0, False, 20),
+        ([1] * 10, 0.0, 0, False, 10),
+        ([1] * 1000, 0.0, 0, True, 1000),
+        ([1] * 1000, 1.0, 0, False, 1000),  # one false record turns it: none may be left out
+        ([1] * 1000, 0.5, 0, False, resumed.draws(1000, 501)),
+        ([1] * 1000, 0.5, 500, False, 20),  # held by what this run found itself
+        ([1] * 400 + [0] * 600, 0.5, 0, False, 20),  # fails, whether the file is true or not
+        ([90, 1, 1, 1, 1, 0, 0], 0.04, 0, False, 5),  # its largest piece alone turns it
+    ],
+)
+def test_as_much_is_computed_again_as_the_demand_takes(
+    held: list[int], share: float, elsewhere: int, every: bool, least: int
+) -> None:
+    total = max(len(held), sum(held))
+    demanded = resumed.Demanded(share, total, elsewhere, every)
+    chosen = resumed.to_compute_again(held, demanded, resumed.usual(len(held)))
+    assert chosen == sorted(set(chosen))
+    assert least <= len(chosen) <= least + resumed.usual(len(held))
+    if share == 1.0:
+        assert chosen == list(range(len(held)))
+
+
+def test_every_method_states_known_parameters(certified: Checkpoint) -> None:
+    assert set(PARAMETERS) == set(methods.METHODS.names())
+
+
+Row = dict[str, Any]
+FORGERIES: dict[str, Callable[[Row], None]] = {
+    "radius 9.9": lambda row: row.update(radius=9.9, prediction=row["label"]),
+    "pixels all zero": lambda row: row.update(radius=9.9, pixels="0" * 16),
+    "label 99": lambda row: row.update(radius=9.9, label=99, prediction=99),
+    "failure .5": lambda row: row.update(radius=9.9, failure=0.5),
+    "prediction 3.7": lambda row: row.update(radius=9.9, prediction=3.7),
+}
+
+
+WAYS: dict[str, tuple[str, ...]] = {"gate": ("--min-certified", "1"), "evidence": ("-o", "n.safetensors"), "alone": ()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"), [*((kind, "gate") for kind in FORGERIES), ("radius 9.9", "evidence"), ("radius 9.9", "alone")]
+)
+def test_forged_certificates_pass_no_gate_and_enter_no_evidence(
+    workshop: Path, tmp_path: Path, kind: str, way: str
+) -> None:
+    net, path, made = workshop / "certified.safetensors", tmp_path / "r.jsonl", tmp_path / "n.safetensors"
+    run = ("certify", net, "--limit", 20, "-e", 5, "--records", path)
+    document(*run)
+    head, *rows = map(json.loads, path.read_text().splitlines())
+    for row in rows:
+        FORGERIES[kind](row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in [head, *rows]))
+    done = certvit(*run, "--resume", *(made if word == "n.safetensors" else word for word in WAYS[way]))
+    assert getattr(done.exception, "code", None) == 6, done.output
+    assert not made.exists()
+
+
+@pytest.mark.parametrize(("method", "way"), [*(("smoothing", way) for way in WAYS), ("norms", "gate")])
+def test_honest_records_of_methods_that_draw_or_search_agree(
+    workshop: Path, tmp_path: Path, method: str, way: str
+) -> None:
+    """Though noisy images share other batches than before, and a search began elsewhere."""
+    given = {
+        "smoothing": ("--method", "smoothing", "--sigma", 0.1, "--n0", 10, "--samples", 200, "-e", 0.05),
+        "norms": ("--method", "local", "--effort", "norms", "-e", 0.001),
+    }[method]
+    path = tmp_path / "r.jsonl"
+    run = ("certify", workshop / "plain.safetensors", "--limit", 20, *given, "--records", path, "--batch-size", 7)
+    document(*run)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:16]))
+    words = [tmp_path / word if word == "n.safetensors" else "0" if word == "1" else word for word in WAYS[way]]
+    found = document(*run, "--resume", *words)
+    assert found["resumed"]["records"] in (14, 15)
+    assert found["resumed"]["computed_again"] == found["resumed"]["records"]

@@ -1,0 +1,189 @@
+"""The laws over random programs: no point of the ball leaves a node of a walk, and no attack succeeds within a radius.
+
+What a domain refuses is counted.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from certcli.certify.local import LocalCertifier
+from certcli.enclosure.balls.ball import Near, Normalised, settled
+from certcli.enclosure.balls.network import NormsNetwork
+from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.enclosure.zonotopes.form import Form, Unbounded, l2_ball
+from certcli.engine.replay import executed
+from certcli.engine.table import NoRule
+from certcli.engine.trace import Trace
+from certcli.engine.tracer import Untraceable
+from certcli.system.errors import NoBoundError
+from tests.helpers.enclosure_cases import square_symbols
+from tests.soundness.local_programs import CLASSES, SIZE, program
+
+STARTS, STEPS = 3, 8
+RADII = (1e-3, 1e-2, 0.05, 0.2, 0.8)
+
+
+@dataclass
+class Found:
+    """What the laws saw: counts of what was tried, and what broke them."""
+
+    tried: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    broken: list[str] = field(default_factory=list)
+
+
+def node_values(traced: Trace, pixels: Tensor) -> dict[fx.Node, Any]:
+    """Every node of the graph at these pixels, one image at a time as it was traced."""
+    return dict(executed(traced, pixels))
+
+
+def unit(directions: Tensor) -> Tensor:
+    return directions / directions.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, 1, 1, 1)
+
+
+def guided(traced: Trace, pixels: Tensor, seed: int, most: int = 8) -> Tensor:
+    """Unit moves (k, c, h, w): for some nodes, both ways along which a random sum of its entries changes fastest."""
+    x = pixels.clone().requires_grad_(True)
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    values = [v for v in node_values(traced, x).values() if isinstance(v, Tensor) and v.requires_grad]
+    for value in values[1:][:: max(1, len(values) // most)]:
+        weight = torch.randn(value.shape, generator=generator).double()
+        (slope,) = torch.autograd.grad((weight * value).sum(), x, retain_graph=True)
+        found += [slope, -slope]
+    axes = torch.eye(pixels.numel()).double().view(-1, *pixels.shape[1:])[seed % 3 :: 7]
+    random_moves = torch.randn(6, *pixels.shape[1:], generator=generator).double()
+    return unit(torch.cat([*found, axes, -axes, random_moves]))
+
+
+def share_of_form(form: Form, e: Tensor, truth: Tensor) -> float:
+    """How far the truth (points, *shape) is from the form at the symbols e (points, m), over what the form leaves free."""
+    columns = torch.cat([e, square_symbols(e)], 1) if form.space.squares else e
+    middle = form.centre + torch.tensordot(columns, form.gens[: form.fixed], dims=1)
+    free = form.box.abs().sum(0) + form.slack
+    # the network and the form are evaluated in float64: 500 roundings, relative to the values
+    far = (truth - middle).abs() - 1e-13 * (1 + truth.abs() + form.size)
+    return float((far / free.clamp_min(1e-300)).max())
+
+
+def share_of_ball(near: Near, e: Tensor, truth: Tensor) -> float:
+    """The same for a ball of norms, the larger of each fibre's share and that of all together."""
+    far, noise = truth - near.centre[0], 1e-13 * (1 + near.centre.norm())
+    each = (far.norm(dim=-1) - noise) / near.fibre[0].clamp_min(1e-300)
+    together = (far.flatten(1).norm(dim=1) - noise) / near.whole.clamp_min(1e-300)
+    return max(float(each.max()), float(together.max()))
+
+
+def walked(
+    network: LocalNetwork | NormsNetwork, pixels: Tensor, label: int, radius: float
+) -> tuple[dict[fx.Node, tuple[object, int | None]], Tensor | None]:
+    """Every node's value in a walk around the image, and the margins; None where the walk has no end."""
+    values: dict[fx.Node, tuple[object, int | None]] = {}
+
+    def watch(node: fx.Node, value: object, token: int | None) -> None:
+        values[node] = value, token
+
+    try:
+        if isinstance(network, LocalNetwork):
+            return values, network.margins(l2_ball(pixels, radius, squares_up_to=128, limit=300), label, watch)
+        at = torch.tensor([radius], dtype=torch.float64)
+        return values, network.margins(pixels, at, torch.tensor([label]), watch=watch)[0]
+    except Unbounded:
+        return values, None
+
+
+def check_nodes(found: Found, name: str, network: LocalNetwork | NormsNetwork, pixels: Tensor, seed: int) -> None:
+    """No point of the ball leaves a node; at radius 0 no margin is above the logits' own."""
+    traced = network.ending.trace
+    logits = traced.root(pixels)[0]
+    scaled = isinstance(network, LocalNetwork) and network.ending.norm is not None  # its margins have the sign alone
+    for label in range(CLASSES):
+        _, margins = walked(network, pixels, label, 0.0)
+        truth = torch.stack([logits[label] - z for j, z in enumerate(logits) if j != label])
+        noise = 1e-9 * (1 + logits.abs().max())
+        above = (margins > 0) & (truth < -noise) if scaled else margins > truth + noise
+        if margins is not None and bool(above.any()):
+            found.broken.append(f"{name}: margins {margins.tolist()} at radius 0, not {truth.tolist()}")
+            return
+    for radius in (1e-6, 3e-2):
+        values, _ = walked(network, pixels, 0, radius)
+        moves = guided(traced, pixels, seed)
+        points = [node_values(traced, pixels + radius * e) for e in moves]
+        for node, (value, token) in values.items():
+            for part, tensors in beside(value, [point[node] for point in points], token):
+                found.tried[f"{name} nodes"] += 1
+                found.tried[f"{name} points at nodes"] += len(points)
+                share = float("inf")
+                if tuple(part.shape) == tuple(tensors.shape[1:]):
+                    measure = share_of_form if isinstance(part, Form) else share_of_ball
+                    share = measure(part, moves.flatten(1), tensors)
+                if not share <= 1:
+                    found.broken.append(f"{name}: {node} at {radius:g}: {share:.3g}")
+                    return
+
+
+def beside(value: object, tensors: list[object], token: int | None) -> Iterator[tuple[Form | Near, Tensor]]:
+    """What a walk says of a node's tensors, beside these tensors at some points: (points, *shape)."""
+    if isinstance(value, (list, tuple)):
+        for i, part in enumerate(value):
+            yield from beside(part, [one[i] for one in tensors], token)
+    elif isinstance(value, (Form, Near, Normalised)):
+        stacked = torch.stack(tensors)
+        part = value if isinstance(value, Form) else settled(value)
+        yield part, stacked if token is None else stacked[:, :, token : token + 1]
+
+
+def attack(model: nn.Module, pixels: Tensor, label: int, radius: float, seed: int) -> float:
+    """The least margin found within the radius, one image at a time: most programs take no batch."""
+    generator, least = torch.Generator().manual_seed(seed), float("inf")
+    for turn in range(STARTS):
+        delta = radius * unit(torch.randn(1, *SIZE, generator=generator).double())
+        for step in range(STEPS):
+            delta = delta.requires_grad_(True)
+            logits = model(pixels + delta)[0]
+            margins = torch.stack([logits[label] - z for j, z in enumerate(logits) if j != label])
+            least = min(least, float(margins.detach().min()))
+            aim = margins[turn % len(margins)] if turn < len(margins) else margins.min()
+            (slope,) = torch.autograd.grad(aim, delta)
+            delta = delta.detach() - (radius if step == 0 else 0.5 * radius * (1 - step / STEPS)) * unit(slope)
+            delta = delta * (radius / delta.norm()).clamp_max(1)
+    return least
+
+
+def check_certificate(found: Found, model: nn.Module, certifier: LocalCertifier, pixels: Tensor, seed: int) -> None:
+    """No attack succeeds within the radius of this image."""
+    label, name = int(model(pixels).argmax()), certifier.effort
+    (row,) = certifier.batch([0], pixels, [label])
+    if row.radius > 0:
+        found.tried[f"{name} certificates"] += 1
+        found.tried[f"{name} attacks"] += STARTS
+        least = attack(model, pixels, label, row.radius, seed)
+        if not least > 0:
+            found.broken.append(f"{name}: margin {least:.3g} within {row.radius:.3g}")
+
+
+def check(seed: int, found: Found) -> None:
+    """All laws for the program of this seed."""
+    model, laws = program(seed), Found()
+    pixels = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(seed + 1)).double()
+    kinds: tuple[tuple[str, type[LocalNetwork | NormsNetwork]], ...] = (
+        ("zonotope", LocalNetwork),
+        ("norms", NormsNetwork),
+    )
+    for name, kind in kinds:
+        at = RADII if name == "zonotope" else ()
+        try:
+            check_nodes(laws, name, kind(model, SIZE), pixels, seed)
+            check_certificate(
+                laws, model, LocalCertifier(model, SIZE, effort=name, symbols=300, steps=1, at=at), pixels, seed
+            )
+        except (NoRule, Untraceable, NoBoundError) as reason:
+            found.refused[f"{name}: {str(reason).removeprefix('no local certificate: ')}"[:90]] += 1
+    found.tried.update(laws.tried)
+    found.tried["programs"] += 1
+    found.broken += [f"seed {seed}, {line}" for line in laws.broken]

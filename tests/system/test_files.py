@@ -1,0 +1,219 @@
+"""Where an output's bytes go: links stay, pipes and devices get the bytes, what killed runs left goes."""
+
+import inspect
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from certcli.checkpoint.file import read_tensors, write_shards
+from certcli.checkpoint.outputs import Outputs, orphans
+from certcli.checkpoint.shards import INDEX, named
+from certcli.cli.main import COMMANDS, app
+from certcli.cli.shared.command import info_of, spelling
+from certcli.cli.shared.options import Writes
+from certcli.system.errors import OutputError, UsageError
+from certcli.system.files import atomic_file, is_stream, require_absent, sweep
+
+M = "m.safetensors"
+FEW = ["--dataset", "digits", "--limit", "12", "--quiet", "--force"]
+RUNS = {
+    "init": ["init", "certvit_vit_digits", "--quiet", "--force"],
+    "adapt": ["adapt", M, *FEW, "--epochs", "1"],
+    "constrain": ["constrain", M, *FEW],
+    "finetune": ["finetune", M, *FEW, "--loss", "ce", "--steps", "1", "--validation-limit", "10"],
+    "lipschitz": ["lipschitz", M, "--no-estimate", "--quiet", "--force"],
+    "audit": ["audit", M, *FEW, "--time-budget", "10s", "--method", "lipschitz"],
+    "certify": ["certify", M, *FEW],
+    "attack": ["attack", M, *FEW, "-a", "fgsm", "-e", "2"],
+    "log": ["log", M, "--quiet", "--force"],
+}
+"""A short run of each command, its outputs to be added."""
+ENDINGS = {"--plot": ".png", "--gallery": ".png", "--report": ".csv", "--html": ".html", "--records": ".jsonl"}
+
+
+def outputs_of(name: str) -> list[str]:
+    return [
+        spelling(parameter.name, info_of(parameter.annotation))[-1]
+        for parameter in inspect.signature(COMMANDS[name]).parameters.values()
+        for note in getattr(parameter.annotation, "__metadata__", ())
+        if isinstance(note, Writes)
+    ]
+
+
+@pytest.fixture
+def folder(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copy(workshop / "plain.safetensors", tmp_path / M)
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def named_words(name: str) -> list[tuple[str, str]]:
+    return [(option, f"out{option}{ENDINGS.get(option, '.safetensors')}") for option in outputs_of(name)]
+
+
+def read_all(path: Path, found: dict[str, bytes]) -> threading.Thread:
+    """Read a pipe to its end in another thread."""
+
+    def read() -> None:
+        found[path.name] = path.read_bytes()
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_output_is_written_through_its_link(folder: Path, name: str) -> None:
+    """The law over all output options: the link stays, its target is replaced, its permissions too, and nothing is left."""
+    options = named_words(name)
+    for _, file in options:
+        (folder / "there" / file).write_bytes(b"old")
+        (folder / "there" / file).chmod(0o640)
+        (folder / file).symlink_to(Path("there", file))
+    outcome = CliRunner().invoke(app, RUNS[name] + [word for pair in options for word in pair])
+    assert outcome.exit_code == 0, (outcome.output, outcome.exception)
+    for _, file in options:
+        assert os.readlink(folder / file) == f"there/{file}"
+        assert (folder / "there" / file).read_bytes() != b"old"
+        assert (folder / "there" / file).stat().st_mode & 0o777 == 0o640
+    assert {path.name for path in (folder / "there").iterdir()} == {file for _, file in options}
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("adapt", "finetune")])
+def test_every_output_streams_into_a_pipe_and_a_device(folder: Path, name: str) -> None:
+    """The same bytes as in a file, and no --force; adapt and finetune keep a state beside their output, and refuse."""
+    words = [word for word in RUNS[name] if word != "--force"]
+    options, found = named_words(name), dict[str, bytes]()
+    for _, file in options:
+        os.mkfifo(folder / file)
+    threads = [read_all(folder / file, found) for _, file in options]
+    outcome = CliRunner().invoke(app, words + [word for pair in options for word in pair])
+    assert outcome.exit_code == 0, (outcome.output, outcome.exception)
+    for thread in threads:
+        thread.join()
+    for _, file in options:
+        assert found[file]
+        assert is_stream(folder / file)
+    if name in ("init", "lipschitz", "certify"):  # no wall time in what they write
+        plain = [word for option, file in options for word in (option, f"there/{file}")]
+        assert CliRunner().invoke(app, words + plain).exit_code == 0
+        for option, file in options:
+            if option not in ("--html", "--plot"):
+                assert (folder / "there" / file).read_bytes() == found[file]
+
+
+@pytest.mark.parametrize(("target", "code"), [("/dev/null", 0), ("/dev/full", 8)])
+def test_a_device_is_written_to_and_stays(folder: Path, target: str, code: int) -> None:
+    """Through a link of the test's own: what replaced the device would replace that link."""
+    (folder / "device").symlink_to(target)
+    for words in (["log", M, "--html", "device"], ["constrain", M, *FEW, "-o", "device"]):
+        outcome = CliRunner().invoke(app, words)
+        failure = outcome.exception
+        assert (0 if failure is None else getattr(failure, "code", failure)) == code, failure
+        assert os.readlink(folder / "device") == target
+    failure = CliRunner().invoke(app, ["certify", M, *FEW, "--records", "device"]).exception
+    assert (0 if failure is None else getattr(failure, "code", failure)) == code, failure
+
+
+@pytest.mark.parametrize("target", ["/proc/self/fd/1", "/dev/fd/1", "/dev/stdout"])
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors have no names here")
+def test_an_open_descriptor_is_written_to_in_order(folder: Path, target: str) -> None:
+    """stdout in a file: the page follows what was said before, and the file stays the one that the shell opened."""
+    (folder / "link").symlink_to(target)
+    told, file = folder / "told.txt", os.open(folder / "told.txt", os.O_WRONLY | os.O_CREAT)
+    code = (
+        "from pathlib import Path; from certcli.system.files import atomic_file\n"
+        "print('before')\n"
+        "with atomic_file(Path('link')) as made: made.write_text('page\\n')\n"
+        "print('after')\n"
+    )
+    inode = told.stat().st_ino
+    subprocess.run([sys.executable, "-c", code], stdout=file, check=True, cwd=folder)
+    os.close(file)
+    assert told.read_text() == "before\npage\nafter\n"
+    assert told.stat().st_ino == inode
+    assert (folder / "link").is_symlink()
+
+
+def test_a_descriptor_that_is_only_read_and_a_reader_that_left(tmp_path: Path) -> None:
+    source, sink = os.pipe()
+    try:
+        with pytest.raises(OutputError, match="only be read"):
+            require_absent(Path(f"/dev/fd/{source}"), force=True)
+        os.close(source)
+        with pytest.raises(OutputError, match="reader has left"), atomic_file(Path(f"/dev/fd/{sink}")) as made:
+            made.write_text("page")
+    finally:
+        os.close(sink)
+
+
+def test_a_link_into_a_folder_that_takes_no_files(tmp_path: Path) -> None:
+    """Asked of the folder that the file is in, not of the link's; /proc takes none, from root neither."""
+    (tmp_path / "x.png").symlink_to("/proc/self/comm")
+    with pytest.raises(OutputError, match=r"takes no files|read-only"):
+        require_absent(tmp_path / "x.png", force=True)
+
+
+def left(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_what_a_killed_run_left_goes_with_the_next_force(tmp_path: Path) -> None:
+    """A real SIGKILL between two files of an index; files of others with such names stay, and so does the last index's."""
+    tensors = {f"t{number}": torch.full((8,), float(number)) for number in range(3)}
+    index = tmp_path / INDEX
+    write_shards(index, tensors, {}, most=32)
+    before = left(tmp_path)
+    code = (
+        "import os, signal, torch; from pathlib import Path; from certcli import checkpoint\n"
+        "class Deadly(torch.Tensor):\n"
+        "    def cpu(self): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "tensors = {'t0': torch.zeros(8), 't1': torch.zeros(8).as_subclass(Deadly), 't2': torch.zeros(8)}\n"
+        f"checkpoint.write_shards(Path({str(index)!r}), tensors, {{}}, True, 32)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert len(left(tmp_path) - before) == 3, "a whole file, a torn one, and the index's"
+    foreign = tmp_path / "model-00007-of-00009.safetensors"
+    shutil.copy(next(tmp_path.glob("model-00001-of-*")), foreign)
+    raw = foreign.read_bytes().replace(b"certvit.part-of", b"certvit.part_of")
+    foreign.write_bytes(raw)
+    assert read_tensors(index)[0]["t2"][0] == 2
+    write_shards(index, tensors, {}, True, 32)
+    assert left(tmp_path) == {INDEX, foreign.name, *(path.name for path in named(index))}
+    assert len(named(index)) == 3
+
+
+def test_what_a_living_run_writes_is_not_swept(tmp_path: Path) -> None:
+    """Another run with --force that starts while two of three files are whole and the third is being written."""
+    tensors = {f"t{number}": torch.full((8,), float(number)) for number in range(3)}
+    index, seen = tmp_path / INDEX, []
+
+    class Watching(torch.Tensor):
+        def cpu(self, *args: object, **options: object) -> torch.Tensor:
+            seen.append((orphans(index), sweep(tmp_path, ".*"), len(left(tmp_path))))
+            return torch.Tensor.cpu(self.as_subclass(torch.Tensor))
+
+    write_shards(index, {name: value.as_subclass(Watching) for name, value in tensors.items()}, {}, True, 32)
+    assert seen[-1] == ([], False, 4), "two whole files, a torn one, and the index's"
+    assert left(tmp_path) == {INDEX, *(path.name for path in named(index))}
+
+
+def test_an_orphan_that_is_read_is_not_deleted(tmp_path: Path) -> None:
+    """What a killed run left may be all that is left: as an input it is refused beside the index that would sweep it."""
+    write_shards(tmp_path / INDEX, {"t": torch.zeros(8)}, {})
+    (tmp_path / INDEX).unlink()
+    part = next(tmp_path.glob("*.safetensors"))
+    outputs = Outputs(force=True)
+    outputs.reads("CKPT", part)
+    outputs.writes("-o", tmp_path / INDEX)
+    with pytest.raises(UsageError, match="goes with"):
+        outputs.check()
