@@ -67,3 +67,9 @@ class Refused(ValueError):
 def plain(text: str) -> str:
     """Text as a screen may have it: every character that is not printable (escapes, directions) spelled out."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(failure: object) -> str:
+    """The first line of a message, printable and not longer than a line."""
+    text = (str(failure).splitlines() or [type(failure).__name__])[0]
+    return "".join(character if character.isprintable() else "?" for character in text)[:200]

@@ -3,8 +3,8 @@
     python -m tests.soundness.local_campaign --seconds 600 --seed 0
     python -m tests.soundness.local_campaign --programs --seconds 600 --seed 0
 
-The first takes vision transformers, the second random programs of odd layouts (tests/soundness/local_laws.py). Prints one line a
-seed, from which --seed goes on, and exits 1 at the first point found outside an enclosure or a certified ball.
+The first takes vision transformers, the second random programs of odd layouts (tests/soundness/local_laws.py). Prints one
+line a seed, from which --seed goes on, and exits 1 at the first point found outside an enclosure or a certified ball.
 """
 
 import argparse
