@@ -1,5 +1,7 @@
-"""The threat model: a ball of pixel-space radius around an image, intersected with the box [0, 1]."""
+"""What an attacker may change: a ball of pixel-space radius around an image in the box [0, 1], or a patch of it."""
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -10,6 +12,56 @@ from torch import Tensor
 from certcli.errors import UsageError
 
 Norm = Literal["l2", "linf"]
+Kind = Literal["l2", "linf", "patch"]
+"""Of a threat. Shares at threats of different kinds are never compared."""
+
+
+@dataclass(frozen=True, order=True)
+class Patch:
+    """All images that differ from x within `count` rectangles of pixels at any places, in any values.
+
+    Spelled "WIDTHxHEIGHT", several "COUNT:WIDTHxHEIGHT", in options, records and reports.
+    """
+
+    height: int
+    width: int
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.height, self.width, self.count) < 1:
+            raise UsageError(f"a patch of {self.width} x {self.height} pixels, {self.count} times, is none")
+
+    def __str__(self) -> str:
+        return f"{self.count}:" * (self.count > 1) + f"{self.width}x{self.height}"
+
+    @staticmethod
+    def read(text: str, image: tuple[int, int]) -> "Patch":
+        """ "32" (a square), "16x64" (width x height), "2%" (the square of at least that share), "2:32" (two of them).
+
+        image: (height, width). UsageError for what is no patch, or one that does not fit into the image.
+        """
+        found = re.fullmatch(r"(?:(\d{1,3}):)?(?:(\d{1,6})(?:x(\d{1,6}))?|(\d{1,3}(?:\.\d{1,6})?)%)", text.strip())
+        if found is None:
+            raise UsageError(f"--patch '{text}' is no patch", "--patch 32, 16x64 (width x height), 2%, or 2:32 for two")
+        count, width, height, share = found.groups()
+        if share is not None:
+            width = str(math.ceil(math.sqrt(float(share) / 100 * image[0] * image[1])))
+        patch = Patch(int(height or width), int(width), int(count or 1))
+        if patch.height > image[0] or patch.width > image[1]:
+            raise UsageError(
+                f"--patch {text}: {patch.width} x {patch.height} pixels do not fit into an image of {image[1]} x {image[0]}",
+                "a smaller patch",
+            )
+        return patch
+
+
+Size = float | Patch
+"""How much an attacker may change: the radius of a ball, or a patch."""
+
+
+def spelled(size: Size) -> str:
+    """A size as options, records and reports spell it: "0.25", "32x32"."""
+    return str(size) if isinstance(size, Patch) else f"{size:g}"
 
 
 def image_norms(delta: Tensor, norm: Norm) -> Tensor:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from certcli.cli.groups import Evaluation, Machine, Source
     from certcli.evaluation import Run
     from certcli.images import Images
-    from certcli.threat import Norm
+    from certcli.threat import Kind
 
 SHOWN = 20
 """Refuted records that a person is shown; --json holds all."""
@@ -148,7 +148,7 @@ def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink
     return images
 
 
-def margin_attack(steps: int, norm: Norm = "l2") -> Attack:
+def margin_attack(steps: int, norm: Kind = "l2") -> Attack:
     """Margin PGD from the image itself, then towards the likeliest other class: a point inside the ball and the box."""
     from certcli.attack.judge import judge, tuck_in
     from certcli.attack.margin import margin_pgd
@@ -156,6 +156,7 @@ def margin_attack(steps: int, norm: Norm = "l2") -> Attack:
     from certcli.threat import Threat
 
     def attack(model: nn.Module, image: Tensor, classes: Tensor, radius: float) -> Tensor:
+        assert norm != "patch"
         threat, point = Threat(norm, radius), image
         for restart in range(2):
             settings = AttackSettings(steps=steps, restart=restart)
