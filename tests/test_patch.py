@@ -493,3 +493,46 @@ def test_bad_input_is_one_clear_line(workshop: Path, words: tuple[str, ...], tol
 def test_a_patch_without_the_method_is_refused(workshop: Path) -> None:
     done = certvit("certify", workshop / "certified.safetensors", "--dataset", "digits", "--patch", 2)
     assert isinstance(done.exception, UsageError)
+
+
+def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    from certcli import data
+
+    network, words = workshop / "plain.safetensors", ("--patch", "2x1", "--hide", "pixels")
+    images = data.load("digits", Checkpoint.read(network).record.input, "test").select(range(6))
+    for index, pixels in enumerate(images.fetch(range(6))):
+        Image.fromarray((pixels[0] * 255).round().byte().numpy()).save(tmp_path / f"{index}.png")
+    done = certvit("predict", network, tmp_path, "--defence", "patch", "--prove", *words, "--json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["predictions"]
+    assert [Path(row["image"]).name for row in rows] == [f"{index}.png" for index in range(6)]
+    certifier = prepare("patch", Checkpoint.read(network), CPU, {"patches": ["2x1"], "hide": "pixels"})
+    stored = torch.stack([(pixels * 255).round() / 255 for pixels in images.fetch(range(6))])
+    tops = certifier.predict(stored)
+    assert [row["prediction"] for row in rows] == tops
+    assert [row["proven"] for row in rows] == [list(one.proven) for one in certifier.batch(range(6), stored, tops)]
+    bare = json.loads(certvit("predict", network, tmp_path / "0.png", "--json").stdout)["predictions"]
+    assert bare[0].keys() >= {"image", "prediction"}
+    assert "proven" not in bare[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--defence", "prayer"), 2),
+        (("--prove",), 2),
+        (("--patch", "2"), 2),
+        (("--defence", "patch"), 2),
+        (("--defence", "patch", "--patch", "99"), 2),
+        (("nowhere.png",), 6),
+    ],
+)
+def test_predict_refuses_in_one_line(workshop: Path, tmp_path: Path, words: tuple[str, ...], code: int) -> None:
+    from PIL import Image
+
+    Image.new("L", (8, 8)).save(tmp_path / "0.png")
+    done = certvit("predict", workshop / "plain.safetensors", tmp_path / "0.png", *words)
+    assert isinstance(done.exception, CertvitError), done.output
+    assert done.exception.code == code

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from certcli import __version__
-from certcli.cli import adapt, attack, audit, certify, constrain, finetune, init, lipschitz, log, settings
+from certcli.cli import adapt, attack, audit, certify, constrain, finetune, init, lipschitz, log, predict, settings
 from certcli.cli.output import Sink, plain
 from certcli.cli.streams import Interrupts, guarded
 from certcli.errors import CertvitError, Interrupted, UsageError
@@ -54,6 +54,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "audit": audit.audit,
     "certify": certify.certify,
     "attack": attack.attack,
+    "predict": predict.predict,
     "log": log.log,
 }
 for _name, _command in COMMANDS.items():

@@ -103,7 +103,7 @@ class PatchCertifier(Certifier):
             "determinism": {"difference": checked.difference, "margin": checked.margin, "compared": checked.passes},
         }
 
-    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
+    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[PatchCertificate]:  # type: ignore[override]
         started = time.perf_counter()
         found = self.procedure.certify(self.passes, pixels.float(), labels)
         seconds = round((time.perf_counter() - started) / max(1, len(found)), 3)
