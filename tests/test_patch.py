@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from certcli import models
+from certcli.attack.patch import Target, attack_patches
+from certcli.attack.settings import AttackSettings
 from certcli.certify.methods import prepare
 from certcli.certify.patch import masks
 from certcli.certify.patch.ablation import Voting, stays, winner
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
+from certcli.certify.patch.climbed import TouchedPasses
 from certcli.certify.patch.defended import GreyPixels, KeptTokens, SeenPart, seen_part
 from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.masks import Grid
@@ -536,3 +539,51 @@ def test_predict_refuses_in_one_line(workshop: Path, tmp_path: Path, words: tupl
     done = certvit("predict", workshop / "plain.safetensors", tmp_path / "0.png", *words)
     assert isinstance(done.exception, CertvitError), done.output
     assert done.exception.code == code
+
+
+# attacks
+
+
+def places_of(patch: Patch, image: tuple[int, int]) -> list[tuple[int, int]]:
+    return list(itertools.product(range(image[0] - patch.height + 1), range(image[1] - patch.width + 1)))
+
+
+def test_a_patch_that_turns_the_network_is_found() -> None:
+    """Four strong pixels in one corner: the attack finds that place, changes nothing else, and withstands elsewhere."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    net[1].weight.data.zero_()
+    net[1].weight.data[1, [0, 1, 8, 9]] = 4.0  # of normalised pixels in [-1, 1]
+    net[1].bias.data = torch.tensor([0.0, 8.0])
+    model = pixel_model(net, (1, 8, 8))
+    images = torch.zeros(2, 1, 8, 8)
+    target = Target(lambda corner: model, lambda x: model(x).argmax(1).tolist())
+    rows = attack_patches(target, [5, 6], images, [0, 0], Patch(2, 2), AttackSettings(steps=10))
+    for row, image in zip(rows, images, strict=True):
+        assert row.corner == (0, 0)
+        assert row.adversarial is not None
+        changed = (row.adversarial != image).nonzero()[:, 1:]
+        assert bool((changed < 2).all())
+        assert target.classify(row.adversarial[None]) == [1]
+    assert attack_patches(target, [0], images[:1], [1], Patch(2, 2), AttackSettings())[0].withstood is False
+    inner = attack_patches(target, [0], images[:1], [0], Patch(2, 2), AttackSettings(steps=10), places=[(3, 3)])
+    assert inner[0].withstood
+
+
+@pytest.mark.parametrize("name", ["double-masking", "voting"])
+def test_no_adaptive_attack_breaks_what_is_certified(plain: Checkpoint, name: str) -> None:
+    """At every place: PGD on the passes that see the patch, judged by the procedure itself."""
+    from certcli import data
+
+    hide = "pixels" if name == "double-masking" else "tokens"
+    given = {"patches": ["1x2"], "procedure": name, "hide": hide, "band_width": 1, "bands": "blocks"}
+    certifier = prepare("patch", plain, CPU, given)
+    assert isinstance(certifier, PatchCertifier)
+    patch, images = Patch(2, 1), data.load("digits", plain.record.input, "test").select(range(24))
+    pixels, labels = images.tensors()
+    rows = certifier.batch(range(24), pixels, labels.tolist())
+    target = Target(lambda corner: TouchedPasses(certifier, patch, corner), certifier.predict)
+    chosen = places_of(patch, (8, 8))[::7]
+    found = attack_patches(target, range(24), pixels, labels.tolist(), patch, AttackSettings(steps=8), chosen)
+    certified = [row.index for row in rows if row.holds_at(patch)]
+    assert [row.index for row in found if row.index in certified and not row.withstood] == []
+    assert certified or name == "voting"
