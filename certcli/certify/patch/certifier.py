@@ -54,8 +54,10 @@ class PatchCertificate(Certificate):
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any], where: str = "the records") -> "PatchCertificate":
-        proven, votes = row.get("proven", ()), row.get("votes", ())
-        if not all(isinstance(patch, str) for patch in proven) or not all(isinstance(top, int) for top in votes):
+        proven: Any = row.get("proven")
+        votes: Any = row.get("votes", [])
+        listed = isinstance(proven, list) and isinstance(votes, list)
+        if not listed or not all(type(patch) is str for patch in proven) or not all(type(top) is int for top in votes):
             raise DataError(f"{where}: no certificate against patches")
         return super().from_json({**row, "radius": 0.0, "proven": tuple(proven), "votes": tuple(votes)}, where)
 
@@ -155,13 +157,42 @@ def _compare(claim: Certificate, again: Certificate) -> Confirmation:
     return Confirmation("verified", "the passes, made again, prove what is stated")
 
 
+KINDS: dict[str, tuple[type, ...]] = {
+    "patches": (list, tuple),
+    "procedure": (str,),
+    "masks": (int,),
+    "bands": (str,),
+    "band_width": (int,),
+    "hide": (str,),
+    "cell": (list, tuple),
+    "rows": (int,),
+}
+MOST_ROWS, MOST_PATCHES = 4096, 32
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the options is of this method and is set. UsageError for what is of another kind: records are files."""
+    given = {name: options[name] for name in KINDS if options.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, KINDS[name]) or isinstance(value, bool):
+            raise UsageError(f"{name} {value!r} is not of its kind")
+    cell, rows = given.get("cell", (1, 1)), given.get("rows", 1)
+    if len(cell) != 2 or not all(type(side) is int for side in cell):
+        raise UsageError(f"cell {list(cell)} is not (height, width) in pixels")
+    if not 1 <= rows <= MOST_ROWS or len(given.get("patches", ())) > MOST_PATCHES:
+        raise UsageError(f"rows is between 1 and {MOST_ROWS}, and patches are at most {MOST_PATCHES}")
+    return given
+
+
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> PatchCertifier:
     """The checkpoint's network behind a procedure. options: patches (texts or Patch), procedure, masks, bands, band_width,
     hide, cell, rows; those that records state, too. UsageError where they mean nothing for this network.
     """
     size = checkpoint.record.input.size
-    given = options.get("patches") or ()
-    patches = tuple(one if isinstance(one, Patch) else Patch.read(str(one), size[1:]) for one in given)
+    options = _checked(options)
+    patches = tuple(
+        one if isinstance(one, Patch) else Patch.read(str(one), size[1:]) for one in options.get("patches", ())
+    )
     if not patches:
         raise UsageError("--method patch: against which patch?", "--patch 32 (pixels), --patch 2%, --patch 16x64")
     name = options.get("procedure") or DoubleMasking.name
