@@ -4,13 +4,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from certcli.evaluation.intervals import Interval, share_interval
-from certcli.evaluation.threat import Norm
+from certcli.evaluation.threat import Kind, Size, spelled
 from certcli.system.errors import DataError
 
 LOGIT_SLACK = 1e-10
@@ -46,22 +46,22 @@ class Certificate:
     def correct(self) -> bool:
         return self.prediction == self.label
 
-    def holds_at(self, epsilon: float) -> bool:
-        """Certified and correct at this radius (epsilon = 0: correct)."""
-        return self.correct and (epsilon == 0 or self.radius > epsilon)
+    def holds_at(self, size: Size) -> bool:
+        """Certified and correct at this radius (0: correct); False for a threat that it does not speak of."""
+        return self.correct and isinstance(size, (int, float)) and (size == 0 or self.radius > size)
 
     def to_json(self) -> dict[str, Any]:
         """All fields; rung and seconds only where the method gives them. An infinite radius is "inf"."""
         row = {**asdict(self), "radius": self.radius if math.isfinite(self.radius) else "inf"}
         return {key: value for key, value in row.items() if key not in ("rung", "seconds") or value}
 
-    @staticmethod
-    def from_json(row: Mapping[str, Any], where: str = "the records") -> "Certificate":
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any], where: str = "the records") -> Self:
         """Inverse of `to_json`; DataError when the row is no certificate."""
         try:
-            known = {name: row[name] for name in Certificate.__dataclass_fields__ if name in row}
+            known = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
             prediction, label, index = row["prediction"], int(row["label"]), int(row["index"])
-            found = Certificate(
+            found = cls(
                 **{
                     **known,
                     "index": index,
@@ -104,8 +104,8 @@ class Certifier(ABC):
     failure: of each certificate, as it states it.
     parameters: what decides its certificates beside network and images. about: facts for the document. title, statement:
     what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller.
-    norm: of its radii. reach: no radius beyond it can be certified, whatever the network. remark: what happened on the way
-    that a person should know.
+    norm: of its radii, "patch" where it speaks of patches. certificate: the type of its records. reach: no radius beyond it
+    can be certified, whatever the network. remark: what happened on the way that a person should know.
     """
 
     method: ClassVar[str]
@@ -114,7 +114,8 @@ class Certifier(ABC):
     arithmetic: str = "real"
     domain: str = "all"
     at_once: int | None = None
-    norm: Norm = "l2"
+    norm: Kind = "l2"
+    certificate: ClassVar[type[Certificate]] = Certificate
     reach: float = math.inf
     title: str = ""
     statement: str = ""
@@ -178,15 +179,15 @@ class CertifiedAccuracy:
         return asdict(self)
 
 
-def certified_accuracy(certificates: Sequence[Certificate], epsilons: Sequence[float]) -> CertifiedAccuracy:
-    """Certificates of one method -> shares at each radius. DataError when there is none."""
+def certified_accuracy(certificates: Sequence[Certificate], sizes: Sequence[Size]) -> CertifiedAccuracy:
+    """Certificates of one method -> shares at each radius or patch. DataError when there is none."""
     if not certificates:
         raise DataError("no image was certified")
     count = len(certificates)
     radii = [certificate.radius if certificate.correct else 0.0 for certificate in certificates]
     finite = [radius for radius in radii if math.isfinite(radius)]
     clean = sum(certificate.correct for certificate in certificates)
-    held = {f"{e:g}": sum(certificate.holds_at(e) for certificate in certificates) for e in epsilons}
+    held = {spelled(size): sum(certificate.holds_at(size) for certificate in certificates) for size in sizes}
     return CertifiedAccuracy(
         clean=clean / count,
         certified={name: hits / count for name, hits in held.items()},

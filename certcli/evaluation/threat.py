@@ -1,5 +1,7 @@
-"""The threat model: a ball of pixel-space radius around an image, intersected with the box [0, 1]."""
+"""What an attacker may change: a ball of pixel-space radius around an image in the box [0, 1], or a patch of it."""
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -10,6 +12,56 @@ from torch import Tensor
 from certcli.system.errors import UsageError
 
 Norm = Literal["l2", "linf"]
+Kind = Literal["l2", "linf", "patch"]
+"""Of a threat. Shares at threats of different kinds are never compared."""
+
+
+@dataclass(frozen=True, order=True)
+class Patch:
+    """All images that differ from x within `count` rectangles of pixels at any places, in any values.
+
+    Spelled "WIDTHxHEIGHT", several "COUNT:WIDTHxHEIGHT", in options, records and reports.
+    """
+
+    height: int
+    width: int
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.height, self.width, self.count) < 1:
+            raise UsageError(f"a patch of {self.width} x {self.height} pixels, {self.count} times, is none")
+
+    def __str__(self) -> str:
+        return f"{self.count}:" * (self.count > 1) + f"{self.width}x{self.height}"
+
+    @staticmethod
+    def read(text: str, image: tuple[int, int]) -> "Patch":
+        """ "32" (a square), "16x64" (width x height), "2%" (the square of at least that share), "2:32" (two of them).
+
+        image: (height, width). UsageError for what is no patch, or one that does not fit into the image.
+        """
+        found = re.fullmatch(r"(?:(\d{1,3}):)?(?:(\d{1,6})(?:x(\d{1,6}))?|(\d{1,3}(?:\.\d{1,6})?)%)", text.strip())
+        if found is None:
+            raise UsageError(f"--patch '{text}' is no patch", "--patch 32, 16x64 (width x height), 2%, or 2:32 for two")
+        count, width, height, share = found.groups()
+        if share is not None:
+            width = str(math.ceil(math.sqrt(float(share) / 100 * image[0] * image[1])))
+        patch = Patch(int(height or width), int(width), int(count or 1))
+        if patch.height > image[0] or patch.width > image[1]:
+            raise UsageError(
+                f"--patch {text}: {patch.width} x {patch.height} pixels do not fit into an image of {image[1]} x {image[0]}",
+                "a smaller patch",
+            )
+        return patch
+
+
+Size = float | Patch
+"""How much an attacker may change: the radius of a ball, or a patch."""
+
+
+def spelled(size: Size) -> str:
+    """A size as options, records and reports spell it: "0.25", "32x32"."""
+    return str(size) if isinstance(size, Patch) else f"{size:g}"
 
 
 def image_norms(delta: Tensor, norm: Norm) -> Tensor:
@@ -28,11 +80,21 @@ class Threat:
     """All images x' in [0, 1] with |x' - x| <= radius (pixel units).
 
     own: (b,) float64, a radius for each image of a batch, where they differ; `radius` is then the largest of them.
+    where: (b, 1, h, w) bool, the pixels that may change, where not all may: `Threat.within`.
     """
 
     norm: Norm
     radius: float
     own: Tensor | None = field(default=None, compare=False)
+    where: Tensor | None = field(default=None, compare=False)
+
+    @staticmethod
+    def within(patch: Patch, corners: Sequence[tuple[int, int]], images: Tensor) -> "Threat":
+        """Any pixels within one such patch of each image, at these corners (top, left): a ball of radius 1 in linf there."""
+        where = torch.zeros(len(images), 1, *images.shape[2:], dtype=torch.bool, device=images.device)
+        for row, (top, left) in enumerate(corners):
+            where[row, :, top : top + patch.height, left : left + patch.width] = True
+        return Threat("linf", 1.0, where=where)
 
     @staticmethod
     def each(norm: Norm, radii: Sequence[float]) -> "Threat":
@@ -42,7 +104,8 @@ class Threat:
 
     def of(self, rows: Tensor) -> "Threat":
         """The threat to the images of a batch at these positions (or under this mask)."""
-        return self if self.own is None else replace(self, own=self.own[rows.to(self.own.device)])
+        own, where = (None if part is None else part[rows.to(part.device)] for part in (self.own, self.where))
+        return replace(self, own=own, where=where)
 
     def radii(self, images: Tensor) -> Tensor:
         """(b,) float64, on the images' device."""
@@ -68,7 +131,8 @@ class Threat:
         else:
             length = image_norms(delta, "l2").clamp_min(1e-30)
             delta = delta * per_image((self.radii(images) / length).clamp_max(1.0), delta)
-        return (images + delta).clamp(0.0, 1.0)
+        point = (images + delta).clamp(0.0, 1.0)
+        return point if self.where is None else torch.where(self.where, point, images)
 
     def random_start(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Where an ascent begins: (b, c, h, w) -> (b, c, h, w). linf: uniform in the ball; l2: direction and length are.
@@ -106,6 +170,8 @@ class Threat:
         """
         inside = image_norms(adversarial.double() - images.double(), self.norm) <= self.radii(images)
         boxed = ((adversarial >= 0) & (adversarial <= 1)).flatten(1).all(dim=1)
+        if self.where is not None:
+            inside = inside & ((adversarial == images) | self.where).flatten(1).all(dim=1)
         return inside & boxed
 
 

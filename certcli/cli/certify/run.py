@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
     from certcli.checkpoint.record import Record
     from certcli.cli.shared.groups import Evaluation, Machine
+    from certcli.evaluation.threat import Patch, Size
     from certcli.images.labelled import Images
 
 
@@ -26,14 +27,17 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Demand:
-    """--min-certified: a share of the images at a radius; none asks for nothing."""
+    """--min-certified: a share of the images at a radius or patch; none asks for nothing."""
 
     share: float = 0.0
-    radius: float = 0.0
+    size: Size = 0.0
 
     def ask(self, found: CertifiedAccuracy, gate: Gate) -> None:
-        reached = found.certified[f"{self.radius:g}"]
-        told = f"certified accuracy {percent(reached)} at {self.radius:g} is below --min-certified {self.share:g}"
+        from certcli.evaluation.threat import spelled
+
+        at = spelled(self.size)
+        reached = found.certified[at]
+        told = f"certified accuracy {percent(reached)} at {at} is below --min-certified {self.share:g}"
         gate.demand(reached >= self.share, GateError(told))
 
 
@@ -43,13 +47,26 @@ def demand(text: str | None, epsilons: Sequence[float]) -> tuple[Demand, tuple[f
 
     radii, option = require_radii(epsilons), "--min-certified"
     if text is None:
-        return Demand(radius=radii[0]), radii
+        return Demand(size=radii[0]), radii
     share, at, radius = text.partition("@")
     wanted = require_share(number(share, option), option)
     if not at:
         return Demand(wanted, radii[0]), radii
     (there,) = require_radii([number(radius, option)])
     return Demand(wanted, there), require_radii([*radii, there])
+
+
+def patch_demand(text: str | None, sizes: Sequence[Patch], image: tuple[int, int]) -> tuple[Demand, tuple[Patch, ...]]:
+    """The same for patches: "0.6@32". A patch that is demanded is among those certified: the defence depends on them."""
+    from certcli.evaluation.records import require_share
+    from certcli.evaluation.threat import Patch
+
+    share, at, patch = (text or "0").partition("@")
+    wanted = require_share(number(share, "--min-certified"), "--min-certified")
+    there = Patch.read(patch, image) if at else sizes[0]
+    if there not in sizes:
+        raise UsageError(f"--min-certified {text} speaks of another patch", f"--patch {patch} beside the others")
+    return Demand(wanted, there), tuple(sizes)
 
 
 def number(text: str, option: str) -> float:
@@ -145,7 +162,7 @@ def run(
     images: Images,
     given: Mapping[str, Any],
     machine: Machine,
-    radii: Sequence[float],
+    sizes: Sequence[Size],
     records: Path | None,
     resume: bool,
     force: bool,
@@ -157,7 +174,7 @@ def run(
     from certcli.evaluation.records import RecordFile
 
     certifier = prepare(method, checkpoint, machine.pick(), given)
-    _require_reach(certifier, radii, sink)
+    _require_reach(certifier, [size for size in sizes if isinstance(size, (int, float))], sink)
     if not team().leads:
         list(certify(certifier, images, machine.batch_size, team=team()))
         return None
@@ -172,7 +189,7 @@ def run(
             for batch in certify(certifier, images, machine.batch_size, file, team()):
                 rows += batch
                 bar.advance(len(batch))
-    found = certified_accuracy(rows, radii)
+    found = certified_accuracy(rows, sizes)
     if certifier.remark:
         sink.warn(certifier.remark)
     if found.abstained == 1:

@@ -92,12 +92,21 @@ def _table(result: Result, where: str, left: Mapping[str, float], sink: Sink) ->
 
     rows = [row("clean", "clean", found.clean), *(row(e, e, share) for e, share in found.certified.items())]
     beside = ["after attacks"] if left else []
-    columns = [f"radius (pixel {result.certifier.norm})", *beside, "certified accuracy", "95 % interval"]
+    of_patches = result.certifier.norm == "patch"
+    columns = [
+        "patch (pixels)" if of_patches else f"radius (pixel {result.certifier.norm})",
+        *beside,
+        "certified accuracy",
+        "95 % interval",
+    ]
     sink.table(f"{where}; {result.certifier.title}", columns, rows)
     if found.abstained:
         sink.text(f"abstained: {percent(found.abstained)}")
     taken = f"; {result.seconds:.3g} seconds an image" if result.seconds is not None and result.seconds >= 0.01 else ""
-    sink.text(f"average radius: {found.average_radius:.4g} (0 where the prediction is wrong){taken}")
+    if of_patches:
+        sink.text(f"clean: of the defended classifier{taken}")
+    else:
+        sink.text(f"average radius: {found.average_radius:.4g} (0 where the prediction is wrong){taken}")
     sink.text(result.certifier.statement)
 
 
