@@ -7,6 +7,7 @@ Trainable: torch tensors with gradients, spectral norms by warm-started power it
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,12 @@ class Arithmetic(ABC):
         result = values[0]
         for value in values[1:]:
             result = result + value
+        return result
+
+    def largest(self, values: Sequence[Scalar]) -> Scalar:
+        result = values[0]
+        for value in values[1:]:
+            result = self.maximum(result, value)
         return result
 
     def root_sum_of_squares(self, values: list[Scalar]) -> Scalar:

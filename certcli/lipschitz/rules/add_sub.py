@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.multiply import by_number, multiply, scaled
+from certcli.lipschitz.rules.mul_div import by_number, multiply, scaled
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Scores, Value
@@ -17,26 +16,19 @@ from certcli.nn.residual import ConvexResidual, WeightedResidual
 
 
 def add_values(ctx: Context, a: Value, b: Value, why: str = "Lip(f + g) <= Lip(f) + Lip(g)") -> Value:
-    """f + g, the smaller one repeated."""
+    """Return f + g, the smaller one repeated."""
     shape = tuple(ctx.shape)
     a, b = ctx.spread(ctx.settle(a), shape), ctx.spread(ctx.settle(b), shape)
-    base = a.base + b.base
-    proof = None
-    if ctx.arith.rigorous and a.proof is not None and b.proof is not None:
-        proof = Bound(ctx.path, ctx.kind, base, "sum", why, (a.proof, b.proof))
-    return Value(base, _sum_size(ctx, a.size, b.size), None, proof, shape)
-
-
-def _sum_size(ctx: Context, a: Size, b: Size) -> Size:
-    axis = a.axis
-    return Size(
+    axis = a.size.axis
+    size = Size(
         ctx.arith,
-        tuple(ctx.shape),
-        lambda: a.fibre_along(axis) + b.fibre_along(axis),
+        shape,
+        lambda: a.size.fibre_along(axis) + b.size.fibre_along(axis),
         axis,
-        lambda: a.total + b.total,
-        lambda: a.peak + b.peak,
+        lambda: a.size.total + b.size.total,
+        lambda: a.size.peak + b.size.peak,
     )
+    return ctx.join("sum", [a, b], why, size)
 
 
 @rules.method("add", "add_")

@@ -11,7 +11,7 @@ from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.spectral import gamma, up
 from certcli.lipschitz.rules.add_sub import add
 from certcli.lipschitz.rules.matmul import matmul
-from certcli.lipschitz.rules.multiply import multiply
+from certcli.lipschitz.rules.mul_div import multiply
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 

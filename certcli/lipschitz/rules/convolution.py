@@ -195,9 +195,7 @@ def _by_windows(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:
     rows = matrix.shape[0] // conv.groups
     parts = [arith.rows(matrix, g * rows, (g + 1) * rows) for g in range(conv.groups)]
     parts = [replace(part, error=part.error + perturbation) for part in parts] if perturbation else parts
-    largest, *others = arith.sigmas(parts, conv.path)
-    for other in others:
-        largest = arith.maximum(largest, other)
+    largest = arith.largest(arith.sigmas(parts, conv.path))
     taps = zip(kernel, conv.stride, conv.dilation, strict=True)
     count = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in taps)
     return largest * arith.sqrt(arith.const(float(count)))

@@ -81,9 +81,7 @@ def _blocks(ctx: Context, x: Value, weight: Tensor, left: bool) -> Value:
     x = ctx.spread(x, (*leading, *x.shape[-2:]))
     blocks = weight.reshape(-1, *weight.shape[-2:])
     arith = ctx.arith
-    sigma, *others = arith.sigmas([arith.matrix(block) for block in blocks], ctx.path)
-    for other in others:
-        sigma = arith.maximum(sigma, other)
+    sigma = arith.largest(arith.sigmas([arith.matrix(block) for block in blocks], ctx.path))
     axis = -2 if left else -1
     return ctx.chain(
         x,

@@ -1,4 +1,4 @@
-"""Pooling over windows and resizing of images. Proofs: docs/bounds.md, section 8."""
+"""Pooling over windows, pooling to a given size, and interpolation. Proofs: docs/bounds.md, sections 8.5 and 8.6."""
 
 import math
 from typing import Any
@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.spectral import gamma, up
-from certcli.lipschitz.rules.repeat_pad import pair, windows_of
+from certcli.lipschitz.rules.reduce import mean
+from certcli.lipschitz.rules.repeat_pad import copied, pair, windows_of
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 
@@ -40,21 +41,11 @@ def max_pool(
     pooled = functional.max_pool2d(plane, kernel, steps, pair(padding), pair(dilation), ceil_mode)
     ctx.require(bool(torch.isfinite(pooled).all()), "a window of max pooling that lies in the padding")
     count = math.prod(windows_of(k, s, d) for k, s, d in zip(kernel, steps, pair(dilation), strict=True))
-    factor = ctx.arith.const(up(math.sqrt(count), 1))
-    return ctx.chain(
-        x,
-        factor,
-        f"a pixel lies in at most {count} windows: sqrt({count})",
-        total=lambda: x.size.total * factor,
-        peak=lambda: x.size.peak,
-    )
+    return copied(ctx, x, count, f"a pixel lies in at most {count} windows: sqrt({count})")
 
 
-functional_max_pool = getattr(functional, "_max_pool2d", None)
-
-
-if functional_max_pool is not None:
-    rules.function(functional_max_pool)(max_pool)
+if hasattr(functional, "_max_pool2d"):  # what functional.max_pool2d dispatches to
+    rules.function(functional._max_pool2d)(max_pool)
 
 
 @rules.module(nn.AvgPool2d)
@@ -187,3 +178,49 @@ def _factors(scale_factor: Any) -> tuple[float, float]:
     if isinstance(scale_factor, (int, float)):
         return float(scale_factor), float(scale_factor)
     return float(scale_factor[0]), float(scale_factor[1])
+
+
+def _adaptive_windows(size: int, count: int) -> list[range]:
+    """Return torch's windows, [floor(i size / count), ceil((i + 1) size / count)); each holds a pixel."""
+    return [range(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
+
+
+def _pooled_axes(ctx: Context, x: Value) -> list[tuple[int, int]]:
+    """Return (size, number of windows) for each pooled axis."""
+    pooled = int(ctx.kind[-2])  # adaptive_.._pool2d: the last two axes
+    ctx.require(len(x.shape) > pooled and len(ctx.shape) == len(x.shape), "pooling of another number of axes")
+    return list(zip(x.shape[-pooled:], ctx.shape[-pooled:], strict=True))
+
+
+@rules.function(
+    functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d,
+    torch.adaptive_max_pool1d,
+)  # fmt: skip
+def adaptive_maximum(ctx: Context, x: Value, output_size: Any, return_indices: bool = False) -> Value:
+    """sqrt(number of windows a pixel lies in), counted."""
+    ctx.require(not return_indices and not isinstance(ctx.shape, list), "max pooling that returns indices")
+    x = ctx.settle(x)
+    times = 1
+    for size, count in _pooled_axes(ctx, x):
+        windows = _adaptive_windows(size, count)
+        times *= max(sum(pixel in window for window in windows) for pixel in range(size))
+    why = "a maximum has slope 1" if times == 1 else f"a pixel lies in at most {times} windows: sqrt({times})"
+    return copied(ctx, x, times, why)
+
+
+@rules.function(
+    functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d, functional.adaptive_avg_pool3d,
+    torch.adaptive_avg_pool1d,
+)  # fmt: skip
+def adaptive_average(ctx: Context, x: Value, output_size: Any) -> Value:
+    """Averages separate by axis: the product of the norms of the averaging matrices."""
+    axes = _pooled_axes(ctx, x)
+    if all(count == 1 for _, count in axes):
+        return mean(ctx, x, tuple(range(-len(axes), 0)), keepdim=True)
+    matrices = []
+    for size, count in axes:
+        matrix = torch.zeros(count, size, dtype=torch.float64)
+        for row, window in enumerate(_adaptive_windows(size, count)):
+            matrix[row, window.start : window.stop] = 1 / len(window)
+        matrices.append(matrix)
+    return separable(ctx, x, matrices, "average over adaptive windows")

@@ -9,7 +9,6 @@ import torch
 
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
-from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.repeat_pad import gathered
 from certcli.lipschitz.rules.shapes import Shape, tidy, with_index
@@ -138,10 +137,7 @@ def concatenate(ctx: Context, tensors: Sequence[Any], dim: int = 0) -> Value:
             lengths.append(known * arith.const(1 + 2.0**-30))
         if fibres and place == -1:
             return arith.root_sum_of_squares(lengths)
-        largest = lengths[0]
-        for length in lengths[1:]:
-            largest = arith.maximum(largest, length)
-        return largest
+        return arith.largest(lengths)
 
     def total() -> Any:
         sizes = [value.size.total for value in values]
@@ -152,9 +148,4 @@ def concatenate(ctx: Context, tensors: Sequence[Any], dim: int = 0) -> Value:
     size = Size(arith, shape, fibre, -1, total, lambda: entries(fibres=False))
     if len(values) == 1:
         return Value(values[0].base, size, None, values[0].proof, shape)
-    base = arith.root_sum_of_squares([value.base for value in values])
-    proof = None
-    if arith.rigorous:
-        proofs = tuple(value.proof for value in values if value.proof is not None)
-        proof = Bound(ctx.path, ctx.kind, base, "concatenation", "squares of side-by-side parts add", proofs)
-    return Value(base, size, None, proof, shape)
+    return ctx.join("concatenation", values, "squares of side-by-side parts add", size)

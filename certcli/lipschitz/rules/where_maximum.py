@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from certcli.engine.walk import Constant
-from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.add_sub import add
 from certcli.lipschitz.rules.reduce import extreme
@@ -81,11 +80,6 @@ def _of_two(ctx: Context, a: Value, b: Value, why: str) -> Value:
     """A map of slope 1 of two tensors side by side, each entry of whose result is at most as large as one of them."""
     shape, arith = tuple(ctx.shape), ctx.arith
     a, b = (ctx.spread(ctx.settle(x), shape) for x in (a, b))
-    base = arith.root_sum_of_squares([a.base, b.base])
-    proof = None
-    if arith.rigorous and a.proof is not None and b.proof is not None:
-        law = "squares of side-by-side parts add"
-        proof = Bound(ctx.path, ctx.kind, base, "concatenation", law, (a.proof, b.proof))
     axis = a.size.axis
     size = Size(
         arith,
@@ -95,4 +89,5 @@ def _of_two(ctx: Context, a: Value, b: Value, why: str) -> Value:
         lambda: arith.root_sum_of_squares([a.size.total, b.size.total]),
         lambda: arith.maximum(a.size.peak, b.size.peak),
     )
-    return ctx.charge(Value(base, size, None, proof, shape), arith.const(1.0), why, size)
+    both = ctx.join("concatenation", [a, b], "squares of side-by-side parts add", size)
+    return ctx.charge(both, arith.const(1.0), why, size)
