@@ -20,6 +20,7 @@ from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 
 from certcli.models.build import PixelNormalize
 from certcli.nn.activations import MaxMin
+from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.residual import ConvexResidual, WeightedResidual
@@ -291,7 +292,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     ),
     "attention-windows-cosine": lambda: on_tokens(WindowAttentionV2(8, (2, 2), 2)),
     "attention-positional": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), GPSA(8, num_heads=2)),
-    "attention-l2": lambda: on_tokens(L2Attention(8, 2, 4, bias=True, out_width=8, proj_bias=True)),
+    "attention-l2": lambda: on_tokens(L2Attention(AttentionShape(8, 2, 4, True, 8, True))),
     "attention-l2-windows": lambda: on_tokens(replaced("l2-attention", WindowAttention(8, 2, window_size=(2, 2)))),
     "attention-l2-gated": lambda: on_tokens(replaced("l2-attention", GPSA(8, num_heads=2))),
     "attention-l2-after-norm": lambda: on_tokens(

@@ -14,6 +14,7 @@ from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.rules import activations
+from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 
 D, DH = 6, 3
@@ -47,7 +48,7 @@ def test_gelu_is_steeper_than_printed() -> None:
 
 def test_kims_formula_as_printed_is_exceeded_and_our_bound_is_not() -> None:
     """Two tokens, large W_Q: the true slope grows with its square, the printed formula with its first power."""
-    attention = L2Attention(D, 1, DH, bias=False, out_width=D, proj_bias=False).double().eval()
+    attention = L2Attention(AttentionShape(D, 1, DH, bias=False, out_width=D, proj_bias=False)).double().eval()
     attention.query.weight.data = 20 * orthonormal(DH, D).contiguous()
     # |W_V| = |W_O| = 1: then `proj` is W_O W_h^T W_V / sqrt(dh), of norm 20 / sqrt(3)
     attention.proj.weight.data = 20 / 3**0.5 * orthonormal(D, DH).contiguous()

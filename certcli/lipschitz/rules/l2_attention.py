@@ -16,8 +16,7 @@ from certcli.lipschitz.rules.attention_positions import Prior, exp_twice, gates,
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.attention import LipschitzAttention
-from certcli.nn.l2_attention import L2Attention
-from certcli.nn.l2_untied_value_attention import L2UntiedValueAttention
+from certcli.nn.l2_attention import L2Attention, L2UntiedValueAttention
 
 W_OF_1_OVER_E = 0.27846454277
 """Lambert's W(1/e) = 0.278464542761..., rounded up: the largest r / (1 + e^r)."""
