@@ -7,7 +7,7 @@ from certcli.nn.attention import LipschitzAttention, copy_linear
 from certcli.nn.attention_weights import AttentionShape, AttentionWeights
 
 FLOOR = 1e-12
-"""Least divisor of the scores, for queries, keys or values that are all zero. Part of the layer: the proof allows it."""
+"""Least divisor of the scores, for queries, keys or values that are all zero. A part of the layer, which the proof covers."""
 
 
 class LipschitzNormAttention(LipschitzAttention):
