@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, real_max, real_sum
+from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, real_sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +104,8 @@ LAWS: Mapping[str, Callable[[Sequence[Real]], Real]] = {
     "sum": lambda parts: real_sum(list(parts)),
     # (f, g) side by side: |.|^2 adds, so Lip <= sqrt(Lip(f)^2 + Lip(g)^2)
     "concatenation": _root_sum_of_squares,
-    # a part of the same tensor, or the same tensor rearranged
-    "same": lambda parts: real_max(ZERO, *parts),
+    # a part of one tensor, or the tensor rearranged
+    "same": lambda parts: max(ZERO, *parts),
     # the input itself
     "identity": lambda parts: ONE,
     # no proof

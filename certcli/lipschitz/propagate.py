@@ -1,4 +1,4 @@
-"""The global domain over the traced graph: every node gets its Lipschitz constant from the pixels."""
+"""The global domain: a walk over the traced graph gives every node its Lipschitz constant from the pixels."""
 
 import math
 import sys
@@ -25,9 +25,12 @@ from certcli.lipschitz.value import Value
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a walk found. logits: the last value, its final linear map still pending; scopes: (call, before, after).
+    """The result of a walk.
 
-    context: of the last call; settling in it adds charges to those of the walk.
+    Attributes:
+        logits: The last value, its final linear map still pending.
+        scopes: (call of a module, constant of its input, constant of its output).
+        context: The last call's; settling in it adds charges to those of the walk.
     """
 
     logits: Value
@@ -36,7 +39,7 @@ class Outcome:
 
     @property
     def charges(self) -> tuple[Charge, ...]:
-        """One a theorem that was applied, in the order of execution."""
+        """One for each theorem that was applied, in the order of execution."""
         return tuple(self.context.walk.charges)
 
 
@@ -73,7 +76,7 @@ class GlobalDomain(Domain):
             self.bases[node] = settled[1].base
 
     def scopes(self, traced: Trace) -> Iterator[tuple[Scope, Scalar, Scalar]]:
-        """Each call of a module with the constants of the tensors that enter and leave it."""
+        """Yield each call of a module with the constants of its input and output."""
         for scope in traced.scopes:
             if scope.entry is not None and scope.exit is not None:
                 before, after = self.bases.get(scope.entry), self.bases.get(scope.exit)
@@ -82,7 +85,7 @@ class GlobalDomain(Domain):
 
 
 def _shaped(result: Any, shape: Any) -> Any:
-    """A rule's result with the shapes that the traced forward pass had."""
+    """Return a rule's result with the shapes of the traced forward pass."""
     if isinstance(result, (list, tuple)):
         return [_shaped(item, part) for item, part in zip(result, shape, strict=True)]
     if isinstance(result, Value) and tuple(result.shape) != tuple(shape):
@@ -93,13 +96,13 @@ def _shaped(result: Any, shape: Any) -> Any:
 
 
 def trace_network(model: nn.Module, size: tuple[int, ...]) -> Trace:
-    """The graph of `model` on one image of this size (c, h, w), modules with a rule of this domain as its leaves."""
+    """Return the graph of `model` on one image of this size (c, h, w); modules with a rule of this domain are leaves."""
     return trace_model(model, size, rules)
 
 
 @contextmanager
 def deep_recursion() -> Iterator[None]:
-    """Size bounds are computed on demand, back to the pixels: a few Python calls a layer."""
+    """Raise Python's recursion limit: size bounds are computed on demand, back to the pixels, some calls a layer."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, 50_000))
     try:
@@ -109,7 +112,7 @@ def deep_recursion() -> Iterator[None]:
 
 
 def propagate(traced: Trace, arith: Arithmetic) -> Outcome:
-    """Apply the rules node by node. NoRule (with the path) where there is no theorem."""
+    """Apply the rules node by node; NoRule, with the path, where there is no theorem."""
     with deep_recursion():
         arith.begin()
         domain = GlobalDomain(arith)

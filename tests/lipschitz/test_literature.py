@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.lipschitz.measured.estimate import jacobian_norms
-from certcli.lipschitz.measured.formulas import Attended, autolip, certvit, formula_value, lnformer, specformer
+from certcli.lipschitz.measured.formulas import AttentionLayer, autolip, certvit, formula_value, lnformer, specformer
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
 from certcli.lipschitz.numerics.convolution import conv_norm
@@ -33,9 +33,11 @@ def orthonormal(rows: int, columns: int) -> Tensor:
     return q if rows >= columns else q.T
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor, tokens: int, input_norm: float) -> Attended:
+def attended(query: Tensor, key: Tensor, value: Tensor, tokens: int, input_norm: float) -> AttentionLayer:
     """One head, W_O the identity."""
-    return Attended("attn", (query,), (key,), (value,), torch.eye(len(value), dtype=value.dtype), tokens, input_norm)
+    return AttentionLayer(
+        "attn", (query,), (key,), (value,), torch.eye(len(value), dtype=value.dtype), tokens, input_norm
+    )
 
 
 def test_gelu_is_steeper_than_printed() -> None:

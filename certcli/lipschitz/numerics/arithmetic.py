@@ -1,7 +1,8 @@
-"""Two arithmetics for one table of rules.
+"""The two arithmetics of the rules.
 
-Rigorous: matrices in float64 with a bound on their error, scalars that round up (`Real`). For every number that is shown.
-Trainable: torch tensors with gradients, spectral norms by warm-started power iteration. For losses, never shown.
+The rigorous one has float64 matrices with a bound on their error and scalars that round up (`Real`): it computes every
+number that certvit shows. The trainable one has torch tensors with gradients and spectral norms by power iteration: it
+computes losses, which are never shown.
 """
 
 import math
@@ -17,27 +18,30 @@ from torch import Tensor
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.convolution_estimate import Geometry, convolution_estimate
 from certcli.lipschitz.numerics.power import COLD, block_norms, leading, warm
-from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
+from certcli.lipschitz.numerics.real import ONE, ZERO, Real, as_real
 from certcli.lipschitz.numerics.spectral import frobenius_norm, gamma, spectral_norm, spectral_norms, up
 
 UNDERFLOW = 2.0**-1022
-"""What one product loses at most when it falls below the numbers that float64 has with full precision, or to 0."""
+"""Largest loss of a product that underflows: below this number float64 has no full precision."""
 
 Scalar = Any
 """`Real` in the rigorous arithmetic, a 0-d float64 tensor in the trainable one; both add, multiply and compare."""
 
-
 GAIN_SLACK = 2.0**-47
-"""Relative: what a gain or factor may be off by (2^-49: quotients and roots, rounded away from zero), and its product."""
+"""Relative error of a product with a gain: the gain's own (2^-49, quotients and roots rounded away from zero) and one
+rounding."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The exact matrix lies within `error` (spectral norm) of `tensor`. A vector is a matrix with one column."""
+    """A float matrix within `error` (spectral norm) of the exact one. A vector is a matrix with one column.
+
+    key: id() of the parameter that `tensor` is, None for a computed matrix.
+    """
 
     tensor: Tensor
     error: float = 0.0
-    key: int | None = None  # identity of the parameter it is, when it is one unchanged
+    key: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,13 +50,13 @@ class Matrix:
 
 
 class Arithmetic(ABC):
-    """What rules compute with. Every scalar is an upper bound (rigorous) or its differentiable estimate (trainable)."""
+    """The operations of rules. Every scalar is an upper bound (rigorous) or its differentiable estimate (trainable)."""
 
     rigorous: bool
 
     @abstractmethod
     def begin(self) -> None:
-        """A walk over the graph starts."""
+        """Start a walk over the graph."""
 
     @abstractmethod
     def const(self, value: float) -> Scalar: ...
@@ -64,16 +68,16 @@ class Arithmetic(ABC):
     def sigma(self, matrix: Matrix, name: str) -> Scalar: ...
 
     def sigmas(self, matrices: list[Matrix], name: str) -> list[Scalar]:
-        """The spectral norm of each of several matrices of one shape (heads)."""
+        """Return the spectral norm of each of several matrices, such as heads."""
         return [self.sigma(matrix, f"{name}.{number}") for number, matrix in enumerate(matrices)]
 
     def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Scalar]:
-        """|a^T b| of each of several pairs of one shape (keys and queries of heads)."""
+        """Return |a^T b| of each of several pairs, such as keys and queries of heads."""
         return [self.sigma_product(a, b, f"{name}.{number}") for number, (a, b) in enumerate(pairs)]
 
     @abstractmethod
     def convolution(self, weight: Tensor, error: float, geometry: Geometry, name: str) -> Scalar:
-        """The norm of a zero-padded convolution whose weight is wrong by at most `error` (as an operator)."""
+        """Return the norm of a zero-padded convolution whose operator is off by at most `error`."""
 
     @abstractmethod
     def length(self, vector: Matrix) -> Scalar: ...
@@ -115,7 +119,7 @@ class Arithmetic(ABC):
         return self.sqrt(self.total([value * value for value in values]))
 
     def matmul(self, a: Matrix, b: Matrix) -> Matrix:
-        """a b. |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), and the errors of a and b are carried along."""
+        """Return a b: |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), beside the errors of a and b."""
         return self._inexact(a.tensor @ b.tensor, self._product_error(a, b, self._norm(a.tensor), self._norm(b.tensor)))
 
     def _product_error(self, a: Matrix, b: Matrix, size_a: float, size_b: float) -> float:
@@ -133,52 +137,48 @@ class Arithmetic(ABC):
         return self._inexact(tensor, self._error(0, (a.error,), (b.error,), (gamma(2), self._norm(tensor))))
 
     def scale_columns(self, a: Matrix, gains: Tensor) -> Matrix:
-        """a diag(gains): one rounding an entry, and GAIN_SLACK of what was rounded before."""
+        """Return a diag(gains)."""
         tensor = a.tensor * gains.to(a.tensor).view(1, -1)
         return self._inexact(tensor, self._scaled_error(a, tensor, self._largest(gains)))
 
     def scale_rows(self, a: Matrix, gains: Tensor) -> Matrix:
-        """diag(gains) a."""
+        """Return diag(gains) a."""
         tensor = a.tensor * gains.to(a.tensor).view(-1, 1)
         return self._inexact(tensor, self._scaled_error(a, tensor, self._largest(gains)))
 
     def scale(self, a: Matrix, factor: float) -> Matrix:
-        """factor * a."""
+        """Return factor * a."""
         tensor = a.tensor * factor
         return self._inexact(tensor, self._scaled_error(a, tensor, abs(factor)))
 
     def center_columns(self, a: Matrix) -> Matrix:
-        """a P with P = I - 11^T/d: subtract every row's mean. Mean and difference round within gamma_{d+3} |a|_F."""
-        d = a.tensor.shape[1]
-        tensor = a.tensor - a.tensor.mean(dim=1, keepdim=True)
-        return self._inexact(tensor, self._centred_error(a, d))
+        """Return a P with P = I - 11^T/d: every row without its mean."""
+        return self._centred(a, 1)
 
     def center_rows(self, a: Matrix) -> Matrix:
-        """P a: subtract every column's mean."""
-        d = a.tensor.shape[0]
-        tensor = a.tensor - a.tensor.mean(dim=0, keepdim=True)
-        return self._inexact(tensor, self._centred_error(a, d))
+        """Return P a: every column without its mean."""
+        return self._centred(a, 0)
+
+    def _centred(self, a: Matrix, dim: int) -> Matrix:
+        """Subtract the mean along `dim`: mean and difference round within gamma_{d+3} |a|_F each."""
+        tensor, d = a.tensor - a.tensor.mean(dim=dim, keepdim=True), a.tensor.shape[dim]
+        error = self._error(a.tensor.numel(), (2 * gamma(d + 3), self._norm(a.tensor)), (a.error,))
+        return self._inexact(tensor, error)
 
     def rows(self, a: Matrix, start: int, stop: int) -> Matrix:
         return Matrix(a.tensor[start:stop], a.error)
-
-    def columns(self, a: Matrix, start: int, stop: int) -> Matrix:
-        return Matrix(a.tensor[:, start:stop], a.error)
 
     def transpose(self, a: Matrix) -> Matrix:
         return Matrix(a.tensor.T, a.error)
 
     def _scaled_error(self, a: Matrix, scaled: Tensor, largest: float) -> float:
-        """Of diag(g) a or a diag(g): GAIN_SLACK of every entry, and the error of a."""
+        """Return the error of diag(g) a or a diag(g): GAIN_SLACK of every entry, and the error of a."""
         return self._error(scaled.numel(), (GAIN_SLACK, self._norm(scaled)), (a.error, largest))
 
-    def _centred_error(self, a: Matrix, d: int) -> float:
-        return self._error(a.tensor.numel(), (2 * gamma(d + 3), self._norm(a.tensor)), (a.error,))
-
     def _error(self, products: int, *terms: tuple[float, ...]) -> float:
-        """Sum of products of the terms' factors, rounded up, and what so many products of entries lose by underflow.
+        """Return the sum of the terms (products of their factors) and of the underflow of `products` entries, rounded up.
 
-        In numbers that neither overflow nor underflow: of weights near 1e-160 the error is made of nothing else.
+        Where float64 may overflow or underflow the sum is taken in `Real`: for weights near 1e-160 underflow is the error.
         """
         if not self.rigorous:
             return 0.0
@@ -188,7 +188,7 @@ class Arithmetic(ABC):
             for factor in factors:
                 part = up(part * factor)
             quick = up(quick + part)
-        if 1e-290 < quick < 1e290:  # every step was rounded up, below as above: only far sizes lose digits or overflow
+        if 1e-290 < quick < 1e290:  # every step was rounded up; only far sizes lose digits or overflow
             return quick
         total = as_real(UNDERFLOW) * float(products)
         for factors in terms:
@@ -203,7 +203,7 @@ class Arithmetic(ABC):
 
 
 class RigorousArithmetic(Arithmetic):
-    """float64 with outward rounding; remembers nothing."""
+    """float64 with outward rounding, without state."""
 
     rigorous = True
 
@@ -252,10 +252,10 @@ class RigorousArithmetic(Arithmetic):
         return self.sigma_products([(a, b)], name)[0]
 
     def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Real]:
-        """|a^T b|_2 of pairs a, b (m, d) of one shape with m small, without forming the (d, d) products.
+        """Return |a^T b|_2 of pairs a, b (m, d) of one shape with m small, without forming the (d, d) products.
 
-        With S = a a^T and L L^T >= S (as quadratic forms) |a^T b|^2 = |b^T S b| <= |L^T b|^2. L is the Cholesky factor of
-        S + jitter; what it lacks is measured: |S - L L^T| <= e gives |a^T b|^2 <= |L^T b|^2 + e |b|_F^2.
+        L is the Cholesky factor of a a^T + jitter, e >= |a a^T - L L^T| is measured: |a^T b|^2 <= |L^T b|^2 + e |b|_F^2.
+        Source: docs/bounds.md, section 1.5.
         """
         left, right = ([pair[place] for pair in pairs] for place in (0, 1))
         if len(pairs) > 1 and any(len({matrix.shape for matrix in part}) > 1 for part in (left, right)):
@@ -286,7 +286,7 @@ class RigorousArithmetic(Arithmetic):
         return [found[h] if h in found else self._product_of(*pairs[h]) for h in range(len(pairs))]
 
     def _product_of(self, a: Matrix, b: Matrix) -> Real:
-        """|a^T b| <= |a| |b|: where S has no Cholesky factor."""
+        """Return |a| |b| >= |a^T b|, where S has no Cholesky factor."""
         zero = [m for m in (a, b) if m.error == 0 and self._norm(m.tensor) == 0]
         return ZERO if zero else self.sigma(a) * self.sigma(b)
 
@@ -295,9 +295,12 @@ class TrainableArithmetic(Arithmetic):
     """Differentiable estimates of the same numbers. Power iteration approaches spectral norms from below.
 
     Matrices stay in the network's precision, scalars are float64: the bound of an untrained network is a product of many
-    factors, beyond float32. vectors: singular vectors by name, kept between steps, so that one iteration a step is enough;
-    without gradients (an evaluation, once an epoch) at least 30, since what is found lags behind weights that move fast.
-    orthogonal: the parameters that the optimiser keeps orthogonal; their norm is 1 and has no useful gradient.
+    factors, beyond float32. Without gradients (an evaluation, once an epoch) a norm gets at least 30 iterations, because
+    the vectors of training lag behind weights that move fast.
+
+    Attributes:
+        vectors: Singular vectors by name, kept between steps, so that one iteration a step is enough.
+        orthogonal: id() of the parameters that the optimiser keeps orthogonal: their norm is 1, without a useful gradient.
     """
 
     rigorous = False
@@ -308,15 +311,15 @@ class TrainableArithmetic(Arithmetic):
         self.orthogonal = orthogonal
         self.vectors: dict[str, Tensor] = {}
         self._constants: dict[float, Tensor] = {}
-        self._asked: Counter[str] = Counter()
+        self._uses: Counter[str] = Counter()
 
     def begin(self) -> None:
-        self._asked.clear()
+        self._uses.clear()
 
     def _own(self, name: str) -> str:
-        """A name for this matrix alone: a function may be called several times in one module."""
-        self._asked[name] += 1
-        return name if self._asked[name] == 1 else f"{name}#{self._asked[name]}"
+        """Return a name for this matrix alone: a function may be called several times in one module."""
+        self._uses[name] += 1
+        return name if self._uses[name] == 1 else f"{name}#{self._uses[name]}"
 
     @property
     def _steps(self) -> int:
@@ -405,12 +408,12 @@ class TrainableArithmetic(Arithmetic):
 
 
 def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors in one precision: a constant in float64 meets the network's float32."""
+    """Return both tensors in one precision: a constant in float64 meets the network's float32."""
     return (a, b) if a.dtype == b.dtype else (a.float(), b.float())
 
 
 def lambert_w_upper(z: float) -> float:
-    """w with w e^w >= z >= 0, hence an upper bound on Lambert's W(z); within a few ulps of it."""
+    """Return w with w e^w >= z >= 0, an upper bound on Lambert's W(z) within a few ulps."""
     if z <= 0:
         return 0.0
     w = math.log1p(z) if z < 10 else math.log(z) - math.log(math.log(z))
@@ -423,6 +426,3 @@ def lambert_w_upper(z: float) -> float:
     while w * math.exp(w) * (1 - 1e-14) < z:
         w = up(w, 4)
     return w
-
-
-__all__ = ["INF", "Arithmetic", "Matrix", "RigorousArithmetic", "Scalar", "TrainableArithmetic", "lambert_w_upper"]
