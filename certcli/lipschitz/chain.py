@@ -114,7 +114,7 @@ def convolution(call: Call, module: nn.Conv2d, x: Chain) -> Chain:
     size = call.node.args[0].meta["shape"]  # type: ignore[union-attr]
     if len(size) != 4:
         raise NoRule("a convolution of something other than (b, c, h, w)")
-    options = module.stride, module.padding, module.dilation, module.groups
+    options: Any = module.stride, module.padding, module.dilation, module.groups
     padding = tuple((int(p), int(p)) for p in module.padding)
     geometry = Geometry(module.stride, padding, module.dilation, module.groups, tuple(size[2:]))
     terms = module.weight[0].numel()
