@@ -1,4 +1,4 @@
-"""Sums and differences: residual connections, position embeddings, masks. Proofs: docs/bounds.md, section 8."""
+"""Sums and differences: residual connections, position embeddings, masks. Proofs: docs/bounds.md, 8.1 and 8.2."""
 
 import math
 import operator
@@ -62,7 +62,7 @@ def subtract_from(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
 
 
 def _shifted(ctx: Context, x: Value, shift: Any) -> Value:
-    """x + constant: moves nothing, unless it repeats x."""
+    """Return x + constant, of the constant of x unless the sum repeats x."""
     shape = tuple(ctx.shape)
     if isinstance(x.waiting, Scores) and tuple(x.shape) == shape:
         # softmax of scores plus any constant: the attention theorems hold for every constant
@@ -77,7 +77,7 @@ def _shifted(ctx: Context, x: Value, shift: Any) -> Value:
 
     def longest() -> Any:
         wide = tensor.detach().double().expand(shape) if arith.rigorous else tensor.expand(shape)
-        # a fibre that repeats: the distinct ones are enough
+        # of fibres that repeat, the distinct ones are enough
         keep = tuple(slice(None) if n > 1 or a - len(shape) == old.axis else slice(0, 1)
                      for a, n in enumerate((1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)))  # fmt: skip
         fibres = wide[keep].movedim(old.axis, -1).reshape(-1, shape[old.axis])
@@ -108,7 +108,7 @@ def add_product(ctx: Context, x: Any, a: Any, b: Any, value: float = 1.0) -> Val
 @rules.method("masked_fill", "masked_fill_")
 @rules.function(torch.masked_fill)
 def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
-    """Constants in fixed places move nothing; -inf in scores is a mask, a number there takes scores away (Theorem 5.2)."""
+    """Constants in fixed places move nothing; in scores -inf is a mask, a number replaces scores (remark in 5.2)."""
     ctx.constant_tensor(mask)
     ctx.require(tuple(x.shape) == tuple(ctx.shape), "a mask that repeats the tensor")
     ctx.require(not isinstance(value, Value), "filling with a number that depends on the image")
@@ -119,13 +119,13 @@ def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
     ctx.require(filling > -math.inf, "filling with -inf")
     x = ctx.settle(x)
     old = x.size
-    known = filling == 0
-    size = Size(ctx.arith, x.shape, lambda: old.fibre, old.axis, lambda: old.total, lambda: old.peak)
-    return replace(x, size=size if known else Size(ctx.arith, x.shape))
+    if filling != 0:
+        return replace(x, size=Size(ctx.arith, x.shape))
+    return replace(x, size=Size(ctx.arith, x.shape, lambda: old.fibre, old.axis, lambda: old.total, lambda: old.peak))
 
 
 def _share(ctx: Context, theta: torch.Tensor) -> tuple[Any, Any]:
-    """(1 - t, t) for t = sigmoid(theta): rounded up by 2^-40, far above the error of float64 exp."""
+    """Return (1 - t, t) for t = sigmoid(theta), rounded up by 2^-40, far above the error of float64 exp."""
     if ctx.arith.rigorous:
         t = float(torch.sigmoid(theta.detach().double()))
         slack = 2.0**-40

@@ -37,7 +37,7 @@ def sum_(ctx: Context, x: Value, dim: Any = None, keepdim: bool = False, dtype: 
 
 
 def _reduce(ctx: Context, x: Value, dim: Any, keepdim: bool, constant: float, why: str, growth: float) -> Value:
-    """A linear reduction over some axes; a pending map on another axis commutes with it when it is a mean."""
+    """Return a linear reduction over some axes; a map that is pending on another axis commutes with a mean."""
     rank = len(x.shape)
     axes = _axes(dim, rank)
     pending = x.pending

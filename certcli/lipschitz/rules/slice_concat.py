@@ -1,4 +1,4 @@
-"""Parts of a tensor, and tensors put side by side. Proofs: docs/bounds.md, section 8."""
+"""Slices of a tensor, and concatenation. Proofs: docs/bounds.md, sections 8.1 and 8.3."""
 
 import operator
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from certcli.lipschitz.value import Affine, Value
 
 @rules.function(operator.getitem)
 def select(ctx: Context, x: Any, index: Any) -> Any:
-    """A part of a tensor, or one of several values. Indices that may repeat entries are refused."""
+    """A part of a tensor, or one of several values; constant index tensors are `gathered`."""
     if isinstance(x, (list, tuple)):
         return x[index]
     items = index if isinstance(index, tuple) else (index,)
@@ -82,11 +82,11 @@ def unbind(ctx: Context, x: Value, dim: int = 0) -> list[Value]:
 @rules.method("chunk", "split", "split_with_sizes", "tensor_split")
 @rules.function(torch.chunk, torch.split, torch.tensor_split, torch.split_with_sizes)
 def pieces(ctx: Context, x: Value, *how: Any, dim: int | None = None, **_: Any) -> list[Value]:
-    """Disjoint parts of a tensor along one axis: the shapes say which."""
+    """Disjoint parts of a tensor along one axis, read from the shapes."""
     axis = (how[1] if dim is None and len(how) > 1 else dim or 0) % len(x.shape)
     x = ctx.settle(x, keep=Affine)
     whole = tuple(slice(None) for _ in range(axis))
-    # lengths of pieces that go back add up to more than there is
+    # pieces that overlap are longer than the axis
     ctx.require(sum(shape[axis] for shape in ctx.shape) == x.shape[axis], "pieces that overlap")
     parts, start = [], 0
     for shape in ctx.shape:
