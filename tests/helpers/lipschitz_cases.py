@@ -23,10 +23,10 @@ from certcli.nn.activations import MaxMin
 from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.nn.surgery import REPLACEMENTS
 
-IMAGE = (2, 4, 4)
 D = 8
 
 
@@ -118,6 +118,13 @@ def replaced(name: str, old: nn.Module) -> nn.Module:
 
 def linears(width: int = D) -> tuple[nn.Module, nn.Module]:
     return nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+
+def _matrices(mixing: OrthogonalMixing) -> nn.Module:
+    """Random matrices of different norms in place of orthogonal ones."""
+    for number, matrix in enumerate(mixing.maps):
+        nn.init.normal_(matrix.weight, std=0.5 + number)
+    return mixing
 
 
 def squeeze_excite(net: nn.Module, x: Tensor) -> Tensor:
@@ -321,6 +328,11 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "token-convolution-after-linear": lambda: on_tokens(
         nn.Linear(8, 6), replaced("conv-attention", timm_layers.Attention(6, 2, qkv_bias=True))
     ),
+    "mix-orthogonal": lambda: on_tokens(OrthogonalMixing(4, 8, 4)),
+    "mix-matrices": lambda: on_tokens(_matrices(OrthogonalMixing(4, 8, 2))),
+    "mix-after-linear": lambda: on_tokens(nn.Linear(8, 8), _matrices(OrthogonalMixing(4, 8, 2))),
+    "sort": lambda: on_tokens(TokenMaxMin(4, 8, 1)),
+    "sort-between-linear": lambda: on_tokens(nn.Linear(8, 8), TokenMaxMin(4, 8, 2), nn.Linear(8, 3)),
     "attention-pool": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.AttentionPoolLatent(8, num_heads=2)),
     "spellings": lambda: f(_spellings),
     "axes": lambda: on_tokens(nn.Linear(8, 6), f(_axes), nn.Linear(4, 3)),

@@ -15,8 +15,9 @@ from certcli.lipschitz.numerics.convolution_estimate import Geometry, convolutio
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
 from certcli.models.build import PixelModel
-from tests.helpers.lipschitz_cases import IMAGE, RULES
+from tests.helpers.lipschitz_cases import RULES
 from tests.helpers.lipschitz_cases import build as build_rule
+from tests.helpers.slopes import IMAGE
 from tests.lipschitz.test_network import NETWORKS, SPEC
 from tests.lipschitz.test_network import build as build_network
 
