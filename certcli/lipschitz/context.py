@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from certcli.engine.table import NoRule
+from certcli.engine.table import NoRule, Rule
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix, Scalar
@@ -227,3 +227,13 @@ class Context:
         if not torch.isfinite(tensor).all():
             raise NoRule("a constant with infinite or NaN entries")
         return self.arith.const(float(tensor.detach().double().abs().max()))
+
+
+def with_attributes(rule: Rule, *names: str) -> Rule:
+    """Return a module's rule: a function's rule, called with these attributes of the module."""
+
+    def apply(ctx: Context, module: nn.Module, x: Value) -> Value:
+        value: Value = rule(ctx, x, **{name: getattr(module, name) for name in names})
+        return value
+
+    return apply

@@ -10,14 +10,10 @@ gamma_k times the sum of the absolute values. So fl(X Y^T) - X Y^T is at most ga
 most gamma_k |X|_F |Y|_F in spectral norm. This is the only fact about the library's matrix product that is used.
 It holds for every conventional product; a product of Strassen's kind would need other constants.
 
-Theorem. Let A be the float matrix fl(W W^T), s a float, T = fl(s I - A), L ANY float matrix, C = fl(T - L L^T). Then
+Theorem (docs/bounds.md, section 1.6, with its proof). Let A = fl(W W^T), s a float, T = fl(s I - A), L ANY float matrix,
+C = fl(T - L L^T). Then
 
     sigma(W)^2 <= s + |C|_F + gamma_{m+1} (|T|_F + |L|_F^2) + u |T|_F + gamma_n |W|_F^2.
-
-Proof. s I - W W^T = L L^T + (T - L L^T) + (s I - A - T) + (A - W W^T). The first term is positive semidefinite whatever
-L is. The last three have norms of at most |C|_F + gamma_{m+1} (|T|_F + |L|_F^2) (each entry of C is a sum of m products
-and one float), u |T|_F (only the diagonal of T is rounded) and gamma_n |W|_F^2. So the smallest eigenvalue of
-s I - W W^T is at least minus their sum.  QED
 
 L is the computed Cholesky factor of T, which makes C tiny (about 1e-14 s) when s exceeds the largest eigenvalue of A.
 Rump's and Higham's (Theorem 10.3) a priori bounds would save the product L L^T, but they assume that the library solves

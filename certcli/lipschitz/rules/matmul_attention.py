@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
-from certcli.lipschitz.context import Context
+from certcli.lipschitz.context import Context, with_attributes
 from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.rules.attention_positions import Gates
@@ -73,11 +73,6 @@ def _operator_norm(ctx: Context, x: Value) -> Scalar:
     return norm
 
 
-@rules.module(nn.Softmax)
-def softmax_module(ctx: Context, module: nn.Softmax, x: Value) -> Value:
-    return softmax(ctx, x, module.dim)
-
-
 @rules.method("softmax")
 @rules.function(functional.softmax, torch.softmax)
 def softmax(ctx: Context, x: Value, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Value:
@@ -87,6 +82,9 @@ def softmax(ctx: Context, x: Value, dim: Any = None, _stacklevel: int = 3, dtype
     if isinstance(x.waiting, Scores) and axis == -1:
         return replace(x, waiting=Probabilities(x.waiting))
     return _softmax(ctx, ctx.settle(x), axis)
+
+
+rules.module(nn.Softmax)(with_attributes(softmax, "dim"))
 
 
 def _softmax(ctx: Context, x: Value, axis: int) -> Value:

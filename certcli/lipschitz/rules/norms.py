@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.table import NoRule
-from certcli.lipschitz.context import Context
+from certcli.lipschitz.context import Context, with_attributes
 from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.rules.scale_shift import gain_and_shift
 from certcli.lipschitz.rules.shapes import moved
@@ -23,16 +23,16 @@ from certcli.lipschitz.value import Value
 from certcli.nn.norms import FloorNorm
 
 
-@rules.module(nn.LayerNorm, TimmLayerNorm, LayerNormFp32)
-def layer_norm(ctx: Context, module: nn.LayerNorm, x: Value) -> Value:
-    return normalise(ctx, x, module.normalized_shape, module.weight, module.bias, module.eps)
-
-
 @rules.function(functional.layer_norm, torch.layer_norm)
 def layer_norm_function(
     ctx: Context, x: Value, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> Value:
     return normalise(ctx, x, normalized_shape, ctx.optional_tensor(weight), ctx.optional_tensor(bias), eps)
+
+
+rules.module(nn.LayerNorm, TimmLayerNorm, LayerNormFp32)(
+    with_attributes(layer_norm_function, "normalized_shape", "weight", "bias", "eps")
+)
 
 
 def normalise(
@@ -86,11 +86,6 @@ def floor_norm(ctx: Context, module: FloorNorm, x: Value) -> Value:
     return replace(normal, waiting=gain_and_shift(ctx, module.width, module.weight, module.bias, centered=True))
 
 
-@rules.module(nn.RMSNorm)
-def rms_norm(ctx: Context, module: Any, x: Value) -> Value:
-    return rms_norm_function(ctx, x, module.normalized_shape, module.weight, module.eps)
-
-
 @rules.function(functional.rms_norm, torch.rms_norm)
 def rms_norm_function(
     ctx: Context, x: Value, normalized_shape: Any, weight: Any = None, eps: float | None = None
@@ -100,6 +95,9 @@ def rms_norm_function(
         eps = float(torch.finfo(torch.float32).eps)
         ctx.require(ctx.dtype in (None, torch.float32), "RMSNorm with the default eps of another dtype than float32")
     return normalise(ctx, x, normalized_shape, ctx.optional_tensor(weight), None, eps, centered=False)
+
+
+rules.module(nn.RMSNorm)(with_attributes(rms_norm_function, "normalized_shape", "weight", "eps"))
 
 
 @rules.module(RmsNorm2d, RmsNorm2dFp32)
@@ -158,11 +156,6 @@ def _variance_norm(ctx: Context, x: Value, module: Any, axis: int) -> Value:
     )
 
 
-@rules.module(nn.GroupNorm)
-def group_norm(ctx: Context, module: nn.GroupNorm, x: Value) -> Value:
-    return group_norm_function(ctx, x, module.num_groups, module.weight, module.bias, module.eps)
-
-
 @rules.function(functional.group_norm, torch.group_norm)
 def group_norm_function(
     ctx: Context, x: Value, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
@@ -187,6 +180,9 @@ def group_norm_function(
         total=lambda: shifted(float(math.prod(x.shape))),
         peak=lambda: shifted(float(members)),
     )
+
+
+rules.module(nn.GroupNorm)(with_attributes(group_norm_function, "num_groups", "weight", "bias", "eps"))
 
 
 @rules.function(functional.normalize)

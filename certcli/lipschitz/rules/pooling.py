@@ -7,18 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.lipschitz.context import Context
+from certcli.lipschitz.context import Context, with_attributes
 from certcli.lipschitz.numerics.spectral import gamma, up
 from certcli.lipschitz.rules.reduce import mean
 from certcli.lipschitz.rules.repeat_pad import copied, pair, windows_of
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
-
-
-@rules.module(nn.MaxPool2d)
-def max_pool_module(ctx: Context, module: nn.MaxPool2d, x: Value) -> Value:
-    ctx.require(not module.return_indices, "max pooling that returns indices")
-    return max_pool(ctx, x, module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
 
 
 @rules.function(functional.max_pool2d, torch.max_pool2d)
@@ -44,22 +38,10 @@ def max_pool(
     return copied(ctx, x, count, f"a pixel lies in at most {count} windows: sqrt({count})")
 
 
+_WINDOWS = "kernel_size", "stride", "padding", "ceil_mode"
+rules.module(nn.MaxPool2d)(with_attributes(max_pool, *_WINDOWS, "dilation", "return_indices"))
 if hasattr(functional, "_max_pool2d"):  # what functional.max_pool2d dispatches to
     rules.function(functional._max_pool2d)(max_pool)
-
-
-@rules.module(nn.AvgPool2d)
-def average_pool_module(ctx: Context, module: nn.AvgPool2d, x: Value) -> Value:
-    return average_pool(
-        ctx,
-        x,
-        module.kernel_size,
-        module.stride,
-        module.padding,
-        module.ceil_mode,
-        module.count_include_pad,
-        module.divisor_override,
-    )
 
 
 @rules.function(functional.avg_pool2d)
@@ -86,13 +68,6 @@ def average_pool(
     return separable(ctx, x, matrices, "average over windows")
 
 
-@rules.module(nn.AvgPool1d)
-def average_pool_1d_module(ctx: Context, module: nn.AvgPool1d, x: Value) -> Value:
-    return average_pool_1d(
-        ctx, x, module.kernel_size, module.stride, module.padding, module.ceil_mode, module.count_include_pad
-    )
-
-
 @rules.function(functional.avg_pool1d, torch.avg_pool1d)
 def average_pool_1d(
     ctx: Context,
@@ -108,6 +83,10 @@ def average_pool_1d(
     line = torch.eye(x.shape[-1], dtype=torch.float64).unsqueeze(0)
     matrix = functional.avg_pool1d(line, kernel, step, pad, ceil_mode, count_include_pad)[0].T
     return separable(ctx, x, [matrix], "average over windows")
+
+
+rules.module(nn.AvgPool2d)(with_attributes(average_pool, *_WINDOWS, "count_include_pad", "divisor_override"))
+rules.module(nn.AvgPool1d)(with_attributes(average_pool_1d, *_WINDOWS, "count_include_pad"))
 
 
 def separable(ctx: Context, x: Value, matrices: list[Tensor], why: str, averages: bool = True) -> Value:
@@ -132,19 +111,6 @@ def separable(ctx: Context, x: Value, matrices: list[Tensor], why: str, averages
     )
 
 
-@rules.module(nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)
-def upsample(ctx: Context, module: nn.Upsample, x: Value) -> Value:
-    return interpolate(
-        ctx,
-        x,
-        module.size,
-        module.scale_factor,
-        module.mode,
-        module.align_corners,
-        module.recompute_scale_factor,
-    )
-
-
 @rules.function(functional.interpolate)
 def interpolate(
     ctx: Context,
@@ -159,7 +125,8 @@ def interpolate(
     """Interpolation is linear and separates by axis: the norms of the two resizing matrices, read off the identity."""
     ctx.require(len(x.shape) == 4 and mode in ("nearest", "bilinear", "bicubic"), f"interpolation mode {mode}")
     dtype = ctx.dtype if mode == "nearest" else torch.float64  # which pixel is the nearest is decided in its precision
-    scales = [None, None] if scale_factor is None else list(_factors(scale_factor))
+    scales = list(scale_factor) if isinstance(scale_factor, (tuple, list)) else [scale_factor] * 2
+    scales = [scale if scale is None else float(scale) for scale in scales]
     matrices = []
     for old, new, scale in zip(x.shape[-2:], ctx.shape[-2:], scales, strict=True):
         picture = torch.eye(old, dtype=dtype).view(1, 1, old, old)
@@ -174,10 +141,8 @@ def interpolate(
     return separable(ctx, x, matrices, f"{mode} interpolation", averages=False)
 
 
-def _factors(scale_factor: Any) -> tuple[float, float]:
-    if isinstance(scale_factor, (int, float)):
-        return float(scale_factor), float(scale_factor)
-    return float(scale_factor[0]), float(scale_factor[1])
+_RESIZE = "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor"
+rules.module(nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)(with_attributes(interpolate, *_RESIZE))
 
 
 def _adaptive_windows(size: int, count: int) -> list[range]:
