@@ -9,9 +9,10 @@ from torch.nn import functional
 
 from certcli.finetune.losses import CHAIN, LOSSES
 from certcli.lipschitz.network import bound_network, pair_constants
-from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic, TrainableArithmetic
+from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.convolution_estimate import Geometry, convolution_estimate
+from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
 from certcli.models.build import PixelModel

@@ -22,7 +22,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Replacement
 from certcli.lipschitz.measured.estimate import jacobian_norms
 from certcli.lipschitz.network import bound_network
-from certcli.lipschitz.numerics.arithmetic import TrainableArithmetic
+from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
 from certcli.nn.attention_weights import AttentionShape, AttentionWeights

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from certcli.finetune.losses.worst_case import shifted
 from certcli.lipschitz.chain import Activation, LinearLayer, read_chain
-from certcli.lipschitz.numerics.arithmetic import TrainableArithmetic
+from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.models.build import PixelModel
 
 ITERATIONS = 4
