@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
-from certcli.constrain.layers import constrainable
-from certcli.constrain.network import Calibration, Options, constrain_to, network_upper, rectified_paths, write
+from certcli.constrain.layers import refusal
+from certcli.constrain.network import Calibration, constrain_to, network_upper, rectified_paths, write
+from certcli.constrain.options import Options
 from certcli.constrain.parallel import constrain_layer
 from certcli.constrain.relu import RectifiedStatistics
 from certcli.images import datasets
@@ -32,7 +33,7 @@ def plain_ratio(layer: RectifiedStatistics, calibration: Calibration, allowed: f
     low, high, best = 0.0, 0.99, (1.0, 0.0)
     for _ in range(9):
         middle = (low + high) / 2
-        found = constrain_layer(plain, eta=middle)
+        found = constrain_layer(plain, Options(eta=middle))
         weight = found.weight.double().flatten(1)
         if float(layer.relative_errors(weight).max()) <= allowed:
             low, best = middle, (found.after / found.before, layer.held_out_error(weight) or 0.0)
@@ -63,7 +64,7 @@ def main() -> None:
         datasets.load(options.dataset, record.input, "train", options.data_dir).limit(options.images, 1).tensors()[0]
     )
     test = datasets.load(options.dataset, record.input, "test", options.data_dir).limit(options.test_images, 0)
-    paths = [f"net.{path}" for path in constrainable(model.net)]
+    paths = [f"net.{path}" for path, module in model.net.named_modules() if refusal(module) is None]
     rectified = rectified_paths(model, record.input.size, paths, "auto")
     batches, held_out = list(images.split(50)), list(unseen.split(50))
 
@@ -76,7 +77,7 @@ def main() -> None:
         (layer,) = Calibration(model, [path], batches, held_out, rectified=frozenset([path])).layers()
         assert isinstance(layer, RectifiedStatistics)
         for allowed in ERRORS:
-            relu = constrain_layer(layer, eta=allowed, max_iterations=options.iterations)
+            relu = constrain_layer(layer, Options(eta=allowed, iterations=options.iterations))
             ratio, seen = plain_ratio(layer, alone, allowed)
             ratios.setdefault(("relu", allowed), []).append(relu.after / relu.before)
             ratios.setdefault(("plain", allowed), []).append(ratio)
@@ -100,8 +101,7 @@ def main() -> None:
     for distance, chosen in (("plain", frozenset[str]()), ("auto", rectified)):
         calibration = Calibration(model, paths, batches, None, rectified=chosen)
         for eta in options.etas:
-            settings = Options("spectral", 0.01, eta, 1.2, options.iterations)
-            results = list(constrain_to(calibration, settings))
+            results = list(constrain_to(calibration, Options(eta=eta, iterations=options.iterations)))
             write(model, {result.path: result.weight for result in results})
             print(
                 f"{distance}, eta {eta:g}: bound {network_upper(model, size, classes)}, accuracy {100 * accuracy():.1f} %",
