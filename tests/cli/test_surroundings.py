@@ -22,7 +22,7 @@ from certcli.report import canvas
 from certcli.report.page import Page, render
 from certcli.system import processes
 from certcli.system.errors import DataError, Refused, UsageError, plain
-from tests.cli.test_bad_input import certvit
+from tests.helpers.commands import console
 
 TINY = ["init", "certvit_vit_digits", "-o", "x.safetensors"]
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "2"}
@@ -65,15 +65,15 @@ def test_one_line_and_a_documented_code(
     (tmp_path / "m.safetensors").symlink_to(workshop / "init.safetensors")
     processes.team.cache_clear()
     try:
-        done = certvit(tmp_path, *words)
+        done = console(*words, folder=tmp_path)
     finally:
         processes.team.cache_clear()
-    assert done.returncode == code, (done.stdout[-500:], done.stderr[-500:])
+    assert done.code == code, (done.out[-500:], done.err[-500:])
     if code:
-        assert done.stderr.startswith("certvit: ")
-        assert max(map(len, done.stderr.splitlines())) < 400
-        assert len(done.stderr.splitlines()) <= 2
-        assert "a bug" not in done.stderr
+        assert done.err.startswith("certvit: ")
+        assert max(map(len, done.err.splitlines())) < 400
+        assert len(done.err.splitlines()) <= 2
+        assert "a bug" not in done.err
 
 
 def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
     code = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); from certcli.__main__ import run; run()"
     shell = [sys.executable, "-c", code, "log", "m.safetensors"]
     done = subprocess.run(shell, capture_output=True, text=True, check=False, env={**os.environ})
-    assert (done.returncode, done.stderr) == (2, "certvit: the working folder is gone\n  hint: cd to one that exists\n")
+    assert (done.code, done.err) == (2, "certvit: the working folder is gone\n  hint: cd to one that exists\n")
 
 
 @pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1)])
@@ -119,9 +119,9 @@ def test_an_index_of_very_many_files_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / f"m{ENDING}").write_text(
         json.dumps({"weight_map": {f"t{n}": f"{n}.safetensors" for n in range(MOST_FILES + 1)}})
     )
-    done = certvit(tmp_path, "lipschitz", f"m{ENDING}")
-    assert done.returncode == 3
-    assert f"at most {MOST_FILES:,}" in done.stderr
+    done = console("lipschitz", f"m{ENDING}", folder=tmp_path)
+    assert done.code == 3
+    assert f"at most {MOST_FILES:,}" in done.err
 
 
 HOSTILE = "a\x1b[31m\x00\u202eb\u2066<script>"
@@ -152,7 +152,7 @@ def test_what_libraries_warn_of_is_not_said(workshop: Path, tmp_path: Path) -> N
     shell = [sys.executable, "-c", "from certcli.__main__ import run; run()"]
     words = ["lipschitz", "日本.safetensors", "--no-estimate", "--plot", "x.svg", "--quiet"]
     done = subprocess.run([*shell, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.code, done.err) == (0, "")
 
 
 def test_a_layer_has_no_negative_constant(plain: Checkpoint) -> None:
