@@ -29,15 +29,6 @@ class Enough(Exception):
     """Raised by a visitor of `stream` that needs no more of this batch."""
 
 
-def constrainable(model: nn.Module) -> list[str]:
-    """Paths of the modules whose output is exactly W x + b with a W of their own.
-
-    nn.Linear and nn.Conv2d by their own forward (a subclass with another forward is another map), not grouped, with a
-    plain `weight` parameter (a parametrised one is not the number that would be written).
-    """
-    return [path for path, module in model.named_modules() if refusal(module) is None]
-
-
 def refusal(module: nn.Module) -> str | None:
     """Why a module cannot be constrained, or None when it can."""
     if isinstance(module, nn.Linear):
@@ -53,6 +44,20 @@ def refusal(module: nn.Module) -> str | None:
     if module._parameters.get("weight") is None:
         return "its weight is not a plain parameter (parametrised?)"
     return None
+
+
+def attention_blocks(model: nn.Module) -> dict[str, int]:
+    """Path -> number of row blocks of each `qkv` (3 heads each) or separate `q`, `k`, `v` module, for per-head prox."""
+    blocks = {}
+    for path, module in model.named_modules():
+        heads = getattr(module, "num_heads", None)
+        if isinstance(heads, int):
+            for name, child in module.named_children():
+                if isinstance(child, nn.Linear) and name in {"qkv", "q", "k", "v"}:
+                    count = heads * (3 if name == "qkv" else 1)
+                    if child.out_features % count == 0:
+                        blocks[f"{path}.{name}" if path else name] = count
+    return blocks
 
 
 def module_at(model: nn.Module, path: str) -> Any:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.constrain.layers import constrainable
-from certcli.constrain.network import Calibration, Options, constrain_to, network_upper, write
+from certcli.constrain.network import Calibration, constrain_to, network_upper, write
+from certcli.constrain.options import Options
 from certcli.constrain.statistics import collect
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models import build
 from certcli.system.errors import CertvitError, DataError
 from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.constrain_layers import constrainable
 
 IMAGES = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -55,7 +56,7 @@ def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.M
     for hook in hooks:
         hook.remove()
     calibration = Calibration(swin, paths, [IMAGES[:3], IMAGES[3:]])
-    results = list(constrain_to(calibration, Options("spectral", 0.01, 0.1, 1.2, 200)))
+    results = list(constrain_to(calibration, Options()))
     assert [result.path for result in results] == paths
     before = network_upper(swin, (3, 32, 32), 5)
     for result in results:

@@ -3,7 +3,6 @@
 import errno
 import io
 import json
-import math
 import os
 import signal
 import subprocess
@@ -18,9 +17,8 @@ from rich.console import Console
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.main import run
-from certcli.cli.shared.output import Gate, Sink, plain, stated
+from certcli.cli.shared.output import Gate, Sink, plain
 from certcli.cli.shared.streams import Guarded
-from certcli.lipschitz.numerics.real import INF, Real
 from certcli.system.errors import GateError, NoBoundError
 from tests.helpers.commands import console
 
@@ -118,16 +116,6 @@ def test_a_gate_raises_its_first_failure() -> None:
     assert gate.to_json() == {"passed": False, "reasons": ["none", "too large"]}
     with pytest.raises(NoBoundError):
         gate.enforce()
-
-
-def test_a_bound_beyond_float64_is_told_from_none() -> None:
-    huge = stated("upper", Real(0.5, 4001))
-    assert huge["upper"] == "inf"
-    assert huge["upper_finite"] is True
-    assert huge["log10_upper"] == pytest.approx(4000 * math.log10(2))  # display precision is not at stake here
-    assert stated("upper", INF) == {
-        "upper": "inf", "log10_upper": None, "upper_finite": False, "upper_text": "inf",
-    }  # fmt: skip
 
 
 # ---- words that reach a terminal

@@ -99,7 +99,7 @@ def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
     code = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); from certcli.__main__ import run; run()"
     shell = [sys.executable, "-c", code, "log", "m.safetensors"]
     done = subprocess.run(shell, capture_output=True, text=True, check=False, env={**os.environ})
-    assert (done.code, done.err) == (2, "certvit: the working folder is gone\n  hint: cd to one that exists\n")
+    assert (done.returncode, done.stderr) == (2, "certvit: the working folder is gone\n  hint: cd to one that exists\n")
 
 
 @pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1)])
@@ -152,7 +152,7 @@ def test_what_libraries_warn_of_is_not_said(workshop: Path, tmp_path: Path) -> N
     shell = [sys.executable, "-c", "from certcli.__main__ import run; run()"]
     words = ["lipschitz", "日本.safetensors", "--no-estimate", "--plot", "x.svg", "--quiet"]
     done = subprocess.run([*shell, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.code, done.err) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_layer_has_no_negative_constant(plain: Checkpoint) -> None:

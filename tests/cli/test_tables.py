@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from certcli.cli.lipschitz.blocks import Row
+from certcli.cli.lipschitz.blocks import BlockRow
 from certcli.cli.shared.output import percent, wrapped
 from certcli.cli.shared.tables import Layout
 from tests.helpers.commands import console
@@ -102,8 +102,8 @@ def test_prose_is_broken_between_words_only() -> None:
 
 
 def test_a_block_holds_what_lies_in_it() -> None:
-    assert Row("blocks", "", 1, 1).holds(Row("blocks.0", "", 1, 1))
-    assert not Row("blocks", "", 1, 1).holds(Row("blocks2", "", 1, 1))
+    assert BlockRow("blocks", "", 1, 1).holds(BlockRow("blocks.0", "", 1, 1))
+    assert not BlockRow("blocks", "", 1, 1).holds(BlockRow("blocks2", "", 1, 1))
 
 
 def test_log_takes_a_folder_and_names_its_files(workshop: Path, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from certcli.checkpoint.record import InputSpec
 from certcli.cli.shared.fidelity import show
 from certcli.cli.shared.output import Sink
 from certcli.constrain import keep
-from certcli.constrain.network import Calibration, Options
+from certcli.constrain.network import Calibration
+from certcli.constrain.options import Options
 from certcli.evaluation import fidelity
 from certcli.evaluation.fidelity import ERROR_SHARE, Fidelity, Witness, known_labels
 from certcli.images import datasets
@@ -144,7 +145,7 @@ def test_what_is_written_keeps_enough_whatever_trials_said(share: float, monkeyp
     calibration = Calibration(net, PATHS, IMAGES.split(4))
     originals = {path: net.get_submodule(path).weight.detach().clone() for path in PATHS}
     monkeypatch.setattr(keep, "try_at", lambda *_: iter(originals.items()))
-    found = keep.constrain_keeping(calibration, Options("spectral", 0.01, 0.1, 1.2, 200, ridge=0.3), share, judges)
+    found = keep.constrain_keeping(calibration, Options(ridge=0.3), share, judges)
     assert found.fidelity == judges.compare(judges.logits(net))
     assert found.fidelity.agreement >= share
     if not found.results:

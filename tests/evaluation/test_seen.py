@@ -16,7 +16,7 @@ from certcli.evaluation import seen
 from certcli.images import datasets
 from certcli.images.labelled import Images
 from tests.helpers.commands import attempt, document
-from tests.helpers.workshop import TINY
+from tests.helpers.workshop import shape
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def net(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("nets")
-    arguments = [part for key, value in TINY.items() for part in ("--arch-arg", f"{key}={value}")]
-    assert attempt("init", "certvit_vit_digits", *arguments, "-o", where / "i.safetensors").exit_code == 0
+    assert attempt("init", "certvit_vit_digits", *shape(), "-o", where / "i.safetensors").exit_code == 0
     words = ("finetune", where / "i.safetensors", "--dataset", folder, "--loss", "ce", "--steps", 2)
     assert attempt(*words, "-o", where / "n.safetensors").exit_code == 0
     return where / "n.safetensors"

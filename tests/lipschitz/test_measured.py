@@ -9,7 +9,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.measured.formulas import FORMULAS, formula_value
-from certcli.lipschitz.measured.jacobian import block_inputs, block_norms, block_paths, hoelder_bounds
+from certcli.lipschitz.measured.jacobian import block_norms, block_paths, hoelder_bounds, module_inputs
 from certcli.models import build
 from tests.helpers.commands import certvit, document
 
@@ -33,7 +33,7 @@ def test_block_jacobians_against_the_dense_matrix(plain: Checkpoint) -> None:
     assert block_paths(model) == ["blocks.0"]
     measured = block_norms(model, images, iterations=60)["blocks.0"]
     hoelder = hoelder_bounds(model, images)["blocks.0"]
-    x, _ = block_inputs(model, images, ["blocks.0"])["blocks.0"]
+    x, _ = module_inputs(model, images, {"block": model.net.blocks[0]})["block"]
     for position in range(3):
         dense = torch.autograd.functional.jacobian(model.net.blocks[0], x[[position]])
         exact = float(torch.linalg.matrix_norm(dense.reshape(x[0].numel(), -1), 2))

@@ -10,8 +10,7 @@ import pytest
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
-from certcli.cli.shared.output import stated
-from certcli.lipschitz.bound import LAWS
+from certcli.lipschitz.bound import LAWS, bound_document
 from certcli.lipschitz.numerics.real import Real
 from tests.helpers.commands import Done, console
 
@@ -37,8 +36,8 @@ def follow(raw: Raw) -> None:
         if row["law"] != "theorem":
             row["value"] = LAWS[row["law"]]([values[part] for part in row["parts"]]).to_json()
         values.append(Real.from_json(row["value"]))
-        row["log10_upper"] = stated("upper", values[-1])["log10_upper"]
-    raw.update(stated("upper", values[-1]))
+        row["log10_upper"] = bound_document(values[-1])["log10_upper"]
+    raw.update(bound_document(values[-1]))
 
 
 def leaf(raw: Raw) -> Raw:
