@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.constrain import network, parallel
+from certcli.constrain import network
 from certcli.constrain.douglas_rachford import constrain_matrix
 from certcli.constrain.layers import attention_blocks
 from certcli.constrain.methods import METHODS, PENALTIES
@@ -209,7 +209,7 @@ def test_ball_meets_the_spectral_prox_under_a_ridge_in_a_few_iterations(eta: flo
 
 def test_layers_run_side_by_side_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [layer(seed=seed)[0] for seed in range(4)]
-    meeting, threads = Barrier(2, timeout=20), torch.get_num_threads()
+    meeting, threads = Barrier(2, timeout=600), torch.get_num_threads()
 
     def work(one: LayerStatistics) -> int:
         meeting.wait()  # nobody comes alone: broken, were the layers computed one after the other
@@ -223,8 +223,7 @@ def test_layers_run_side_by_side_one_thread_each(monkeypatch: pytest.MonkeyPatch
     etas = dict.fromkeys(PATHS, 0.0) | {"head": 0.3, "fc1": 0.1}
     some = list(constrain_to(calibration, options, etas))
     assert [(result.path, result.eta) for result in some] == [("fc1", 0.1), ("head", 0.3)]
-    monkeypatch.setattr(parallel, "MOST_WORKERS", 3)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(network, "workers_for", lambda device: 3)  # the machine may have fewer cores
     assert calibration.workers == 3
     together = list(constrain_to(calibration, options))
     assert [one.path for one in alone] == [two.path for two in together]
