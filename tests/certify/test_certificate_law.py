@@ -27,6 +27,7 @@ from certcli.evaluation.sizes import Patch
 from certcli.evaluation.threat import Threat
 from certcli.models import build
 from certcli.nn.activations import MaxMin
+from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 from certcli.system.errors import DataError, NoBoundError
 from certcli.system.registry import Entry
@@ -77,7 +78,7 @@ class Attending(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.head = L2Attention(6, 2, 3, True, 6, True), nn.Linear(6, 4)
+        self.attention, self.head = L2Attention(AttentionShape(6, 2, 3, True, 6, True)), nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(1, 2)
@@ -196,7 +197,11 @@ def false_of_patches(certifier: Certifier, pixels: Tensor, rows: Sequence[Certif
             image = pixels[row.index]
             nearby = [image]
             for corner in itertools.product(*(range(side - patch.height + 1) for side in image.shape[1:])):
-                for filled in (torch.zeros_like(image), torch.ones_like(image), torch.rand(SIZE, generator=draw).double()):
+                for filled in (
+                    torch.zeros_like(image),
+                    torch.ones_like(image),
+                    torch.rand(SIZE, generator=draw).double(),
+                ):
                     threat = Threat.within(patch, [corner], image[None])
                     nearby.append(threat.project(filled[None], image[None])[0])
             if set(certifier.predict(torch.stack(nearby))) != {row.prediction}:

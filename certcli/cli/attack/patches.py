@@ -79,12 +79,16 @@ def attack(
         given, certified = _certified(chosen.only_certified, checkpoint, images)
         patches, defence = replace(patches, patch=patches.patch or list(certified)), "patch"
     sizes = patches.sizes(checkpoint.record.input.size[1:])
-    targets, about_defence = _targets(defence, checkpoint, device, {**given, "patches": given["patches"] or sizes}, sizes)
+    targets, about_defence = _targets(
+        defence, checkpoint, device, {**given, "patches": given["patches"] or sizes}, sizes
+    )
     settings = AttackSettings(steps=wanted.steps, restarts=wanted.restarts, seed=chosen.seed)
     spent = {"steps": wanted.steps, "restarts": wanted.restarts, "seed": chosen.seed}
     about = {"defence": defence, **about_defence, **spent, "certified_only": certified is not None}
     spelled = [str(patch) for patch in sizes]
-    run = Run.of("attack", checkpoint.digest, images, [[ATTACK]], norm="patch", parameters={**about, "against": spelled})
+    run = Run.of(
+        "attack", checkpoint.digest, images, [[ATTACK]], norm="patch", parameters={**about, "against": spelled}
+    )
     found: dict[str, list[Row]] = {}
     read: list[_Piece] = []
     with RecordFile(results.records, run, images, ("patch", "index"), resume=results.resume, force=force) as file:
