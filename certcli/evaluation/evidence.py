@@ -305,8 +305,11 @@ def count_of(share: float, images: int) -> int:
     return count
 
 
-def as_json(entry: Evidence) -> Json:
-    """An entry for programs: its closed structure, and which of its fields nothing recomputes."""
+def as_json(entry: Evidence, network: str) -> Json:
+    """An entry for programs: its closed structure, and which of its fields nothing recomputes.
+
+    network: digest of the checkpoint that holds the entry; nothing is recomputed of an entry about another network.
+    """
     told: Json = {"command": command_of(entry), "digest": entry.digest}
     try:
         found = decode_evidence(entry)
@@ -317,7 +320,7 @@ def as_json(entry: Evidence) -> Json:
         "understood": True,
         "parameters": msgspec.to_builtins(found.parameters),
         "result": msgspec.to_builtins(found.result),
-        "authors_word": list(AUTHORS_WORD[entry.command]),
+        "authors_word": list(AUTHORS_WORD[entry.command] if entry.digest == network else ("parameters", "result")),
     }
 
 

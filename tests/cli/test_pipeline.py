@@ -122,7 +122,8 @@ def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(workshop: Path, 
     audited = tmp_path / "audited.safetensors"
     source = workshop / "certified.safetensors"
     certvit("lipschitz", source, "--limit", 4, "-o", audited)
-    by_command = {entry["command"]: entry["stale"] for entry in document("log", audited)["evidence"]}
+    evidence = document("log", audited)["evidence"]
+    by_command = {entry["command"]: entry["stale"] for entry in evidence}
     assert by_command == {"adapt": True, "constrain": True, "finetune": False, "lipschitz": False}
     assert Checkpoint.read(audited).digest == Checkpoint.read(source).digest
     certvit("log", audited, "--verify")
@@ -135,8 +136,11 @@ def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(workshop: Path, 
     assert isinstance(outcome.exception, GateError)
     changed = tmp_path / "changed.safetensors"
     certvit("constrain", audited, "--eta", 0.2, "--limit", 100, "-o", changed)
-    by_command = {entry["command"]: entry["stale"] for entry in document("log", changed)["evidence"]}
+    evidence = document("log", changed)["evidence"]
+    by_command = {entry["command"]: entry["stale"] for entry in evidence}
     assert by_command == {"adapt": True, "constrain": False, "finetune": True, "lipschitz": True}
+    told = {tuple(entry["authors_word"]) for entry in evidence if entry["stale"]}
+    assert told == {("parameters", "result")}, "what is proven of another network is not recomputed"
 
 
 def test_constrain_as_printed_on_the_card(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

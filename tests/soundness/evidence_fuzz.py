@@ -490,7 +490,7 @@ def judge(lab: Laboratory, number: int, raw: Raw, verifier: Verifier, drawn: boo
         if entry.command not in COMMANDS and (told != view.NOT_UNDERSTOOD or command_of(entry) != "unknown"):
             lies.append(f"{about['command']!a} is repeated")
         if status == "verified":
-            told_json = as_json(entry)
+            told_json = as_json(entry, checkpoint.digest)
             lies += [
                 f"{lie} in: {told} ({json.dumps(about)[:1500]})" for lie in (untrue(lab, number, about, told),) if lie
             ]

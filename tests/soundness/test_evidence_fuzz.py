@@ -8,7 +8,7 @@ from certcli.certify.methods import METHODS
 from certcli.evaluation.evidence import OPTIONS
 from certcli.verification import claims
 from certcli.verification.claims import Claim
-from tests import evidence_fuzz
+from tests.soundness import evidence_fuzz
 from tests.soundness.evidence_fuzz import Laboratory, Verifier, campaign, judge, untrue
 
 LIES = (("clean ", "clean 1"), ("digits (", "ImageNet-1k ("), (" images", "0 images"), ("bound 10^", "bound 10^-"))

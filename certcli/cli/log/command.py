@@ -92,7 +92,8 @@ def log(
         page.write(read, found, sink)
         gate.enforce()
         sink.text(
-            "verified: all that the evidence states as proven; measured figures and lineage are the author's word"
+            "verified: all that the evidence states as proven of this network; measured figures, lineage and results about "
+            "other networks are the author's word"
         )
         return
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
@@ -115,7 +116,7 @@ def _document(path: Path, checkpoint: Any) -> dict[str, Any]:
         "digest": checkpoint.digest,
         "lineage": [{**asdict(step), "authors_word": True} for step in record.lineage],
         "evidence": [
-            {**as_json(entry), "stale": entry.digest != checkpoint.digest, "status": "not checked"}
+            {**as_json(entry, checkpoint.digest), "stale": entry.digest != checkpoint.digest, "status": "not checked"}
             for entry in record.evidence
         ],
     }

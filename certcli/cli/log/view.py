@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from certcli.evaluation.evidence import Decoded
 
 NOT_UNDERSTOOD = "not understood, not shown"
+STALE = "STALE: about another network, not these weights; nothing recomputes it, all of it is the author's word"
 AS_STATED = "as the file states it; --verify recomputes what is proven, measured figures are the author's word"
 
 
@@ -46,7 +47,7 @@ def show(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
             ],
         )
     if any(entry.digest != checkpoint.digest for entry in record.evidence):
-        sink.text("STALE: found of another network, an earlier step of this one; it says nothing about these weights")
+        sink.text(STALE)
 
 
 def spelled(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
