@@ -22,7 +22,7 @@ from certcli.audit.compose import compose
 from certcli.audit.words import Typed
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
 from certcli.certify.methods import certify as run_certifier
-from certcli.certify.methods import prepare
+from certcli.certify.methods import options_of, prepare
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.evaluation.threat import growing
@@ -113,7 +113,9 @@ def certify(
 ) -> list[Certificate]:
     """One certificate an image. method: lipschitz, local, smoothing (options: sigma, n0, samples, alpha, enough, seed)."""
     checkpoint = load(source)
-    certifier = prepare(method, checkpoint, torch.device(device), {**options, "batch_size": batch_size})
+    certifier = prepare(
+        method, checkpoint, torch.device(device), options_of(method, {**options, "batch_size": batch_size})
+    )
     chosen = _images(checkpoint, given, labels)
     return [row for rows in run_certifier(certifier, chosen, batch_size) for row in rows]
 

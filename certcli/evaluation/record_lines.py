@@ -11,11 +11,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from certcli.checkpoint.schema import MOST_CLASSES, Dataset, Digest, Json, Name, Text, decode, require_bounded
+from certcli.evaluation.intervals import MOST_DRAWS
+from certcli.evaluation.radii import Norm
 from certcli.system.errors import DataError, Refused
 
 LONGEST_LINE = 2**20
 """Bytes of a line; the longest that certvit writes is a header of some thousand."""
-MOST_DRAWS = 10_000_000
 HINT = "certvit certify or attack ... --records FILE writes them"
 
 Index = Annotated[int, Meta(ge=0, le=2**53)]
@@ -24,7 +25,6 @@ Length = Annotated[float, Meta(ge=0)]
 """A radius, a distance between images, or seconds: finite, since JSON has no other numbers."""
 Draws = Annotated[int, Meta(ge=1, le=MOST_DRAWS)]
 Pixels = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
-Norm = Literal["l2", "linf"]
 
 
 class _Strict(Struct, forbid_unknown_fields=True):

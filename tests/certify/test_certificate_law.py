@@ -17,7 +17,7 @@ from timm.models import register_model
 from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.certify.methods import METHODS, prepare
+from certcli.certify.methods import METHODS, options_of, prepare
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
 from certcli.models import build
@@ -110,7 +110,7 @@ def network(kind: str) -> Checkpoint:
 def certificates(method: str, checkpoint: Checkpoint, pixels: Tensor) -> tuple[Certifier, list[Certificate]]:
     """What the method claims of these images, as certified with the label that it predicts."""
     options = {"sigma": 0.1, "samples": 2000, "alpha": ALPHA, "precision": "float32"}
-    certifier = prepare(method, checkpoint, torch.device("cpu"), options)
+    certifier = prepare(method, checkpoint, torch.device("cpu"), options_of(method, options))
     if certifier.failure and "linear" not in checkpoint.record.arch_args.values():
         return certifier, []  # another smoothed classifier is not known
     labels = build.load_double(checkpoint, torch.device("cpu"))(pixels).argmax(1).tolist()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from certcli.certify.local import LocalCertifier
+from certcli.certify.local_options import Local
 from certcli.enclosure.zonotopes.backward import Ball, Choice, Node, descend, lower
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
@@ -165,8 +166,8 @@ def test_the_first_node_is_the_image() -> None:
 def test_backward_proves_more_than_forward_for_relu() -> None:
     model, pixels = network("relu"), image()
     label = int(model(pixels).argmax())
-    forward = LocalCertifier(model, SIZE, effort="zonotope", symbols=4000)
-    back = LocalCertifier(model, SIZE, effort="backward")
+    forward = LocalCertifier(model, SIZE, Local(effort="zonotope"), symbols=4000)
+    back = LocalCertifier(model, SIZE, Local(effort="backward"))
     forward.squares = 0
     assert (forward.rung, back.rung) == ("zonotope", "backward")
     assert not forward.proven(pixels, label, 0.086)
