@@ -73,7 +73,7 @@ def all_of(batches: Batches) -> Iterable[Any]:
 
 
 def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visit) -> int:
-    """Run the batches; visit(batch number, path, module, its input) at every call of a module of `paths`. -> batches.
+    """Run the batches, visit(batch number, path, module, its input) at every call of a module of `paths`; return their count.
 
     A batch is a tensor of images, or a tuple whose first floating-point tensor is one.
     """
@@ -91,7 +91,7 @@ def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visi
 
 @contextlib.contextmanager
 def watched(model: nn.Module, paths: Sequence[str], visit: Visit, each: nn.Module | None = None) -> Iterator[None]:
-    """Inside, whoever runs the model is watched: a visit as in `stream`, each call of it (or of `each`) being a batch."""
+    """Call `visit` as `stream` does, while the caller runs the model: each call of the model (or of `each`) is one batch."""
     count = 0
 
     def hook_for(path: str) -> Callable[..., None]:
@@ -146,7 +146,7 @@ def geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:
 
 
 def proven_norm(weight: Tensor, conv: Mapping[str, Any] | None) -> float:
-    """An upper bound of the layer's norm: of the zero-padded convolution itself, else of the out x in matrix.
+    """Return an upper bound of the layer's norm: of the zero-padded convolution itself, or of the out x in matrix.
 
     weight has the parameter's shape. The matrix is the operator for Linear; for a circular or reflecting padding, it is
     a surrogate.

@@ -88,7 +88,7 @@ class Calibration:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, the held-out images run through the network once, in the batches of `held_out`: no pass of our own then."""
+        """Gather the held-out statistics while the caller runs the held-out images, in the batches of `held_out`."""
         if self.held_out is None or self.memory_limit_bytes is not None:
             yield
             return

@@ -292,7 +292,7 @@ def _accumulate(
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, paths: Sequence[str], sample: int | None) -> Iterator[dict[str, Tensor]]:
-    """Path -> Gram matrix of what whoever runs the model inside lets enter the layer; known at the end."""
+    """Yield path -> Gram matrix of the layer's inputs, filled at the end, while the caller runs the model."""
     grams: dict[str, Tensor] = {}
     found: dict[str, _Sums] = {}
     with watched(model, paths, _adding(found, 1, sample)):

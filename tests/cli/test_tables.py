@@ -8,7 +8,7 @@ import pytest
 from certcli.cli.lipschitz.blocks import BlockRow
 from certcli.cli.shared.output import percent, wrapped
 from certcli.cli.shared.tables import Layout
-from tests.cli.test_streams import certvit
+from tests.helpers.commands import console
 
 WIDE = 2000
 COMMANDS = [
@@ -48,7 +48,7 @@ def _run(words: list[str], columns: int, workshop: Path, folder: Path) -> str:
     force = ["--force"] if "OUT" in words else []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(columns))
-        code, out, err = certvit(*(paths.get(word, word) for word in words), *force, "--quiet")
+        code, out, err = console(*(paths.get(word, word) for word in words), *force, "--quiet")
     assert code == 0, (words, err)
     return out
 
@@ -107,10 +107,10 @@ def test_a_block_holds_what_lies_in_it() -> None:
 
 
 def test_log_takes_a_folder_and_names_its_files(workshop: Path, tmp_path: Path) -> None:
-    code, out, err = certvit("log", tmp_path)
+    code, out, err = console("log", tmp_path)
     assert code == 3
     assert "no checkpoint" in err
-    code, out, _ = certvit("log", workshop)
+    code, out, _ = console("log", (workshop / "certified.safetensors").parent)
     assert code == 0
     first = {line.split()[0] for line in out.splitlines() if line}
     assert {"plain", "certified"} <= first
@@ -119,13 +119,13 @@ def test_log_takes_a_folder_and_names_its_files(workshop: Path, tmp_path: Path) 
 
 
 def test_log_shows_what_training_found(workshop: Path) -> None:
-    code, out, _ = certvit("log", workshop / "certified.safetensors")
+    code, out, _ = console("log", workshop / "certified.safetensors")
     assert code == 0
     assert re.search(
         r"this network +\d+ images of digits \(val\): clean \d+\.\d %, and certified \d+\.\d % at 0.3 \(proven\), b",
         out,
     )
-    code, out, _ = certvit("log", workshop / "plain.safetensors", workshop / "certified.safetensors")
+    code, out, _ = console("log", workshop / "plain.safetensors", workshop / "certified.safetensors")
     assert "validation clean" in out
 
 

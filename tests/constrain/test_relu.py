@@ -1,24 +1,21 @@
 """The one-sided distance of layers followed by ReLU: its definition, its majorant, its optimum, where it applies."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
-from certcli.cli.main import app
 from certcli.constrain.methods import PENALTIES
 from certcli.constrain.network import Calibration, constrain_to, rectified_paths
 from certcli.constrain.options import Options
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
 from certcli.constrain.statistics import energy
 from certcli.system.errors import UsageError
+from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.constrain_layers import constrain
-
-TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4}
+from tests.helpers.workshop import shape
 
 ROUNDING = 1e-9
 """Relative: float64 sums of some thousand terms."""
@@ -169,18 +166,9 @@ def test_where_it_applies_is_read_from_the_graph(net: Net) -> None:
 def test_the_command(tmp_path: Path) -> None:
     """A ViT whose MLPs use ReLU: fc1 alone is followed by it."""
     start = tmp_path / "vit.safetensors"
-    run = CliRunner()
-
-    def certvit(*words: object) -> str:
-        outcome = run.invoke(app, [str(word) for word in words])
-        assert outcome.exit_code == 0, (outcome.output, outcome.exception)
-        return outcome.stdout
-
-    shape = {**TINY, "act_layer": "relu"}
-    arguments = [part for key, value in shape.items() for part in ("--arch-arg", f"{key}={value}")]
-    certvit("init", "certvit_vit_digits", *arguments, "-o", start, "--quiet")
+    certvit("init", "certvit_vit_digits", *shape(act_layer="relu"), "-o", start, "--quiet")
     common = ("constrain", start, "--limit", 20, "--eta", 0.2, "--iterations", 20, "--quiet")
-    report = json.loads(certvit(*common, "--distance", "auto", "--json", "-o", tmp_path / "auto.safetensors"))
+    report = document(*common, "--distance", "auto", "-o", tmp_path / "auto.safetensors")
     assert {layer["path"]: layer["distance"] for layer in report["layers"]} == {
         "patch_embed.proj": "plain",
         "blocks.0.attn.qkv": "plain",
@@ -190,6 +178,6 @@ def test_the_command(tmp_path: Path) -> None:
         "head": "plain",
     }
     assert all(layer["feasible"] and layer["error"] <= 0.2 for layer in report["layers"])
-    refused = run.invoke(app, [*map(str, common), "--distance", "relu", "-o", str(tmp_path / "relu.safetensors")])
+    refused = attempt(*common, "--distance", "relu", "-o", tmp_path / "relu.safetensors")
     assert "patch_embed.proj' is not followed by ReLU" in str(refused.exception)
     certvit(*common, "--distance", "relu", "--layers", "*.fc1", "-o", tmp_path / "relu.safetensors", "--memory", "64K")
