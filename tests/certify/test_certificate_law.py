@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.methods import METHODS, options_of, prepare
+from certcli.certify.options import Options
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
 from certcli.models import build
 from certcli.nn.activations import MaxMin
+from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 from certcli.system.errors import DataError, NoBoundError
 from certcli.system.registry import Entry
@@ -72,7 +74,7 @@ class Attending(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.head = L2Attention(6, 2, 3, True, 6, True), nn.Linear(6, 4)
+        self.attention, self.head = L2Attention(AttentionShape(6, 2, 3, True, 6, True)), nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(1, 2)
@@ -245,11 +247,11 @@ class Chancy(Claiming):
     failure = ALPHA
 
 
-def claiming(checkpoint: Checkpoint, device: torch.device, options: Any = None) -> Certifier:
+def claiming(checkpoint: Checkpoint, device: torch.device, options: Options) -> Certifier:
     return Claiming(build.load_double(checkpoint, device))
 
 
-def chancy(checkpoint: Checkpoint, device: torch.device, options: Any = None) -> Certifier:
+def chancy(checkpoint: Checkpoint, device: torch.device, options: Options) -> Certifier:
     return Chancy(build.load_double(checkpoint, device))
 
 
