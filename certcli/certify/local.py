@@ -19,6 +19,7 @@ from certcli.enclosure.zonotopes.memory import affordable, available, keep_pages
 from certcli.enclosure.zonotopes.search import certified_radius
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
+from certcli.evaluation.radii import Norm
 from certcli.models.build import load_double
 from certcli.system.errors import DataError, NoBoundError
 
@@ -52,7 +53,8 @@ class LocalCertifier(Certifier):
         steps: int = 4,
     ) -> None:
         self.model, self.steps = model, steps
-        self.effort, self.norm, self.at = options.effort, options.norm, options.at
+        self.effort, self.at = options.effort, options.at
+        self.norm: Norm = options.norm
         self.walked = self.effort
         if self.effort == AUTO:
             self.walked = ZONOTOPE if math.prod(size) <= SQUARES and self.norm == "l2" else BACKWARD

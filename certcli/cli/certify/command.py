@@ -1,18 +1,22 @@
-"""certvit certify: certified accuracy at l2 radii, one record an image."""
+"""certvit certify: certified accuracy at radii or against patches, one record an image."""
 
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from certcli.certify.local_options import Local
+from certcli.certify.patch.options import Patches
 from certcli.certify.smoothing.options import Smoothing, Tuning
 from certcli.cli.shared import inputs, options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Evaluation, Machine, Output, Source, Talk
 from certcli.cli.shared.output import Gate
 from certcli.system.processes import require_one, team
+
+if TYPE_CHECKING:
+    from certcli.evaluation.sizes import Size
 
 RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
 """Radii at which certified accuracy is shown where none is asked for."""
@@ -37,14 +41,16 @@ class Wanted:
         typer.Option(
             "--method",
             help="lipschitz (global bound, proof), local (each image on its own, small networks, proof), local-lip or bcp "
-            "(the same for chains of layers), smoothing (any network, probability), auto (says which is worth having); "
-            "several: side by side.",
+            "(the same for chains of layers), smoothing (any network, probability), patch (any network behind masks, against "
+            "patches, proof), auto (says which is worth having); several: side by side.",
         ),
     ] = field(default_factory=lambda: ["lipschitz"])
     minimum: Annotated[
         str | None,
         typer.Option(
-            "--min-certified", metavar="SHARE[@R]", help="Exit 7 below this share at radius R, else at the smallest."
+            "--min-certified",
+            metavar="SHARE[@R]",
+            help="Exit 7 below this share at radius (or patch) R, else at the smallest.",
         ),
     ] = None
     records: options.Records = None
@@ -72,6 +78,7 @@ class Wanted:
 @command(
     "certvit certify m.safetensors -e 36/255 -e 0.5 --records certified.jsonl",
     "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method smoothing --sigma 0.12 -e 0.12 --limit 50",
+    "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method patch --patch 32 --limit 200",
     "certvit certify m.safetensors --verify certified.jsonl --sample 100",
     page="certify.md",
 )
@@ -81,12 +88,13 @@ def certify(
     wanted: Wanted = Wanted(),
     smoothing: Smoothing = Smoothing(),
     local: Local = Local(),
+    patches: Patches = Patches(),
     data: Evaluation = Evaluation(),
     machine: Machine = Machine(),
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Share of the images that are classified correctly, certified, within each pixel l2 radius."""
+    """Share of the images that are classified correctly, certified, within each pixel l2 radius (or against each patch)."""
     from certcli.cli.certify import run, view
     from certcli.cli.certify import verify as rechecked
     from certcli.cli.shared import pages, typed_command
@@ -109,8 +117,18 @@ def certify(
         rechecked.verify_records(asked, source, data, machine, talk.sink())
         return
     gate = Gate()
-    demand, radii = run.demand(wanted.minimum, wanted.epsilon or RADII[local.norm])
-    demand = replace(demand, every=output.output is not None)
+    patched = run.patches_alone(
+        wanted.methods,
+        patches,
+        epsilon=wanted.epsilon,
+        plot=wanted.plot,
+        html=wanted.html,
+        attack_records=wanted.attack_records,
+    )
+    sizes: tuple[Size, ...] = ()
+    radii: tuple[float, ...] = ()
+    if not patched:
+        demand, radii = run.demand(wanted.minimum, wanted.epsilon or RADII[local.norm])
     run.require_methods(wanted.methods, local.norm, wanted.records)
     if run.AUTO in wanted.methods or smoothing.sigma == run.AUTO:
         require_one("auto chooses by trying", "certvit certify ... --limit 50 says what it chooses; name that")
@@ -118,6 +136,10 @@ def certify(
     sink = talk.sink()
     opened = source.read(sink)
     checkpoint = opened.checkpoint
+    if patched:
+        image = checkpoint.record.input.size[1:]
+        demand, sizes = run.patch_demand(wanted.minimum, sorted(set(patches.sizes(image))), image)
+    demand = replace(demand, every=output.output is not None)
     images = digested(data.images(checkpoint.record, sink), team())
     seen = inputs.say_seen(checkpoint.record, images, sink)
     sink.assumes(opened.reading.line(), opened.reading.to_json())
@@ -125,6 +147,7 @@ def certify(
     methods, reason, effort = run.settle(wanted.methods, checkpoint, machine, images, radii, sink)
     given = {
         "local": local if effort is None else replace(local, effort=effort),
+        "patch": patches,
         "smoothing": replace(
             smoothing,
             seed=data.seed,
@@ -142,7 +165,7 @@ def certify(
                 images,
                 given.get(method),
                 machine,
-                radii,
+                sizes or radii,
                 records,
                 resume,
                 output.force,
@@ -162,7 +185,7 @@ def certify(
     document = view.document(results, reason, checkpoint.digest, images)
     sink.document({**document, "seen": seen, "doubts": sink.doubts}, gate)
     view.table(results, images, attacked, sink)
-    if methods[0] != "smoothing":  # whose network is another one: this one under noise
+    if methods[0] not in ("smoothing", "patch"):  # whose network is another one: under noise, behind masks
         inputs.doubt_accuracy(first.found.clean, images, checkpoint, sink)
     if wanted.plot is not None:
         view.plot(results, attacked, _name(source.ckpt), images, wanted.plot, radii[-1], sink)
