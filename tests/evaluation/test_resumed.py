@@ -15,8 +15,8 @@ from certcli.certify import resumed as certify_resumed
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import resumed
 from certcli.evaluation.record_lines import PARAMETERS
-from tests import record_fuzz
 from tests.evaluation.test_records import certvit, document
+from tests.soundness import record_fuzz
 
 EDITS = 240
 

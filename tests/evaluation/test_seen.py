@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
 from PIL import Image
 
 from certcli.checkpoint.file import Checkpoint
@@ -16,6 +15,7 @@ from certcli.checkpoint.record import SEEN, Step
 from certcli.evaluation import seen
 from certcli.images import datasets
 from certcli.images.labelled import Images
+from tests.conftest import TINY
 from tests.evaluation.test_records import certvit, document
 
 
