@@ -12,7 +12,7 @@ steps      One layer (fc1 of the middle block). "published": at every projection
            the authors' code is known to do. "Gram": the same cut from statistics in float64. "exact": one scalar root.
            All start at the same point 2 P - Z behind the same soft threshold, in one run, in CPU seconds. That threshold is
            far harsher than the authors' quantile, from which their loop (repaired) needs 5 to 25 cuts: "to a feasible
-           point" compares two ways back from a far point, not two programs. See docs/constrain.md.
+           point" compares two ways back from a far point, not two programs. See docs/lab/constrain.md.
 norms      Geometric mean over the layers of norm after / norm before (proven bounds) at equal relative output error.
 network    Wall time for all layers: one streamed pass for the statistics, then every layer to a gap of 1e-3.
 precision  What becomes of the allowed error when the Gram matrices are summed from float32 products.
@@ -32,14 +32,26 @@ import certcli.system.compat  # noqa: F401  torchvision's operators must be decl
 
 import timm  # isort: skip
 
-from certcli.constrain.layers import constrainable
+from certcli.constrain.layers import refusal
 from certcli.constrain.methods import METHODS
-from certcli.constrain.parallel import constrain_layer, constrain_layers
-from certcli.constrain.projection import _outer_step, eigenbasis, project_one
+from certcli.constrain.options import Options
+from certcli.constrain.parallel import constrain_layer
+from certcli.constrain.projection import Eigenbasis, _outer_step, eigenbasis, shrinkage
 from certcli.constrain.prox import l1
 from certcli.constrain.statistics import LayerStatistics, collect, energy
 
 ETAS = (0.05, 0.1, 0.2, 0.4)
+
+
+def constrainable(model: torch.nn.Module) -> list[str]:
+    return [path for path, module in model.named_modules() if refusal(module) is None]
+
+
+def project_one(matrix: Tensor, centre: Tensor, basis: Eigenbasis, radius: float) -> Tensor:
+    """Return the exact projection onto tr((W - W0) G (W - W0)^T) <= radius: one scalar root and two products."""
+    rotated = (matrix - centre) @ basis.vectors
+    factors, multiplier = shrinkage(rotated, basis, radius)
+    return centre + (rotated * factors) @ basis.vectors.mT if multiplier > 0 else matrix
 
 
 def random_model(size: int, patch: int) -> torch.nn.Module:
@@ -149,7 +161,7 @@ def steps(model: torch.nn.Module, images: Tensor, path: str, eta: float, code_sc
     basis = eigenbasis(gram)
     exact = seconds(lambda: project_one(start.double(), centre, basis, budget), 15)
     begun = clock()
-    result = constrain_layer(layer, eta=eta)
+    result = constrain_layer(layer, Options(eta=eta))
     whole = clock() - begun
     total = taken * (passes + step)
 
@@ -184,7 +196,7 @@ def norms(layers: dict[str, LayerStatistics], etas: tuple[float, ...], names: li
         cells = []
         for name in names:
             begun = time.perf_counter()
-            results = list(constrain_layers(layers, prox=name, eta=eta))
+            results = [constrain_layer(layer, Options(name, eta=eta)) for layer in layers.values()]
             spent = time.perf_counter() - begun
             assert all(result.feasible for result in results)
             ratio = math.exp(average.fmean(math.log(result.after / result.before) for result in results))
@@ -204,7 +216,7 @@ def network(model: torch.nn.Module, images: Tensor, batch: int) -> None:
     layers = collect(model, images.split(batch), constrainable(model))
     collecting = time.perf_counter() - begun
     begun, worked = time.perf_counter(), clock()
-    results = list(constrain_layers(layers))
+    results = [constrain_layer(layer, Options()) for layer in layers.values()]
     solving, worked = time.perf_counter() - begun, clock() - worked
     gaps = [result.gap for result in results if result.gap is not None]
     print(f"\nwhole network: {len(results)} layers, {len(images)} images, {torch.get_num_threads()} threads")
@@ -221,7 +233,7 @@ def precision(model: torch.nn.Module, images: Tensor, batch: int, layers: dict[s
         gram = sum(
             (part.T @ part).double() for part in (capture(model, path, images) for images in images.split(batch))
         )
-        result = constrain_layer(replace(layer, grams=gram[None], held_out=None), eta=0.01)
+        result = constrain_layer(replace(layer, grams=gram[None], held_out=None), Options(eta=0.01))
         change = result.weight.double().flatten(1) - layer.weight
         made = float((energy(change, layer.grams)[0] / layer.energies[0]).sqrt())
         lowest = float(torch.linalg.eigvalsh(gram)[0] / torch.linalg.eigvalsh(layer.grams[0])[0])

@@ -11,13 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.models import build
-
-TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4}
-
+from tests.helpers.workshop import TINY, Workshop
 
 # workers of pytest-xdist are given a terminal's width, which they have not: outputs are then as wide as in a pipe
 os.environ.pop("COLUMNS", None)
@@ -95,42 +92,8 @@ def _as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints made by the command line itself, once: init, plain, adapted, constrained, certified."""
-    folder = tmp_path_factory.mktemp("workshop")
-    run = CliRunner()
-    from certcli.cli.main import app
-
-    def certvit(*words: object) -> None:
-        outcome = run.invoke(app, [str(word) for word in words])
-        assert outcome.exit_code == 0, (words, outcome.output, outcome.exception)
-
-    arguments = [part for key, value in TINY.items() for part in ("--arch-arg", f"{key}={value}")]
-    certvit("init", "certvit_vit_digits", *arguments, "-o", folder / "init.safetensors")
-    certvit(
-        "finetune", folder / "init.safetensors", "--dataset", "digits", "--loss", "ce", "--epochs", 6, "--lr", 5e-3,
-        "-o", folder / "plain.safetensors",
-    )  # fmt: skip
-    certvit(
-        "adapt", folder / "plain.safetensors", "--goal", "certify", "--norm", "fold", "--activation", "maxmin",
-        "--head", "32,32",
-        "--epochs", 1, "--limit", 300, "-o", folder / "adapted.safetensors",
-    )  # fmt: skip
-    certvit(
-        "constrain",
-        folder / "adapted.safetensors",
-        "--beta",
-        0.01,
-        "--limit",
-        200,
-        "-o",
-        folder / "constrained.safetensors",
-    )
-    certvit(
-        "finetune", folder / "constrained.safetensors", "--loss", "margin", "--epsilon", 0.3, "--optimiser", "stiefel",
-        "--lr", 0.01, "--epochs", 6, "-o", folder / "certified.safetensors",
-    )  # fmt: skip
-    return folder
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("workshop"))
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,7 @@ from certcli.adapt.start import fold_gain
 from certcli.lipschitz.rules.l2_attention import l2_mixing_constant
 from certcli.nn.attention_weights import AttentionWeights
 from certcli.nn.heads import FlatHead
-from certcli.nn.l2_attention import L2Attention
-from certcli.nn.l2_untied_value_attention import L2UntiedValueAttention
+from certcli.nn.l2_attention import L2Attention, L2UntiedValueAttention
 from certcli.nn.lnorm_attention import LipschitzNormAttention
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.residual import ConvexResidual

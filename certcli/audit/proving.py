@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from certcli.audit.clock import OutOfTime, Part
 from certcli.images.labelled import Images
+from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models.build import PixelModel
@@ -31,14 +32,9 @@ def bound(model: PixelModel, classes: int, part: Part) -> tuple[Found, NetworkBo
 
 def found(proven: NetworkBound, seconds: float) -> Found:
     """A bound as the document has it."""
-    upper = proven.upper
-    value = float(upper)
-    finite = bool(upper.finite)
+    finite = proven.upper.finite
     return Found(
-        upper=value if value < float("inf") else "inf",
-        upper_finite=finite,
-        log10_upper=upper.log10() if finite and upper > 0.0 else None,
-        upper_text=str(upper) if finite else "none",
+        **bound_document(proven.upper) | ({} if finite else {"upper_text": "none"}),
         why=proven.bound.why,
         drivers=drivers(proven) if finite else "",
         blocks=list(_blocks(proven)) if finite else [],

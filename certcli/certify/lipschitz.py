@@ -10,6 +10,7 @@ from certcli.certify.certificate import Certificate, Certifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.table import NoRule
 from certcli.images.labelled import Images, sent
+from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models.build import load_double
 from certcli.rounding import Evaluation
@@ -59,11 +60,7 @@ class LipschitzCertifier(Certifier):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        upper = self.bound.upper
-        shown = float(upper)  # infinite where float64 is too small for it, too: then the logarithm tells its size
-        log10 = upper.log10() if upper.finite and upper > 0.0 else None
-        bound = {"upper": shown if shown < float("inf") else "inf", "log10_upper": log10}
-        return {"bound": {**bound, "upper_finite": bool(upper.finite), "upper_text": str(upper)}}
+        return {"bound": bound_document(self.bound.upper)}
 
     @property
     def attacked(self) -> nn.Module:

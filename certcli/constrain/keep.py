@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from certcli.constrain.network import Calibration, Options, constrain_to, try_at, write
+from certcli.constrain.network import Calibration, constrain_to, try_at, write
+from certcli.constrain.options import Options
 from certcli.constrain.parallel import LayerResult
 from certcli.constrain.projection import Eigenbasis
 from certcli.evaluation.fidelity import Fidelity, Witness, allowed_share, check_keep, keeps
@@ -103,7 +104,7 @@ def constrain_keeping(
 
     def trial(eta: float) -> tuple[bool, float]:
         weights = {}
-        for path, weight in try_at(calibration, replace(options, eta=eta), ROUGH, bases):
+        for path, weight in try_at(calibration, replace(options, eta=eta, tolerance=ROUGH), bases):
             weights[path] = weight
             report(eta, path)
         return judged(weights, eta)

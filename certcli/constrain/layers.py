@@ -29,15 +29,6 @@ class Enough(Exception):
     """Raised by a visitor of `stream` that needs no more of this batch."""
 
 
-def constrainable(model: nn.Module) -> list[str]:
-    """Paths of the modules whose output is exactly W x + b with a W of their own.
-
-    nn.Linear and nn.Conv2d by their own forward (a subclass with another forward is another map), not grouped, with a
-    plain `weight` parameter (a parametrised one is not the number that would be written).
-    """
-    return [path for path, module in model.named_modules() if refusal(module) is None]
-
-
 def refusal(module: nn.Module) -> str | None:
     """Why a module cannot be constrained, or None when it can."""
     if isinstance(module, nn.Linear):
@@ -55,6 +46,20 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
+def attention_blocks(model: nn.Module) -> dict[str, int]:
+    """Path -> number of row blocks of each `qkv` (3 heads each) or separate `q`, `k`, `v` module, for per-head prox."""
+    blocks = {}
+    for path, module in model.named_modules():
+        heads = getattr(module, "num_heads", None)
+        if isinstance(heads, int):
+            for name, child in module.named_children():
+                if isinstance(child, nn.Linear) and name in {"qkv", "q", "k", "v"}:
+                    count = heads * (3 if name == "qkv" else 1)
+                    if child.out_features % count == 0:
+                        blocks[f"{path}.{name}" if path else name] = count
+    return blocks
+
+
 def module_at(model: nn.Module, path: str) -> Any:
     """The module, or UsageError."""
     try:
@@ -68,7 +73,7 @@ def all_of(batches: Batches) -> Iterable[Any]:
 
 
 def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visit) -> int:
-    """Run the batches; visit(batch number, path, module, its input) at every call of a module of `paths`. -> batches.
+    """Run the batches, visit(batch number, path, module, its input) at every call of a module of `paths`; return their count.
 
     A batch is a tensor of images, or a tuple whose first floating-point tensor is one.
     """
@@ -86,7 +91,7 @@ def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visi
 
 @contextlib.contextmanager
 def watched(model: nn.Module, paths: Sequence[str], visit: Visit, each: nn.Module | None = None) -> Iterator[None]:
-    """Inside, whoever runs the model is watched: a visit as in `stream`, each call of it (or of `each`) being a batch."""
+    """Call `visit` as `stream` does, while the caller runs the model: each call of the model (or of `each`) is one batch."""
     count = 0
 
     def hook_for(path: str) -> Callable[..., None]:
@@ -141,7 +146,7 @@ def geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:
 
 
 def proven_norm(weight: Tensor, conv: Mapping[str, Any] | None) -> float:
-    """An upper bound of the layer's norm: of the zero-padded convolution itself, else of the out x in matrix.
+    """Return an upper bound of the layer's norm: of the zero-padded convolution itself, or of the out x in matrix.
 
     weight has the parameter's shape. The matrix is the operator for Linear; for a circular or reflecting padding, it is
     a surrogate.

@@ -12,14 +12,8 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.mapped import Spool
 from certcli.constrain.layers import Batches
-from certcli.constrain.parallel import (
-    LayerResult,
-    attention_blocks,
-    constrain_layer,
-    side_by_side,
-    try_layer,
-    workers_for,
-)
+from certcli.constrain.options import Options
+from certcli.constrain.parallel import LayerResult, constrain_layer, side_by_side, try_layer, workers_for
 from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
 from certcli.constrain.shared_layers import Packed, for_all, share_of
@@ -38,26 +32,6 @@ BASES_BYTES = 2**29
 
 TRIALS = 8
 """Most times that a network is constrained for a target; the last time every layer at the end of its curve."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The algorithm's parameters under the paper's names; `eta` is the relative output error a layer may make.
-
-    ridge: the isotropic part of the statistics, as a share of their mean eigenvalue, so that no direction may move freely
-    (None: only where the statistics are rank-deficient, see `eigenbasis`).
-
-    per_head: the penalty of q, k and v is the sum over heads. On ViT-Tiny at 10 % it lowers the heads' norms further
-    (to .65 against .87 of the old) and the whole matrix's less (.76 against .64).
-    """
-
-    prox: str
-    beta: float
-    eta: float
-    relaxation: float
-    iterations: int
-    per_head: bool = False
-    ridge: float | None = None
 
 
 def rectified_paths(model: nn.Module, size: tuple[int, ...], paths: Sequence[str], distance: str) -> frozenset[str]:
@@ -114,7 +88,7 @@ class Calibration:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, the held-out images run through the network once, in the batches of `held_out`: no pass of our own then."""
+        """Gather the held-out statistics while the caller runs the held-out images, in the batches of `held_out`."""
         if self.held_out is None or self.memory_limit_bytes is not None:
             yield
             return
@@ -195,19 +169,9 @@ def _unpack_curve(path: str, points: Any, weight: Tensor | None) -> tuple[str, t
 @for_all(_pack_curve, _unpack_curve)
 def curves(calibration: Calibration, options: Options) -> Iterator[tuple[str, tuple[Point, ...]]]:
     """Each layer's Pareto curve (proven norm against output error), in order."""
-    blocks = attention_blocks(calibration.model) if options.per_head else {}
 
     def one(layer: LayerStatistics) -> tuple[str, tuple[Point, ...]]:
-        curve = pareto(
-            layer,
-            prox=options.prox,
-            beta=options.beta,
-            relaxation=options.relaxation,
-            max_iterations=options.iterations,
-            blocks=blocks.get(layer.path, 1),
-            ridge=options.ridge,
-        )
-        return layer.path, curve
+        return layer.path, pareto(layer, options)
 
     for part in calibration.parts():
         yield from side_by_side(one, part, calibration.workers)
@@ -237,25 +201,14 @@ def constrain_to(
     bases: those of the layers' statistics, as far as they are known from another eta; what is found is added, up to
     BASES_BYTES of it. The results do not hold theirs.
     """
-    blocks = attention_blocks(calibration.model) if options.per_head else {}
     spool = Spool()
 
     def eta_of(layer: LayerStatistics) -> float:
         return options.eta if etas is None else etas[layer.path]
 
     def one(layer: LayerStatistics) -> LayerResult:
-        return constrain_layer(
-            layer,
-            prox=options.prox,
-            beta=options.beta,
-            eta=eta_of(layer),
-            relaxation=options.relaxation,
-            max_iterations=options.iterations,
-            blocks=blocks.get(layer.path, 1),
-            ridge=options.ridge,
-            basis=None if bases is None else bases.get(layer.path),
-            keep_basis=bases is not None,
-        )
+        basis = None if bases is None else bases.get(layer.path)
+        return constrain_layer(layer, replace(options, eta=eta_of(layer)), basis, keep_basis=bases is not None)
 
     for part in calibration.parts():
         for result in side_by_side(one, (layer for layer in part if eta_of(layer) > 0), calibration.workers):
@@ -270,25 +223,13 @@ def _unpack_trial(path: str, plain: Any, weight: Tensor | None) -> tuple[str, Te
 
 @for_all(lambda found: (found[0], None, found[1]), _unpack_trial)
 def try_at(
-    calibration: Calibration, options: Options, tolerance: float, bases: dict[str, Eigenbasis] | None = None
+    calibration: Calibration, options: Options, bases: dict[str, Eigenbasis] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Path and weight of each layer, about as `constrain_to` would find it: see `try_layer`. For a look, not to write."""
-    blocks = attention_blocks(calibration.model) if options.per_head else {}
     spool = Spool()
 
     def one(layer: LayerStatistics) -> tuple[str, Tensor, Eigenbasis | None]:
-        weight, basis = try_layer(
-            layer,
-            prox=options.prox,
-            beta=options.beta,
-            eta=options.eta,
-            relaxation=options.relaxation,
-            max_iterations=options.iterations,
-            tolerance=tolerance,
-            blocks=blocks.get(layer.path, 1),
-            ridge=options.ridge,
-            basis=None if bases is None else bases.get(layer.path),
-        )
+        weight, basis = try_layer(layer, options, None if bases is None else bases.get(layer.path))
         return layer.path, weight, basis if bases is not None else None
 
     for part in calibration.parts():

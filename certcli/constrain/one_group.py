@@ -24,8 +24,9 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from certcli.constrain.options import Options
 from certcli.constrain.projection import Eigenbasis, pull_to, shrinkage
-from certcli.constrain.prox import Penalty, per_head
+from certcli.constrain.prox import Penalty
 
 CHECK_EVERY = 10
 """Iterations after which a run that has not met is judged in float64 all the same, by Q and Y = -(Q - W0) G as well."""
@@ -54,33 +55,6 @@ _CAUTION = 0.8
 """Share of the tolerance that the gap must meet in float32, so that it holds in float64 as well."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What to minimise and how: see `constrain_matrix`."""
-
-    penalty: Penalty
-    blocks: int
-    beta: float
-    relaxation: float
-    max_iterations: int
-    tolerance: float
-
-    def prox(self) -> Callable[[Tensor, float], Tensor]:
-        """The proximal map for the iterates of one run, which may remember the one before."""
-        if self.blocks == 1 and self.penalty.sequence is not None:
-            return self.penalty.sequence()
-        return self.exact_prox
-
-    def exact_prox(self, matrix: Tensor, strength: float) -> Tensor:
-        return self.penalty.prox(per_head(matrix, self.blocks), strength).reshape(matrix.shape)
-
-    def value(self, matrix: Tensor) -> float:
-        return float(self.penalty.value(per_head(matrix, self.blocks)))
-
-    def dual(self, matrix: Tensor) -> float:
-        return float(self.penalty.dual(per_head(matrix, self.blocks)))
-
-
 @dataclass(frozen=True, eq=False)
 class State:
     """Z (out, in), and the strength that belongs to it: where a run ended, for one on a neighbouring ellipsoid."""
@@ -102,7 +76,14 @@ class Run:
 
 
 def one_group(
-    centre: Tensor, basis: Eigenbasis, radius: float, settings: Settings, state: State | None, *, ends: bool = True
+    centre: Tensor,
+    basis: Eigenbasis,
+    radius: float,
+    penalty: Penalty,
+    options: Options,
+    state: State | None,
+    *,
+    ends: bool = True,
 ) -> Run:
     """argmin L(W) over tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in) float64.
 
@@ -110,28 +91,28 @@ def one_group(
     is F R there, F (out, in) of orthonormal columns: every iterate is F times a square matrix, which is all that is
     iterated. Large matrices are iterated in float32. ends: the result tells its state, for a neighbour to start from.
     """
-    inside, frame = _framed(centre, basis, radius, settings)
+    inside, frame = _framed(centre, basis, radius, penalty, options)
     exact = inside.centre
-    single = exact.numel() >= SINGLE_FROM and settings.tolerance >= SINGLE_GAP
+    single = exact.numel() >= SINGLE_FROM and options.tolerance >= SINGLE_GAP
     fast = inside.to(torch.float32) if single else inside
-    prox = settings.prox()
+    prox = penalty.prox_of_a_run()
     if state is None:
         begun, pace = fast.centre, fast.strength(prox)
     else:
         known = state.matrix @ basis.vectors
         begun, pace = (known if frame is None else frame.mT @ known).to(fast.centre), state.strength
-    asked = settings.tolerance * (_CAUTION if single else 1.0)
+    asked = options.tolerance * (_CAUTION if single else 1.0)
     best, lower, proven = (math.inf, exact), 0.0, 0.0
     for iteration, current, strength, step in _iterates(fast, prox, begun, pace):
         lower = max(lower, step.lower)
-        last, met = iteration >= settings.max_iterations, fast.upper(step) <= (1.0 + asked) * lower
+        last, met = iteration >= options.iterations, fast.upper(step) <= (1.0 + asked) * lower
         if last or met or iteration % CHECK_EVERY == 0:
-            judged = inside.step(current.double(), strength, settings.exact_prox)
+            judged = inside.step(current.double(), strength, penalty.prox)
             best, proven = inside.better(best, judged.share * judged.moved), max(proven, judged.lower)
             if not met:
                 best = inside.better(best, judged.projected)
                 proven = max(proven, inside.lower(-judged.projected * basis.values))
-            if last or best[0] <= (1.0 + settings.tolerance) * proven:
+            if last or best[0] <= (1.0 + options.tolerance) * proven:
                 break
             asked = asked / 2 if met else asked
     objective, moved = best
@@ -144,46 +125,48 @@ def one_group(
     return Run(back(exact + moved), ended, iteration, residual, objective, proven)
 
 
-def roughly(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settings) -> Tensor:
-    """`one_group` to the settings' tolerance as float32 sees it, judged by nothing else: for a trial that is not written.
+def roughly(centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, options: Options) -> Tensor:
+    """`one_group` to the options' tolerance as float32 sees it, judged by nothing else: for a trial that is not written.
 
     centre (out, in) float64 -> float32. In units of |W0|_F and of G's mean eigenvalue: float32 ends at 1e38.
     """
     size, unit = float(centre.norm()), float(basis.values.mean())
     single = replace(basis, values=(basis.values / unit).float(), vectors=basis.vectors.float())
-    inside, frame = _framed((centre / size).float(), single, radius / (size * size * unit), settings)
-    prox, lower = settings.prox(), 0.0
+    inside, frame = _framed((centre / size).float(), single, radius / (size * size * unit), penalty, options)
+    prox, lower = penalty.prox_of_a_run(), 0.0
     for iteration, _, _, step in _iterates(inside, prox, inside.centre, inside.strength(prox)):
         lower = max(lower, step.lower)
-        if iteration >= settings.max_iterations or inside.upper(step) <= (1.0 + settings.tolerance) * lower:
+        if iteration >= options.iterations or inside.upper(step) <= (1.0 + options.tolerance) * lower:
             break
     found = inside.centre + step.share * step.moved
     return (found if frame is None else frame @ found) @ (size * single.vectors.mT)
 
 
-def _framed(centre: Tensor, basis: Eigenbasis, radius: float, settings: Settings) -> "tuple[_Ellipsoid, Tensor | None]":
+def _framed(
+    centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, options: Options
+) -> "tuple[_Ellipsoid, Tensor | None]":
     """The ellipsoid in the eigenbasis, and F where it is seen in the column space of W0: a matrix there is F times it."""
     turned, frame = centre @ basis.vectors, None
-    if settings.penalty.invariant and settings.blocks == 1 and len(turned) > turned.shape[1]:
+    if penalty.left_invariant and len(turned) > turned.shape[1]:
         frame, turned = torch.linalg.qr(turned)
-    return _Ellipsoid(turned, basis, radius, settings, not settings.penalty.invariant), frame
+    return _Ellipsoid(turned, basis, radius, penalty, options, not penalty.right_invariant), frame
 
 
 def _iterates(
     inside: "_Ellipsoid", prox: Callable[[Tensor, float], Tensor], current: Tensor, strength: float
 ) -> "Iterator[tuple[int, Tensor, float, _Step]]":
     """Number, Z, strength and step of each iteration, without end."""
-    settings = inside.settings
+    options = inside.options
     for iteration in count(1):
         step = inside.step(current, strength, prox)
         yield iteration, current, strength, step
-        factor = balance(step.pull, step.moved, _BALANCE * settings.beta) if iteration in TURNS else 1.0
+        factor = balance(step.pull, step.moved, _BALANCE * options.beta) if iteration in TURNS else 1.0
         factor = min(factor, inside.ceiling / strength)
         if not 0.5 <= factor <= 2.0:
             near = step.moved + inside.centre
             current, strength = near + factor * (current - near), factor * strength
         else:
-            current = current + settings.relaxation * step.change
+            current = current + options.relaxation * step.change
 
 
 def balance(pull: float, moved: Tensor, aim: float) -> float:
@@ -215,7 +198,8 @@ class _Ellipsoid:
     centre: Tensor
     basis: Eigenbasis
     radius: float
-    settings: Settings
+    penalty: Penalty
+    options: Options
     turned: bool
 
     def to(self, dtype: torch.dtype) -> "_Ellipsoid":
@@ -237,12 +221,12 @@ class _Ellipsoid:
     @cached_property
     def whole(self) -> float:
         """L(W0)."""
-        return self.settings.value(self.back(self.centre))
+        return float(self.penalty.value(self.back(self.centre)))
 
     def strength(self, prox: Callable[[Tensor, float], Tensor]) -> float:
         """Where prox(W0) has (PACE beta)^2 times the allowed squared error, up to `_NEAR`; at most a quarter of all of it."""
         everything = self.energy(self.centre)
-        aim = min((PACE * self.settings.beta) ** 2 * self.radius, everything / 4)
+        aim = min((PACE * self.options.beta) ** 2 * self.radius, everything / 4)
         # a first guess from |W0|^2 / L(W0) <= |W0|*; on layers of ViT-Tiny it is right up to a factor of four
         strength = float(self.centre.square().sum()) / self.whole * (aim / everything) ** 0.75
         strength = min(self.ceiling, strength)
@@ -259,7 +243,7 @@ class _Ellipsoid:
     @cached_property
     def ceiling(self) -> float:
         """No strength is above it: see `Penalty.pace`."""
-        return self.settings.beta * self.settings.penalty.pace * self.settings.dual(self.back(self.centre))
+        return self.options.beta * self.penalty.pace * float(self.penalty.dual(self.back(self.centre)))
 
     def step(self, state: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]) -> _Step:
         """P = prox(Z), Q = projection of 2 P - Z, and what P proves."""
@@ -282,7 +266,7 @@ class _Ellipsoid:
     def better(self, best: tuple[float, Tensor], moved: Tensor) -> tuple[float, Tensor]:
         """The lesser of `best` and (L(W), W - W0) for a W that rounding may have left outside."""
         moved = pull_to(moved, self.basis, self.radius)
-        objective = self.settings.value(self.back(self.centre + moved))
+        objective = float(self.penalty.value(self.back(self.centre + moved)))
         return (objective, moved) if objective < best[0] else best
 
     def lower(self, normal: Tensor, strength: float | None = None) -> float:
@@ -295,8 +279,8 @@ class _Ellipsoid:
         if not bool(values[-1] > 0):
             normal = normal * (values > 0)
             if self.turned and strength is not None:
-                strength = max(strength, self.settings.dual(self.back(normal)))
-        strength = self.settings.dual(self.back(normal)) if strength is None else strength
+                strength = max(strength, float(self.penalty.dual(self.back(normal))))
+        strength = float(self.penalty.dual(self.back(normal))) if strength is None else strength
         if strength == 0:
             return 0.0
         inverse = torch.where(values > 0, 1.0 / values, torch.zeros_like(values))

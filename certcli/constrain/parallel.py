@@ -2,16 +2,18 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from certcli.constrain.douglas_rachford import Result, check_options, constrain_matrix, rough_matrix
+from certcli.constrain.douglas_rachford import constrain_matrix, penalty_of
 from certcli.constrain.methods import METHODS, PENALTIES
+from certcli.constrain.one_group import roughly
+from certcli.constrain.options import Options
 from certcli.constrain.projection import Eigenbasis, eigenbasis
 from certcli.constrain.relu import RectifiedStatistics
 from certcli.constrain.statistics import LayerStatistics
@@ -43,65 +45,18 @@ class LayerResult:
     after: float
     error: float
     held_out_error: float | None
-    prox: str
     eta: float
-    beta: float
     iterations: int
     primal_residual: float
     feasible: bool
     gap: float | None
     rank: int
     inputs: int
-    tokens: int
     ridge: float
     seconds: float
     distance: str = "plain"
     surrogate: bool = False
     basis: Eigenbasis | None = None
-
-
-def constrain_layers(
-    statistics: Mapping[str, LayerStatistics] | Iterable[LayerStatistics],
-    *,
-    prox: str = "spectral",
-    beta: float = 0.01,
-    eta: float | Mapping[str, float] = 0.1,
-    relaxation: float = 1.2,
-    max_iterations: int = 200,
-    tolerance: float = 1e-3,
-    blocks: Mapping[str, int] | None = None,
-    ridge: float | None = None,
-    workers: int = 1,
-) -> Iterator[LayerResult]:
-    """Constrain each layer by itself and yield its LayerResult, in the order given; the model is not touched.
-
-    `prox` is a name of `METHODS`; `eta` one number, or one for each path, where a path without one is left out;
-    `blocks` maps a path to its number of equal row blocks (heads) for the penalties.
-    `ridge` None regularises rank-deficient statistics only (`eigenbasis`). `workers` threads take a layer each
-    (`side_by_side`). Options and errors as in `constrain_matrix`.
-    """
-    METHODS[prox]
-    layers = list(statistics.values() if isinstance(statistics, Mapping) else statistics)
-    blocks = blocks or {}
-    etas = eta if isinstance(eta, Mapping) else {layer.path: eta for layer in layers}
-    layers = [layer for layer in layers if layer.path in etas]
-    for allowed in etas.values():
-        check_options(beta, allowed, relaxation)
-
-    def one(layer: LayerStatistics) -> LayerResult:
-        return constrain_layer(
-            layer,
-            prox=prox,
-            beta=beta,
-            eta=etas[layer.path],
-            relaxation=relaxation,
-            max_iterations=max_iterations,
-            tolerance=tolerance,
-            blocks=blocks.get(layer.path, 1),
-            ridge=ridge,
-        )
-
-    yield from side_by_side(one, layers, workers)
 
 
 def workers_for(device: torch.device | str) -> int:
@@ -132,45 +87,25 @@ def side_by_side(work: Callable[[LayerStatistics], T], layers: Iterable[LayerSta
 
 
 def constrain_layer(
-    layer: LayerStatistics,
-    *,
-    prox: str = "spectral",
-    beta: float = 0.01,
-    eta: float = 0.1,
-    relaxation: float = 1.2,
-    max_iterations: int = 200,
-    tolerance: float = 1e-3,
-    blocks: int = 1,
-    ridge: float | None = None,
-    basis: Eigenbasis | None = None,
-    keep_basis: bool = True,
+    layer: LayerStatistics, options: Options, basis: Eigenbasis | None = None, *, keep_basis: bool = True
 ) -> LayerResult:
-    """One layer of `constrain_layers`: minimise, cast to the parameter's dtype, measure again what was cast.
+    """Constrain one layer, cast the result to the parameter's dtype, and measure what was cast.
 
-    keep_basis: the result holds it, which takes as much memory as the layer's Gram matrix.
+    Args:
+        basis: that of the statistics, where it is known from another eta.
+        keep_basis: the result holds the basis, which takes as much memory as the layer's Gram matrix.
     """
     begun = time.perf_counter()
-    if prox in PENALTIES:
-        penalty = PENALTIES.load(prox)
-        result: Result = constrain_matrix(
-            layer,
-            penalty,
-            beta,
-            eta,
-            relaxation,
-            max_iterations,
-            tolerance,
-            ridge=ridge,
-            blocks=blocks,
-            basis=basis,
-        )
+    if options.prox in PENALTIES:
+        result = constrain_matrix(layer, options, basis)
     elif isinstance(layer, RectifiedStatistics):
-        raise UsageError(f"the one-sided distance does not go with '{prox}'", f"--prox {', '.join(PENALTIES.names())}")
+        hint = f"--prox {', '.join(PENALTIES.names())}"
+        raise UsageError(f"the one-sided distance does not go with '{options.prox}'", hint)
     else:
-        result = METHODS.load(prox)(layer, eta, ridge=ridge)
+        result = METHODS.load(options.prox)(layer, options)
     if not keep_basis:
         result, basis = replace(result, basis=None), None
-    cast, error = cast_inside(layer, result.weight, eta)
+    cast, error = cast_inside(layer, result.weight, options.eta)
     return LayerResult(
         path=layer.path,
         kind=layer.kind,
@@ -179,16 +114,13 @@ def constrain_layer(
         after=layer.norm(cast),
         error=error,
         held_out_error=layer.held_out_error(cast.flatten(1)),
-        prox=prox,
-        eta=eta,
-        beta=beta,
+        eta=options.eta,
         iterations=result.iterations,
         primal_residual=result.primal_residual,
-        feasible=error <= eta,
+        feasible=error <= options.eta,
         gap=result.objective / result.lower - 1 if result.lower > 0 else None,
         rank=result.rank,
         inputs=layer.weight.shape[1],
-        tokens=int(layer.tokens.sum()),
         ridge=result.ridge,
         seconds=time.perf_counter() - begun,
         distance="relu" if isinstance(layer, RectifiedStatistics) else "plain",
@@ -197,31 +129,23 @@ def constrain_layer(
     )
 
 
-def try_layer(
-    layer: LayerStatistics,
-    *,
-    prox: str,
-    beta: float,
-    eta: float,
-    relaxation: float,
-    max_iterations: int,
-    tolerance: float,
-    blocks: int,
-    ridge: float | None,
-    basis: Eigenbasis | None,
-) -> tuple[Tensor, Eigenbasis | None]:
-    """About what `constrain_layer` would write, for a look at the network that has it, and the basis of the statistics.
+def try_layer(layer: LayerStatistics, options: Options, basis: Eigenbasis | None) -> tuple[Tensor, Eigenbasis | None]:
+    """Return about what `constrain_layer` would write, for a look at the network, and the basis of the statistics.
 
-    Within `tolerance` of the least norm in float32, and neither judged nor measured: where there is one group, a third of
-    the iterations, and none of the products in float64 that the report needs.
+    The weight is within the tolerance of the least norm as far as float32 can tell, and is neither judged nor measured:
+    where there is one group, a third of the iterations, and none of the products in float64 that the report needs.
     """
-    options: dict[str, Any] = {"beta": beta, "eta": eta, "relaxation": relaxation, "max_iterations": max_iterations}
-    options["tolerance"] = tolerance
-    if prox not in PENALTIES or blocks > 1 or len(layer.grams) > 1 or isinstance(layer, RectifiedStatistics):
-        result = constrain_layer(layer, prox=prox, blocks=blocks, ridge=ridge, basis=basis, **options)
+    by_head = options.per_head and layer.blocks > 1
+    rectified = isinstance(layer, RectifiedStatistics)
+    if options.prox not in PENALTIES or by_head or len(layer.grams) > 1 or rectified:
+        result = constrain_layer(layer, options, basis)
         return result.weight, result.basis
-    basis = eigenbasis(layer.gram, ridge) if basis is None else basis
-    found = rough_matrix(layer, PENALTIES.load(prox), basis=basis, **options)
+    basis = eigenbasis(layer.gram, options.ridge) if basis is None else basis
+    radius = options.eta * options.eta * float(layer.energies)
+    if radius == 0.0 or not bool(layer.weight.any()):
+        found = layer.weight.float()
+    else:
+        found = roughly(layer.weight, basis, radius, penalty_of(layer, options), options)
     return found.to(layer.dtype).reshape(layer.shape), basis
 
 
@@ -238,17 +162,3 @@ def cast_inside(layer: LayerStatistics, weight: Tensor, eta: float) -> tuple[Ten
         if error <= eta or shrink >= 1.0:
             return cast.reshape(layer.shape), error
         shrink, share = min(1.0, shrink + share), 2 * share
-
-
-def attention_blocks(model: nn.Module) -> dict[str, int]:
-    """Path -> number of row blocks of each `qkv` (3 heads each) or separate `q`, `k`, `v` module, for per-head prox."""
-    blocks = {}
-    for path, module in model.named_modules():
-        heads = getattr(module, "num_heads", None)
-        if isinstance(heads, int):
-            for name, child in module.named_children():
-                if isinstance(child, nn.Linear) and name in {"qkv", "q", "k", "v"}:
-                    count = heads * (3 if name == "qkv" else 1)
-                    if child.out_features % count == 0:
-                        blocks[f"{path}.{name}" if path else name] = count
-    return blocks

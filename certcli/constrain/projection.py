@@ -101,16 +101,6 @@ def pull_to(displacement: Tensor, basis: Eigenbasis, radius: float) -> Tensor:
     return displacement * (np.sqrt(radius / total) * (1.0 - ROUNDING))
 
 
-def project_one(matrix: Tensor, centre: Tensor, basis: Eigenbasis, radius: float) -> Tensor:
-    """argmin |W - V|_F subject to tr((W - W0) G (W - W0)^T) <= radius, exact: W = W0 + (V - W0) (I + t G)^-1.
-
-    `matrix` V and `centre` W0 are (out, in); `basis` is that of G; one scalar root and two products.
-    """
-    rotated = (matrix - centre) @ basis.vectors
-    factors, t = shrinkage(rotated, basis, radius)
-    return centre + (rotated * factors) @ basis.vectors.mT if t > 0 else matrix
-
-
 def project(
     matrix: Tensor,
     centre: Tensor,

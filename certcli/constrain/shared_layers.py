@@ -25,7 +25,7 @@ class Split(Protocol):
 
 
 def share_of(model: nn.Module, paths: Sequence[str], team: Team) -> list[str]:
-    """This process's layers, in order: the dearest first to whoever has least so far.
+    """Return this process's layers, in order. The dearest layer goes first, to the process with the least work so far.
 
     Cost: in^2 (in + out), of the eigenbasis and the products with it.
     """

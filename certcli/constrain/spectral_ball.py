@@ -1,14 +1,14 @@
 """Least output error on a spectral ball, and plain clipping: both search the radius at which the error is eta."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from certcli.constrain.douglas_rachford import Result, check_options
+from certcli.constrain.douglas_rachford import Result
 from certcli.constrain.one_group import TURNS, State, balance
+from certcli.constrain.options import Options
 from certcli.constrain.projection import Eigenbasis, eigenbasis
 from certcli.constrain.prox import clip, singular_values
 from certcli.constrain.statistics import LayerStatistics, energy
@@ -72,15 +72,15 @@ def least_squares_on_ball(
             state = state + RELAXATION * ((moved - normal) / (1.0 + strength * values) - moved)
 
 
-def constrain_ball(statistics: LayerStatistics, eta: float = 0.1, *, ridge: float | None = None) -> Result:
+def constrain_ball(statistics: LayerStatistics, options: Options) -> Result:
     """The Pareto front from the other side: the least radius whose best fit has relative error eta.
 
     Several groups are fitted together and each must hold; `lower` is then unknown (0).
     """
-    basis = eigenbasis(statistics.gram, ridge)
+    basis = eigenbasis(statistics.gram, options.ridge)
     centre = statistics.weight @ basis.vectors
     single = len(statistics.grams) == 1
-    target = eta * eta * float(statistics.energies[0]) if single else None
+    target = options.eta * options.eta * float(statistics.energies[0]) if single else None
     tolerance = 1e-6 if single else 1e-4  # no early decision is known for several groups
     ended: State | None = None
 
@@ -92,16 +92,16 @@ def constrain_ball(statistics: LayerStatistics, eta: float = 0.1, *, ridge: floa
         within = target is None or found.error <= target
         return found.matrix @ basis.vectors.mT, found.iterations, within, single and found.lower > (target or 0.0)
 
-    return _search(statistics, eta, basis, fit)
+    return _search(statistics, options.eta, basis, fit)
 
 
-def constrain_clip(statistics: LayerStatistics, eta: float = 0.1, *, ridge: float | None = None) -> Result:
+def constrain_clip(statistics: LayerStatistics, options: Options) -> Result:
     """W = W0 with its singular values cut at the lowest level of relative error at most eta; nothing is re-fitted.
 
     A ridge changes nothing here, there is no fit to regularise.
     """
-    basis = eigenbasis(statistics.gram, ridge)
-    return _search(statistics, eta, basis, lambda radius: (clip(statistics.weight, radius), 1, True, False))
+    basis = eigenbasis(statistics.gram, options.ridge)
+    return _search(statistics, options.eta, basis, lambda radius: (clip(statistics.weight, radius), 1, True, False))
 
 
 def _search(
@@ -112,8 +112,6 @@ def _search(
 ) -> Result:
     """Bisection on the radius, to 1e-3 of it; the upper end is feasible. `fit` -> (W, iterations, within its own
     limit, proven infeasible)."""
-    check_options(1.0, eta, 1.0)
-    begun = time.perf_counter()
     radii = eta * eta * statistics.energies
     top = float(singular_values(statistics.weight)[0]) if bool((radii > 0).any()) else 0.0
     low, high, lower, iterations, best = 0.0, top, 0.0, 0, statistics.weight.clone()
@@ -132,10 +130,8 @@ def _search(
         iterations=iterations,
         primal_residual=(high - low) / top if top > 0 else 0.0,
         feasible=error <= eta * (1 + 1e-9),
-        relative_error=error,
         objective=float(singular_values(best)[0]),
         lower=lower,
         rank=basis.rank,
         ridge=basis.ridge,
-        seconds=time.perf_counter() - begun,
     )

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from certcli.constrain.layers import (
     Batches,
     Visit,
+    attention_blocks,
     geometry,
     module_at,
     proven_norm,
@@ -44,7 +45,7 @@ class LayerStatistics:
     weight (out, in) float64 (see `widened`), a convolution's as out x (in * kh * kw); grams (groups, in, in) float64,
     G_j = X_j X_j^T; tokens (groups,) float64, T_j; kind "linear" | "conv"; held_out (in, in) or None, the Gram matrix of
     images that take no part in the constraint, float32 where tokens are sampled: it is only reported; shape and dtype are
-    the parameter's own; conv: see `layers.geometry`.
+    the parameter's own; conv: see `layers.geometry`; blocks: see `layers.attention_blocks`.
     """
 
     path: str
@@ -56,6 +57,7 @@ class LayerStatistics:
     dtype: torch.dtype
     held_out: Tensor | None = None
     conv: Mapping[str, Any] | None = None
+    blocks: int = 1
 
     @property
     def gram(self) -> Tensor:
@@ -99,16 +101,6 @@ class LayerStatistics:
     def widened(self) -> "LayerStatistics":
         """With the weight in float64; before, it is the parameter's own memory."""
         return replace(self, weight=self.weight.double())
-
-    def to(self, device: torch.device | str) -> "LayerStatistics":
-        held_out = None if self.held_out is None else self.held_out.to(device)
-        return replace(
-            self,
-            weight=self.weight.to(device),
-            grams=self.grams.to(device),
-            tokens=self.tokens.to(device),
-            held_out=held_out,
-        )
 
 
 def energy(matrix: Tensor, grams: Tensor) -> Tensor:
@@ -245,7 +237,7 @@ def _collect(
         raise DataError(f"{groups} groups need at least {groups} batches, there are {count}", "use fewer groups")
     if held_out is None and held_out_legs is not None:
         held_out = _reported(_accumulate(held_out_legs, paths, following, 1, sample)[0], sample)
-    statistics = {}
+    statistics, blocks = {}, attention_blocks(model)
     for path in paths:
         if path in sums:
             module = module_at(model, path)
@@ -260,6 +252,7 @@ def _collect(
                 dtype=weight.dtype,
                 held_out=None if held_out is None else held_out.get(path),
                 conv=sums[path].conv,
+                blocks=blocks.get(path, 1),
             )
     return statistics
 
@@ -299,7 +292,7 @@ def _accumulate(
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, paths: Sequence[str], sample: int | None) -> Iterator[dict[str, Tensor]]:
-    """Path -> Gram matrix of what whoever runs the model inside lets enter the layer; known at the end."""
+    """Yield path -> Gram matrix of the layer's inputs, filled at the end, while the caller runs the model."""
     grams: dict[str, Tensor] = {}
     found: dict[str, _Sums] = {}
     with watched(model, paths, _adding(found, 1, sample)):

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from certcli.constrain.douglas_rachford import constrain_matrix
 from certcli.constrain.methods import PENALTIES
+from certcli.constrain.options import Options
 from certcli.constrain.parallel import cast_inside, constrain_layer
 from certcli.constrain.projection import eigenbasis
 from certcli.constrain.statistics import LayerStatistics
@@ -41,43 +42,22 @@ class Point:
     error: float
 
 
-def pareto(
-    statistics: LayerStatistics,
-    etas: Sequence[float] = ETAS,
-    *,
-    prox: str = "spectral",
-    beta: float = 0.01,
-    relaxation: float = 1.2,
-    max_iterations: int = 200,
-    blocks: int = 1,
-    ridge: float | None = None,
-) -> tuple[Point, ...]:
-    """(norm, error) of one layer for each eta, errors ascending, the untouched layer (before, 0) first.
+def pareto(statistics: LayerStatistics, options: Options, etas: Sequence[float] = ETAS) -> tuple[Point, ...]:
+    """Return (norm, error) of one layer for each eta, errors ascending, the untouched layer (before, 0) first.
 
     Norms are proven upper bounds of the matrices as they would be written, at most CURVE_GAP above the least where the
     iterations suffice; points that do not lower the norm are left out. All etas share one eigenbasis. Errors as in
     `constrain_layer`.
     """
-    prox = SAME.get(prox, prox)
+    options = replace(options, prox=SAME.get(options.prox, options.prox), tolerance=CURVE_GAP)
     points = [Point(statistics.before, 0.0)]
-    basis = eigenbasis(statistics.gram, ridge) if prox in PENALTIES else None
+    basis = eigenbasis(statistics.gram, options.ridge) if options.prox in PENALTIES else None
     for eta in sorted(etas):
+        at_eta = replace(options, eta=eta)
         if basis is None:
-            norm = constrain_layer(statistics, prox=prox, eta=eta, ridge=ridge).after
+            norm = constrain_layer(statistics, at_eta).after
         else:
-            penalty = PENALTIES.load(prox)
-            found = constrain_matrix(
-                statistics,
-                penalty,
-                beta,
-                eta,
-                relaxation,
-                max_iterations,
-                CURVE_GAP,
-                ridge=ridge,
-                blocks=blocks,
-                basis=basis,
-            )
+            found = constrain_matrix(statistics, at_eta, basis)
             norm = statistics.norm(cast_inside(statistics, found.weight, eta)[0])
         if norm < points[-1].norm:
             points.append(Point(norm, eta))

@@ -155,7 +155,7 @@ def _observed(
 
 @contextlib.contextmanager
 def _in_place_of(blocks: nn.Sequential, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, the trunk runs `forward` instead."""
+    """Let the trunk run `forward`."""
     blocks.forward = forward  # type: ignore[method-assign]
     try:
         yield

@@ -1,8 +1,8 @@
-"""Library code as it was when certvit was imported. Theorems speak of that code: what was patched since has none.
+"""Library code as it was when certvit was imported: theorems hold for that code, and for none that was patched since.
 
 A class is pinned when it gets a rule: its methods, their code, and the functions that they name. torch's functions, the
-methods of tensors and those of `nn.Module` are pinned here. What was patched before certvit was imported shows by the
-module that the code comes from.
+methods of tensors and those of `nn.Module` are pinned here. A patch from before certvit was imported shows in the module
+that its code comes from.
 """
 
 import sys
@@ -18,7 +18,7 @@ Names = dict[str, tuple[Any, CodeType | None]]
 
 
 def _code(value: Any) -> tuple[Any, CodeType | None]:
-    """What is pinned of a name: the object, and the code in it, which can be exchanged as well."""
+    """Return the object and its code, which can be exchanged as well."""
     inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     return value, inner.__code__ if isinstance(inner, FunctionType) else None
 
@@ -29,7 +29,7 @@ def _callables(space: Mapping[str, Any]) -> Names:
 
 
 def _resolved(kind: type, names: list[str]) -> Names:
-    """The attributes of a class, each from the first base that has it, unbound."""
+    """Return the attributes of a class, each from the first base that has it, unbound."""
     spaces = [vars(base) for base in kind.__mro__]
     found = ((name, next((space[name] for space in spaces if name in space), None)) for name in names)
     return {name: _code(value) for name, value in found}
@@ -39,7 +39,7 @@ _TORCH = sorted({*dir(torch._C._VariableFunctions), *torch.functional.__all__} &
 
 
 def _library() -> dict[str, Names]:
-    """By the name of its owner."""
+    """Return torch's functions and methods, by the name of their owner."""
     return {
         "torch": {name: _code(vars(torch).get(name)) for name in _TORCH},
         "torch.nn.functional": _callables({name: vars(functional).get(name) for name in _FUNCTIONAL}),
@@ -55,11 +55,11 @@ _GLOBALS: dict[type, list[tuple[dict[str, Any], Names]]] = {}
 
 
 def patched() -> str | None:
-    """The first function of torch that is not what it was, by its name."""
+    """Return the name of the first function of torch that was replaced, or None."""
     for owner, names in _library().items():
         if names != _PINNED[owner]:
-            kept = _PINNED[owner]
-            return f"{owner}.{next(name for name in kept if names.get(name) != kept[name])}"
+            before = _PINNED[owner]
+            return f"{owner}.{next(name for name in before if names.get(name) != before[name])}"
     for owner, names in _PINNED.items():
         for name, (value, _) in names.items():
             if isinstance(value, FunctionType) and not _known_library(value):
@@ -73,14 +73,14 @@ def _known_library(function: FunctionType) -> bool:
 
 
 def pin(kind: type[nn.Module]) -> None:
-    """Keep the code of this class as it is now."""
+    """Remember the code of this class as it is now."""
     if kind not in _CLASSES:
         _CLASSES[kind] = [_callables(vars(base)) for base in _bases(kind)]
         _GLOBALS[kind] = list(_named(kind))
 
 
 def unchanged(kind: type[nn.Module]) -> bool:
-    """Whether the class runs the code that it ran when it was pinned, and that code is its library's own."""
+    """Tell whether the class runs the code that it ran when it was pinned, and that code is its library's own."""
     pin(kind)
     if [_callables(vars(base)) for base in _bases(kind)] != _CLASSES[kind]:
         return False
@@ -96,7 +96,7 @@ def _bases(kind: type) -> list[type]:
 
 
 def _named(kind: type[nn.Module]) -> Iterator[tuple[dict[str, Any], Names]]:
-    """The functions that the methods of a class call by name, and those that these call, by the module they stand in."""
+    """Yield the functions that the methods of a class call by name, directly or indirectly, module by module."""
     waiting = [value for base in _bases(kind) for value in vars(base).values() if isinstance(value, FunctionType)]
     seen: set[int] = set()
     while waiting:

@@ -1,4 +1,4 @@
-"""What a model consists of besides its code: a description that is equal exactly when nothing in it changed."""
+"""A description of a model's state, everything but its code, that changes whenever the state does."""
 
 import random
 import zlib
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from certcli.models.build import own_name
 
 _DEPTH = 6
-"""How deep containers and objects in attributes are followed; below, an object counts by its identity."""
+"""Depth to which containers and objects in attributes are followed; below it an object counts by its identity."""
 
 _BLOCK = 1024
 _EXACT = frozenset((bool, int, str, type(None)))
-"""Types whose values say all by being equal, of one type: most attributes, so they come first."""
+"""Types whose equal values are the same state. Most attributes have one, so they are compared first."""
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set))
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """By name: every tensor's content, every attribute of every module, and what its forward has around it."""
+    """Describe, by name, the content of every tensor and every attribute of every module, closures of functions included."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         where = own_name(model, path) if path else ""
@@ -29,22 +29,19 @@ def state_of(model: nn.Module) -> dict[str, Any]:
             seen: set[int] = set()
             if name in ("_parameters", "_buffers", "_modules"):
                 for inner, item in value.items():
-                    found[f"{where}.{inner}"] = (
-                        id(item) if isinstance(item, nn.Module) else _described(item, seen, _DEPTH)
-                    )
+                    found[f"{where}.{inner}"] = _described(item, seen, _DEPTH)
             else:
                 found[f"{where}.{name}"] = _described(value, seen, _DEPTH)
     return found
 
 
 def differs(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """The first name whose value changed, came or went."""
+    """Return the first name whose value changed, came or went, in words; None for equal states."""
     for name in [*before, *(name for name in after if name not in before)]:
         if before.get(name, _described) != after.get(name, _described):
             place, _, attribute = name.rpartition(".")
-            shown = {"training": "the training mode", "_forward_hooks": "a forward hook"}.get(
-                attribute, f"'{attribute}'"
-            )
+            known = {"training": "the training mode", "_forward_hooks": "a forward hook"}
+            shown = known.get(attribute, f"'{attribute}'")
             return f"{shown} of {place}" if place else shown
     return None
 
@@ -77,9 +74,8 @@ def _described(value: Any, seen: set[int], depth: int) -> Any:
         return value.get_state().tolist()
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-        return id(value), [
-            _described(item, seen, depth - 1) for item in (*cells, value.__defaults__, value.__kwdefaults__)
-        ]
+        inner = (*cells, value.__defaults__, value.__kwdefaults__)
+        return id(value), [_described(item, seen, depth - 1) for item in inner]
     if type(value).__module__.partition(".")[0] == "numpy":
         state = getattr(value, "bit_generator", value)
         return repr(getattr(state, "state", None)) + repr(getattr(value, "tobytes", bytes)())
@@ -97,9 +93,9 @@ def _filled(cell: Any) -> bool:
 
 
 def digest(tensor: Tensor) -> int:
-    """A checksum of content and place: sums over blocks of bytes and across them. Memory is read twice, as fast as it can be.
+    """Return a checksum of content and order: sums over blocks of bytes and across them, two passes over the memory.
 
-    It has to see a network that writes into its own tensors; against somebody who looks for collisions it is no shield.
+    It detects a network that writes into its own tensors. It does not resist a deliberate collision.
     """
     flat = tensor.detach().reshape(-1)
     if tensor.is_complex():
@@ -108,12 +104,11 @@ def digest(tensor: Tensor) -> int:
         return 0
     raw = flat.contiguous().view(torch.uint8)
     if raw.storage_offset() % 8:
-        raw = raw.clone()  # words of eight bytes are read where words of eight bytes may lie
+        raw = raw.clone()  # int64 views need aligned memory
     whole = len(raw) // (8 * _BLOCK) * (8 * _BLOCK)
     rest = zlib.crc32(raw[whole:].cpu().numpy().tobytes())
     if not whole:
         return rest
-    blocks = (
-        raw[:whole].view(torch.int64).view(-1, _BLOCK)
-    )  # sums modulo 2^64: one word that changes, changes two of them
+    # sums modulo 2^64: a change of one word changes two of them
+    blocks = raw[:whole].view(torch.int64).view(-1, _BLOCK)
     return zlib.crc32(torch.cat([blocks.sum(0), blocks.sum(1)]).cpu().numpy().tobytes(), rest)

@@ -1,9 +1,9 @@
-"""The rule table of a domain: which module types, functions and tensor methods have a theorem, and under which options.
+"""The rule table of a domain: the module types, functions and tensor methods that have a theorem.
 
 A module rule applies to a module that runs exactly the known forward: its type is the registered one (or a subclass that
 changes nothing but its construction), nothing was patched onto the instance, and the options it has are those of the
-theorem. Everything else is traced through to functions and methods, and what has no rule there makes the bound infinite
-and names itself.
+theorem. Every other module is traced through to functions and methods. One of these without a rule makes the bound
+infinite, and the reason names it.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ _HARMLESS = frozenset(
      "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "extra_repr", "__repr__",
      "reset_parameters", "_init_weights", "__annotations_cache__", "__annotate_func__")
 )  # fmt: skip
-"""What a subclass may define and still run its parent's forward on its parent's parts."""
+"""Names that a subclass may define while it still runs its parent's forward on its parent's parts."""
 
 
 class NoRule(Exception):
-    """Why nothing can be proven here, in one line."""
+    """The reason, in one line, for which nothing can be proven here."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class ModuleRule:
 
 
 class RuleTable:
-    """The theorems of one domain. Its rules are registered by decorators when their files are imported.
+    """The theorems of one domain, registered by decorators when the rule files are imported.
 
-    A rule is called with the domain's context, for modules the module, and then the arguments of the traced call, in which
-    tensors that depend on the image are the domain's values and all others `walk.Constant`. It returns the value of the
-    result, or raises NoRule. A rule of `settles` is called with the context, the value, and what waits in it.
+    A rule gets the domain's context, the module (a module's rule), and the arguments of the traced call, where tensors that
+    depend on the image are the domain's values and all others `walk.Constant`. It returns the result's value, or raises
+    NoRule. A rule of `settles` gets the context, the value, and the operation that waits in it.
     """
 
     def __init__(self, domain: str) -> None:
@@ -79,7 +79,7 @@ class RuleTable:
         return register
 
     def settles(self, *kinds: type) -> Register:
-        """Register how an operation that was put off is charged when something else than its partner meets it."""
+        """Register a rule that charges a waiting operation of these types when its partner does not follow."""
 
         def register(rule: Rule) -> Rule:
             for kind in kinds:
@@ -89,7 +89,7 @@ class RuleTable:
         return register
 
     def find(self, module: nn.Module) -> ModuleRule | None:
-        """The rule of the class whose forward this module runs, or None."""
+        """Return the rule of the class whose forward this module runs, or None."""
         for kind in type(module).__mro__:
             if kind in self.modules:
                 rule = self.modules[kind]
@@ -97,17 +97,16 @@ class RuleTable:
         return None
 
     def settler(self, waiting: object) -> Rule:
-        """How this is settled. Every kind of thing that a domain lets wait has such a rule."""
+        """Return the rule that settles a waiting operation; every type that waits has one."""
         return self.settlers[type(waiting)]
 
 
 def runs_known_code(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether `module` is a `kind` whose methods are all `kind`'s own: no override in a subclass, no patch on either."""
+    """Tell whether all methods of `module` are those of `kind`: no override in a subclass, no patch on either."""
     for cls in type(module).__mro__:
         if cls is kind:
-            return pinned.unchanged(kind) and not any(
-                callable(getattr(type(module), name, None)) for name in vars(module)
-            )
+            patched = any(callable(getattr(type(module), name, None)) for name in vars(module))
+            return pinned.unchanged(kind) and not patched
         if any(name not in _HARMLESS for name in vars(cls)):
             return False
     return False

@@ -18,10 +18,7 @@ from certcli.models.build import own_name
 
 @dataclass(frozen=True)
 class Trace:
-    """The graph, the concrete value of every constant in it, and the module calls it came from.
-
-    result: what its nodes made of the example that was traced.
-    """
+    """The graph, the values of its constants, the module calls it came from, and the logits of the traced example."""
 
     root: nn.Module
     graph: fx.Graph
@@ -31,19 +28,20 @@ class Trace:
 
 
 def trace_model(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Trace:
-    """The graph of `model` on one image of this size (c, h, w). Untraceable names what cannot be followed.
+    """Trace `model` on one image of this size (c, h, w).
 
-    tables: of the domains that will walk it. A module is a leaf where each of them has a rule for it; without tables
-    there are none.
+    Args:
+        tables: Of the domains that will walk the graph. A module is a leaf if each has a rule for it; none is, without.
+
+    Raises:
+        Untraceable: Names the module that cannot be followed.
     """
     example = example_of(model, size)
-    if not tables:
-        return trace(model, example, lambda module: False)
-    return trace(model, example, lambda module: all(table.find(module) is not None for table in tables))
+    return trace(model, example, lambda m: bool(tables) and all(table.find(m) is not None for table in tables))
 
 
 def example_of(model: nn.Module, size: tuple[int, ...]) -> Tensor:
-    """A grey image in the precision and on the device of the model's parameters: (1, c, h, w)."""
+    """Return a grey image in the precision and on the device of the model's parameters: (1, c, h, w)."""
     tensors = [*model.parameters(), *model.buffers()]
     parameter = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     device = parameter.device if parameter is not None else torch.device("cpu")
@@ -52,10 +50,7 @@ def example_of(model: nn.Module, size: tuple[int, ...]) -> Tensor:
 
 
 def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]) -> Trace:
-    """The executed graph of `root` on one image (1, c, h, w). Untraceable names the module that cannot be followed.
-
-    `is_leaf` says which modules have a rule of their own; all others are traced through.
-    """
+    """Trace `root` on one image (1, c, h, w), through all modules but leaves; Untraceable names where it fails."""
     refuse_patched_library()
     refuse_hooks(root)
     tracer = Tracer(example, is_leaf)
@@ -87,7 +82,7 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
 
 @contextmanager
 def _nothing_wrapped() -> Iterator[None]:
-    """Functions marked with `torch.fx.wrap` are traced through too: fx would make them opaque."""
+    """Trace through functions marked with `torch.fx.wrap` too: fx would make them opaque."""
     wrapped = _symbolic_trace._wrapped_fns_to_patch
     kept = dict(wrapped)
     wrapped.clear()
@@ -98,14 +93,14 @@ def _nothing_wrapped() -> Iterator[None]:
 
 
 def refuse_patched_library() -> None:
-    """Untraceable when a function of torch was replaced: modules with a rule would run it unseen."""
+    """Raise Untraceable if a function of torch was replaced: modules with a rule would run it unseen."""
     name = patched()
     if name is not None:
         raise Untraceable(f"{name} was replaced: it is not torch's own")
 
 
 def refuse_hooks(root: nn.Module) -> None:
-    """Untraceable when a module has a hook or is in training mode: it would not run its known forward."""
+    """Raise Untraceable if a module has a hook or is in training mode: it would not run its known forward."""
     if _module._global_forward_hooks or _module._global_forward_pre_hooks:
         raise Untraceable("a hook is set for all modules")
     for path, module in root.named_modules():

@@ -1,13 +1,14 @@
 """torch.fx's tracer, with proxies that carry the concrete tensor of an example forward pass (batch of one).
 
-timm's control flow on shapes runs as it does in use. A value that is read back into Python (`.item()`, `bool(tensor)`)
-would bake the example into the graph: such a network is refused. Tensors that are overwritten in place are tracked by
-torch's version counters: a later use of the old value is refused, because the graph would not show the change.
+timm's control flow on shapes runs as it does in use. A network that reads a value back into Python (`.item()`,
+`bool(tensor)`) is refused, because the graph would hold the example's value. torch's version counters track tensors that
+are overwritten in place: a later use of the old value is refused, because the graph would not show the change.
 """
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import iadd, ifloordiv, imatmul, imul, ipow, isub, itruediv
 from typing import Any
 
 import torch
@@ -41,11 +42,18 @@ class Scope:
     exit: fx.Node | None
 
 
+def _in_place(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Any, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+
+    return apply
+
+
 class Proxy(fx.Proxy):
     """A proxy with its concrete value: a tensor, or a tuple or list of tensors.
 
-    It has the attributes of its value. It cannot be an instance of its class: torch would take it for one in C++, and crash;
-    what branches on that is found by running graph and network side by side.
+    It has the attributes of its value, but is no Tensor: torch would use it as one in C++, and crash. A network that
+    branches on `isinstance` is found by running graph and network side by side.
     """
 
     tracer: "Tracer"
@@ -53,7 +61,7 @@ class Proxy(fx.Proxy):
     versions: tuple[int, ...]
 
     def __getattr__(self, name: str) -> Any:
-        if "value" not in self.__dict__:  # fx is still making it
+        if "value" not in self.__dict__:  # fx is still constructing the proxy
             return fx.Proxy.__getattr__(self, name)
         known = getattr(self.value, name)  # AttributeError where the tensor has none
         if name in _STATIC_ATTRIBUTES:
@@ -71,29 +79,8 @@ class Proxy(fx.Proxy):
         return iter([operator.getitem(self, index) for index in range(len(self.value))])
 
     # Python's `x += y` would silently fall back to `x = x + y`, which hides that views of x change too
-    def __iadd__(self, other: Any) -> Any:
-        return self._in_place(operator.iadd, other)
-
-    def __isub__(self, other: Any) -> Any:
-        return self._in_place(operator.isub, other)
-
-    def __imul__(self, other: Any) -> Any:
-        return self._in_place(operator.imul, other)
-
-    def __itruediv__(self, other: Any) -> Any:
-        return self._in_place(operator.itruediv, other)
-
-    def __ifloordiv__(self, other: Any) -> Any:
-        return self._in_place(operator.ifloordiv, other)
-
-    def __ipow__(self, other: Any) -> Any:
-        return self._in_place(operator.ipow, other)
-
-    def __imatmul__(self, other: Any) -> Any:
-        return self._in_place(operator.imatmul, other)
-
-    def _in_place(self, operation: Any, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+    __iadd__, __isub__, __imul__, __imatmul__ = map(_in_place, (iadd, isub, imul, imatmul))
+    __itruediv__, __ifloordiv__, __ipow__ = map(_in_place, (itruediv, ifloordiv, ipow))
 
     def __bool__(self) -> bool:
         if isinstance(self.value, (tuple, list)):
@@ -102,6 +89,7 @@ class Proxy(fx.Proxy):
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a nested value; proxies are none."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
@@ -109,17 +97,6 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Mapping):
         return [tensor for item in value.values() for tensor in _tensors(item)]
     return []
-
-
-def _constants(value: Any) -> list[Tensor]:
-    """The tensors in the arguments of a call that are not traced."""
-    if isinstance(value, fx.Proxy):
-        return []
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _constants(item)]
-    if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in _constants(item)]
-    return [value] if isinstance(value, Tensor) else []
 
 
 def _holds_proxy(value: Any) -> bool:
@@ -143,10 +120,7 @@ class _State:
 
 
 class Tracer(fx.Tracer):
-    """example: the one image, (1, c, h, w).
-
-    Each node's `meta` holds `path` (its module, or the one that called the operation), `shape` and `dtype`.
-    """
+    """Traces one image, (1, c, h, w). A node's `meta` holds `path` (its module, or the caller's), `shape` and `dtype`."""
 
     def __init__(self, example: Tensor, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
@@ -162,7 +136,7 @@ class Tracer(fx.Tracer):
         return attr_val  # parameters stay tensors: what depends on no input is computed, not traced
 
     def refusal(self, reason: str) -> Untraceable:
-        """To be raised. It stands even when the network catches it: what follows is not what would have run."""
+        """Return the error to raise. It stands even if the network catches it: what follows is not what would have run."""
         failure = Untraceable(reason)
         self.state.refused = self.state.refused or failure
         return failure
@@ -173,7 +147,7 @@ class Tracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, fx.Proxy):
             if not self.state.recording and type(a) is Proxy:
-                # the network's result: refused as well if it was overwritten after the graph saw it
+                # the network's result, refused like any tensor that was overwritten
                 self.state.result = self._concrete(a)
             return a.node
         if isinstance(a, Tensor):
@@ -229,7 +203,7 @@ class Tracer(fx.Tracer):
         else:
             value = self._execute(kind, target, args, kwargs)
             if value is None and target is operator.getitem:
-                return None  # of several results one that is left out: attention weights that were not asked for
+                return None  # one of several results, left out: attention weights that nobody needs
             if not _tensors(value):
                 if kind == "call_method" and target in _STATIC_METHODS:
                     return value
@@ -257,7 +231,7 @@ class Tracer(fx.Tracer):
         return proxy
 
     def _execute(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        fixed = [(tensor, tensor._version) for tensor in _constants((args, kwargs))]
+        fixed = [(tensor, tensor._version) for tensor in _tensors((args, kwargs))]
         args, kwargs = self._concrete(args), self._concrete(kwargs)
         if kind == "call_module":
             value = self.root.get_submodule(target).forward(*args, **kwargs)  # hooks were refused before
@@ -266,7 +240,7 @@ class Tracer(fx.Tracer):
         else:
             value = target(*args, **kwargs)
         if any(tensor._version != version for tensor, version in fixed):
-            # the name that the network has for it would go on meaning a constant
+            # its name in the graph would still mean a constant
             raise self.refusal(f"{self._where()}: {_name(target)} writes into a tensor what depends on the image")
         return value
 

@@ -17,7 +17,7 @@ from certcli.images.labelled import Images
 from certcli.system.errors import DataError, UsageError
 
 KEPT_BYTES = 2**27
-"""Of the judging images so many bytes are kept, 220 of 224 x 224 pixels: they are asked about several times."""
+"""Most bytes of judging images that are kept, 220 of 224 x 224 pixels: several networks are judged by them."""
 
 FEW = 50
 """Fewer images than this say little: the interval of an agreement of 98 % is wider than ten points."""

@@ -34,7 +34,7 @@ from certcli.finetune.step import Descent, Diverged
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import pair_constants
-from certcli.lipschitz.numerics.arithmetic import TrainableArithmetic
+from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models.build import PixelModel
 from certcli.system.errors import CheckpointError, DataError, NoBoundError, one_line

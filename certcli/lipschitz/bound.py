@@ -1,18 +1,23 @@
-"""Bounds and estimates: two types on purpose. A bound is a proof, an estimate is an observation."""
+"""Bounds and estimates, two types on purpose: a bound is a proof, an estimate is an observation."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, real_max, real_sum
+from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, real_sum
 
 
 @dataclass(frozen=True, eq=False)
 class Bound:
     """|f(x) - f(y)|_2 <= value * |x - y|_2 for all x, y in the domain; value may be inf.
 
-    path: the module or operation; kind: its type; law: a composition law below, or "theorem" for a leaf that follows from
-    the weights; why: the reason in words; parts: the bounds the law was applied to.
+    Attributes:
+        path: The module or operation.
+        kind: Its type.
+        law: A composition law of `LAWS`, or "theorem" for a leaf that follows from the weights.
+        why: The reason in words.
+        parts: The bounds to which the law was applied.
     """
 
     path: str
@@ -23,15 +28,26 @@ class Bound:
     parts: tuple["Bound", ...] = ()
 
     def recheck(self) -> bool:
-        """Whether this node's value follows from its parts' values by its law."""
+        """Tell whether this node's value follows from its parts' values by its law."""
         return self.law == "theorem" or self.value >= LAWS[self.law]([part.value for part in self.parts])
 
     def nodes(self) -> list["Bound"]:
-        """Every node once, parts before wholes (a residual uses its input twice: the proof is a graph)."""
-        return list(_postorder(self))
+        """Return every node once, parts before wholes (a residual uses its input twice: the proof is a graph)."""
+        nodes: list[Bound] = []
+        seen: set[int] = set()
+        stack: list[tuple[Bound, bool]] = [(self, False)]
+        while stack:
+            node, expanded = stack.pop()
+            if expanded:
+                nodes.append(node)
+            elif id(node) not in seen:
+                seen.add(id(node))
+                stack.append((node, True))
+                stack.extend((part, False) for part in reversed(node.parts))
+        return nodes
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The proof as a list in which each node refers to earlier ones by position."""
+        """Return the proof as a list in which each node refers to earlier ones by position."""
         position: dict[int, int] = {}
         rows: list[dict[str, Any]] = []
         for node in self.nodes():
@@ -41,7 +57,7 @@ class Bound:
                     "path": node.path,
                     "kind": node.kind,
                     "value": node.value.to_json(),
-                    "log10_upper": node.value.log10() if node.value.finite and node.value > ZERO else None,
+                    "log10_upper": log10_or_none(node.value),
                     "law": node.law,
                     "why": node.why,
                     "parts": [position[id(part)] for part in node.parts],
@@ -50,17 +66,24 @@ class Bound:
         return rows
 
 
-def _postorder(root: Bound) -> Iterator[Bound]:
-    seen: set[int] = set()
-    stack: list[tuple[Bound, bool]] = [(root, False)]
-    while stack:
-        node, expanded = stack.pop()
-        if expanded:
-            yield node
-        elif id(node) not in seen:
-            seen.add(id(node))
-            stack.append((node, True))
-            stack.extend((part, False) for part in reversed(node.parts))
+def log10_or_none(value: Real) -> float | None:
+    """Return log10 of a positive finite number, None for 0 and inf: JSON has neither -inf nor inf."""
+    return value.log10() if value.finite and value > ZERO else None
+
+
+def bound_document(value: Real, name: str = "upper") -> dict[str, Any]:
+    """Return a proven number as all JSON documents write it, under four keys made of `name`.
+
+    `<name>` is "inf" both where there is no bound and where float64 is too small for it; `<name>_finite` tells these two
+    apart, and `log10_<name>` and `<name>_text` then hold the size.
+    """
+    shown = float(value)
+    return {
+        name: shown if shown < math.inf else "inf",
+        f"log10_{name}": log10_or_none(value),
+        f"{name}_finite": value.finite,
+        f"{name}_text": str(value),
+    }
 
 
 def _product(parts: Sequence[Real]) -> Real:
@@ -81,8 +104,8 @@ LAWS: Mapping[str, Callable[[Sequence[Real]], Real]] = {
     "sum": lambda parts: real_sum(list(parts)),
     # (f, g) side by side: |.|^2 adds, so Lip <= sqrt(Lip(f)^2 + Lip(g)^2)
     "concatenation": _root_sum_of_squares,
-    # a part of the same tensor, or the same tensor rearranged
-    "same": lambda parts: real_max(ZERO, *parts),
+    # a part of one tensor, or the tensor rearranged
+    "same": lambda parts: max(ZERO, *parts),
     # the input itself
     "identity": lambda parts: ONE,
     # no proof
@@ -91,7 +114,7 @@ LAWS: Mapping[str, Callable[[Sequence[Real]], Real]] = {
 
 
 def check_proof(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is wrong with a proof read from JSON, one line a failing node; empty when every law holds. No torch needed."""
+    """Return one line for each node of a proof from JSON that fails; empty if every law holds. Needs no torch."""
     values: list[Real] = []
     problems: list[str] = []
     for number, row in enumerate(rows):
@@ -115,7 +138,7 @@ def check_proof(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A LOWER bound, found by search: some pair of images has at least this slope."""
+    """A LOWER bound from a search: some pair of images has at least this slope."""
 
     value: float
     method: str

@@ -1,7 +1,7 @@
-"""Networks that are a chain of layers: affine map after activation, one after another, read from the trace.
+"""Networks that are a chain of linear layers and activations, read from the trace.
 
-For bounds that follow a neighbourhood from layer to layer: certificates (`certify.sequential`) and losses
-(`finetune.losses.chain`), which take the same steps with proven norms or with trainable ones.
+Certificates (`certify.chains`) and losses (`finetune.losses.chain`) follow a neighbourhood from layer to layer of such a
+chain, the first with proven norms, the second with trainable ones.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,15 @@ rules = RuleTable("sequential")
 
 
 @dataclass(frozen=True)
-class Map:
-    """x -> W x + bias on batches, with the weights that `module` has now. run(x, weight): with others of the same form.
+class LinearLayer:
+    """x -> W x + bias on batches: a linear layer, a convolution, or the pixel normalisation, which divides by its weight.
 
-    path: the module's name. terms: of the longest inner product. geometry: of a convolution; matrix: whether it is a
-    linear layer, acting on the last axis of (b, n). Pixel normalisation has neither: it divides by its weight.
+    Attributes:
+        path: The module's name.
+        run: (x, weight) -> W x, for any weight of the same form.
+        terms: Length of the longest inner product.
+        matrix: Whether the module is an nn.Linear, on (b, n).
+        geometry: A convolution's, else None.
     """
 
     path: str
@@ -47,14 +51,14 @@ class Map:
 
     @property
     def bias(self) -> Tensor | None:
-        """In a shape that is added to the map's result."""
+        """The bias in a shape that broadcasts to the result."""
         if isinstance(self.module, PixelNormalize):
             return -self.module.mean / self.module.std
         bias: Tensor | None = self.module.bias  # type: ignore[assignment]
         return bias if bias is None or self.matrix else bias.view(-1, 1, 1)
 
     def norm(self, arithmetic: Arithmetic) -> Scalar:
-        """|W|_2, proven or with a gradient."""
+        """Return |W|_2, proven or with a gradient."""
         if self.geometry is not None:
             return arithmetic.convolution(self.weight, 0.0, self.geometry, self.path)
         if self.matrix:
@@ -64,13 +68,13 @@ class Map:
 
 @dataclass(frozen=True)
 class Activation:
-    """apply: monotone, of slope at most 1 in each entry and 1 in l2. pairs: whether it joins the halves of the last axis."""
+    """A monotone map of slope at most 1, entry by entry and in l2. pairs: whether it joins the halves of the last axis."""
 
     apply: Callable[[Tensor], Tensor]
     pairs: bool = False
 
     def joined(self, x: Tensor) -> Tensor:
-        """The larger one of the entries that are joined, at both places."""
+        """Return the larger one of the entries that are joined, at both places."""
         if not self.pairs:
             return x
         first, second = x.chunk(2, dim=-1)
@@ -83,26 +87,26 @@ class Flatten:
     """(b, c, h, w) -> (b, c h w)."""
 
 
-Step = Map | Activation | Flatten
-Chain = tuple[Step, ...]
+Layer = LinearLayer | Activation | Flatten
+Chain = tuple[Layer, ...]
 
 
 @rules.module(nn.Identity, nn.Dropout)
-def nothing(call: Call, module: nn.Module, x: Chain) -> Chain:
+def identity(call: Call, module: nn.Module, x: Chain) -> Chain:
     return x
 
 
 @rules.module(PixelNormalize)
 def pixels(call: Call, module: PixelNormalize, x: Chain) -> Chain:
-    """(x - mean) / std, the weight being std: an entry of the result is one rounded quotient."""
-    return (*x, Map(call.path, module, lambda t, weight: t / weight, 2))
+    """(x - mean) / std with the weight std: every entry is one rounded quotient."""
+    return (*x, LinearLayer(call.path, module, lambda t, weight: t / weight, 2))
 
 
 @rules.module(nn.Linear)
 def linear(call: Call, module: nn.Linear, x: Chain) -> Chain:
     if len(call.shape) != 2:
         raise NoRule("a linear layer on something other than one vector an image")
-    return (*x, Map(call.path, module, F.linear, module.in_features, matrix=True))
+    return (*x, LinearLayer(call.path, module, F.linear, module.in_features, matrix=True))
 
 
 @rules.module(nn.Conv2d, when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str))
@@ -110,13 +114,11 @@ def convolution(call: Call, module: nn.Conv2d, x: Chain) -> Chain:
     size = call.node.args[0].meta["shape"]  # type: ignore[union-attr]
     if len(size) != 4:
         raise NoRule("a convolution of something other than (b, c, h, w)")
-    numbers: dict[str, Any] = {
-        "stride": module.stride, "padding": module.padding, "dilation": module.dilation, "groups": module.groups
-    }  # fmt: skip
+    options: Any = module.stride, module.padding, module.dilation, module.groups
     padding = tuple((int(p), int(p)) for p in module.padding)
     geometry = Geometry(module.stride, padding, module.dilation, module.groups, tuple(size[2:]))
     terms = module.weight[0].numel()
-    return (*x, Map(call.path, module, lambda t, w: F.conv2d(t, w, None, **numbers), terms, geometry=geometry))
+    return (*x, LinearLayer(call.path, module, lambda t, w: F.conv2d(t, w, None, *options), terms, geometry=geometry))
 
 
 @rules.module(nn.ReLU)
@@ -149,15 +151,15 @@ def flatten(call: Call, *arguments: Any, start_dim: int = 0, end_dim: int = -1) 
 
 
 def _chain(arguments: tuple[Any, ...]) -> Chain:
-    """The tensor that a rule is about, for modules (which come first) and functions alike."""
+    """Return the chain before a call from its arguments, of which a module's rule gets the module first."""
     value = arguments[1] if isinstance(arguments[0], nn.Module) else arguments[0]
     if isinstance(value, Constant) or not isinstance(value, tuple):
         raise NoRule("something other than the tensor before it")
     return value
 
 
-class _Sequence(Domain):
-    """The steps from the image to each tensor. Two branches cannot meet: no rule takes two of them."""
+class _ChainDomain(Domain):
+    """The layers from the image to each tensor. Two branches cannot meet: no rule takes two tensors."""
 
     rules = rules
 
@@ -171,23 +173,27 @@ class _Sequence(Domain):
         return None  # a list of steps: they are run beside the network
 
 
-def read_chain(model: nn.Module, size: tuple[int, int, int]) -> tuple[Chain, Map]:
-    """(the steps, the linear layer after them) of a network on images (c, h, w), checked against the network itself.
+def read_chain(model: nn.Module, size: tuple[int, int, int]) -> tuple[Chain, LinearLayer]:
+    """Read a network on images (c, h, w) as a chain, checked against the network itself.
 
-    NoBoundError names what it has that a chain has not, or what a chain must have and it has not.
+    Returns:
+        The layers before the last one, and the last one, an nn.Linear.
+
+    Raises:
+        NoBoundError: The network is no chain; names what differs.
     """
     try:
         with replayed(model, size, rules) as traced:
-            steps: Chain = walk(traced, _Sequence())
+            layers: Chain = walk(traced, _ChainDomain())
     except (NoRule, Untraceable) as reason:
         hint = "chains of Conv2d, Linear, ReLU and MaxMin are; others: certify --method local, finetune --loss margin"
         raise NoBoundError(f"the network is no chain: {reason}", hint) from reason
-    last = steps[-1] if steps else None
-    if not isinstance(last, Map) or not last.matrix:
+    last = layers[-1] if layers else None
+    if not isinstance(last, LinearLayer) or not last.matrix:
         raise NoBoundError("the network does not end in a linear layer", "--method lipschitz")
-    before: Step | None = None
-    for step in steps:
-        if isinstance(step, Activation) and not isinstance(before, Map):
+    before: Layer | None = None
+    for layer in layers:
+        if isinstance(layer, Activation) and not isinstance(before, LinearLayer):
             raise NoBoundError("the network has an activation without a linear layer before it", "--method lipschitz")
-        before = before if isinstance(step, Flatten) else step
-    return steps[:-1], last
+        before = before if isinstance(layer, Flatten) else layer
+    return layers[:-1], last

@@ -1,14 +1,14 @@
-"""What a rule works with: the arithmetic, the shapes of this call, and the ways to build the next value and its proof."""
+"""The first argument of every rule: the arithmetic, the shapes of the call, and ways to build a value with its proof."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from certcli.engine.table import NoRule
+from certcli.engine.table import NoRule, Rule
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix, Scalar
@@ -32,7 +32,10 @@ class Charge:
 
 @dataclass(frozen=True)
 class Walk:
-    """What the calls of one walk share. settled: by identity, what was settled with its result."""
+    """The state that all calls of one walk share.
+
+    settled: id(value) -> (the value, kept so that no other gets its id; the value after settling).
+    """
 
     arith: Arithmetic
     charges: list[Charge] = field(default_factory=list)
@@ -60,7 +63,7 @@ class Context:
 
     @property
     def shape(self) -> Any:
-        """Of the result: a tuple, or a list of tuples."""
+        """Shape of the result; a list of shapes for an operation with several results."""
         return self.call.shape
 
     @property
@@ -83,9 +86,13 @@ class Context:
         peak: Thunk = None,
         shape: tuple[int, ...] | None = None,
     ) -> Value:
-        """The value after a map with this Lipschitz constant; nothing may wait in `x`.
+        """Return the value after a map with this Lipschitz constant.
 
-        fibre, total, peak: what is known about the result's fibres along `axis`, its norm and its entries.
+        Args:
+            x: A settled value.
+            why: The theorem in words, for the report.
+            fibre, total, peak: Bounds on the result's fibres along `axis`, on its norm, on its entries (see `Size`).
+            shape: The result's shape; by default the call's.
         """
         shape = self.shape if shape is None else shape
         return self.charge(x, constant, why, Size(self.arith, shape, fibre, axis, total, peak))
@@ -93,7 +100,7 @@ class Context:
     def charge(
         self, x: Value, constant: Scalar, why: str, size: Size, path: str | None = None, kind: str | None = None
     ) -> Value:
-        """The value of this size after a map with this constant, which belongs to the call unless path and kind say more."""
+        """Return the value of this size after a map with this constant, reported under `path` and `kind` (the call's)."""
         if x.waiting is not None:
             raise AssertionError("a rule must settle its input before charging a constant")
         path, kind = self.path if path is None else path, self.kind if kind is None else kind
@@ -106,7 +113,7 @@ class Context:
         return Value(base, size, None, proof, size.shape)
 
     def combine(self, parts: Sequence[tuple[Value, Scalar]], why: str, size: Size) -> Value:
-        """The value of a map with Lipschitz constant c_i in its i-th argument x_i, all settled: base sum_i c_i base_i."""
+        """Return the value of a map with constant c_i in its i-th argument x_i, all settled: base sum_i c_i base_i."""
         merged: list[tuple[Value, Scalar]] = []
         for value, constant in parts:
             if value.waiting is not None:
@@ -119,18 +126,22 @@ class Context:
         charged = [self.charge(value, constant, why, size) for value, constant in merged]
         if len(charged) == 1:
             return charged[0]
-        base = self.arith.total([value.base for value in charged])
-        proof = None
-        if self.arith.rigorous:
-            proofs = tuple(value.proof for value in charged if value.proof is not None)
-            proof = Bound(self.path, self.kind, base, "sum", "the differential is a sum over the arguments", proofs)
+        return self.join("sum", charged, "the differential is a sum over the arguments", size)
+
+    def join(self, law: Literal["sum", "concatenation"], values: Sequence[Value], why: str, size: Size) -> Value:
+        """Return the sum of settled values, or the tensor that has them side by side, with its proof."""
+        bases = [value.base for value in values]
+        base = self.arith.total(bases) if law == "sum" else self.arith.root_sum_of_squares(bases)
+        proofs = tuple(value.proof for value in values if value.proof is not None)
+        complete = self.arith.rigorous and len(proofs) == len(values)
+        proof = Bound(self.path, self.kind, base, law, why, proofs) if complete else None
         return Value(base, size, None, proof, size.shape)
 
     def unbounded(self) -> Scalar:
         return self.arith.const(float("inf"))
 
     def settle(self, x: Value, keep: type | tuple[type, ...] = ()) -> Value:
-        """Charge what waits to the bound: afterwards `base` speaks of the tensor itself. `keep`: what may go on waiting."""
+        """Charge the waiting operation to the bound, unless its type is in `keep`: then `base` is the tensor's own."""
         if x.waiting is None or isinstance(x.waiting, keep):
             return x
         settled = self.walk.settled
@@ -139,7 +150,12 @@ class Context:
         return settled[id(x)][1]
 
     def fold(self, x: Value, weight: Tensor | Matrix, bias: Tensor | None, path: str | None = None) -> Value:
-        """A linear layer on the last axis, pending after what is pending there already. `path`: of a part of the module."""
+        """Return `x` after a linear layer on the last axis, composed with the map that is pending there.
+
+        Args:
+            weight: (out, features).
+            path: The layer's name, where it is a part of the call's module.
+        """
         x = self.on_last_axis(x)
         matrix = weight if isinstance(weight, Matrix) else self.arith.matrix(weight)
         pending = x.pending
@@ -151,11 +167,11 @@ class Context:
         return replace(x, waiting=after, shape=shape)
 
     def on_last_axis(self, x: Value) -> Value:
-        """`x` with nothing waiting but a map on the last axis."""
+        """Return `x` with nothing waiting, or only a map on the last axis."""
         return x if x.pending is not None and x.pending.axis == -1 else self.settle(x)
 
     def spread(self, x: Value, shape: tuple[int, ...]) -> Value:
-        """A settled `x` repeated (broadcast) to this shape: sqrt(repetitions)."""
+        """Return a settled `x` repeated (broadcast) to this shape: constant sqrt(repetitions)."""
         if tuple(x.shape) == tuple(shape):
             return x
         old_shape = (1,) * (len(shape) - len(x.shape)) + tuple(x.shape)
@@ -178,22 +194,22 @@ class Context:
         return self.charge(x, factor, f"repeated {times} times: sqrt({times})", size)
 
     def box(self, x: Value) -> bool:
-        """Whether `x` is the image itself, every entry of which lies in [0, 1]."""
+        """Tell whether `x` is the image itself, with all entries in [0, 1]."""
         return x.waiting is None and x.size.pixels
 
     def require(self, condition: bool, reason: str) -> None:
-        """NoRule unless the option that the theorem assumes holds."""
+        """Raise NoRule unless the theorem's assumption holds."""
         if not condition:
             raise NoRule(reason)
 
     def finite(self, scalar: Scalar, what: str) -> Scalar:
-        """A bound on the size of one factor of a product; NoRule where there is none."""
+        """Return the bound on the size of one factor of a product; NoRule where it is infinite."""
         if self.arith.rigorous and not scalar.finite:
             raise NoRule(f"a product of tensors of which one has no bound on its size ({what})")
         return scalar
 
     def constant_tensor(self, argument: Any) -> Tensor:
-        """The tensor behind an argument that does not depend on the pixels; NoRule when it does."""
+        """Return the tensor of an argument that does not depend on the pixels; NoRule if it does."""
         if isinstance(argument, Constant):
             return argument.tensor
         if isinstance(argument, Tensor):
@@ -201,13 +217,23 @@ class Context:
         raise NoRule("an operand that should be constant depends on the image")
 
     def optional_tensor(self, argument: Any) -> Tensor | None:
-        """`constant_tensor` of a weight or bias that may be absent."""
+        """Return `constant_tensor` of a weight or bias that may be absent."""
         return None if argument is None else self.constant_tensor(argument)
 
     def largest_entry(self, tensor: Tensor) -> Scalar:
-        """max |entry| of a constant."""
+        """Return max |entry| of a constant."""
         if not self.arith.rigorous:
             return tensor.abs().max().double()
         if not torch.isfinite(tensor).all():
             raise NoRule("a constant with infinite or NaN entries")
         return self.arith.const(float(tensor.detach().double().abs().max()))
+
+
+def with_attributes(rule: Rule, *names: str) -> Rule:
+    """Return a module's rule: a function's rule, called with these attributes of the module."""
+
+    def apply(ctx: Context, module: nn.Module, x: Value) -> Value:
+        value: Value = rule(ctx, x, **{name: getattr(module, name) for name in names})
+        return value
+
+    return apply

@@ -1,4 +1,4 @@
-"""Proven spectral norms head by head: which head of which attention layer is large."""
+"""Proven spectral norms of attention layers, head by head."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class HeadNorms:
 
 
 def head_norms(model: nn.Module) -> list[HeadNorms]:
-    """Every linear map `qkv`, `q`, `k`, `v` or `query` of a module with `num_heads`, its rows split into heads."""
+    """Return the norms of all linear maps `qkv`, `q`, `k`, `v`, `query` of modules with `num_heads`, split into heads."""
     found = []
     for path, module in model.named_modules():
         heads = getattr(module, "num_heads", None)

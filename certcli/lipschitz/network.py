@@ -25,10 +25,12 @@ _MANY_CLASSES = 4096  # a matrix of all pairs of 21,841 classes would take 4 GB
 
 @dataclass(frozen=True)
 class NetworkBound:
-    """The proven global bound of a network, in pixel units, and what a certificate needs of it.
+    """The proven global bound of a network, in pixel units. Paths are names in the checkpoint.
 
-    pairs: K of `pair_constants`, None without a bound. charges: one a theorem that was applied. blocks: (path, kind, constant
-    before, constant after) of each module that was traced through. Paths are names in the checkpoint.
+    Attributes:
+        pairs: K of `pair_constants`; None without a bound.
+        charges: One for each theorem that was applied, in the order of execution.
+        blocks: (path, kind, constant before, constant after) of each module that was traced through.
     """
 
     bound: Bound
@@ -42,36 +44,34 @@ class NetworkBound:
 
 
 def prove(model: PixelModel, classes: int) -> NetworkBound:
-    """The proven bound of a network of so many logits, or inf with the reason."""
+    """Prove the bound of a network of `classes` logits; inf, with the reason, where there is none."""
     return bound_network(model, model.input_size, classes)
 
 
 def prove_checkpoint(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> NetworkBound:
-    """The proven bound of a checkpoint's network. ArchitectureError when its tensors and architecture disagree."""
+    """Prove the bound of a checkpoint's network. ArchitectureError when its tensors and architecture disagree."""
     return prove(load(checkpoint, device), checkpoint.record.classes)
 
 
 def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> NetworkBound:
-    """`prove` for any module that takes images of this size. Never raises for want of a theorem."""
+    """Prove the bound of any module on images of this size (c, h, w); inf, with the reason, where there is none."""
     try:
         with replayed(model, size, rules) as traced:
             outcome = propagate(traced, RigorousArithmetic())
-        with torch.no_grad(), deep_recursion():  # what still waits may have no theorem of its own
+        with torch.no_grad(), deep_recursion():  # a waiting operation may have no theorem of its own
             settled = outcome.context.settle(outcome.logits)
     except (NoRule, Untraceable) as reason:
         return NetworkBound(Bound("", type(model).__name__, INF, "unbounded", str(reason)), None, (), ())
     with torch.no_grad(), deep_recursion():
         pairs = pair_constants(outcome, classes) if outcome.logits.base.finite else None
-        blocks = tuple(
-            (scope.path, scope.kind, before, after) for scope, before, after in outcome.scopes if after.finite
-        )
+        blocks = tuple((call.path, call.kind, before, after) for call, before, after in outcome.scopes if after.finite)
         if settled.proof is None:
             raise AssertionError("the rigorous arithmetic always builds a proof")
         return NetworkBound(settled.proof, pairs, outcome.charges, blocks)
 
 
 def trial_upper(model: nn.Module, size: tuple[int, ...]) -> Real:
-    """The bound of the trace alone, not replayed: for the steps of a search whose result is proven again. Never shown."""
+    """Return the bound of the trace, without a replay, for steps of a search that ends in `prove`. Never shown."""
     with torch.no_grad(), deep_recursion():
         try:
             outcome = propagate(trace_model(model, size, rules), RigorousArithmetic())
@@ -81,10 +81,11 @@ def trial_upper(model: nn.Module, size: tuple[int, ...]) -> Real:
 
 
 def pair_constants(outcome: Outcome, classes: int) -> Any:
-    """K with |(z_i - z_j)(x) - (z_i - z_j)(y)| <= K_ij |x - y| : (k, k), zero diagonal.
+    """Return K with |(z_i - z_j)(x) - (z_i - z_j)(y)| <= K_ij |x - y|: (k, k), zero diagonal.
 
-    With a final linear map pending, K_ij = base |w_i - w_j|; else sqrt(2) times the constant of all logits. Beyond
-    4096 classes the latter, as one number seen as a matrix (its diagonal, which no margin uses, is not 0).
+    With a final linear map pending, K_ij = base |w_i - w_j|; else, and beyond 4096 classes, sqrt(2) times the constant of
+    all logits (beyond 4096 classes expanded from one number, so that the diagonal, which no margin uses, is not 0).
+    Source: Theorem 9.2.
     """
     arith, logits = outcome.context.arith, outcome.logits
     pending = logits.pending
@@ -107,9 +108,7 @@ def pair_constants(outcome: Outcome, classes: int) -> Any:
     # error; 1e-12 covers the few roundings that remain, relative to each factor. Entries are of ordinary size: a square
     # neither overflows nor underflows to anything that counts beside the largest row
     scaled, exponent = scale_to_unit(rows)
-    gram = (
-        torch.zeros(classes, classes, dtype=torch.float64, device=rows.device) if scaled is None else scaled @ scaled.T
-    )
+    gram = rows.new_zeros(classes, classes) if scaled is None else scaled @ scaled.T
     square = gram.diagonal().clone()
     size = square.clamp_min(0.0).sqrt()
     slack = up(8 * gamma(rows.shape[1] + 8), 4)
@@ -118,7 +117,5 @@ def pair_constants(outcome: Outcome, classes: int) -> Any:
     reach.mul_(reach).mul_(slack).add_(rows.shape[1] * UNDERFLOW)
     far = gram.mul_(-2).add_(square.unsqueeze(0)).add_(square.unsqueeze(1)).clamp_(min=0.0).add_(reach)
     distances = torch.ldexp(far.sqrt_().mul_(1 + 1e-12), torch.tensor(exponent, device=rows.device))
-    pairs = (
-        distances.add_(2 * effective.error + UNDERFLOW).mul_(1 + 1e-12).mul_(largest).mul_(1 + 1e-12).add_(UNDERFLOW)
-    )
-    return pairs.fill_diagonal_(0.0)
+    distances.add_(2 * effective.error + UNDERFLOW).mul_(1 + 1e-12)
+    return distances.mul_(largest).mul_(1 + 1e-12).add_(UNDERFLOW).fill_diagonal_(0.0)

@@ -1,4 +1,4 @@
-"""The global domain over the traced graph: every node gets its Lipschitz constant from the pixels."""
+"""The global domain: a walk over the traced graph gives every node its Lipschitz constant from the pixels."""
 
 import math
 import sys
@@ -25,9 +25,12 @@ from certcli.lipschitz.value import Value
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a walk found. logits: the last value, its final linear map still pending; scopes: (call, before, after).
+    """The result of a walk.
 
-    context: of the last call; settling in it adds charges to those of the walk.
+    Attributes:
+        logits: The last value, its final linear map still pending.
+        scopes: (call of a module, constant of its input, constant of its output).
+        context: The last call's; settling in it adds charges to those of the walk.
     """
 
     logits: Value
@@ -36,7 +39,7 @@ class Outcome:
 
     @property
     def charges(self) -> tuple[Charge, ...]:
-        """One a theorem that was applied, in the order of execution."""
+        """One for each theorem that was applied, in the order of execution."""
         return tuple(self.context.walk.charges)
 
 
@@ -76,7 +79,7 @@ class GlobalDomain(Domain):
             self.bases[node] = settled[1].base
 
     def scopes(self, traced: Trace) -> Iterator[tuple[Scope, Scalar, Scalar]]:
-        """Each call of a module with the constants of the tensors that enter and leave it."""
+        """Yield each call of a module with the constants of its input and output."""
         for scope in traced.scopes:
             if scope.entry is not None and scope.exit is not None:
                 before, after = self.bases.get(scope.entry), self.bases.get(scope.exit)
@@ -96,13 +99,13 @@ def _arranged(result: Any, shape: Any) -> Any:
 
 
 def trace_network(model: nn.Module, size: tuple[int, ...]) -> Trace:
-    """The graph of `model` on one image of this size (c, h, w), modules with a rule of this domain as its leaves."""
+    """Return the graph of `model` on one image of this size (c, h, w); modules with a rule of this domain are leaves."""
     return trace_model(model, size, rules)
 
 
 @contextmanager
 def deep_recursion() -> Iterator[None]:
-    """Size bounds are computed on demand, back to the pixels: a few Python calls a layer."""
+    """Raise Python's recursion limit: size bounds are computed on demand, back to the pixels, some calls a layer."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, 50_000))
     try:
@@ -112,7 +115,7 @@ def deep_recursion() -> Iterator[None]:
 
 
 def propagate(traced: Trace, arith: Arithmetic) -> Outcome:
-    """Apply the rules node by node. NoRule (with the path) where there is no theorem."""
+    """Apply the rules node by node; NoRule, with the path, where there is no theorem."""
     with deep_recursion():
         arith.begin()
         domain = GlobalDomain(arith)

@@ -1,4 +1,4 @@
-"""How large a tensor of the network can be while the image stays in [0, 1]^pixels."""
+"""Bounds on the size of a tensor of the network for all images in [0, 1]^pixels."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar
 
 
 class Lazy:
-    """A scalar computed when first asked for: most size bounds are never needed."""
+    """A scalar that is computed on first use: most size bounds are never needed."""
 
     def __init__(self, compute: Callable[[], Scalar]) -> None:
         self._compute = compute
@@ -22,11 +22,15 @@ Thunk = Callable[[], Scalar] | None
 
 
 class Size:
-    """How large a tensor can be over the domain [0, 1]^pixels: each bound may be absent, and implies others.
+    """Bounds on a tensor over [0, 1]^pixels; each may be absent, and follows from others as far as possible.
 
-    fibre: largest l2 norm of a fibre, that is of the numbers along one `axis` (negative) while all other indices stay
-    fixed; along -1 a fibre is a row, which in a transformer is a token. total: Frobenius norm; peak: largest absolute
-    entry. peak <= fibre <= total, fibre <= peak sqrt(length), total <= fibre sqrt(count). pixels: it is the image itself.
+    peak <= fibre <= total, fibre <= peak sqrt(length), total <= fibre sqrt(count).
+
+    Attributes:
+        fibre: Largest l2 norm of the entries along one `axis` (negative). Along -1 a fibre is a row: a token.
+        total: Frobenius norm.
+        peak: Largest absolute entry.
+        pixels: Whether the tensor is the image itself.
     """
 
     def __init__(
@@ -49,11 +53,11 @@ class Size:
 
     @property
     def fibre(self) -> Scalar:
-        """The largest fibre along the axis the bound speaks of."""
+        """The largest fibre along `axis`."""
         return self.fibre_along(self.axis)
 
     def fibre_along(self, axis: int) -> Scalar:
-        """The largest fibre along this (negative) axis."""
+        """Return the largest fibre along this (negative) axis."""
         known: list[Scalar] = []
         if self._fibre is not None and (axis == self.axis or not self.shape):
             known.append(self._fibre.value)
@@ -84,7 +88,7 @@ class Size:
         return self._least([known.value for known in (self._peak, self._fibre, self._total) if known is not None])
 
     def along(self, axis: int) -> "Size":
-        """The same bounds, with the fibre bound about another axis."""
+        """Return the same bounds, with the fibre bound along another axis."""
         if axis == self.axis:
             return self
         return Size(
@@ -92,9 +96,10 @@ class Size:
         )
 
     def arranged(self, shape: tuple[int, ...], axis: int | None, factor: float = 1.0) -> "Size":
-        """The same entries in another arrangement: fibres along `axis` are at most `factor` (exact) old fibres long.
+        """Return the bounds of the same entries in another arrangement; entries may be dropped, never repeated.
 
-        axis None: nothing is known about fibres. Entries may be dropped, never repeated.
+        Args:
+            axis: Where fibres lie that consist of at most `factor` old fibres, or None where nothing is known of fibres.
         """
         fibre: Thunk = None
         if axis is not None and self._fibre is not None:

@@ -1,4 +1,4 @@
-"""What the engine knows about one tensor of the network, and the operations that wait to be charged with their neighbours."""
+"""The value of one tensor of the network: its bounds, and the operation that waits to be charged with its neighbours."""
 
 from dataclasses import dataclass, replace
 
@@ -14,13 +14,18 @@ from certcli.lipschitz.size import Size
 class Affine:
     """A pending map x -> factor M diag(gain) P x + bias along one axis, not yet charged to the bound.
 
-    Linear maps are multiplied out before their norm is taken: |W G P| <= |W| |G P|, often by a lot. `centered` is P = I -
-    11^T/d, applied first; `gain` and `matrix` may be absent (identity); `factor` is a number rounded up. `axis` (negative)
-    is where the features live now. `source` names the modules that were folded in.
+    Linear maps are multiplied out before their norm is taken: |W G P| <= |W| |G P|, often by a lot.
 
-    index: the features may be spread over several axes (heads): then entry p of the tensor is feature index[p] of its
-    token, `index` having the tensor's rank and size 1 on every axis that holds tokens; `axis` is then 0.
-    result: how large the tensor after this map is, where more is known than its norm times the input's size.
+    Attributes:
+        axis: Where the features are (negative); 0 where `index` says it.
+        width: Number of features before the map.
+        centered: Whether P = I - 11^T/d is applied first, else P = I.
+        gain, matrix: None for the identity.
+        source: Names of the modules that were folded in.
+        factor: A number, rounded up.
+        index: For features on several axes (heads): entry p of the tensor is feature index[p] of its token. `index` has
+            the tensor's rank, and size 1 on every axis that holds tokens.
+        result: The size of the tensor after the map, where more is known than its norm times the input's size.
     """
 
     axis: int
@@ -35,7 +40,7 @@ class Affine:
     result: Size | None = None
 
     def after(self, arith: Arithmetic, weight: Matrix, bias: Tensor | None, path: str) -> "Affine":
-        """weight (out, width) applied to this map: the pending map of the composition."""
+        """Return this map followed by weight (out, features) and bias."""
         offset = None if bias is None else arith.matrix(bias.reshape(-1, 1))
         if self.bias is not None:
             carried = arith.matmul(weight, self.bias)
@@ -44,7 +49,7 @@ class Affine:
         return replace(self, matrix=matrix, bias=offset, source=(*self.source, path), result=None)
 
     def effective(self, arith: Arithmetic) -> Matrix | None:
-        """M diag(gain) P as one matrix, or None for the identity."""
+        """Return factor M diag(gain) P as one matrix, or None for the identity (and for P alone)."""
         matrix = self.matrix
         if matrix is None:
             if self.gain is None and self.factor == 1.0:
@@ -59,13 +64,13 @@ class Affine:
 
     @property
     def features(self) -> int:
-        """How many features a token has after this map."""
+        """Number of features of a token after this map."""
         if self.index is not None:
             return self.index.numel()
         return self.width if self.matrix is None else self.matrix.shape[0]
 
     def picked(self, features: Tensor) -> "Affine":
-        """The map to these features only, on the last axis."""
+        """Return the map to these features only, on the last axis."""
         assert self.matrix is not None
         matrix = Matrix(self.matrix.tensor[features], self.matrix.error)
         bias = None if self.bias is None else Matrix(self.bias.tensor[features], self.bias.error)
@@ -74,11 +79,15 @@ class Affine:
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution not yet charged: what follows on its channels (a batch norm, a scale) is multiplied in first.
+    """A pending convolution: a batch norm or scale that follows on its channels is multiplied in first.
 
-    plain: the weight as it is applied to the tensor before it, of size `entry`; `weight` has the maps before it folded
-    in, with an error of at most `error` (Frobenius), and acts on `input`, in which nothing waits. key: identity of the
-    parameter that `weight` is, if unchanged.
+    Attributes:
+        weight: The kernel with the maps before it folded in; it acts on `input`.
+        plain: The kernel without them; it acts on the tensor before it, of size `entry`.
+        input: The settled value before the maps that are folded in.
+        error: Bound on the error of `weight` (Frobenius).
+        key: id() of the parameter that `weight` is, None if it was computed.
+        source: Names of the modules that were folded in.
     """
 
     weight: Tensor
@@ -101,8 +110,10 @@ class Convolution:
 class Scores:
     """scale * q k^T + a constant, for q (..., n, d) and k (..., m, d): waits for its softmax.
 
-    shifted: the constant is not 0. moving: a tensor of the scores' shape added to them that depends on the image.
-    replaced: finite constants stand in fixed places, where scores were.
+    Attributes:
+        shifted: Whether the constant may differ from 0.
+        moving: A tensor of the scores' shape that is added to them and depends on the image.
+        replaced: Whether finite constants replace scores in fixed places.
     """
 
     query: "Value"
@@ -121,17 +132,23 @@ class Probabilities:
 
 
 Waiting = Affine | Convolution | Scores | Probabilities
-"""What a value may hold back: charged together with what follows, or by the rule registered with `rules.settles`."""
+"""A pending operation: charged together with the next one, or by the rule registered with `rules.settles`."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor: how fast it moves with the pixels, how large it can be, and what was not yet charged to that.
+    """The bounds of one tensor.
 
-    waiting: an operation that comes last and is not charged yet. With a pending map (Affine) `base` is the Lipschitz
-    constant from the pixels (Frobenius norm) to the tensor before it, and `size` says how large that tensor can be over
-    the domain [0, 1]^pixels. With any other, base is inf, so that a rule which forgets to settle proves nothing. With None
-    both speak of the tensor itself. proof: why base holds (rigorous only). shape: the tensor's, after what waits.
+    With nothing waiting, `base` and `size` are those of the tensor itself. With a pending map (Affine) they are those of
+    the tensor before it. With any other operation waiting `base` is inf, so that a rule which forgets to settle proves
+    nothing.
+
+    Attributes:
+        base: Lipschitz constant from the pixels (Frobenius norm).
+        size: Bounds on the size over [0, 1]^pixels.
+        waiting: The last operation, if it is not charged yet.
+        proof: The proof of `base` (rigorous arithmetic only).
+        shape: The tensor's shape, after the waiting operation.
     """
 
     base: Scalar
@@ -142,5 +159,5 @@ class Value:
 
     @property
     def pending(self) -> Affine | None:
-        """The affine map that waits, if that is what waits."""
+        """The waiting operation if it is an affine map, else None."""
         return self.waiting if isinstance(self.waiting, Affine) else None

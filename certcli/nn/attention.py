@@ -1,4 +1,4 @@
-"""What the Lipschitz attentions share: heads, the output map, and the positions of the attention they replace."""
+"""The base classes of attentions that replace timm's: heads, the output map, and the positions of the old attention."""
 
 import math
 from typing import ClassVar, Self
@@ -11,51 +11,67 @@ from certcli.nn.attention_weights import AttentionShape, AttentionWeights
 from certcli.system.errors import ArchitectureError
 
 
-class LipschitzAttention(nn.Module):
-    """x -> proj(mix(x)): (b, n, d) -> (b, n, out). A subclass defines `mix`, and `start` from the weights of the old one.
+class AttentionReplacement(nn.Module):
+    """x -> proj(mix(x)): (b, n, d) -> (b, n, out). A subclass makes `proj` and its other maps, in the order of its state."""
 
-    window: Swin's windows are the batch axis, and the learned relative position bias is added to the logits, under timm's
-    names `relative_position_bias_table` and `relative_position_index`. gated: heads are (1 - g_h) P_h v_h + g_h B_h v_h
-    with ConViT's constant positional map B_h and gate g_h, under timm's names `pos_proj` and `gating_param`.
+    title: ClassVar[str]
+    proj: nn.Linear
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = shape.heads, shape.head_width
+
+    @classmethod
+    def replacing(cls, old: nn.Module) -> Self:
+        """Build one with the shape of a known attention, without reading its weights."""
+        return cls(AttentionShape.of(old))
+
+    def mix(self, x: Tensor) -> Tensor:
+        """Return the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
+        raise NotImplementedError
+
+    def start(self, weights: AttentionWeights) -> None:
+        """Set all weights in closed form from those of the attention that this one replaces."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if attn_mask is not None or is_causal:
+            raise ArchitectureError(f"{self.title} takes no mask")
+        return self.proj(self.mix(x))
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}"
+
+
+class LipschitzAttention(AttentionReplacement):
+    """An attention that keeps the positions of the one it replaces, under timm's names.
+
+    For Swin, windows are the batch axis and a learned relative position bias is added to the logits
+    (`relative_position_bias_table`, `relative_position_index`). For ConViT, heads are (1 - g_h) P_h v_h + g_h B_h v_h with
+    a constant positional map B_h and a gate g_h (`pos_proj`, `gating_param`).
     """
 
-    title: ClassVar[str] = "this attention"
     relative_position_index: Tensor
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        head_width: int,
-        bias: bool,
-        out_width: int,
-        proj_bias: bool,
-        window: tuple[int, int] | None = None,
-        gated: bool = False,
-    ) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = heads, head_width
-        self.window_size, self.gated = window, gated
-        self.proj = nn.Linear(heads * head_width, out_width, bias=proj_bias)
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        window, heads = shape.window, shape.heads
+        self.window_size, self.gated = window, shape.gated
+        self.proj = nn.Linear(shape.inner, shape.out_width, bias=shape.proj_bias)
         if window is not None:
             cells = (2 * window[0] - 1) * (2 * window[1] - 1)
             self.relative_position_bias_table = nn.Parameter(torch.zeros(cells, heads))
             self.register_buffer("relative_position_index", get_relative_position_index(*window), persistent=False)
-        if gated:
+        if shape.gated:
             self.pos_proj = nn.Linear(3, heads)
             self.gating_param = nn.Parameter(torch.ones(heads))
 
-    @classmethod
-    def replacing(cls, old: nn.Module) -> Self:
-        """One with the widths, heads, biases and positions of a known attention; its weights are not read."""
-        return cls(**vars(AttentionShape.of(old)))
-
     def mix(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The input of `proj`: (b, n, d) -> (b, n, h * dh). mask (m, n, n): added to the logits, b a multiple of m."""
-        raise NotImplementedError
+        """Return the input of `proj`: (b, n, d) -> (b, n, h * dh).
 
-    def start(self, weights: AttentionWeights) -> None:
-        """Closed-form start from the weights of the attention that this one replaces."""
+        Args:
+            mask: (m, n, n), added to the logits; b is a multiple of m.
+        """
         raise NotImplementedError
 
     def forward(
@@ -71,7 +87,7 @@ class LipschitzAttention(nn.Module):
         return features.view(b, n, self.num_heads, self.head_dim).transpose(1, 2)
 
     def average(self, logits: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """[P_h v_h]_h with the positions of this layer: (b, h, n, n), (b, h, n, dh) -> (b, n, h * dh)."""
+        """Return [P_h v_h]_h with the positions of this layer: (b, h, n, n), (b, h, n, dh) -> (b, n, h * dh)."""
         b, h, n, _ = logits.shape
         if self.window_size is not None:
             logits = logits + self.position_bias()
@@ -85,12 +101,12 @@ class LipschitzAttention(nn.Module):
         return (weights @ values).transpose(1, 2).reshape(b, n, -1)
 
     def position_bias(self) -> Tensor:
-        """(h, n, n): Swin's table, read at the relative position of every pair of tokens."""
+        """Return Swin's table at the relative position of every pair of tokens: (h, n, n)."""
         n = len(self.relative_position_index)
         return self.relative_position_bias_table[self.relative_position_index.view(-1)].view(n, n, -1).permute(2, 0, 1)
 
     def get_rel_indices(self, n: int) -> Tensor:
-        """(x, y, x^2 + y^2) from token to token of a square grid, (1, n, n, 3): what ConViT's `pos_proj` reads."""
+        """Return (x, y, x^2 + y^2) from token to token of a square grid, the input of `pos_proj`: (1, n, n, 3)."""
         side = math.isqrt(n)
         if side * side != n:
             raise ArchitectureError(f"gated positional attention needs a square grid of tokens, not {n} of them")
@@ -114,23 +130,16 @@ class LipschitzAttention(nn.Module):
             self.pos_proj.weight.data.copy_(weights.gate_weight)
             self.pos_proj.bias.data.copy_(weights.gate_bias)
 
-    def start_proj(self, weights: AttentionWeights) -> None:
-        """Copy the output map."""
-        copy_linear(self.proj, weights.proj_weight, weights.proj_bias)
 
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, head_dim={self.head_dim}"
-
-
-def copy_linear(layer: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
-    """Put a map into `layer`; a bias that one of the two lacks counts as zero."""
+def copy_linear(layer: nn.Linear | nn.Conv1d, weight: Tensor, bias: Tensor | None) -> None:
+    """Copy a map into `layer`; a missing bias is zero."""
     layer.weight.data.copy_(weight)
     if layer.bias is not None:
         layer.bias.data.zero_() if bias is None else layer.bias.data.copy_(bias)
 
 
 def tied_query(weights: AttentionWeights, head: int) -> Tensor:
-    """W_h (dh, d) with 2 W_h^T W_h / sqrt(dh) the best positive approximation of rank dh to scale W_Q,h^T W_K,h.
+    """Return W_h (dh, d) with 2 W_h^T W_h / sqrt(dh) the best positive approximation of rank dh to scale W_Q,h^T W_K,h.
 
     L2 logits are (2 q_i.q_j - |q_j|^2) / sqrt(dh) up to a constant of the row; dot-product logits are scale q_i.k_j. The
     nearest symmetric matrix to A is (A + A^T) / 2, its nearest positive semidefinite one of rank dh keeps the dh largest

@@ -1,6 +1,7 @@
-"""What a replacement needs to know of the attention it replaces: its shape (to be built) and its weights (to be started).
+"""The shape and the weights of an attention that is replaced: the new one is built from the first, started from the second.
 
-Anything else than the attentions named here, and any option that a replacement would silently drop, is refused by name.
+Only timm's Attention, Swin's WindowAttention and ConViT's GPSA and MHSA are read; options that a replacement would drop
+are refused by name.
 """
 
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ _NORM_OPTIONS = {"q_norm": "qk_norm", "k_norm": "qk_norm", "norm": "scale_norm"}
 class AttentionShape:
     """Widths, heads, biases and positions of an attention, read without its weights.
 
-    window: (height, width) of Swin's windows, whose relative position bias is kept, or None. gated: whether it holds
-    ConViT's gated positional map.
+    Attributes:
+        window: (height, width) of Swin's windows, whose relative position bias is kept, or None.
+        gated: Whether the attention holds ConViT's gated positional map.
     """
 
     width: int
@@ -36,7 +38,7 @@ class AttentionShape:
 
     @staticmethod
     def of(old: nn.Module) -> "AttentionShape":
-        """ArchitectureError for a module that is none of the known attentions, or has an option that would be lost."""
+        """Read the shape of `old`; ArchitectureError for an unknown module, or one with an option that would be lost."""
         known = _require_known(old)
         inputs, inner = _input_maps(known)
         window = tuple(known.window_size) if type(known) is WindowAttention else None
@@ -51,14 +53,28 @@ class AttentionShape:
             gated=type(known) is GPSA,
         )
 
+    @property
+    def inner(self) -> int:
+        """Width of all heads together."""
+        return self.heads * self.head_width
+
+    def require_no_positions(self, name: str) -> None:
+        """Raise ArchitectureError where the replacement `name` would lose positions."""
+        if self.window is not None:
+            raise ArchitectureError(f"{name} would lose the windows' relative position bias and mask")
+        if self.gated:
+            raise ArchitectureError(f"{name} would lose the gated positions of ConViT's GPSA")
+
 
 @dataclass
 class AttentionWeights:
     """The maps of a dot-product attention: softmax(scale q k^T + position_bias) v, then `proj`.
 
-    query, key, value: (heads * head_dim, width), with biases (heads * head_dim,) or None; proj_weight (out, heads *
-    head_dim). position_bias: (heads, n, n) for windows of n tokens, else None. gate (heads,), gate_weight (heads, 3) and
-    gate_bias (heads,): ConViT's positional map, else None.
+    Attributes:
+        query, key, value: (heads * head_dim, width); their biases (heads * head_dim,) or None.
+        proj_weight: (out, heads * head_dim).
+        position_bias: (heads, n, n) for windows of n tokens, else None.
+        gate, gate_weight, gate_bias: (heads,), (heads, 3) and (heads,) of ConViT's positional map, else None.
     """
 
     query: Tensor
@@ -79,7 +95,7 @@ class AttentionWeights:
 
     @staticmethod
     def of(old: nn.Module) -> "AttentionWeights":
-        """The weights of timm's Attention, Swin's WindowAttention or ConViT's GPSA and MHSA; ArchitectureError else."""
+        """Read the weights of `old`; ArchitectureError as for `AttentionShape.of`."""
         known = _require_known(old)
         layers, inner = _input_maps(known)
         weight = torch.cat([layer.weight.detach() for layer in layers])
@@ -107,12 +123,12 @@ class AttentionWeights:
         return found
 
     def head(self, tensor: Tensor, number: int) -> Tensor:
-        """The rows of one head, in float64."""
+        """Return the rows of one head, in float64."""
         return tensor[number * self.head_dim : (number + 1) * self.head_dim].double()
 
 
 def _input_maps(known: Any) -> tuple[list[nn.Linear], int]:
-    """The linear layers whose outputs, side by side, are queries, keys and values; the width of each of the three."""
+    """Return the linear layers whose outputs, side by side, are queries, keys and values, and the width of each."""
     layers = [known.qk, known.v] if type(known) is GPSA else [known.qkv]
     return layers, sum(layer.out_features for layer in layers) // 3
 

@@ -13,7 +13,7 @@ from certcli.system.errors import ArchitectureError
 class FlatHead(nn.Module):
     """Tokens side by side, then linear layers with MaxMin between them: (b, n, d) -> (b, k).
 
-    With `widths` empty it is one linear map, which equals mean or class-token pooling plus head for suitable weights.
+    With `widths` empty it is one linear map, which suitable weights make equal to mean or class-token pooling and a head.
     """
 
     def __init__(self, features: int, widths: Sequence[int], classes: int) -> None:
@@ -31,7 +31,7 @@ class FlatHead(nn.Module):
 
 
 def build_flat_head(net: nn.Module, widths: Sequence[int] = ()) -> nn.Module:
-    """Give a plain timm ViT a head over all its tokens; returns the same net with pooling switched off."""
+    """Give a plain timm ViT a head over all its tokens, in place; return it with pooling switched off."""
     if type(net) is not VisionTransformer or net.attn_pool is not None or net.pos_embed is None:
         raise ArchitectureError("a flat head replaces the head of timm's plain VisionTransformer only")
     if not isinstance(net.head, nn.Linear):

@@ -1,13 +1,12 @@
-"""Tied L2 self-attention: Lipschitz on all of R^(n x d), unlike dot-product attention."""
+"""L2 self-attention with tied queries and keys: Lipschitz everywhere with tied values, on bounded rows with untied ones."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from certcli.nn.attention import LipschitzAttention, copy_linear, tied_query
-from certcli.nn.attention_weights import AttentionWeights
+from certcli.nn.attention_weights import AttentionShape, AttentionWeights
 
 
 class L2Attention(LipschitzAttention):
@@ -23,11 +22,9 @@ class L2Attention(LipschitzAttention):
 
     title = "L2 attention"
 
-    def __init__(
-        self, width: int, heads: int, head_width: int, bias: bool, out_width: int, proj_bias: bool, **positions: Any
-    ) -> None:
-        super().__init__(width, heads, head_width, bias, out_width, proj_bias, **positions)
-        self.query = nn.Linear(width, heads * head_width, bias=bias)
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.query = nn.Linear(shape.width, shape.inner, bias=shape.bias)
 
     def mix(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """[P_h q_h]_h, the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
@@ -55,6 +52,31 @@ def l2_logits(q: Tensor) -> Tensor:
     return (2 * q @ q.transpose(-2, -1) - q.square().sum(-1).unsqueeze(-2)) / math.sqrt(q.shape[-1])
 
 
-def build(old: nn.Module) -> L2Attention:
-    """L2 attention with the widths, heads, biases and positions of a timm attention."""
-    return L2Attention.replacing(old)
+class L2UntiedValueAttention(LipschitzAttention):
+    """x -> W_O [P_h W_V,h x]_h, P_h,ij ~ exp(-|q_h,i - q_h,j|^2 / sqrt(dh)), q_h = W_h x: (b, n, d) -> (b, n, d).
+
+    The form that published code runs. Without the factor A_h it is not Lipschitz on R^(n x d): along directions that W_h
+    does not see, values grow without the weights noticing. It has a bound where all rows do (docs/bounds.md, 6.3).
+    """
+
+    title = "L2 attention with untied values"
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.query = nn.Linear(shape.width, shape.inner, bias=shape.bias)
+        self.value = nn.Linear(shape.width, shape.inner, bias=shape.bias)
+
+    def mix(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[P_h v_h]_h, the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
+        return self.average(l2_logits(self.split_heads(self.query(x))), self.split_heads(self.value(x)), mask)
+
+    def start(self, weights: AttentionWeights) -> None:
+        """Tied queries by `tied_query`; values and the output map as they were."""
+        copy_linear(self.query, torch.cat([tied_query(weights, h) for h in range(self.num_heads)]), None)
+        copy_linear(self.value, weights.value, weights.value_bias)
+        copy_linear(self.proj, weights.proj_weight, weights.proj_bias)
+        self.start_positions(weights)
+
+
+build = L2Attention.replacing
+build_untied = L2UntiedValueAttention.replacing

@@ -1,15 +1,13 @@
 """Attention whose scores are divided by their own size (LipschitzNorm): Lipschitz everywhere, with a constant O(1) in n."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from certcli.nn.attention import LipschitzAttention, copy_linear
-from certcli.nn.attention_weights import AttentionWeights
+from certcli.nn.attention_weights import AttentionShape, AttentionWeights
 
 FLOOR = 1e-12
-"""Least divisor of the scores, for queries, keys or values that are all zero. Part of the layer: the proof allows it."""
+"""Least divisor of the scores, for queries, keys or values that are all zero. A part of the layer, which the proof covers."""
 
 
 class LipschitzNormAttention(LipschitzAttention):
@@ -21,12 +19,9 @@ class LipschitzNormAttention(LipschitzAttention):
 
     title = "LipschitzNorm attention"
 
-    def __init__(
-        self, width: int, heads: int, head_width: int, bias: bool, out_width: int, proj_bias: bool, **positions: Any
-    ) -> None:
-        super().__init__(width, heads, head_width, bias, out_width, proj_bias, **positions)
-        inner = heads * head_width
-        self.query, self.key, self.value = (nn.Linear(width, inner, bias=bias) for _ in range(3))
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.query, self.key, self.value = (nn.Linear(shape.width, shape.inner, bias=shape.bias) for _ in range(3))
 
     def mix(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """[P_h v_h]_h, the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
@@ -41,10 +36,8 @@ class LipschitzNormAttention(LipschitzAttention):
         copy_linear(self.query, weights.query, weights.query_bias)
         copy_linear(self.key, weights.key, weights.key_bias)
         copy_linear(self.value, weights.value, weights.value_bias)
-        self.start_proj(weights)
+        copy_linear(self.proj, weights.proj_weight, weights.proj_bias)
         self.start_positions(weights)
 
 
-def build(old: nn.Module) -> LipschitzNormAttention:
-    """LipschitzNorm attention with the widths, heads, biases and positions of a timm attention."""
-    return LipschitzNormAttention.replacing(old)
+build = LipschitzNormAttention.replacing

@@ -80,7 +80,7 @@ class TokenBatchNorm(nn.BatchNorm1d):
 
 
 def norm_width(old: nn.Module) -> int:
-    """The width of a LayerNorm over the last dimension; ArchitectureError for any other norm."""
+    """Return the width of a LayerNorm over the last dimension; ArchitectureError for any other norm."""
     shape = getattr(old, "normalized_shape", None)
     if not isinstance(old, nn.LayerNorm) or shape is None or len(shape) != 1:
         raise ArchitectureError(f"{type(old).__name__} is not a LayerNorm over the last dimension")
@@ -88,17 +88,17 @@ def norm_width(old: nn.Module) -> int:
 
 
 def floor_fits(old: nn.Module) -> bool:
-    """Whether this is exactly a LayerNorm over the last dimension: torch's own, or timm's, which computes the same."""
+    """Tell whether this is exactly a LayerNorm over the last dimension: torch's own or timm's, which computes the same."""
     return type(old) in (nn.LayerNorm, TimmLayerNorm) and len(getattr(old, "normalized_shape", ())) == 1
 
 
 def build_center_norm(old: nn.Module) -> CenterNorm:
-    """CenterNorm of the width of a LayerNorm over the last dimension."""
+    """Build a CenterNorm of the width of a LayerNorm over the last dimension."""
     return CenterNorm(norm_width(old))
 
 
 def build_floor_norm(old: nn.Module) -> FloorNorm:
-    """FloorNorm of the width of a LayerNorm; its floor comes with the weights."""
+    """Build a FloorNorm of the width of a LayerNorm; its floor comes with the weights."""
     return FloorNorm(norm_width(old))
 
 

@@ -1,9 +1,9 @@
 """Token mixing that loses no gradient norm: attention's limits with a Lipschitz constant of 1.
 
-Softmax attention averages tokens, which shrinks their differences; what averages cannot be orthogonal. Two limits of it
-are: fixed weights, in which a head multiplies its tokens by an orthogonal matrix (no longer a function of the image), and
-weights that are 0 or 1, in which every channel of a token attends to exactly one token (still a function of the image).
-Proofs: docs/bounds.md, "Token mixing".
+Softmax attention averages tokens, which shrinks their differences, so it cannot be orthogonal. Two of its limits are:
+fixed weights, with which a head multiplies its tokens by an orthogonal matrix (no longer a function of the image), and
+weights of 0 or 1, with which every channel of a token attends to exactly one token (still a function of the image).
+Proofs: docs/bounds.md, section 11.
 """
 
 import torch
@@ -16,7 +16,8 @@ class OrthogonalMixing(nn.Module):
     """x -> [M_h x_h]_h + p, x_h the h-th group of channels, M_h (n, n), p (n, d): (b, n, d) -> (b, n, d).
 
     Attention with weights that do not depend on the image. Its Lipschitz constant is max_h |M_h|: 1 while the matrices are
-    orthogonal, as they start, and stay under the optimiser `stiefel`. p tells places apart for the activation that follows.
+    orthogonal, as they are at the start and stay under the optimiser `stiefel`. p tells places apart for the activation
+    that follows.
     """
 
     def __init__(self, tokens: int, width: int, heads: int) -> None:
@@ -66,7 +67,7 @@ class TokenMaxMin(nn.Module):
 
 
 class TokenShift(nn.Module):
-    """x -> x + p: (b, n, d) -> (b, n, d). What is left of a token mixing once the mixing is taken out."""
+    """x -> x + p: (b, n, d) -> (b, n, d). A token mixing without the mixing, for comparisons."""
 
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()

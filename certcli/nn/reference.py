@@ -1,4 +1,4 @@
-"""Reference networks, registered with timm under `certvit_*`. What each is, and whether it has working attention:
+"""Reference networks, registered with timm under `certvit_*`:
 
 - `certvit_vit_*`: plain timm vision transformers (dot-product attention, LayerNorm); `mnist` to `tinyimagenet` with the
   sizes of CertViT's Table 4. The table does not give the number of heads; ours are width / 32 (digits: / 16), width / 64
@@ -6,13 +6,13 @@
 - `certvit_vit_ibp_3_3_8`, `pgd_2_3_16`: the vision transformers of VNN-COMP 2023, without norms or with BatchNorm.
 - `certvit_4c3f`, `6c2f`, `8c2f`: the small CNNs of the certified-training literature (Lee et al. 2020, BCP). No attention.
 - `certvit_lip_*`: Lipschitz by design: patches, MaxMin blocks on tokens, a MaxMin head over all tokens. No attention.
-- `certvit_sort_mnist`: Lipschitz by design, and hard attention is the only way between tokens: each channel of a token
-  attends to exactly one token, which one depends on the image. No softmax.
+- `certvit_sort_mnist`: Lipschitz by design; tokens are mixed by hard attention only: each channel of a token attends to
+  exactly one token, chosen by the image. No softmax.
 - `certvit_mix_mnist`: the same with attention's other limit, orthogonal matrices over tokens, which do not depend on the
   image. `--arch-arg mixing=none` takes the mixing out of either (docs/lab/attention-at-work.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -41,12 +41,13 @@ def _config(channels: int, side: int, classes: int, mean: Sequence[float], std: 
     }
 
 
-def _taking(config: dict[str, Any], channels: int, side: int) -> dict[str, Any]:
-    """The configuration of a network built for images of another size; other channels share the first one's statistics."""
-    statistics = {name: tuple(config[name]) for name in ("mean", "std")}
-    if channels != config["input_size"][0]:
-        statistics = {name: values[:1] * channels for name, values in statistics.items()}
-    return {**config, **statistics, "input_size": (channels, side, side)}
+def _network_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Return timm.create_model's arguments without those about pretrained weights."""
+    return {
+        key: value
+        for key, value in given.items()
+        if value is not None and key not in ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+    }
 
 
 def _vit(config: dict[str, Any], defaults: dict[str, Any], given: dict[str, Any]) -> nn.Module:
@@ -58,13 +59,19 @@ def _vit(config: dict[str, Any], defaults: dict[str, Any], given: dict[str, Any]
     return net
 
 
-def _network_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """timm.create_model's arguments without those that speak of pretrained weights."""
-    return {
-        key: value
-        for key, value in given.items()
-        if value is not None and key not in ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
-    }
+def _sized(
+    make: Callable[..., nn.Module], config: dict[str, Any], shape: dict[str, Any], given: dict[str, Any]
+) -> nn.Module:
+    """Build make(channels, side, classes, **shape), where `given` may change each; other channels share one statistic."""
+    arguments = _network_arguments(given)
+    channels = arguments.pop("in_chans", config["input_size"][0])
+    side = arguments.pop("img_size", config["input_size"][1])
+    if channels != config["input_size"][0]:
+        config = {**config, **{name: tuple(config[name][:1]) * channels for name in ("mean", "std")}}
+    classes = arguments.pop("num_classes", config["num_classes"])
+    net = make(channels=channels, side=side, classes=classes, **(shape | arguments))
+    net.pretrained_cfg = {**config, "input_size": (channels, side, side)}  # type: ignore[assignment]
+    return net
 
 
 @register_model
@@ -162,21 +169,10 @@ class SmallConvNet(nn.Module):
 def _convnet(
     config: dict[str, Any], convolutions: Sequence[tuple[int, int, int]], widths: Sequence[int], given: dict[str, Any]
 ) -> nn.Module:
-    arguments = _network_arguments(given)
-    channels, side, _ = config["input_size"]
-    config = _taking(config, arguments.pop("in_chans", channels), arguments.pop("img_size", side))
-    channels, side, _ = config["input_size"]
-    net = SmallConvNet(
-        channels,
-        side,
-        convolutions,
-        widths,
-        arguments.pop("num_classes", config["num_classes"]),
-    )
-    if arguments:
-        raise TypeError(f"unknown arguments {sorted(arguments)}")
-    net.pretrained_cfg = config  # type: ignore[assignment]
-    return net
+    unknown = sorted(_network_arguments(given).keys() - {"in_chans", "img_size", "num_classes"})
+    if unknown:
+        raise TypeError(f"unknown arguments {unknown}")
+    return _sized(SmallConvNet, config, {"convolutions": convolutions, "widths": widths}, given)
 
 
 @register_model
@@ -203,7 +199,7 @@ def certvit_8c2f(pretrained: bool = False, **given: Any) -> nn.Module:
 class LipschitzMixer(nn.Module):
     """Patches to tokens, MaxMin MLP blocks without norms or residuals, a MaxMin head over all tokens. No attention.
 
-    Its constant is the product of its layers' spectral norms: 1 while they are kept orthogonal (`finetune`'s `stiefel`).
+    The constant is the product of the layers' spectral norms: 1 while they are kept orthogonal (`finetune`'s `stiefel`).
     """
 
     def __init__(
@@ -225,41 +221,29 @@ class LipschitzMixer(nn.Module):
         return self.head(tokens)
 
 
-def _mixer(config: dict[str, Any], shape: dict[str, Any], given: dict[str, Any]) -> nn.Module:
-    arguments = _network_arguments(given)
-    channels, side, _ = config["input_size"]
-    config = _taking(config, arguments.pop("in_chans", channels), arguments.pop("img_size", side))
-    net = LipschitzMixer(
-        **{
-            "channels": config["input_size"][0],
-            "side": config["input_size"][1],
-            "classes": arguments.pop("num_classes", config["num_classes"]),
-            **shape,
-            **arguments,
-        }
-    )
-    net.pretrained_cfg = config  # type: ignore[assignment]
-    return net
-
-
 @register_model
 def certvit_lip_digits(pretrained: bool = False, **given: Any) -> nn.Module:
     """Lipschitz by design, for 8 x 8 digits; no attention."""
-    return _mixer(_config(1, 8, 10, (0.0,), (1.0,)), {"patch": 2, "width": 32, "depth": 1, "head": [128, 128]}, given)
+    return _sized(
+        LipschitzMixer,
+        _config(1, 8, 10, (0.0,), (1.0,)),
+        {"patch": 2, "width": 32, "depth": 1, "head": [128, 128]},
+        given,
+    )
 
 
 @register_model
 def certvit_lip_mnist(pretrained: bool = False, **given: Any) -> nn.Module:
     """Lipschitz by design, for MNIST: patch 7, width 64, depth 2, head 512-512-256; no attention."""
     shape = {"patch": 7, "width": 64, "depth": 2, "head": [512, 512, 256]}
-    return _mixer(_config(1, 28, 10, (0.0,), (1.0,)), shape, given)
+    return _sized(LipschitzMixer, _config(1, 28, 10, (0.0,), (1.0,)), shape, given)
 
 
 @register_model
 def certvit_lip_cifar10(pretrained: bool = False, **given: Any) -> nn.Module:
     """Lipschitz by design, for CIFAR-10: patch 4, width 96, depth 2, head 512-512-256; no attention."""
     shape = {"patch": 4, "width": 96, "depth": 2, "head": [512, 512, 256]}
-    return _mixer(_config(3, 32, 10, (0.0,) * 3, (1.0,) * 3), shape, given)
+    return _sized(LipschitzMixer, _config(3, 32, 10, (0.0,) * 3, (1.0,) * 3), shape, given)
 
 
 def _token_mixing(kind: str, tokens: int, width: int, heads: int, block: int) -> nn.Module:
@@ -275,8 +259,8 @@ def _token_mixing(kind: str, tokens: int, width: int, heads: int, block: int) ->
 class TokenMixer(nn.Module):
     """Patches to tokens, blocks of [token mixing, linear, MaxMin], the mean of all tokens, a MaxMin head on that mean.
 
-    The linear layers are shared by all tokens and the head sees their mean alone, so what depends on two places at once can
-    only come through the mixing. Its constant is the product of its spectral norms times 1/sqrt(tokens) of the mean.
+    The linear layers are shared by all tokens and the head sees only their mean, so a feature that depends on two places
+    at once comes through the mixing. The constant is the product of the spectral norms and 1/sqrt(tokens) of the mean.
     """
 
     def __init__(
@@ -309,29 +293,19 @@ class TokenMixer(nn.Module):
 
 
 def _token_mixer(mixing: str, given: dict[str, Any]) -> nn.Module:
-    config = _config(1, 28, 10, (0.0,), (1.0,))
-    arguments = _network_arguments(given)
     shape: dict[str, Any] = {"patch": 14, "width": 256, "depth": 4, "heads": 16, "head": [256], "mixing": mixing}
-    config = _taking(config, arguments.pop("in_chans", 1), arguments.pop("img_size", 28))
-    net = TokenMixer(
-        channels=config["input_size"][0],
-        side=config["input_size"][1],
-        classes=arguments.pop("num_classes", 10),
-        **(shape | arguments),
-    )
-    net.pretrained_cfg = config  # type: ignore[assignment]
-    return net
+    return _sized(TokenMixer, _config(1, 28, 10, (0.0,), (1.0,)), shape, given)
 
 
 @register_model
 def certvit_sort_mnist(pretrained: bool = False, **given: Any) -> nn.Module:
-    """Hard attention between 4 tokens of patch 14, width 256, depth 4: every channel attends to one token of the image's
-    choice. The only mixing of tokens; the head sees their mean. No softmax attention."""
+    """Hard attention between 4 tokens of patch 14, width 256, depth 4: every channel attends to one token, chosen by the
+    image. Nothing else mixes tokens; the head sees their mean. No softmax attention."""
     return _token_mixer("sort", given)
 
 
 @register_model
 def certvit_mix_mnist(pretrained: bool = False, **given: Any) -> nn.Module:
     """Orthogonal matrices over 4 tokens of patch 14, 16 heads, width 256, depth 4: attention's limit with weights that do
-    NOT depend on the image. The only mixing of tokens; the head sees their mean."""
+    NOT depend on the image. Nothing else mixes tokens; the head sees their mean."""
     return _token_mixer("orthogonal", given)

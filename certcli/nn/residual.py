@@ -1,4 +1,4 @@
-"""Residual connections with a bound below 1 + L, and the blocks of timm's families with them in place of their additions."""
+"""Residual connections with a bound below 1 + L, and blocks of timm's families that have them in place of additions."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ Residual = type[ConvexResidual] | type[WeightedResidual]
 
 
 class ResidualBlock(nn.Module):
-    """timm's pre-norm ViT block, part for part and name for name, with its two additions as modules."""
+    """timm's pre-norm ViT block, with the same parts and names, and its two additions as modules."""
 
     def __init__(self, block: Block, residual: Residual) -> None:
         super().__init__()
@@ -104,7 +104,10 @@ def build_weighted(old: nn.Module) -> nn.Module:
 
 
 def attention_weight(model: nn.Module) -> float | None:
-    """Largest weight of an attention branch in its residual sum: t if convex, |a| if weighted, 1 if plain; None without."""
+    """Return the largest weight of an attention branch in its residual sum: t if convex, |a| if weighted, 1 if plain.
+
+    None for a network without attention.
+    """
     shares = []
     for module in model.modules():
         if isinstance(module, ResidualBlock):

@@ -1,13 +1,12 @@
 """Scaled cosine similarity attention: queries, keys and values on (nearly) unit spheres, Lipschitz everywhere."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from certcli.nn.attention import LipschitzAttention, copy_linear
-from certcli.nn.attention_weights import AttentionWeights
+from certcli.nn.attention_weights import AttentionShape, AttentionWeights
 
 EPS = 1.0
 """Added to the squared norms. Any other value is a matter of units: (t W, t^2 eps) is the same function as (W, eps)."""
@@ -21,14 +20,11 @@ class CosineAttention(LipschitzAttention):
 
     title = "scaled cosine similarity attention"
 
-    def __init__(
-        self, width: int, heads: int, head_width: int, bias: bool, out_width: int, proj_bias: bool, **positions: Any
-    ) -> None:
-        super().__init__(width, heads, head_width, bias, out_width, proj_bias, **positions)
-        inner = heads * head_width
-        self.query, self.key, self.value = (nn.Linear(width, inner, bias=bias) for _ in range(3))
-        self.tau = nn.Parameter(torch.ones(heads))
-        self.nu = nn.Parameter(torch.ones(heads))
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.query, self.key, self.value = (nn.Linear(shape.width, shape.inner, bias=shape.bias) for _ in range(3))
+        self.tau = nn.Parameter(torch.ones(shape.heads))
+        self.nu = nn.Parameter(torch.ones(shape.heads))
 
     def mix(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """[nu_h P_h v_h]_h, the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
@@ -57,10 +53,8 @@ class CosineAttention(LipschitzAttention):
             sizes.append(size)
         self.tau.data.copy_(2 * weights.scale * sizes[0] * sizes[1])
         self.nu.data.copy_(math.sqrt(2) * sizes[2])
-        self.start_proj(weights)
+        copy_linear(self.proj, weights.proj_weight, weights.proj_bias)
         self.start_positions(weights)
 
 
-def build(old: nn.Module) -> CosineAttention:
-    """Scaled cosine similarity attention with the widths, heads, biases and positions of a timm attention."""
-    return CosineAttention.replacing(old)
+build = CosineAttention.replacing

@@ -1,7 +1,6 @@
-"""Names of the module replacements a record can replay. Each builder takes the old module and returns the new one's shape.
+"""The module replacements that a record can name. Each builder takes the old module and returns the new one.
 
-A builder never reads weights: they come from the checkpoint. How a new part is *started* from the weights of the part it
-replaces is the business of `certcli.adapt`.
+A builder never reads weights: they come from the checkpoint. `certcli.adapt` starts a new part from the old weights.
 """
 
 from certcli.system.registry import Entry, Registry
@@ -16,7 +15,7 @@ REPLACEMENTS = Registry(
     ),
     Entry(
         "l2-untied-value-attention",
-        "certcli.nn.l2_untied_value_attention:build",
+        "certcli.nn.l2_attention:build_untied",
         "tied L2 attention with values of their own: a bound on tokens of bounded norm only",
         "the form that CertViT publishes",
     ),

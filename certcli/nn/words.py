@@ -1,4 +1,4 @@
-"""Layers that an architecture's arguments may name: two closed tables from a word to a class. Nothing is imported by name."""
+"""Layers that an architecture's arguments may name: closed tables from a word to a class; nothing is imported by name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ NORM_EPS = "norm_eps"
 
 
 def with_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a constructor, the words of `norm_layer` and `act_layer` replaced by classes; Refused lists them."""
+    """Return a constructor's arguments, with classes for the words of `norm_layer` and `act_layer`; Refused lists them."""
     found = dict(arguments)
     for key, table in _TABLES.items():
         word = found.get(key)
@@ -34,7 +34,7 @@ def with_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_norm_eps(net: nn.Module, eps: float) -> None:
-    """eps of every norm; Refused where it is no small positive number, or there is no norm that has one."""
+    """Set eps of every norm; Refused for an eps outside (0, 1], or a network without a norm that has one."""
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 < eps <= 1:
         raise Refused(f"{NORM_EPS} is a number in (0, 1], not {one_line(repr(eps))[:40]}")
     named = [module for module in net.modules() if "norm" in type(module).__name__.lower()]
@@ -46,5 +46,5 @@ def set_norm_eps(net: nn.Module, eps: float) -> None:
 
 
 def takes_no_norm_eps(failure: BaseException) -> bool:
-    """Whether a constructor refused the argument as one that it does not know."""
+    """Tell whether a constructor refused `norm_eps` as an unknown argument."""
     return isinstance(failure, TypeError) and NORM_EPS in str(failure) and "unexpected keyword" in str(failure)

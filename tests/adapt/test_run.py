@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
 from certcli.adapt.pixels import chances, compact, varied
 from certcli.adapt.preview import multiply_adds, preview
@@ -15,10 +14,10 @@ from certcli.adapt.run import Adapter
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.state import load_state, save_state
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.main import app
 from certcli.images import datasets
 from certcli.models import build as models
 from certcli.system.errors import ArchitectureError, CheckpointError
+from tests.helpers.commands import attempt
 from tests.helpers.interrupted import interrupted
 
 CPU = torch.device("cpu")
@@ -69,20 +68,16 @@ def test_the_state_of_another_run_is_refused(
         load_state(tmp_path / "state.safetensors", other.identity)
 
 
-def certvit(*words: object) -> Any:
-    return CliRunner().invoke(app, [str(word) for word in words])
-
-
 def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -> None:
     """A real SIGINT once the first state is on disk; --resume ends in the bytes of a run that was left alone."""
     words = [workshop / "plain.safetensors", "--dataset", "digits", "--limit", 20, "--epochs", 1, "--distill", 60]
-    assert certvit("adapt", *words, "-o", tmp_path / "whole.safetensors").exit_code == 0
+    assert attempt("adapt", *words, "-o", tmp_path / "whole.safetensors").exit_code == 0
     out = tmp_path / "stopped.safetensors"
     state = tmp_path / "stopped.state.safetensors"
     interrupted("certcli.adapt.state", ["adapt", *map(str, words), "-o", str(out)])
     assert state.exists()
     assert not out.exists()
-    resumed = certvit("adapt", *words, "-o", out, "--resume")
+    resumed = attempt("adapt", *words, "-o", out, "--resume")
     assert resumed.exit_code == 0, resumed.output
     assert Checkpoint.read(out).digest == Checkpoint.read(tmp_path / "whole.safetensors").digest
     assert not state.exists()
@@ -114,12 +109,12 @@ def test_a_plan_on_the_command_line_downloads_and_writes_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("timm.create_model", _refuse_pretrained())
     words = ["adapt", "vit_tiny_patch16_224", "--goal", "certify", "--arch-arg", "depth=1", "--no-bounds", "--dry-run"]
-    told = certvit(*words, "--json", "--quiet")
+    told = attempt(*words, "--json", "--quiet")
     assert told.exit_code == 0, told.output
     document = json.loads(told.stdout)
     assert {"path": "blocks.0.attn", "from": "Attention", "to": "L2Attention"} in document["plan"]
     assert document["after"]["parameters"] < document["before"]["parameters"]
-    shown = certvit(*words)
+    shown = attempt(*words)
     assert "blocks.*.attn" in shown.stdout
     assert not list(tmp_path.iterdir())
 
@@ -145,15 +140,15 @@ def test_a_plan_without_bounds_proves_none(plain: Checkpoint) -> None:
 def test_calibration_images_of_another_size_and_colour_are_resized_and_the_output_says_so(
     workshop: Path, tmp_path: Path
 ) -> None:
-    told = certvit(
+    told = attempt(
         "adapt", workshop / "plain.safetensors", "--dataset", _colour_folder(tmp_path / "photos"), "--epochs", 0,
         "-o", tmp_path / "a.safetensors",
     )  # fmt: skip
     assert told.exit_code == 0, told.output
-    init = certvit("init", "vit_tiny_patch16_224", "--arch-arg", "depth=1", "--arch-arg", "img_size=32",
+    init = attempt("init", "vit_tiny_patch16_224", "--arch-arg", "depth=1", "--arch-arg", "img_size=32",
                    "--arch-arg", "embed_dim=12", "-o", tmp_path / "rgb.safetensors")  # fmt: skip
     assert init.exit_code == 0, init.output
-    told = certvit(
+    told = attempt(
         "adapt", tmp_path / "rgb.safetensors", "--dataset", "digits", "--limit", 20, "--epochs", 0,
         "-o", tmp_path / "b.safetensors",
     )  # fmt: skip
@@ -171,11 +166,11 @@ def _colour_folder(folder: Path) -> Path:
 
 
 def test_a_network_without_attention_is_refused(tmp_path: Path, plain: Checkpoint) -> None:
-    assert certvit("init", "certvit_4c3f", "-o", tmp_path / "cnn.safetensors").exit_code == 0
-    told = certvit("adapt", tmp_path / "cnn.safetensors", "--dry-run")
+    assert attempt("init", "certvit_4c3f", "-o", tmp_path / "cnn.safetensors").exit_code == 0
+    told = attempt("adapt", tmp_path / "cnn.safetensors", "--dry-run")
     assert isinstance(told.exception, ArchitectureError)
     assert "no LayerNorm" in told.exception.message
-    told = certvit("adapt", tmp_path / "cnn.safetensors", "--goal", "certify", "--dataset", tmp_path / "nowhere")
+    told = attempt("adapt", tmp_path / "cnn.safetensors", "--goal", "certify", "--dataset", tmp_path / "nowhere")
     assert isinstance(told.exception, ArchitectureError)
     assert "no attention" in told.exception.message
 
@@ -214,7 +209,7 @@ def test_a_goal_chooses_the_parts_and_what_is_kept_is_told(
 ) -> None:
     """The headline is that of the written file on images that took no part."""
     source, out = workshop / "plain.safetensors", tmp_path / "out.safetensors"
-    outcome = certvit("adapt", source, *words, "--limit", 300, "--json", "-o", out)
+    outcome = attempt("adapt", source, *words, "--limit", 300, "--json", "-o", out)
     assert outcome.exit_code == 0, outcome.exception
     report, written = json.loads(outcome.stdout), Checkpoint.read(out)
     step = written.record.lineage[-1].parameters
@@ -237,14 +232,14 @@ def test_a_goal_chooses_the_parts_and_what_is_kept_is_told(
 
 
 def test_an_unknown_goal_is_refused_before_any_work(workshop: Path) -> None:
-    refused = certvit("adapt", workshop / "plain.safetensors", "--goal", "win")
+    refused = attempt("adapt", workshop / "plain.safetensors", "--goal", "win")
     assert "unknown --goal 'win'" in str(refused.exception)
 
 
 def test_floors_lie_below_every_deviation_that_was_seen(workshop: Path, tmp_path: Path) -> None:
     """On the calibration images and on blank ones the network is the same function, up to LayerNorm's eps."""
     source, out = workshop / "plain.safetensors", tmp_path / "out.safetensors"
-    outcome = certvit("adapt", source, "--limit", 100, "--json", "-o", out)
+    outcome = attempt("adapt", source, "--limit", 100, "--json", "-o", out)
     assert outcome.exit_code == 0, outcome.exception
     parts = json.loads(outcome.stdout)["replaced"]
     assert 0 < sum(part["error"] for part in parts) < 1e-2  # a norm of this net has a floor near .02

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from certcli.adapt import trials
 from certcli.adapt.candidates import FLOOR, Option
@@ -14,7 +13,6 @@ from certcli.adapt.keep import Keeper
 from certcli.adapt.settings import settings_for
 from certcli.adapt.trials import Trials, hull
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.main import app
 from certcli.evaluation.fidelity import Witness
 from certcli.images import datasets
 from certcli.images.calibration import hold_out
@@ -22,6 +20,7 @@ from certcli.lipschitz.network import prove
 from certcli.lipschitz.numerics.real import INF
 from certcli.models import build
 from certcli.system.errors import UsageError
+from tests.helpers.commands import attempt
 
 CPU = torch.device("cpu")
 
@@ -108,19 +107,19 @@ def test_without_a_bound_nothing_is_traded(
 def test_the_command_shows_the_trade_and_records_it(workshop: Path, tmp_path: Path) -> None:
     output = tmp_path / "kept.safetensors"
     words = ["adapt", str(workshop / "plain.safetensors"), "--dataset", "digits", "--limit", "200", "-o", str(output)]
-    done = CliRunner().invoke(app, [*words, "--json", "--quiet"])
+    done = attempt(*words, "--json", "--quiet")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert sum(rung["taken"] for rung in told["trade"]) == 1
     assert {"path", "change", "digits", "logits_error", "taken"} == set(told["options"][0])
     (evidence,) = [entry for entry in Checkpoint.read(output).record.evidence if entry.command == "adapt"]
     assert evidence.result["trade"] == told["trade"]
-    table = CliRunner().invoke(app, [*words, "--force", "--quiet"])
+    table = attempt(*words, "--force", "--quiet")
     assert "digits gained" in table.stdout
-    named = CliRunner().invoke(app, [*words, "--norm-floor", "0.5", "--epochs", "-1", "--force", "--json", "--quiet"])
+    named = attempt(*words, "--norm-floor", "0.5", "--epochs", "-1", "--force", "--json", "--quiet")
     assert "trade" not in json.loads(named.stdout)
     adapted = Checkpoint.read(output).record.lineage[-1]
     assert adapted.parameters["calibration_images"] == 160  # none of those that would choose is lost
     for share, command in (("0", []), ("0.9", ["--goal", "certify"]), ("0.9", ["--attention", "l2"])):
-        refused = CliRunner().invoke(app, [*words, "--force", "--keep", share, *command])
+        refused = attempt(*words, "--force", "--keep", share, *command)
         assert isinstance(refused.exception, UsageError)

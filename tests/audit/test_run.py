@@ -17,7 +17,6 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from certcli.attack.settings import AttackSettings
 from certcli.audit import gates
@@ -27,25 +26,17 @@ from certcli.audit.clock import Clock, OutOfTime, Part
 from certcli.certify.certificate import Doubt
 from certcli.certify.methods import prepare
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.main import app
 from certcli.images import datasets
 from certcli.models import build
 from certcli.report import formats
 from certcli.report.document import Audit, Block, Gate, Judged, Share, Step, from_json, written_schema
 from certcli.report.page import Picture
 from certcli.system.errors import GateError, UsageError
+from tests.helpers.commands import attempt, certvit, document
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = ("json", "csv", "html", "sarif", "xml", "svg", "md")
 QUICK = ("--limit", 24, "-e", 0.05, "-e", 0.3, "-a", "fgsm", "--quiet")
-
-
-def certvit(*words: object, code: int = 0) -> dict:
-    outcome = CliRunner().invoke(app, [str(word) for word in words])
-    failure = getattr(outcome.exception, "code", outcome.exit_code)
-    assert failure == code, (words, outcome.output, outcome.exception)
-    lines = [line for line in outcome.stdout.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else {}
 
 
 @pytest.fixture(scope="module")
@@ -122,17 +113,17 @@ def test_the_published_schema_is_the_documents(folder: Path) -> None:
 def test_the_answer_is_what_the_commands_find(workshop: Path, folder: Path, certified_audit: dict) -> None:
     path, words = workshop / "certified.safetensors", ("--limit", 24, "-e", 0.05, "-e", 0.3, "--json", "--quiet")
     (found,) = certified_audit["certificates"]
-    alone = certvit("certify", path, *words)
+    alone = document("certify", path, *words)
     assert {radius: share["share"] for radius, share in found["certified"].items()} == alone["certified"]
     assert found["dataset"] == alone["dataset"]
     assert found["clean"]["share"] == alone["clean"]
     # the audit takes batches of another size, in which sums may be made in another order
     assert found["average_radius"] == pytest.approx(alone["average_radius"], rel=1e-12)
-    attacked = certvit("attack", path, "-a", "fgsm", *words)
+    attacked = document("attack", path, "-a", "fgsm", *words)
     assert {radius: share["share"] for radius, share in certified_audit["attack"]["robust"].items()} == attacked[
         "curve"
     ]
-    assert certified_audit["bound"]["upper"] == certvit("lipschitz", path, "--no-estimate", "--json")["upper"]
+    assert certified_audit["bound"]["upper"] == document("lipschitz", path, "--no-estimate")["upper"]
     assert certified_audit["slope"]["lower"] <= certified_audit["bound"]["upper"]
     held = found["certified"]["0.05"]
     assert f"{held['hits']} of 24 images" in certified_audit["verdict"][0]
@@ -179,12 +170,12 @@ def test_what_is_shown_to_be_typed_works_here(workshop: Path, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     words = ["audit", "a b/net.safetensors", "--as-stated", "--dataset", "digits", "--data-dir", ".", "--limit", "4"]
     words += ["--report", "r.json", "-a", "fgsm", "--quiet"]
-    shown = CliRunner().invoke(app, words).stdout
+    shown = attempt(*words).stdout
     again = shlex.split(re.sub(r"\s+", " ", shown.partition("Again: ")[2]))
     assert again[1:8] == words[:7]
-    assert CliRunner().invoke(app, [*again[1:], "--quiet"]).exit_code == 0
+    certvit(*again[1:], "--quiet")
     following = shlex.split(re.sub(r"\s+", " ", shown.partition("Next: ")[2].partition("\n  or:")[0]))
-    assert CliRunner().invoke(app, [*following[1:], "--quiet"]).exit_code == 0
+    certvit(*following[1:], "--quiet")
     assert "net.safetensors --as-stated" in json.loads(Path("r.json").read_text())["reproduce"]
     assert "a b" not in Path("r.json").read_text()
 
@@ -214,14 +205,14 @@ GATES = {
 def test_gates(workshop: Path) -> None:
     """Each on its own: those that fail do not hide the others, and radii that only a gate names are measured."""
     words = [part for gate in GATES for part in ("--fail-on", gate)]
-    found = certvit("audit", workshop / "certified.safetensors", *QUICK, "--json", *words, code=7)
+    found = document("audit", workshop / "certified.safetensors", *QUICK, *words, code=7)
     assert {row["fail_on"]: row["passed"] for row in found["gate"]["judged"]} == GATES
     assert found["gate"]["passed"] is False
     schema = json.loads((ROOT / "docs" / "schema" / "audit.json").read_text())
     assert problems(found, schema, schema) == []  # what stands on stdout is the document, too
     assert len(found["gate"]["reasons"]) == sum(not passed for passed in GATES.values())
     met = [part for gate, passed in GATES.items() if passed for part in ("--fail-on", gate)]
-    assert certvit("audit", workshop / "certified.safetensors", *QUICK, "--json", *met)["gate"]["passed"] is True
+    assert document("audit", workshop / "certified.safetensors", *QUICK, *met)["gate"]["passed"] is True
 
 
 @pytest.mark.parametrize(
@@ -250,7 +241,7 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
     few = ("--quiet", "--json", "--limit", 8, "-e", 0.05)
     bare = Checkpoint.read(workshop / "init.safetensors")
     assert bare.record.dataset is None
-    found = certvit("audit", workshop / "init.safetensors", *few, "--fail-on", "certified@0.1<0", code=7)
+    found = document("audit", workshop / "init.safetensors", *few, "--fail-on", "certified@0.1<0", code=7)
     assert found["clean"] is None
     assert found["attack"] is None
     assert "no labelled images" in found["gate"]["reasons"][0]
@@ -263,7 +254,7 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
 
 def test_one_second_is_one_second_and_what_is_missing_is_said(workshop: Path) -> None:
     started = time.process_time()  # of this process alone: other work on the machine does not count
-    found = certvit("audit", workshop / "plain.safetensors", "--time-budget", "1s", "--json", "--quiet")
+    found = document("audit", workshop / "plain.safetensors", "--time-budget", "1s", "--quiet")
     assert time.process_time() - started < 4 * torch.get_num_threads()  # a batch in progress, on each thread
     done = {"bound": found["bound"], "clean": found["clean"], "attack": found["attack"]}
     missing = {item["stage"].partition(",")[0] for item in found["skipped"]}
@@ -327,7 +318,7 @@ def test_large_networks_are_judged_in_bf16_where_that_is_fast(
         monkeypatch.setattr(audit_run, "classifier", refused)
     words = ("--limit", 4, "-e", 0.1, "-a", "fgsm", "--method", "smoothing", "--json", "--quiet")
     words += ("--fail-on", "certified@0.3<0")  # holds if it was measured: the noise must reach as far
-    found = certvit("audit", workshop / "plain.safetensors", *words)
+    found = document("audit", workshop / "plain.safetensors", *words)
     precision = "bf16" if runs else "float32"
     (smoothed,) = found["certificates"]
     assert smoothed["arithmetic"] == smoothed["parameters"]["precision"] == precision
@@ -573,7 +564,7 @@ def test_a_card_is_yaml_and_its_figures_are_the_audits(folder: Path, certified_a
 def test_a_method_that_is_named_is_the_one_that_runs(workshop: Path) -> None:
     """Of a network whose bound is hopeless, too: then its 0 % is measured."""
     words = (*QUICK, "--json", "--method", "lipschitz")
-    found = certvit("audit", workshop / "plain.safetensors", *words, "--fail-on", "proven@0.05<0.1", code=7)
+    found = document("audit", workshop / "plain.safetensors", *words, "--fail-on", "proven@0.05<0.1", code=7)
     assert [item["method"] for item in found["certificates"]] == ["lipschitz"]
     assert found["gate"]["judged"][0]["measured"] == 0.0
     assert {item["stage"] for item in found["skipped"]} >= {"local", "smoothing"}
@@ -582,13 +573,13 @@ def test_a_method_that_is_named_is_the_one_that_runs(workshop: Path) -> None:
 
 def test_pages_of_certify_and_log(workshop: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, page = workshop / "certified.safetensors", folder / "certify.html"
-    found = certvit("certify", path, "--limit", 12, "-e", 0.1, "-e", 0.3, "--json", "--quiet", "--html", page)
+    found = document("certify", path, "--limit", 12, "-e", 0.1, "-e", 0.3, "--quiet", "--html", page)
     text = page.read_text()
     assert f"{100 * found['certified']['0.3']:.1f} %" in text
     assert found["checkpoint"] in text
     monkeypatch.chdir(workshop)  # a page names its files, not where they were
     again = shlex.split(unescape(re.sub("<[^>]+>", "", text.partition("<pre>")[2].partition("</pre>")[0])))
-    assert certvit(*again[1:], "--json")["certified"] == found["certified"]
+    assert document(*again[1:])["certified"] == found["certified"]
     certvit("certify", path, "--limit", 12, "--quiet", "--html", page, code=2)  # it is there already
     both = folder / "log.html"
     certvit("log", folder / "certified.safetensors", path, "--html", both)

@@ -10,30 +10,17 @@ import pytest
 import torch
 from scipy import stats
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 from certcli.certify import methods
 from certcli.certify.certificate import Certificate
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import HOPELESS, UNLIKELY, Smoothing, SmoothingCertifier
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.main import app
 from certcli.evaluation.records import read_records
 from certcli.system.errors import CertvitError, UsageError
+from tests.helpers.commands import attempt, document
 
 CPU = torch.device("cpu")
-
-
-def certvit(*words: object) -> Any:
-    return CliRunner().invoke(app, [str(word) for word in words])
-
-
-def document(*words: object) -> dict[str, Any]:
-    done = certvit(*words, "--json")
-    assert done.exit_code == 0, (words, done.output, done.exception)
-    (line,) = done.stdout.splitlines()
-    found: dict[str, Any] = json.loads(line)
-    return found
 
 
 # noise
@@ -217,7 +204,7 @@ NONSENSE = [
 
 @pytest.mark.parametrize(("words", "named"), NONSENSE, ids=lambda value: " ".join(value) if value else "")
 def test_wishes_that_mean_nothing_are_refused(workshop: Path, words: list[str], named: str) -> None:
-    done = certvit("certify", workshop / "plain.safetensors", "--method", "smoothing", *words)
+    done = attempt("certify", workshop / "plain.safetensors", "--method", "smoothing", *words)
     failure = done.exception
     assert getattr(failure, "code", None) == 2, failure  # ours, or of the parser of options
     assert named in (failure.message + failure.hint if isinstance(failure, UsageError) else done.output)
@@ -273,10 +260,10 @@ def test_smoothing_certifies_what_no_bound_can(workshop: Path, tmp_path: Path) -
         (("--seed", 1), "parameters seed"),
         (("--precision", "bf16"), "parameters arithmetic"),
     ):
-        failure = certvit("certify", net, *RUN, *words, "--records", whole, "--resume").exception
+        failure = attempt("certify", net, *RUN, *words, "--records", whole, "--resume").exception
         assert isinstance(failure, UsageError)
         assert named in failure.message
-    refused = certvit("attack", net, "-a", "fgsm", "--only-certified", whole).exception
+    refused = attempt("attack", net, "-a", "fgsm", "--only-certified", whole).exception
     assert isinstance(refused, UsageError)
     assert "smoothed classifier" in refused.message
 
@@ -288,7 +275,7 @@ def test_several_methods_stand_side_by_side(workshop: Path, tmp_path: Path) -> N
     assert [part["method"] for part in found["methods"]] == ["lipschitz", "smoothing"]
     assert found["method"] == "lipschitz"
     assert [part["promise"] for part in found["methods"]] == ["proof", "probability 0.999"]
-    shown = certvit(*words).stdout
+    shown = attempt(*words).stdout
     for part in found["methods"]:
         (row,) = [line for line in shown.splitlines() if line.startswith(f"{part['method']} ")]
         assert f"{100 * part['certified']['0.1']:.1f} %" in row
@@ -311,13 +298,13 @@ def test_auto_says_which_certificate_is_worth_having(
     assert because in found["reason"]
     assert [part["method"] for part in found.get("methods", [found])] == methods
     if stem == "certified":
-        assert f"--method {methods[0]}: " in certvit(*words).stdout
+        assert f"--method {methods[0]}: " in attempt(*words).stdout
 
 
 def test_sigma_is_chosen_on_other_images_with_other_noise(workshop: Path) -> None:
     net = workshop / "plain.safetensors"
     words = ("certify", net, *RUN, "--sigma", "auto", "--limit", 4)
-    done = certvit(*words, "--json")
+    done = attempt(*words, "--json")
     found = json.loads(done.stdout)
     chosen = found["sigma_chosen"]
     assert chosen["split"] == "val"
@@ -327,7 +314,7 @@ def test_sigma_is_chosen_on_other_images_with_other_noise(workshop: Path) -> Non
 
 
 def test_a_network_that_abstains_everywhere_is_said_to(workshop: Path) -> None:
-    done = certvit("certify", workshop / "plain.safetensors", *RUN, "--sigma", 40, "--limit", 4)
+    done = attempt("certify", workshop / "plain.safetensors", *RUN, "--sigma", 40, "--limit", 4)
     assert done.exit_code == 0
     assert "abstains on every image" in done.stderr
     assert "abstained" in done.stdout

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from typer.testing import CliRunner
 
 from certcli.checkpoint.outputs import Outputs, discard_state, last_command, read_metadata, require_own_state
 from certcli.checkpoint.shards import INDEX
-from certcli.cli.main import COMMANDS, app
+from certcli.cli.main import COMMANDS
 from certcli.cli.shared.command import info_of, spelling
 from certcli.cli.shared.options import Reads, Writes
 from certcli.system.errors import UsageError
+from tests.helpers.commands import attempt, certvit
 
 M = "m.safetensors"
 
@@ -43,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def refused(folder: Path, words: list[str], named: str) -> None:
     """UsageError, nothing changed, nothing left behind; nothing was computed (no progress, no output)."""
     before = contents(folder)
-    outcome = CliRunner().invoke(app, [*words, "--quiet"])
+    outcome = attempt(*words, "--quiet")
     assert isinstance(outcome.exception, UsageError), (words, outcome.output, outcome.exception)
     assert named in outcome.exception.message, outcome.exception.message
     assert contents(folder) == before
@@ -236,12 +236,12 @@ def test_a_last_epoch_is_deleted_only_where_a_training_run_wrote_it(folder: Path
     words += ["--validation-limit", "20", "-o", "x.safetensors", "--force", "--quiet"]
     last = folder / "x.last.safetensors"
     last.write_bytes(b"precious")
-    assert CliRunner().invoke(app, words).exit_code == 0
+    certvit(*words)
     assert last.read_bytes() == b"precious"
     assert last_command(last) is None
     shutil.copy(M, last)  # of a training run, by its lineage
     assert last_command(last) == "finetune"
-    assert CliRunner().invoke(app, words).exit_code == 0
+    certvit(*words)
     assert not last.exists()
 
 

@@ -30,7 +30,7 @@ from certcli.models.limits import Building
 from certcli.models.open import Hints, open_checkpoint
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError, DataError, Refused, UsageError
-from tests.cli.test_bad_input import certvit
+from tests.helpers.commands import console
 
 Raw = dict[str, Any]
 EVIL = "evil.pth"
@@ -279,20 +279,20 @@ def test_the_user_too_names_no_file_in_an_argument(room: Path, tiny: Checkpoint,
 def test_the_users_own_numbers_are_checked(room: Path, tiny: Checkpoint, words: list[str]) -> None:
     safetensors.torch.save_file(dict(tiny.tensors), "m.safetensors")
     given = [*words, "--mean", "0.5"] if "--std" in words else [*words, "--std", "0.5"]
-    done = certvit(room, "lipschitz", "m.safetensors", "--arch", "certvit_vit_digits", *given, "--no-estimate")
-    assert done.returncode == 2, (done.stdout, done.stderr)
-    assert done.stderr.count("certvit:") == 1
+    done = console("lipschitz", "m.safetensors", "--arch", "certvit_vit_digits", *given, "--no-estimate", folder=room)
+    assert done.code == 2, (done.out, done.err)
+    assert done.err.count("certvit:") == 1
 
 
 def test_one_mean_stands_for_every_channel_of_a_new_network(room: Path) -> None:
-    done = certvit(room, "init", "certvit_4c3f", "--mean", "0.5", "--std", "0.25", "-o", "m.safetensors")
-    assert done.returncode == 0, done.stderr
+    done = console("init", "certvit_4c3f", "--mean", "0.5", "--std", "0.25", "-o", "m.safetensors", folder=room)
+    assert done.code == 0, done.err
     spec = Checkpoint.read(room / "m.safetensors").record.input
     assert (spec.mean, spec.std) == ((0.5,) * spec.size[0], (0.25,) * spec.size[0])
     words = ["--arch-arg", "in_chans=1", "--arch-arg", "img_size=28", "--mean", "0.5", "--std", "0.5"]
     words += ["-o", "grey.safetensors"]
-    done = certvit(room, "init", "certvit_vit_cifar10", *words)
-    assert done.returncode == 0, done.stderr
+    done = console("init", "certvit_vit_cifar10", *words, folder=room)
+    assert done.code == 0, done.err
     assert Checkpoint.read(room / "grey.safetensors").record.input == InputSpec((1, 28, 28), (0.5,), (0.5,))
 
 
@@ -399,7 +399,7 @@ def test_the_network_has_the_classes_that_the_record_says(room: Path, tiny: Chec
     failure = refused()
     assert failure.code == 4
     assert "10 logits" in failure.message
-    assert certvit(room, "lipschitz", "m.safetensors", "--no-estimate").returncode == 4
+    assert console("lipschitz", "m.safetensors", "--no-estimate", folder=room).code == 4
 
 
 def test_the_network_takes_the_image_that_the_record_says(room: Path, tiny: Checkpoint) -> None:
@@ -433,10 +433,10 @@ def test_commands_take_a_file_of_double_weights(room: Path, tiny: Checkpoint) ->
         ["attack", *data_, "-a", "fgsm"],
         ["finetune", *data_, "--loss", "ce", "--epochs", "1"],
     ):
-        done = certvit(room, words[0], "m.safetensors", *words[1:])
-        assert done.returncode == 0, (words, done.stderr)
-    adapted = certvit(room, "adapt", "m.safetensors", *data_, "--epochs", "0")
-    assert adapted.returncode == 0, adapted.stderr
+        done = console(words[0], "m.safetensors", *words[1:], folder=room)
+        assert done.code == 0, (words, done.err)
+    adapted = console("adapt", "m.safetensors", *data_, "--epochs", "0", folder=room)
+    assert adapted.code == 0, adapted.err
 
 
 FUNCTIONS: list[tuple[str, Callable[[Raw], Any], bool]] = [
@@ -478,9 +478,9 @@ def test_results_about_another_function_are_stale(room: Path, tiny: Checkpoint) 
     """After editing std, `log` still said "these tensors"."""
     told = tiny.with_evidence("lipschitz", {}, {"log10_upper": 1.0, "upper": 10.0})
     written(told, put("input", "std", value=[0.25]))
-    done = certvit(room, "log", "m.safetensors", "--json")
-    assert [entry["stale"] for entry in json.loads(done.stdout)["evidence"]] == [True]
-    assert "another network" in certvit(room, "log", "m.safetensors").stdout
+    done = console("log", "m.safetensors", "--json", folder=room)
+    assert [entry["stale"] for entry in json.loads(done.out)["evidence"]] == [True]
+    assert "another network" in console("log", "m.safetensors", folder=room).out
 
 
 def test_a_training_state_belongs_to_its_images(tiny: Checkpoint) -> None:

@@ -9,29 +9,21 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from typer.testing import CliRunner
 
 from certcli.checkpoint import file as checkpoint_module
 from certcli.checkpoint import mapped
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.outputs import last_command, remove
 from certcli.checkpoint.shards import INDEX, named
-from certcli.cli.main import app
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import CertvitError, OutputError, UsageError
+from tests.helpers.commands import certvit
 
 MOST = 6000
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def certvit(*words: object) -> str:
-    outcome = CliRunner().invoke(app, [str(word) for word in words])
-    if outcome.exception is not None:
-        raise outcome.exception
-    return outcome.output
 
 
 def test_written_in_files_it_is_the_same_checkpoint(tiny: Checkpoint, tmp_path: Path) -> None:
@@ -164,7 +156,7 @@ def test_every_command_that_writes_one_writes_several(plain: Checkpoint, tmp_pat
     assert one.record.lineage[-1].command == "constrain"
     certvit("lipschitz", tmp_path / "s", "--no-estimate", "-o", tmp_path / f"l.{INDEX[6:]}", "--quiet")
     assert Checkpoint.read(tmp_path / f"l.{INDEX[6:]}").record.evidence[-1].command == "lipschitz"
-    assert "l.safetensors.index.json" in certvit("log", tmp_path)
+    assert "l.safetensors.index.json" in certvit("log", tmp_path).output
 
 
 INPUTS = [

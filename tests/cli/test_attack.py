@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from certcli.attack import campaign
 from certcli.attack.campaign import stages_of, tasks_of
@@ -19,26 +17,15 @@ from certcli.attack.presets import PRESETS
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.main import app
 from certcli.evaluation.threat import Threat, image_norms
 from certcli.images import datasets
 from certcli.images.labelled import Batch
 from certcli.models import build
 from certcli.report.gallery import Picture, draw_gallery
 from certcli.system.errors import CertvitError, DataError, UsageError
+from tests.helpers.commands import attempt, certvit, document
 
 QUICK = ("--no-checks", "--limit", 40)
-
-
-def attack(*words: object) -> Result:
-    return CliRunner().invoke(app, ["attack", *[str(word) for word in words]])
-
-
-def document(*words: object) -> dict:
-    outcome = attack(*words, "--json")
-    assert outcome.exit_code == 0, (words, outcome.output, outcome.exception)
-    (line,) = outcome.stdout.splitlines()
-    return json.loads(line)
 
 
 def lines(path: Path) -> list[dict]:
@@ -65,7 +52,7 @@ def proven(workshop: Path) -> Path:
 @pytest.fixture(scope="module")
 def certificates(proven: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("certified") / "records.jsonl"
-    done = CliRunner().invoke(app, ["certify", str(proven), "--limit", "30", "--records", str(path), "--json"])
+    done = certvit("certify", proven, "--limit", 30, "--records", path)
     assert done.exit_code == 0
     return path
 
@@ -74,7 +61,7 @@ def certificates(proven: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_the_document_counts_the_records(net: Path, tmp_path: Path, independent: bool) -> None:
     path = tmp_path / "r.jsonl"
     flag = ["--independent"] if independent else []
-    found = document(net, "-a", "fgsm", "-a", "pgd-5", "-e", 0.4, "-e", 0.2, *QUICK, "--records", path, *flag)
+    found = document("attack", net, "-a", "fgsm", "-a", "pgd-5", "-e", 0.4, "-e", 0.2, *QUICK, "--records", path, *flag)
     rows = [row for row in lines(path) if row["epsilon"] == 0.2]
     correct = [row for row in rows if row["label"] == row["prediction"]]
     standing = [row for row in correct if all(outcome is True for outcome in row["robust"].values())]
@@ -95,9 +82,9 @@ def test_the_document_counts_the_records(net: Path, tmp_path: Path, independent:
 
 
 def test_the_table_shows_every_attack_its_interval_and_the_worst_case(net: Path) -> None:
-    outcome = attack(net, "-a", "fgsm", "-a", "pgd-2", "-e", 0.2, *QUICK, "--independent")
+    outcome = attempt("attack", net, "-a", "fgsm", "-a", "pgd-2", "-e", 0.2, *QUICK, "--independent")
     assert outcome.exit_code == 0
-    found = document(net, "-a", "fgsm", "-a", "pgd-2", "-e", 0.2, *QUICK, "--independent")
+    found = document("attack", net, "-a", "fgsm", "-a", "pgd-2", "-e", 0.2, *QUICK, "--independent")
     for name, share in {**found["attacks"], "worst case": found["robust"], "clean": found["clean"]}.items():
         (row,) = [line for line in outcome.stdout.splitlines() if f"{name} " in line.replace("(", "").replace(")", " ")]
         assert f"{100 * share:.1f} %" in row
@@ -106,7 +93,7 @@ def test_the_table_shows_every_attack_its_interval_and_the_worst_case(net: Path)
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets(net: Path, name: str) -> None:
-    found = document(net, "--preset", name, "--limit", 6, "--no-checks")
+    found = document("attack", net, "--preset", name, "--limit", 6, "--no-checks")
     wanted = PRESETS[name].parts
     parts = found["parts"] or [found]
     assert [(part["norm"], part["epsilon"]) for part in parts] == [(p.threat.norm, p.threat.radius) for p in wanted]
@@ -117,7 +104,7 @@ def test_presets(net: Path, name: str) -> None:
 
 
 def test_a_preset_of_one_part_moves_to_other_radii(net: Path) -> None:
-    found = document(net, "--preset", "certvit", "-e", 1.58, "-e", 0.1, "--limit", 6, "--no-checks")
+    found = document("attack", net, "--preset", "certvit", "-e", 1.58, "-e", 0.1, "--limit", 6, "--no-checks")
     assert list(found["curve"]) == ["0.1", "1.58"]
 
 
@@ -141,7 +128,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("words", "named"), REFUSED, ids=lambda value: " ".join(map(str, value)) if value else "")
 def test_wishes_that_contradict_are_refused(net: Path, words: list[object], named: str) -> None:
-    failure = attack(net, *words).exception
+    failure = attempt("attack", net, *words).exception
     assert isinstance(failure, UsageError)
     assert failure.code == 2
     assert named in failure.message + failure.hint
@@ -159,7 +146,7 @@ BUDGETS = [
 def test_what_an_attack_may_spend_reaches_it(
     net: Path, words: list[object], less: list[object], more: list[object]
 ) -> None:
-    strong, weak = (document(net, *words, *spent, "--no-checks", "--limit", 100) for spent in (more, less))
+    strong, weak = (document("attack", net, *words, *spent, "--no-checks", "--limit", 100) for spent in (more, less))
     assert strong["robust"] < weak["robust"]
 
 
@@ -168,14 +155,14 @@ def test_a_seed_is_a_run(net: Path, tmp_path: Path) -> None:
     for number, seed in enumerate((0, 0, 1)):
         path = tmp_path / f"{number}.jsonl"
         # --per-class draws images by the seed; the whole split is the same for all seeds
-        document(net, "-a", "pgd-3", "-e", 0.3, "--no-checks", "--seed", seed, "--records", path)
+        document("attack", net, "-a", "pgd-3", "-e", 0.3, "--no-checks", "--seed", seed, "--records", path)
         found.append([row["norm"] for row in lines(path)])
     assert found[0] == found[1] != found[2]
 
 
 def test_selection_takes_k_images_of_every_class(net: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    document(net, "-a", "fgsm", "--per-class", 2, "--no-checks", "--records", path)
+    document("attack", net, "-a", "fgsm", "--per-class", 2, "--no-checks", "--records", path)
     labels = [row["label"] for row in lines(path)]
     assert sorted(labels) == sorted([*range(10)] * 2)
 
@@ -189,7 +176,7 @@ def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
 ) -> None:
     """Whatever the file was cut down to, whole batches are read, one of them is attacked again, the rest is written anew."""
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
-    expected = document(net, *RUN, "--records", whole)
+    expected = document("attack", net, *RUN, "--records", whole)
     written = whole.read_bytes()
     parts.write_bytes(written[: int(kept * len(written)) if isinstance(kept, float) else kept])
     complete = parts.read_bytes().count(b"\n") - 1
@@ -200,7 +187,7 @@ def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
         return attack_images(model, batches, *words, **more)
 
     monkeypatch.setattr(campaign, "attack_images", counted)
-    resumed = document(net, *RUN, "--records", parts, "--resume")
+    resumed = document("attack", net, *RUN, "--records", parts, "--resume")
     told = resumed.pop("resumed", {"records": 0, "computed_again": 0})
     assert resumed == expected
     assert parts.read_bytes() == written
@@ -213,7 +200,7 @@ def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
 
 def test_records_of_another_run_are_not_continued(net: Path, proven: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    document(net, *RUN, "--records", path)
+    document("attack", net, *RUN, "--records", path)
     before = path.read_bytes()
     others = [
         ("checkpoint", proven, *RUN),
@@ -227,15 +214,15 @@ def test_records_of_another_run_are_not_continued(net: Path, proven: Path, tmp_p
         ("source", net, *RUN, "--source", proven),
     ]
     for named, *words in others:
-        failure = attack(*words, "--records", path, "--resume").exception
+        failure = attempt("attack", *words, "--records", path, "--resume").exception
         assert isinstance(failure, UsageError), words
         assert "another run: " in failure.message
         assert f"{named} is " in failure.message, (named, failure.message)
-    assert isinstance(attack(net, *RUN, "--records", path).exception, UsageError)
+    assert isinstance(attempt("attack", net, *RUN, "--records", path).exception, UsageError)
     assert path.read_bytes() == before
     path.write_bytes(before.replace(b'"label"', b'"labal"', 1))
-    assert isinstance(attack(net, *RUN, "--records", path, "--resume").exception, DataError)
-    assert attack(net, *RUN, "--records", path, "--force").exit_code == 0
+    assert isinstance(attempt("attack", net, *RUN, "--records", path, "--resume").exception, DataError)
+    assert attempt("attack", net, *RUN, "--records", path, "--force").exit_code == 0
     assert path.read_bytes() == before
 
 
@@ -244,13 +231,13 @@ def test_what_is_certified_is_not_broken(proven: Path, certificates: Path, tmp_p
     path = tmp_path / "r.jsonl"
     radii = {row["index"]: row["radius"] for row in lines(certificates) if row["label"] == row["prediction"]}
     words = (proven, "-a", "margin-pgd-10", "-a", "fgsm", "--only-certified", certificates)
-    found = document(*words, "--records", path)
+    found = document("attack", *words, "--records", path)
     assert found["robust"] == found["clean"] == 1.0
     assert {row["index"]: row["epsilon"] for row in lines(path)} == {i: r for i, r in radii.items() if r > 0}
     assert found["own_radii"]["smallest"] == found["epsilon"] == min(r for r in radii.values() if r > 0)
     assert "certified above attacked" in found["checks"]
     assert found["flags"] == []
-    found = document(*words, "-e", 0.2, "-e", 0.5, "--no-checks")
+    found = document("attack", *words, "-e", 0.2, "-e", 0.5, "--no-checks")
     for part, radius in zip(found["parts"], (0.2, 0.5), strict=True):
         assert (part["epsilon"], part["robust"]) == (radius, 1.0)
         assert part["images"] == sum(r > radius for r in radii.values())
@@ -265,11 +252,11 @@ def test_certificates_in_linf_are_attacked_in_linf(proven: Path, certificates: P
     text = [json.dumps({**json.loads(header), "norm": "linf"}), *map(json.dumps, rows)]
     path.write_text("\n".join(text) + "\n")
     words = (proven, "-a", "margin-pgd-5", "--only-certified", path, "--no-checks")
-    assert document(*words, "--records", found)["norm"] == "linf"
+    assert document("attack", *words, "--records", found)["norm"] == "linf"
     assert {row["kind"] for row in lines(found)} == {"linf"}
-    assert isinstance(attack(*words, "--norm", "l2").exception, UsageError)
+    assert isinstance(attempt("attack", *words, "--norm", "l2").exception, UsageError)
     path.write_text(path.read_text().replace('"norm": "linf"', '"norm": "l1"', 1))
-    assert isinstance(attack(*words).exception, DataError)
+    assert isinstance(attempt("attack", *words).exception, DataError)
 
 
 def test_a_broken_certificate_is_a_bug_and_names_the_image(proven: Path, certificates: Path, tmp_path: Path) -> None:
@@ -279,7 +266,7 @@ def test_a_broken_certificate_is_a_bug_and_names_the_image(proven: Path, certifi
     victim["radius"] = 8.0  # the diagonal of 64 pixels: images of all classes lie within
     rewrite(wrong, certificates, rows)
     words = (proven, "-a", "fgsm", "--only-certified", wrong, "--json", "--no-checks")
-    outcome = attack(*words, "--save-examples", tmp_path / "x.safetensors")
+    outcome = attempt("attack", *words, "--save-examples", tmp_path / "x.safetensors")
     assert isinstance(outcome.exception, CertvitError)
     assert outcome.exception.code == 1
     assert f"index {victim['index']} " in outcome.exception.message
@@ -295,7 +282,7 @@ def test_certificates_that_speak_of_something_else_are_refused(
     def refused(kind: type[CertvitError], **changes: object) -> None:
         path = tmp_path / "c.jsonl"
         rewrite(path, certificates, [{**row, **changes} for row in lines(certificates)])
-        failure = attack(proven, "-a", "fgsm", "--only-certified", path, "--no-checks").exception
+        failure = attempt("attack", proven, "-a", "fgsm", "--only-certified", path, "--no-checks").exception
         assert isinstance(failure, kind), (changes, failure)
 
     refused(UsageError, failure=0.001)
@@ -304,11 +291,13 @@ def test_certificates_that_speak_of_something_else_are_refused(
     refused(DataError, radius=0.0)
     refused(DataError, label=3, prediction=3)
     words = ("--only-certified", certificates, "--no-checks")
-    assert isinstance(attack(net, "-a", "fgsm", *words).exception, DataError)  # certificates of another checkpoint
-    assert isinstance(attack(proven, *words, "-e", 7).exception, DataError)
-    assert isinstance(attack(proven, *words, "--norm", "linf").exception, UsageError)
-    assert isinstance(attack(proven, *words, "--preset", "certvit").exception, UsageError)
-    assert isinstance(attack(proven, "--only-certified", tmp_path / "none").exception, DataError)
+    assert isinstance(
+        attempt("attack", net, "-a", "fgsm", *words).exception, DataError
+    )  # certificates of another checkpoint
+    assert isinstance(attempt("attack", proven, *words, "-e", 7).exception, DataError)
+    assert isinstance(attempt("attack", proven, *words, "--norm", "linf").exception, UsageError)
+    assert isinstance(attempt("attack", proven, *words, "--preset", "certvit").exception, UsageError)
+    assert isinstance(attempt("attack", proven, "--only-certified", tmp_path / "none").exception, DataError)
 
 
 def test_an_unbounded_certificate_is_attacked_in_the_whole_box(plain: Checkpoint) -> None:
@@ -324,8 +313,8 @@ def test_an_unbounded_certificate_is_attacked_in_the_whole_box(plain: Checkpoint
 def test_transfer_is_judged_on_the_tested_network(net: Path, proven: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     words = ("-a", "pgd-10", "-e", 1.0, *QUICK)
-    found = document(net, *words, "--source", proven, "--save-examples", path)
-    assert found["clean"] == document(net, *words)["clean"]
+    found = document("attack", net, *words, "--source", proven, "--save-examples", path)
+    assert found["clean"] == document("attack", net, *words)["clean"]
     assert found["source"] == Checkpoint.read(proven).digest
     saved = load_file(path)
     logits = build.load(Checkpoint.read(net))(saved["adversarial"])
@@ -339,7 +328,7 @@ def test_refining_finds_smaller_norms_of_the_same_successes(net: Path, tmp_path:
     for steps in (0, 6):
         path = tmp_path / f"{steps}.safetensors"
         words = ("-a", "fgsm", "-e", 0.5, *QUICK, "--refine", steps)
-        found.append((document(net, *words, "--save-examples", path), load_file(path)))
+        found.append((document("attack", net, *words, "--save-examples", path), load_file(path)))
     (coarse, far), (fine, near) = found
     assert coarse["robust"] == fine["robust"]
     assert torch.equal(far["indices"], near["indices"])
@@ -354,14 +343,16 @@ def test_a_gallery_is_drawn_alone_and_beside_another_network(net: Path, proven: 
     sizes = []
     for extra in ([], ["--compare", proven]):
         path = tmp_path / f"{len(extra)}.png"
-        document(net, "-a", "fgsm", "-e", 0.5, *QUICK, "--gallery", path, *extra)
+        document("attack", net, "-a", "fgsm", "-e", 0.5, *QUICK, "--gallery", path, *extra)
         head = path.read_bytes()[:24]
         assert head[:8] == b"\x89PNG\r\n\x1a\n"
         sizes.append((int.from_bytes(head[16:20]), int.from_bytes(head[20:24])))
     assert sizes[1][0] > 1.5 * sizes[0][0]
     assert sizes[1][1] == sizes[0][1]
     path = tmp_path / "none.png"
-    outcome = attack(net, "-a", "fgsm", "-e", 0, *QUICK, "--gallery", path, "--save-examples", tmp_path / "none")
+    outcome = attempt(
+        "attack", net, "-a", "fgsm", "-e", 0, *QUICK, "--gallery", path, "--save-examples", tmp_path / "none"
+    )
     assert outcome.exit_code == 0
     assert "no adversarial image" in outcome.stderr
     assert not path.exists()
@@ -380,22 +371,22 @@ def test_a_masked_network_is_flagged_on_stderr_and_in_the_document(net: Path, tm
     loud = {name: tensor * 1e6 if name.startswith("head.") else tensor for name, tensor in plain.tensors.items()}
     masked = tmp_path / "masked.safetensors"
     plain.derive(loud, "test", {}).write(masked)
-    outcome = attack(masked, "-a", "pgd-3", "-e", 0.1, "--limit", 40, "--json")
+    outcome = attempt("attack", masked, "-a", "pgd-3", "-e", 0.1, "--limit", 40, "--json")
     assert outcome.exit_code == 0
     found = json.loads(outcome.stdout)
     assert "zero gradients" in {flag["name"] for flag in found["flags"]}
     assert all(flag["explanation"] and flag["raised_if"] and not flag["fatal"] for flag in found["flags"])
     assert "zero gradients" in outcome.stderr
-    honest = document(net, "-a", "pgd-3", "-e", 0.1, "--limit", 40)
+    honest = document("attack", net, "-a", "pgd-3", "-e", 0.1, "--limit", 40)
     assert honest["flags"] == []
     assert set(honest["checks"]) == set(CHECKS) - {"certified above attacked"}
-    assert document(net, "-a", "pgd-3", "-e", 0.1, *QUICK)["checks"] == []
+    assert document("attack", net, "-a", "pgd-3", "-e", 0.1, *QUICK)["checks"] == []
 
 
 def test_gate_and_evidence(net: Path, tmp_path: Path) -> None:
     path = tmp_path / "o.safetensors"
     words = (net, "-a", "fgsm", "-e", 0.5, *QUICK)
-    found = document(*words, "-o", path, "--min-robust", 0.0)
+    found = document("attack", *words, "-o", path, "--min-robust", 0.0)
     written = Checkpoint.read(path)
     (entry,) = [entry for entry in written.record.evidence if entry.command == "attack"]
     assert entry.digest == written.digest == Checkpoint.read(net).digest
@@ -403,7 +394,7 @@ def test_gate_and_evidence(net: Path, tmp_path: Path) -> None:
     assert entry.result["robust"] == found["robust"]
     assert found["gate"] == {"passed": True, "reasons": []}
     assert entry.parameters["attacks"] == [["fgsm"]]
-    failure = attack(*words, "--min-robust", 0.99).exception
+    failure = attempt("attack", *words, "--min-robust", 0.99).exception
     assert isinstance(failure, CertvitError)
     assert failure.code == 7
 

@@ -1,8 +1,6 @@
 """Bad input: one line, the documented exit code, inputs untouched, nothing half-written; run by a shell, as users do."""
 
-import contextlib
 import errno
-import io
 import json
 import os
 import shutil
@@ -10,44 +8,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from typer.testing import CliRunner
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.shards import INDEX
-from certcli.cli.main import app, run
 from certcli.lipschitz.table import rules
 from certcli.system.errors import NoBoundError, OutputError
+from tests.helpers.commands import attempt, console, document
 from tests.helpers.interrupted import interrupted
-
-
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def certvit(folder: Path, *words: str) -> Done:
-    """The console script itself, in this process: a shell's start-up for each of these cases would take minutes."""
-    out, err = io.StringIO(), io.StringIO()
-    before, arguments, code = Path.cwd(), sys.argv, 0
-    os.chdir(folder)
-    sys.argv = ["certvit", *words]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            run()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    finally:
-        os.chdir(before)
-        sys.argv = arguments
-    return Done(code, out.getvalue(), err.getvalue())
 
 
 def missing(folder: Path, good: Path) -> None:
@@ -207,21 +179,21 @@ def test_bad_input(
     shutil.copy(workshop / "plain.safetensors", good)
     spoil(tmp_path, good)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    done = certvit(tmp_path, *words)
-    assert done.returncode == code, (done.stdout, done.stderr)
-    assert named in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "regex" not in done.stderr
+    done = console(*words, folder=tmp_path)
+    assert done.code == code, (done.out, done.err)
+    assert named in done.err
+    assert "Traceback" not in done.err
+    assert "regex" not in done.err
     if code != 2 or name not in ("option",):
-        assert done.stderr.count("certvit:") == 1
+        assert done.err.count("certvit:") == 1
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert after == before
 
 
 def test_json_errors_are_one_object_on_stdout(tmp_path: Path) -> None:
-    done = certvit(tmp_path, "lipschitz", "nowhere.safetensors", "--json")
-    assert done.returncode == 3
-    error = json.loads(done.stdout)
+    done = console("lipschitz", "nowhere.safetensors", "--json", folder=tmp_path)
+    assert done.code == 3
+    error = json.loads(done.out)
     assert error["code"] == 3
     assert "nowhere" in error["error"]
 
@@ -235,11 +207,11 @@ def test_a_read_only_folder(workshop: Path, tmp_path: Path, monkeypatch: pytest.
         raise PermissionError(errno.EACCES, "Permission denied")
 
     if Path("/proc/self").exists():  # root may write there, by its permissions
-        done = certvit(tmp_path, "constrain", "m.safetensors", "-o", "/proc/x.safetensors")
-        assert (done.returncode, done.stderr.count("\n")) == (8, 2), done.stderr
-        assert "/proc takes no files" in done.stderr
+        done = console("constrain", "m.safetensors", "-o", "/proc/x.safetensors", folder=tmp_path)
+        assert (done.code, done.err.count("\n")) == (8, 2), done.err
+        assert "/proc takes no files" in done.err
     monkeypatch.setattr(tempfile, "TemporaryFile", refused)
-    failure = CliRunner().invoke(app, ["constrain", str(good)]).exception
+    failure = attempt("constrain", good).exception
     assert isinstance(failure, OutputError)
     assert failure.code == 8
     assert "read-only" in failure.message
@@ -251,12 +223,11 @@ def test_a_network_without_a_bound_certifies_nothing(workshop: Path, monkeypatch
     monkeypatch.delitem(rules.modules, torch.nn.GELU)
     monkeypatch.delitem(rules.functions, torch.nn.functional.gelu)
     path = str(workshop / "plain.safetensors")
-    report = CliRunner().invoke(app, ["lipschitz", path, "--no-estimate", "--json"])
-    assert report.exit_code == 0
-    assert json.loads(report.stdout)["upper"] == "inf"
-    assert "gelu" in json.loads(report.stdout)["why"]
+    report = document("lipschitz", path, "--no-estimate")
+    assert report["upper"] == "inf"
+    assert "gelu" in report["why"]
     for words in (["certify", path], ["lipschitz", path, "--no-estimate", "--max", "1e300"]):
-        failure = CliRunner().invoke(app, words).exception
+        failure = attempt(*words).exception
         assert isinstance(failure, NoBoundError)
         assert failure.code == 5
         assert "mlp" in failure.message

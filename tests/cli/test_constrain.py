@@ -9,16 +9,16 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.main import app
-from certcli.constrain.layers import constrainable
-from certcli.constrain.network import Calibration, Options, constrain_to, network_upper, write
+from certcli.constrain.network import Calibration, constrain_to, network_upper, write
+from certcli.constrain.options import Options
 from certcli.constrain.statistics import collect
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models import build
 from certcli.system.errors import CertvitError, DataError
+from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.constrain_layers import constrainable
 
 IMAGES = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -56,7 +56,7 @@ def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.M
     for hook in hooks:
         hook.remove()
     calibration = Calibration(swin, paths, [IMAGES[:3], IMAGES[3:]])
-    results = list(constrain_to(calibration, Options("spectral", 0.01, 0.1, 1.2, 200)))
+    results = list(constrain_to(calibration, Options()))
     assert [result.path for result in results] == paths
     before = network_upper(swin, (3, 32, 32), 5)
     for result in results:
@@ -83,8 +83,7 @@ def test_too_few_images_are_said(tiny: Checkpoint, tmp_path: Path, images: int, 
     source = tmp_path / "tiny.safetensors"
     tiny.write(source)
     words = ["constrain", source, "--layers", "patch*", "--limit", images, "--json", "-o", tmp_path / "out.safetensors"]
-    outcome = CliRunner().invoke(app, [str(word) for word in words])
-    assert outcome.exit_code == 0, outcome.exception
+    outcome = certvit(*words)
     report = json.loads(next(line for line in outcome.stdout.splitlines() if line.startswith("{")))
     (layer,) = report["layers"]
     # an image of 8 x 8 has four patches of 16 pixels
@@ -104,7 +103,7 @@ def test_activations_that_overflow_are_refused_by_name(tiny: Checkpoint, tmp_pat
     broken = replace(tiny, tensors=build.tensors_of(model))
     source, out = tmp_path / "huge.safetensors", tmp_path / "out.safetensors"
     broken.write(source)
-    outcome = CliRunner().invoke(app, ["constrain", str(source), "--limit", "20", "-o", str(out)])
+    outcome = attempt("constrain", source, "--limit", 20, "-o", out)
     assert isinstance(outcome.exception, CertvitError)
     assert "not finite" in outcome.exception.message
     assert not out.exists()
@@ -112,8 +111,7 @@ def test_activations_that_overflow_are_refused_by_name(tiny: Checkpoint, tmp_pat
 
 def test_patterns_of_layers_may_be_repeated(tmp_path: Path) -> None:
     source, out = tmp_path / "net.safetensors", tmp_path / "out.safetensors"
-    runner = CliRunner()
-    assert runner.invoke(app, ["init", "certvit_vit_digits", "-o", str(source)]).exit_code == 0
+    certvit("init", "certvit_vit_digits", "-o", source)
     patterns = [
         "--layers",
         "blocks.0.*",
@@ -124,7 +122,6 @@ def test_patterns_of_layers_may_be_repeated(tmp_path: Path) -> None:
         "--exclude",
         "*.1.attn.proj",
     ]
-    found = runner.invoke(app, ["constrain", str(source), *patterns, "--limit", "40", "--json", "-o", str(out)])
-    assert found.exit_code == 0, found.output
-    paths = {layer["path"] for layer in json.loads(found.stdout)["layers"]}
+    found = document("constrain", source, *patterns, "--limit", 40, "-o", out)
+    paths = {layer["path"] for layer in found["layers"]}
     assert paths == {"blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv"}

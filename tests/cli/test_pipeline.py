@@ -7,35 +7,27 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from typer.testing import CliRunner
 
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.certify.lipschitz import LipschitzCertifier, certified_radii
 from certcli.certify.methods import certify
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.main import app
 from certcli.evaluation.threat import Threat
 from certcli.images import datasets
 from certcli.lipschitz.measured.estimate import jacobian_norms
 from certcli.lipschitz.network import bound_network
 from certcli.models import build
 from certcli.system.errors import CertvitError, GateError
+from tests.helpers.commands import attempt, certvit, document
 
 STAGES = ["plain", "adapted", "constrained", "certified"]
 
 
-def certvit(*words: object, code: int = 0) -> dict:
-    outcome = CliRunner().invoke(app, [str(word) for word in words])
-    assert outcome.exit_code == code, (words, outcome.output, outcome.exception)
-    lines = [line for line in outcome.stdout.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else {}
-
-
 def test_the_chain_certifies_a_real_share(workshop: Path) -> None:
     """Chance is 10 %; a trained, certified net must be far above it, the plain one certifies nothing at 0.1."""
-    plain = certvit("certify", workshop / "plain.safetensors", "-e", 0.1, "--json", "--split", "val")
-    final = certvit("certify", workshop / "certified.safetensors", "-e", 0.1, "-e", 0.3, "--json", "--split", "val")
+    plain = document("certify", workshop / "plain.safetensors", "-e", 0.1, "--split", "val")
+    final = document("certify", workshop / "certified.safetensors", "-e", 0.1, "-e", 0.3, "--split", "val")
     assert plain["clean"] > 0.5
     assert plain["certified"]["0.1"] == 0.0
     assert final["certified"]["0.1"] > 0.3
@@ -104,8 +96,8 @@ def test_no_attack_succeeds_inside_a_certified_radius(certified: Checkpoint) -> 
 
 def test_certified_share_never_exceeds_what_an_attack_leaves(workshop: Path) -> None:
     path = workshop / "certified.safetensors"
-    proven = certvit("certify", path, "-e", 0.3, "--json", "--split", "val")
-    left = certvit("attack", path, "-a", "fgsm", "-a", "pgd-20", "-e", 0.3, "--json", "--split", "val")
+    proven = document("certify", path, "-e", 0.3, "--split", "val")
+    left = document("attack", path, "-a", "fgsm", "-a", "pgd-20", "-e", 0.3, "--split", "val")
     assert proven["certified"]["0.3"] <= left["robust"] <= left["clean"]
 
 
@@ -128,7 +120,7 @@ def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(workshop: Path, 
     audited = tmp_path / "audited.safetensors"
     source = workshop / "certified.safetensors"
     certvit("lipschitz", source, "--limit", 4, "-o", audited)
-    by_command = {entry["command"]: entry["stale"] for entry in certvit("log", audited, "--json")["evidence"]}
+    by_command = {entry["command"]: entry["stale"] for entry in document("log", audited)["evidence"]}
     assert by_command == {"adapt": True, "constrain": True, "finetune": False, "lipschitz": False}
     assert Checkpoint.read(audited).digest == Checkpoint.read(source).digest
     certvit("log", audited, "--verify")
@@ -137,11 +129,11 @@ def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(workshop: Path, 
     forged.with_evidence("lipschitz", forged.record.evidence[-1].parameters, wrong).write(
         tmp_path / "forged.safetensors"
     )
-    outcome = CliRunner().invoke(app, ["log", str(tmp_path / "forged.safetensors"), "--verify"])
+    outcome = attempt("log", tmp_path / "forged.safetensors", "--verify")
     assert isinstance(outcome.exception, GateError)
     changed = tmp_path / "changed.safetensors"
     certvit("constrain", audited, "--eta", 0.2, "--limit", 100, "-o", changed)
-    by_command = {entry["command"]: entry["stale"] for entry in certvit("log", changed, "--json")["evidence"]}
+    by_command = {entry["command"]: entry["stale"] for entry in document("log", changed)["evidence"]}
     assert by_command == {"adapt": True, "constrain": False, "finetune": True, "lipschitz": True}
 
 
@@ -150,7 +142,7 @@ def test_constrain_as_printed_on_the_card(workshop: Path, tmp_path: Path, monkey
     (tmp_path / "model.safetensors").write_bytes((workshop / "plain.safetensors").read_bytes())
     before = (tmp_path / "model.safetensors").read_bytes()
     monkeypatch.chdir(tmp_path)
-    report = certvit("constrain", "model.safetensors", "--beta", 0.01, "--json")
+    report = document("constrain", "model.safetensors", "--beta", 0.01)
     assert (tmp_path / "model.constrain.safetensors").exists()
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert all(layer["after"] <= layer["before"] for layer in report["layers"])
@@ -160,35 +152,33 @@ def test_constrain_as_printed_on_the_card(workshop: Path, tmp_path: Path, monkey
 
 
 def test_report_proof_can_be_rechecked_and_a_tampered_one_fails(workshop: Path, tmp_path: Path) -> None:
-    report = certvit("lipschitz", workshop / "certified.safetensors", "--no-estimate", "--json")
+    report = document("lipschitz", workshop / "certified.safetensors", "--no-estimate")
     assert report["upper"] < 1e4
     path = tmp_path / "report.json"
     path.write_text(json.dumps(report))
-    assert certvit("lipschitz", "--verify", path, "--json")["laws_hold"] is True
+    assert document("lipschitz", "--verify", path)["laws_hold"] is True
     report["proof"][-1]["value"][1] -= 1  # half the bound
     path.write_text(json.dumps(report))
     certvit("lipschitz", "--verify", path, "--json", code=1)
     for broken in ("", "[]", '{"proof": [{"value": 3}]}'):
         path.write_text(broken)
-        outcome = CliRunner().invoke(app, ["lipschitz", "--verify", str(path)])
+        outcome = attempt("lipschitz", "--verify", path)
         assert outcome.exit_code == 1
         assert isinstance(outcome.exception, CertvitError)
 
 
 def test_a_target_is_met_by_the_proven_bound(workshop: Path, tmp_path: Path) -> None:
     source, path = workshop / "adapted.safetensors", tmp_path / "t.safetensors"
-    before = certvit("lipschitz", source, "--no-estimate", "--json")["upper"]
+    before = document("lipschitz", source, "--no-estimate")["upper"]
     plot = tmp_path / "pareto.png"
-    report = certvit(
+    report = document(
         "constrain", source, "--target", before / 50, "--limit", 100, "--groups", 2, "--memory", "1G", "--plot", plot,
         "--json", "-o", path,
     )  # fmt: skip
     assert report["upper_after"] <= before / 50
-    assert certvit("lipschitz", path, "--no-estimate", "--max", before / 50, "--json")["upper"] == report["upper_after"]
+    assert document("lipschitz", path, "--no-estimate", "--max", before / 50)["upper"] == report["upper_after"]
     assert 0 <= report["clean_after"] <= 1
     assert plot.stat().st_size > 1000
-    outcome = CliRunner().invoke(
-        app, ["constrain", str(source), "--target", "1e-60", "--limit", "100", "-o", str(path), "--force"]
-    )
+    outcome = attempt("constrain", source, "--target", "1e-60", "--limit", 100, "-o", path, "--force")
     assert isinstance(outcome.exception, CertvitError)
     assert "the least is 10^" in outcome.exception.message

@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as distributed
-from typer.testing import CliRunner
 
 from certcli.audit.clock import Part
 from certcli.audit.shared_stages import together as in_turns
 from certcli.checkpoint.file import Checkpoint, read_tensors
 from certcli.cli import main
 from certcli.cli.finetune.run import Training
-from certcli.cli.main import app
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import DataError, Interrupted, UsageError
 from certcli.system.processes import ALONE, Ended, Team
+from tests.helpers.commands import attempt, certvit
 from tests.helpers.several import kept
 
 CERTIFY = ["certify", "certified.safetensors", "--batch-size", "32", "-e", "0.1"]
@@ -181,16 +180,9 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     for folder in (one, two):
         for name in ("plain", "certified"):
             (folder / f"{name}.safetensors").symlink_to(workshop / f"{name}.safetensors")
-    alone = CliRunner()
-
-    def do(words: list[str]) -> str:
-        done = alone.invoke(app, words)
-        assert done.exit_code == 0, (words, done.output, done.exception)
-        return done.stdout
-
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(one)
-        do([*CERTIFY, "--records", "certify.jsonl"])
+        certvit(*CERTIFY, "--records", "certify.jsonl")
         begun = (one / "certify.jsonl").read_bytes().splitlines(keepends=True)
         (two / "resumed.jsonl").write_bytes(b"".join(begun[:50]) + begun[50][:20])  # interrupted in the midst of a line
         plan = [
@@ -208,8 +200,8 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         ]
         (two / "plan.json").write_text(json.dumps(plan))
         patch.setattr(Training, "_say", interrupt)
-        assert isinstance(alone.invoke(app, [*FINETUNE, "-o", "resumed.safetensors"]).exception, Interrupted)
-        assert isinstance(alone.invoke(app, SHARDED).exception, Interrupted)
+        assert isinstance(attempt(*FINETUNE, "-o", "resumed.safetensors").exception, Interrupted)
+        assert isinstance(attempt(*SHARDED).exception, Interrupted)
         patch.undo()
         patch.chdir(one)
         for name in ("resumed", "shared"):
@@ -219,16 +211,16 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         with (two / "stdout").open("w") as out, (two / "stderr").open("w") as err:
             running = subprocess.Popen([*torchrun, script, "plan.json", "."], cwd=two, stdout=out, stderr=err)
             for name in ("smoothing", "attack"):
-                do([*RECORDS[name], "--records", f"{name}.jsonl", "-q"])
+                certvit(*RECORDS[name], "--records", f"{name}.jsonl", "-q")
             for name, words in CONSTRAIN.items():
-                do([*words, "-o", f"{name}.safetensors", "-q"])
-            (one / "lipschitz.json").write_text(do(LIPSCHITZ))
-            (one / "audit.json").write_text(do(AUDIT))
-            (one / "adapted.json").write_text(do([*ADAPT, "-o", "adapted.safetensors"]))
-            (one / "refitted.json").write_text(do([*REFIT, "-o", "refitted.safetensors"]))
-            (one / "finetune.json").write_text(do([*FINETUNE, "-o", "tuned.safetensors"]))
+                certvit(*words, "-o", f"{name}.safetensors", "-q")
+            (one / "lipschitz.json").write_text(certvit(*LIPSCHITZ).stdout)
+            (one / "audit.json").write_text(certvit(*AUDIT).stdout)
+            (one / "adapted.json").write_text(certvit(*ADAPT, "-o", "adapted.safetensors").stdout)
+            (one / "refitted.json").write_text(certvit(*REFIT, "-o", "refitted.safetensors").stdout)
+            (one / "finetune.json").write_text(certvit(*FINETUNE, "-o", "tuned.safetensors").stdout)
             with kept(one / "held.json"):
-                (one / "sharded.json").write_text(do([*SHARDED, "--resume"]))
+                (one / "sharded.json").write_text(certvit(*SHARDED, "--resume").stdout)
             running.wait(timeout=600)  # on a machine with others at work
     return one, two, (two / "stderr").read_text()
 
@@ -353,6 +345,5 @@ def test_two_processes_speak_once(both: tuple[Path, Path, str]) -> None:
 def test_what_was_found_before_a_failure_is_gone_on_with(both: tuple[Path, Path, str], monkeypatch: Any) -> None:
     one, two, _ = both
     monkeypatch.chdir(two)
-    done = CliRunner().invoke(app, [*CERTIFY, "--records", "failed.jsonl", "--resume"])
-    assert done.exit_code == 0, done.output
+    certvit(*CERTIFY, "--records", "failed.jsonl", "--resume")
     assert Path("failed.jsonl").read_bytes() == (one / "certify.jsonl").read_bytes()

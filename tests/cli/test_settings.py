@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from certcli.audit import run as stages
 from certcli.cli.audit import command
-from certcli.cli.main import app
 from certcli.system.errors import UsageError
+from tests.helpers.commands import attempt
 
 PYPROJECT = '[tool.certvit.audit]\nlimit = 7\nsigma = 0.25\nfail-on = ["clean<0.1"]\n[tool.other]\nx = 1\n'
 
@@ -37,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> dict[str, Any]:
-        outcome = CliRunner().invoke(app, ["audit", "m.safetensors", *words])
+        outcome = attempt("audit", "m.safetensors", *words)
         assert isinstance(outcome.exception, Seen), (outcome.output, outcome.exception)
         return found
 
@@ -79,18 +78,18 @@ def test_wrong_settings_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "certvit.toml").write_text(text)
-    outcome = CliRunner().invoke(app, ["audit", "m.safetensors"])
+    outcome = attempt("audit", "m.safetensors")
     assert isinstance(outcome.exception, UsageError), outcome.exception
     assert "certvit.toml" in outcome.exception.message
     assert told in outcome.exception.message
     assert hint in outcome.exception.hint
-    other = CliRunner().invoke(app, ["log", "m.safetensors"])  # other commands do not read them
+    other = attempt("log", "m.safetensors")  # other commands do not read them
     assert not isinstance(other.exception, UsageError)
 
 
 def test_settings_that_are_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "certvit.toml").mkdir()
-    outcome = CliRunner().invoke(app, ["audit", "m.safetensors"])
+    outcome = attempt("audit", "m.safetensors")
     assert isinstance(outcome.exception, UsageError), outcome.exception
     assert "certvit.toml is no file" in outcome.exception.message

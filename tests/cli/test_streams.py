@@ -1,10 +1,8 @@
 """The console: streams that are closed, full or left, an early Ctrl-C, escapes in names, one document with --json."""
 
-import contextlib
 import errno
 import io
 import json
-import math
 import os
 import signal
 import subprocess
@@ -19,27 +17,13 @@ from rich.console import Console
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.main import run
-from certcli.cli.shared.output import Gate, Sink, plain, stated
+from certcli.cli.shared.output import Gate, Sink, plain
 from certcli.cli.shared.streams import Guarded
-from certcli.lipschitz.numerics.real import INF, Real
 from certcli.system.errors import GateError, NoBoundError
+from tests.helpers.commands import console
 
 EVIL = "[red]m[/red] :smile: \x1b[31mred\x1b]0;title\x07 \u202edesrever"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def certvit(*words: object) -> tuple[int, str, str]:
-    """The command line in this process, as the console script runs it."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    arguments, sys.argv = sys.argv, ["certvit", *map(str, words)]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            run()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    finally:
-        sys.argv = arguments
-    return code, out.getvalue(), err.getvalue()
 
 
 def only_document(text: str) -> dict:
@@ -83,12 +67,12 @@ def test_wrong_usage_is_one_line_and_with_json_one_document(
     workshop: Path, tmp_path: Path, words: list[str], named: str
 ) -> None:
     given = [str(workshop / "plain.safetensors") if word == "m" else word for word in words]
-    code, out, err = certvit(*given)
+    code, out, err = console(*given)
     assert code == 2
     assert out == ""
     assert named in err.splitlines()[0]
     assert err.count("certvit:") == 1
-    code, out, _ = certvit(*given, "--json")
+    code, out, _ = console(*given, "--json")
     assert code == 2
     error = only_document(out)
     assert error["code"] == 2
@@ -97,7 +81,7 @@ def test_wrong_usage_is_one_line_and_with_json_one_document(
 
 
 def test_a_name_that_was_nearly_right_is_offered(workshop: Path) -> None:
-    _, _, err = certvit("attack", workshop / "plain.safetensors", "-a", "pdg")
+    _, _, err = console("attack", workshop / "plain.safetensors", "-a", "pdg")
     assert "did you mean 'pgd'" in err
 
 
@@ -110,14 +94,14 @@ GATES = [
 
 @pytest.mark.parametrize(("words", "code", "reason"), GATES, ids=[words[0] for words, _, _ in GATES])
 def test_a_failed_gate_is_in_the_one_document(workshop: Path, words: list[str], code: int, reason: str) -> None:
-    found, out, err = certvit(words[0], workshop / "plain.safetensors", *words[1:], "--json", "--quiet")
+    found, out, err = console(words[0], workshop / "plain.safetensors", *words[1:], "--json", "--quiet")
     assert found == code
     document = only_document(out)
     assert (document["schema"], document["command"]) == (1, words[0])
     assert document["gate"]["passed"] is False
     assert reason in document["gate"]["reasons"][0]
     assert reason in err
-    passed, out, _ = certvit(words[0], workshop / "plain.safetensors", *words[1:-1], "0" if words[0] != "lipschitz" else
+    passed, out, _ = console(words[0], workshop / "plain.safetensors", *words[1:-1], "0" if words[0] != "lipschitz" else
                              "1e300", "--json", "--quiet")  # fmt: skip
     assert passed == 0
     assert only_document(out)["gate"] == {"passed": True, "reasons": []}
@@ -132,16 +116,6 @@ def test_a_gate_raises_its_first_failure() -> None:
     assert gate.to_json() == {"passed": False, "reasons": ["none", "too large"]}
     with pytest.raises(NoBoundError):
         gate.enforce()
-
-
-def test_a_bound_beyond_float64_is_told_from_none() -> None:
-    huge = stated("upper", Real(0.5, 4001))
-    assert huge["upper"] == "inf"
-    assert huge["upper_finite"] is True
-    assert huge["log10_upper"] == pytest.approx(4000 * math.log10(2))  # display precision is not at stake here
-    assert stated("upper", INF) == {
-        "upper": "inf", "log10_upper": None, "upper_finite": False, "upper_text": "inf",
-    }  # fmt: skip
 
 
 # ---- words that reach a terminal
@@ -159,15 +133,15 @@ def hostile(workshop: Path, tmp_path: Path) -> Path:
 
 
 def test_no_escape_and_no_markup_of_a_file_reaches_the_terminal(hostile: Path) -> None:
-    code, out, err = certvit("log", hostile)
+    code, out, err = console("log", hostile)
     assert code == 0
     assert "[red]m[bold].safetensors" in out
     assert "[red]m[/red] :smile:" in out
     assert not any(ord(character) < 32 and character != "\n" for character in out + err)
     assert "\u202e" not in out
-    code, out, _ = certvit("log", hostile, "--json")
+    code, out, _ = console("log", hostile, "--json")
     assert only_document(out)["lineage"][-1]["parameters"]["note"] == EVIL  # a program gets what is there
-    _, _, err = certvit("lipschitz", f"nowhere {EVIL}")
+    _, _, err = console("lipschitz", f"nowhere {EVIL}")
     assert "\x1b" not in err
 
 
@@ -214,10 +188,16 @@ class Left(io.StringIO):
 
 @pytest.mark.parametrize(("stream", "code", "said"), [(Full, 8, "No space left"), (Left, 0, ""), (None, 8, "closed")])
 def test_a_stdout_that_takes_nothing(
-    workshop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, stream: type | None, code: int, said: str
-) -> None:  # fmt: skip
+    workshop: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    stream: type | None,
+    code: int,
+    said: str,
+) -> None:
     """The work is done all the same: the checkpoint with its evidence is written, and a gate would be judged."""
-    target = workshop / f"written-{code}-{said[:2]}.safetensors"
+    target = tmp_path / f"written-{code}-{said[:2]}.safetensors"
     monkeypatch.setattr(sys, "stdout", None if stream is None else stream())
     words = ["certvit", "lipschitz", str(workshop / "plain.safetensors"), "--no-estimate", "-o", str(target)]
     monkeypatch.setattr(sys, "argv", words)
@@ -284,8 +264,8 @@ def test_an_early_interruption_is_one_line() -> None:
 def test_one_mean_stands_for_every_channel(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     words = ["certvit_vit_cifar10", "--mean", "0.5", "--std", "0.25", "-o", path, "--quiet"]
-    assert certvit("init", *words)[0] == 0
+    assert console("init", *words).code == 0
     assert Checkpoint.read(path).record.input.mean == (0.5, 0.5, 0.5)
-    code, _, err = certvit("init", "certvit_vit_cifar10", "--mean", "0.5,0.5", "-o", tmp_path / "other.safetensors")
+    code, _, err = console("init", "certvit_vit_cifar10", "--mean", "0.5,0.5", "-o", tmp_path / "other.safetensors")
     assert code == 2
     assert "3 input channels" in err

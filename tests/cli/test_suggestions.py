@@ -4,15 +4,14 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.main import app
 from certcli.images import datasets
 from certcli.models import hub
 from certcli.models.build import create
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import CertvitError, CheckpointError
+from tests.helpers.commands import certvit
 
 
 def test_what_was_probably_meant(plain: Checkpoint, workshop: Path) -> None:
@@ -50,8 +49,7 @@ def test_no_network_is_one_line_at_once(source: str, monkeypatch: pytest.MonkeyP
 
 
 def test_rare_options_wait_for_help_all() -> None:
-    few, all_of_them = (CliRunner().invoke(app, ["finetune", word]) for word in ("--help", "--help-all"))
-    assert (few.exit_code, all_of_them.exit_code) == (0, 0)
+    few, all_of_them = (certvit("finetune", word) for word in ("--help", "--help-all"))
     assert "--loss" in few.output
     assert "--adaptive-sam" not in few.output
     assert "--adaptive-sam" in all_of_them.output

@@ -22,7 +22,7 @@ from certcli.report import canvas
 from certcli.report.page import Page, render
 from certcli.system import processes
 from certcli.system.errors import DataError, Refused, UsageError, plain
-from tests.cli.test_bad_input import certvit
+from tests.helpers.commands import console
 
 TINY = ["init", "certvit_vit_digits", "-o", "x.safetensors"]
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "2"}
@@ -65,15 +65,15 @@ def test_one_line_and_a_documented_code(
     (tmp_path / "m.safetensors").symlink_to(workshop / "init.safetensors")
     processes.team.cache_clear()
     try:
-        done = certvit(tmp_path, *words)
+        done = console(*words, folder=tmp_path)
     finally:
         processes.team.cache_clear()
-    assert done.returncode == code, (done.stdout[-500:], done.stderr[-500:])
+    assert done.code == code, (done.out[-500:], done.err[-500:])
     if code:
-        assert done.stderr.startswith("certvit: ")
-        assert max(map(len, done.stderr.splitlines())) < 400
-        assert len(done.stderr.splitlines()) <= 2
-        assert "a bug" not in done.stderr
+        assert done.err.startswith("certvit: ")
+        assert max(map(len, done.err.splitlines())) < 400
+        assert len(done.err.splitlines()) <= 2
+        assert "a bug" not in done.err
 
 
 def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +119,9 @@ def test_an_index_of_very_many_files_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / f"m{ENDING}").write_text(
         json.dumps({"weight_map": {f"t{n}": f"{n}.safetensors" for n in range(MOST_FILES + 1)}})
     )
-    done = certvit(tmp_path, "lipschitz", f"m{ENDING}")
-    assert done.returncode == 3
-    assert f"at most {MOST_FILES:,}" in done.stderr
+    done = console("lipschitz", f"m{ENDING}", folder=tmp_path)
+    assert done.code == 3
+    assert f"at most {MOST_FILES:,}" in done.err
 
 
 HOSTILE = "a\x1b[31m\x00\u202eb\u2066<script>"

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from certcli.cli.lipschitz.blocks import Row
+from certcli.cli.lipschitz.blocks import BlockRow
 from certcli.cli.shared.output import percent, wrapped
 from certcli.cli.shared.tables import Layout
-from tests.cli.test_streams import certvit
+from tests.helpers.commands import console
 
 WIDE = 2000
 COMMANDS = [
@@ -50,7 +50,7 @@ def _run(words: list[str], columns: int, workshop: Path, folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(columns))
         patch.setattr("certcli.cli.certify.run.time", SimpleNamespace(perf_counter=lambda: 0.0))  # a slow run says so
-        code, out, err = certvit(*(paths.get(word, word) for word in words), *force, "--quiet")
+        code, out, err = console(*(paths.get(word, word) for word in words), *force, "--quiet")
     assert code == 0, (words, err)
     return out
 
@@ -104,15 +104,15 @@ def test_prose_is_broken_between_words_only() -> None:
 
 
 def test_a_block_holds_what_lies_in_it() -> None:
-    assert Row("blocks", "", 1, 1).holds(Row("blocks.0", "", 1, 1))
-    assert not Row("blocks", "", 1, 1).holds(Row("blocks2", "", 1, 1))
+    assert BlockRow("blocks", "", 1, 1).holds(BlockRow("blocks.0", "", 1, 1))
+    assert not BlockRow("blocks", "", 1, 1).holds(BlockRow("blocks2", "", 1, 1))
 
 
 def test_log_takes_a_folder_and_names_its_files(workshop: Path, tmp_path: Path) -> None:
-    code, out, err = certvit("log", tmp_path)
+    code, out, err = console("log", tmp_path)
     assert code == 3
     assert "no checkpoint" in err
-    code, out, _ = certvit("log", workshop)
+    code, out, _ = console("log", (workshop / "certified.safetensors").parent)
     assert code == 0
     first = {line.split()[0] for line in out.splitlines() if line}
     assert {"plain", "certified"} <= first
@@ -121,13 +121,13 @@ def test_log_takes_a_folder_and_names_its_files(workshop: Path, tmp_path: Path) 
 
 
 def test_log_shows_what_training_found(workshop: Path) -> None:
-    code, out, _ = certvit("log", workshop / "certified.safetensors")
+    code, out, _ = console("log", workshop / "certified.safetensors")
     assert code == 0
     assert re.search(
         r"this network +\d+ images of digits \(val\): clean \d+\.\d %, and certified \d+\.\d % at 0.3 \(proven\), b",
         out,
     )
-    code, out, _ = certvit("log", workshop / "plain.safetensors", workshop / "certified.safetensors")
+    code, out, _ = console("log", workshop / "plain.safetensors", workshop / "certified.safetensors")
     assert "validation clean" in out
 
 

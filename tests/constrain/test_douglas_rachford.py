@@ -9,17 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from certcli.constrain import network
-from certcli.constrain.douglas_rachford import constrain_matrix, paper_eta
+from certcli.constrain.douglas_rachford import constrain_matrix
+from certcli.constrain.layers import attention_blocks
 from certcli.constrain.methods import METHODS, PENALTIES
-from certcli.constrain.network import Calibration, Options, constrain_to
-from certcli.constrain.parallel import attention_blocks, constrain_layer, constrain_layers, side_by_side, try_layer
+from certcli.constrain.network import Calibration, constrain_to
+from certcli.constrain.options import Options
+from certcli.constrain.parallel import side_by_side, try_layer
 from certcli.constrain.projection import Eigenbasis, eigenbasis, pull_inside
 from certcli.constrain.prox import per_head
 from certcli.constrain.spectral_ball import constrain_ball, least_squares_on_ball
-from certcli.constrain.statistics import LayerStatistics, collect
+from certcli.constrain.statistics import LayerStatistics
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.system.errors import UsageError
-from tests.helpers.constrain_layers import IMAGES, PATHS, ROUNDING, gaussian, layer, measured_errors, small_net
+from tests.helpers.constrain_layers import (
+    IMAGES,
+    PATHS,
+    ROUNDING,
+    constrain,
+    gaussian,
+    layer,
+    measured_errors,
+    small_net,
+)
 
 # Douglas-Rachford
 
@@ -31,16 +42,16 @@ SHAPES = {"tall": (12, 9, 80), "wide": (6, 14, 90), "square": (10, 10, 60)}
 def test_spectral_prox_reaches_the_pareto_front(shape: tuple[int, int, int], eta: float) -> None:
     """Two algorithms with nothing in common meet: the least norm at an error, the least error at that norm."""
     statistics, _ = layer(*shape)
-    result = constrain_matrix(statistics, PENALTIES.load("spectral"), eta=eta, max_iterations=2000)
+    result = constrain_matrix(statistics, Options(eta=eta, iterations=2000))
     assert result.feasible
     assert result.lower <= result.objective <= (1 + 1e-3) * result.lower  # the tolerance that was asked for
-    ball = METHODS.load("ball")(statistics, eta)
+    ball = METHODS.load("ball")(statistics, Options(eta=eta))
     assert ball.feasible
     # ball bisects the radius to 1e-3, Douglas-Rachford stops at a gap of 1e-3; neither passes the other's lower limit
     assert ball.objective == pytest.approx(result.objective, rel=3e-3)
     assert ball.objective >= result.lower * (1 - ROUNDING)
     assert result.objective >= ball.lower * (1 - ROUNDING)
-    clipped = METHODS.load("clip")(statistics, eta)
+    clipped = METHODS.load("clip")(statistics, Options(eta=eta))
     assert clipped.feasible
     assert result.objective <= clipped.objective * (1 + 2e-3)
 
@@ -49,17 +60,17 @@ def test_spectral_prox_reaches_the_pareto_front(shape: tuple[int, int, int], eta
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_trial_is_about_the_weight(shape: tuple[int, int, int], eta: float) -> None:
     statistics, _ = layer(*shape)
-    options = {"prox": "spectral", "beta": 0.01, "eta": eta, "relaxation": 1.2, "max_iterations": 200, "ridge": 0.3}
-    weight, basis = try_layer(statistics, tolerance=0.005, blocks=1, basis=None, **options)
-    exact = constrain_layer(statistics, **options)
+    options = Options(eta=eta, ridge=0.3, tolerance=0.005)
+    weight, basis = try_layer(statistics, options, None)
+    exact = constrain(statistics, eta=eta, ridge=0.3)
     assert basis is not None
     assert float(statistics.relative_errors(weight.double())[0]) <= eta * (1 + 1e-5)  # float32, not pulled inside again
     assert spectral_norm(weight) <= exact.after * (1 + 0.005 + 1e-4)
-    again, _ = try_layer(statistics, tolerance=0.005, blocks=1, basis=basis, **options)
+    again, _ = try_layer(statistics, options, basis)
     assert torch.equal(weight, again)
     small, large = 2.0**-60, 2.0**120  # squares leave float32
     scaled = replace(statistics, weight=small * statistics.weight, grams=large * statistics.grams)
-    other, _ = try_layer(scaled, tolerance=0.005, blocks=1, basis=None, **options)
+    other, _ = try_layer(scaled, options, None)
     assert torch.allclose(other / small, weight, rtol=0, atol=1e-5 * float(weight.abs().max()))
 
 
@@ -69,8 +80,8 @@ def test_a_trial_is_about_the_weight(shape: tuple[int, int, int], eta: float) ->
 def test_a_converged_result_does_not_depend_on_beta(name: str, relaxation: float, beta: float) -> None:
     statistics, _ = layer()
     penalty = PENALTIES.load(name)
-    reference = constrain_matrix(statistics, penalty, max_iterations=3000)
-    result = constrain_matrix(statistics, penalty, beta, relaxation=relaxation, max_iterations=3000)
+    reference = constrain_matrix(statistics, Options(name, iterations=3000))
+    result = constrain_matrix(statistics, Options(name, beta, relaxation=relaxation, iterations=3000))
     assert result.objective == pytest.approx(reference.objective, rel=2e-3)  # two gaps of 1e-3
     for seed in range(20):
         rival = statistics.weight + gaussian(*statistics.shape, seed=seed)
@@ -90,13 +101,13 @@ def massive(outputs: int, inputs: int) -> LayerStatistics:
 def test_a_few_iterations_suffice_and_float64_judges_them(shape: tuple[int, int], eta: float) -> None:
     """The strength suits layer and error, and both limits are known at each iteration: seen were 3 to 16."""
     for statistics in (layer(*shape, 3 * shape[1])[0], massive(*shape)):
-        result = constrain_matrix(statistics, PENALTIES.load("spectral"), eta=eta, ridge=0.3)
+        result = constrain_matrix(statistics, Options(eta=eta, ridge=0.3))
         assert result.iterations <= 25
         assert result.feasible
         assert result.objective <= (1 + 1e-3) * result.lower
         # iterated in float32 from 2^15 entries on, and in a tall matrix's column space; what is said is of the matrix
         assert result.objective == pytest.approx(float(torch.linalg.matrix_norm(result.weight, 2)), rel=ROUNDING)
-        exact = constrain_matrix(statistics, PENALTIES.load("spectral"), eta=eta, ridge=0.3, tolerance=9e-5)
+        exact = constrain_matrix(statistics, Options(eta=eta, ridge=0.3, tolerance=9e-5))
         assert exact.objective <= (1 + 9e-5) * exact.lower  # in float64 all the way
         assert result.lower <= exact.objective * (1 + ROUNDING)
         assert exact.lower <= result.objective * (1 + ROUNDING)
@@ -108,7 +119,7 @@ def test_a_few_iterations_suffice_and_float64_judges_them(shape: tuple[int, int]
 def test_what_is_written_is_feasible_for_every_group(name: str, dtype: torch.dtype, groups: int) -> None:
     statistics, columns = layer(groups=groups, dtype=dtype)
     for eta in (0.01, 0.1, 0.5):
-        result = constrain_layer(statistics, prox=name, eta=eta, max_iterations=300)
+        result = constrain(statistics, prox=name, eta=eta, iterations=300)
         assert result.weight.dtype == dtype
         assert result.feasible
         errors = measured_errors(result.weight, statistics.weight, columns)
@@ -123,7 +134,7 @@ def test_what_is_written_is_feasible_for_every_group(name: str, dtype: torch.dty
 @pytest.mark.parametrize("name", PENALTIES.names())
 def test_several_groups_come_close_to_their_lower_limit(name: str) -> None:
     statistics, _ = layer(tokens=40, groups=4)
-    result = constrain_matrix(statistics, PENALTIES.load(name), eta=0.2, max_iterations=1000)
+    result = constrain_matrix(statistics, Options(name, eta=0.2, iterations=1000))
     assert result.feasible
     assert result.lower * (1 - ROUNDING) <= result.objective <= 1.005 * result.lower  # asked for: 1.003
 
@@ -131,7 +142,7 @@ def test_several_groups_come_close_to_their_lower_limit(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS.names())
 def test_a_tiny_eta_changes_nothing(name: str) -> None:
     statistics, columns = layer(dtype=torch.float32)
-    result = constrain_layer(statistics, prox=name, eta=1e-10)
+    result = constrain(statistics, prox=name, eta=1e-10)
     change = float((result.weight.double() - statistics.weight).norm())
     # |D X| <= eta |W0 X| leaves |D| <= eta |W0 X| / smallest singular value of X, far below a float32 step of |W0|
     limit = 1e-10 * float(statistics.energies.sqrt() / torch.linalg.svdvals(columns[0])[-1])
@@ -146,17 +157,17 @@ def test_a_tiny_eta_changes_nothing(name: str) -> None:
 )
 def test_options_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
-        list(constrain_layers([layer()[0]], **wrong))  # type: ignore[arg-type]
+        Options(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", METHODS.names())
 def test_fewer_tokens_than_inputs(name: str) -> None:
     statistics, columns = layer(8, 12, 5)
-    result = constrain_layer(statistics, prox=name)
+    result = constrain(statistics, prox=name)
     assert result.rank == 5
     assert result.ridge > 0
     assert float(measured_errors(result.weight, statistics.weight, columns).max()) <= 0.1 * (1 + ROUNDING)
-    free = constrain_layer(statistics, prox=name, ridge=0.0)
+    free = constrain(statistics, prox=name, ridge=0.0)
     assert free.feasible
     if name in PENALTIES:  # what the ridge forbids can only help the penalty; 1e-3 is the gap of either solution
         value = PENALTIES.load(name).value
@@ -169,15 +180,9 @@ def test_layers_without_output_stay_as_they_are(name: str, degenerate: str) -> N
     weight = torch.zeros(4, 3) if degenerate == "zero weight" else gaussian(4, 3).float()
     gram = torch.zeros(1, 3, 3) if degenerate == "zero inputs" else torch.eye(3)[None]
     statistics = LayerStatistics("x", weight.double(), gram.double(), torch.ones(1), "linear", (4, 3), torch.float32)
-    result = constrain_layer(statistics, prox=name)
+    result = constrain(statistics, prox=name)
     assert torch.equal(result.weight, weight)
     assert result.error == 0
-
-
-def test_the_papers_eta_is_the_error_per_token() -> None:
-    statistics, columns = layer(groups=2)
-    expected = 0.01 * (statistics.weight @ columns).square().sum((1, 2)) / columns.shape[2]
-    assert torch.allclose(paper_eta(statistics, 0.1), expected)
 
 
 def test_least_squares_on_ball_meets_its_lower_limit() -> None:
@@ -192,25 +197,14 @@ def test_least_squares_on_ball_meets_its_lower_limit() -> None:
 @pytest.mark.parametrize("eta", [0.03, 0.2])
 def test_ball_meets_the_spectral_prox_under_a_ridge_in_a_few_iterations(eta: float) -> None:
     statistics, _ = layer(40, 60, 180)
-    ball = constrain_ball(statistics, eta, ridge=0.3)
-    spectral = constrain_matrix(statistics, PENALTIES.load("spectral"), eta=eta, ridge=0.3)
+    ball = constrain_ball(statistics, Options(eta=eta, ridge=0.3))
+    spectral = constrain_matrix(statistics, Options(eta=eta, ridge=0.3))
     assert ball.feasible
     assert ball.objective == pytest.approx(spectral.objective, rel=3e-3)  # a bisection to 1e-3, a gap of 1e-3
     assert ball.iterations < 80  # projected gradients: 110 to 120 for one radius of eleven
 
 
 # The driver
-
-
-@pytest.mark.parametrize("name", ["l1", "spectral"])
-def test_workers_change_nothing_and_etas_can_differ(name: str) -> None:
-    statistics = collect(small_net(), IMAGES.split(4), PATHS)
-    alone = list(constrain_layers(statistics, prox=name))
-    together = list(constrain_layers(statistics.values(), prox=name, workers=3))
-    assert [result.path for result in together] == list(statistics)
-    assert all(torch.equal(one.weight, two.weight) for one, two in zip(alone, together))
-    some = list(constrain_layers(statistics, prox=name, eta={"head": 0.3, "fc1": 0.1}))
-    assert [(result.path, result.eta) for result in some] == [("fc1", 0.1), ("head", 0.3)]
 
 
 def test_layers_run_side_by_side_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +218,11 @@ def test_layers_run_side_by_side_one_thread_each(monkeypatch: pytest.MonkeyPatch
     assert list(side_by_side(work, layers, 2)) == [1] * 4
     assert torch.get_num_threads() == threads
     calibration = Calibration(small_net(), PATHS, IMAGES.split(4))
-    options = Options("spectral", 0.01, 0.1, 1.2, 200)
+    options = Options()
     alone = list(constrain_to(calibration, options))
+    etas = dict.fromkeys(PATHS, 0.0) | {"head": 0.3, "fc1": 0.1}
+    some = list(constrain_to(calibration, options, etas))
+    assert [(result.path, result.eta) for result in some] == [("fc1", 0.1), ("head", 0.3)]
     monkeypatch.setattr(network, "workers_for", lambda device: 3)  # the machine may have fewer cores
     assert calibration.workers == 3
     together = list(constrain_to(calibration, options))
@@ -243,7 +240,7 @@ def test_bases_that_fit_are_kept_for_another_eta_and_change_nothing(
     calibration = Calibration(small_net(), PATHS, IMAGES.split(4))
     bases: dict[str, Eigenbasis] = {}
     for eta in (0.1, 0.2):
-        options = Options("spectral", 0.01, eta, 1.2, 200, ridge=0.3)
+        options = Options(eta=eta, ridge=0.3)
         again = list(constrain_to(calibration, options, bases=bases))
         assert all(result.basis is None for result in again)
         assert sum(basis.vectors.nbytes for basis in bases.values()) <= limit
@@ -275,8 +272,8 @@ def test_heads_are_constrained_one_by_one() -> None:
     assert attention_blocks(model) == {"0.qkv": 6}
     statistics, _ = layer(24, 8, 100)
     penalty = PENALTIES.load("spectral")
-    whole = constrain_matrix(statistics, penalty, eta=0.3)
-    heads = constrain_matrix(statistics, penalty, eta=0.3, blocks=6)
+    whole = constrain_matrix(statistics, Options(eta=0.3))
+    heads = constrain_matrix(replace(statistics, blocks=6), Options(eta=0.3, per_head=True))
 
     def sums(weight: Tensor) -> float:
         return float(penalty.value(per_head(weight, 6)))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from certcli.constrain import prox
 from certcli.constrain.methods import PENALTIES
-from certcli.constrain.projection import _outer_step, eigenbasis, project, project_one, pull_inside
+from certcli.constrain.projection import Eigenbasis, _outer_step, eigenbasis, project, pull_inside, shrinkage
 from certcli.constrain.prox import Penalty, clip, per_head
 from certcli.constrain.statistics import energy
 from certcli.system.errors import CertvitError
@@ -110,6 +110,13 @@ def test_heads_are_row_blocks() -> None:
 
 
 # Projections
+
+
+def project_one(matrix: Tensor, centre: Tensor, basis: Eigenbasis, radius: float) -> Tensor:
+    """Return the projection onto one group that each step of Douglas-Rachford makes in the eigenbasis."""
+    rotated = (matrix - centre) @ basis.vectors
+    factors, multiplier = shrinkage(rotated, basis, radius)
+    return centre + (rotated * factors) @ basis.vectors.mT if multiplier > 0 else matrix
 
 
 @pytest.mark.parametrize("shape", [(12, 9, 80), (3, 10, 40), (5, 8, 4), (4, 1, 10)], ids=str)

@@ -1,23 +1,21 @@
 """The one-sided distance of layers followed by ReLU: its definition, its majorant, its optimum, where it applies."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
-from certcli.cli.main import app
 from certcli.constrain.methods import PENALTIES
-from certcli.constrain.network import Calibration, Options, constrain_to, rectified_paths
-from certcli.constrain.parallel import constrain_layer
+from certcli.constrain.network import Calibration, constrain_to, rectified_paths
+from certcli.constrain.options import Options
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
 from certcli.constrain.statistics import energy
 from certcli.system.errors import UsageError
-
-TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4}
+from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.constrain_layers import constrain
+from tests.helpers.workshop import shape
 
 ROUNDING = 1e-9
 """Relative: float64 sums of some thousand terms."""
@@ -106,7 +104,7 @@ def test_the_result_is_feasible_and_no_feasible_point_passes_its_limit(
     net: Net, path: str, name: str, groups: int
 ) -> None:
     layer, eta = rectified(net, path, groups), 0.2
-    result = constrain_layer(layer, prox=name, eta=eta, max_iterations=200, ridge=0.0)
+    result = constrain(layer, prox=name, eta=eta, iterations=200, ridge=0.0)
     assert result.feasible
     assert result.distance == "relu"
     weight = result.weight.flatten(1)
@@ -127,12 +125,12 @@ def test_the_result_is_feasible_and_no_feasible_point_passes_its_limit(
 
 def test_it_reaches_the_optimum_and_lies_below_the_plain_one(net: Net) -> None:
     layer = rectified(net, "conv")
-    found = constrain_layer(layer, eta=0.2, max_iterations=2000)
+    found = constrain(layer, eta=0.2, iterations=2000)
     assert found.gap is not None
     assert found.gap <= 2e-3
-    plain = constrain_layer(Calibration(net, ["conv"], BATCHES).layers().__next__(), eta=0.2)
+    plain = constrain(Calibration(net, ["conv"], BATCHES).layers().__next__(), eta=0.2)
     error = float(layer.relative_errors(plain.weight.flatten(1)).max())
-    again = constrain_layer(layer, eta=error, max_iterations=2000)
+    again = constrain(layer, eta=error, iterations=2000)
     assert again.after < plain.after
 
 
@@ -162,28 +160,15 @@ def test_where_it_applies_is_read_from_the_graph(net: Net) -> None:
     with pytest.raises(UsageError, match="no distance"):
         rectified_paths(net, (1, 6, 6), ["conv"], "euclid")
     with pytest.raises(UsageError, match="does not go with 'ball'"):
-        list(
-            constrain_to(
-                Calibration(net, ["conv"], BATCHES, rectified=frozenset(["conv"])), Options("ball", 0.01, 0.1, 1.2, 20)
-            )
-        )
+        list(constrain_to(Calibration(net, ["conv"], BATCHES, rectified=frozenset(["conv"])), Options("ball")))
 
 
 def test_the_command(tmp_path: Path) -> None:
     """A ViT whose MLPs use ReLU: fc1 alone is followed by it."""
     start = tmp_path / "vit.safetensors"
-    run = CliRunner()
-
-    def certvit(*words: object) -> str:
-        outcome = run.invoke(app, [str(word) for word in words])
-        assert outcome.exit_code == 0, (outcome.output, outcome.exception)
-        return outcome.stdout
-
-    shape = {**TINY, "act_layer": "relu"}
-    arguments = [part for key, value in shape.items() for part in ("--arch-arg", f"{key}={value}")]
-    certvit("init", "certvit_vit_digits", *arguments, "-o", start, "--quiet")
+    certvit("init", "certvit_vit_digits", *shape(act_layer="relu"), "-o", start, "--quiet")
     common = ("constrain", start, "--limit", 20, "--eta", 0.2, "--iterations", 20, "--quiet")
-    report = json.loads(certvit(*common, "--distance", "auto", "--json", "-o", tmp_path / "auto.safetensors"))
+    report = document(*common, "--distance", "auto", "-o", tmp_path / "auto.safetensors")
     assert {layer["path"]: layer["distance"] for layer in report["layers"]} == {
         "patch_embed.proj": "plain",
         "blocks.0.attn.qkv": "plain",
@@ -193,6 +178,6 @@ def test_the_command(tmp_path: Path) -> None:
         "head": "plain",
     }
     assert all(layer["feasible"] and layer["error"] <= 0.2 for layer in report["layers"])
-    refused = run.invoke(app, [*map(str, common), "--distance", "relu", "-o", str(tmp_path / "relu.safetensors")])
+    refused = attempt(*common, "--distance", "relu", "-o", tmp_path / "relu.safetensors")
     assert "patch_embed.proj' is not followed by ReLU" in str(refused.exception)
     certvit(*common, "--distance", "relu", "--layers", "*.fc1", "-o", tmp_path / "relu.safetensors", "--memory", "64K")

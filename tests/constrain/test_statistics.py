@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from certcli.constrain import network
-from certcli.constrain.layers import constrainable
 from certcli.constrain.network import Calibration, room_for
-from certcli.constrain.parallel import constrain_layer
 from certcli.constrain.statistics import collect, collect_in_passes, passes_within
 from certcli.system.errors import DataError, UsageError
-from tests.helpers.constrain_layers import IMAGES, PATHS, ROUNDING, Net, gaussian, small_net
+from tests.helpers.constrain_layers import IMAGES, PATHS, ROUNDING, Net, constrain, constrainable, gaussian, small_net
 
 # Statistics
 
@@ -42,7 +40,7 @@ def test_statistics_of_a_convolution_are_those_of_its_outputs(module: nn.Conv2d,
     assert statistics.kind == "conv"
     assert float(statistics.tokens) == outputs[:, 0].numel()
     assert float(statistics.energies) == pytest.approx(float(outputs.detach().square().sum()), rel=1e-12)
-    changed = constrain_layer(statistics, eta=0.2).weight
+    changed = constrain(statistics, eta=0.2).weight
     difference = module(images)
     with torch.no_grad():
         module.weight.copy_(changed)
@@ -71,7 +69,7 @@ def test_statistics_of_a_network(net: Net) -> None:
     rows = [value.double() for value in inputs]
     assert torch.allclose(statistics["head"].grams[0], rows[0].mT @ rows[0] + rows[2].mT @ rows[2], rtol=1e-12)
     assert torch.allclose(statistics["head"].grams[1], rows[1].mT @ rows[1], rtol=1e-12)
-    result = constrain_layer(statistics["head"], eta=0.2)
+    result = constrain(statistics["head"], eta=0.2)
     change = result.weight.double() - statistics["head"].weight
     expected = (rows[3] @ change.mT).norm() / (rows[3] @ statistics["head"].weight.mT).norm()
     assert result.held_out_error == pytest.approx(float(expected), rel=1e-9)

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from certcli.constrain.network import Calibration, Options, budget, curves, meet_target, network_upper
-from certcli.constrain.parallel import LayerResult, constrain_layer, constrain_layers
+from certcli.constrain.network import Calibration, budget, curves, meet_target, network_upper
+from certcli.constrain.options import Options
+from certcli.constrain.parallel import LayerResult
 from certcli.constrain.statistics import collect
 from certcli.constrain.targets import CURVE_GAP, OutOfReach, Point, allocate, log10_product, pareto
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.system.errors import UsageError
-from tests.helpers.constrain_layers import IMAGES, PATHS, layer, small_net
+from tests.helpers.constrain_layers import IMAGES, PATHS, constrain, layer, small_net
 
 # Targets
 
@@ -55,11 +56,11 @@ def test_a_target_under_another_bound_and_one_out_of_reach() -> None:
 def test_a_curve_promises_what_its_layer_keeps(name: str, groups: int) -> None:
     """Warm starts and a wider gap cost at most that gap, and never promise less than the layer reaches."""
     statistics, _ = layer(groups=groups)
-    curve = pareto(statistics, (0.05, 0.2, 0.6), prox=name, max_iterations=1000)
+    curve = pareto(statistics, Options(name, iterations=1000), (0.05, 0.2, 0.6))
     assert [point.error for point in curve] == [0.0, 0.05, 0.2, 0.6]
     assert curve[0].norm == spectral_norm(statistics.weight)
     for point in curve[1:]:
-        alone = constrain_layer(statistics, prox=name, eta=point.error, max_iterations=1000)
+        alone = constrain(statistics, prox=name, eta=point.error, iterations=1000)
         # a gap of 1 % (3 % with several groups) here, of 0.1 % (0.3 %, a bisection to 0.1 %) there
         gap = 1.0 + CURVE_GAP * (3 if groups > 1 else 1)
         assert alone.after / 1.005 <= point.norm <= alone.after * gap * 1.001
@@ -67,14 +68,14 @@ def test_a_curve_promises_what_its_layer_keeps(name: str, groups: int) -> None:
 
 def test_layers_run_at_their_share_meet_the_target() -> None:
     statistics = collect(small_net(), IMAGES.split(4), PATHS)
-    curves = {path: pareto(one, (0.02, 0.1, 0.3, 0.7)) for path, one in statistics.items()}
+    curves = {path: pareto(one, Options(), (0.02, 0.1, 0.3, 0.7)) for path, one in statistics.items()}
     for curve in curves.values():
         assert all(first.norm > last.norm and first.error < last.error for first, last in pairwise(curve))
     whole = math.prod(curve[0].norm for curve in curves.values())
     chosen = allocate(curves, whole / 10)
     etas = {path: point.error for path, point in chosen.items() if point.error > 0}
     norms = {path: curve[0].norm for path, curve in curves.items()}
-    norms |= {result.path: result.after for result in constrain_layers(statistics, eta=etas)}
+    norms |= {path: constrain(statistics[path], eta=eta).after for path, eta in etas.items()}
     # each solution may lie 1e-3 above the least norm, the gap it was asked for
     assert math.prod(norms.values()) <= whole / 10 * (1 + 1e-3) ** len(norms)
 
@@ -91,7 +92,7 @@ def chain() -> nn.Sequential:
 def search(model: nn.Module, target: float) -> list[LayerResult]:
     images = torch.rand(60, 1, 4, 4, generator=torch.Generator().manual_seed(1))
     calibration = Calibration(model, ["1", "3"], images.split(20))
-    options = Options("spectral", 0.01, 0.1, 1.2, 200)
+    options = Options()
     return meet_target(calibration, (1, 4, 4), 3, dict(curves(calibration, options)), target, options)
 
 
@@ -123,6 +124,6 @@ def test_a_target_out_of_reach_names_the_least_proven_bound(optimistic: float, m
     assert found is not None
     assert int(found[2]) == 95  # the end of the curves
     images = torch.rand(60, 1, 4, 4, generator=torch.Generator().manual_seed(1))
-    for result in constrain_layers(collect(model, images.split(20), ["1", "3"]), eta=0.95):
-        model.get_submodule(result.path).weight.data.copy_(result.weight)
+    for path, statistics in collect(model, images.split(20), ["1", "3"]).items():
+        model.get_submodule(path).weight.data.copy_(constrain(statistics, eta=0.95).weight)
     assert network_upper(model, (1, 4, 4), 3).log10() == pytest.approx(float(found[1]), abs=0.005)  # two digits shown

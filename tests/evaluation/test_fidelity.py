@@ -8,22 +8,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
-from certcli.cli.main import app
 from certcli.cli.shared.fidelity import show
 from certcli.cli.shared.output import Sink
 from certcli.constrain import keep
-from certcli.constrain.network import Calibration, Options
+from certcli.constrain.network import Calibration
+from certcli.constrain.options import Options
 from certcli.evaluation import fidelity
 from certcli.evaluation.fidelity import ERROR_SHARE, Fidelity, Witness, known_labels
 from certcli.images import datasets
 from certcli.images.calibration import synthetic_photographs
 from certcli.images.labelled import Images
 from certcli.models import build
+from tests.helpers.commands import attempt, certvit
 from tests.helpers.constrain_layers import IMAGES, PATHS, small_net
+from tests.helpers.workshop import shape
 
 CPU = torch.device("cpu")
 
@@ -144,7 +145,7 @@ def test_what_is_written_keeps_enough_whatever_trials_said(share: float, monkeyp
     calibration = Calibration(net, PATHS, IMAGES.split(4))
     originals = {path: net.get_submodule(path).weight.detach().clone() for path in PATHS}
     monkeypatch.setattr(keep, "try_at", lambda *_: iter(originals.items()))
-    found = keep.constrain_keeping(calibration, Options("spectral", 0.01, 0.1, 1.2, 200, ridge=0.3), share, judges)
+    found = keep.constrain_keeping(calibration, Options(ridge=0.3), share, judges)
     assert found.fidelity == judges.compare(judges.logits(net))
     assert found.fidelity.agreement >= share
     if not found.results:
@@ -156,8 +157,7 @@ def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, share: float) 
     """As many first choices stay as were asked for, judged by the written file, and a lower --keep lowers the norms more."""
     source, out = workshop / "plain.safetensors", tmp_path / "out.safetensors"
     words = ["constrain", source, "--keep", share, "--limit", 400, "--json", "-o", out]
-    outcome = CliRunner().invoke(app, [str(word) for word in words])
-    assert outcome.exit_code == 0, outcome.exception
+    outcome = certvit(*words)
     report = json.loads(outcome.stdout)
     kept = report["kept"]
     assert kept["images"] == 80
@@ -185,11 +185,8 @@ def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, share: float) 
 
 def test_without_data_a_network_of_photographs_is_judged_on_synthetic_ones(tmp_path: Path) -> None:
     source, out = tmp_path / "net.safetensors", tmp_path / "out.safetensors"
-    runner = CliRunner()
-    small = [part for pair in ("embed_dim=16", "depth=1", "num_heads=2") for part in ("--arch-arg", pair)]
-    assert runner.invoke(app, ["init", "certvit_vit_cifar10", *small, "-o", str(source)]).exit_code == 0
-    found = runner.invoke(app, ["constrain", str(source), "--beta", "0.01", "--limit", "60", "--json", "-o", str(out)])
-    assert found.exit_code == 0, found.exception
+    certvit("init", "certvit_vit_cifar10", *shape(patch_size=4), "-o", source)
+    found = certvit("constrain", source, "--beta", 0.01, "--limit", 60, "--json", "-o", out)
     kept = json.loads(found.stdout)["kept"]
     assert (kept["dataset"], kept["accuracy_after"]) == ("synthetic photographs", None)
     assert 0.03 < kept["logits_error"] <= ERROR_SHARE * 0.05
@@ -201,8 +198,7 @@ def test_too_few_images_to_hold_any_out_are_said(tiny: Checkpoint, tmp_path: Pat
     source = tmp_path / "tiny.safetensors"
     tiny.write(source)
     words = ["constrain", source, "--limit", count, "--json", "-o", tmp_path / "out.safetensors"]
-    outcome = CliRunner().invoke(app, [str(word) for word in words])
-    assert outcome.exit_code == 0, outcome.exception
+    outcome = certvit(*words)
     assert json.loads(outcome.stdout)["kept"]["took_part"] is True
     assert "too few to hold any out" in outcome.stderr.replace("\n", " ")
 
@@ -211,7 +207,7 @@ def test_too_few_images_to_hold_any_out_are_said(tiny: Checkpoint, tmp_path: Pat
 def test_a_share_is_a_share(tiny: Checkpoint, tmp_path: Path, share: float) -> None:
     source = tmp_path / "tiny.safetensors"
     tiny.write(source)
-    outcome = CliRunner().invoke(app, ["constrain", str(source), "--keep", str(share)])
+    outcome = attempt("constrain", source, "--keep", share)
     assert outcome.exit_code != 0
     assert "--keep must lie between 0 and 1" in str(outcome.exception) + outcome.output
 

@@ -9,31 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
 from certcli.certify import methods
 from certcli.certify.certificate import Certificate, certified_accuracy
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.main import app
 from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
 from certcli.evaluation.records import PIXELS, RecordFile, Run, read_records
 from certcli.evaluation.resumed import FEW
 from certcli.images import datasets
 from certcli.report import curve
 from certcli.system.errors import CertvitError, DataError, OutputError, UsageError
-
-
-def certvit(*words: object) -> Result:
-    return CliRunner().invoke(app, [str(word) for word in words])
-
-
-def document(*words: object) -> dict[str, Any]:
-    done = certvit(*words, "--json")
-    assert done.exit_code == 0, (words, done.output, done.exception)
-    (line,) = done.stdout.splitlines()
-    found: dict[str, Any] = json.loads(line)
-    return found
+from tests.helpers.commands import attempt, document
 
 
 def tail(trials: int, least: int, p: Fraction) -> Fraction:
@@ -123,14 +109,14 @@ def test_records_of_another_run_are_refused_and_the_difference_is_named(
         ("command is certify there and attack here", "attack", proven, "-a", "fgsm", "--limit", 20, "--no-checks"),
     ]
     for named, *words in others:
-        failure = certvit(*words, "--records", path, "--resume").exception
+        failure = attempt(*words, "--records", path, "--resume").exception
         assert isinstance(failure, UsageError), (words, failure)
         assert named in failure.message
-    assert isinstance(certvit("certify", proven, "--limit", 20, "--records", path).exception, UsageError)
-    assert isinstance(certvit("certify", proven, "--resume").exception, UsageError)
+    assert isinstance(attempt("certify", proven, "--limit", 20, "--records", path).exception, UsageError)
+    assert isinstance(attempt("certify", proven, "--resume").exception, UsageError)
     assert path.read_bytes() == before
     path.write_bytes(before.replace(b'"index"', b'"undex"', 1))
-    failure = certvit("certify", proven, "--limit", 20, "--records", path, "--resume").exception
+    failure = attempt("certify", proven, "--limit", 20, "--records", path, "--resume").exception
     assert isinstance(failure, DataError)
     assert "line 2 of" in failure.message
 
@@ -176,14 +162,14 @@ def test_the_header_says_what_was_assumed_of_the_network(workshop: Path, tmp_pat
     """It decides nothing: a file from before there was such a line is continued, and read by whoever reads records."""
     path = tmp_path / "r.jsonl"
     words = ("certify", workshop / "certified.safetensors", "--records", path)
-    assert certvit(*words, "--limit", 4).exit_code == 0
+    assert attempt(*words, "--limit", 4).exit_code == 0
     header, *rows = path.read_text().splitlines()
     stated = json.loads(header)
     assert stated["network"]["architecture"]["from"] == "its record"
     assert stated["network"]["mean"]["value"] == "0.5"
     del stated["network"]
     path.write_text("\n".join([json.dumps(stated), *rows[:2]]) + "\n")
-    assert certvit(*words, "--limit", 4, "--resume").exit_code == 0
+    assert attempt(*words, "--limit", 4, "--resume").exit_code == 0
     assert len(path.read_text().splitlines()) == 5
     run, read = read_records(path, "certify")
     assert run.checkpoint == stated["checkpoint"]
@@ -207,7 +193,7 @@ def test_files_that_are_no_records(kind: str, proven: Path, tmp_path: Path) -> N
     path.write_bytes(BROKEN[kind])
     for command, word in (("certify", "--attack-records"), ("attack", "--only-certified")):
         for named in (path, tmp_path / "absent.jsonl", tmp_path):
-            failure = certvit(command, proven, word, named, "--limit", 5).exception
+            failure = attempt(command, proven, word, named, "--limit", 5).exception
             assert isinstance(failure, DataError), (command, named, failure)
             assert str(named) in failure.message
 
@@ -234,11 +220,11 @@ def test_a_figure_compares_the_images_that_both_know(
     assert sum(radius > 0.3 for radius in some["lipschitz: certified (proven)"]) / 30 <= left["robust"]
     assert title == "certified on digits (test), n = 30"
     told = f"30 of these images: {100 * left['clean']:.1f} % at 0, {100 * left['curve']['0.1']:.1f} % at 0.1"
-    shown = certvit(*words, "--attack-records", attacked).stdout
+    shown = attempt(*words, "--attack-records", attacked).stdout
     assert told in shown
     (clean,) = [line for line in shown.splitlines() if line.startswith("clean ")]
     assert f"{100 * left['clean']:.1f} %" in clean
-    several = certvit(
+    several = attempt(
         *words,
         "--method",
         "lipschitz",
@@ -259,14 +245,14 @@ def test_a_figure_compares_the_images_that_both_know(
         (("certify", other), "another network"),
         (("certify", proven, "--split", "val"), "is another one than here"),
     ):
-        failure = certvit(*refused, "--attack-records", attacked, "--plot", tmp_path / "g.png").exception
+        failure = attempt(*refused, "--attack-records", attacked, "--plot", tmp_path / "g.png").exception
         assert isinstance(failure, DataError)
         assert named in failure.message
     assert not (tmp_path / "g.png").exists()
     document(
         "attack", proven, "-a", "fgsm", "--norm", "linf", "--limit", 3, "--no-checks", "--records", attacked, "--force"
     )
-    failure = certvit("certify", proven, "--attack-records", attacked, "--plot", tmp_path / "g.png").exception
+    failure = attempt("certify", proven, "--attack-records", attacked, "--plot", tmp_path / "g.png").exception
     assert isinstance(failure, DataError)
     assert "in l2" in failure.message
 
@@ -290,12 +276,12 @@ def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> N
 def test_a_failed_gate_prints_one_document(proven: Path) -> None:
     words = ("certify", proven, "-e", 0.1, "--limit", 30, "--json")
     for gate in ("1.0@0.7", "1", "0.999@1"):
-        done = certvit(*words, "--min-certified", gate)
+        done = attempt(*words, "--min-certified", gate)
         assert isinstance(done.exception, CertvitError)
         assert done.exception.code == 7
         (line,) = done.stdout.splitlines()
         assert json.loads(line)["gate"]["passed"] is False
-    assert certvit(*words, "--min-certified", "0.01@0.1").exit_code == 0
+    assert attempt(*words, "--min-certified", "0.01@0.1").exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -315,13 +301,13 @@ def test_a_failed_gate_prints_one_document(proven: Path) -> None:
 )
 def test_gates_and_radii_that_mean_nothing_are_refused(proven: Path, words: list[str]) -> None:
     for command in ("certify", "attack") if words[0] == "-e" else ("certify",):
-        failure = certvit(command, proven, *words).exception
+        failure = attempt(command, proven, *words).exception
         assert getattr(failure, "code", None) == 2, failure  # ours, or of the parser of options
 
 
 @pytest.mark.parametrize("share", ["nan", "90", "-0.5"])
 def test_shares_of_attack_that_mean_nothing_are_refused(proven: Path, share: str) -> None:
-    assert getattr(certvit("attack", proven, "--min-robust", share).exception, "code", None) == 2
+    assert getattr(attempt("attack", proven, "--min-robust", share).exception, "code", None) == 2
 
 
 def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
@@ -351,12 +337,12 @@ def test_log_says_over_how_many_images_and_which_are_not_the_same(
     document("attack", one, "-a", "fgsm", "-e", 0.3, "--limit", 20, "--no-checks", "-o", tmp_path / "both.safetensors")
     noise = ("--method", "smoothing", "--n0", 4, "--samples", 20, "--limit", 5, "-e", 0.1)
     document("certify", workshop / "plain.safetensors", *noise, "-o", two)
-    lines = certvit("log", tmp_path / "both.safetensors", two).stdout.splitlines()
+    lines = attempt("log", tmp_path / "both.safetensors", two).stdout.splitlines()
     (first,) = [line for line in lines if line.startswith("both")]
     assert "n = 396" in first
     assert any("at 0.3, n = 20" in line for line in lines)  # what rows share stands in the column's title
     (second,) = [line for line in lines if line.startswith("two")]
     assert "(probability 0.999)" in second
     assert any(line.startswith("not the same images: 396 of digits (test); 20 of digits (test); 5") for line in lines)
-    alike = certvit("log", one, one).stdout
+    alike = attempt("log", one, one).stdout
     assert "not the same" not in alike

@@ -15,7 +15,7 @@ from certcli.certify import resumed as certify_resumed
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import resumed
 from certcli.evaluation.record_lines import PARAMETERS
-from tests.evaluation.test_records import certvit, document
+from tests.helpers.commands import attempt, document
 from tests.soundness import record_fuzz
 
 EDITS = 240
@@ -102,7 +102,7 @@ def test_forged_certificates_pass_no_gate_and_enter_no_evidence(
     for row in rows:
         FORGERIES[kind](row)
     path.write_text("".join(json.dumps(row) + "\n" for row in [head, *rows]))
-    done = certvit(*run, "--resume", *(made if word == "n.safetensors" else word for word in WAYS[way]))
+    done = attempt(*run, "--resume", *(made if word == "n.safetensors" else word for word in WAYS[way]))
     assert getattr(done.exception, "code", None) == 6, done.output
     assert not made.exists()
 

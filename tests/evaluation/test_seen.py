@@ -15,8 +15,8 @@ from certcli.checkpoint.record import SEEN, Step
 from certcli.evaluation import seen
 from certcli.images import datasets
 from certcli.images.labelled import Images
-from tests.conftest import TINY
-from tests.evaluation.test_records import certvit, document
+from tests.helpers.commands import attempt, document
+from tests.helpers.workshop import shape
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def net(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("nets")
-    arguments = [part for key, value in TINY.items() for part in ("--arch-arg", f"{key}={value}")]
-    assert certvit("init", "certvit_vit_digits", *arguments, "-o", where / "i.safetensors").exit_code == 0
+    assert attempt("init", "certvit_vit_digits", *shape(), "-o", where / "i.safetensors").exit_code == 0
     words = ("finetune", where / "i.safetensors", "--dataset", folder, "--loss", "ce", "--steps", 2)
-    assert certvit(*words, "-o", where / "n.safetensors").exit_code == 0
+    assert attempt(*words, "-o", where / "n.safetensors").exit_code == 0
     return where / "n.safetensors"
 
 
@@ -63,7 +62,7 @@ def test_what_training_left_out_is_judged_and_else_the_share_is_said(net: Path, 
         told = f"{count} of these {of} images are training images"
         assert found["doubts"][0].startswith(told)
         name, *usual = JUDGES[command]
-        shown = certvit(name, net, *usual, "--dataset", folder, "--split", split).stdout
+        shown = attempt(name, net, *usual, "--dataset", folder, "--split", split).stdout
         assert shown.startswith(told)
         assert command == "audit" or found["seen"] == {"training": {"images": count, "exact": True}}
 
@@ -93,7 +92,7 @@ def test_another_folder_with_some_of_the_files(net: Path, folder: Path, tmp_path
 def test_calibration_images_are_said(net: Path, folder: Path, tmp_path: Path, command: str) -> None:
     given = {"adapt": ("--goal", "certify", "--epochs", 1), "constrain": ("--eta", 0.1)}[command]
     made = tmp_path / "m.safetensors"
-    done = certvit(command, net, "--dataset", folder, "--limit", 20, *given, "-o", made)
+    done = attempt(command, net, "--dataset", folder, "--limit", 20, *given, "-o", made)
     assert done.exit_code == 0, (done.output, done.exception)
     kept = Checkpoint.read(made).record.lineage[-1].parameters[SEEN]
     found = judged("attack", made, "--dataset", folder, "--split", "all")

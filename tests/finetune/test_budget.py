@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import certcli.checkpoint.file
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.finetune import run as training
-from certcli.cli.main import app
 from certcli.finetune import loop
 from certcli.finetune.budget import (
     EVALUATION_SHARE,
@@ -30,6 +28,7 @@ from certcli.finetune.step import Diverged
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system.errors import DataError, OutputError, UsageError
+from tests.helpers.commands import attempt
 
 LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
 
@@ -46,7 +45,7 @@ def start(tmp_path: Path) -> Path:
 def finetune(*words: object, fails: type[Exception] | None = None) -> Any:
     """The records of a run, or the error it ended with."""
     common = ["finetune", *words, "--dataset", "digits", "--loss", "ce", "--limit", 64, "--batch-size", 16, "--json"]
-    outcome = CliRunner().invoke(app, [str(word) for word in common])
+    outcome = attempt(*common)
     if fails is not None:
         assert isinstance(outcome.exception, fails), outcome.exception
         return outcome.exception
@@ -223,7 +222,7 @@ def test_an_empty_class_folder(start: Path) -> None:
         if name != 7:
             Image.new("L", (8, 8), 20 * name).save(root / str(name) / "0.png")
     words = ["finetune", str(start), "--dataset", str(root), "--loss", "ce"]
-    failure = CliRunner().invoke(app, words).exception
+    failure = attempt(*words).exception
     assert isinstance(failure, DataError)
     assert "7" in failure.message
 

@@ -13,7 +13,7 @@ from certcli.finetune.losses import NEEDS_CHAIN
 from certcli.finetune.losses.chain import ChainBound, worst_logits
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images import datasets
-from certcli.lipschitz.numerics.arithmetic import TrainableArithmetic
+from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.models import build
 from certcli.models.build import PixelModel
 from certcli.system.errors import NoBoundError

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from certcli.finetune.penalties import SpectralPenalty
 from certcli.finetune.projections import WeightProjection
 from certcli.lipschitz.numerics.convolution import conv_norm
+from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 from certcli.system.errors import ArchitectureError, UsageError
 
@@ -42,7 +43,9 @@ def convit() -> nn.Module:
 
 
 def tied() -> nn.Module:
-    return nn.Sequential(L2Attention(12, 3, 4, True, 20, True), L2Attention(20, 5, 4, False, 12, True))
+    return nn.Sequential(
+        L2Attention(AttentionShape(12, 3, 4, True, 20, True)), L2Attention(AttentionShape(20, 5, 4, False, 12, True))
+    )
 
 
 def qkv(weight: Tensor) -> dict[str, Tensor]:

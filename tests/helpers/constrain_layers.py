@@ -1,8 +1,13 @@
 """Layers with known inputs, a small network and its images, shared by the tests of constrain."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from certcli.constrain.layers import refusal
+from certcli.constrain.options import Options
+from certcli.constrain.parallel import LayerResult, constrain_layer
 from certcli.constrain.statistics import LayerStatistics
 
 ROUNDING = 1e-9
@@ -41,6 +46,15 @@ def measured_errors(weight: Tensor, original: Tensor, columns: Tensor) -> Tensor
     """The definition, from the activations themselves."""
     change = (weight.double() - original) @ columns
     return change.flatten(1).norm(dim=1) / (original @ columns).flatten(1).norm(dim=1)
+
+
+def constrain(statistics: LayerStatistics, **options: Any) -> LayerResult:
+    return constrain_layer(statistics, Options(**options))
+
+
+def constrainable(model: nn.Module) -> list[str]:
+    """Return the paths of the modules whose output is exactly W x + b with a W of their own."""
+    return [path for path, module in model.named_modules() if refusal(module) is None]
 
 
 class Net(nn.Module):

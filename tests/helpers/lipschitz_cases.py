@@ -20,12 +20,13 @@ from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 
 from certcli.models.build import PixelNormalize
 from certcli.nn.activations import MaxMin
+from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.nn.surgery import REPLACEMENTS
 
-IMAGE = (2, 4, 4)
 D = 8
 
 
@@ -117,6 +118,13 @@ def replaced(name: str, old: nn.Module) -> nn.Module:
 
 def linears(width: int = D) -> tuple[nn.Module, nn.Module]:
     return nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+
+def _matrices(mixing: OrthogonalMixing) -> nn.Module:
+    """Random matrices of different norms in place of orthogonal ones."""
+    for number, matrix in enumerate(mixing.maps):
+        nn.init.normal_(matrix.weight, std=0.5 + number)
+    return mixing
 
 
 def squeeze_excite(net: nn.Module, x: Tensor) -> Tensor:
@@ -291,7 +299,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     ),
     "attention-windows-cosine": lambda: on_tokens(WindowAttentionV2(8, (2, 2), 2)),
     "attention-positional": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), GPSA(8, num_heads=2)),
-    "attention-l2": lambda: on_tokens(L2Attention(8, 2, 4, bias=True, out_width=8, proj_bias=True)),
+    "attention-l2": lambda: on_tokens(L2Attention(AttentionShape(8, 2, 4, True, 8, True))),
     "attention-l2-windows": lambda: on_tokens(replaced("l2-attention", WindowAttention(8, 2, window_size=(2, 2)))),
     "attention-l2-gated": lambda: on_tokens(replaced("l2-attention", GPSA(8, num_heads=2))),
     "attention-l2-after-norm": lambda: on_tokens(
@@ -320,6 +328,11 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "token-convolution-after-linear": lambda: on_tokens(
         nn.Linear(8, 6), replaced("conv-attention", timm_layers.Attention(6, 2, qkv_bias=True))
     ),
+    "mix-orthogonal": lambda: on_tokens(OrthogonalMixing(4, 8, 4)),
+    "mix-matrices": lambda: on_tokens(_matrices(OrthogonalMixing(4, 8, 2))),
+    "mix-after-linear": lambda: on_tokens(nn.Linear(8, 8), _matrices(OrthogonalMixing(4, 8, 2))),
+    "sort": lambda: on_tokens(TokenMaxMin(4, 8, 1)),
+    "sort-between-linear": lambda: on_tokens(nn.Linear(8, 8), TokenMaxMin(4, 8, 2), nn.Linear(8, 3)),
     "attention-pool": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.AttentionPoolLatent(8, num_heads=2)),
     "spellings": lambda: f(_spellings),
     "axes": lambda: on_tokens(nn.Linear(8, 6), f(_axes), nn.Linear(4, 3)),

@@ -9,14 +9,16 @@ from torch.nn import functional
 
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN
 from certcli.lipschitz.network import bound_network, pair_constants
-from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic, TrainableArithmetic
+from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.convolution_estimate import Geometry, convolution_estimate
+from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
 from certcli.models.build import PixelModel
-from tests.helpers.lipschitz_cases import IMAGE, RULES
+from tests.helpers.lipschitz_cases import RULES
 from tests.helpers.lipschitz_cases import build as build_rule
+from tests.helpers.slopes import IMAGE
 from tests.lipschitz.test_network import NETWORKS, SPEC
 from tests.lipschitz.test_network import build as build_network
 

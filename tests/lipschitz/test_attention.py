@@ -10,7 +10,8 @@ import certcli.system.compat  # noqa: F401
 from timm.layers.attention import Attention
 
 from certcli.lipschitz.network import bound_network
-from certcli.lipschitz.numerics.arithmetic import TrainableArithmetic, lambert_w_upper
+from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
+from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.lipschitz.rules.l2_attention import l2_mixing_constant, lambert_w_of_exp
 from certcli.nn.surgery import REPLACEMENTS

@@ -193,14 +193,6 @@ def test_patches_give_the_norm_of_the_reshaped_kernel() -> None:
     assert exact <= bound <= exact * (1.0 + 1e-14)  # a few ulps of outward rounding
 
 
-def test_groups_take_the_maximum_and_not_the_product() -> None:
-    small, large = torch.full((2, 2, 3, 3), 0.01), torch.full((2, 2, 3, 3), 100.0)
-    options = {"stride": 1, "padding": 1, "dilation": 1, "input_size": (40, 40)}
-    both = conv_norm(torch.cat([small, large]), groups=2, **options)
-    alone = conv_norm(large, groups=1, **options)
-    assert both == pytest.approx(alone, rel=1e-6)
-
-
 @pytest.mark.parametrize("channels", [(1, 1), (30, 30), (40, 28)])
 def test_channel_counts_beyond_the_full_solver(channels: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Large channel counts go through Lanczos and many chunks; the bound must not notice."""

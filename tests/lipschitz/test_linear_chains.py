@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
-from tests.helpers.lipschitz_cases import IMAGE, Function
+from tests.helpers.lipschitz_cases import Function
+from tests.helpers.slopes import IMAGE
 
 
 def _random_linear(seed: int) -> nn.Module:

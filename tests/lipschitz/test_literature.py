@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.lipschitz.measured.estimate import jacobian_norms
-from certcli.lipschitz.measured.formulas import Attended, autolip, certvit, formula_value, lnformer, specformer
+from certcli.lipschitz.measured.formulas import AttentionLayer, autolip, certvit, formula_value, lnformer, specformer
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.rules import activations
+from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 
 D, DH = 6, 3
@@ -32,9 +33,11 @@ def orthonormal(rows: int, columns: int) -> Tensor:
     return q if rows >= columns else q.T
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor, tokens: int, input_norm: float) -> Attended:
+def attended(query: Tensor, key: Tensor, value: Tensor, tokens: int, input_norm: float) -> AttentionLayer:
     """One head, W_O the identity."""
-    return Attended("attn", (query,), (key,), (value,), torch.eye(len(value), dtype=value.dtype), tokens, input_norm)
+    return AttentionLayer(
+        "attn", (query,), (key,), (value,), torch.eye(len(value), dtype=value.dtype), tokens, input_norm
+    )
 
 
 def test_gelu_is_steeper_than_printed() -> None:
@@ -47,7 +50,7 @@ def test_gelu_is_steeper_than_printed() -> None:
 
 def test_kims_formula_as_printed_is_exceeded_and_our_bound_is_not() -> None:
     """Two tokens, large W_Q: the true slope grows with its square, the printed formula with its first power."""
-    attention = L2Attention(D, 1, DH, bias=False, out_width=D, proj_bias=False).double().eval()
+    attention = L2Attention(AttentionShape(D, 1, DH, bias=False, out_width=D, proj_bias=False)).double().eval()
     attention.query.weight.data = 20 * orthonormal(DH, D).contiguous()
     # |W_V| = |W_O| = 1: then `proj` is W_O W_h^T W_V / sqrt(dh), of norm 20 / sqrt(3)
     attention.proj.weight.data = 20 / 3**0.5 * orthonormal(D, DH).contiguous()

@@ -1,25 +1,21 @@
 """What stands beside the bound in an audit: published formulas (none a certificate), Jacobians of blocks, comparisons."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.main import app
 from certcli.images import datasets
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.measured.formulas import FORMULAS, formula_value
-from certcli.lipschitz.measured.jacobian import block_inputs, block_norms, block_paths, hoelder_bounds
+from certcli.lipschitz.measured.jacobian import block_norms, block_paths, hoelder_bounds, module_inputs
 from certcli.models import build
+from tests.helpers.commands import certvit, document
 
 
 def report(*words: object) -> dict:
-    outcome = CliRunner().invoke(app, ["lipschitz", *[str(word) for word in words], "--json", "--quiet"])
-    assert outcome.exit_code == 0, (outcome.output, outcome.exception)
-    return json.loads(outcome.stdout.splitlines()[-1])
+    return document("lipschitz", *words, "--quiet")
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -37,7 +33,7 @@ def test_block_jacobians_against_the_dense_matrix(plain: Checkpoint) -> None:
     assert block_paths(model) == ["blocks.0"]
     measured = block_norms(model, images, iterations=60)["blocks.0"]
     hoelder = hoelder_bounds(model, images)["blocks.0"]
-    x, _ = block_inputs(model, images, ["blocks.0"])["blocks.0"]
+    x, _ = module_inputs(model, images, {"block": model.net.blocks[0]})["block"]
     for position in range(3):
         dense = torch.autograd.functional.jacobian(model.net.blocks[0], x[[position]])
         exact = float(torch.linalg.matrix_norm(dense.reshape(x[0].numel(), -1), 2))
@@ -73,7 +69,6 @@ def test_the_report_holds_what_was_asked_for(workshop: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("view", [[], ["--layers"], ["--worst"], ["--layers", "--worst"]])
 def test_views_for_a_person(workshop: Path, view: list[str]) -> None:
     words = ["lipschitz", str(workshop / "plain.safetensors"), "--no-estimate", "--quiet", *view]
-    outcome = CliRunner().invoke(app, words)
-    assert outcome.exit_code == 0
+    outcome = certvit(*words)
     for part in ("patch_embed", "blocks.0", "norm", "upper bound (proven", "certified within"):
         assert part in outcome.stdout

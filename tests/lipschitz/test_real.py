@@ -3,9 +3,11 @@
 import math
 from fractions import Fraction
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real, real_sum
 
 mantissas = st.floats(0.5, 1.0, exclude_max=True)
@@ -80,3 +82,13 @@ def test_what_is_shown_is_a_bound_too(a: Real) -> None:
 
 def test_sum_of_nothing_is_zero() -> None:
     assert real_sum([]) == ZERO
+
+
+def test_a_bound_beyond_float64_differs_from_none_in_json() -> None:
+    huge = bound_document(Real(0.5, 4001))
+    assert huge["upper"] == "inf"
+    assert huge["upper_finite"] is True
+    assert huge["log10_upper"] == pytest.approx(4000 * math.log10(2))  # display precision is not at stake here
+    assert bound_document(INF) == {
+        "upper": "inf", "log10_upper": None, "upper_finite": False, "upper_text": "inf",
+    }  # fmt: skip

@@ -25,7 +25,7 @@ from certcli.models.assumptions import OWN, RECORD
 from certcli.models.open import Hints, open_checkpoint, read
 from certcli.nn.norms import TokenBatchNorm
 from certcli.system.errors import ArchitectureError
-from tests.cli.test_streams import certvit
+from tests.helpers.commands import console
 
 RGB = InputSpec((3, 32, 32), (0.5,) * 3, (0.5,) * 3)
 
@@ -229,13 +229,13 @@ def test_each_fact_says_where_it_came_from(tmp_path: Path) -> None:
 
 def test_every_report_says_it(tmp_path: Path) -> None:
     path = trap_file(Trap(Hints(), "", config=CONFIG), tmp_path)
-    code, out, err = certvit("lipschitz", path, "--mean", "0.4", "--no-estimate", "--json")
+    code, out, err = console("lipschitz", path, "--mean", "0.4", "--no-estimate", "--json")
     assert code == 0
     network = json.loads(out)["network"]
     assert network["mean"] == {"value": "0.4", "from": "--mean"}
     assert network["doubts"] == ["--mean says 0.4, config.json 0.5: the option is taken"]
     assert network["doubts"][0] in err
-    code, out, _ = certvit(
+    code, out, _ = console(
         "certify", path, "--dataset", "digits", "--limit", "20", "--method", "lipschitz", "-e", "0.1"
     )
     assert out.startswith("network: certvit_vit_digits (config.json); heads 4")

@@ -22,10 +22,10 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Replacement
 from certcli.lipschitz.measured.estimate import jacobian_norms
 from certcli.lipschitz.network import bound_network
-from certcli.lipschitz.numerics.arithmetic import TrainableArithmetic
+from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
-from certcli.nn.attention_weights import AttentionWeights
+from certcli.nn.attention_weights import AttentionShape, AttentionWeights
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import ArchitectureError
@@ -299,7 +299,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "Swin v2": (lambda: WindowAttentionV2(8, (2, 2), 2), "WindowAttention of timm.models.swin_transformer_v2"),
     "rotary": (lambda: AttentionRope(8, 2), "AttentionRope"),
     "not attention": (lambda: nn.Linear(8, 8), "Linear"),
-    "adapted before": (lambda: L2Attention(8, 2, 4, True, 8, True), "L2Attention"),
+    "adapted before": (lambda: L2Attention(AttentionShape(8, 2, 4, True, 8, True)), "L2Attention"),
 }
 
 

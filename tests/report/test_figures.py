@@ -7,7 +7,7 @@ import pytest
 
 from certcli.report import canvas
 from certcli.report.layers import draw_layers
-from tests.cli.test_streams import certvit
+from tests.helpers.commands import console
 
 SMALL = ["--limit", "12", "--quiet", "--force"]
 DRAWN = [  # words of the command, its option; what the figure says
@@ -49,7 +49,7 @@ def test_a_figure_says_what_it_shows(
 ) -> None:
     monkeypatch.setitem(canvas.STYLE, "svg.fonttype", "none")  # letters stay letters
     path = tmp_path / "figure.svg"
-    code, _, err = certvit(*_words(words, workshop, tmp_path), *SMALL, option, path)
+    code, _, err = console(*_words(words, workshop, tmp_path), *SMALL, option, path)
     assert code == 0, err
     text = " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text()))
     assert [words for words in said if words not in text] == []
@@ -60,7 +60,7 @@ def test_another_ending_is_refused_before_any_work(
     workshop: Path, tmp_path: Path, words: list[str], option: str, said: list[str]
 ) -> None:
     for name in ("figure.jpg", "figure", "figure.safetensors"):
-        code, out, err = certvit(*_words(words, workshop, tmp_path), option, tmp_path / name)
+        code, out, err = console(*_words(words, workshop, tmp_path), option, tmp_path / name)
         assert (code, out) == (2, "")
         assert ".svg" in err.splitlines()[0]
     assert list(tmp_path.iterdir()) == []

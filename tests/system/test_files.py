@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from certcli.checkpoint.file import read_tensors, write_shards
 from certcli.checkpoint.outputs import Outputs, orphans
 from certcli.checkpoint.shards import INDEX, named
-from certcli.cli.main import COMMANDS, app
+from certcli.cli.main import COMMANDS
 from certcli.cli.shared.command import info_of, spelling
 from certcli.cli.shared.options import Writes
 from certcli.system.errors import OutputError, UsageError
 from certcli.system.files import atomic_file, is_stream, require_absent, sweep
+from tests.helpers.commands import certvit
 
 M = "m.safetensors"
 FEW = ["--dataset", "digits", "--limit", "12", "--quiet", "--force"]
@@ -79,8 +79,7 @@ def test_every_output_is_written_through_its_link(folder: Path, name: str) -> No
         (folder / "there" / file).write_bytes(b"old")
         (folder / "there" / file).chmod(0o640)
         (folder / file).symlink_to(Path("there", file))
-    outcome = CliRunner().invoke(app, RUNS[name] + [word for pair in options for word in pair])
-    assert outcome.exit_code == 0, (outcome.output, outcome.exception)
+    certvit(*RUNS[name], *[word for pair in options for word in pair])
     for _, file in options:
         assert os.readlink(folder / file) == f"there/{file}"
         assert (folder / "there" / file).read_bytes() != b"old"
@@ -96,8 +95,7 @@ def test_every_output_streams_into_a_pipe_and_a_device(folder: Path, name: str) 
     for _, file in options:
         os.mkfifo(folder / file)
     threads = [read_all(folder / file, found) for _, file in options]
-    outcome = CliRunner().invoke(app, words + [word for pair in options for word in pair])
-    assert outcome.exit_code == 0, (outcome.output, outcome.exception)
+    certvit(*words, *[word for pair in options for word in pair])
     for thread in threads:
         thread.join()
     for _, file in options:
@@ -105,7 +103,7 @@ def test_every_output_streams_into_a_pipe_and_a_device(folder: Path, name: str) 
         assert is_stream(folder / file)
     if name in ("init", "lipschitz", "certify"):  # no wall time in what they write
         plain = [word for option, file in options for word in (option, f"there/{file}")]
-        assert CliRunner().invoke(app, words + plain).exit_code == 0
+        certvit(*words, *plain)
         for option, file in options:
             if option not in ("--html", "--plot"):
                 assert (folder / "there" / file).read_bytes() == found[file]
@@ -116,12 +114,9 @@ def test_a_device_is_written_to_and_stays(folder: Path, target: str, code: int) 
     """Through a link of the test's own: what replaced the device would replace that link."""
     (folder / "device").symlink_to(target)
     for words in (["log", M, "--html", "device"], ["constrain", M, *FEW, "-o", "device"]):
-        outcome = CliRunner().invoke(app, words)
-        failure = outcome.exception
-        assert (0 if failure is None else getattr(failure, "code", failure)) == code, failure
+        certvit(*words, code=code)
         assert os.readlink(folder / "device") == target
-    failure = CliRunner().invoke(app, ["certify", M, *FEW, "--records", "device"]).exception
-    assert (0 if failure is None else getattr(failure, "code", failure)) == code, failure
+    certvit("certify", M, *FEW, "--records", "device", code=code)
 
 
 @pytest.mark.parametrize("target", ["/proc/self/fd/1", "/dev/fd/1", "/dev/stdout"])

@@ -10,10 +10,9 @@ import pytest
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
-from certcli.cli.shared.output import stated
-from certcli.lipschitz.bound import LAWS
+from certcli.lipschitz.bound import LAWS, bound_document
 from certcli.lipschitz.numerics.real import Real
-from tests.cli.test_bad_input import Done, certvit
+from tests.helpers.commands import Done, console
 
 Raw = dict[str, Any]
 
@@ -22,12 +21,11 @@ Raw = dict[str, Any]
 def lab(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with all kinds of evidence, and its report."""
     folder = tmp_path_factory.mktemp("lab")
-    done = certvit(
-        folder, "lipschitz", str(workshop / "certified.safetensors"), "--limit", "4", "--json", "-o", "a.safetensors"
-    )
-    (folder / "report.json").write_text(done.stdout)
+    source = workshop / "certified.safetensors"
+    done = console("lipschitz", source, "--limit", 4, "--json", "-o", "a.safetensors", folder=folder)
+    (folder / "report.json").write_text(done.out)
     certify = ["certify", "a.safetensors", "-e", "0.1", "-e", "0.3", "--limit", "200", "-o", "m.safetensors"]
-    assert certvit(folder, *certify).returncode == 0
+    assert console(*certify, folder=folder).code == 0
     return folder
 
 
@@ -38,8 +36,8 @@ def follow(raw: Raw) -> None:
         if row["law"] != "theorem":
             row["value"] = LAWS[row["law"]]([values[part] for part in row["parts"]]).to_json()
         values.append(Real.from_json(row["value"]))
-        row["log10_upper"] = stated("upper", values[-1])["log10_upper"]
-    raw.update(stated("upper", values[-1]))
+        row["log10_upper"] = bound_document(values[-1])["log10_upper"]
+    raw.update(bound_document(values[-1]))
 
 
 def leaf(raw: Raw) -> Raw:
@@ -168,37 +166,37 @@ def report(lab: Path, folder: Path, spoil: Callable[[Raw], None] | None, *words:
     if spoil is not None:
         spoil(raw)
     (folder / "r.json").write_text(json.dumps(raw))
-    done = certvit(folder, "lipschitz", "--verify", "r.json", *words, "--json")
-    return done, json.loads(done.stdout)
+    done = console("lipschitz", "--verify", "r.json", *words, "--json", folder=folder)
+    return done, json.loads(done.out)
 
 
 def test_a_report_is_proven_again_from_the_weights(lab: Path, tmp_path: Path) -> None:
     done, told = report(lab, tmp_path, None, str(lab / "m.safetensors"))
-    assert done.returncode == 0, told
+    assert done.code == 0, told
     assert (told["verified"], told["checked"]) == (True, "laws and leaves")
 
 
 def test_without_the_checkpoint_nothing_is_called_verified(lab: Path, tmp_path: Path) -> None:
     done, told = report(lab, tmp_path, None)
-    assert done.returncode == 0
+    assert done.code == 0
     assert (told["verified"], told["checked"], told["leaves"], told["laws_hold"]) == (
         False,
         "laws only",
         "unchecked",
         True,
     )
-    assert "laws only, leaves unchecked" in certvit(tmp_path, "lipschitz", "--verify", "r.json").stdout
+    assert "laws only, leaves unchecked" in console("lipschitz", "--verify", "r.json", folder=tmp_path).out
 
 
 @pytest.mark.parametrize(("spoil", "hidden"), REPORTS, ids=[spoil.__name__ for spoil, _ in REPORTS])
 def test_a_forged_report_is_refuted(lab: Path, tmp_path: Path, spoil: Callable[[Raw], None], hidden: bool) -> None:
     done, told = report(lab, tmp_path, spoil, str(lab / "m.safetensors"))
-    assert done.returncode == 7, told
+    assert done.code == 7, told
     assert not told["verified"]
     assert told["problems"]
     assert told["gate"]["passed"] is False
     done, told = report(lab, tmp_path, spoil)
-    assert done.returncode == (0 if hidden else 7), told
+    assert done.code == (0 if hidden else 7), told
     assert not told["verified"]
 
 
@@ -207,21 +205,21 @@ def test_the_proof_of_other_weights_is_refuted(lab: Path, workshop: Path, tmp_pa
     checkpoint = Checkpoint.read(lab / "m.safetensors")
     tensors = {name: value * 0.99 if name.endswith("weight") else value for name, value in checkpoint.tensors.items()}
     Checkpoint(tensors, checkpoint.record).write(tmp_path / "small.safetensors")
-    other = json.loads(certvit(tmp_path, "lipschitz", "small.safetensors", "--no-estimate", "--json").stdout)
+    other = json.loads(console("lipschitz", "small.safetensors", "--no-estimate", "--json", folder=tmp_path).out)
     for name in (checkpoint.digest, other["checkpoint"]):
         (tmp_path / "r.json").write_text(json.dumps({**other, "checkpoint": name}))
-        assert certvit(tmp_path, "lipschitz", str(lab / "m.safetensors"), "--verify", "r.json").returncode == 7
+        assert console("lipschitz", str(lab / "m.safetensors"), "--verify", "r.json", folder=tmp_path).code == 7
 
 
 def test_what_is_no_report_is_refused(lab: Path, tmp_path: Path) -> None:
     for text in ("", "[]", "{}", "[" * 99_999, '{"proof": [{"value": 3}]}'):
         (tmp_path / "r.json").write_text(text)
-        assert certvit(tmp_path, "lipschitz", "--verify", "r.json").returncode == 3
+        assert console("lipschitz", "--verify", "r.json", folder=tmp_path).code == 3
     raw = json.loads((lab / "report.json").read_text())
     for value in (["0.5", 1], [0.5], [0.5, 10**12], [None, 0], 0.5):
         raw["proof"][0]["value"] = value
         (tmp_path / "r.json").write_text(json.dumps(raw))
-        assert certvit(tmp_path, "lipschitz", "--verify", "r.json").returncode == 3
+        assert console("lipschitz", "--verify", "r.json", folder=tmp_path).code == 3
 
 
 def change(command: str, *path: str, value: Any) -> Callable[[Checkpoint], Checkpoint]:
@@ -333,9 +331,9 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
 
 
 def test_honest_evidence_is_verified(lab: Path) -> None:
-    done = certvit(lab, "log", "m.safetensors", "--verify", "--json")
-    told = json.loads(done.stdout)
-    assert done.returncode == 0, done.stderr
+    done = console("log", "m.safetensors", "--verify", "--json", folder=lab)
+    told = json.loads(done.out)
+    assert done.code == 0, done.err
     assert told["gate"] == {"passed": True, "reasons": []}
     assert {claim["status"] for claim in told["verification"] if claim["asked"]} == {"verified"}
     assert {claim["entry"].split(": ")[-1] for claim in told["verification"]} >= {"lipschitz", "certify", "finetune"}
@@ -346,9 +344,9 @@ def test_forged_evidence_is_not_verified(
     lab: Path, tmp_path: Path, name: str, forge: Callable[[Checkpoint], Checkpoint], said: str
 ) -> None:
     forge(Checkpoint.read(lab / "m.safetensors")).write(tmp_path / "f.safetensors")
-    done = certvit(tmp_path, "log", "f.safetensors", "--verify", "--json")
-    told = json.loads(done.stdout)
-    assert done.returncode == 7, told
+    done = console("log", "f.safetensors", "--verify", "--json", folder=tmp_path)
+    told = json.loads(done.out)
+    assert done.code == 7, told
     assert any(said in reason for reason in told["gate"]["reasons"]), told["gate"]
     if said == "refuted":
         assert any(claim["status"] == "refuted" for claim in told["verification"])
@@ -356,31 +354,31 @@ def test_forged_evidence_is_not_verified(
 
 def test_measured_results_need_not_be_asked_for(lab: Path, tmp_path: Path) -> None:
     attacked(0.8)(Checkpoint.read(lab / "m.safetensors")).write(tmp_path / "f.safetensors")
-    assert certvit(tmp_path, "log", "f.safetensors", "--verify", "--proven-only").returncode == 0
+    assert console("log", "f.safetensors", "--verify", "--proven-only", folder=tmp_path).code == 0
 
 
 def test_a_sample_gives_an_interval_and_still_refutes(lab: Path, tmp_path: Path) -> None:
     words = ["--verify", "--sample", "60", "--json"]
-    done = certvit(lab, "log", "m.safetensors", *words, "--proven-only")
-    assert done.returncode == 0, done.stderr  # what no sample can tell (the mean radius) was not asked for
-    told = json.loads(done.stdout)
+    done = console("log", "m.safetensors", *words, "--proven-only", folder=lab)
+    assert done.code == 0, done.err  # what no sample can tell (the mean radius) was not asked for
+    told = json.loads(done.out)
     shares = [claim for claim in told["verification"] if claim["claim"].startswith(("clean", "certified"))]
     assert shares
     assert all("of a sample of 60 images: between" in claim["why"] for claim in shares)
     change("certify", "certified", "0.3", value=1.0)(Checkpoint.read(lab / "m.safetensors")).write(
         tmp_path / "f.safetensors"
     )
-    assert certvit(tmp_path, "log", "f.safetensors", *words).returncode == 7
+    assert console("log", "f.safetensors", *words, folder=tmp_path).code == 7
 
 
 def test_lineage_is_compared_with_the_files_that_are_there(workshop: Path, tmp_path: Path) -> None:
     first, last = workshop / "constrained.safetensors", workshop / "certified.safetensors"
-    told = json.loads(certvit(tmp_path, "log", str(first), str(last), "--verify", "--json").stdout)
+    told = json.loads(console("log", str(first), str(last), "--verify", "--json", folder=tmp_path).out)
     links = [claim for claim in told["checkpoints"][1]["verification"] if claim["entry"].startswith("lineage, step")]
     assert [claim["status"] for claim in links] == ["verified"]
     forged = Checkpoint.read(last)
     steps = forged.record.lineage[1:]
     Checkpoint(forged.tensors, replace(forged.record, lineage=steps)).write(tmp_path / "f.safetensors")
-    done = certvit(tmp_path, "log", str(first), "f.safetensors", "--verify", "--json")
-    assert done.returncode == 7
-    assert any("whose own lineage is another" in reason for reason in json.loads(done.stdout)["gate"]["reasons"])
+    done = console("log", str(first), "f.safetensors", "--verify", "--json", folder=tmp_path)
+    assert done.code == 7
+    assert any("whose own lineage is another" in reason for reason in json.loads(done.out)["gate"]["reasons"])

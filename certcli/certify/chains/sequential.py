@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.enclosure.zonotopes.rounding import TINY, gamma, norm2, up
-from certcli.lipschitz.chain import Activation, Map, Run, read_chain
+from certcli.lipschitz.chain import Activation, LinearLayer, Run, read_chain
 from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
 from certcli.lipschitz.numerics.spectral import spectral_norms
 
@@ -40,7 +40,7 @@ class Affine:
     matrix: bool = False
 
     @classmethod
-    def of(cls, step: Map) -> "Affine":
+    def of(cls, step: LinearLayer) -> "Affine":
         """The map with its weights of now and a proven norm."""
         norm = float(step.norm(RigorousArithmetic()))
         bias = None if step.bias is None else step.bias.detach()
@@ -77,7 +77,7 @@ class SequentialNetwork:
 
     def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
         body, last = read_chain(model, size)
-        self.body = tuple(Affine.of(step) if isinstance(step, Map) else step for step in body)
+        self.body = tuple(Affine.of(step) if isinstance(step, LinearLayer) else step for step in body)
         self.last = Affine.of(last)
 
     def values(self, pixels: Tensor) -> Values:

@@ -9,7 +9,7 @@ from certcli.cli.shared import fidelity
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Calibration, Machine, Output, Source, Talk, beside
 from certcli.cli.shared.inputs import say_wider
-from certcli.cli.shared.output import percent, stated
+from certcli.cli.shared.output import percent
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
@@ -171,9 +171,10 @@ def adapt(
 
 def _proven(name: str, model: "PixelModel", checkpoint: "Checkpoint") -> dict[str, Any]:
     """The network's proven bound as the document has it, under this name."""
+    from certcli.lipschitz.bound import bound_document
     from certcli.lipschitz.network import prove
 
-    return stated(name, prove(model, checkpoint.record.classes).upper)
+    return bound_document(prove(model, checkpoint.record.classes).upper, name)
 
 
 def _settings(surgery: Surgery, fitting: Fitting, batch_size: int, seed: int) -> "AdaptSettings":

@@ -17,6 +17,7 @@ from certcli.system.processes import team
 
 if TYPE_CHECKING:
     from certcli.constrain import network
+    from certcli.constrain.options import Options
     from certcli.evaluation.fidelity import Fidelity, Witness
 
 
@@ -58,21 +59,23 @@ class Method:
         int, typer.Option(min=0, help="Tokens of an image that count; 0: all, with products in float64.")
     ] = 50
 
-    def options(self) -> "network.Options":
-        """Checked; the core's own object."""
-        from certcli.constrain import network
-        from certcli.constrain.douglas_rachford import check_options
+    def options(self) -> "Options":
+        """Return the core's own options, checked."""
         from certcli.constrain.keep import START, check_keep
-        from certcli.constrain.methods import METHODS
+        from certcli.constrain.options import Options
 
-        METHODS[self.prox]
-        eta = START if self.eta is None else self.eta
-        check_options(self.beta, eta, self.relaxation)
+        chosen = Options(
+            prox=self.prox,
+            beta=self.beta,
+            eta=START if self.eta is None else self.eta,
+            relaxation=self.relaxation,
+            iterations=self.iterations,
+            per_head=self.per_head,
+            ridge=self.ridge or None,
+        )
         if self.keep is not None:
             check_keep(self.keep)
-        return network.Options(
-            self.prox, self.beta, eta, self.relaxation, self.iterations, self.per_head, self.ridge or None
-        )
+        return chosen
 
 
 @group("Layers")
@@ -183,7 +186,7 @@ def constrain(
     sink.text(f"wrote {path}")
 
 
-def _curves(calibration: "network.Calibration", chosen: "network.Options", sink: Sink) -> Mapping[str, Any]:
+def _curves(calibration: "network.Calibration", chosen: "Options", sink: Sink) -> Mapping[str, Any]:
     from certcli.constrain import network
 
     found = {}
@@ -194,7 +197,7 @@ def _curves(calibration: "network.Calibration", chosen: "network.Options", sink:
     return found
 
 
-def _constrain(calibration: "network.Calibration", chosen: "network.Options", sink: Sink) -> list[Any]:
+def _constrain(calibration: "network.Calibration", chosen: "Options", sink: Sink) -> list[Any]:
     from certcli.constrain import network
 
     results = []
@@ -206,7 +209,7 @@ def _constrain(calibration: "network.Calibration", chosen: "network.Options", si
 
 
 def _keeping(
-    calibration: "network.Calibration", chosen: "network.Options", keep: float, witness: "Witness", sink: Sink
+    calibration: "network.Calibration", chosen: "Options", keep: float, witness: "Witness", sink: Sink
 ) -> tuple[list[Any], "Fidelity"]:
     """The layers at the largest eta that keeps enough, and what the network then keeps; what was found is said."""
     from certcli.constrain.keep import ROUNDS, TRIALS, constrain_keeping

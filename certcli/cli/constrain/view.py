@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from certcli.cli.shared.output import Sink, percent, stated
+from certcli.cli.shared.output import Sink, percent
+from certcli.lipschitz.bound import bound_document
 
 if TYPE_CHECKING:
     from certcli.models.build import PixelModel
@@ -43,8 +44,8 @@ def document(path: Path, before: Any, after: Any, kept: Mapping[str, Any], resul
     return {
         "output": str(path),
         "kept": dict(kept),
-        **stated("upper_before", before),
-        **stated("upper_after", after),
+        **bound_document(before, "upper_before"),
+        **bound_document(after, "upper_after"),
         "clean_before": kept["accuracy_before"],
         "clean_after": kept["accuracy_after"],
         "layers": [

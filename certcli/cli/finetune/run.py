@@ -270,6 +270,8 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
     from certcli.certify.lipschitz import plain_accuracy
     from certcli.certify.methods import certify, prepare
     from certcli.evaluation.records import describe
+    from certcli.lipschitz.bound import bound_document
+    from certcli.lipschitz.numerics.real import INF
     from certcli.models.build import load_double
     from certcli.system.errors import NoBoundError
 
@@ -278,8 +280,7 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
     except NoBoundError as failure:
         sink.note(failure.message)
         clean = plain_accuracy(load_double(checkpoint), validation)
-        nothing = {"upper": "inf", "log10_upper": None, "upper_finite": False, "upper_text": "inf"}
-        return {"dataset": describe(validation), "clean": clean, "certified": 0.0, **nothing}
+        return {"dataset": describe(validation), "clean": clean, "certified": 0.0, **bound_document(INF)}
     rows = [row for batch in certify(certifier, validation, 256) for row in batch]
     found = certified_accuracy(rows, [epsilon])
     bound = certifier.about["bound"]

@@ -1,4 +1,4 @@
-"""`certvit lipschitz --jacobian`: how steep each block is at real images, of one network or of two side by side."""
+"""`certvit lipschitz --jacobian`: the slope of each block at real images, for one network or two side by side."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Of one network: block -> largest singular value at each image, and on small nets the mean of a bound of it."""
+class BlockSlopes:
+    """The slopes of one network's blocks.
+
+    Attributes:
+        largest: Block -> largest singular value of its Jacobian at each image.
+        above: Block -> the mean of Hoelder's bound on it, for small networks.
+    """
 
     name: str
     largest: dict[str, Tensor]
@@ -35,8 +40,8 @@ class Measured:
         ]
 
 
-def measure(name: str, model: Any, batches: Callable[[], Iterable[Tensor]], iterations: int, seed: int) -> Measured:
-    """Largest singular value of every block at every image; the Hoelder bound of it at two images, on small nets."""
+def measure(name: str, model: Any, batches: Callable[[], Iterable[Tensor]], iterations: int, seed: int) -> BlockSlopes:
+    """Measure the largest singular value of every block at every image, and Hoelder's bound at two images (small nets)."""
     import torch
 
     from certcli.lipschitz.measured.jacobian import block_norms, hoelder_bounds
@@ -46,12 +51,13 @@ def measure(name: str, model: Any, batches: Callable[[], Iterable[Tensor]], iter
     for images in batches():
         for path, values in block_norms(model, images, iterations, seed).items():
             found.setdefault(path, []).append(values.cpu())
-        if not above:  # dense Jacobians of one batch are comparison enough
+        if not above:  # dense Jacobians are slow: two images are enough for a comparison
             above = {path: float(values[0].mean()) for path, values in hoelder_bounds(model, images[:2]).items()}
-    return Measured(name, {path: torch.cat(parts) for path, parts in found.items()}, above)
+    return BlockSlopes(name, {path: torch.cat(parts) for path, parts in found.items()}, above)
 
 
-def show(found: Measured, sink: Sink) -> None:
+def show(found: BlockSlopes, sink: Sink) -> None:
+    """Show one row a block."""
     rows = found.to_json()
     sink.table(
         f"{found.name}: largest singular value of each block's Jacobian at real images (measured, not a bound)",
@@ -71,8 +77,8 @@ def show(found: Measured, sink: Sink) -> None:
         sink.text(f"no repeated blocks found in {found.name}")
 
 
-def draw(measured: list[Measured], images: str, path: Path, sink: Sink) -> None:
-    """images: in words, for the title."""
+def draw(measured: list[BlockSlopes], images: str, path: Path, sink: Sink) -> None:
+    """Draw the slopes as violins, with the images' description in the title."""
     from certcli.report.violin import draw_violins
 
     drawn = {

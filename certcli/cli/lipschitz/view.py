@@ -1,83 +1,35 @@
-"""An audit and its views: layers, blocks, two checkpoints side by side, published formulas."""
+"""The report of `certvit lipschitz` and its tables: layers, blocks, two checkpoints side by side, published formulas."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.lipschitz import blocks
-from certcli.cli.shared.groups import Machine, Source
-from certcli.cli.shared.output import Sink, percent, stated
-from certcli.system.processes import team
+from certcli.cli.shared.output import Sink, percent
+from certcli.lipschitz.bound import bound_document, log10_or_none
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
-    from certcli.images.labelled import Images
+    from certcli.lipschitz.network import NetworkBound
     from certcli.models.build import PixelModel
 
 
 USABLE = 1e-3
-"""A radius below this is no certificate that anyone could use: a quarter of a grey level of one pixel."""
+"""Smallest radius of use: a quarter of a grey level of one pixel."""
 
 
 @dataclass(frozen=True)
 class Audited:
-    """A checkpoint with its network and what was proven of it."""
+    """A checkpoint with its network and proven bound."""
 
     name: str
     checkpoint: "Checkpoint"
     model: "PixelModel"
-    found: Any
-
-
-def audit(source: Source, machine: Machine, sink: Sink) -> Audited:
-    """A checkpoint's bound, proven."""
-    from certcli.lipschitz.network import prove
-    from certcli.models import build
-
-    checkpoint = source.open(sink)
-    model = build.load(checkpoint, machine.pick())
-    found = prove(model, checkpoint.record.classes)
-    return Audited(Path(source.ckpt).name, checkpoint, model, found)
-
-
-def right_on(model: Any, images: "Images", labels: Any, batch_size: int) -> int:
-    """How many labels the network meets."""
-    import torch
-
-    device = next(model.parameters()).device
-    with torch.inference_mode():
-        choices = [model(pixels.to(device)).argmax(1).cpu() for _, pixels, _ in images.batches(batch_size)]
-    return int((torch.cat(choices) == labels).sum())
-
-
-def lower_bound(audited: Audited, images: "Images", iterations: int, batch_size: int, seed: int, sink: Sink) -> float:
-    """The largest slope that was found at images: measured, no bound."""
-    return steepest(audited.model, images, iterations, batch_size, seed, sink)
-
-
-def steepest(model: Any, images: "Images", iterations: int, batch_size: int, seed: int, sink: Sink) -> float:
-    """The largest slope of the network at images, batch by batch, each batch by whoever is free; 0 but for the leader."""
-    from certcli.images.labelled import sent
-    from certcli.lipschitz.measured.estimate import measure
-
-    device, best = next(model.parameters()).device, 0.0
-
-    def find(start: int) -> float:
-        pixels = sent(images.fetch(range(start, min(start + batch_size, len(images)))), device)
-        images.expect_at(start + team().size * batch_size, batch_size)
-        (found,) = measure(model, iter([pixels]), iterations, seed)
-        return found.value
-
-    starts = range(0, len(images), batch_size)
-    with sink.progress("measured slope", total=len(starts)) as bar:
-        for _, value in team().deal(starts, find):
-            best = max(best, value)
-            bar.advance(remark=f">= {best:.4g}")
-    return best
+    found: "NetworkBound"
 
 
 def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
-    """The report's keys that are always there."""
+    """Return the keys that every report has."""
     from certcli.nn.residual import attention_weight
 
     found, model = audited.found, audited.model
@@ -86,7 +38,7 @@ def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
         "checkpoint": audited.checkpoint.digest,
         "arch": audited.checkpoint.record.arch,
         "input": list(audited.checkpoint.record.input.size),
-        **stated("upper", found.upper),
+        **bound_document(found.upper),
         "lower": lower,
         "why": found.bound.why,
         "attention_weight": attention_weight(model),
@@ -95,8 +47,8 @@ def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
                 "path": charge.path,
                 "kind": charge.kind,
                 "shape": weight_shape(model, charge.path),
-                **stated("upper", charge.constant),
-                "log10_cumulative": stated("cumulative", charge.cumulative)["log10_cumulative"],
+                **bound_document(charge.constant),
+                "log10_cumulative": log10_or_none(charge.cumulative),
                 "law": charge.law,
                 "why": charge.why,
             }
@@ -106,6 +58,7 @@ def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
 
 
 def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
+    """Show one row a block, or a layer; the largest constants first if `worst`."""
     found, model = audited.found, audited.model
     if not found.charges:
         return
@@ -135,7 +88,7 @@ def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
 
 
 def weight_shape(model: Any, path: str) -> list[int] | None:
-    """Shape of the layer's own weight, where it has one."""
+    """Return the shape of the layer's own weight, None without one."""
     try:
         weight = getattr(model.net.get_submodule(path), "weight", None)
     except AttributeError:
@@ -144,7 +97,7 @@ def weight_shape(model: Any, path: str) -> list[int] | None:
 
 
 def show_heads(model: Any, sink: Sink) -> list[dict[str, Any]]:
-    """Proven norms head by head."""
+    """Show proven norms head by head; return the report's part."""
     from certcli.lipschitz.heads import head_norms
 
     rows = head_norms(model)
@@ -157,6 +110,7 @@ def show_heads(model: Any, sink: Sink) -> list[dict[str, Any]]:
 
 
 def explain(audited: Audited, lower: float | None, share: float | None, sink: Sink) -> None:
+    """Say both bounds in words, and the radius that they certify for a margin of 1."""
     upper, why = audited.found.upper, audited.found.bound.why
     if upper.finite:
         sink.text(f"upper bound (proven, l2, pixels in [0, 1]):  {upper}")
@@ -179,33 +133,38 @@ def explain(audited: Audited, lower: float | None, share: float | None, sink: Si
         sink.text(f"attention has little weight here: at most {share:.2g} of a block's residual sum")
 
 
-def labels(one: Audited, other: Audited | None) -> list[str]:
-    """What the networks are called side by side: two files of one name are told apart."""
-    names = [Path(audited.name).name.removesuffix(".safetensors") for audited in (one, other) if audited is not None]
-    return [names[0], f"{names[1]} (compared)"] if len(set(names)) < len(names) else names
+def labelled(one: Audited, other: Audited | None) -> dict[str, Audited]:
+    """Return the networks by the names of their files; two files of one name get different labels."""
+    networks = [one] if other is None else [one, other]
+    names = [Path(network.name).name.removesuffix(".safetensors") for network in networks]
+    if len(set(names)) < len(names):
+        names[1] += " (compared)"
+    return dict(zip(names, networks, strict=True))
 
 
 def draw(one: Audited, other: Audited | None, path: Path, sink: Sink) -> None:
-    """Constants layer by layer, of both networks where there are two."""
+    """Draw the constants of one network or of two, layer by layer."""
     from certcli.report.layers import draw_layers
 
-    drawn = {}
-    for label, audited in zip(labels(one, other), [one] if other is None else [one, other], strict=True):
-        rows = report_of(audited, None)["layers"]
-        drawn[f"{label}: bound {audited.found.upper}"] = [(row["path"], row["log10_upper"]) for row in rows]
+    drawn = {
+        f"{label}: bound {network.found.upper}": [
+            (charge.path, log10_or_none(charge.constant)) for charge in network.found.charges
+        ]
+        for label, network in labelled(one, other).items()
+    }
     draw_layers(drawn, path, "Where the bound comes from, layer by layer")
     sink.note(f"wrote {path}")
 
 
 def compare(one: Audited, other: Audited, sink: Sink) -> dict[str, Any]:
-    """Two audits side by side, block by block."""
-    first, second = one.found, other.found
-    blocks.side_by_side(dict(zip(labels(one, other), (first, second), strict=True)), sink)
-    return {"other_log10_upper": second.upper.log10() if second.upper.finite else None, "other_why": second.bound.why}
+    """Show two networks side by side, block by block; return the report's part."""
+    blocks.side_by_side({label: network.found for label, network in labelled(one, other).items()}, sink)
+    upper = other.found.upper
+    return {"other_log10_upper": upper.log10() if upper.finite else None, "other_why": other.found.bound.why}
 
 
 def show_formula(name: str, audited: Audited, worst: bool, sink: Sink) -> dict[str, Any]:
-    """A published formula, labelled for what it is."""
+    """Show a published formula as no certificate; return the report's part."""
     from certcli.lipschitz.measured.formulas import formula_value
 
     result = formula_value(name, audited.model, audited.checkpoint.record.input.size)

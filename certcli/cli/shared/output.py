@@ -22,19 +22,6 @@ SCHEMA = 1
 """Of the documents: raised when a key that scripts may rely on changes its meaning."""
 
 
-def stated(name: str, value: Any) -> dict[str, Any]:
-    """A proven bound for JSON. `name` is "inf" both where there is none and where float64 is too small for it; which of
-    the two, `<name>_finite` says, and then `log10_<name>` and `<name>_text` hold its size.
-    """
-    shown = float(value)
-    return {
-        name: shown if shown < float("inf") else "inf",
-        f"log10_{name}": value.log10() if value.finite and value > 0.0 else None,
-        f"{name}_finite": bool(value.finite),
-        f"{name}_text": str(value),
-    }
-
-
 class Gate:
     """What a result was asked to meet (`--max`, `--min-*`): stated in the document, enforced after everything is written."""
 

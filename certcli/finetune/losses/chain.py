@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from certcli.finetune.losses.worst_case import shifted
-from certcli.lipschitz.chain import Activation, Map, read_chain
-from certcli.lipschitz.numerics.arithmetic import TrainableArithmetic
+from certcli.lipschitz.chain import Activation, LinearLayer, read_chain
+from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.models.build import PixelModel
 
 ITERATIONS = 4
@@ -77,11 +77,11 @@ class ChainBound:
         radius = torch.full_like(pixels, epsilon)
         lo, hi = -torch.minimum(radius, pixels.clamp_min(0)), torch.minimum(radius, (1 - pixels).clamp_min(0))
         found = Reach(pixels, lo, hi, pixels.new_full((len(pixels),), epsilon))
-        waiting: tuple[Map, Tensor] | None = (
+        waiting: tuple[LinearLayer, Tensor] | None = (
             None  # a map whose norm waits for the mask after it, and the mask before it
         )
         for step in self.body:
-            if isinstance(step, Map):
+            if isinstance(step, LinearLayer):
                 before = found.moving
                 if waiting is not None:
                     found.rho = self._ball(found, waiting, None)
@@ -96,7 +96,7 @@ class ChainBound:
             found.rho = self._ball(found, waiting, None)
         return found
 
-    def _ball(self, found: Reach, waiting: tuple[Map, Tensor], after: Tensor | None) -> Tensor:
+    def _ball(self, found: Reach, waiting: tuple[LinearLayer, Tensor], after: Tensor | None) -> Tensor:
         """rho after a map: times its norm, and never above the length of the box's farthest corner."""
         step, before = waiting
         arithmetic = self.arithmetic()
@@ -115,7 +115,7 @@ class ChainBound:
         return _largest(slopes, farthest, reach.rho[:, None])
 
 
-def _mapped(found: Reach, step: Map, mask: Tensor | None) -> Reach:
+def _mapped(found: Reach, step: LinearLayer, mask: Tensor | None) -> Reach:
     """Interval arithmetic, and |d'_i| <= |w_i| rho of the columns that can move; rho is left as it is."""
     weight = step.weight.to(found.x.dtype)
     x = step.run(found.x, weight)

@@ -1,4 +1,4 @@
-"""Measured lower bounds: slopes that some image really has. Never a bound, always an `Estimate`."""
+"""Measured slopes at images: lower bounds of the constant, always an `Estimate`."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,20 +9,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from certcli.lipschitz.bound import Estimate
 
 SCOUTING = 2
-"""Power iterations that every image of a batch gets; the steepest one of them then gets all."""
+"""Power iterations of every image of a batch; the steepest image then gets all."""
 
 CONVERGED = 1e-4
-"""Relative growth of a norm in one iteration below which `measure` goes on no longer."""
+"""Relative growth of a norm in one iteration below which `measure` stops."""
 
 
 def jacobian_norms(
     model: Callable[[Tensor], Tensor], images: Tensor, iterations: int = 20, seed: int = 0, tolerance: float = 0.0
 ) -> Tensor:
-    """|J(x)|_2 from below, by power iteration on J^T J: (b, c, h, w) -> (b,).
+    """Return |J(x)|_2 from below, by power iteration on J^T J, without forming the Jacobian J: (b, c, h, w) -> (b,).
 
-    J is the Jacobian of `model` (for a network: of the logits, in pixel units); none is formed. Each value is |J v| for a
-    unit v, hence at most the largest singular value at that image, up to the rounding of the network's own precision. Fewer
-    than `iterations` where one of them lets no image's value grow by more than `tolerance`, relative.
+    Each value is |J v| for a unit v, hence at most the largest singular value at that image, up to the rounding of the
+    network's own precision.
+
+    Args:
+        tolerance: Stop when no image's value grows by more in one iteration, relative; 0: run all iterations.
     """
     images = images.detach().clone().requires_grad_(True)
     generator = torch.Generator().manual_seed(seed)
@@ -38,16 +40,16 @@ def jacobian_norms(
             (pushed,) = torch.autograd.grad(pulled, probe, direction, retain_graph=True)  # J direction
             before, norms = norms, torch.maximum(norms, pushed.detach().double().flatten(1).norm(dim=1))
             converged = tolerance > 0 and bool((norms <= (1 + tolerance) * before).all())
-            if converged or iteration + 1 == iterations:  # nobody asks for the next direction
+            if converged or iteration + 1 == iterations:  # the next direction is not needed
                 break
             (direction,) = torch.autograd.grad(logits, images, pushed.detach(), retain_graph=True)
     return norms
 
 
 def measure(model: nn.Module, batches: Iterator[Tensor], iterations: int = 20, seed: int = 0) -> Iterator[Estimate]:
-    """The largest Jacobian norm met so far, after each batch: the network's constant is at least this.
+    """Yield the largest Jacobian norm so far, after each batch: the network's constant is at least this.
 
-    Every image gets SCOUTING iterations, the steepest of a batch up to `iterations`, until it grows no more.
+    Every image gets SCOUTING iterations, the steepest of a batch up to `iterations` more.
     """
     largest, seen = 0.0, 0
     for images in batches:

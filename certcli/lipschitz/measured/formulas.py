@@ -1,7 +1,7 @@
-"""Published formulas that people compare with. NONE of them is a certificate; each says why.
+"""Published formulas, for comparison. NONE of them is a certificate; each says why.
 
-They are evaluated as printed, on the checkpoint's own matrices, with float64 singular values. Their results are plain
-numbers of a type of their own, so that no bound can be built on them.
+They are evaluated as printed, on the checkpoint's own matrices, with float64 singular values. Their results have a type of
+their own, so that no bound can be built on them.
 """
 
 import math
@@ -17,6 +17,7 @@ import certcli.system.compat  # noqa: F401 (before timm: torchvision must be imp
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
+from certcli.lipschitz.measured.jacobian import module_inputs
 from certcli.models.build import own_name
 from certcli.nn.l2_attention import L2Attention
 from certcli.system.errors import UsageError
@@ -24,8 +25,8 @@ from certcli.system.registry import one_of
 
 
 @dataclass(frozen=True)
-class Attended:
-    """One attention layer as the formulas see it: per-head maps (dh, d), W_O, token count, Frobenius norm of its input."""
+class AttentionLayer:
+    """The numbers of one attention layer: per-head maps (dh, d), W_O, token count, Frobenius norm of its input."""
 
     path: str
     query: tuple[Tensor, ...]
@@ -42,7 +43,7 @@ class Attended:
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula's values. total: product over the layers it speaks of, as log10. flaw: why it certifies nothing."""
+    """A formula's value for each layer, and the flaw for which it certifies nothing."""
 
     name: str
     source: str
@@ -59,39 +60,39 @@ def _norm(weight: Tensor) -> float:
 
 
 def _phi_inverse(tokens: int) -> float:
-    """x with x e^(x+1) = n - 1, that is W((n - 1) / e), by Newton's method."""
+    """Return x with x e^(x+1) = n - 1, that is W((n - 1) / e), by Newton's method."""
     target, x = (tokens - 1) / math.e, math.log1p((tokens - 1) / math.e)
     for _ in range(50):
         x -= (x * math.exp(x) - target) / (math.exp(x) * (1 + x))
     return x
 
 
-def autolip(model: nn.Module, attended: Sequence[Attended]) -> list[tuple[str, float]]:
+def autolip(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tuple[str, float]]:
     layers = [(path, module) for path, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
     return [(path, _norm(module.weight)) for path, module in layers]
 
 
-def l2former(model: nn.Module, attended: Sequence[Attended]) -> list[tuple[str, float]]:
+def l2former(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tuple[str, float]]:
     found = []
-    for layer in attended:
+    for layer in attentions:
         heads = sum((_norm(q) * _norm(v)) ** 2 for q, v in zip(layer.query, layer.value, strict=True))
         factor = math.sqrt(layer.tokens / layer.width) * (4 * _phi_inverse(layer.tokens) + 1)
         found.append((layer.path, factor * math.sqrt(heads) * _norm(layer.out)))
     return found
 
 
-def certvit(model: nn.Module, attended: Sequence[Attended]) -> list[tuple[str, float]]:
-    inside = tuple(layer.path + "." for layer in attended)
+def certvit(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tuple[str, float]]:
+    inside = tuple(layer.path + "." for layer in attentions)
     activated = {path for path, module in model.named_modules() if path.endswith("mlp.fc1")}
     dense = [
-        (p, v * (1.12 if p in activated else 1.0)) for p, v in autolip(model, attended) if not p.startswith(inside)
+        (p, v * (1.12 if p in activated else 1.0)) for p, v in autolip(model, attentions) if not p.startswith(inside)
     ]
-    return dense + l2former(model, attended)
+    return dense + l2former(model, attentions)
 
 
-def specformer(model: nn.Module, attended: Sequence[Attended]) -> list[tuple[str, float]]:
+def specformer(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tuple[str, float]]:
     found = []
-    for layer in attended:
+    for layer in attentions:
         size = layer.tokens * (layer.tokens + 1) * layer.input_norm**2
         heads = sum(
             (size * (_norm(v) * _norm(q) * _norm(k) + _norm(v))) ** 2
@@ -101,27 +102,25 @@ def specformer(model: nn.Module, attended: Sequence[Attended]) -> list[tuple[str
     return found
 
 
-def lnformer(model: nn.Module, attended: Sequence[Attended]) -> list[tuple[str, float]]:
-    return [
-        (
-            layer.path,
-            11 * _norm(layer.out) * math.sqrt(sum((_norm(q) * _norm(k)) ** 2 for q, k in zip(layer.query, layer.key))),
-        )
-        for layer in attended
-    ]
+def lnformer(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tuple[str, float]]:
+    found = []
+    for layer in attentions:
+        heads = sum((_norm(q) * _norm(k)) ** 2 for q, k in zip(layer.query, layer.key, strict=True))
+        found.append((layer.path, 11 * _norm(layer.out) * math.sqrt(heads)))
+    return found
 
 
-def lipsformer(model: nn.Module, attended: Sequence[Attended]) -> list[tuple[str, float]]:
+def lipsformer(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tuple[str, float]]:
     tau, nu, root = 12.0, 1.0, 1e-6**-0.5
     found = []
-    for layer in attended:
+    for layer in attentions:
         q, k, v = (_norm(torch.cat(heads)) for heads in (layer.query, layer.key, layer.value))
         n = layer.tokens
         found.append((layer.path, nu * root * (2 * n * (n - 1) * tau * k + 2 * (n - 1) * tau * q + 2 * n * v)))
     return found
 
 
-Evaluate = Callable[[nn.Module, Sequence[Attended]], list[tuple[str, float]]]
+Evaluate = Callable[[nn.Module, Sequence[AttentionLayer]], list[tuple[str, float]]]
 
 FORMULAS: dict[str, tuple[Evaluate, str, str]] = {
     "autolip": (
@@ -153,45 +152,31 @@ FORMULAS: dict[str, tuple[Evaluate, str, str]] = {
     "lipsformer": (
         lipsformer,
         "Qi et al. 2023 as quoted in SpecFormer's eq. 42, with nu = 1, tau = 12, epsilon = 1e-6",
-        "it speaks of scaled cosine attention, which this checkpoint need not have",
+        "it is for scaled cosine attention, which this checkpoint need not have",
     ),
 }
 
 
 def formula_value(name: str, model: nn.Module, size: tuple[int, ...]) -> Formula:
-    """One published formula on this network; UsageError for a name that is not in the table, or without a layer for it."""
+    """Evaluate one published formula; UsageError for an unknown name, or a network without a layer that it covers."""
     if name not in FORMULAS:
         raise UsageError(f"unknown formula '{name}'", one_of(name, FORMULAS))
     function, source, flaw = FORMULAS[name]
     layers = function(model, attention_layers(model, size))
     if not layers:
-        raise UsageError(f"the network has no layer that the formula '{name}' speaks of")
+        raise UsageError(f"the network has no layer that the formula '{name}' covers")
     return Formula(name, source, flaw, tuple((own_name(model, path), value) for path, value in layers))
 
 
-def attention_layers(model: nn.Module, size: tuple[int, ...]) -> list[Attended]:
-    """timm's dot-product attentions and our tied ones, with the size of their input at a grey image."""
-    seen: dict[str, Tensor] = {}
+def attention_layers(model: nn.Module, size: tuple[int, ...]) -> list[AttentionLayer]:
+    """Return timm's dot-product attentions and our tied ones, with the size of their input at a grey image."""
     modules = {p: m for p, m in model.named_modules() if type(m) in (Attention, L2Attention)}
-
-    def hook_for(path: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any) -> None:
-            seen[path] = args[0].detach()
-
-        return note
-
-    handles = [module.register_forward_pre_hook(hook_for(path)) for path, module in modules.items()]
     parameter = next(model.parameters())
-    try:
-        with torch.no_grad():
-            model(torch.full((1, *size), 0.5, dtype=parameter.dtype, device=parameter.device))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [_attended(path, modules[path], x) for path, x in seen.items()]
+    grey = torch.full((1, *size), 0.5, dtype=parameter.dtype, device=parameter.device)
+    return [_layer_of(path, modules[path], x) for path, (x, _) in module_inputs(model, grey, modules).items()]
 
 
-def _attended(path: str, module: Any, x: Tensor) -> Attended:
+def _layer_of(path: str, module: Any, x: Tensor) -> AttentionLayer:
     heads = module.num_heads
     if isinstance(module, L2Attention):
         query = key = module.query.weight.chunk(heads)
@@ -199,4 +184,4 @@ def _attended(path: str, module: Any, x: Tensor) -> Attended:
         value = tuple(math.sqrt(len(w)) * torch.linalg.pinv(w.detach().double()).T for w in query)
     else:
         query, key, value = (part.chunk(heads) for part in module.qkv.weight.chunk(3))
-    return Attended(path, query, key, value, module.proj.weight, x.shape[-2], float(x.double().norm()))
+    return AttentionLayer(path, query, key, value, module.proj.weight, x.shape[-2], float(x.double().norm()))

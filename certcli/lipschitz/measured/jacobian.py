@@ -1,11 +1,11 @@
-"""Per-block Jacobians at real images: largest singular value of each block, no Jacobian formed. Observations, not bounds.
+"""The largest singular value of each block's Jacobian at real images: observations, not bounds.
 
 Source: the Cauchy-problem view of vision transformers, where a block is one step of a differential equation and the
-largest singular value of its Jacobian says how fast neighbouring inputs part.
+largest singular value of its Jacobian tells how fast neighbouring inputs part.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,17 +16,19 @@ from certcli.models.build import own_name
 
 _BLOCK = re.compile(r"(^|\.)(blocks|layers|stages|blocks_token_only|network)\.\d+$")
 DENSE_LIMIT = 4096
-"""Largest input and output size for which the Hoelder bound forms the Jacobian."""
+"""Largest input for which the Hoelder bound forms the Jacobian."""
 
 
 def block_paths(model: nn.Module) -> list[str]:
-    """Names of the network's repeated blocks, innermost only (a Swin stage holds blocks: the blocks are meant)."""
+    """Return the names of the network's repeated blocks, the innermost only: of a Swin stage, its blocks."""
     found = [path for path in _modules(model) if _BLOCK.search(path)]
     return [path for path in found if not any(other.startswith(path + ".") for other in found)]
 
 
-def block_inputs(model: nn.Module, images: Tensor, paths: Sequence[str]) -> dict[str, tuple[Tensor, tuple[Any, ...]]]:
-    """The tensor that enters each block on these images, and the block's other arguments."""
+def module_inputs(
+    model: nn.Module, images: Tensor, modules: Mapping[str, nn.Module]
+) -> dict[str, tuple[Tensor, tuple[Any, ...]]]:
+    """Return each module's input tensor on these images and its other arguments, by name, in the order of execution."""
     seen: dict[str, tuple[Tensor, tuple[Any, ...]]] = {}
 
     def hook_for(path: str) -> Callable[..., None]:
@@ -35,8 +37,7 @@ def block_inputs(model: nn.Module, images: Tensor, paths: Sequence[str]) -> dict
 
         return note
 
-    modules = _modules(model)
-    handles = [modules[path].register_forward_pre_hook(hook_for(path)) for path in paths]
+    handles = [module.register_forward_pre_hook(hook_for(path)) for path, module in modules.items()]
     try:
         with torch.no_grad():
             model(images)
@@ -47,19 +48,17 @@ def block_inputs(model: nn.Module, images: Tensor, paths: Sequence[str]) -> dict
 
 
 def block_norms(model: nn.Module, images: Tensor, iterations: int = 20, seed: int = 0) -> dict[str, Tensor]:
-    """|J_block(x)|_2 from below, by power iteration, for each block and image: path -> (b,)."""
-    inputs, modules = block_inputs(model, images, block_paths(model)), _modules(model)
-    return {path: jacobian_norms(_with(modules[path], rest), x, iterations, seed) for path, (x, rest) in inputs.items()}
+    """Return |J_block(x)|_2 from below, by power iteration, for each block and image: path -> (b,)."""
+    found = _blocks_with_inputs(model, images)
+    return {path: jacobian_norms(block, x, iterations, seed) for path, block, x in found}
 
 
 def hoelder_bounds(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """sqrt(|J|_1 |J|_inf) >= |J|_2 of each block at each image, where the Jacobian is small enough to form: path -> (b,)."""
+    """Return sqrt(|J|_1 |J|_inf) >= |J|_2 of each block with a small input, at each image: path -> (b,)."""
     found: dict[str, Tensor] = {}
-    modules = _modules(model)
-    for path, (x, rest) in block_inputs(model, images, block_paths(model)).items():
+    for path, block, x in _blocks_with_inputs(model, images):
         if x[0].numel() > DENSE_LIMIT:
             continue
-        block = _with(modules[path], rest)
         values = []
         for row in x:
             jacobian: Any = torch.autograd.functional.jacobian(block, row.unsqueeze(0))
@@ -70,8 +69,16 @@ def hoelder_bounds(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module by its name in the checkpoint."""
+    """Return every module by its name in the checkpoint."""
     return {own_name(model, path): module for path, module in model.named_modules()}
+
+
+def _blocks_with_inputs(model: nn.Module, images: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor], Tensor]]:
+    """Yield each block's name, the block as a function of its first input, and that input on these images."""
+    modules = _modules(model)
+    blocks = {path: modules[path] for path in block_paths(model)}
+    for path, (x, rest) in module_inputs(model, images, blocks).items():
+        yield path, _with(blocks[path], rest), x
 
 
 def _with(block: nn.Module, rest: tuple[Any, ...]) -> Callable[[Tensor], Tensor]:

@@ -1,12 +1,12 @@
-"""Two arithmetics for one table of rules.
+"""The arithmetic of the rules, and the rigorous one, which computes every number that certvit shows.
 
-Rigorous: matrices in float64 with a bound on their error, scalars that round up (`Real`). For every number that is shown.
-Trainable: torch tensors with gradients, spectral norms by warm-started power iteration. For losses, never shown.
+The rigorous arithmetic has float64 matrices with a bound on their error and scalars that round up (`Real`). The trainable
+one, for losses, is in `trainable.py`.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,29 +14,31 @@ import torch
 from torch import Tensor
 
 from certcli.lipschitz.numerics.convolution import conv_norm
-from certcli.lipschitz.numerics.convolution_estimate import Geometry, convolution_estimate
-from certcli.lipschitz.numerics.power import COLD, block_norms, leading, warm
-from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
+from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.real import ONE, ZERO, Real, as_real
 from certcli.lipschitz.numerics.spectral import frobenius_norm, gamma, spectral_norm, spectral_norms, up
 
 UNDERFLOW = 2.0**-1022
-"""What one product loses at most when it falls below the numbers that float64 has with full precision, or to 0."""
+"""Largest loss of a product that underflows: below this number float64 has no full precision."""
 
 Scalar = Any
 """`Real` in the rigorous arithmetic, a 0-d float64 tensor in the trainable one; both add, multiply and compare."""
 
-
 GAIN_SLACK = 2.0**-47
-"""Relative: what a gain or factor may be off by (2^-49: quotients and roots, rounded away from zero), and its product."""
+"""Relative error of a product with a gain: the gain's own (2^-49, quotients and roots rounded away from zero) and one
+rounding."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The exact matrix lies within `error` (spectral norm) of `tensor`. A vector is a matrix with one column."""
+    """A float matrix within `error` (spectral norm) of the exact one. A vector is a matrix with one column.
+
+    key: id() of the parameter that `tensor` is, None for a computed matrix.
+    """
 
     tensor: Tensor
     error: float = 0.0
-    key: int | None = None  # identity of the parameter it is, when it is one unchanged
+    key: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -45,13 +47,13 @@ class Matrix:
 
 
 class Arithmetic(ABC):
-    """What rules compute with. Every scalar is an upper bound (rigorous) or its differentiable estimate (trainable)."""
+    """The operations of rules. Every scalar is an upper bound (rigorous) or its differentiable estimate (trainable)."""
 
     rigorous: bool
 
     @abstractmethod
     def begin(self) -> None:
-        """A walk over the graph starts."""
+        """Start a walk over the graph."""
 
     @abstractmethod
     def const(self, value: float) -> Scalar: ...
@@ -63,16 +65,16 @@ class Arithmetic(ABC):
     def sigma(self, matrix: Matrix, name: str) -> Scalar: ...
 
     def sigmas(self, matrices: list[Matrix], name: str) -> list[Scalar]:
-        """The spectral norm of each of several matrices of one shape (heads)."""
+        """Return the spectral norm of each of several matrices, such as heads."""
         return [self.sigma(matrix, f"{name}.{number}") for number, matrix in enumerate(matrices)]
 
     def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Scalar]:
-        """|a^T b| of each of several pairs of one shape (keys and queries of heads)."""
+        """Return |a^T b| of each of several pairs, such as keys and queries of heads."""
         return [self.sigma_product(a, b, f"{name}.{number}") for number, (a, b) in enumerate(pairs)]
 
     @abstractmethod
     def convolution(self, weight: Tensor, error: float, geometry: Geometry, name: str) -> Scalar:
-        """The norm of a zero-padded convolution whose weight is wrong by at most `error` (as an operator)."""
+        """Return the norm of a zero-padded convolution whose operator is off by at most `error`."""
 
     @abstractmethod
     def length(self, vector: Matrix) -> Scalar: ...
@@ -104,11 +106,17 @@ class Arithmetic(ABC):
             result = result + value
         return result
 
+    def largest(self, values: Sequence[Scalar]) -> Scalar:
+        result = values[0]
+        for value in values[1:]:
+            result = self.maximum(result, value)
+        return result
+
     def root_sum_of_squares(self, values: list[Scalar]) -> Scalar:
         return self.sqrt(self.total([value * value for value in values]))
 
     def matmul(self, a: Matrix, b: Matrix) -> Matrix:
-        """a b. |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), and the errors of a and b are carried along."""
+        """Return a b: |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), beside the errors of a and b."""
         return self._inexact(a.tensor @ b.tensor, self._product_error(a, b, self._norm(a.tensor), self._norm(b.tensor)))
 
     def _product_error(self, a: Matrix, b: Matrix, size_a: float, size_b: float) -> float:
@@ -126,52 +134,48 @@ class Arithmetic(ABC):
         return self._inexact(tensor, self._error(0, (a.error,), (b.error,), (gamma(2), self._norm(tensor))))
 
     def scale_columns(self, a: Matrix, gains: Tensor) -> Matrix:
-        """a diag(gains): one rounding an entry, and GAIN_SLACK of what was rounded before."""
+        """Return a diag(gains)."""
         tensor = a.tensor * gains.to(a.tensor).view(1, -1)
         return self._inexact(tensor, self._scaled_error(a, tensor, self._largest(gains)))
 
     def scale_rows(self, a: Matrix, gains: Tensor) -> Matrix:
-        """diag(gains) a."""
+        """Return diag(gains) a."""
         tensor = a.tensor * gains.to(a.tensor).view(-1, 1)
         return self._inexact(tensor, self._scaled_error(a, tensor, self._largest(gains)))
 
     def scale(self, a: Matrix, factor: float) -> Matrix:
-        """factor * a."""
+        """Return factor * a."""
         tensor = a.tensor * factor
         return self._inexact(tensor, self._scaled_error(a, tensor, abs(factor)))
 
     def center_columns(self, a: Matrix) -> Matrix:
-        """a P with P = I - 11^T/d: subtract every row's mean. Mean and difference round within gamma_{d+3} |a|_F."""
-        d = a.tensor.shape[1]
-        tensor = a.tensor - a.tensor.mean(dim=1, keepdim=True)
-        return self._inexact(tensor, self._centred_error(a, d))
+        """Return a P with P = I - 11^T/d: every row without its mean."""
+        return self._centred(a, 1)
 
     def center_rows(self, a: Matrix) -> Matrix:
-        """P a: subtract every column's mean."""
-        d = a.tensor.shape[0]
-        tensor = a.tensor - a.tensor.mean(dim=0, keepdim=True)
-        return self._inexact(tensor, self._centred_error(a, d))
+        """Return P a: every column without its mean."""
+        return self._centred(a, 0)
+
+    def _centred(self, a: Matrix, dim: int) -> Matrix:
+        """Subtract the mean along `dim`: mean and difference round within gamma_{d+3} |a|_F each."""
+        tensor, d = a.tensor - a.tensor.mean(dim=dim, keepdim=True), a.tensor.shape[dim]
+        error = self._error(a.tensor.numel(), (2 * gamma(d + 3), self._norm(a.tensor)), (a.error,))
+        return self._inexact(tensor, error)
 
     def rows(self, a: Matrix, start: int, stop: int) -> Matrix:
         return Matrix(a.tensor[start:stop], a.error)
-
-    def columns(self, a: Matrix, start: int, stop: int) -> Matrix:
-        return Matrix(a.tensor[:, start:stop], a.error)
 
     def transpose(self, a: Matrix) -> Matrix:
         return Matrix(a.tensor.T, a.error)
 
     def _scaled_error(self, a: Matrix, scaled: Tensor, largest: float) -> float:
-        """Of diag(g) a or a diag(g): GAIN_SLACK of every entry, and the error of a."""
+        """Return the error of diag(g) a or a diag(g): GAIN_SLACK of every entry, and the error of a."""
         return self._error(scaled.numel(), (GAIN_SLACK, self._norm(scaled)), (a.error, largest))
 
-    def _centred_error(self, a: Matrix, d: int) -> float:
-        return self._error(a.tensor.numel(), (2 * gamma(d + 3), self._norm(a.tensor)), (a.error,))
-
     def _error(self, products: int, *terms: tuple[float, ...]) -> float:
-        """Sum of products of the terms' factors, rounded up, and what so many products of entries lose by underflow.
+        """Return the sum of the terms (products of their factors) and of the underflow of `products` entries, rounded up.
 
-        In numbers that neither overflow nor underflow: of weights near 1e-160 the error is made of nothing else.
+        Where float64 may overflow or underflow the sum is taken in `Real`: for weights near 1e-160 underflow is the error.
         """
         if not self.rigorous:
             return 0.0
@@ -181,7 +185,7 @@ class Arithmetic(ABC):
             for factor in factors:
                 part = up(part * factor)
             quick = up(quick + part)
-        if 1e-290 < quick < 1e290:  # every step was rounded up, below as above: only far sizes lose digits or overflow
+        if 1e-290 < quick < 1e290:  # every step was rounded up; only far sizes lose digits or overflow
             return quick
         total = as_real(UNDERFLOW) * float(products)
         for factors in terms:
@@ -196,7 +200,7 @@ class Arithmetic(ABC):
 
 
 class RigorousArithmetic(Arithmetic):
-    """float64 with outward rounding; remembers nothing."""
+    """float64 with outward rounding, without state."""
 
     rigorous = True
 
@@ -245,10 +249,10 @@ class RigorousArithmetic(Arithmetic):
         return self.sigma_products([(a, b)], name)[0]
 
     def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Real]:
-        """|a^T b|_2 of pairs a, b (m, d) of one shape with m small, without forming the (d, d) products.
+        """Return |a^T b|_2 of pairs a, b (m, d) of one shape with m small, without forming the (d, d) products.
 
-        With S = a a^T and L L^T >= S (as quadratic forms) |a^T b|^2 = |b^T S b| <= |L^T b|^2. L is the Cholesky factor of
-        S + jitter; what it lacks is measured: |S - L L^T| <= e gives |a^T b|^2 <= |L^T b|^2 + e |b|_F^2.
+        L is the Cholesky factor of a a^T + jitter, e >= |a a^T - L L^T| is measured: |a^T b|^2 <= |L^T b|^2 + e |b|_F^2.
+        Source: docs/bounds.md, section 1.5.
         """
         left, right = ([pair[place] for pair in pairs] for place in (0, 1))
         if len(pairs) > 1 and any(len({matrix.shape for matrix in part}) > 1 for part in (left, right)):
@@ -279,131 +283,13 @@ class RigorousArithmetic(Arithmetic):
         return [found[h] if h in found else self._product_of(*pairs[h]) for h in range(len(pairs))]
 
     def _product_of(self, a: Matrix, b: Matrix) -> Real:
-        """|a^T b| <= |a| |b|: where S has no Cholesky factor."""
+        """Return |a| |b| >= |a^T b|, where S has no Cholesky factor."""
         zero = [m for m in (a, b) if m.error == 0 and self._norm(m.tensor) == 0]
         return ZERO if zero else self.sigma(a) * self.sigma(b)
 
 
-class TrainableArithmetic(Arithmetic):
-    """Differentiable estimates of the same numbers. Power iteration approaches spectral norms from below.
-
-    Matrices stay in the network's precision, scalars are float64: the bound of an untrained network is a product of many
-    factors, beyond float32. vectors: singular vectors by name, kept between steps, so that one iteration a step is enough;
-    without gradients (an evaluation, once an epoch) at least 30, since what is found lags behind weights that move fast.
-    orthogonal: the parameters that the optimiser keeps orthogonal; their norm is 1 and has no useful gradient.
-    """
-
-    rigorous = False
-
-    def __init__(self, device: torch.device, iterations: int = 1, orthogonal: frozenset[int] = frozenset()) -> None:
-        self.device = device
-        self.iterations = iterations
-        self.orthogonal = orthogonal
-        self.vectors: dict[str, Tensor] = {}
-        self._constants: dict[float, Tensor] = {}
-        self._asked: Counter[str] = Counter()
-
-    def begin(self) -> None:
-        self._asked.clear()
-
-    def _own(self, name: str) -> str:
-        """A name for this matrix alone: a function may be called several times in one module."""
-        self._asked[name] += 1
-        return name if self._asked[name] == 1 else f"{name}#{self._asked[name]}"
-
-    @property
-    def _steps(self) -> int:
-        return max(1 if torch.is_grad_enabled() else COLD, self.iterations)
-
-    def const(self, value: float) -> Tensor:
-        value = float(value)
-        if value not in self._constants:
-            self._constants[value] = torch.tensor(value, dtype=torch.float64, device=self.device)
-        return self._constants[value]
-
-    def matrix(self, tensor: Tensor) -> Matrix:
-        return Matrix(tensor.float() if tensor.dtype != torch.float64 else tensor, 0.0, id(tensor))
-
-    def matmul(self, a: Matrix, b: Matrix) -> Matrix:
-        left, right = _alike(a.tensor, b.tensor)
-        return Matrix(left @ right)
-
-    def add(self, a: Matrix, b: Matrix) -> Matrix:
-        left, right = _alike(a.tensor, b.tensor)
-        return Matrix(left + right)
-
-    def sigma(self, matrix: Matrix, name: str = "") -> Tensor:
-        if matrix.key in self.orthogonal:
-            return self.const(1.0)
-        w, name = matrix.tensor, self._own(name)
-        steps = self._steps
-        with torch.no_grad():
-            fixed = w.detach()
-            u = warm(self.vectors.get(name), w.shape[:1], w)
-            u = leading(fixed.unsqueeze(0)).flatten() if u is None else u
-            for _ in range(steps):
-                v = torch.nn.functional.normalize(fixed.T @ u, dim=0)
-                u = torch.nn.functional.normalize(fixed @ v, dim=0)
-            self.vectors[name] = u
-        return torch.dot(u, w @ v).double()
-
-    def sigmas(self, matrices: list[Matrix], name: str) -> list[Tensor]:
-        tensors = [matrix.tensor for matrix in matrices]
-        if len({tensor.shape for tensor in tensors}) > 1:
-            return super().sigmas(matrices, name)
-        norms = block_norms(torch.stack(tensors), self.vectors, self._own(name), self._steps)
-        return list(norms.double().unbind())
-
-    def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Tensor]:
-        left, right = ([pair[place].tensor for pair in pairs] for place in (0, 1))
-        if len({tensor.shape for tensor in left}) > 1 or len({tensor.shape for tensor in right}) > 1:
-            return super().sigma_products(pairs, name)
-        products = torch.stack(left).mT @ torch.stack(right)
-        return list(block_norms(products, self.vectors, self._own(name), self._steps).double().unbind())
-
-    def convolution(self, weight: Tensor, error: float, geometry: Geometry, name: str = "") -> Tensor:
-        return convolution_estimate(weight, geometry, self.vectors, self._own(name), self._steps)
-
-    def length(self, vector: Matrix) -> Tensor:
-        return vector.tensor.norm().double()
-
-    def sqrt(self, value: Tensor) -> Tensor:
-        return value.clamp_min(1e-30).sqrt()
-
-    def total(self, values: list[Tensor]) -> Tensor:
-        return torch.stack(values).sum()
-
-    def root_sum_of_squares(self, values: list[Tensor]) -> Tensor:
-        stacked = torch.stack(values)
-        largest = stacked.detach().abs().max().clamp(1e-300, 1e300)  # squares of 1e200 would overflow
-        return (stacked / largest).norm() * largest
-
-    def minimum(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.minimum(a, b)
-
-    def maximum(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.maximum(a, b)
-
-    def absolute(self, parameter: Tensor) -> Tensor:
-        return parameter.double().abs()
-
-    def _inexact(self, tensor: Tensor, error: float) -> Matrix:
-        return Matrix(tensor)
-
-    def _norm(self, tensor: Tensor) -> float:
-        return 0.0  # errors are not tracked: these numbers are never called bounds
-
-    def sigma_product(self, a: Matrix, b: Matrix, name: str = "") -> Tensor:
-        return self.sigma(self.matmul(self.transpose(a), b), name)
-
-
-def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors in one precision: a constant in float64 meets the network's float32."""
-    return (a, b) if a.dtype == b.dtype else (a.float(), b.float())
-
-
 def lambert_w_upper(z: float) -> float:
-    """w with w e^w >= z >= 0, hence an upper bound on Lambert's W(z); within a few ulps of it."""
+    """Return w with w e^w >= z >= 0, an upper bound on Lambert's W(z) within a few ulps."""
     if z <= 0:
         return 0.0
     w = math.log1p(z) if z < 10 else math.log(z) - math.log(math.log(z))
@@ -416,6 +302,3 @@ def lambert_w_upper(z: float) -> float:
     while w * math.exp(w) * (1 - 1e-14) < z:
         w = up(w, 4)
     return w
-
-
-__all__ = ["INF", "Arithmetic", "Matrix", "RigorousArithmetic", "Scalar", "TrainableArithmetic", "lambert_w_upper"]

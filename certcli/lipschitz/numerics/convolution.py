@@ -42,10 +42,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from certcli.lipschitz.numerics.lanczos import lanczos_guess
 from certcli.lipschitz.numerics.spectral import (
     certify_below,
     gamma,
-    lanczos_guess,
     root_up,
     scale_to_unit,
     spectral_norms,

@@ -1,12 +1,13 @@
-"""Non-negative numbers that only ever round up, with an exponent that does not overflow.
+"""Non-negative numbers that always round up, with an exponent that does not overflow.
 
 A bound of a deep pre-norm network exceeds 1e308, so a number is mantissa * 2**exponent with a Python integer exponent.
 Every operation returns a value >= the exact result on its operands: IEEE 754 rounds +, *, / and sqrt correctly, so the next
-float above the rounded result is an upper bound, and scaling by a power of two is exact. No torch here: a proof written as
-JSON is re-checked with this file alone.
+float above the rounded result is an upper bound, and scaling by a power of two is exact. This file needs no torch: with it
+alone a proof in JSON is checked again.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import total_ordering
@@ -61,7 +62,7 @@ class Real:
     __rmul__ = __mul__
 
     def __truediv__(self, other: "Real | float") -> "Real":
-        """Division by a number that is exact (not itself an upper bound)."""
+        """Divide by an exact number (an upper bound in its place would give no upper bound)."""
         b = as_real(other)
         if b.mantissa == 0:
             raise ZeroDivisionError("division of an upper bound by zero")
@@ -75,10 +76,8 @@ class Real:
     def sqrt(self) -> "Real":
         if self.mantissa in (0.0, math.inf):
             return self
-        mantissa, exponent = (
-            (self.mantissa, self.exponent) if self.exponent % 2 == 0 else (2 * self.mantissa, self.exponent - 1)
-        )
-        return Real(_up(math.sqrt(mantissa)), exponent // 2)
+        odd = self.exponent % 2
+        return Real(_up(math.sqrt(2 * self.mantissa if odd else self.mantissa)), (self.exponent - odd) // 2)
 
     def _key(self) -> tuple[bool, int, float]:
         if self.mantissa == 0:
@@ -95,7 +94,7 @@ class Real:
         return hash((self.mantissa, self.exponent))
 
     def __float__(self) -> float:
-        """The value, rounded up; inf when it is beyond float64."""
+        """Return the value, rounded up; inf beyond float64."""
         try:
             value = math.ldexp(self.mantissa, self.exponent)
         except OverflowError:
@@ -107,7 +106,7 @@ class Real:
         return not math.isinf(self.mantissa)
 
     def log10(self) -> float:
-        """log10 of the value, to double precision (for display): -inf for 0, inf for inf, finite beyond float64."""
+        """Return log10 in double precision, for display: -inf for 0, inf for inf, finite beyond float64."""
         if self.mantissa == 0:
             return -math.inf
         if not self.finite:
@@ -115,7 +114,7 @@ class Real:
         return math.log10(self.mantissa) + self.exponent * math.log10(2)
 
     def __str__(self) -> str:
-        """A few digits, rounded up: what is read off a report is a bound too."""
+        """Return a few digits, rounded up: the printed number is a bound too."""
         if not self.finite:
             return "inf"
         if self.mantissa == 0:
@@ -135,7 +134,7 @@ class Real:
         return f"{first // 100}.{first % 100:02d}e{whole:+d}"
 
     def to_json(self) -> list[Any]:
-        """[mantissa, exponent], exact (a JSON number round-trips a float64), or "inf"."""
+        """Return [mantissa, exponent], exact (a JSON number round-trips a float64), or ["inf", 0]."""
         return [self.mantissa, self.exponent] if self.finite else ["inf", 0]
 
     @staticmethod
@@ -145,24 +144,16 @@ class Real:
 
 
 def _ceil(exact: Fraction, places: int) -> int:
-    """The least integer that is not below exact * 10^places."""
+    """Return the least integer at or above exact * 10^places."""
     return math.ceil(exact * Fraction(10) ** places)
 
 
 def as_real(value: "Real | float | int") -> Real:
-    """Exact conversion of a float or a small integer."""
+    """Convert a float or an integer below 2^53, exactly."""
     return value if isinstance(value, Real) else Real(float(value))
 
 
-def real_max(*values: Real) -> Real:
-    return max(values)
-
-
-def real_min(*values: Real) -> Real:
-    return min(values)
-
-
-def real_sum(values: "list[Real]") -> Real:
+def real_sum(values: Sequence[Real]) -> Real:
     total = ZERO
     for value in values:
         total = total + value

@@ -10,14 +10,10 @@ gamma_k times the sum of the absolute values. So fl(X Y^T) - X Y^T is at most ga
 most gamma_k |X|_F |Y|_F in spectral norm. This is the only fact about the library's matrix product that is used.
 It holds for every conventional product; a product of Strassen's kind would need other constants.
 
-Theorem. Let A be the float matrix fl(W W^T), s a float, T = fl(s I - A), L ANY float matrix, C = fl(T - L L^T). Then
+Theorem (docs/bounds.md, section 1.6, with its proof). Let A = fl(W W^T), s a float, T = fl(s I - A), L ANY float matrix,
+C = fl(T - L L^T). Then
 
     sigma(W)^2 <= s + |C|_F + gamma_{m+1} (|T|_F + |L|_F^2) + u |T|_F + gamma_n |W|_F^2.
-
-Proof. s I - W W^T = L L^T + (T - L L^T) + (s I - A - T) + (A - W W^T). The first term is positive semidefinite whatever
-L is. The last three have norms of at most |C|_F + gamma_{m+1} (|T|_F + |L|_F^2) (each entry of C is a sum of m products
-and one float), u |T|_F (only the diagonal of T is rounded) and gamma_n |W|_F^2. So the smallest eigenvalue of
-s I - W W^T is at least minus their sum.  QED
 
 L is the computed Cholesky factor of T, which makes C tiny (about 1e-14 s) when s exceeds the largest eigenvalue of A.
 Rump's and Higham's (Theorem 10.3) a priori bounds would save the product L L^T, but they assume that the library solves
@@ -39,6 +35,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from certcli.lipschitz.numerics.lanczos import lanczos_guess
 from certcli.system.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -48,7 +45,6 @@ if TYPE_CHECKING:
 UNIT = 2.0**-53
 """Unit roundoff of float64."""
 
-_LANCZOS_STEPS = 96
 _GUESS_SLACK = 1e-6  # relative, on sigma^2: the looseness on ordinary matrices is half of this
 _FULL_SOLVER_SIDE = {"cpu": 256, "cuda": 32}  # up to here a full eigenvalue solver is as cheap as Lanczos (measured)
 _PANEL = 192  # columns of a Gram matrix formed at a time, and
@@ -168,89 +164,6 @@ def unscale(value: float, exponent: int) -> float:
         return up(math.ldexp(value, exponent))
     except OverflowError:
         return math.inf
-
-
-def lanczos_guess(grams: Tensor, most_steps: int = _LANCZOS_STEPS) -> tuple[Tensor, Tensor]:
-    """Largest eigenvalue of each Hermitian matrix, about: (b, m, m) -> (b,) and (b,) whether it looks converged.
-
-    A guess, never an answer: Lanczos in single precision (half the memory traffic; the error of the Ritz vector enters
-    squared) with full reorthogonalisation and a fixed start, then one Rayleigh quotient in double precision.
-    The distance to the nearest eigenvalue is at most r and, with a gap g to the others, r^2 / g (r the residual).
-    """
-    import torch
-
-    batch, side, _ = grams.shape
-    steps = min(side, most_steps)
-    if batch == 1 and grams.device.type == "cpu" and not grams.is_complex():
-        return _lanczos_of_one(grams[0], steps)
-    single = grams.to(torch.complex64 if grams.is_complex() else torch.float32)
-    start = torch.randn(side, generator=torch.Generator().manual_seed(0))
-    vector = (start / start.norm()).to(device=single.device, dtype=single.dtype).expand(batch, side)
-    basis = single.new_zeros(batch, steps, side)
-    tridiagonal = torch.zeros(batch, steps, steps, dtype=torch.float32, device=single.device)
-    for step in range(steps):
-        basis[:, step] = vector
-        image = torch.matmul(single, vector.unsqueeze(-1))
-        known = basis[:, : step + 1]
-        for again in (False, True):  # once is not enough: the orthogonality decays and ghosts above the spectrum appear
-            coefficients = torch.matmul(known.conj(), image)
-            image = image - torch.matmul(known.mT, coefficients)
-            if not again:
-                tridiagonal[:, step, step] = coefficients[:, -1, 0].real
-        length = torch.linalg.vector_norm(image, dim=-2)
-        if step + 1 == steps or (step >= 23 and step % 8 == 7):
-            ritz, vectors = torch.linalg.eigh(tridiagonal[:, : step + 1, : step + 1])
-            value = ritz[:, -1]
-            residual = length[:, 0] * vectors[:, -1, -1].abs()
-            gap = (value - ritz[:, -2]).clamp_min(1e-30) if step else residual
-            converged = torch.minimum(residual, residual * residual / gap) <= 1e-7 * value
-            if step + 1 == steps or bool(converged.all()):
-                break
-        # An invariant subspace is exhausted when the image vanishes: go on with zeros instead of noise.
-        length = torch.where(length > 1e-5 * tridiagonal[:, 0, :1].abs(), length, 0.0)
-        vector = (image / length.clamp_min(1e-30).unsqueeze(-1) * (length > 0).unsqueeze(-1)).squeeze(-1)
-        tridiagonal[:, step, step + 1] = tridiagonal[:, step + 1, step] = length[:, 0]
-    top = torch.matmul(vectors[:, None, :, -1].to(known.dtype), known).to(grams.dtype)  # (b, 1, m): a row
-    image = torch.matmul(grams, top.mT)
-    energy = torch.matmul(top.conj(), image)[:, 0, 0].real
-    return energy / torch.linalg.vector_norm(top, dim=-1)[:, 0].square().clamp_min(1e-300), converged
-
-
-def _lanczos_of_one(gram: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """`lanczos_guess` of one real matrix: of ordinary sizes, the calls of a batch take longer than what they compute."""
-    import torch
-
-    side = len(gram)
-    single = gram.float()
-    basis = single.new_zeros(steps, side)
-    start = torch.randn(side, generator=torch.Generator().manual_seed(0))
-    basis[0] = start / start.norm()
-    tridiagonal = torch.zeros(steps, steps)
-    converged = False
-    for step in range(steps):
-        image = torch.mv(single, basis[step])
-        known = basis[: step + 1]
-        coefficients = torch.mv(known, image)
-        image.addmv_(known.T, coefficients, alpha=-1.0)
-        image.addmv_(known.T, torch.mv(known, image), alpha=-1.0)
-        tridiagonal[step, step] = coefficients[-1]
-        length = float(torch.dot(image, image)) ** 0.5
-        if step + 1 == steps or (step >= 23 and step % 8 == 7):
-            ritz, vectors = torch.linalg.eigh(tridiagonal[: step + 1, : step + 1])
-            value = float(ritz[-1])
-            residual = length * abs(float(vectors[-1, -1]))
-            gap = max(value - float(ritz[-2]), 1e-30) if step else residual
-            converged = min(residual, residual * residual / max(gap, 1e-30)) <= 1e-7 * value
-            if converged or step + 1 == steps:
-                break
-        if length <= 1e-5 * abs(float(tridiagonal[0, 0])):  # an invariant subspace is exhausted: zeros instead of noise
-            length = 0.0
-        else:
-            torch.mul(image, 1.0 / length, out=basis[step + 1])
-        tridiagonal[step, step + 1] = tridiagonal[step + 1, step] = length
-    top = torch.mv(known.T, vectors[:, -1]).double()
-    energy = torch.dot(top, torch.mv(gram, top)) / torch.dot(top, top).clamp_min(1e-300)
-    return energy.view(1), torch.tensor([converged])
 
 
 def certify_below(grams: Tensor, shifts: Sequence[float]) -> list[float]:

@@ -1,11 +1,10 @@
-"""One theorem a rule: importing this package registers all of them in `certcli.lipschitz.table.rules`."""
+"""All rules, one theorem each: importing this package registers them in `certcli.lipschitz.table.rules`."""
 
 import certcli.system.compat  # noqa: F401 (before anything here imports timm)
 
 # isort: split
 from certcli.lipschitz.rules import (  # noqa: F401 (for their decorators)
     activations,
-    adaptive_pooling,
     add_sub,
     addmm_lerp,
     attention,
@@ -13,20 +12,18 @@ from certcli.lipschitz.rules import (  # noqa: F401 (for their decorators)
     convolution,
     l2_attention,
     linear,
-    lipschitz_attentions,
     matmul,
     matmul_attention,
-    multiply,
+    mul_div,
     norms,
     pointwise,
     pooling,
     reduce,
     repeat_pad,
     scale_shift,
+    scsa_lnorm_attention,
     shapes,
     slice_concat,
-    token_convolution,
     token_mixing,
-    var_std,
     where_maximum,
 )

@@ -1,7 +1,7 @@
 """Activations: one table for modules, functions and methods. Proofs: docs/bounds.md, section 3.
 
-A row reads the options from the module's attributes or from the call's arguments, by the same names, and says what is
-known of the curve. What a curve's options exclude is refused.
+A row reads options from the module's attributes or from the call's arguments, which have the same names, and returns the
+curve's bounds, or refuses options for which there are none.
 """
 
 import inspect
@@ -34,7 +34,7 @@ HARD_SWISH_SLOPE = 1.5
 
 @dataclass(frozen=True)
 class Curve:
-    """|f'| <= slope; |f(t)| <= growth |t| + offset, and |f| <= most (inf where nothing is known)."""
+    """|f'| <= slope, |f(t)| <= growth |t| + offset and |f| <= most; inf where nothing is known."""
 
     slope: float
     why: str
@@ -44,7 +44,7 @@ class Curve:
 
 
 def applied(ctx: Context, x: Value, curve: Curve) -> Value:
-    """The value after a curve, entry by entry."""
+    """Return the value after a curve, entry by entry."""
     x = ctx.settle(x)
     old, arith = x.size, ctx.arith
     growth, most, through_0 = arith.const(curve.growth), curve.most, curve.offset == 0 and math.isfinite(curve.growth)
@@ -71,9 +71,9 @@ def applied(ctx: Context, x: Value, curve: Curve) -> Value:
 def activation(
     *modules: type[nn.Module], functions: tuple[Any, ...] = (), methods: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Curve]], Callable[..., Curve]]:
-    """Register a curve: a function of the options that the modules have as attributes and the functions as arguments.
+    """Register a function from options to a curve; modules have the options as attributes, functions as arguments.
 
-    An option called dtype is neither: it is the precision that the network runs in.
+    The option `dtype` is neither: it is the precision in which the network runs.
     """
 
     def register(curve: Callable[..., Curve]) -> Callable[..., Curve]:
@@ -181,7 +181,7 @@ def hard_tanh(min_val: float = -1.0, max_val: float = 1.0) -> Curve:
 
 
 def clamped(low: Tensor | None, high: Tensor | None) -> Curve:
-    """t -> min(max(t, low), high), entry by entry: at most the larger of |t| and the limits, and |t| if 0 is between them."""
+    """Return the curve t -> min(max(t, low), high): at most |t| if 0 lies between the limits, else |t| or a limit."""
     limits = [limit.detach().double() for limit in (low, high) if limit is not None]
     _need(not any(bool(torch.isnan(limit).any()) for limit in limits), "clamping to NaN")
     around_0 = (low is None or bool((low <= 0).all())) and (high is None or bool((high >= 0).all()))
@@ -204,7 +204,7 @@ def parametric_relu(weight: Tensor) -> Curve:
 
 @activation(nn.RReLU, functions=(functional.rrelu, torch.rrelu))
 def random_relu(lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> Curve:
-    """Random in training mode only; else leaky, with the mean of the two slopes."""
+    """Leaky with the mean of two slopes; random in training mode, which is refused."""
     _need(not training, "a random slope (training mode)")
     slope = max(1.0, up(abs(lower + upper) / 2, 2))
     return Curve(slope, "the mean of two slopes", slope)
@@ -247,9 +247,9 @@ def hard_sigmoid() -> Curve:
 
 @activation(nn.Softplus, functions=(functional.softplus,))
 def softplus(beta: float = 1.0, threshold: float = 20.0, *, dtype: torch.dtype | None = None) -> Curve:
-    """log(1 + exp(beta t)) / beta, though beyond a threshold, beta t > T, torch returns t: a jump of log(1 + exp(-T)) / beta.
+    """log(1 + exp(beta t)) / beta; for beta t > T torch returns t, a jump of log(1 + exp(-T)) / beta.
 
-    A function with a jump has no constant; this one counts where the jump lies below the rounding of T itself.
+    A function with a jump has no constant: refused unless the jump is below the rounding of T itself.
     """
     _need(0 < beta < math.inf, "softplus with beta that is not positive and finite")
     rounding = torch.finfo(dtype or torch.float64).eps / 2

@@ -1,4 +1,4 @@
-"""Sums and differences: residual connections, position embeddings, masks. Proofs: docs/bounds.md, section 8."""
+"""Sums and differences: residual connections, position embeddings, masks. Proofs: docs/bounds.md, 8.1 and 8.2."""
 
 import math
 import operator
@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.multiply import by_number, multiply, scaled
+from certcli.lipschitz.rules.mul_div import by_number, multiply, scaled
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Scores, Value
@@ -17,26 +16,19 @@ from certcli.nn.residual import ConvexResidual, WeightedResidual
 
 
 def add_values(ctx: Context, a: Value, b: Value, why: str = "Lip(f + g) <= Lip(f) + Lip(g)") -> Value:
-    """f + g, the smaller one repeated."""
+    """Return f + g, the smaller one repeated."""
     shape = tuple(ctx.shape)
     a, b = ctx.spread(ctx.settle(a), shape), ctx.spread(ctx.settle(b), shape)
-    base = a.base + b.base
-    proof = None
-    if ctx.arith.rigorous and a.proof is not None and b.proof is not None:
-        proof = Bound(ctx.path, ctx.kind, base, "sum", why, (a.proof, b.proof))
-    return Value(base, _sum_size(ctx, a.size, b.size), None, proof, shape)
-
-
-def _sum_size(ctx: Context, a: Size, b: Size) -> Size:
-    axis = a.axis
-    return Size(
+    axis = a.size.axis
+    size = Size(
         ctx.arith,
-        tuple(ctx.shape),
-        lambda: a.fibre_along(axis) + b.fibre_along(axis),
+        shape,
+        lambda: a.size.fibre_along(axis) + b.size.fibre_along(axis),
         axis,
-        lambda: a.total + b.total,
-        lambda: a.peak + b.peak,
+        lambda: a.size.total + b.size.total,
+        lambda: a.size.peak + b.size.peak,
     )
+    return ctx.join("sum", [a, b], why, size)
 
 
 @rules.method("add", "add_")
@@ -70,7 +62,7 @@ def subtract_from(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
 
 
 def _shifted(ctx: Context, x: Value, shift: Any) -> Value:
-    """x + constant: moves nothing, unless it repeats x."""
+    """Return x + constant, of the constant of x unless the sum repeats x."""
     shape = tuple(ctx.shape)
     if isinstance(x.waiting, Scores) and tuple(x.shape) == shape:
         # softmax of scores plus any constant: the attention theorems hold for every constant
@@ -85,7 +77,7 @@ def _shifted(ctx: Context, x: Value, shift: Any) -> Value:
 
     def longest() -> Any:
         wide = tensor.detach().double().expand(shape) if arith.rigorous else tensor.expand(shape)
-        # a fibre that repeats: the distinct ones are enough
+        # of fibres that repeat, the distinct ones are enough
         keep = tuple(slice(None) if n > 1 or a - len(shape) == old.axis else slice(0, 1)
                      for a, n in enumerate((1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)))  # fmt: skip
         fibres = wide[keep].movedim(old.axis, -1).reshape(-1, shape[old.axis])
@@ -116,7 +108,7 @@ def add_product(ctx: Context, x: Any, a: Any, b: Any, value: float = 1.0) -> Val
 @rules.method("masked_fill", "masked_fill_")
 @rules.function(torch.masked_fill)
 def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
-    """Constants in fixed places move nothing; -inf in scores is a mask, a number there takes scores away (Theorem 5.2)."""
+    """Constants in fixed places move nothing; in scores -inf is a mask, a number replaces scores (remark in 5.2)."""
     ctx.constant_tensor(mask)
     ctx.require(tuple(x.shape) == tuple(ctx.shape), "a mask that repeats the tensor")
     ctx.require(not isinstance(value, Value), "filling with a number that depends on the image")
@@ -127,13 +119,13 @@ def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
     ctx.require(filling > -math.inf, "filling with -inf")
     x = ctx.settle(x)
     old = x.size
-    known = filling == 0
-    size = Size(ctx.arith, x.shape, lambda: old.fibre, old.axis, lambda: old.total, lambda: old.peak)
-    return replace(x, size=size if known else Size(ctx.arith, x.shape))
+    if filling != 0:
+        return replace(x, size=Size(ctx.arith, x.shape))
+    return replace(x, size=Size(ctx.arith, x.shape, lambda: old.fibre, old.axis, lambda: old.total, lambda: old.peak))
 
 
 def _share(ctx: Context, theta: torch.Tensor) -> tuple[Any, Any]:
-    """(1 - t, t) for t = sigmoid(theta): rounded up by 2^-40, far above the error of float64 exp."""
+    """Return (1 - t, t) for t = sigmoid(theta), rounded up by 2^-40, far above the error of float64 exp."""
     if ctx.arith.rigorous:
         t = float(torch.sigmoid(theta.detach().double()))
         slack = 2.0**-40

@@ -1,4 +1,4 @@
-"""Sums with weights: torch's fused products and sums, and interpolation of two tensors. Proofs: docs/bounds.md, 8.2."""
+"""Sums with constant weights: addmm, baddbmm and lerp. Proofs: docs/bounds.md, section 8.2."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.spectral import gamma, up
 from certcli.lipschitz.rules.add_sub import add
 from certcli.lipschitz.rules.matmul import matmul
-from certcli.lipschitz.rules.multiply import multiply
+from certcli.lipschitz.rules.mul_div import multiply
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 
@@ -26,7 +26,7 @@ def add_matrix_product(ctx: Context, x: Any, mat1: Any, mat2: Any, *, beta: Any 
     moving = isinstance(mat1, Value) or isinstance(mat2, Value)
     product: Any = matmul(ctx, mat1, mat2) if moving else _no_smaller(mat1.tensor, mat2.tensor)
     product = product if alpha == 1 else _times(ctx, product, float(alpha))
-    if beta == 0:  # torch leaves x out, whatever is in it
+    if beta == 0:  # torch does not read x then
         ctx.require(moving, "a product of constants")
         known: Value = product
         return known
@@ -52,7 +52,7 @@ def interpolate_linearly(ctx: Context, x: Any, end: Any, weight: Any) -> Value:
 
 
 def _no_smaller(a: Tensor, b: Tensor) -> Constant:
-    """|a| |b|, rounded up: of a constant that is added only the size counts."""
+    """Return |a| |b|, rounded up, in place of a b: only the size of an added constant counts."""
     a, b = (matrix.detach().double().abs() for matrix in (a, b))
     return Constant(a @ b * (1 + up(gamma(a.shape[-1] + 2), 4)))
 
@@ -62,7 +62,7 @@ def _is_finite(number: Any) -> bool:
 
 
 def _times(ctx: Context, x: Any, factor: Any) -> Any:
-    """factor x, of a tensor that may be constant."""
+    """Return factor * x for a value or a constant."""
     if isinstance(x, Constant):
         return Constant(x.tensor.detach().double() * factor * _UP)
     return multiply(ctx, x, factor if isinstance(factor, float) else Constant(factor))

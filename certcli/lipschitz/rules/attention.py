@@ -18,7 +18,7 @@ from certcli.lipschitz.value import Value
 
 
 def _plain(module: Attention) -> bool:
-    """No option but those of Theorem 5.1, no replaced part; else the attention is traced through to Theorem 5.2."""
+    """Tell whether the options and parts are those of Theorem 5.1; else the attention is traced through to Theorem 5.2."""
     identities = [getattr(module, name, None) for name in ("q_norm", "k_norm", "norm")]
     return (
         all(part is None or type(part) is nn.Identity for part in identities)
@@ -40,7 +40,7 @@ def dot_product_attention(
 
 
 def _covered(module: nn.MultiheadAttention) -> bool:
-    """One matrix for queries, keys and values, no keys or values of its own; else traced through, and refused by name."""
+    """Tell whether one matrix makes queries, keys and values, and the module adds no keys or values of its own."""
     extras = (module.bias_k, module.bias_v, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     return (
         all(part is None for part in extras)
@@ -64,7 +64,7 @@ def multihead_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> list[Any]:
-    """torch's own, of one tensor with itself: the same function on its fast path and off it; masks are constants."""
+    """torch's attention of one tensor with itself, the same function on its fast path and off it; masks are constants."""
     ctx.require(isinstance(query, Value) and query is key and key is value, "attention between different tensors")
     ctx.require(attn_mask is None or key_padding_mask is None, "two masks at once")
     for mask in (attn_mask, key_padding_mask):
@@ -88,10 +88,15 @@ def self_attention(
     tokens: int,
     name: str,
 ) -> Value:
-    """Theorem 5.1: on tokens with |u_i| <= R (after a LayerNorm, R = sqrt d) dot-product attention is Lipschitz.
+    """Return dot-product attention on tokens with |u_i| <= R (after a LayerNorm, R = sqrt d).
 
-    sqrt(n) |W_O| |W_V| + R^2 (...) + sqrt(n/2) R (...), with A_h = W_K,h^T W_Q,h / sqrt(dh) and the norm's scale folded in.
-    A mask is a constant in the scores, under which the theorem holds as well. name: of the module of the output map.
+    The constant is sqrt(n) |W_O| |W_V| + R^2 (...) + sqrt(n/2) R (...), with A_h = W_K,h^T W_Q,h / sqrt(dh) and the norm's
+    scale folded in. A mask is a constant in the scores, for which the theorem holds as well.
+
+    Args:
+        name: Of the module of the output map.
+
+    Source: Theorem 5.1.
     """
     arith = ctx.arith
     folded = ctx.fold(x, *qkv_map)
@@ -127,11 +132,8 @@ def self_attention(
     n = arith.const(float(tokens))
     averaging = arith.sqrt(n) * sigma_value
     moving = radius * radius * arith.root_sum_of_squares([v * a for v, a in zip(value, score, strict=True)])
-    pulled = (
-        arith.sqrt(n * arith.const(0.5))
-        * radius
-        * arith.root_sum_of_squares([v * a for v, a in zip(value, alphas, strict=True)])
-    )
+    pulled = arith.sqrt(n * arith.const(0.5)) * radius
+    pulled = pulled * arith.root_sum_of_squares([v * a for v, a in zip(value, alphas, strict=True)])
     constant = averaging + moving + pulled
 
     def fibre() -> Scalar:

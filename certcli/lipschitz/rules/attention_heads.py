@@ -1,7 +1,7 @@
-"""What the rules of multi-head attention share: the maps head by head, gates, and how bounds of heads combine.
+"""Multi-head attention: its linear maps head by head, and the sums that bound all heads together.
 
-A bound of attention is a sum of terms c_h |dy_h|, one for each of the maps y = q, k, v that move: the output of head h
-moves by at most sum_t c_t,h |dy_t,h|, and heads have outputs of their own. Proof of both sums: docs/bounds.md, 5.4.
+The output of head h moves by at most sum_t c_th |dy_th| over its maps y_t (queries, keys, values), and every head has an
+output of its own. Proofs: docs/bounds.md, section 5.4.
 """
 
 import math
@@ -16,14 +16,13 @@ from certcli.engine.table import NoRule, runs_known_code
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix, Scalar
 from certcli.lipschitz.numerics.spectral import up
-from certcli.lipschitz.rules.convit import positional_mixes
 from certcli.lipschitz.value import Value
 from certcli.nn.attention import LipschitzAttention
 
 
 @dataclass(frozen=True)
 class HeadMap:
-    """u -> W u + b on tokens |u| <= radius, what is pending before it folded in; `heads` groups of rows of W."""
+    """u -> W u + b on tokens |u| <= radius, with the map that was pending folded in; head h has the h-th rows of W."""
 
     arith: Arithmetic
     matrix: Matrix
@@ -61,7 +60,7 @@ class HeadMap:
 
 
 def head_map(ctx: Context, x: Value, layer: nn.Linear, heads: int, name: str) -> tuple[Value, HeadMap]:
-    """The tokens that the maps of an attention act on, and one of these maps."""
+    """Return the tokens that the maps of an attention act on, and one of these maps."""
     ctx.require(runs_known_code(layer, nn.Linear), "a replaced linear layer")
     folded = ctx.fold(x, layer.weight, layer.bias)
     pending = folded.pending
@@ -73,8 +72,15 @@ def head_map(ctx: Context, x: Value, layer: nn.Linear, heads: int, name: str) ->
     return replace(folded, waiting=None), HeadMap(ctx.arith, matrix, pending.bias, heads, radius, f"{ctx.path}.{name}")
 
 
+def require_tokens(ctx: Context, x: Value, what: str, attn_mask: object = None, is_causal: bool = False) -> int:
+    """Return n of tokens (b, n, d); NoRule for another shape, or for a mask of another kind than a window's."""
+    ctx.require(attn_mask is None and not is_causal, f"{what} with a mask that is not one of windows")
+    ctx.require(len(x.shape) == 3, f"{what} of another shape than (b, n, d)")
+    return int(x.shape[-2])
+
+
 def require_bounded(ctx: Context, x: Value, what: str) -> None:
-    """NoRule where nothing bounds the length of a token."""
+    """Raise NoRule where nothing bounds the length of a token."""
     if ctx.arith.rigorous and not x.size.fibre.finite:
         raise NoRule(f"{what} is not Lipschitz on tokens of unbounded norm (no norm layer before it)")
 
@@ -87,9 +93,13 @@ def combined(
     terms: Sequence[Term],
     pairs: tuple[Sequence[Scalar], tuple[HeadMap, HeadMap, HeadMap]] | None = None,
 ) -> Scalar:
-    """sup |(o_h)_h| for |o_h| <= sum_t c_t,h |dy_t,h|: term by term or head by head, whichever is smaller.
+    """Return a bound on |(do_h)_h| / |du| for |do_h| <= sum_t c_th |dy_th|: term by term or head by head.
 
-    pairs (c, maps): one more term, at most c_h times the two largest of the three |dy_h|.
+    Args:
+        terms: (c_t, y_t) for each t; c_t holds one factor a head.
+        pairs: (c, three maps) of one more term, c_h times the two largest of the three |dy_h|.
+
+    Source: docs/bounds.md, section 5.4.
     """
     heads = range(len(terms[0][0]))
     by_term = [_term(arith, weights, moving) for weights, moving in terms]
@@ -99,13 +109,13 @@ def combined(
         by_term += [_term(arith, weights, moving) for moving in maps]
         for h in heads:
             a, b, c = (moving.slopes[h] for moving in maps)
-            by_head[h] = by_head[h] + weights[h] * largest(arith, [a + b, a + c, b + c])
+            by_head[h] = by_head[h] + weights[h] * arith.largest([a + b, a + c, b + c])
     return arith.minimum(arith.total(by_term), arith.root_sum_of_squares(by_head))
 
 
 def _term(arith: Arithmetic, weights: Sequence[Scalar], moving: HeadMap) -> Scalar:
-    """|diag(c_1, .., c_1, c_2, ..) W|, a row of W weighted by its head: it grows with every c_h."""
-    top = largest(arith, weights)
+    """Return |diag(c_1, .., c_1, c_2, ..) W|, every row of W times the factor of its head; it grows with every c_h."""
+    top = arith.largest(weights)
     numbers = [float(weight) for weight in weights] if arith.rigorous else torch.stack(list(weights)).tolist()
     scale = max(numbers)
     if min(numbers) == scale or not 0 < scale < math.inf:
@@ -118,45 +128,13 @@ def _term(arith: Arithmetic, weights: Sequence[Scalar], moving: HeadMap) -> Scal
     return top * arith.sigma(arith.scale_rows(moving.matrix, rows), f"{moving.name}.weighted")
 
 
-def largest(arith: Arithmetic, values: Sequence[Scalar]) -> Scalar:
-    result = values[0]
-    for value in values[1:]:
-        result = arith.maximum(result, value)
-    return result
-
-
-@dataclass(frozen=True)
-class Gates:
-    """Per head: the share of the attention in the output, and share times norm of the constant positional map."""
-
-    keep: list[Scalar]
-    fixed: list[Scalar]
-
-    def scale(self, weights: Sequence[Scalar]) -> list[Scalar]:
-        return [keep * weight for keep, weight in zip(self.keep, weights, strict=True)]
-
-    def averaging(self, weights: Sequence[Scalar]) -> list[Scalar]:
-        """The factor of |dv_h|: keep_h |P_h| + |g_h B_h|."""
-        return [kept + fixed for kept, fixed in zip(self.scale(weights), self.fixed, strict=True)]
-
-
-def gates(ctx: Context, module: LipschitzAttention, tokens: int) -> Gates:
-    """Theorem 7.1 for a layer with ConViT's gated positions; otherwise all of the output is attention."""
-    if not module.gated:
-        one, zero = ctx.arith.const(1.0), ctx.arith.const(0.0)
-        return Gates([one] * module.num_heads, [zero] * module.num_heads)
-    ctx.require(runs_known_code(module.pos_proj, nn.Linear), "a replaced linear layer")
-    with torch.no_grad():
-        mixes = positional_mixes(ctx, module, tokens)
-    return Gates([mix.keep for mix in mixes], [mix.fixed for mix in mixes])
-
-
 def mixed(
     ctx: Context, module: LipschitzAttention, x: Value, constant: Scalar, why: str, norms: Callable[[], list[Scalar]]
 ) -> Value:
-    """The value after [P_h v_h]_h, of this constant, and then `proj`, which later linear maps may be folded into.
+    """Return the value after [P_h v_h]_h, with this constant, and `proj`, which stays pending.
 
-    norms: largest norm of a row of v_h, of which P_h (gated or not) takes averages.
+    Args:
+        norms: Computes the largest norm of a row of v_h for each head; rows of P_h v_h (gated or not) are averages.
     """
     ctx.require(runs_known_code(module.proj, nn.Linear), "a replaced linear layer")
     shape = (*x.shape[:-1], module.num_heads * module.head_dim)

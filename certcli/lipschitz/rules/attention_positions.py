@@ -1,27 +1,26 @@
-"""Constants in the scores of attention: positions and masks, and the attention that they alone would give."""
+"""The parts of attention that no image changes: position biases and masks in the scores, gated positional maps."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from certcli.engine.table import runs_known_code
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar
 from certcli.lipschitz.numerics.spectral import up
 from certcli.nn.attention import LipschitzAttention
 
 _SLACK = 1e-9
-"""Relative: a softmax of numbers below 1e4 in float64, and sums of its entries, are off by less than 1e-10."""
+"""Relative: the error of a softmax of numbers below 1e4 in float64, and of sums of its entries, is below 1e-10."""
 
 
 @dataclass(frozen=True)
 class Prior:
-    """Per head, of pi = softmax(B), the attention that positions and masks alone would give.
-
-    columns: largest column sum; root: largest l2 norm of a column; peak: largest entry.
-    """
+    """Largest column sum, column norm and entry of pi = softmax(B) for each head; B holds position biases and masks."""
 
     columns: list[Scalar]
     root: list[Scalar]
@@ -29,7 +28,7 @@ class Prior:
 
 
 def prior(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Prior:
-    """1, 1 / sqrt(n) and 1 / n without positions."""
+    """Return the bounds of pi for this layer and the mask of this call: 1, 1/sqrt(n) and 1/n where B = 0."""
     arith, heads = ctx.arith, module.num_heads
     biases = position_logits(ctx, module, mask, tokens)
     if biases is None:
@@ -39,15 +38,13 @@ def prior(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> P
     pi = biases.softmax(dim=-1)
     ctx.require(not bool(pi.isnan().any()), "a mask under which a token sees nothing")
     parts = (pi.sum(-2).amax((0, 2)), pi.square().sum(-2).sqrt().amax((0, 2)), pi.amax((0, 2, 3)))
-    return Prior(*([_scalar(arith, value) for value in part.unbind()] for part in parts))
-
-
-def _scalar(arith: Arithmetic, value: Tensor) -> Scalar:
-    return arith.const(up(float(value) * (1 + _SLACK))) if arith.rigorous else value
+    if not arith.rigorous:
+        return Prior(*(list(part.unbind()) for part in parts))
+    return Prior(*([arith.const(up(value * (1 + _SLACK))) for value in part.tolist()] for part in parts))
 
 
 def position_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Tensor | None:
-    """B, what is added to the logits whatever the image: (m, h, n, n) for m different masks, float64; None for nothing."""
+    """Return B, the constant that is added to the logits: (m, h, n, n) in float64 for m masks, or None for 0."""
     bias: Tensor | None = None
     if module.window_size is not None:
         bias = module.position_bias().double().unsqueeze(0)
@@ -64,7 +61,49 @@ def position_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens:
 
 
 def exp_twice(arith: Arithmetic, tau: Scalar) -> Scalar:
-    """e^(2 tau): p_ij <= e^(2 tau) pi_ij where what the image adds to the scores of a row spans 2 tau."""
+    """Return e^(2 tau): p_ij <= e^(2 tau) pi_ij if the image's terms in the scores of a row span at most 2 tau."""
     if not arith.rigorous:
         return (2 * tau).clamp_max(80.0).exp()
     return arith.const(up(math.exp(2 * float(tau)), 8) if float(tau) < 300 else math.inf)
+
+
+@dataclass(frozen=True)
+class Gates:
+    """A head's output keep P(x) v + B v with a constant matrix B: `keep` and `fixed` = |B| of each head."""
+
+    keep: list[Scalar]
+    fixed: list[Scalar]
+
+    def scale(self, weights: Sequence[Scalar]) -> list[Scalar]:
+        return [keep * weight for keep, weight in zip(self.keep, weights, strict=True)]
+
+    def averaging(self, weights: Sequence[Scalar]) -> list[Scalar]:
+        """Return the factors of |dv_h|: keep_h |P_h| + |B_h| for |P_h| = weights_h."""
+        return [kept + fixed for kept, fixed in zip(self.scale(weights), self.fixed, strict=True)]
+
+
+def gates(ctx: Context, module: LipschitzAttention, tokens: int) -> Gates:
+    """Return the gates of Theorem 7.1 for a layer with ConViT's gated positions, else keep = 1 and B = 0."""
+    if not module.gated:
+        one, zero = ctx.arith.const(1.0), ctx.arith.const(0.0)
+        return Gates([one] * module.num_heads, [zero] * module.num_heads)
+    ctx.require(runs_known_code(module.pos_proj, nn.Linear), "a replaced linear layer")
+    return positional_gates(ctx, module, tokens)
+
+
+@torch.no_grad()
+def positional_gates(ctx: Context, module: Any, tokens: int) -> Gates:
+    """Return 1 - g_h and g_h |B_h| of a layer with ConViT's `pos_proj`, `gating_param` and `get_rel_indices`."""
+    weight, bias = module.pos_proj.weight.double(), module.pos_proj.bias.double()
+    scores: Tensor = module.get_rel_indices(tokens).double() @ weight.T + bias
+    # scores below 1e5 in float64: probabilities within a relative 1e-9; a matrix of averages is at most sqrt(n)
+    ctx.require(float(scores.abs().max()) < 1e5, "positional scores beyond 1e5")
+    arith, slack = ctx.arith, 2.0**-40
+    keep, fixed = [], []
+    positions = scores.permute(0, 3, 1, 2).softmax(dim=-1)[0]
+    for h, gate in enumerate(module.gating_param.double().sigmoid().tolist()):
+        computed = arith.sigma(arith.matrix(positions[h]), f"{ctx.path}.positions.{h}")
+        norm = arith.minimum(computed * arith.const(1 + 1e-9), arith.sqrt(arith.const(float(tokens))))
+        keep.append(arith.const(1.0 - gate + slack))
+        fixed.append(arith.const(gate + slack) * norm)
+    return Gates(keep, fixed)

@@ -1,4 +1,4 @@
-"""Convolutions: put off until it is known what scales their channels. Proofs: docs/bounds.md, section 2."""
+"""Convolutions: they wait for the scales of their channels, which are folded in. Proofs: docs/bounds.md, section 2."""
 
 import math
 from dataclasses import replace
@@ -25,7 +25,7 @@ def _pads_with_zeros(module: nn.Conv2d) -> bool:
 
 @rules.module(nn.Conv2d, nn.Conv1d, nn.Conv3d, when=_pads_with_zeros)
 def conv(ctx: Context, module: nn.Conv2d, x: Value) -> Value:
-    """Zero-padded convolution, put off: a gain on its input or output channels is multiplied into the weight."""
+    """A zero-padded convolution, pending: a gain on its input or output channels is multiplied into the weight."""
     return convolve(ctx, x, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
 
 
@@ -41,8 +41,8 @@ def conv_function(
     groups: int = 1,
 ) -> Value:
     ctx.require(isinstance(x, Value), "a convolution whose weight depends on the image")
-    offset = None if bias is None else ctx.constant_tensor(bias)
-    return convolve(ctx, x, ctx.constant_tensor(weight), offset, stride, padding, dilation, groups)
+    weight, bias = ctx.constant_tensor(weight), ctx.optional_tensor(bias)
+    return convolve(ctx, x, weight, bias, stride, padding, dilation, groups)
 
 
 def convolve(
@@ -60,7 +60,8 @@ def convolve(
     plain, error = weight, 0.0
     source: tuple[str, ...] = ()
     pending = x.pending
-    if pending is not None and groups == 1 and _channel_scale(pending, -axes - 1):
+    on_channels = pending is not None and pending.index is None and pending.axis == -axes - 1
+    if pending is not None and on_channels and groups == 1 and pending.matrix is None and pending.factor == 1.0:
         entry = size_after(ctx, x, pending)
         if pending.gain is not None or pending.centered:
             weight, error = _scaled_inputs(ctx, weight, pending, axes)
@@ -90,19 +91,15 @@ def convolve(
     return Value(ctx.unbounded(), x.size, convolution, None, tuple(ctx.shape))
 
 
-def _channel_scale(pending: Affine, axis: int) -> bool:
-    return pending.index is None and pending.axis == axis and pending.matrix is None and pending.factor == 1.0
-
-
 def _scaled_inputs(ctx: Context, weight: Tensor, pending: Affine, axes: int) -> tuple[Tensor, float]:
-    """W G P tap by tap, and a bound on its error (Frobenius)."""
+    """Return W G P, tap by tap, and a bound on its error (Frobenius)."""
     rigorous, error = ctx.arith.rigorous, 0.0
     weight = weight.detach().double() if rigorous else weight
     if pending.gain is not None:
         weight = weight * pending.gain.to(weight).view(1, -1, *[1] * axes)
         error = up(GAIN_SLACK * frobenius_norm(weight) + weight.numel() * UNDERFLOW, 4) if rigorous else 0.0
     if pending.centered:
-        # every output channel's mean over the input channels is taken off; the mean's error is gamma_{c+3} of the whole
+        # every output channel loses its mean over the input channels; the mean's error is gamma_{c+3} of the whole
         if rigorous:
             mean = 2 * gamma(weight.shape[1] + 3) * frobenius_norm(weight)
             error = up(error + mean + weight.numel() * UNDERFLOW, 4)
@@ -111,7 +108,7 @@ def _scaled_inputs(ctx: Context, weight: Tensor, pending: Affine, axes: int) -> 
 
 
 def scaled_outputs(ctx: Context, conv: Convolution, gain: Tensor) -> Convolution:
-    """diag(gain) W: one more rounding an entry."""
+    """Return the convolution with diag(gain) W in place of W."""
     rigorous = ctx.arith.rigorous
     weight = conv.weight.detach().double() if rigorous else conv.weight
     plain = conv.plain.detach().double() if rigorous else conv.plain
@@ -161,14 +158,14 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
     positions = float(math.prod(x.shape) // x.shape[axis])
 
     def flat_norm() -> Scalar:
-        """The norm of the kernel as a matrix, as it acts on a window of the tensor before."""
+        """Return the norm of the plain kernel as a matrix, as it acts on a window of the tensor before."""
         if patches and unchanged:
             return sigma
         if patches and conv.groups == 1:
             return arith.sigma(arith.matrix(conv.plain.reshape(len(conv.plain), -1)), f"{conv.path}:plain")
         return arith.length(arith.matrix(conv.plain.reshape(-1, 1)))
 
-    # in training it is rarely asked for; a proof must not hold on to weights in float64
+    # in training it is rarely needed; a proof must not keep weights in float64 alive
     known = flat_norm() if arith.rigorous else None
     flat = Lazy(flat_norm if known is None else lambda: known)
 
@@ -189,15 +186,13 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
 
 
 def _by_windows(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:
-    """max over groups of |W| sqrt(windows a voxel lies in), W the kernel as a matrix: first of the bounds of section 2.3."""
+    """Return max over groups of |W| sqrt(windows that hold a voxel), W the kernel as a matrix (section 2.3, windows)."""
     arith, kernel = ctx.arith, conv.weight.shape[2:]
     matrix = arith.matrix(conv.weight.reshape(conv.weight.shape[0], -1))
     rows = matrix.shape[0] // conv.groups
     parts = [arith.rows(matrix, g * rows, (g + 1) * rows) for g in range(conv.groups)]
     parts = [replace(part, error=part.error + perturbation) for part in parts] if perturbation else parts
-    largest, *others = arith.sigmas(parts, conv.path)
-    for other in others:
-        largest = arith.maximum(largest, other)
+    largest = arith.largest(arith.sigmas(parts, conv.path))
     taps = zip(kernel, conv.stride, conv.dilation, strict=True)
     count = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in taps)
     return largest * arith.sqrt(arith.const(float(count)))
@@ -211,7 +206,7 @@ def _numbers(value: Any, count: int) -> list[int]:
 
 
 def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """(before, after) per axis; 'same' puts the odd pixel after."""
+    """Return (before, after) for each axis; 'same' puts the odd pixel after."""
     if padding == "valid":
         return tuple((0, 0) for _ in kernel)
     if padding == "same":

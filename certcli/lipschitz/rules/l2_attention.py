@@ -11,28 +11,27 @@ from certcli.engine.table import NoRule
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Scalar, lambert_w_upper
 from certcli.lipschitz.numerics.spectral import up
-from certcli.lipschitz.rules.attention_heads import combined, gates, head_map, largest, mixed, require_bounded
-from certcli.lipschitz.rules.attention_positions import Prior, exp_twice, position_logits, prior
+from certcli.lipschitz.rules.attention_heads import combined, head_map, mixed, require_bounded, require_tokens
+from certcli.lipschitz.rules.attention_positions import Prior, exp_twice, gates, position_logits, prior
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.attention import LipschitzAttention
-from certcli.nn.l2_attention import L2Attention
-from certcli.nn.l2_untied_value_attention import L2UntiedValueAttention
+from certcli.nn.l2_attention import L2Attention, L2UntiedValueAttention
 
 W_OF_1_OVER_E = 0.27846454277
 """Lambert's W(1/e) = 0.278464542761..., rounded up: the largest r / (1 + e^r)."""
 
 _SLACK = 1e-9
-"""Relative: sums of up to 1e6 positive terms and Newton's last step in float64 are off by less than 1e-10."""
+"""Relative: the error of Newton's last step and of sums of up to 1e6 positive terms in float64 is below 1e-10."""
 
 _UNSEEN = -1e4
-"""A logit so far below the own one that exp() of it is 0 in float64."""
+"""A logit so far below the token's own that its exp() is 0 in float64."""
 
 
 def l2_mixing_constant(tokens: int) -> float:
-    """c_n >= Lip(z -> P(z) z), P_ij ~ exp(-|z_i - z_j|^2), for n tokens of any width; any temperature.
+    """Return c_n >= Lip(z -> P(z) z), P_ij ~ exp(-|z_i - z_j|^2), for n tokens of any width, at any temperature.
 
-    c_n = sqrt((n+1)/2) + 2 S + 2 sqrt(s1 S (n-1)), S = W((n-1)/e), s1 = W(1/e). Proof: docs/bounds.md, section 6.
+    c_n = sqrt((n+1)/2) + 2 S + 2 sqrt(s1 S (n-1)), S = W((n-1)/e), s1 = W(1/e). Source: Theorem 6.1.
     """
     s = lambert_w_upper((tokens - 1) / math.e * (1 + 1e-15))
     total = math.sqrt((tokens + 1) / 2) + 2 * s + 2 * math.sqrt(W_OF_1_OVER_E * s * (tokens - 1))
@@ -41,12 +40,16 @@ def l2_mixing_constant(tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Tied:
-    """Per head, of P_ij ~ exp(-|z_i - z_j|^2 + B_ij): the terms of Theorem 6.2.
+    """The terms of Theorem 6.2 for each head of P_ij ~ exp(-|z_i - z_j|^2 + B_ij).
 
-    Its constant is averaging + 2 spread + 2 others, for S_i the largest mean square distance of row i's tokens from z_i and
-    s_ij the largest share of z_j in it. averaging: |P| itself; spread: max_i S_i, how much a token's own move changes its
-    weights; others: sqrt(max_j sum_i S_i s_ij), how much the move of one token changes the weights of all others; reach:
-    the same with S_i = 1, for Theorem 6.3.
+    The constant is averaging + 2 spread + 2 others. S_i bounds the mean square distance of row i's tokens from z_i, and
+    s_ij the share of z_j in it.
+
+    Attributes:
+        averaging: |P|.
+        spread: max_i S_i: how much a token's own move changes its weights.
+        others: sqrt(max_j sum_i S_i s_ij): how much the move of one token changes the weights of all others.
+        reach: The same with S_i = 1, for Theorem 6.3.
     """
 
     averaging: list[Scalar]
@@ -56,7 +59,7 @@ class Tied:
 
 
 def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Tied:
-    """Theorem 6.2 for the positions of this layer and the mask of this call."""
+    """Return the terms of Theorem 6.2 for the positions of this layer and the mask of this call."""
     arith, heads = ctx.arith, module.num_heads
     biases = position_logits(ctx, module, mask, tokens)
     if biases is None:
@@ -64,19 +67,14 @@ def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int
         root = math.sqrt(W_OF_1_OVER_E * (tokens - 1))
         known = (math.sqrt((tokens + 1) / 2), s, math.sqrt(s) * root, root)
         return Tied(*([arith.const(up(value, 8))] * heads for value in known))
-    averaging, spread, others, reach = _with_bias(biases)
-    if arith.rigorous:
-        return Tied(
-            *(
-                [arith.const(up(value * (1 + _SLACK))) for value in part.tolist()]
-                for part in (averaging, spread, others, reach)
-            )
-        )
-    return Tied(*(list(part.unbind()) for part in (averaging, spread, others, reach)))
+    parts = _with_bias(biases)
+    if not arith.rigorous:
+        return Tied(*(list(part.unbind()) for part in parts))
+    return Tied(*([arith.const(up(value * (1 + _SLACK))) for value in part.tolist()] for part in parts))
 
 
 def _with_bias(biases: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Per head, the largest over masks: (m, h, n, n) -> 4 x (h,), differentiable."""
+    """Return the four terms of `Tied`, the largest over masks: (m, h, n, n) -> 4 x (h,), differentiable."""
     own = biases.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     if not bool(torch.isfinite(own).all()):
         raise NoRule("a mask under which a token does not see itself")
@@ -98,11 +96,10 @@ def _with_bias(biases: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def lambert_w_of_exp(t: Tensor) -> Tensor:
-    """W(e^t), entry by entry, to a relative 1e-13 (tested); differentiable. At most e^-600 too large for t below -600."""
+    """Return W(e^t), entry by entry, to a relative 1e-13; differentiable. Below t = -600 it is at most e^-600 too large."""
     t = t.clamp_min(-600.0)
-    with (
-        torch.no_grad()
-    ):  # y + e^y = t for y = log W; from the right Newton's steps fall towards the root of a convex function
+    with torch.no_grad():
+        # y + e^y = t for y = log W: a convex function, towards whose root Newton's steps fall from the right
         y = torch.where(t > 1, t.clamp_min(1.0).log(), t)
         for _ in range(40):
             step = (y.exp() + y - t) / (y.exp() + 1)
@@ -113,25 +110,18 @@ def lambert_w_of_exp(t: Tensor) -> Tensor:
     return (y - (w + y - t) / (w + 1)).exp()  # the last step carries the derivative
 
 
-def _tokens(ctx: Context, x: Value, attn_mask: Any, is_causal: bool, what: str) -> int:
-    ctx.require(attn_mask is None and not is_causal, f"{what} with a mask that is not one of windows")
-    ctx.require(len(x.shape) == 3, f"{what} of another shape than (b, n, d)")
-    return int(x.shape[-2])
-
-
 @dataclass(frozen=True)
-class Bounded:
-    """Per head, of P_ij ~ exp(-|z_i - z_j|^2 + B_ij) on rows |z| <= R_z, the terms of Theorem 6.3.
-
-    averaging: |P|, the factor of |dv|. moving: the factor of R_v |dz|, the weights' own movement.
+class ShortRows:
+    """The terms of Theorem 6.3 for each head on rows |z| <= R_z: averaging = |P|, the factor of |dv|, and the factor
+    `moving` of R_v |dz|, by which the weights change.
     """
 
     averaging: list[Scalar]
     moving: list[Scalar]
 
 
-def bounded_rows(ctx: Context, tied: Tied, positions: Prior, radii: list[Scalar], tokens: int) -> Bounded:
-    """Theorem 6.3 without its factors R_v: what the logits cannot do on short rows."""
+def short_rows(ctx: Context, tied: Tied, positions: Prior, radii: list[Scalar], tokens: int) -> ShortRows:
+    """Return the terms of Theorem 6.3, without their factor R_v."""
     arith = ctx.arith
     n, half, two = arith.const(float(tokens)), arith.const(0.5), arith.const(2.0)
     averaging, moving = [], []
@@ -141,7 +131,7 @@ def bounded_rows(ctx: Context, tied: Tied, positions: Prior, radii: list[Scalar]
         peak = arith.sqrt(n * arith.minimum(half, grown * positions.peak[h]))
         steps = arith.minimum(arith.sqrt(tied.spread[h]), radius), arith.minimum(tied.reach[h], two * radius * peak)
         moving.append(two * (steps[0] + steps[1]))
-    return Bounded(averaging, moving)
+    return ShortRows(averaging, moving)
 
 
 @rules.module(L2Attention)
@@ -149,17 +139,17 @@ def l2_attention(
     ctx: Context, module: L2Attention, x: Value, attn_mask: Any = None, is_causal: bool = False, mask: Any = None
 ) -> Value:
     """Theorems 6.1 to 6.3: [P_h q_h]_h has constant c |W_Q|, heads acting on disjoint parts of q; then `proj`."""
-    tokens, arith = _tokens(ctx, x, attn_mask, is_causal, "L2 attention"), ctx.arith
+    tokens, arith = require_tokens(ctx, x, "L2 attention", attn_mask, is_causal), ctx.arith
     inputs, query = head_map(ctx, x, module.query, module.num_heads, "query")
     tied, two = tied_logits(ctx, module, mask, tokens), arith.const(2.0)
     each = [a + two * s + two * t for a, s, t in zip(tied.averaging, tied.spread, tied.others, strict=True)]
     if not arith.rigorous or inputs.size.fibre.finite:
         radii = [_temperature(ctx, module) * reach for reach in query.reach]
-        known = bounded_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
+        known = short_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
         short = [a + radius * t for a, radius, t in zip(known.averaging, radii, known.moving, strict=True)]
         each = [arith.minimum(everywhere, here) for everywhere, here in zip(each, short, strict=True)]
     weights = gates(ctx, module, tokens).averaging(each)
-    shown = f"c <= {float(largest(arith, weights)):.3f}" if arith.rigorous else "c"
+    shown = f"c <= {float(arith.largest(weights)):.3f}" if arith.rigorous else "c"
     why = f"L2 attention of {tokens} tokens: {shown} times |W_Q|"
     return mixed(ctx, module, inputs, combined(arith, [(weights, query)]), why, lambda: query.norms)
 
@@ -174,24 +164,22 @@ def l2_untied_value_attention(
     mask: Any = None,
 ) -> Value:
     """Theorem 6.3, v and z linear in tokens of bounded norm; then `proj`."""
-    tokens = _tokens(ctx, x, attn_mask, is_causal, "L2 attention with untied values")
+    what = "L2 attention with untied values"
+    tokens = require_tokens(ctx, x, what, attn_mask, is_causal)
     inputs, query = head_map(ctx, x, module.query, module.num_heads, "query")
     _, value = head_map(ctx, x, module.value, module.num_heads, "value")
-    require_bounded(ctx, inputs, "L2 attention with untied values")
+    require_bounded(ctx, inputs, what)
     arith, temperature = ctx.arith, _temperature(ctx, module)
     tied, gate = tied_logits(ctx, module, mask, tokens), gates(ctx, module, tokens)
     radii = [temperature * reach for reach in query.reach]
-    known = bounded_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
+    known = short_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
     moving = [radius * t * temperature for radius, t in zip(value.reach, known.moving, strict=True)]
     constant = combined(arith, [(gate.averaging(known.averaging), value), (gate.scale(moving), query)])
-    why = f"L2 attention with untied values of {tokens} tokens{_norm_shown(ctx, inputs)} (Theorem 6.3)"
+    shown = f" of norm at most {float(inputs.size.fibre):.4g}" if arith.rigorous else ""
+    why = f"{what} of {tokens} tokens{shown} (Theorem 6.3)"
     return mixed(ctx, module, inputs, constant, why, lambda: value.norms)
 
 
 def _temperature(ctx: Context, module: LipschitzAttention) -> Scalar:
-    """z = q / dh^(1/4)."""
+    """Return |z| / |q| for z = q / dh^(1/4)."""
     return ctx.arith.const(up(module.head_dim**-0.25, 4))
-
-
-def _norm_shown(ctx: Context, x: Value) -> str:
-    return f" of norm at most {float(x.size.fibre):.4g}" if ctx.arith.rigorous else ""

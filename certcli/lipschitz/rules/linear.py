@@ -1,4 +1,4 @@
-"""Affine maps: linear layers, pixel normalisation, and what a pending map costs. Proofs: docs/bounds.md, section 1."""
+"""Linear layers, pixel normalisation, and the charge of a pending affine map. Proofs: docs/bounds.md, section 1."""
 
 import math
 from dataclasses import replace
@@ -19,15 +19,14 @@ from certcli.models.build import PixelNormalize
 
 @rules.module(nn.Linear)
 def linear(ctx: Context, module: nn.Linear, x: Value) -> Value:
-    """x -> W x + b on the last axis: pending, so that neighbouring linear maps are multiplied before their norm."""
+    """x -> W x + b on the last axis, pending: neighbouring linear maps are multiplied before their norm is taken."""
     return ctx.fold(x, module.weight, module.bias)
 
 
 @rules.function(functional.linear)
 def linear_function(ctx: Context, x: Any, weight: Any, bias: Any = None) -> Value:
     ctx.require(isinstance(x, Value), "a linear layer whose weight depends on the image")
-    offset = None if bias is None else ctx.constant_tensor(bias)
-    return ctx.fold(x, ctx.constant_tensor(weight), offset)
+    return ctx.fold(x, ctx.constant_tensor(weight), ctx.optional_tensor(bias))
 
 
 @rules.module(PixelNormalize)
@@ -53,7 +52,7 @@ def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
 
 @rules.settles(Affine)
 def settle_affine(ctx: Context, x: Value, pending: Affine) -> Value:
-    """Its spectral norm; its fibres from |E x + b| <= |E| |x| + |b|."""
+    """Charge the map's spectral norm; fibres follow from |E x + b| <= |E| |x| + |b|."""
     arith = ctx.arith
     simple = pending.matrix is None and pending.factor == 1.0 and (not pending.centered or pending.width > 1024)
     effective = None if simple else pending.effective(arith)
@@ -79,7 +78,7 @@ def settle_affine(ctx: Context, x: Value, pending: Affine) -> Value:
 
 
 def size_after(ctx: Context, x: Value, pending: Affine) -> Size:
-    """The size of `x` with a gain pending: |diag(g) P v + b| <= max |g| |v| + |b|."""
+    """Return the size of `x` after a pending gain: |diag(g) P v + b| <= max |g| |v| + |b|."""
     if pending.matrix is not None:
         raise AssertionError("only for a pending gain")
     gain = ctx.arith.const(1.0) if pending.gain is None else ctx.largest_entry(pending.gain)
@@ -87,12 +86,12 @@ def size_after(ctx: Context, x: Value, pending: Affine) -> Size:
 
 
 def _size(ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix | None) -> Size:
-    """The size of a tensor after a map of norm `sigma` and this bias."""
+    """Return the size of a tensor after a map of norm `sigma` and this bias."""
     known = pending.result
     if known is not None and math.prod(known.shape) == math.prod(x.shape):
         return known.arranged(x.shape, known.axis if known.shape == x.shape else None)
     tokens = math.prod(x.shape) // max(1, pending.features)
-    # size bounds live as long as the proof is built: they must not hold on to matrices
+    # size bounds live while the proof is built: they must not keep matrices alive
     arith, old = ctx.arith, x.size
 
     def fibre() -> Scalar:

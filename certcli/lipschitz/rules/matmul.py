@@ -1,7 +1,6 @@
-"""Products of tensors that both depend on the image, and products with constants.
+"""Products: entry by entry, of matrices, and einsum, of two tensors or with a constant. Proofs: docs/bounds.md, 1.4, 7.2.
 
-Lip(a b) <= sup |a| Lip(b) + sup |b| Lip(a): finite because every tensor is bounded on the box [0, 1]^pixels. Proofs:
-docs/bounds.md, section 7.
+Lip(a b) <= sup |a| Lip(b) + sup |b| Lip(a), which is finite where both are bounded on the box [0, 1]^pixels.
 """
 
 import math
@@ -22,17 +21,17 @@ from certcli.lipschitz.value import Value
 
 
 def product_of_entries(ctx: Context, a: Value, b: Value) -> Value:
-    """a b entry by entry, the smaller one (a gate) repeated.
+    """Return a b entry by entry, the smaller one (a gate) repeated.
 
-    |a db| <= max |a| |db| when both have one shape. A gate g of size (.., 1, ..) meets, entry by entry, a whole block of x:
-    |x dg| <= (largest norm of a block of x) |dg|, and a block is at most as large as x.
+    |a db| <= max |a| |db| for equal shapes. An entry of a gate g (.., 1, ..) multiplies a whole block of x: |x dg| <=
+    (largest norm of a block of x) |dg|, and a block is no longer than x.
     """
     shape = tuple(ctx.shape)
     a, b = ctx.settle(a), ctx.settle(b)
     arith = ctx.arith
 
     def reach(one: Value, other: Value) -> Scalar:
-        """sup |one . d(other)| / |d(other)|."""
+        """Return a bound on |one d(other)| / |d(other)|."""
         if tuple(other.shape) == shape:
             return one.size.peak
         block = math.prod(shape) // max(1, math.prod(other.shape))
@@ -61,7 +60,7 @@ def _spread_total(arith: Any, x: Value, shape: tuple[int, ...]) -> Scalar:
 @rules.method("matmul", "bmm", "mm")
 @rules.function(torch.matmul, operator.matmul, torch.bmm, torch.mm)
 def matmul(ctx: Context, a: Any, b: Any) -> Value:
-    """A product of matrices; with a constant it is linear, of two that depend on the image see `products`."""
+    """A product of matrices: linear with a constant, else `product_of_matrices`."""
     if isinstance(a, Value) and isinstance(b, Value):
         return product_of_matrices(ctx, a, b)
     if isinstance(a, Value) and isinstance(b, Constant):
@@ -75,15 +74,13 @@ def matmul(ctx: Context, a: Any, b: Any) -> Value:
 
 
 def _blocks(ctx: Context, x: Value, weight: Tensor, left: bool) -> Value:
-    """C x or x C, matrix by matrix over the leading axes: the largest norm of a block (they act on disjoint parts)."""
+    """Return C x or x C for a constant stack C: the largest norm of its matrices, which act on disjoint parts."""
     ctx.require(len(x.shape) >= 2 and weight.dim() >= 2, "a product with a constant vector")
     leading = tuple(ctx.shape[:-2])
     x = ctx.spread(x, (*leading, *x.shape[-2:]))
     blocks = weight.reshape(-1, *weight.shape[-2:])
     arith = ctx.arith
-    sigma, *others = arith.sigmas([arith.matrix(block) for block in blocks], ctx.path)
-    for other in others:
-        sigma = arith.maximum(sigma, other)
+    sigma = arith.largest(arith.sigmas([arith.matrix(block) for block in blocks], ctx.path))
     axis = -2 if left else -1
     return ctx.chain(
         x,

@@ -1,7 +1,7 @@
-"""Attention written out of matrix products.
+"""Attention as operations: matrix products around a softmax, and torch's fused one. Proofs: docs/bounds.md, section 5.
 
-The product of queries and keys is not charged at once: with its softmax and its values it is attention, which has a
-theorem of its own. Proofs: docs/bounds.md, section 5.
+The product of queries and keys waits for its softmax and its values: the three together are attention, whose theorem is
+better than the product of their constants.
 """
 
 import math
@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
-from certcli.lipschitz.context import Context
+from certcli.lipschitz.context import Context, with_attributes
 from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.rules.attention_positions import Gates
 from certcli.lipschitz.rules.shapes import transpose
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
@@ -24,7 +25,7 @@ from certcli.lipschitz.value import Affine, Probabilities, Scores, Value
 
 
 def product_of_matrices(ctx: Context, a: Value, b: Value) -> Value:
-    """a b over the last two axes: attention if one is its softmax; scores, to be charged later, otherwise."""
+    """Return a b over the last two axes: attention if a is a softmax of scores, else scores that wait for their softmax."""
     if len(a.shape) < 2 or len(b.shape) < 2:
         raise NoRule("a product with a vector that depends on the image")
     if isinstance(a.waiting, Probabilities):
@@ -42,17 +43,13 @@ def product_of_matrices(ctx: Context, a: Value, b: Value) -> Value:
 
 @rules.settles(Probabilities)
 def settle_probabilities(ctx: Context, x: Value, waiting: Probabilities) -> Value:
-    """Probabilities that are used for something else than attention."""
-    raw = settle_scores(ctx, replace(x, waiting=waiting.scores), waiting.scores)
-    one = ctx.arith.const(1.0)
-    return ctx.chain(
-        raw, ctx.arith.const(0.5), "slope of softmax at most 1/2", lambda: one, peak=lambda: one, shape=x.shape
-    )
+    """Charge probabilities that no product with values follows."""
+    return _softmax(ctx, settle_scores(ctx, replace(x, waiting=waiting.scores), waiting.scores), -1)
 
 
 @rules.settles(Scores)
 def settle_scores(ctx: Context, x: Value, scores: Scores) -> Value:
-    """Scores that are used for something else than attention: a product like any other."""
+    """Charge scores that no softmax follows, as a product of two tensors (7.2)."""
     q, k, arith = ctx.settle(scores.query), ctx.settle(scores.key), ctx.arith
     of_q = ctx.finite(scores.scale * _operator_norm(ctx, k), "the second factor")
     of_k = ctx.finite(scores.scale * _operator_norm(ctx, q), "the first factor")
@@ -68,7 +65,7 @@ def settle_scores(ctx: Context, x: Value, scores: Scores) -> Value:
 
 
 def _operator_norm(ctx: Context, x: Value) -> Scalar:
-    """Spectral norm of every matrix (last two axes): at most its Frobenius norm, that is fibre sqrt(count)."""
+    """Return a bound on the spectral norm of every matrix (last two axes): min(norm, fibre sqrt(count))."""
     arith = ctx.arith
     norm = x.size.total
     for axis, other in ((-1, -2), (-2, -1)):
@@ -76,40 +73,43 @@ def _operator_norm(ctx: Context, x: Value) -> Scalar:
     return norm
 
 
-@rules.module(nn.Softmax)
-def softmax_module(ctx: Context, module: nn.Softmax, x: Value) -> Value:
-    return softmax(ctx, x, module.dim)
-
-
 @rules.method("softmax")
 @rules.function(functional.softmax, torch.softmax)
 def softmax(ctx: Context, x: Value, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Value:
-    """Slope 1/2; fibres are probability vectors, of norm at most 1. Of attention scores: waits for its values."""
+    """Slope 1/2 (section 3.1). A softmax of scores waits for its values."""
     ctx.require(isinstance(dim, int), "softmax without a dimension")
     axis = dim % len(x.shape) - len(x.shape)
     if isinstance(x.waiting, Scores) and axis == -1:
         return replace(x, waiting=Probabilities(x.waiting))
-    x = ctx.settle(x)
-    one = ctx.arith.const(1.0)
-    return ctx.chain(
-        x, ctx.arith.const(0.5), "slope of softmax at most 1/2", lambda: one, axis=axis, peak=lambda: one, shape=x.shape
-    )
+    return _softmax(ctx, ctx.settle(x), axis)
+
+
+rules.module(nn.Softmax)(with_attributes(softmax, "dim"))
+
+
+def _softmax(ctx: Context, x: Value, axis: int) -> Value:
+    """Return the softmax of a settled value; its fibres are probability vectors, of norm at most 1."""
+    one, why = ctx.arith.const(1.0), "slope of softmax at most 1/2"
+    return ctx.chain(x, ctx.arith.const(0.5), why, lambda: one, axis=axis, peak=lambda: one, shape=x.shape)
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """A tensor of queries, keys or values, split into heads: slope, radius about a centre and norm of a row, by head."""
+    """Queries, keys or values by head: slopes |W_h|, radii of the rows about a centre, largest norms of a row.
 
-    source: Value | None  # None: a constant
+    source: the tensor before the map W, None for constants. whole: |W|. layout: sizes of the axes that the heads lie on.
+    """
+
+    source: Value | None
     slopes: list[Scalar]
     radii: list[Scalar]
     norms: list[Scalar]
     whole: Scalar
-    layout: tuple[int, ...] = ()  # the axes that the heads lie on, as sizes
+    layout: tuple[int, ...] = ()
 
 
 def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
-    """Per head where a linear map is pending, its features laid out as (.., head, .., 1, width); else all heads alike."""
+    """Return the bounds head by head if a linear map to (.., head, .., 1, width) is pending, else one for all heads."""
     arith = ctx.arith
     if isinstance(x, Constant):
         rows = x.tensor.detach().double().reshape(-1, x.tensor.shape[-1])
@@ -146,33 +146,31 @@ def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
     return _Heads(x, [one], [row], [row], one)
 
 
-@dataclass(frozen=True)
-class Mix:
-    """A head's output keep P(x) v + B v with a constant matrix B: `keep`, and the norm of B."""
-
-    keep: Scalar
-    fixed: Scalar
-
-
 def attend(
     ctx: Context,
     query: Value | Constant,
     key: Value,
     value: Value,
     scale: Scalar,
-    mixes: list[Mix] | None = None,
+    gates: Gates | None = None,
     moving: Value | None = None,
     centred: bool = True,
 ) -> Value:
-    """softmax(scale q k^T + constant) v for q (.., n, d), k (.., m, d), v (.., m, e): Theorem 5.2.
+    """Return softmax(scale q k^T + constant) v for q (.., n, d), k (.., m, d), v (.., m, e).
 
-    sqrt(n) Lip(v) + scale R_v R_k Lip(q) + sqrt(n/2) scale R_v |q| Lip(k), head by head; R: radius of the rows about any
-    centre, R_k about 0 unless `centred`: where numbers replace scores, only a part of each row moves. Heads and windows act
-    on disjoint tensors, so their squares add, and the largest window counts.
+    The constant is sqrt(n) Lip(v) + scale R_v R_k Lip(q) + sqrt(n/2) scale R_v |q| Lip(k), head by head, with R the radius
+    of the rows about any centre. Heads act on disjoint tensors, so their squares add; the largest window counts.
+
+    Args:
+        gates: Of gated positional attention (Theorem 7.1), else None.
+        moving: A term of the scores that depends on the image (5.3).
+        centred: False where numbers replaced scores: then R_k is taken about 0 (remark in 5.2).
+
+    Source: Theorem 5.2.
     """
     arith = ctx.arith
-    asked = tuple(query.tensor.shape if isinstance(query, Constant) else query.shape)
-    leading = asked[:-2]
+    queries = tuple(query.tensor.shape if isinstance(query, Constant) else query.shape)
+    leading = queries[:-2]
     if tuple(key.shape[:-2]) != leading or tuple(value.shape[:-2]) != leading:  # one head of keys for all queries
         key = ctx.spread(ctx.settle(key), (*leading, *key.shape[-2:]))
         value = ctx.spread(ctx.settle(value), (*leading, *value.shape[-2:]))
@@ -180,69 +178,45 @@ def attend(
         tuple(key.shape[:-2]) == leading and tuple(value.shape[:-2]) == leading,
         "attention whose queries, keys and values have different heads",
     )
-    n = arith.const(float(asked[-2]))
+    n = arith.const(float(queries[-2]))
     q, k, v = _heads(ctx, query, "query"), _heads(ctx, key, "key"), _heads(ctx, value, "value")
     for part in (q, k, v):
         for norm in part.norms:
             if arith.rigorous and not norm.finite:
                 raise NoRule("dot-product attention is not Lipschitz on tokens of unbounded norm")
     split = [part for part in (q, k, v) if len(part.slopes) > 1]
-    alike = len({part.layout for part in split}) <= 1  # else heads of one are not those of another: the largest counts
+    alike = len({part.layout for part in split}) <= 1  # else the heads of q, k and v differ: the largest counts
     count = max(len(part.slopes) for part in (q, k, v)) if alike else 1
+    count = count if gates is None else len(gates.keep)
 
-    def each(items: list[Scalar], count: int = count) -> list[Scalar]:
-        if len(items) == count:
-            return items
-        largest = items[0]
-        for item in items[1:]:
-            largest = arith.maximum(largest, item)
-        return [largest] * count
+    def each(items: list[Scalar]) -> list[Scalar]:
+        return items if len(items) == count else [arith.largest(items)] * count
 
-    reach_k = k.radii if centred else k.norms
-    radius_v, radius_k, norm_q = each(v.radii), each(reach_k), each(q.norms)
+    radius_v, radius_k, norm_q = each(v.radii), each(k.radii if centred else k.norms), each(q.norms)
     averaging = arith.sqrt(n)
-    if mixes is not None:
-        radius_v = [mix.keep * radius for mix, radius in zip(mixes, each(v.radii, len(mixes)), strict=True)]
-        radius_k, norm_q = each(reach_k, len(mixes)), each(q.norms, len(mixes))
-        averaging = mixes[0].keep * arith.sqrt(n) + mixes[0].fixed
-        for mix in mixes[1:]:
-            averaging = arith.maximum(averaging, mix.keep * arith.sqrt(n) + mix.fixed)
+    if gates is not None:
+        radius_v = gates.scale(radius_v)
+        averaging = arith.largest(gates.averaging([averaging] * count))
     of_v = averaging * v.whole
     of_q = scale * _together(ctx, [a * b for a, b in zip(radius_v, radius_k, strict=True)], q)
-    of_k = (
-        scale
-        * arith.sqrt(n * arith.const(0.5))
-        * _together(ctx, [a * b for a, b in zip(radius_v, norm_q, strict=True)], k)
-    )
-    largest = v.norms[0]
-    for norm in v.norms[1:]:
-        largest = arith.maximum(largest, norm)
-    # rows of the result are averages of values
-    size = Size(arith, tuple(ctx.shape), None if mixes is not None else (lambda: largest))
-    if mixes is not None:
-        size = Size(arith, tuple(ctx.shape), total=lambda: averaging * largest * _rows_root(ctx, value))
-    why = f"attention of {asked[-2]} queries to {key.shape[-2]} keys (Theorem 5.2)"
+    of_k = scale * arith.sqrt(n * arith.const(0.5))
+    of_k = of_k * _together(ctx, [a * b for a, b in zip(radius_v, norm_q, strict=True)], k)
+    largest = arith.largest(v.norms)
+    size = Size(arith, tuple(ctx.shape), lambda: largest)  # rows of the result are averages of values
+    if gates is not None:
+        rows = arith.const(float(math.prod(value.shape[:-1])))
+        size = Size(arith, tuple(ctx.shape), total=lambda: averaging * largest * arith.sqrt(rows))
+    why = f"attention of {queries[-2]} queries to {key.shape[-2]} keys (Theorem 5.2)"
     charged = [(part.source, c) for part, c in ((v, of_v), (q, of_q), (k, of_k)) if part.source is not None]
-    if moving is not None:  # a term of the scores that depends on the image: R_v / sqrt(2)
-        furthest = radius_v[0]
-        for radius in radius_v[1:]:
-            furthest = arith.maximum(furthest, radius)
-        charged.append((moving, furthest * arith.sqrt(arith.const(0.5))))
+    if moving is not None:
+        charged.append((moving, arith.largest(radius_v) * arith.sqrt(arith.const(0.5))))
     return ctx.combine(charged, why, size)
 
 
-def _rows_root(ctx: Context, value: Value) -> Scalar:
-    """sqrt(number of rows of all heads and windows)."""
-    return ctx.arith.sqrt(ctx.arith.const(float(math.prod(value.shape[:-1]))))
-
-
 def _together(ctx: Context, weights: list[Scalar], part: _Heads) -> Scalar:
-    """sup |(w_h dx_h)_h| / |du|: root of sum (w_h |W_h|)^2, and max w_h |W|."""
+    """Return a bound on |(w_h dx_h)_h| / |du|: the smaller of sqrt(sum (w_h |W_h|)^2) and max w_h |W|."""
     arith = ctx.arith
-    largest = weights[0]
-    for weight in weights[1:]:
-        largest = arith.maximum(largest, weight)
-    coarse = largest * part.whole
+    coarse = arith.largest(weights) * part.whole
     if len(part.slopes) != len(weights):
         return coarse
     fine = arith.root_sum_of_squares([w * s for w, s in zip(weights, part.slopes, strict=True)])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.table import NoRule
-from certcli.lipschitz.context import Context
+from certcli.lipschitz.context import Context, with_attributes
 from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.rules.scale_shift import gain_and_shift
 from certcli.lipschitz.rules.shapes import moved
@@ -23,16 +23,16 @@ from certcli.lipschitz.value import Value
 from certcli.nn.norms import FloorNorm
 
 
-@rules.module(nn.LayerNorm, TimmLayerNorm, LayerNormFp32)
-def layer_norm(ctx: Context, module: nn.LayerNorm, x: Value) -> Value:
-    return normalise(ctx, x, module.normalized_shape, module.weight, module.bias, module.eps)
-
-
 @rules.function(functional.layer_norm, torch.layer_norm)
 def layer_norm_function(
     ctx: Context, x: Value, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> Value:
     return normalise(ctx, x, normalized_shape, ctx.optional_tensor(weight), ctx.optional_tensor(bias), eps)
+
+
+rules.module(nn.LayerNorm, TimmLayerNorm, LayerNormFp32)(
+    with_attributes(layer_norm_function, "normalized_shape", "weight", "bias", "eps")
+)
 
 
 def normalise(
@@ -45,10 +45,12 @@ def normalise(
     *,
     centered: bool = True,
 ) -> Value:
-    """LN = G Nrm + beta. Lip(Nrm) = 1/sqrt(eps), |Nrm(x)| < sqrt(d); G P stays pending for the next linear map.
+    """Return LN = G Nrm + beta: Lip(Nrm) = 1/sqrt(eps), |Nrm(x)| < sqrt(d); G P stays pending for the next linear map.
 
-    The constant is attained at a token that is constant over its features, so no smaller global one exists. RMSNorm is
-    the same without the centring P.
+    Args:
+        centered: False for RMSNorm, which has no centring P.
+
+    Source: Theorems 4.1 and 4.2.
     """
     sizes = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     ctx.require(len(sizes) == 1, "a norm over more than the last axis")
@@ -67,7 +69,7 @@ def normalise(
 
 
 def _to_sphere(ctx: Context, x: Value, width: int, slope: float, why: str) -> Value:
-    """A map of rows into the ball of radius sqrt(d) with this slope."""
+    """Return the value after a map of rows into the ball of radius sqrt(width) with this slope."""
     longest = up(math.sqrt(width), 1)
     return ctx.chain(x, ctx.arith.const(slope), why, lambda: ctx.arith.const(longest), shape=x.shape)
 
@@ -84,21 +86,18 @@ def floor_norm(ctx: Context, module: FloorNorm, x: Value) -> Value:
     return replace(normal, waiting=gain_and_shift(ctx, module.width, module.weight, module.bias, centered=True))
 
 
-@rules.module(nn.RMSNorm)
-def rms_norm(ctx: Context, module: Any, x: Value) -> Value:
-    return rms_norm_function(ctx, x, module.normalized_shape, module.weight, module.eps)
-
-
 @rules.function(functional.rms_norm, torch.rms_norm)
 def rms_norm_function(
     ctx: Context, x: Value, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Value:
-    """Nrm(x) = x / sqrt(|x|^2/d + eps): the same two bounds, without P. torch's default eps is the smallest of the dtype."""
+    """Nrm(x) = x / sqrt(|x|^2/d + eps): the same two bounds without P. torch's default eps is the dtype's."""
     if eps is None:
         eps = float(torch.finfo(torch.float32).eps)
         ctx.require(ctx.dtype in (None, torch.float32), "RMSNorm with the default eps of another dtype than float32")
-    scale = weight if isinstance(weight, Tensor) else ctx.optional_tensor(weight)
-    return normalise(ctx, x, normalized_shape, scale, None, eps, centered=False)
+    return normalise(ctx, x, normalized_shape, ctx.optional_tensor(weight), None, eps, centered=False)
+
+
+rules.module(nn.RMSNorm)(with_attributes(rms_norm_function, "normalized_shape", "weight", "eps"))
 
 
 @rules.module(RmsNorm2d, RmsNorm2dFp32)
@@ -157,11 +156,6 @@ def _variance_norm(ctx: Context, x: Value, module: Any, axis: int) -> Value:
     )
 
 
-@rules.module(nn.GroupNorm)
-def group_norm(ctx: Context, module: nn.GroupNorm, x: Value) -> Value:
-    return group_norm_function(ctx, x, module.num_groups, module.weight, module.bias, module.eps)
-
-
 @rules.function(functional.group_norm, torch.group_norm)
 def group_norm_function(
     ctx: Context, x: Value, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
@@ -169,8 +163,7 @@ def group_norm_function(
     """Every group of m numbers is a LayerNorm of its own: max |gamma| / sqrt(eps), norm below sqrt(m) a group."""
     ctx.require(eps > 0, "a norm with eps = 0 is not Lipschitz")
     x = ctx.settle(x)
-    gamma = None if weight is None else (weight if isinstance(weight, Tensor) else ctx.constant_tensor(weight))
-    beta = None if bias is None else (bias if isinstance(bias, Tensor) else ctx.constant_tensor(bias))
+    gamma, beta = ctx.optional_tensor(weight), ctx.optional_tensor(bias)
     arith = ctx.arith
     largest = arith.const(1.0) if gamma is None else ctx.largest_entry(gamma)
     count = math.prod(x.shape[1:])
@@ -187,6 +180,9 @@ def group_norm_function(
         total=lambda: shifted(float(math.prod(x.shape))),
         peak=lambda: shifted(float(members)),
     )
+
+
+rules.module(nn.GroupNorm)(with_attributes(group_norm_function, "num_groups", "weight", "bias", "eps"))
 
 
 @rules.function(functional.normalize)

@@ -1,4 +1,4 @@
-"""Pointwise maps beside activations: clamping, powers, MaxMin, and what leaves numbers alone. docs/bounds.md, section 3."""
+"""Clamping, squares, MaxMin, dropout and copies. Proofs: docs/bounds.md, section 3."""
 
 import operator
 from dataclasses import replace
@@ -21,7 +21,7 @@ from certcli.nn.activations import MaxMin
 @rules.method("clamp", "clamp_", "clip", "clip_")
 @rules.function(torch.clamp, torch.clip)
 def clamp(ctx: Context, x: Any, min: Any = None, max: Any = None) -> Value:
-    """Slope 1, to constant limits."""
+    """Clamp to constant limits: slope 1."""
     ctx.require(not isinstance(min, Value) and not isinstance(max, Value), "clamping to what depends on the image")
     ctx.require(isinstance(x, Value) and tuple(x.shape) == tuple(ctx.shape), "clamping that repeats the tensor")
     return applied(ctx, x, clamped(*(_limit(ctx, limit) for limit in (min, max))))
@@ -75,7 +75,7 @@ def maxmin(ctx: Context, module: MaxMin, x: Value) -> Value:
     nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, timm_layers.DropPath, timm_layers.PatchDropout, nn.AlphaDropout
 )
 def identity(ctx: Context, module: nn.Module, x: Value, *rest: Any) -> Value:
-    """Identity, and dropout in eval mode (training mode was refused before)."""
+    """Identity, and dropout in eval mode (the tracer refuses training mode)."""
     return x
 
 

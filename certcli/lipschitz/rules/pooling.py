@@ -1,4 +1,4 @@
-"""Pooling over windows and resizing of images. Proofs: docs/bounds.md, section 8."""
+"""Pooling over windows, pooling to a given size, and interpolation. Proofs: docs/bounds.md, sections 8.5 and 8.6."""
 
 import math
 from typing import Any
@@ -7,17 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.lipschitz.context import Context
+from certcli.lipschitz.context import Context, with_attributes
 from certcli.lipschitz.numerics.spectral import gamma, up
-from certcli.lipschitz.rules.repeat_pad import pair, windows_of
+from certcli.lipschitz.rules.reduce import mean
+from certcli.lipschitz.rules.repeat_pad import copied, pair, windows_of
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
-
-
-@rules.module(nn.MaxPool2d)
-def max_pool_module(ctx: Context, module: nn.MaxPool2d, x: Value) -> Value:
-    ctx.require(not module.return_indices, "max pooling that returns indices")
-    return max_pool(ctx, x, module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
 
 
 @rules.function(functional.max_pool2d, torch.max_pool2d)
@@ -40,35 +35,13 @@ def max_pool(
     pooled = functional.max_pool2d(plane, kernel, steps, pair(padding), pair(dilation), ceil_mode)
     ctx.require(bool(torch.isfinite(pooled).all()), "a window of max pooling that lies in the padding")
     count = math.prod(windows_of(k, s, d) for k, s, d in zip(kernel, steps, pair(dilation), strict=True))
-    factor = ctx.arith.const(up(math.sqrt(count), 1))
-    return ctx.chain(
-        x,
-        factor,
-        f"a pixel lies in at most {count} windows: sqrt({count})",
-        total=lambda: x.size.total * factor,
-        peak=lambda: x.size.peak,
-    )
+    return copied(ctx, x, count, f"a pixel lies in at most {count} windows: sqrt({count})")
 
 
-functional_max_pool = getattr(functional, "_max_pool2d", None)
-
-
-if functional_max_pool is not None:
-    rules.function(functional_max_pool)(max_pool)
-
-
-@rules.module(nn.AvgPool2d)
-def average_pool_module(ctx: Context, module: nn.AvgPool2d, x: Value) -> Value:
-    return average_pool(
-        ctx,
-        x,
-        module.kernel_size,
-        module.stride,
-        module.padding,
-        module.ceil_mode,
-        module.count_include_pad,
-        module.divisor_override,
-    )
+_WINDOWS = "kernel_size", "stride", "padding", "ceil_mode"
+rules.module(nn.MaxPool2d)(with_attributes(max_pool, *_WINDOWS, "dilation", "return_indices"))
+if hasattr(functional, "_max_pool2d"):  # what functional.max_pool2d dispatches to
+    rules.function(functional._max_pool2d)(max_pool)
 
 
 @rules.function(functional.avg_pool2d)
@@ -95,13 +68,6 @@ def average_pool(
     return separable(ctx, x, matrices, "average over windows")
 
 
-@rules.module(nn.AvgPool1d)
-def average_pool_1d_module(ctx: Context, module: nn.AvgPool1d, x: Value) -> Value:
-    return average_pool_1d(
-        ctx, x, module.kernel_size, module.stride, module.padding, module.ceil_mode, module.count_include_pad
-    )
-
-
 @rules.function(functional.avg_pool1d, torch.avg_pool1d)
 def average_pool_1d(
     ctx: Context,
@@ -117,6 +83,10 @@ def average_pool_1d(
     line = torch.eye(x.shape[-1], dtype=torch.float64).unsqueeze(0)
     matrix = functional.avg_pool1d(line, kernel, step, pad, ceil_mode, count_include_pad)[0].T
     return separable(ctx, x, [matrix], "average over windows")
+
+
+rules.module(nn.AvgPool2d)(with_attributes(average_pool, *_WINDOWS, "count_include_pad", "divisor_override"))
+rules.module(nn.AvgPool1d)(with_attributes(average_pool_1d, *_WINDOWS, "count_include_pad"))
 
 
 def separable(ctx: Context, x: Value, matrices: list[Tensor], why: str, averages: bool = True) -> Value:
@@ -141,19 +111,6 @@ def separable(ctx: Context, x: Value, matrices: list[Tensor], why: str, averages
     )
 
 
-@rules.module(nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)
-def upsample(ctx: Context, module: nn.Upsample, x: Value) -> Value:
-    return interpolate(
-        ctx,
-        x,
-        module.size,
-        module.scale_factor,
-        module.mode,
-        module.align_corners,
-        module.recompute_scale_factor,
-    )
-
-
 @rules.function(functional.interpolate)
 def interpolate(
     ctx: Context,
@@ -168,7 +125,8 @@ def interpolate(
     """Interpolation is linear and separates by axis: the norms of the two resizing matrices, read off the identity."""
     ctx.require(len(x.shape) == 4 and mode in ("nearest", "bilinear", "bicubic"), f"interpolation mode {mode}")
     dtype = ctx.dtype if mode == "nearest" else torch.float64  # which pixel is the nearest is decided in its precision
-    scales = [None, None] if scale_factor is None else list(_factors(scale_factor))
+    scales = list(scale_factor) if isinstance(scale_factor, (tuple, list)) else [scale_factor] * 2
+    scales = [scale if scale is None else float(scale) for scale in scales]
     matrices = []
     for old, new, scale in zip(x.shape[-2:], ctx.shape[-2:], scales, strict=True):
         picture = torch.eye(old, dtype=dtype).view(1, 1, old, old)
@@ -183,7 +141,51 @@ def interpolate(
     return separable(ctx, x, matrices, f"{mode} interpolation", averages=False)
 
 
-def _factors(scale_factor: Any) -> tuple[float, float]:
-    if isinstance(scale_factor, (int, float)):
-        return float(scale_factor), float(scale_factor)
-    return float(scale_factor[0]), float(scale_factor[1])
+_RESIZE = "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor"
+rules.module(nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)(with_attributes(interpolate, *_RESIZE))
+
+
+def _adaptive_windows(size: int, count: int) -> list[range]:
+    """Return torch's windows, [floor(i size / count), ceil((i + 1) size / count)); each holds a pixel."""
+    return [range(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
+
+
+def _pooled_axes(ctx: Context, x: Value) -> list[tuple[int, int]]:
+    """Return (size, number of windows) for each pooled axis."""
+    pooled = int(ctx.kind[-2])  # adaptive_.._pool2d: the last two axes
+    ctx.require(len(x.shape) > pooled and len(ctx.shape) == len(x.shape), "pooling of another number of axes")
+    return list(zip(x.shape[-pooled:], ctx.shape[-pooled:], strict=True))
+
+
+@rules.function(
+    functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d,
+    torch.adaptive_max_pool1d,
+)  # fmt: skip
+def adaptive_maximum(ctx: Context, x: Value, output_size: Any, return_indices: bool = False) -> Value:
+    """sqrt(number of windows a pixel lies in), counted."""
+    ctx.require(not return_indices and not isinstance(ctx.shape, list), "max pooling that returns indices")
+    x = ctx.settle(x)
+    times = 1
+    for size, count in _pooled_axes(ctx, x):
+        windows = _adaptive_windows(size, count)
+        times *= max(sum(pixel in window for window in windows) for pixel in range(size))
+    why = "a maximum has slope 1" if times == 1 else f"a pixel lies in at most {times} windows: sqrt({times})"
+    return copied(ctx, x, times, why)
+
+
+@rules.function(
+    functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d, functional.adaptive_avg_pool3d,
+    torch.adaptive_avg_pool1d,
+)  # fmt: skip
+def adaptive_average(ctx: Context, x: Value, output_size: Any) -> Value:
+    """Averages separate by axis: the product of the norms of the averaging matrices."""
+    axes = _pooled_axes(ctx, x)
+    if all(count == 1 for _, count in axes):
+        return mean(ctx, x, tuple(range(-len(axes), 0)), keepdim=True)
+    matrices = []
+    for size, count in axes:
+        matrix = torch.zeros(count, size, dtype=torch.float64)
+        for row, window in enumerate(_adaptive_windows(size, count)):
+            matrix[row, window.start : window.stop] = 1 / len(window)
+        matrices.append(matrix)
+    return separable(ctx, x, matrices, "average over adaptive windows")

@@ -1,4 +1,4 @@
-"""Operations that take entries several times, or put constants around them. Proofs: docs/bounds.md, section 8."""
+"""Repetition, padding, sliding windows and gathering by index. Proofs: docs/bounds.md, sections 8.1 and 8.4."""
 
 import math
 from dataclasses import replace
@@ -16,15 +16,25 @@ from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Value
 
 
+def copied(ctx: Context, x: Value, times: int, why: str) -> Value:
+    """Return the value after an operation that takes every entry of a settled `x` at most `times` times: sqrt(times)."""
+    factor = ctx.arith.const(up(math.sqrt(times), 1))
+    return ctx.chain(x, factor, why, total=lambda: factor * x.size.total, peak=lambda: x.size.peak)
+
+
+def _counted(ctx: Context, x: Value, times: int, what: str) -> Value:
+    return copied(ctx, x, times, f"an entry appears in at most {times} {what}: sqrt({times})")
+
+
 @rules.method("repeat_interleave")
 @rules.function(torch.repeat_interleave)
 def repeat_in_place(
     ctx: Context, x: Value, repeats: Any, dim: int | None = None, *, output_size: int | None = None
 ) -> Value:
-    """Every entry as often as its place says: sqrt of the largest number."""
+    """Entry i is repeated repeats[i] times: sqrt of the largest repeat."""
     x = ctx.settle(x)
     times = repeats if isinstance(repeats, int) else int(ctx.constant_tensor(repeats).max())
-    return _copies(ctx, x, times, "places")
+    return _counted(ctx, x, times, "places")
 
 
 @rules.method("expand", "repeat", "tile", "broadcast_to")
@@ -38,26 +48,19 @@ def repeat(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
     ctx.require(math.prod(ctx.shape) % max(1, math.prod(x.shape)) == 0, "an uneven repetition")
     ctx.require(not any(isinstance(a, (Constant, Value)) for a in (*_, *__.values())), "repetition by a tensor")
     times = math.prod(ctx.shape) // max(1, math.prod(x.shape))
-    factor = ctx.arith.const(up(math.sqrt(times), 1))
-    return ctx.chain(
-        x,
-        factor,
-        f"repeated {times} times: sqrt({times})",
-        total=lambda: factor * x.size.total,
-        peak=lambda: x.size.peak,
-    )
+    return copied(ctx, x, times, f"repeated {times} times: sqrt({times})")
 
 
 @rules.method("expand_as")
 def repeat_like(ctx: Context, x: Any, other: Any) -> Any:
-    """Of the other tensor only its shape counts, which is that of the result."""
+    """expand_as reads the other tensor's shape only, which is the result's."""
     return repeat(ctx, x) if isinstance(x, Value) else Constant(ctx.constant_tensor(x).expand(ctx.shape))
 
 
 @rules.function(functional.pad)
 def pad(ctx: Context, x: Value, padding: Any, mode: str = "constant", value: float | None = None) -> Value:
     """Constants around a tensor (or a crop, for negative numbers) move nothing."""
-    ctx.require(value is None or isinstance(value, (int, float)), "padding with what is not a number")
+    ctx.require(value is None or isinstance(value, (int, float)), "padding with something other than a number")
     ctx.require(value is None or math.isfinite(value), f"padding with {value}")
     if mode != "constant":
         return _mirrored(ctx, ctx.settle(x), padding, mode)
@@ -72,18 +75,11 @@ def pad(ctx: Context, x: Value, padding: Any, mode: str = "constant", value: flo
 
 
 def _mirrored(ctx: Context, x: Value, padding: Any, mode: str) -> Value:
-    """Padding with entries of the tensor: sqrt of how often an entry is taken, counted on one channel."""
+    """Pad with entries of the tensor: sqrt of how often an entry is taken, counted on one channel."""
     ctx.require(mode in ("reflect", "replicate", "circular") and len(x.shape) == 4, f"padding mode {mode}")
     numbers = torch.arange(math.prod(x.shape[-2:]), dtype=torch.float64).view(1, 1, *x.shape[-2:])
     times = int(functional.pad(numbers, tuple(padding), mode=mode).long().flatten().bincount().max())
-    factor = ctx.arith.const(up(math.sqrt(times), 1))
-    return ctx.chain(
-        x,
-        factor,
-        f"{mode} padding takes an entry at most {times} times: sqrt({times})",
-        total=lambda: factor * x.size.total,
-        peak=lambda: x.size.peak,
-    )
+    return copied(ctx, x, times, f"{mode} padding takes an entry at most {times} times: sqrt({times})")
 
 
 @rules.module(nn.ReflectionPad2d, nn.ReplicationPad2d)
@@ -103,14 +99,14 @@ def pair(value: Any) -> tuple[int, int]:
 
 
 def windows_of(kernel: int, stride: int, dilation: int) -> int:
-    """How many windows a pixel lies in, at most: tap t of window i reads pixel i stride + t dilation."""
+    """Return a bound on the windows that hold a pixel: tap t of window i reads pixel i stride + t dilation."""
     return -(-kernel // stride) if dilation == 1 else kernel
 
 
 @rules.method("unfold")
 def sliding_windows(ctx: Context, x: Value, dimension: int, size: int, step: int) -> Value:
     """Overlapping slices: an entry lies in at most ceil(size / step) of them."""
-    return _copies(ctx, ctx.settle(x), windows_of(size, step, 1), "windows")
+    return _counted(ctx, ctx.settle(x), windows_of(size, step, 1), "windows")
 
 
 @rules.function(functional.fold)
@@ -134,28 +130,16 @@ def fold(
 @rules.function(functional.unfold)
 def unfold(ctx: Context, x: Value, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Value:
     taps = zip(pair(kernel_size), pair(stride), pair(dilation), strict=True)
-    return _copies(ctx, ctx.settle(x), math.prod(windows_of(k, s, d) for k, s, d in taps), "windows")
-
-
-def _copies(ctx: Context, x: Value, times: int, what: str) -> Value:
-    """Every entry at most `times` times: sqrt(times)."""
-    factor = ctx.arith.const(up(math.sqrt(times), 1))
-    return ctx.chain(
-        x,
-        factor,
-        f"an entry appears in at most {times} {what}: sqrt({times})",
-        total=lambda: factor * x.size.total,
-        peak=lambda: x.size.peak,
-    )
+    return _counted(ctx, ctx.settle(x), math.prod(windows_of(k, s, d) for k, s, d in taps), "windows")
 
 
 def gathered(ctx: Context, x: Value, items: tuple[Any, ...]) -> Value:
-    """x[items] with constant index tensors: sqrt of how often an entry is taken, counted."""
+    """Return x[items] for constant index tensors: sqrt of how often an entry is taken, counted."""
     x = ctx.settle(x)
     numbers = torch.arange(math.prod(x.shape)).reshape(x.shape)
     taken = numbers[items]
     times = int(taken.flatten().bincount().max()) if taken.numel() else 1
-    return _copies(ctx, x, times, "places")
+    return _counted(ctx, x, times, "places")
 
 
 @rules.method("index_select")

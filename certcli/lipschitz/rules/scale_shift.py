@@ -1,4 +1,4 @@
-"""Gains and shifts of features, folded into their neighbours. Proofs: docs/bounds.md, sections 1 and 4."""
+"""CenterNorm, LayerScale and BatchNorm: gains and shifts, folded into their neighbours. Proofs: docs/bounds.md, 1, 2.1, 4."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from certcli.nn.norms import CenterNorm
 
 
 def gain_and_shift(ctx: Context, width: int, weight: Any, bias: Any, centered: bool) -> Affine:
+    """Return the pending map x -> diag(weight) P x + bias on the last axis."""
     return Affine(
         axis=-1,
         width=width,
@@ -55,7 +56,7 @@ def layer_scale(ctx: Context, module: LayerScale, x: Value) -> Value:
 
 
 def scale_features(ctx: Context, x: Value, gain: Tensor, axis: int) -> Value:
-    """gain * x along an axis, multiplied into the linear map or convolution that waits there, else pending itself."""
+    """Return gain * x along an axis, multiplied into the linear map or convolution that waits there, else pending."""
     gain = gain.reshape(-1)
     conv = x.waiting
     if isinstance(conv, Convolution) and axis == -len(conv.stride) - 1:

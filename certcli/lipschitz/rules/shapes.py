@@ -1,6 +1,6 @@
-"""Operations that move numbers without changing them. Proofs: docs/bounds.md, section 8.
+"""Reshapes and permutations: entries move and do not change. Proofs: docs/bounds.md, sections 1.3 and 8.1.
 
-A pending linear map moves along: its features live on another axis afterwards, or are spread over several (heads).
+A pending linear map moves along: its features are on another axis afterwards, or on several (heads).
 """
 
 import math
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
-    """A reshape as independent splits and merges: runs of axes with equal products, in row-major order."""
+    """Return a reshape as independent splits and merges: runs of axes with equal products, in row-major order."""
     found: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -41,7 +41,7 @@ def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
 
 
 def with_index(x: Value, pending: Affine) -> Affine:
-    """The same pending map with its features' places written out (`Affine.index`). It must have a matrix."""
+    """Return the same pending map, which must have a matrix, with the places of its features (`Affine.index`)."""
     if pending.index is not None:
         return pending
     rank = len(x.shape)
@@ -51,7 +51,7 @@ def with_index(x: Value, pending: Affine) -> Affine:
 
 
 def tidy(pending: Affine) -> Affine:
-    """Features that are all on one axis again: a plain pending map, its rows in the new order."""
+    """Return a plain pending map, with its rows in the new order, if all features are on one axis again."""
     index = pending.index
     if index is None:
         return pending
@@ -65,7 +65,7 @@ def tidy(pending: Affine) -> Affine:
 
 
 def moved(ctx: Context, x: Value, order: Sequence[int]) -> Value:
-    """x.permute(order)."""
+    """Return x.permute(order)."""
     x = ctx.settle(x, keep=Affine)
     rank = len(order)
     shape = tuple(x.shape[axis] for axis in order)
@@ -81,7 +81,7 @@ def moved(ctx: Context, x: Value, order: Sequence[int]) -> Value:
 
 
 def reshaped(ctx: Context, x: Value, after: Shape) -> Value:
-    """x.reshape(after)."""
+    """Return x.reshape(after)."""
     x = ctx.settle(x, keep=Affine)
     before = tuple(x.shape)
     if math.prod(before) != math.prod(after):
@@ -139,7 +139,7 @@ def _reshape_pending(x: Value, pending: Affine, after: Shape, runs: list[tuple[l
 @rules.method("reshape", "view", "flatten", "squeeze", "unsqueeze", "contiguous", "unflatten", "view_as", "reshape_as")
 @rules.function(torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze)
 def reshape(ctx: Context, x: Any, *shape: Any, **options: Any) -> Value:
-    """Any view with the same number of entries; asked of the shapes, not of the arguments."""
+    """Any view with the same number of entries, read from the shapes, not from the arguments."""
     if not isinstance(x, Value):
         raise NoRule("a view of something else than a tensor")
     if any(isinstance(argument, torch.dtype) for argument in (*shape, *options.values())):
@@ -168,7 +168,7 @@ def permute(ctx: Context, x: Value, *order_of: Any, dims: Any = ()) -> Value:
 @rules.method("movedim", "moveaxis")
 @rules.function(torch.movedim, torch.moveaxis)
 def move_axes(ctx: Context, x: Value, source: Any, destination: Any) -> Value:
-    """A permutation; torch itself says which, on a tensor whose sides tell the axes apart."""
+    """A permutation, which torch itself computes on a tensor with a different size on every axis."""
     sides = torch.empty(tuple(range(len(x.shape))), device="meta")
     return moved(ctx, x, list(sides.movedim(source, destination).shape))
 
@@ -218,7 +218,7 @@ def flip(ctx: Context, x: Value, *axes: Any, dims: Any = ()) -> Value:
 
 
 def _along_tokens(ctx: Context, x: Value, dims: list[int]) -> Value:
-    """Fibres are permuted as a whole, or within themselves; a pending map moves along where its axis is left alone."""
+    """Permute whole fibres, or entries within fibres; a pending map on another axis stays pending."""
     rank = len(x.shape)
     plain = x.pending is not None and x.pending.index is None
     if plain and x.pending is not None and x.pending.axis % rank not in [d % rank for d in dims]:

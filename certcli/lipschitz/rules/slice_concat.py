@@ -1,4 +1,4 @@
-"""Parts of a tensor, and tensors put side by side. Proofs: docs/bounds.md, section 8."""
+"""Slices of a tensor, and concatenation. Proofs: docs/bounds.md, sections 8.1 and 8.3."""
 
 import operator
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ import torch
 
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
-from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.repeat_pad import gathered
 from certcli.lipschitz.rules.shapes import Shape, tidy, with_index
@@ -20,7 +19,7 @@ from certcli.lipschitz.value import Affine, Value
 
 @rules.function(operator.getitem)
 def select(ctx: Context, x: Any, index: Any) -> Any:
-    """A part of a tensor, or one of several values. Indices that may repeat entries are refused."""
+    """A part of a tensor, or one of several values; constant index tensors are `gathered`."""
     if isinstance(x, (list, tuple)):
         return x[index]
     items = index if isinstance(index, tuple) else (index,)
@@ -83,11 +82,11 @@ def unbind(ctx: Context, x: Value, dim: int = 0) -> list[Value]:
 @rules.method("chunk", "split", "split_with_sizes", "tensor_split")
 @rules.function(torch.chunk, torch.split, torch.tensor_split, torch.split_with_sizes)
 def pieces(ctx: Context, x: Value, *how: Any, dim: int | None = None, **_: Any) -> list[Value]:
-    """Disjoint parts of a tensor along one axis: the shapes say which."""
+    """Disjoint parts of a tensor along one axis, read from the shapes."""
     axis = (how[1] if dim is None and len(how) > 1 else dim or 0) % len(x.shape)
     x = ctx.settle(x, keep=Affine)
     whole = tuple(slice(None) for _ in range(axis))
-    # lengths of pieces that go back add up to more than there is
+    # pieces that overlap are longer than the axis
     ctx.require(sum(shape[axis] for shape in ctx.shape) == x.shape[axis], "pieces that overlap")
     parts, start = [], 0
     for shape in ctx.shape:
@@ -138,10 +137,7 @@ def concatenate(ctx: Context, tensors: Sequence[Any], dim: int = 0) -> Value:
             lengths.append(known * arith.const(1 + 2.0**-30))
         if fibres and place == -1:
             return arith.root_sum_of_squares(lengths)
-        largest = lengths[0]
-        for length in lengths[1:]:
-            largest = arith.maximum(largest, length)
-        return largest
+        return arith.largest(lengths)
 
     def total() -> Any:
         sizes = [value.size.total for value in values]
@@ -152,9 +148,4 @@ def concatenate(ctx: Context, tensors: Sequence[Any], dim: int = 0) -> Value:
     size = Size(arith, shape, fibre, -1, total, lambda: entries(fibres=False))
     if len(values) == 1:
         return Value(values[0].base, size, None, values[0].proof, shape)
-    base = arith.root_sum_of_squares([value.base for value in values])
-    proof = None
-    if arith.rigorous:
-        proofs = tuple(value.proof for value in values if value.proof is not None)
-        proof = Bound(ctx.path, ctx.kind, base, "concatenation", "squares of side-by-side parts add", proofs)
-    return Value(base, size, None, proof, shape)
+    return ctx.join("concatenation", values, "squares of side-by-side parts add", size)

@@ -1,14 +1,73 @@
-"""Token mixing with a constant of 1: orthogonal matrices over tokens, and hard attention. Proofs: docs/bounds.md, 11."""
+"""Token mixing without a softmax: convolutions over tokens, orthogonal matrices, sorted pairs.
 
-from typing import Any
+Proofs: docs/bounds.md, sections 10.3 and 11.
+"""
+
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from certcli.engine.table import runs_known_code
 from certcli.lipschitz.context import Context
+from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
+from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.rules.attention_heads import require_tokens
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
+from certcli.nn.conv_attention import ConvAttention
 from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
+
+
+def _centred_convolution(module: ConvAttention) -> bool:
+    """Tell whether the layer is one centred, zero-padded kernel that keeps the number of tokens."""
+    conv = module.convolution
+    return (
+        runs_known_code(conv, nn.Conv1d)
+        and runs_known_code(module.proj, nn.Linear)
+        and (conv.stride, conv.dilation, conv.groups, conv.padding_mode) == ((1,), (1,), 1, "zeros")
+        and conv.kernel_size[0] % 2 == 1
+        and conv.padding == (conv.kernel_size[0] // 2,)
+    )
+
+
+@rules.module(ConvAttention, when=_centred_convolution)
+def token_convolution(
+    ctx: Context, module: ConvAttention, x: Value, attn_mask: object = None, is_causal: bool = False
+) -> Value:
+    """The norm of one convolution with the taps W_O K_t M, where M was pending on each token."""
+    tokens = require_tokens(ctx, x, "a convolution over tokens", attn_mask, is_causal)
+    arith, conv, proj = ctx.arith, module.convolution, module.proj
+    x = ctx.on_last_axis(x)
+    pending = x.pending
+    taps = conv.kernel_size[0]
+    # W_O on all taps at once; the error of this product is one on its entries (Frobenius), however they are arranged
+    flat = arith.matmul(arith.matrix(proj.weight), arith.matrix(conv.weight.flatten(1)))
+    out, width = proj.out_features, conv.in_channels
+    stacked = Matrix(flat.tensor.view(out, width, taps).transpose(1, 2).reshape(out * taps, width), flat.error)
+    before = None if pending is None else pending.effective(arith)
+    if before is not None:
+        stacked = arith.matmul(stacked, before)
+    kernel = stacked.tensor.view(out, taps, -1).transpose(1, 2)
+    geometry = Geometry((1,), ((taps // 2, taps // 2),), (1,), 1, (tokens,))
+    # the operator is a sum over taps, each off by at most the error of all of them
+    sigma = arith.convolution(kernel.contiguous(), up(stacked.error * taps), geometry, f"{ctx.path}.convolution")
+    plain = replace(x, waiting=None) if pending is not None else x
+    pieces = [None if layer.bias is None else arith.matrix(layer.bias.reshape(-1, 1)) for layer in (conv, proj)]
+
+    def fibre() -> Scalar:
+        # a token of the result is [W_O K_t]_t times a window of tokens M u + b, plus W_O b_K + b_O
+        radius = plain.size.fibre_along(-1) if pending is None else plain.size.fibre
+        token = radius if before is None else arith.sigma(before, f"{ctx.path}.before") * radius
+        if pending is not None and pending.bias is not None:
+            token = token + arith.length(pending.bias)
+        longest = arith.sigma(flat, f"{ctx.path}.window") * token * arith.sqrt(arith.const(float(taps)))
+        if pieces[0] is not None:
+            longest = longest + arith.length(arith.matmul(arith.matrix(proj.weight), pieces[0]))
+        return longest if pieces[1] is None else longest + arith.length(pieces[1])
+
+    why = f"zero-padded convolution of {taps} taps over {tokens} tokens, with the output map folded in"
+    return ctx.chain(plain, sigma, why, fibre)
 
 
 def _plain_maps(module: OrthogonalMixing) -> bool:
@@ -23,11 +82,8 @@ def orthogonal_mixing(ctx: Context, module: OrthogonalMixing, x: Value) -> Value
         arith.sigma(arith.matrix(part.weight), f"{ctx.path}.maps.{h}")  # type: ignore[arg-type]
         for h, part in enumerate(module.maps)
     ]
-    largest = norms[0]
-    for norm in norms[1:]:
-        largest = arith.maximum(largest, norm)
     why = f"{len(norms)} heads mix their tokens by matrices: the largest of their spectral norms"
-    return _mixed(ctx, x, largest, module.shift, why, before=False)
+    return _mixed(ctx, x, arith.largest(norms), module.shift, why, before=False)
 
 
 @rules.module(TokenMaxMin)
@@ -37,13 +93,13 @@ def token_max_min(ctx: Context, module: TokenMaxMin, x: Value) -> Value:
     return _mixed(ctx, x, one, module.shift, "pairs of tokens sorted in each channel: a permutation at every point")
 
 
-def _mixed(ctx: Context, x: Value, constant: Any, shift: Tensor, why: str, before: bool = True) -> Value:
-    """The value after a mixing of tokens with this constant in every channel, whose shift p comes before or after it."""
-    ctx.require(len(x.shape) == 3, "token mixing of something else than tokens")
+def _mixed(ctx: Context, x: Value, constant: Scalar, shift: Tensor, why: str, before: bool = True) -> Value:
+    """Return the value after a mixing with this constant in every channel; the shift p comes before or after it."""
+    require_tokens(ctx, x, "token mixing")
     x, arith = ctx.settle(x), ctx.arith
     old = x.size
 
-    def moved() -> Any:
+    def moved() -> Scalar:
         length = arith.length(arith.matrix(shift.reshape(-1, 1)))
         return constant * length if before else length
 

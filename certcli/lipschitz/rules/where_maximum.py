@@ -1,4 +1,4 @@
-"""Which of two numbers: by a fixed mask, or the larger one. Proofs: docs/bounds.md, sections 8.6 and 8.8."""
+"""where with a fixed mask, and maxima of two tensors. Proofs: docs/bounds.md, sections 8.6 and 8.8."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from certcli.engine.walk import Constant
-from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.rules.add_sub import add
 from certcli.lipschitz.rules.reduce import extreme
@@ -18,7 +17,7 @@ from certcli.lipschitz.value import Scores, Value
 
 @rules.function(torch.where)
 def where(ctx: Context, condition: Any, input: Any, other: Any) -> Value:
-    """m a + (1 - m) b for a fixed mask m: every entry moves with one of the two, so that squares add."""
+    """m a + (1 - m) b for a fixed mask m: every entry moves with one of the two, so squares add."""
     ctx.require(not isinstance(condition, Value), "a choice that depends on the image")
     mask, shape = ctx.constant_tensor(condition).bool(), tuple(ctx.shape)
     if isinstance(input, Value) and isinstance(other, Value):
@@ -30,12 +29,12 @@ def where(ctx: Context, condition: Any, input: Any, other: Any) -> Value:
     filled = torch.where(replaced, constant, torch.zeros_like(constant)).expand(shape)
     everywhere = replaced.expand(shape)
     if isinstance(x.waiting, Scores) and tuple(x.shape) == shape and bool((filled[everywhere] == -torch.inf).all()):
-        # the softmax of scores of -inf is taken over the others: Theorem 5.2 holds for such a constant, if any are left
+        # a softmax leaves out scores of -inf: Theorem 5.2 holds, if a score is left in every row
         ctx.require(not bool(everywhere.all(dim=-1).any()), "a softmax over nothing (a row masked altogether)")
         return replace(x, waiting=replace(x.waiting, shifted=True))
     x = ctx.spread(ctx.settle(x), shape)
     if not bool(torch.isfinite(filled).all()):
-        return replace(x, size=Size(ctx.arith, shape))  # constants all the same, of no finite size
+        return replace(x, size=Size(ctx.arith, shape))  # constants of no finite size
     return add(ctx, x, Constant(filled))  # the entries of x that are left, and constants beside them
 
 
@@ -47,7 +46,7 @@ def where_method(ctx: Context, x: Any, condition: Any, other: Any) -> Value:
 @rules.method("maximum", "minimum")
 @rules.function(torch.maximum, torch.minimum)
 def larger(ctx: Context, a: Any, b: Any) -> Value:
-    """|max(a, b) - max(a', b')| <= max(|a - a'|, |b - b'|): slope 1 of both together, with a constant of the one."""
+    """|max(a, b) - max(a', b')| <= max(|a - a'|, |b - b'|): slope 1 of both together, or of the one beside a constant."""
     if isinstance(a, Value) and isinstance(b, Value):
         return _of_two(ctx, a, b, "a maximum of two has slope 1 of both together")
     x, fixed = (a, b) if isinstance(a, Value) else (b, a)
@@ -63,7 +62,7 @@ def larger(ctx: Context, a: Any, b: Any) -> Value:
 @rules.method("max", "min")
 @rules.function(torch.max, torch.min)
 def largest(ctx: Context, x: Any, *other: Any, **named: Any) -> Value:
-    """Of all entries, or of two tensors; along an axis torch returns indices as well, which no theorem is about."""
+    """The maximum of all entries or of two tensors; along an axis torch returns indices as well: refused."""
     if not other and not named:
         return extreme(ctx, x)
     one = len(other) == 1 and not named and isinstance(other[0], (Value, Constant))
@@ -78,14 +77,9 @@ def _tensor(ctx: Context, fixed: Any) -> Tensor:
 
 
 def _of_two(ctx: Context, a: Value, b: Value, why: str) -> Value:
-    """A map of slope 1 of two tensors side by side, each entry of whose result is at most as large as one of them."""
+    """Return a map of slope 1 of two tensors side by side; each entry of its result is no larger than one of theirs."""
     shape, arith = tuple(ctx.shape), ctx.arith
     a, b = (ctx.spread(ctx.settle(x), shape) for x in (a, b))
-    base = arith.root_sum_of_squares([a.base, b.base])
-    proof = None
-    if arith.rigorous and a.proof is not None and b.proof is not None:
-        law = "squares of side-by-side parts add"
-        proof = Bound(ctx.path, ctx.kind, base, "concatenation", law, (a.proof, b.proof))
     axis = a.size.axis
     size = Size(
         arith,
@@ -95,4 +89,5 @@ def _of_two(ctx: Context, a: Value, b: Value, why: str) -> Value:
         lambda: arith.root_sum_of_squares([a.size.total, b.size.total]),
         lambda: arith.maximum(a.size.peak, b.size.peak),
     )
-    return ctx.charge(Value(base, size, None, proof, shape), arith.const(1.0), why, size)
+    both = ctx.join("concatenation", [a, b], "squares of side-by-side parts add", size)
+    return ctx.charge(both, arith.const(1.0), why, size)

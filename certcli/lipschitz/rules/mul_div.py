@@ -1,4 +1,4 @@
-"""Multiples and entrywise products: gates, gains, temperatures. Proofs: docs/bounds.md, section 8."""
+"""Multiplication entry by entry and division by constants. Proofs: docs/bounds.md, section 8.7."""
 
 import math
 import operator
@@ -17,7 +17,7 @@ from certcli.lipschitz.value import Scores, Value
 
 
 def scaled(ctx: Context, x: Value, factor: Any, why: str) -> Value:
-    """factor * x for a scalar upper bound `factor` on its absolute value."""
+    """Return a multiple of x, `factor` being an upper bound on the multiplier's absolute value."""
     x = ctx.settle(x)
     old = x.size
     return ctx.chain(
@@ -46,7 +46,7 @@ def multiply(ctx: Context, a: Any, b: Any) -> Value:
 
 
 def by_number(ctx: Context, x: Value, factor: float) -> Value:
-    """factor * x; taken into the linear map or the scores that wait there."""
+    """Return factor * x, multiplied into the linear map or the scores that wait there."""
     if isinstance(x.waiting, Scores) and x.waiting.moving is None:
         return replace(x, waiting=replace(x.waiting, scale=x.waiting.scale * ctx.arith.const(abs(factor))))
     pending = x.pending
@@ -58,7 +58,7 @@ def by_number(ctx: Context, x: Value, factor: float) -> Value:
 
 
 def _by_tensor(ctx: Context, x: Value, factor: torch.Tensor) -> Value:
-    """A constant tensor times x, entry by entry: its largest entry; along one axis it is folded into what waits there."""
+    """Return a constant tensor times x: its largest entry, or folded into the waiting map if it varies along its axis."""
     shape = tuple(ctx.shape)
     scores = x.waiting if isinstance(x.waiting, Scores) and x.waiting.moving is None else None
     if scores is not None and tuple(x.shape) == shape and factor.numel() and shape[-1] > 1:

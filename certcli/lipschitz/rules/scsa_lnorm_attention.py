@@ -1,22 +1,16 @@
-"""Attentions that bound their own scores: scaled cosine similarity and LipschitzNorm. Proofs: docs/bounds.md, section 10."""
+"""Scaled cosine similarity attention and LipschitzNorm attention. Proofs: docs/bounds.md, sections 10.1 and 10.2."""
 
 import math
 from typing import Any
 
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.spectral import up
-from certcli.lipschitz.rules.attention_heads import combined, gates, head_map, mixed
-from certcli.lipschitz.rules.attention_positions import exp_twice, prior
+from certcli.lipschitz.rules.attention_heads import combined, head_map, mixed, require_tokens
+from certcli.lipschitz.rules.attention_positions import exp_twice, gates, prior
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.lnorm_attention import LipschitzNormAttention
 from certcli.nn.scsa_attention import EPS, CosineAttention
-
-
-def _tokens(ctx: Context, x: Value, attn_mask: Any, is_causal: bool) -> int:
-    ctx.require(attn_mask is None and not is_causal, "a mask that is not one of windows")
-    ctx.require(len(x.shape) == 3, "tokens of another shape than (b, n, d)")
-    return int(x.shape[-2])
 
 
 @rules.module(CosineAttention)
@@ -24,11 +18,11 @@ def cosine_attention(
     ctx: Context, module: CosineAttention, x: Value, attn_mask: Any = None, is_causal: bool = False, mask: Any = None
 ) -> Value:
     """Theorem 10.1: nu/sqrt(eps) (|P| |W_V| + tau |W_Q| + tau sqrt(n min(1/2, max p)) |W_K|), head by head."""
-    tokens, arith, heads = _tokens(ctx, x, attn_mask, is_causal), ctx.arith, module.num_heads
+    what = "cosine attention"
+    tokens, arith, heads = require_tokens(ctx, x, what, attn_mask, is_causal), ctx.arith, module.num_heads
     inputs, query = head_map(ctx, x, module.query, heads, "query")
-    key, value = (
-        head_map(ctx, x, layer, heads, name)[1] for layer, name in ((module.key, "key"), (module.value, "value"))
-    )
+    _, key = head_map(ctx, x, module.key, heads, "key")
+    _, value = head_map(ctx, x, module.value, heads, "value")
     positions, gate = prior(ctx, module, mask, tokens), gates(ctx, module, tokens)
     n, half = arith.const(float(tokens)), arith.const(0.5)
     slope = arith.const(up(1 / math.sqrt(EPS), 2))
@@ -59,11 +53,11 @@ def lipschitz_norm_attention(
     mask: Any = None,
 ) -> Value:
     """Theorem 10.2: |P| |W_V| + |W_Q| + sqrt(min(1/2, max p)) |W_K| + the two largest of the three, head by head."""
-    tokens, arith, heads = _tokens(ctx, x, attn_mask, is_causal), ctx.arith, module.num_heads
+    what = "LipschitzNorm attention"
+    tokens, arith, heads = require_tokens(ctx, x, what, attn_mask, is_causal), ctx.arith, module.num_heads
     inputs, query = head_map(ctx, x, module.query, heads, "query")
-    key, value = (
-        head_map(ctx, x, layer, heads, name)[1] for layer, name in ((module.key, "key"), (module.value, "value"))
-    )
+    _, key = head_map(ctx, x, module.key, heads, "key")
+    _, value = head_map(ctx, x, module.value, heads, "value")
     positions, gate = prior(ctx, module, mask, tokens), gates(ctx, module, tokens)
     n, half, one = arith.const(float(tokens)), arith.const(0.5), arith.const(1.0)
     square = arith.const(up(math.exp(2), 4))

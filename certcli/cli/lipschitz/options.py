@@ -1,0 +1,55 @@
+"""The options of `certvit lipschitz`, a group a panel."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+
+from certcli.cli.shared import options
+from certcli.cli.shared.command import group
+from certcli.cli.shared.groups import Calibration, Machine, Source
+
+
+@group("Lower bound")
+class SlopeSearch:
+    """The measured slope beside the proven one."""
+
+    estimate: Annotated[bool, typer.Option("--estimate/--no-estimate", help="Measure a lower bound on images.")] = True
+    iterations: Annotated[int, typer.Option(min=1, help="Most power iterations an image.")] = 20
+
+
+@group("Views")
+class Views:
+    """The tables and figures beside the bound."""
+
+    layers: Annotated[bool, typer.Option("--layers", help="One row a layer instead of one a block.")] = False
+    heads: Annotated[bool, typer.Option("--heads", help="Proven spectral norms of q, k, v head by head.")] = False
+    worst: Annotated[bool, typer.Option("--worst", help="Largest constants first.")] = False
+    other: Annotated[
+        str | None,
+        typer.Option(
+            "--compare", metavar="CKPT", help="A second checkpoint, side by side; --arch and the like speak of both."
+        ),
+        options.Reads(),
+    ] = None
+    formulas: Annotated[
+        list[str],
+        typer.Option(
+            "--formula", help="A published formula (not a certificate): autolip, certvit, specformer, l2former, ..."
+        ),
+    ] = field(default_factory=list)
+    jacobian: Annotated[
+        bool, typer.Option("--jacobian", help="Largest singular value of each block at real images.")
+    ] = False
+    plot: options.Plot = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """All options of one call that proves a bound."""
+
+    source: Source
+    views: Views
+    search: SlopeSearch
+    data: Calibration
+    machine: Machine

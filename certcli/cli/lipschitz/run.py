@@ -1,0 +1,137 @@
+"""The work of `certvit lipschitz`: prove the bound, measure slopes, and compute what the views show."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from certcli.cli.lipschitz import jacobians, view
+from certcli.cli.lipschitz.options import Options
+from certcli.cli.lipschitz.view import Audited
+from certcli.cli.shared.groups import Machine, Source
+from certcli.cli.shared.output import Gate, Sink
+from certcli.system.errors import GateError, NoBoundError, UsageError
+from certcli.system.processes import team
+
+if TYPE_CHECKING:
+    from certcli.images.labelled import Images
+
+
+def prove(source: Source, machine: Machine, sink: Sink) -> Audited:
+    """Open a checkpoint and prove its bound."""
+    from certcli.lipschitz import network
+    from certcli.models import build
+
+    checkpoint = source.open(sink)
+    model = build.load(checkpoint, machine.pick())
+    return Audited(Path(source.ckpt).name, checkpoint, model, network.prove(model, checkpoint.record.classes))
+
+
+def help_leader(options: Options, sink: Sink) -> None:
+    """Measure slopes on the other processes while the leader proves."""
+    from certcli.models import build
+
+    if options.search.estimate:
+        checkpoint = options.source.open(sink)
+        model = build.load(checkpoint, options.machine.pick())
+        _steepest(model, options.data.images(checkpoint.record, sink), options, sink)
+
+
+def measure_slope(audited: Audited, options: Options, sink: Sink) -> float:
+    """Return the largest slope at images; warn of images that do not suit the network."""
+    from certcli.cli.shared.inputs import doubt_accuracy, doubt_images
+    from certcli.evaluation.fidelity import known_labels
+
+    record = audited.checkpoint.record
+    images = options.data.images(record, sink)
+    doubt_images(images, record, sink)
+    labels, why = known_labels(images, record) if options.data.dataset is not None else (None, "")
+    if why:
+        sink.warn(why)
+    if labels is not None:
+        right = _right(audited.model, images, labels, options.machine.batch_size)
+        sink.note(f"right on {right} of these {len(images)} images")
+        doubt_accuracy(right / len(images), images, audited.checkpoint, sink)
+    return _steepest(audited.model, images, options, sink)
+
+
+def _right(model: Any, images: "Images", labels: Any, batch_size: int) -> int:
+    """Return the number of labels that the network predicts."""
+    import torch
+
+    device = next(model.parameters()).device
+    with torch.inference_mode():
+        choices = [model(pixels.to(device)).argmax(1).cpu() for _, pixels, _ in images.batches(batch_size)]
+    return int((torch.cat(choices) == labels).sum())
+
+
+def _steepest(model: Any, images: "Images", options: Options, sink: Sink) -> float:
+    """Return the largest measured slope at images, batches dealt to the team's processes; 0 on all but the leader."""
+    from certcli.images.labelled import sent
+    from certcli.lipschitz.measured.estimate import measure
+
+    device, best, size = next(model.parameters()).device, 0.0, options.machine.batch_size
+
+    def find(start: int) -> float:
+        pixels = sent(images.fetch(range(start, min(start + size, len(images)))), device)
+        images.expect_at(start + team().size * size, size)
+        (found,) = measure(model, iter([pixels]), options.search.iterations, options.data.seed)
+        return found.value
+
+    starts = range(0, len(images), size)
+    with sink.progress("measured slope", total=len(starts)) as bar:
+        for _, value in team().deal(starts, find):
+            best = max(best, value)
+            bar.advance(remark=f">= {best:.4g}")
+    return best
+
+
+def show_views(audited: Audited, options: Options, sink: Sink) -> dict[str, Any]:
+    """Show the chosen views; return their part of the report."""
+    found: dict[str, Any] = {}
+    views = options.views
+    if views.heads:
+        found["heads"] = view.show_heads(audited.model, sink)
+    other = None if views.other is None else prove(replace(options.source, ckpt=views.other), options.machine, sink)
+    if other is not None:
+        found["compare"] = view.compare(audited, other, sink)
+    found["formulas"] = [view.show_formula(name, audited, views.worst, sink) for name in views.formulas]
+    if views.jacobian:
+        found["jacobian"] = _jacobians(audited, other, options, sink)
+    elif views.plot is not None:
+        view.draw(audited, other, views.plot, sink)
+    return found
+
+
+def _jacobians(audited: Audited, other: Audited | None, options: Options, sink: Sink) -> list[dict[str, Any]]:
+    """Measure the blocks of both networks at the same images; return the first network's part of the report."""
+    record, device = audited.checkpoint.record, options.machine.pick()
+    if other is not None and other.checkpoint.record.input.size != record.input.size:
+        raise UsageError("--jacobian --compare needs networks of one input size", "leave out --compare or --jacobian")
+    images = options.data.images(record, sink)
+    measured = [
+        jacobians.measure(
+            name,
+            network.model,
+            lambda: (pixels.to(device) for _, pixels, _ in images.batches(options.machine.batch_size)),
+            options.search.iterations,
+            options.data.seed,
+        )
+        for name, network in view.labelled(audited, other).items()
+    ]
+    for found in measured:
+        jacobians.show(found, sink)
+    if options.views.plot is not None:
+        title = f"{len(images)} images of {images.name} ({images.split})"
+        jacobians.draw(measured, title, options.views.plot, sink)
+    return measured[0].to_json()
+
+
+def gate_of(audited: Audited, maximum: float | None) -> Gate:
+    """Return the gate that --max sets."""
+    gate, upper = Gate(), audited.found.upper
+    if maximum is not None and not upper.finite:
+        why = f"no finite bound: {audited.found.bound.why}"
+        gate.demand(False, NoBoundError(why, "certvit adapt makes a plain ViT Lipschitz"))
+    elif maximum is not None:
+        gate.demand(upper <= maximum, GateError(f"the bound {upper} exceeds --max {maximum:g}"))
+    return gate

@@ -1,0 +1,53 @@
+"""Run certvit in the process of a test: `certvit`, `document`, `attempt` through typer, `console` as the console script."""
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from click.testing import Result
+from typer.testing import CliRunner
+
+from certcli.cli.main import app, run
+
+
+class Done(NamedTuple):
+    """What the console script left: its exit code and its two streams."""
+
+    code: int
+    out: str
+    err: str
+
+
+def attempt(*words: object) -> Result:
+    """Run a command that may fail; `exception` of the result is the error before it becomes a message."""
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def certvit(*words: object, code: int = 0) -> Result:
+    """Run a command that ends with this exit code."""
+    done = attempt(*words)
+    assert getattr(done.exception, "code", done.exit_code) == code, (words, done.output, done.exception)
+    return done
+
+
+def document(*words: object, code: int = 0) -> dict[str, Any]:
+    """Return the one JSON document of a command."""
+    (line,) = certvit(*words, "--json", code=code).stdout.splitlines()
+    return json.loads(line)
+
+
+def console(*words: object, folder: Path | None = None) -> Done:
+    """Run the console script's function: a process for each case would take minutes to start."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    arguments, sys.argv = sys.argv, ["certvit", *map(str, words)]
+    try:
+        with contextlib.chdir(folder or "."), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            run()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    finally:
+        sys.argv = arguments
+    return Done(code, out.getvalue(), err.getvalue())

@@ -1,0 +1,71 @@
+"""Searches for the steepest slope of a network: what no bound may lie below."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from certcli.lipschitz.network import bound_network
+
+IMAGE = (2, 4, 4)
+
+
+def slope(net: nn.Module, image: Tensor) -> Tensor:
+    """Return the largest singular value of the dense Jacobian at one image, differentiable."""
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+        jacobian = torch.autograd.functional.jacobian(lambda x: net(x.unsqueeze(0)).flatten(), image, create_graph=True)
+    return torch.linalg.matrix_norm(jacobian.flatten(1), 2)
+
+
+def steepest(net: nn.Module, shape: tuple[int, ...] = IMAGE, steps: int = 4) -> float:
+    """Return the largest slope found from random, nearly constant and saturated images by gradient ascent."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(shape, generator=generator, dtype=torch.float64)
+    found = 0.0
+    for start in (noise, 0.5 + 0.003 * noise, (noise > 0.5).double()):
+        image = start
+        for _ in range(steps):
+            image = image.detach().requires_grad_(True)
+            value = slope(net, image)
+            found = max(found, float(value.detach()))
+            if not value.requires_grad:
+                break
+            (gradient,) = torch.autograd.grad(value, image, allow_unused=True)
+            if gradient is None or not gradient.isfinite().all() or not gradient.any():
+                break
+            image = (image + 0.2 * gradient / gradient.norm()).clamp(0, 1)
+    return found
+
+
+def steepest_pair(net: nn.Module) -> float:
+    """Return the largest slope between two images of the network as it is called, in batches of one and two."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = next((t.dtype for t in [*net.parameters(), *net.buffers()] if t.is_floating_point()), torch.float64)
+    noise = torch.rand(12, *IMAGE, generator=generator, dtype=dtype)
+    starts = torch.cat([noise, noise.round(), torch.full((1, *IMAGE), 0.99, dtype=dtype), noise * 0.02 + 0.5])
+    found = 0.0
+    with torch.no_grad():
+        for step in (0.3, 1e-2) if dtype == torch.float32 else (0.3, 1e-2, 1e-6, 1e-9):
+            for start in starts:
+                direction = torch.randn(IMAGE, generator=generator, dtype=dtype)
+                for towards in (direction, torch.ones(IMAGE, dtype=dtype)):
+                    other = (start + step * towards / towards.norm()).clamp(0, 1)
+                    distance = float((start - other).norm())
+                    if not distance:
+                        continue
+                    moved = float((net(start[None]) - net(other[None])).norm())
+                    found = max(found, (moved - 1e-13) / distance)
+                    if net(torch.stack([start, other])).shape[0] == 2:
+                        a, b = net(torch.stack([start, other]))
+                        found = max(found, (float((a - b).norm()) - 1e-13) / distance)
+    return found
+
+
+def judge(net: nn.Module, reason: str | None) -> None:
+    """Demand no bound, for this reason, or (None) a bound that no two images exceed."""
+    result = bound_network(net, IMAGE, 3)
+    if reason is not None:
+        assert not result.upper.finite, f"{result.upper} for a slope of {steepest_pair(net):.4g}"
+        assert reason in result.bound.why
+        return
+    assert result.upper.finite, result.bound.why
+    assert steepest_pair(net) <= float(result.upper) * (1 + 1e-9)  # rounding of the measured ratio, in float64

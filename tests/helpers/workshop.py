@@ -1,0 +1,53 @@
+"""Checkpoints that many tests share, each made by the command line when a test first names it."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.helpers.commands import certvit
+
+TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4}
+STAGES: dict[str, tuple[str, tuple[object, ...]]] = {
+    "plain": ("init", ("finetune", "--dataset", "digits", "--loss", "ce", "--epochs", 6, "--lr", 5e-3)),
+    "adapted": (
+        "plain",
+        (
+            "adapt", "--goal", "certify", "--norm", "fold", "--activation", "maxmin", "--head", "32,32", "--epochs", 1,
+            "--limit", 300,
+        ),
+    ),
+    "constrained": ("adapted", ("constrain", "--beta", 0.01, "--limit", 200)),
+    "certified": (
+        "constrained",
+        (
+            "finetune", "--loss", "margin", "--epsilon", 0.3, "--optimiser", "stiefel", "--lr", 0.01, "--epochs", 6,
+        ),
+    ),
+}  # fmt: skip
+"""Checkpoint -> the one that it is made of, and the command."""
+
+
+def shape(**changes: object) -> list[str]:
+    """Return the options of `init` for a tiny ViT."""
+    return [word for key, value in {**TINY, **changes}.items() for word in ("--arch-arg", f"{key}={value}")]
+
+
+class Workshop(type(Path())):  # type: ignore[misc]
+    """A folder whose `/ "plain.safetensors"` makes that checkpoint, and those before it, once."""
+
+    def __truediv__(self, name: Any) -> Path:
+        path = Path(self, name)
+        if path.stem in ("init", *STAGES) and not path.exists():
+            generators = torch.get_rng_state(), np.random.get_state(), random.getstate()
+            if path.stem == "init":
+                certvit("init", "certvit_vit_digits", *shape(), "-o", path)
+            else:
+                parent, (command, *words) = STAGES[path.stem]
+                certvit(command, self / f"{parent}.safetensors", *words, "-o", path)
+            torch.set_rng_state(generators[0])
+            np.random.set_state(generators[1])
+            random.setstate(generators[2])
+        return path

@@ -1,0 +1,75 @@
+"""Weights so small that their products underflow float64: no bound loses them."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
+from certcli.lipschitz.numerics.real import Real, as_real
+from certcli.lipschitz.numerics.spectral import frobenius_norm
+from tests.helpers.slopes import IMAGE
+
+
+def thin(*sizes: tuple[int, int, float]) -> nn.Sequential:
+    """Linear layers (inputs, outputs, every weight)."""
+    net = nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for inputs, outputs, _ in sizes)).double()
+    with torch.no_grad():
+        for layer, (_, _, weight) in zip(net, sizes, strict=True):
+            layer.weight.fill_(weight)
+    return net.eval()
+
+
+def test_products_below_the_numbers_of_float64_are_not_lost() -> None:
+    """2e-324 is no float64: of 32 x 96 products nothing is left. The norm of a matrix of ones (m, n) is sqrt(m n)."""
+    result = bound_network(nn.Sequential(nn.Flatten(), *thin((32, 32, 1e-160), (32, 3, 2e-164))), IMAGE, 3)
+    exact = as_real(1e-160) * 2e-164 * 32.0 * math.sqrt(96) * (1 - 1e-12)
+    assert exact <= result.upper
+
+
+ARITHMETIC: dict[str, Callable[[RigorousArithmetic, Matrix, Matrix], Any]] = {
+    "matmul": lambda arith, a, b: arith.sigma(arith.matmul(a, b)),
+    "columns": lambda arith, a, b: arith.sigma(arith.scale_columns(a, b.tensor[:, 0])),
+    "rows": lambda arith, a, b: arith.sigma(arith.scale_rows(arith.transpose(a), b.tensor[:, 0])),
+    "number": lambda arith, a, b: arith.sigma(arith.scale(a, float(b.tensor[0, 0]))),
+    "thin": lambda arith, a, b: arith.sigma_product(arith.rows(a, 0, 3), arith.rows(arith.transpose(b), 0, 3)),
+    "carried": lambda arith, a, b: arith.sigma(arith.matmul(Matrix(0 * a.tensor, frobenius_norm(a.tensor)), b)),
+}
+
+
+@pytest.mark.parametrize("exponents", [(-540, -530), (-1000, -60), (-60, -1010), (-1020, 1000), (-500, -500)])
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_the_error_of_a_product_covers_underflow(name: str, exponents: tuple[int, int]) -> None:
+    """The same product of matrices of ordinary size, times a power of two, is the oracle."""
+    torch.manual_seed(0)
+    a, b = torch.randn(40, 40, dtype=torch.float64), torch.randn(40, 40, dtype=torch.float64)
+    if name == "carried":
+        a = torch.eye(40, dtype=torch.float64)
+    arith, compute = RigorousArithmetic(), ARITHMETIC[name]
+    ordinary = compute(arith, Matrix(a), Matrix(b))
+    small = compute(arith, *(Matrix(torch.ldexp(m, torch.tensor(e))) for m, e in zip((a, b), exponents, strict=True)))
+    exact = Real(ordinary.mantissa, ordinary.exponent + sum(exponents)) * (1 - 1e-5)  # 1e-6: looseness of both norms
+    if name != "carried":
+        assert exact <= small
+    else:  # an error of |a| = sqrt(40) stands for any matrix of that norm, eye() for one
+        assert (
+            as_real(float(torch.linalg.matrix_norm(b, 2)))
+            * as_real(2.0 ** (sum(exponents) // 2))
+            * (2.0 ** (sum(exponents) - sum(exponents) // 2))
+            * (1 - 1e-12)
+            <= small
+        )
+
+
+def test_pairs_of_logits_that_nearly_agree_are_not_lost() -> None:
+    net = nn.Sequential(nn.Flatten(), *thin((32, 3, 1e-170))).eval()
+    with torch.no_grad():
+        net[1].weight[1:] *= -1
+    pairs = bound_network(net, IMAGE, 3).pairs
+    assert pairs is not None
+    assert float(pairs[0, 1]) >= 2e-170 * math.sqrt(32) * (1 - 1e-12)
+    assert float(pairs[0, 1]) <= 2e-170 * math.sqrt(32) * (1 + 1e-6)
