@@ -194,9 +194,8 @@ def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, 
     """
     size = checkpoint.record.input.size
     options = _checked(options)
-    patches = tuple(
-        one if isinstance(one, Patch) else Patch.read(str(one), size[1:]) for one in options.get("patches", ())
-    )
+    given = options.get("patches", ())
+    patches = sorted({one if isinstance(one, Patch) else Patch.read(str(one), size[1:]) for one in given})
     if not patches:
         raise UsageError("--method patch: against which patch?", "--patch 32 (pixels), --patch 2%, --patch 16x64")
     name = options.get("procedure") or DoubleMasking.name

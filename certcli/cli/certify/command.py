@@ -159,7 +159,6 @@ def certify(
         wanted.methods,
         epsilon=wanted.epsilon,
         plot=wanted.plot,
-        html=wanted.html,
         attack_records=wanted.attack_records,
     )
     sizes: tuple[Size, ...] = ()
