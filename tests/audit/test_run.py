@@ -249,7 +249,9 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
     assert found["gate"]["judged"][0]["measured"] is None
     assert "Without labelled images" in found["verdict"][-1]
     share = Share.of(1, 2)
-    judged = gates.judge([gates.parse("robust@0.5<0"), gates.parse("clean<0.4")], None, share, [], None, [])
+    judged = gates.judge(
+        [gates.parse("robust@0.5<0"), gates.parse("clean<0.4")], audit_run.Results(clean=share), (8, 8)
+    )
     assert [row.passed for row in judged.judged] == [False, True]
 
 

@@ -163,7 +163,7 @@ def _compare(claim: Certificate, again: Certificate) -> Confirmation:
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Patches) -> PatchCertifier:
     """Return the certifier of the network behind a procedure; UsageError where the options mean nothing for it."""
     size = checkpoint.record.input.size
-    patches = tuple(options.sizes(size[1:]))
+    patches = tuple(sorted(set(options.sizes(size[1:]))))
     model = build.load(checkpoint, device)
     part = seen_part(model, options.hide or AUTO, options.cell, fine=options.procedure != VOTING)
     procedure: Procedure
