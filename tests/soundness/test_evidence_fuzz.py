@@ -41,7 +41,7 @@ def test_the_oracle_knows_a_lie(lab: Laboratory) -> None:
         for raw, entry in zip(evidence_fuzz.raw_of(checkpoint)["evidence"], checkpoint.record.evidence, strict=True):
             if entry.digest != checkpoint.digest or entry.command not in ("certify", "lipschitz", "finetune"):
                 continue
-            honest = evidence_fuzz.log_view.sentence(entry)
+            honest = evidence_fuzz.view.sentence(entry)
             assert untrue(lab, number, raw, honest) is None, honest
             for old, new in LIES:
                 lie = honest.replace(old, new, 1)
