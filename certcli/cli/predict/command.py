@@ -5,11 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
+from certcli.certify.patch.options import Patches
 from certcli.cli.shared import options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Machine, Source, Talk
-from certcli.cli.shared.patches import Patches
 from certcli.system.errors import UsageError
+from certcli.system.processes import require_one
 
 
 @group()
@@ -45,15 +46,16 @@ def predict(
     from certcli.certify.predicting import NO_DEFENCE, Predictor
     from certcli.images.folders import Decoder, image_files
 
-    if pictures.defence == NO_DEFENCE and (patches.patch or pictures.prove):
+    if pictures.defence == NO_DEFENCE and (patches.patches or pictures.prove):
         raise UsageError(
             "--patch and --prove are for --defence patch", "certvit predict ... --defence patch --patch 32"
         )
+    require_one("images are classified", "certvit predict without torchrun")
     files = image_files(pictures.images)
     sink = talk.sink()
     checkpoint = source.open(sink)
     names, decode = checkpoint.record.class_names, Decoder(checkpoint.record.input)
-    predictor = Predictor(checkpoint, machine.pick(), pictures.defence, patches.given())
+    predictor = Predictor(checkpoint, machine.pick(), pictures.defence, patches)
     defended = predictor.defended
     rows: list[dict[str, Any]] = []
     with sink.progress("predict", total=len(files)) as bar:
