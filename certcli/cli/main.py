@@ -25,7 +25,7 @@ from certcli.cli.lipschitz import command as lipschitz
 from certcli.cli.log import command as log
 from certcli.cli.predict import command as predict
 from certcli.cli.shared import settings
-from certcli.cli.shared.output import Sink
+from certcli.cli.shared.output import Invocation, Sink
 from certcli.cli.shared.streams import Interrupts, guarded
 from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
@@ -44,7 +44,7 @@ def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., Non
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        Sink.command = name
+        Sink.invocation.command = name
         if name not in SPLIT:
             require_one(f"{name} runs", f"certvit {name} without torchrun; {', '.join(SPLIT)} run with it")
         try:
@@ -101,7 +101,7 @@ def run(started: float | None = None) -> None:
 
     started: when the process began, on the clock of `time.perf_counter`.
     """
-    Sink.concluded, Sink.started, Sink.silent = False, started, not _others().leads
+    Sink.invocation = Invocation(started=started, silent=not _others().leads)
     with _usable_surroundings(), guarded() as out, Interrupts(terminated=_others().several) as interrupts:
         code = _run(interrupts)
         out.flush()
@@ -191,7 +191,7 @@ def _report(message: str, hint: str, code: int) -> int:
     ended = _others().fail(code)
     if ended is not None:
         return ended
-    if "--json" in sys.argv and not Sink.concluded:
+    if "--json" in sys.argv and not Sink.invocation.concluded:
         sys.stdout.write(json.dumps({"error": message, "hint": hint, "code": code}) + "\n")
     sys.stderr.write(plain(f"certvit: {message}" + (f"\n  hint: {hint}" if hint else "")) + "\n")
     sys.stderr.flush()

@@ -17,7 +17,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.models import build as models
 from certcli.system.errors import ArchitectureError, CheckpointError
-from tests.helpers.commands import attempt
+from tests.helpers.commands import attempt, certvit
 from tests.helpers.interrupted import interrupted
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def test_the_state_of_another_run_is_refused(
 def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -> None:
     """A real SIGINT once the first state is on disk; --resume ends in the bytes of a run that was left alone."""
     words = [workshop / "plain.safetensors", "--dataset", "digits", "--limit", 20, "--epochs", 1, "--distill", 60]
-    assert attempt("adapt", *words, "-o", tmp_path / "whole.safetensors").exit_code == 0
+    certvit("adapt", *words, "-o", tmp_path / "whole.safetensors")
     out = tmp_path / "stopped.safetensors"
     state = tmp_path / "stopped.state.safetensors"
     interrupted("certcli.adapt.state", ["adapt", *map(str, words), "-o", str(out)])
@@ -166,7 +166,7 @@ def _colour_folder(folder: Path) -> Path:
 
 
 def test_a_network_without_attention_is_refused(tmp_path: Path, plain: Checkpoint) -> None:
-    assert attempt("init", "certvit_4c3f", "-o", tmp_path / "cnn.safetensors").exit_code == 0
+    certvit("init", "certvit_4c3f", "-o", tmp_path / "cnn.safetensors")
     told = attempt("adapt", tmp_path / "cnn.safetensors", "--dry-run")
     assert isinstance(told.exception, ArchitectureError)
     assert "no LayerNorm" in told.exception.message

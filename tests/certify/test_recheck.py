@@ -19,7 +19,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify.verify import margin_attack
 from certcli.images.labelled import Images
 from tests.certify.test_smoothing import CPU, Plane
-from tests.helpers.commands import attempt, document
+from tests.helpers.commands import attempt, certvit, document
 
 Row = dict[str, Any]
 SMOOTHING = ("--method", "smoothing", "--sigma", 0.1, "--n0", 16, "--samples", 100, "-e", 0.05)
@@ -314,7 +314,7 @@ def test_log_certifies_smoothing_evidence_again(
 ) -> None:
     net, kept = workshop / "certified.safetensors", tmp_path / "kept.safetensors"
     words = ("--method", "lipschitz", *SMOOTHING, "--limit", 8, "-o", kept)
-    assert attempt("certify", net, *words).exit_code == 0
+    certvit("certify", net, *words)
     checkpoint = Checkpoint.read(kept)
     fresh = [entry for entry in checkpoint.record.evidence if entry.command == "certify"]
     assert [entry.result["method"] for entry in fresh][-2:] == ["smoothing", "lipschitz"]

@@ -19,7 +19,7 @@ from certcli.evaluation.resumed import FEW
 from certcli.images import datasets
 from certcli.report import curve
 from certcli.system.errors import CertvitError, DataError, OutputError, UsageError
-from tests.helpers.commands import attempt, document
+from tests.helpers.commands import attempt, certvit, document
 
 
 def tail(trials: int, least: int, p: Fraction) -> Fraction:
@@ -162,14 +162,14 @@ def test_the_header_says_what_was_assumed_of_the_network(workshop: Path, tmp_pat
     """It decides nothing: a file from before there was such a line is continued, and read by whoever reads records."""
     path = tmp_path / "r.jsonl"
     words = ("certify", workshop / "certified.safetensors", "--records", path)
-    assert attempt(*words, "--limit", 4).exit_code == 0
+    certvit(*words, "--limit", 4)
     header, *rows = path.read_text().splitlines()
     stated = json.loads(header)
     assert stated["network"]["architecture"]["from"] == "its record"
     assert stated["network"]["mean"]["value"] == "0.5"
     del stated["network"]
     path.write_text("\n".join([json.dumps(stated), *rows[:2]]) + "\n")
-    assert attempt(*words, "--limit", 4, "--resume").exit_code == 0
+    certvit(*words, "--limit", 4, "--resume")
     assert len(path.read_text().splitlines()) == 5
     run, read = read_records(path, "certify")
     assert run.checkpoint == stated["checkpoint"]
@@ -281,7 +281,7 @@ def test_a_failed_gate_prints_one_document(proven: Path) -> None:
         assert done.exception.code == 7
         (line,) = done.stdout.splitlines()
         assert json.loads(line)["gate"]["passed"] is False
-    assert attempt(*words, "--min-certified", "0.01@0.1").exit_code == 0
+    certvit(*words, "--min-certified", "0.01@0.1")
 
 
 @pytest.mark.parametrize(

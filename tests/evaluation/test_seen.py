@@ -15,7 +15,7 @@ from certcli.checkpoint.record import SEEN, Step
 from certcli.evaluation import seen
 from certcli.images import datasets
 from certcli.images.labelled import Images
-from tests.helpers.commands import attempt, document
+from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.workshop import shape
 
 
@@ -35,9 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def net(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("nets")
-    assert attempt("init", "certvit_vit_digits", *shape(), "-o", where / "i.safetensors").exit_code == 0
+    certvit("init", "certvit_vit_digits", *shape(), "-o", where / "i.safetensors")
     words = ("finetune", where / "i.safetensors", "--dataset", folder, "--loss", "ce", "--steps", 2)
-    assert attempt(*words, "-o", where / "n.safetensors").exit_code == 0
+    certvit(*words, "-o", where / "n.safetensors")
     return where / "n.safetensors"
 
 

@@ -156,7 +156,7 @@ def audit(
     from certcli.finetune.budget import parse_duration
     from certcli.models.open import read
 
-    clock = Clock.since(Sink.started, parse_duration(wanted.time_budget), team())
+    clock = Clock.since(Sink.invocation.started, parse_duration(wanted.time_budget), team())
     gates = wanted.gates()
     asked = wanted.asked(gates, data.seed, machine.batch_size)
     output.claim(source, data, reports)

@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -42,26 +43,39 @@ class Gate:
             raise self.failures[0]
 
 
+@dataclass
+class Invocation:
+    """The run of one command, as `main` knows it.
+
+    Args:
+        started: when the process began, on the clock of `time.perf_counter`.
+        silent: print nothing, because another process of the command speaks.
+        concluded: the one JSON document has been written.
+    """
+
+    command: str = ""
+    started: float | None = None
+    silent: bool = False
+    concluded: bool = False
+
+
 class Sink:
     """Where a command's results and remarks go, decided by --json and --quiet.
 
     With --json exactly one document reaches stdout (`finetune`: one line a record before it): the command's result or,
-    where there is none, the error. `concluded` says whether it has been written.
+    where there is none, the error.
     """
 
-    concluded = False
-    silent = False
-    """In a process that leads no others: nothing is said."""
-    command = ""
-    started: float | None = None
+    invocation = Invocation()
+    """Of this process; `main` sets it."""
 
     def __init__(self, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self._begun = False  # something is on stdout: a table stands apart from it
-        self._out = Console(file=sys.stdout, highlight=False, width=_width(), quiet=Sink.silent)
-        self._err = Console(file=sys.stderr, highlight=False, quiet=Sink.silent)
-        Sink.concluded = False
+        self._out = Console(file=sys.stdout, highlight=False, width=_width(), quiet=Sink.invocation.silent)
+        self._err = Console(file=sys.stderr, highlight=False, quiet=Sink.invocation.silent)
+        Sink.invocation.concluded = False
         self._network: Mapping[str, Any] | None = None
         self.doubts: list[str] = []
 
@@ -85,15 +99,15 @@ class Sink:
 
     def document(self, data: Mapping[str, Any], gate: Gate | None = None) -> None:
         """The one JSON document, or nothing for a person (who gets a table); `gate`: of a command that has gates."""
-        envelope = {"schema": SCHEMA, "command": Sink.command, **data}
+        envelope = {"schema": SCHEMA, "command": Sink.invocation.command, **data}
         if self._network is not None:
             envelope["network"] = self._network
         self.record(envelope if gate is None else {**envelope, "gate": gate.to_json()})
-        Sink.concluded = True
+        Sink.invocation.concluded = True
 
     def record(self, data: Mapping[str, Any]) -> None:
         """One JSON line of several."""
-        if self.as_json and not Sink.silent:
+        if self.as_json and not Sink.invocation.silent:
             sys.stdout.write(json.dumps(data, sort_keys=True) + "\n")
             sys.stdout.flush()
 
@@ -144,7 +158,7 @@ class Sink:
     @contextmanager
     def progress(self, label: str, total: int | None) -> Iterator["Bar"]:
         """A bar with time left on stderr; silent with --quiet or when stderr is not a terminal."""
-        silent = self.quiet or Sink.silent or not sys.stderr.isatty()
+        silent = self.quiet or Sink.invocation.silent or not sys.stderr.isatty()
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
