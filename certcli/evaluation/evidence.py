@@ -368,7 +368,7 @@ def _certify_contradictions(about: CertifyParameters, result: CertifyResult) -> 
         yield "the numbers of images differ"
     if isinstance(result.average_radius, UnsetType) is not isinstance(options, PatchOptions):
         yield "a mean radius is stated of radii, and of no patches"
-    if isinstance(options, PatchOptions) and options.patches != list(result.certified):
+    if isinstance(options, PatchOptions) and set(options.patches) != set(result.certified):
         yield "its parameters are about other patches"
     held = count_of(result.clean, images)
     for size, share in result.sizes:

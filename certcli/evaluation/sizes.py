@@ -65,6 +65,9 @@ class Patch:
         raise Refused(f"'{key[:40]}' is no patch")
 
 
+ANY_IMAGE = (10**6, 10**6)
+"""(height, width) that every patch fits into: to read one before its image is known."""
+
 Size = float | Patch
 """How much an attacker may change: the radius of a ball, or a patch."""
 

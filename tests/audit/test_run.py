@@ -250,7 +250,9 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
     assert found["gate"]["judged"][0]["measured"] is None
     assert "Without labelled images" in found["verdict"][-1]
     share = Share.of(1, 2)
-    judged = gates.judge([gates.parse("robust@0.5<0"), gates.parse("clean<0.4")], None, share, [], None, [])
+    judged = gates.judge(
+        [gates.parse("robust@0.5<0"), gates.parse("clean<0.4")], audit_run.Results(clean=share), (8, 8)
+    )
     assert [row.passed for row in judged.judged] == [False, True]
 
 
@@ -318,6 +320,7 @@ def test_large_networks_are_judged_in_bf16_where_that_is_fast(
             raise UsageError("this network does not run in bf16")
         return Classifier(model, precision)
 
+    network = workshop / "plain.safetensors"  # made when it is first named
     load, loaded = build.load, []
     monkeypatch.setattr(build, "load", lambda *given, **more: (loaded.append(1), load(*given, **more))[1])
 
@@ -327,7 +330,7 @@ def test_large_networks_are_judged_in_bf16_where_that_is_fast(
         monkeypatch.setattr(audit_run, "Classifier", refused)
     words = ("--limit", 4, "-e", 0.1, "-a", "fgsm", "--method", "smoothing", "--json", "--quiet")
     words += ("--fail-on", "certified@0.3<0")  # holds if it was measured: the noise must reach as far
-    found = document("audit", workshop / "plain.safetensors", *words)
+    found = document("audit", network, *words)
     assert len(loaded) == 1
     precision = "bf16" if runs else "float32"
     (smoothed,) = found["certificates"]

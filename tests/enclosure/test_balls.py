@@ -16,7 +16,7 @@ from certcli.enclosure.balls.attention import nonnegative_norm
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.layers import arranged
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.balls.table import Context, rules
+from certcli.enclosure.balls.table import BallContext, rules
 from certcli.enclosure.balls.written_attention import heads
 from certcli.engine.table import NoRule
 from certcli.evaluation.evidence import decode_evidence
@@ -24,8 +24,8 @@ from certcli.system.errors import NoBoundError, UsageError
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network, node_values
 
 
-def context() -> Context:
-    return Context(fx.Graph().placeholder("x"), None, {}, {})
+def context() -> BallContext:
+    return BallContext(fx.Graph().placeholder("x"), None, {}, {})
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

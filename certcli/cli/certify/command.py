@@ -122,7 +122,6 @@ def certify(
         patches,
         epsilon=wanted.epsilon,
         plot=wanted.plot,
-        html=wanted.html,
         attack_records=wanted.attack_records,
     )
     sizes: tuple[Size, ...] = ()

@@ -10,6 +10,7 @@ from certcli.cli.shared import options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Machine, Source, Talk
 from certcli.system.errors import UsageError
+from certcli.system.processes import require_one
 
 
 @group()
@@ -49,6 +50,7 @@ def predict(
         raise UsageError(
             "--patch and --prove are for --defence patch", "certvit predict ... --defence patch --patch 32"
         )
+    require_one("images are classified", "certvit predict without torchrun")
     files = image_files(pictures.images)
     sink = talk.sink()
     checkpoint = source.open(sink)
