@@ -189,15 +189,6 @@ def patched(
     )
 
 
-@dataclass(frozen=True)
-class AttackRun:
-    """What attacks found: the shares, a record an image and radius, and a few fooled images with their pixels."""
-
-    shares: Attacked
-    records: list[AttackedImage]
-    exhibits: list[AttackedImage]
-
-
 class Attacking:
     """The attacks in turn at ascending radii, image after image; `go` goes on where the last one ended.
 

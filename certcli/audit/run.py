@@ -15,10 +15,12 @@ from certcli.audit.shared_stages import together
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.choice import USEFUL
 from certcli.certify.lipschitz import LipschitzCertifier
+from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
-from certcli.certify.methods import prepare
-from certcli.certify.patch.certifier import PatchCertifier
-from certcli.certify.smoothing.functions import classifier
+from certcli.certify.patch.certifier import PatchCertifier, defended
+from certcli.certify.patch.options import Patches
+from certcli.certify.smoothing.functions import Classifier
+from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.doubts import order_doubt
@@ -134,13 +136,13 @@ def run(
     if len(set(team.everyone(checkpoint.digest if team.several else ""))) > 1:
         raise DataError("the processes did not read the same network", "leave the file alone while it is audited")
     results = Results(changed=bool(checkpoint.record.surgery))
-    proven = _prove(checkpoint, device, clock, results, tell)
-    model = build.load(checkpoint, device)
+    model = build.load(checkpoint, device)  # once: the stages share it, and its copies in other dtypes
+    proven = _prove(model, checkpoint.record.classes, clock, results, tell)
     results.parameters = sum(weight.numel() for weight in model.parameters())
     results.attention_weight = attention_weight(model)
     tell("slope")
     if images is not None or asked.precision != AUTO:
-        results.precision = team.agree(lambda: _precision(asked, checkpoint, device, results.parameters))
+        results.precision = team.agree(lambda: _precision(asked, model, results.parameters))
     part = clock.part(0.1)
     results.slope = proving.slope(model, images if images is not None else calibration(), asked.seed, part, team)
     if results.slope is None:
@@ -182,33 +184,34 @@ def run(
     return results
 
 
-def _precision(asked: Asked, checkpoint: Checkpoint, device: torch.device, parameters: int) -> str:
+def _precision(asked: Asked, model: build.PixelModel, parameters: int) -> str:
     """The one that is asked for; of "auto", bf16 where it is faster and the network runs in it."""
     if asked.precision != AUTO:
         return asked.precision
+    device = next(model.parameters()).device
     if parameters < LARGE or not build.multiplies_bf16(device):
         return "float32"
     if device.type == "cpu" and 2 * parameters > COPIED * free_bytes():  # float32 stays in its file
         return "float32"
-    grey = torch.full((1, *checkpoint.record.input.size), 0.5, device=device)
+    grey = torch.full((1, *model.input_size), 0.5, device=device)
     try:
         with torch.no_grad():
-            logits = classifier(checkpoint, device, "bf16")(grey)
+            logits = Classifier(model, "bf16")(grey)
     except UsageError:
         return "float32"
     return "bf16" if bool(torch.isfinite(logits).all()) else "float32"
 
 
 def _prove(
-    checkpoint: Checkpoint, device: torch.device, clock: Clock, results: Results, tell: Callable[[str], None]
+    model: build.PixelModel, classes: int, clock: Clock, results: Results, tell: Callable[[str], None]
 ) -> tuple[Any, NetworkBound] | None:
     tell("proven bound")
     part = clock.part(0.4)
     if not clock.team.leads:  # it proves; the others measure slopes
         return None
     try:
-        double = build.load_double(checkpoint, device)
-        results.bound, proven = proving.bound(double, checkpoint.record.classes, part)
+        double = build.converted(model, torch.float64)
+        results.bound, proven = proving.bound(double, classes, part)
     except OutOfTime:
         results.skip("bound", f"its proof was not finished in {part}: it is unknown, not infinite", True)
         return None
@@ -271,7 +274,7 @@ class _Stages:
             nothing = Bound("", type(self.model).__name__, INF, "unbounded", "another process proved it")
             classes = self.checkpoint.record.classes
             pairs = torch.empty(classes, classes, dtype=torch.float64)
-            proven = build.load_double(self.checkpoint, self.device), NetworkBound(nothing, pairs, (), ())
+            proven = build.converted(self.model, torch.float64), NetworkBound(nothing, pairs, (), ())
         assert proven[1].pairs is not None
         if self.team.several:
             self.team.spread(proven[1].pairs, 0)
@@ -290,7 +293,8 @@ class _Stages:
         ready: list[Certifier] = []
 
         def make() -> bool:
-            ready.append(prepare("local", self.checkpoint, self.device, Local(at=at)))
+            double = build.converted(self.model, torch.float64)
+            ready.append(LocalCertifier(double, self.model.input_size, Local(at=at)))
             return True
 
         try:
@@ -316,7 +320,8 @@ class _Stages:
                 sigma, DRAWS_FIRST, DRAWS, enough=reach, decide=radii == [reach],
                 precision=precision, seed=asked.seed, batch_size=size,
             )  # fmt: skip
-            certifier = prepare("smoothing", self.checkpoint, self.device, options)
+            classify = Classifier(self.model, precision)
+            certifier = SmoothingCertifier(classify, self.checkpoint.record.classes, options, self.device)
         except UsageError as refusal:
             self.results.skip("smoothing", refusal.message)
             return
@@ -332,7 +337,7 @@ class _Stages:
             return
         self.tell("certificates against patches")
         try:
-            certifier = prepare("patch", self.checkpoint, self.device, {"patches": asked.patches or (PATCH,)})
+            certifier = defended(self.model, Patches(list(asked.patches) or [PATCH]))
         except UsageError as refusal:
             self.results.skip("patch", refusal.message)
             return

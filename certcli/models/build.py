@@ -1,6 +1,7 @@
 """Record -> network, strictly. Pixel normalisation is layer one; nothing is initialised that will be overwritten."""
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
@@ -279,6 +280,19 @@ def load_double(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> P
     """The network in float64, of which certificates speak (on the CPU where the device has no float64)."""
     place = torch.device(device)
     return load(checkpoint, "cpu" if place.type == "mps" else place, torch.float64)
+
+
+def converted(model: PixelModel, dtype: torch.dtype) -> PixelModel:
+    """Return the same network with its floating weights in another dtype; `model` stays, and shares what need not change."""
+    place = "cpu" if dtype == torch.float64 and next(model.parameters()).device.type == "mps" else None
+    memo: dict[int, Any] = {}
+    for value in (*model.parameters(), *model.buffers()):
+        kind = dtype if value.is_floating_point() and value.dtype != dtype else value.dtype
+        other = value.detach().to(place, kind)
+        memo[id(value)] = nn.Parameter(other, requires_grad=False) if isinstance(value, nn.Parameter) else other
+    found = copy.deepcopy(model, memo)
+    found.normalize = model.normalize if place is None else found.normalize
+    return found
 
 
 def tensors_of(model: PixelModel, *, copy: bool = True) -> dict[str, Tensor]:

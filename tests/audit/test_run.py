@@ -26,6 +26,7 @@ from certcli.audit.clock import Clock, OutOfTime, Part
 from certcli.certify.certificate import Doubt
 from certcli.certify.local_options import Local
 from certcli.certify.methods import prepare
+from certcli.certify.smoothing.functions import Classifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.models import build
@@ -312,16 +313,25 @@ def test_rounds_find_what_one_round_finds(workshop: Path) -> None:
 def test_large_networks_are_judged_in_bf16_where_that_is_fast(
     workshop: Path, monkeypatch: pytest.MonkeyPatch, runs: bool
 ) -> None:
-    def refused(*_: object) -> None:
-        raise UsageError("this network does not run in bf16")
+    """All stages share one network, loaded once."""
+
+    def refused(model: build.PixelModel, precision: str) -> Classifier:
+        if precision == "bf16":
+            raise UsageError("this network does not run in bf16")
+        return Classifier(model, precision)
+
+    network = workshop / "plain.safetensors"  # made when it is first named
+    load, loaded = build.load, []
+    monkeypatch.setattr(build, "load", lambda *given, **more: (loaded.append(1), load(*given, **more))[1])
 
     monkeypatch.setattr(audit_run, "LARGE", 1)
     monkeypatch.setattr(build, "multiplies_bf16", lambda device: True)
     if not runs:
-        monkeypatch.setattr(audit_run, "classifier", refused)
+        monkeypatch.setattr(audit_run, "Classifier", refused)
     words = ("--limit", 4, "-e", 0.1, "-a", "fgsm", "--method", "smoothing", "--json", "--quiet")
     words += ("--fail-on", "certified@0.3<0")  # holds if it was measured: the noise must reach as far
-    found = document("audit", workshop / "plain.safetensors", *words)
+    found = document("audit", network, *words)
+    assert len(loaded) == 1
     precision = "bf16" if runs else "float32"
     (smoothed,) = found["certificates"]
     assert smoothed["arithmetic"] == smoothed["parameters"]["precision"] == precision

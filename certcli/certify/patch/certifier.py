@@ -162,9 +162,14 @@ def _compare(claim: Certificate, again: Certificate) -> Confirmation:
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Patches) -> PatchCertifier:
     """Return the certifier of the network behind a procedure; UsageError where the options mean nothing for it."""
-    size = checkpoint.record.input.size
+    options.sizes(checkpoint.record.input.size[1:])  # refuses before the network is built
+    return defended(build.load(checkpoint, device), options)
+
+
+def defended(model: build.PixelModel, options: Patches) -> PatchCertifier:
+    """Return the certifier of this network behind the procedure."""
+    size, device = model.input_size, next(model.parameters()).device
     patches = tuple(sorted(set(options.sizes(size[1:]))))
-    model = build.load(checkpoint, device)
     part = seen_part(model, options.hide or AUTO, options.cell, fine=options.procedure != VOTING)
     procedure: Procedure
     if options.procedure == VOTING:

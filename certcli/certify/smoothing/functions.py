@@ -25,7 +25,7 @@ class Classifier(nn.Module):
     def __init__(self, model: build.PixelModel, precision: str, denoiser: Denoiser | None = None) -> None:
         super().__init__()
         self.kind, self.precision = DTYPES[precision], precision
-        self.normalize, self.net = model.normalize, model.net.to(self.kind)
+        self.normalize, self.net = model.normalize, build.converted(model, self.kind).net
         self.denoiser = None if denoiser is None else denoiser.to(self.kind)
         self.eval()
 
