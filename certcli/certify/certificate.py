@@ -2,7 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, Self
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from certcli.evaluation.intervals import Interval, share_interval
 from certcli.evaluation.radii import proven_radius
 from certcli.evaluation.sizes import Kind, Patch, Size, size_key
-from certcli.system.errors import DataError
+from certcli.system.errors import DataError, NoBoundError, one_line
 
 AGAIN = 1e-6
 """Relative: how far a stated radius may lie above the one found again. Sums in another order (BLAS, threads, device) move a
@@ -151,6 +152,51 @@ class Certifier(ABC):
         with torch.no_grad():
             found = self.attacked(nearby).argmax(dim=1).tolist()
         return [top == claim.prediction for top, claim in zip(found, claims, strict=True)]
+
+
+@contextmanager
+def whole_batch(images: Tensor) -> Iterator[None]:
+    """Turn a network's failure on several images at once into a refusal; one on a single image passes."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, LookupError, AssertionError) as failure:
+        if len(images) == 1 or "memory" in str(failure).lower():
+            raise
+        raise NoBoundError(
+            f"no certificate: the network does not take {len(images)} images at once ({one_line(failure)})",
+            "--batch-size 1",
+        ) from failure
+
+
+def require_logits(logits: Tensor, images: Tensor) -> None:
+    """NoBoundError unless there is a row an image, DataError unless all are finite."""
+    if len(logits) != len(images):
+        told = f"{len(logits)} rows of logits for {len(images)} images"
+        raise NoBoundError(f"no certificate: the network makes {told}", "--batch-size 1")
+    if not torch.isfinite(logits).all():
+        raise DataError("the network gives NaN or infinite logits on these images")
+
+
+class Weights:
+    """The tensors of a network as a proof read them: caches and bounds are of these, not of what is written there later."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self._read = model, self._state(model)
+
+    def require_unchanged(self) -> None:
+        """NoBoundError when a tensor is another one, or holds other numbers."""
+        if self._state(self.model) != self._read:
+            raise NoBoundError(
+                "no certificate: the network's weights were changed after its proof", "make a new certifier"
+            )
+
+    @staticmethod
+    def _state(model: nn.Module) -> list[tuple[int, tuple[int, ...], int]]:
+        """Of each tensor its place in memory, its shape, and the sum of its bits as integers, which wraps around."""
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        own = (tensor.detach() for tensor in (*model.parameters(), *model.buffers()))
+        bits = ((x, x.view(integers[x.element_size()]) if x.is_floating_point() else x) for x in own)
+        return [(x.data_ptr(), tuple(x.shape), int(as_integers.sum())) for x, as_integers in bits]
 
 
 def _compare(claim: Certificate, again: Certificate) -> Confirmation:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.certificate import Certificate, Certifier, Weights, require_logits, whole_batch
 from certcli.certify.options import Options
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.table import NoRule
@@ -15,9 +15,10 @@ from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models.build import load_double
 from certcli.rounding import Evaluation
-from certcli.system.errors import DataError, NoBoundError
+from certcli.system.errors import NoBoundError
 
 METHOD = "lipschitz"
+_HINT = "--method smoothing takes any network"
 
 
 def certified_radii(logits: Tensor, errors: Tensor, pairs: Tensor) -> Tensor:
@@ -55,7 +56,11 @@ class LipschitzCertifier(Certifier):
             raise NoBoundError(f"no certificate: {bound.bound.why}", "certvit adapt makes a plain ViT Lipschitz")
         self.model, self.bound = model, bound
         self._device = next(model.parameters()).device
-        self._evaluated = Evaluation(model)
+        try:
+            self._evaluated = Evaluation(model)
+        except NoRule as reason:
+            raise NoBoundError(f"no certificate: {reason}", _HINT) from reason
+        self._weights = Weights(model)
         self._pairs = bound.pairs.double().to(self._device)
         self.title = f"global bound {bound.upper}, per-pair margins"
 
@@ -69,16 +74,18 @@ class LipschitzCertifier(Certifier):
 
     def evaluated(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and their rounding errors. NoBoundError names what none is known of."""
+        self._weights.require_unchanged()
         try:
-            return self._evaluated(pixels)
+            with whole_batch(pixels):
+                return self._evaluated(pixels)
         except NoRule as reason:
-            raise NoBoundError(f"no certificate: {reason}", "--method smoothing takes any network") from reason
+            raise NoBoundError(f"no certificate: {reason}", _HINT) from reason
 
     @torch.no_grad()
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
-        logits, errors = self.evaluated(sent(pixels, self._device).double())
-        if not torch.isfinite(logits).all():
-            raise DataError("the network gives NaN or infinite logits on these images")
+        images = sent(pixels, self._device).double()
+        logits, errors = self.evaluated(images)
+        require_logits(logits, images)
         radii = certified_radii(logits, errors, self._pairs)
         rows = zip(indices, labels, logits.argmax(1).tolist(), radii.tolist(), strict=True)
         return [Certificate(index, label, top, radius, METHOD, 0.0) for index, label, top, radius in rows]

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmation, Doubt
+from certcli.certify.certificate import (
+    AGAIN,
+    Certificate,
+    Certifier,
+    Confirmation,
+    Doubt,
+    Weights,
+    require_logits,
+    whole_batch,
+)
 from certcli.certify.local_options import AUTO, BACKWARD, NORMS, ZONOTOPE, Local
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.balls.network import NormsNetwork
@@ -21,7 +30,7 @@ from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
 from certcli.evaluation.radii import Norm
 from certcli.models.build import load_double
-from certcli.system.errors import DataError, NoBoundError
+from certcli.system.errors import NoBoundError
 
 METHOD = "local"
 SYMBOLS = {ZONOTOPE: 8000, BACKWARD: 2000}
@@ -61,6 +70,7 @@ class LocalCertifier(Certifier):
         self.squares = SQUARES if self.walked == ZONOTOPE and self.norm == "l2" else 0
         self.asked = symbols or SYMBOLS.get(self.walked, 0)
         self._size, self._device = size, next(model.parameters()).device
+        self._weights = Weights(model)
         self._norms: NormsNetwork | None = None
         self._guess, self._known = 1e-2, False
         self._zonotope = self._enclosed() if self.effort != NORMS else None
@@ -124,9 +134,10 @@ class LocalCertifier(Certifier):
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
         images = pixels.double().to(self._device)
         started = time.perf_counter()
-        logits = self.model(images)
-        if not torch.isfinite(logits).all():
-            raise DataError("the network gives NaN or infinite logits on these images")
+        self._weights.require_unchanged()
+        with whole_batch(images):
+            logits = self.model(images)
+        require_logits(logits, images)
         tops = logits.argmax(1)
         found: list[tuple[float, str]] = [(0.0, NORMS if self._zonotope is None else self.rung)] * len(images)
         right = [i for i, label in enumerate(labels) if int(tops[i]) == label]
@@ -175,6 +186,7 @@ class LocalCertifier(Certifier):
     @torch.no_grad()
     def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
         """The stated radius is proven again, at once: a search begun elsewhere may end at another radius."""
+        self._weights.require_unchanged()
         found = []
         for claim, image in zip(claims, pixels.double().to(self._device), strict=True):
             top = self.model(image[None]).argmax(1)

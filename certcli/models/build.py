@@ -20,7 +20,7 @@ from certcli.checkpoint import mapped
 from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import FLOATS, INTEGERS, Checkpoint
 from certcli.checkpoint.record import InputSpec, Record, Replacement
-from certcli.checkpoint.schema import is_name, surgery_arguments
+from certcli.checkpoint.schema import is_name, require_statistics, surgery_arguments
 from certcli.models.limits import Building
 from certcli.nn import words
 from certcli.nn.surgery import REPLACEMENTS
@@ -35,6 +35,10 @@ class PixelNormalize(nn.Module):
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
+        try:
+            require_statistics(mean, std)
+        except Refused as refusal:
+            raise ArchitectureError(f"no normalisation of pixels: {refusal}") from refusal
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std, dtype=torch.float64).view(-1, 1, 1), persistent=False)
 

@@ -44,6 +44,7 @@ TOO_LONG = 20  # CPU seconds of one mutant: a hang, or a file that asks for more
 TOO_STILL = 600  # seconds on the wall: waiting for what never comes
 TINY = {"embed_dim": 8, "depth": 1, "num_heads": 2, "patch_size": 4}
 BAIT = "evil.pth"
+DIGITS = ("--dataset", "digits", "--limit", "2")
 VALUES: list[Any] = [
     *(None, True, False, 0, -1, 1, 2, 3, 7, 255, 1000, 10**6, 10**12, 10**30, 2**63, 0.5, -0.5, 1e-30, 1e308, 127.5),
     *(
@@ -182,7 +183,7 @@ class Laboratory:
     """A good file of every kind in one folder, and for each kind how it is spoiled and who reads it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.code = folder, 0
         spec = InputSpec((1, 8, 8), (0.5,), (0.5,))
         plain = build.initialise("certvit_vit_digits", TINY, spec, 10, seed=0)
         made = plain.derive(plain.tensors, "init", {"arch": "x"}).with_evidence(
@@ -205,6 +206,20 @@ class Laboratory:
         (folder / BAIT).write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
         self.write(folder / "good.safetensors", self.record)
         self.whole = (folder / "good.safetensors").read_bytes()
+        names = sorted(self.tensors)
+        shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+        (folder / "cut").mkdir()
+        for file, part in shards.items():
+            own = {name: self.tensors[name] for name in part}
+            safetensors.torch.save_file(own, folder / "cut" / file, {"certvit": self.record})
+        weight_map = {name: file for file, part in shards.items() for name in part}
+        size = sum(value.nbytes for value in self.tensors.values())
+        about = {"total_size": size, "certvit": self.record}
+        self.index = json.dumps({"metadata": about, "weight_map": weight_map})
+        self.say(
+            "certify", "good.safetensors", *DIGITS, "-e", "0.1", "--method", "lipschitz", "--records", "good.jsonl"
+        )
+        self.lines = (folder / "good.jsonl").read_text().splitlines()
         self.report = self.say("lipschitz", "good.safetensors", "--no-estimate", "--json")
         trainer = Trainer(build.load(plain, writable=True), FinetuneSettings(loss="ce"), 10, "0" * 64)
         save_state(folder / "good.state", trainer.state())
@@ -231,13 +246,14 @@ class Laboratory:
 
     def say(self, *words: str) -> str:
         """A command in this process; SystemExit carries its code."""
-        out = io.StringIO()
+        out, self.code = io.StringIO(), 0
         sys.argv = ["certvit", *words]
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
             try:
                 run()
             except SystemExit as stop:
-                if stop.code == 1:
+                self.code = int(stop.code or 0)
+                if self.code == 1:
                     raise RuntimeError(f"'{' '.join(words)}' ended in a bug") from stop
         return out.getvalue()
 
@@ -267,6 +283,36 @@ class Laboratory:
         self.say("log", "m.safetensors", "--verify")
         self.say("certify", "m.safetensors", "--dataset", "digits", "--limit", "4")
 
+    def of_index(self, rng: random.Random) -> None:
+        text = mutate_json(self.index, rng)
+        Path("cut/model.safetensors.index.json").write_text(text, errors="replace")
+        build.load(open_checkpoint("cut/model.safetensors.index.json"))
+
+    def of_records(self, rng: random.Random) -> None:
+        """A file of records with one changed line: checked, or gone on with."""
+        place = rng.randrange(len(self.lines))
+        lines = [*self.lines[:place], mutate_json(self.lines[place], rng), *self.lines[place + 1 :]]
+        Path("m.jsonl").write_text("\n".join(lines) + "\n", errors="replace")
+        self.say("certify", "good.safetensors", *DIGITS, "--verify", "m.jsonl")
+        self.say(
+            "certify",
+            "good.safetensors",
+            *DIGITS,
+            "-e",
+            "0.1",
+            "--method",
+            "lipschitz",
+            "--records",
+            "m.jsonl",
+            "--resume",
+        )
+
+    def of_audit(self, rng: random.Random) -> None:
+        """A mutant of the record, audited."""
+        self.write(Path("m.safetensors"), mutate_json(self.record, rng))
+        words = ("-e", "0.1", "-a", "fgsm", "--time-budget", "1s", "--json")
+        self.say("audit", "m.safetensors", *DIGITS, *words)
+
     def of_config(self, rng: random.Random) -> None:
         Path("hub/config.json").write_text(mutate_json(self.config, rng), errors="replace")
         build.load(open_checkpoint("hub"))
@@ -293,7 +339,10 @@ class Laboratory:
         datasets.load("table", self.spec, "all").tensors()
 
 
-KINDS = {"record": 46, "config": 14, "bytes": 12, "tensors": 10, "report": 6, "state": 4, "image": 5, "table": 3}
+KINDS = {
+    "record": 40, "config": 13, "bytes": 11, "tensors": 9, "index": 9, "report": 6, "state": 4, "image": 5, "table": 3,
+    "records": 2, "audit": 0.5,
+}  # fmt: skip
 
 
 class Watch:
@@ -349,12 +398,13 @@ def campaign(count: int, seed: int, folder: Path, tell: Callable[[str], None] = 
     for number in range(count):
         own = random.Random(rng.random())
         kind = own.choices(list(KINDS), list(KINDS.values()))[0]
+        laboratory.code = 0
         watch.on, clock = True, time.process_time()
         signal.setitimer(signal.ITIMER_PROF, TOO_LONG)
         signal.alarm(TOO_STILL)
         try:
             getattr(laboratory, f"of_{kind}")(own)
-            outcome = "read"
+            outcome = f"refused {laboratory.code}" if laboratory.code else "read"
         except CertvitError as refusal:
             outcome = f"refused {refusal.code}"
             if "\n" in refusal.message or "\x1b" in refusal.message:

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmation, Doubt
+from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmation, Doubt, Weights
 from certcli.certify.chains.sequential import SequentialNetwork, Values
 from certcli.certify.lipschitz import certified_radii
 from certcli.certify.options import Options
@@ -44,6 +44,7 @@ class LocalLipCertifier(Certifier):
     def __init__(self, model: PixelModel, classes: int, size: tuple[int, int, int]) -> None:
         self.model = model
         self._device = next(model.parameters()).device
+        self._weights = Weights(model)
         self.network = SequentialNetwork(model, size)
         bound = prove(model, classes)
         self._pairs = None if bound.pairs is None else bound.pairs.double().to(self._device)
@@ -68,6 +69,7 @@ class LocalLipCertifier(Certifier):
 
     def _begun(self, pixels: Tensor) -> tuple[Tensor, Values, Tensor, Tensor]:
         """Pixels in float64, what the chain computes there, the class of each image, and the global bound's radius."""
+        self._weights.require_unchanged()
         pixels = pixels.double().to(self._device)
         values = self.network.values(pixels)
         logits, errors = values.centre[-1], values.error[-1]

@@ -114,7 +114,7 @@ def _document(path: Path, checkpoint: Any) -> dict[str, Any]:
     return {
         "file": path.name,
         "digest": checkpoint.digest,
-        "lineage": [{**asdict(step), "authors_word": True} for step in record.lineage],
+        "lineage": [{**asdict(step), "parameters": step.shown, "authors_word": True} for step in record.lineage],
         "evidence": [
             {**as_json(entry, checkpoint.digest), "stale": entry.digest != checkpoint.digest, "status": "not checked"}
             for entry in record.evidence

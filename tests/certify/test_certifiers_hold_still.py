@@ -1,0 +1,85 @@
+"""What a certifier says of a network that changed after its proof, of batches it does not take, of odd statistics."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from certcli.certify.certificate import Certifier
+from certcli.certify.chains.bcp import BcpCertifier
+from certcli.certify.chains.local_lip import LocalLipCertifier
+from certcli.certify.lipschitz import LipschitzCertifier
+from certcli.certify.local import LocalCertifier
+from certcli.checkpoint.record import InputSpec
+from certcli.lipschitz.network import prove
+from certcli.models.build import PixelModel
+from certcli.rounding.running import RULES
+from certcli.system.errors import ArchitectureError, NoBoundError
+
+SIZE = (1, 4, 4)
+
+
+def network() -> PixelModel:
+    torch.manual_seed(0)
+    layers = [nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3)]
+    model = PixelModel(InputSpec(SIZE, (0.5,), (0.5,)), nn.Sequential(*layers)).double().eval()
+    return model.requires_grad_(False)
+
+
+CERTIFIERS = {
+    "lipschitz": lambda model: LipschitzCertifier(model, prove(model, 3)),
+    "zonotope": lambda model: LocalCertifier(model, SIZE, effort="zonotope", steps=1),
+    "norms": lambda model: LocalCertifier(model, SIZE, effort="norms", steps=1),
+    "local-lip": lambda model: LocalLipCertifier(model, 3, SIZE),
+    "bcp": lambda model: BcpCertifier(model, 3, SIZE),
+}
+
+
+def found(certifier: Certifier, pixels: Tensor) -> list[float]:
+    return [row.radius for row in certifier.batch(range(len(pixels)), pixels, [0] * len(pixels))]
+
+
+@pytest.mark.parametrize("way", ["in place", "behind autograd's back", "another tensor"])
+@pytest.mark.parametrize("name", CERTIFIERS)
+def test_no_certificate_of_weights_that_changed(name: str, way: str) -> None:
+    model, pixels = network(), torch.rand(2, *SIZE)
+    certifier = CERTIFIERS[name](model)
+    assert len(found(certifier, pixels)) == 2
+    layer = model.net[3]
+    if way == "in place":
+        layer.weight.mul_(2)
+    elif way == "another tensor":
+        layer.weight = nn.Parameter(layer.weight * 2, requires_grad=False)
+    else:
+        layer.weight.data[0, 0] += 1e-9
+    with pytest.raises(NoBoundError, match="changed after its proof"):
+        certifier.batch([0], pixels[:1], [0])
+
+
+class OneImage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(1, 16))
+
+
+@pytest.mark.parametrize("name", ["lipschitz", "zonotope", "norms"])
+def test_a_network_of_one_image_is_refused_a_batch(name: str) -> None:
+    model = PixelModel(InputSpec(SIZE, (0.5,), (0.5,)), OneImage()).double().eval().requires_grad_(False)
+    certifier = CERTIFIERS[name](model)
+    assert len(found(certifier, torch.rand(1, *SIZE))) == 1
+    with pytest.raises(NoBoundError, match="does not take 2 images"):
+        certifier.batch([0, 1], torch.rand(2, *SIZE), [0, 0])
+
+
+@pytest.mark.parametrize("std", [-0.5, 0.0, float("nan")])
+def test_statistics_are_checked_where_the_layer_is_made(std: float) -> None:
+    with pytest.raises(ArchitectureError, match="std"):
+        PixelModel(InputSpec(SIZE, (0.5,), (std,)), nn.Flatten())
+
+
+def test_an_operation_without_a_rounding_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(RULES, "relu")
+    with pytest.raises(NoBoundError, match="relu"):
+        found(CERTIFIERS["lipschitz"](network()), torch.rand(1, *SIZE))
