@@ -11,7 +11,8 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import pad
 
-from certcli.finetune.settings import FinetuneSettings
+from certcli.finetune.settings import CUTOUT, FinetuneSettings
+from certcli.system.errors import UsageError
 
 CROP_SHARE = 1 / 8
 """Padding of `crop`, as a share of the side: 4 pixels at 32."""
@@ -48,14 +49,34 @@ def flip(images: Tensor, generator: Generator) -> Tensor:
     return torch.where(mirrored.view(-1, 1, 1, 1), images.flip(3), images)
 
 
-def augment(images: Tensor, names: tuple[str, ...], generator: Generator) -> Tensor:
-    """The named augmentations in a fixed order: crop, shift, flip."""
+def cutout(images: Tensor, squares: int, side: int, grey: Tensor, generator: Generator) -> Tensor:
+    """Every image with as many grey squares at its own random places, all of them inside: (b, c, h, w) -> (b, c, h, w).
+
+    grey: (1, c, 1, 1) or a number. Source: DeVries and Taylor 2017; two squares as in Xiang et al. 2022, PatchCleanser.
+    """
+    b, _, h, w = images.shape
+    if side > min(h, w):
+        raise UsageError(f"cutout squares of {side} pixels do not fit into images of {w} x {h}", "smaller ones")
+    tops = torch.randint(0, h - side + 1, (squares, b, 1, 1, 1), generator=generator).to(images.device)
+    lefts = torch.randint(0, w - side + 1, (squares, b, 1, 1, 1), generator=generator).to(images.device)
+    rows = torch.arange(h, device=images.device).view(1, 1, 1, h, 1)
+    columns = torch.arange(w, device=images.device).view(1, 1, 1, 1, w)
+    inside = (rows >= tops) & (rows < tops + side) & (columns >= lefts) & (columns < lefts + side)
+    return torch.where(inside.any(dim=0), grey.to(images), images)
+
+
+def augment(images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Generator) -> Tensor:
+    """The named augmentations in a fixed order: crop, shift, flip, cutout."""
     side = min(images.shape[2:])
     if "crop" in names:
         images = translate(images, max(1, round(CROP_SHARE * side)), "constant", generator)
     if "shift" in names:
         images = translate(images, max(1, round(SHIFT_SHARE * side)), "replicate", generator)
-    return flip(images, generator) if "flip" in names else images
+    if "flip" in names:
+        images = flip(images, generator)
+    for found in filter(None, map(CUTOUT.fullmatch, names)):
+        images = cutout(images, int(found[1]), int(found[2]), grey, generator)
+    return images
 
 
 def mix(images: Tensor, labels: Tensor, settings: FinetuneSettings, generator: Generator) -> tuple[Tensor, Mix | None]:

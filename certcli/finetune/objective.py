@@ -61,7 +61,7 @@ class Objective:
         labels = sent(train.labels[positions], self.device)
         mixed: Mix | None = None
         if settings.augment:
-            images = augment(images, settings.augment, self.generator)
+            images = augment(images, settings.augment, self.model.normalize.mean, self.generator)
         images, mixed = mix(images, labels, settings, self.generator)
         if settings.noise > 0:
             images = images + settings.noise * torch.randn(images.shape, generator=self.generator).to(images)

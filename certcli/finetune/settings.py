@@ -1,6 +1,7 @@
 """What a training run is: every number that decides its result, and nothing else."""
 
 import math
+import re
 from dataclasses import dataclass
 
 from certcli.finetune.losses import LOSSES
@@ -14,6 +15,8 @@ PRECISIONS = ("float32", "bf16", "fp16")
 ADVERSARIES = ("none", "fgsm", "pgd", "trades")
 NORMS = ("l2", "linf")
 AUGMENTATIONS = ("crop", "flip", "shift")
+CUTOUT = re.compile(r"cutout:([1-9][0-9]?)x([1-9][0-9]{0,4})")
+"""How many squares, and their side in pixels."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "optimiser": OPTIMISERS,
@@ -146,8 +149,8 @@ class FinetuneSettings:
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
         for name in self.augment:
-            if name not in AUGMENTATIONS:
-                raise UsageError(f"unknown augmentation '{name}'", f"any of: {','.join(AUGMENTATIONS)}")
+            if name not in AUGMENTATIONS and not CUTOUT.fullmatch(name):
+                raise UsageError(f"unknown augmentation '{name}'", f"any of: {','.join(AUGMENTATIONS)},cutout:2x128")
         if self.msvp is not None and not all(0 <= weight < math.inf for weight in self.msvp):
             raise UsageError(f"--msvp {self.msvp} holds a number that is not finite and >= 0")
         self._require_sense()

@@ -14,6 +14,7 @@ from certcli.finetune.adversarial import Adversary
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images import datasets
 from certcli.models import build
+from certcli.system.errors import UsageError
 
 
 def numbered(b: int = 6, side: int = 8) -> Tensor:
@@ -35,6 +36,27 @@ def test_translations_move_each_image_as_a_whole() -> None:
     mirrored = [torch.equal(f, i.flip(2)) for f, i in zip(flipped, images, strict=True)]
     assert [a or b for a, b in zip(same, mirrored, strict=True)] == [True] * len(images)
     assert 0 < sum(same) < len(images)
+
+
+def test_cutout_greys_squares_inside_each_image_and_nothing_else() -> None:
+    images, grey = numbered(b=40), torch.full((1, 1, 1, 1), -1.0)
+    cut = moves.augment(images, ("cutout:1x3",), grey, torch.Generator().manual_seed(0))
+    assert torch.equal(cut == images, cut != -1.0)
+    places = set()
+    for image in cut[:, 0]:
+        rows, columns = (image == -1.0).nonzero().T
+        assert len(rows) == 9
+        assert (rows.max() - rows.min(), columns.max() - columns.min()) == (2, 2)
+        places.add((int(rows.min()), int(columns.min())))
+    assert len(places) > 10
+    assert {0, 5} <= {place for both in places for place in both}  # borders included
+    two = moves.augment(images, ("cutout:2x3",), grey, torch.Generator().manual_seed(0))
+    assert 9 < int((two == -1.0).flatten(1).sum(1).max()) <= 18
+    with pytest.raises(UsageError, match="do not fit"):
+        moves.augment(images, ("cutout:2x9",), grey, torch.Generator())
+    for wrong in ("cutout", "cutout:2", "cutout:0x3", "cutout:2x0"):
+        with pytest.raises(UsageError, match="unknown augmentation"):
+            FinetuneSettings(augment=(wrong,))
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0)])

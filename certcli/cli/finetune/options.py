@@ -103,7 +103,9 @@ class Augmentation:
     """What is done to the training images."""
 
     noise: Annotated[float, typer.Option(help="Deviation of Gaussian pixel noise on training images.")] = 0.0
-    augment: Annotated[str | None, typer.Option(metavar="LIST", help="Any of crop,flip,shift.")] = None
+    augment: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Any of crop,flip,shift,cutout:2x128 (grey squares).")
+    ] = None
     mixup: Annotated[float, typer.Option(help="Mixup with lambda ~ Beta(A, A); 0 is none.")] = 0.0
     cutmix: Annotated[float, typer.Option(help="CutMix with lambda ~ Beta(A, A); 0 is none.")] = 0.0
     mix_probability: Annotated[float, typer.Option(help="Share of the batches that are mixed.")] = 1.0

@@ -1,0 +1,141 @@
+"""Passes over views: hidden cells do not enter, and batches of one size give the same bits."""
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from certcli.certify.patch import masks
+from certcli.certify.patch.ablation import Voting
+from certcli.certify.patch.defended import GreyPixels, KeptTokens, SeenPart, seen_part
+from certcli.certify.patch.double_masking import DoubleMasking
+from certcli.certify.patch.masks import Grid
+from certcli.certify.patch.passes import Passes
+from certcli.evaluation.sizes import Patch
+from certcli.models import build
+from certcli.system.errors import UsageError
+from tests.helpers.patches import GRID, ONE_IMAGE, pixel_model, shown
+
+
+def vit(arch: str = "vit_tiny_patch16_224", **given: Any) -> build.PixelModel:
+    torch.manual_seed(0)
+    shape = {
+        "img_size": 16,
+        "patch_size": 4,
+        "in_chans": 3,
+        "num_classes": 5,
+        "embed_dim": 24,
+        "depth": 2,
+        "num_heads": 2,
+    }
+    net = timm.create_model(arch, **{**shape, **given})
+    for weight in net.parameters():  # timm starts heads and tokens near zero
+        nn.init.normal_(weight, std=0.2)
+    return pixel_model(net, (3, 16, 16))
+
+
+TOKENS = {
+    "class token": vit,
+    "average": lambda: vit(global_pool="avg", class_token=False, fc_norm=False),
+    "registers": lambda: vit(reg_tokens=3),
+    "registers without positions": lambda: vit(reg_tokens=2, no_embed_class=True),
+    "no positions": lambda: vit(pos_embed="none"),
+    "distilled": lambda: vit("deit_tiny_distilled_patch16_224"),
+    "rectangles": lambda: vit(patch_size=(2, 8)),
+}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_dropped_tokens_are_out_of_the_pass(name: str) -> None:
+    part = seen_part(TOKENS[name](), "tokens")
+    assert isinstance(part, KeptTokens)
+    pixels = torch.rand(4, 3, 16, 16)
+    views = torch.ones(4, *part.grid.shape, dtype=torch.bool)
+    torch.testing.assert_close(part(pixels, views), part.model(pixels), rtol=1e-4, atol=1e-4)  # sums in another order
+    views[:, 0, 1] = False
+    hidden = ~shown(views, part.grid)
+    other = torch.where(hidden[:, None], torch.rand(4, 3, 16, 16), pixels)
+    assert torch.equal(part(pixels, views), part(other, views))
+    assert not torch.equal(part(pixels, views), part(pixels, ~views | (torch.rand(views.shape[1:]) > 2)))
+
+
+@pytest.mark.parametrize("hide", ["tokens", "pixels"])
+def test_hidden_pixels_do_not_enter(hide: str) -> None:
+    part = seen_part(vit(), hide)
+    views = masks.square_masks(part.grid, Patch(4, 4), 2)
+    pixels = torch.rand(len(views), 3, 16, 16)
+    hidden = ~shown(views, part.grid)
+    other = torch.where(hidden[:, None], torch.full_like(pixels, float("nan")), pixels)
+    assert torch.equal(part(pixels, views), part(other, views))
+
+
+class Company(nn.Module):
+    """Logits that depend on the other images of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.head(x.flatten(1))
+        return found + 1e-3 * found.mean(dim=0)
+
+
+def test_passes_that_depend_on_their_company_need_a_lead() -> None:
+    torch.manual_seed(0)
+    part = GreyPixels(pixel_model(Company(), (1, 8, 8)), Grid(8, 8, (1, 1)))
+    defence = DoubleMasking(part.grid, [Patch(2, 2)], 2)
+    passes = Passes(part, defence.views, 4)
+    assert passes.determinism.difference > 1e-5
+    assert "measured" in passes.determinism.told(4)
+    pixels = torch.rand(6, 1, 8, 8)
+    leads = passes.answers(pixels, [(image, 0) for image in range(6)])
+    assert [one.firm for one in leads] == [one.lead > passes.determinism.margin for one in leads]
+    labels = [one.prediction for one in defence.predict(passes, pixels)]
+    assert sum(bool(one.proven) for one in defence.certify(passes, pixels, labels)) > 0
+    passes.determinism = type(passes.determinism)(1e3, 1)
+    assert all(not one.proven for one in defence.certify(passes, pixels, labels))
+
+
+def test_passes_without_finite_logits_give_no_class() -> None:
+    """A patch that breaks every pass that sees it (here by NaN pixels) leaves the proven class."""
+    part = GreyPixels(pixel_model(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID)
+    part.model.net[1].weight.data.zero_()
+    for defence in (DoubleMasking(GRID, [Patch(1, 1)], 2), Voting(GRID, [Patch(1, 1)], "columns", 1, 3)):
+        passes = Passes(part, defence.views, 4)
+        (clean,) = defence.certify(passes, ONE_IMAGE, [int(part.model.net[1].bias.argmax())])
+        assert clean.proven
+        broken = ONE_IMAGE.clone()
+        broken[0, 0, 1, 2] = float("nan")
+        assert defence.predict(passes, broken)[0].prediction == clean.prediction
+        everywhere = torch.full_like(ONE_IMAGE, float("nan"))
+        seen_by_all = defence.certify(passes, everywhere, [0])[0]
+        assert seen_by_all.proven == ()
+
+
+class Counting(SeenPart):
+    hides = "pixels"
+
+    def forward(self, pixels: Tensor, views: Tensor) -> Tensor:
+        self.rows = [*getattr(self, "rows", []), len(pixels)]
+        logits: Tensor = self.model(pixels)
+        return logits
+
+
+def test_batches_always_have_one_size() -> None:
+    part = Counting(pixel_model(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID)
+    defence = DoubleMasking(GRID, [Patch(2, 2)], 2)
+    passes = Passes(part, defence.views, 4)
+    defence.certify(passes, torch.rand(3, 1, 4, 5), [0, 1, 2])
+    assert set(part.rows) == {4}
+
+
+def test_networks_without_tokens_to_drop_say_so() -> None:
+    net = pixel_model(timm.create_model("resnet10t", num_classes=5), (3, 32, 32))
+    with pytest.raises(UsageError, match="neither timm's VisionTransformer"):
+        seen_part(net, "tokens")
+    part = seen_part(net, "auto")
+    assert part.hides == "pixels"
+    assert "VisionTransformer" in part.why
