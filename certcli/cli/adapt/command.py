@@ -24,7 +24,7 @@ class Surgery:
 
     goal: Annotated[
         str,
-        typer.Option(help="keep: the network answers as it did; certify: parts for training against the bound."),
+        typer.Option(help="keep: the network keeps its answers; certify: parts for training against the bound."),
     ] = "keep"
     keep: Annotated[
         float | None,
@@ -44,7 +44,7 @@ class Surgery:
         ),
     ] = None
     norm_floor: Annotated[
-        float | None, typer.Option(help="Floor of --norm floor; by default each layer's 5 % quantile on the images.")
+        float | None, typer.Option(help="Floor of --norm floor. Default: each layer's 5 % quantile on the images.")
     ] = None
     residual: Annotated[str | None, typer.Option(help="convex: (1-t)x + t f; weighted: x + a f; or keep.")] = None
     activation: Annotated[str, typer.Option(help="keep, or of slope 1: relu, maxmin (loses no gradient norm).")] = (
@@ -70,7 +70,7 @@ class Fitting:
         typer.Option(min=0, help="Epochs on the old network's logits, at the end; 5, or 0 without --epochs."),
     ] = None
     lr: Annotated[float, typer.Option(help="Learning rate, relative to the size of each tensor.")] = 5e-3
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same command.")] = False
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same command.")] = False
 
 
 @group()
@@ -80,7 +80,7 @@ class Plan:
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan with parameters, multiply-adds and bounds, and stop.")
     ] = False
-    bounds: Annotated[bool, typer.Option("--bounds/--no-bounds", help="Bounds in the plan.")] = True
+    bounds: Annotated[bool, typer.Option("--bounds/--no-bounds", help="Prove bounds for the plan.")] = True
 
 
 @command(

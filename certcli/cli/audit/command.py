@@ -31,17 +31,18 @@ class Wanted:
     """What is asked, in how much time, and what the answer must meet."""
 
     time_budget: Annotated[
-        str, typer.Option("--time-budget", metavar="T", help="Wall time: 90s, 2m, 1h. What does not fit is said.")
+        str,
+        typer.Option("--time-budget", metavar="T", help="Wall time: 90s, 2m, 1h. The report names what did not fit."),
     ] = "2m"
     epsilon: options.Epsilons = field(default_factory=lambda: [0.12, 0.5])
     attacks: Annotated[
         list[str],
-        typer.Option("--attack", "-a", help="pgd unless named; margin-pgd, autoattack, ...; several, in turn."),
+        typer.Option("--attack", "-a", help="pgd, margin-pgd, autoattack, ...; repeated: in turn."),
     ] = field(default_factory=lambda: ["pgd"])
     methods: Annotated[
         list[str],
         typer.Option(
-            "--method", help="lipschitz, local, smoothing; several; else those that make sense for the network."
+            "--method", help="lipschitz, local, smoothing; may be repeated. Default: those that suit the network."
         ),
     ] = field(default_factory=list)
     sigma: Annotated[
@@ -49,7 +50,7 @@ class Wanted:
         typer.Option(
             parser=options.fraction,
             metavar="S",
-            help="Noise of smoothing, pixel units; else the smallest --epsilon, at least R / 1.5 for certified@R.",
+            help="Noise of smoothing, pixel units. Default: the smallest --epsilon, at least R / 1.5 for certified@R.",
         ),
     ] = None
     precision: Annotated[
@@ -64,7 +65,7 @@ class Wanted:
         typer.Option(
             "--fail-on",
             metavar="GATE",
-            help="Exit 7 if so: certified@0.25<0.4, proven@0.5<0.1, robust@0.5<0.2, clean<0.9, upper>100; several.",
+            help="Exit 7 if true: certified@0.25<0.4, proven@0.5<0.1, robust@0.5<0.2, clean<0.9, upper>100; may be repeated.",
         ),
     ] = field(default_factory=list)
 

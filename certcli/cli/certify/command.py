@@ -28,7 +28,7 @@ class Wanted:
             "-e",
             parser=options.fraction,
             metavar="R",
-            help="Radius in pixel units: 0.5 or 36/255; may be repeated. Else 0.25, 0.5, 1, in linf 1, 2, 4, 8 / 255.",
+            help="Radius in pixel units: 0.5 or 36/255; may be repeated. Default: 0.25, 0.5, 1; in linf 1, 2, 4, 8 / 255.",
         ),
     ] = field(default_factory=list)
     methods: Annotated[
@@ -43,14 +43,16 @@ class Wanted:
     minimum: Annotated[
         str | None,
         typer.Option(
-            "--min-certified", metavar="SHARE[@R]", help="Exit 7 below this share at radius R, else at the smallest."
+            "--min-certified", metavar="SHARE[@R]", help="Exit 7 below this share at radius R (default: the smallest)."
         ),
     ] = None
     records: options.Records = None
     resume: options.Resume = False
     attack_records: Annotated[
         Path | None,
-        typer.Option("--attack-records", help="Records of `attack`: shown beside, drawn above the curve by --plot."),
+        typer.Option(
+            "--attack-records", help="Records of `attack`, shown beside the certificates and above the curve of --plot."
+        ),
         options.Reads(),
     ] = None
     verify: Annotated[
@@ -74,27 +76,33 @@ class Noise:
 
     sigma: Annotated[
         str,
-        typer.Option(metavar="S", help="Standard deviation of the noise, pixel units; auto: by a few other images."),
+        typer.Option(
+            metavar="S", help="Standard deviation of the noise, pixel units; auto: chosen on a few other images."
+        ),
     ] = "0.25"
     n0: Annotated[int, typer.Option("--n0", help="Draws that choose an image's class.")] = 100
     samples: Annotated[
-        int, typer.Option("--samples", "-n", help="Draws that bound its probability: more, larger radii.")
+        int,
+        typer.Option(
+            "--samples", "-n", help="Draws that bound the probability of this class; more draws give larger radii."
+        ),
     ] = 1000
-    alpha: Annotated[float, typer.Option(help="Chance that a certificate is wrong, each.")] = 0.001
+    alpha: Annotated[float, typer.Option(help="Chance that a single certificate is wrong.")] = 0.001
     enough: Annotated[
         float | None,
         typer.Option(parser=options.fraction, metavar="R", help="Draw no more once an image is certified beyond R."),
     ] = None
     decide: Annotated[
         bool,
-        typer.Option("--decide", help="With --enough: nor once it is unlikely (1 %) to be; for a share at R alone."),
+        typer.Option("--decide", help="With --enough: stop also once this is unlikely (1 %); for a share at R alone."),
     ] = False
     precision: Annotated[
-        str, typer.Option(help="float32 or bf16: of the network as it runs, which the statement is about.")
+        str,
+        typer.Option(help="Precision in which the network runs, and of which the certificate speaks: float32 or bf16."),
     ] = "float32"
     denoiser: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A DnCNN in safetensors that noisy images pass first, for plain networks."),
+        typer.Option(metavar="FILE", help="A DnCNN in safetensors that removes noise before a plain network."),
         options.Reads(),
     ] = None
 

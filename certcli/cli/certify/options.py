@@ -17,11 +17,11 @@ class Local:
     effort: Annotated[
         str,
         typer.Option(
-            help="norms (any size, tiny radii), zonotope (small networks), backward (more pixels than 128; ReLU), auto."
+            help="norms (any size, tiny radii), zonotope (small networks), backward (ReLU, over 128 pixels), auto."
         ),
     ] = "auto"
 
-    norm: Annotated[str, typer.Option(help="l2, or linf: of the radii; linf is of --method local alone.")] = "l2"
+    norm: Annotated[str, typer.Option(help="Norm of the radii: l2, or linf (--method local alone).")] = "l2"
 
     def given(self) -> dict[str, Any]:
         return {"effort": self.effort, "norm": self.norm}
