@@ -163,7 +163,7 @@ def certified(
         dataset=dataset_of(first(images, count)),
         clean=Share.of(sum(row.correct for row in rows), count),
         certified={name: Share.of(held, count) for name, held in hits.items()},
-        average_radius=result.average_radius,
+        average_radius=result.average_radius or 0.0,
         abstained=result.abstained,
         parameters=dict(certifier.parameters),
         seconds=round(seconds, 2),

@@ -49,6 +49,12 @@ METHODS = Registry(
         "the network under Gaussian noise, any network, with probability 1 - alpha an image",
         "Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing",
     ),
+    Entry(
+        "patch",
+        "certcli.certify.patch.certifier:prepare",
+        "any network behind masks, against every patch of a size at every place: proven, as it is executed",
+        "Xiang et al. 2022, PatchCleanser (double masking); Levine & Feizi 2020 (voting over ablations)",
+    ),
 )
 
 
@@ -85,7 +91,7 @@ def certify(
         earlier = file.take([(index,) for index in images.indices[positions].tolist()]) if file is not None else None
         if earlier is None:
             return None
-        claims = [Certificate.from_json(row) for row in earlier]
+        claims = [certifier.certificate.from_json(row) for row in earlier]
         require_possible(claims, certifier, str(file.path if file is not None else ""))
         return claims
 
@@ -99,7 +105,7 @@ def certify(
         return [row.to_json() for row in rows]
 
     def unpack(rows: list[dict[str, Any]]) -> list[Certificate]:
-        return [Certificate.from_json(row) for row in rows]
+        return [certifier.certificate.from_json(row) for row in rows]
 
     batches = [list(range(start, min(start + step, len(images)))) for start in range(0, len(images), step)]
     for new, rows in team.deal(batches, find, known, pack, unpack):

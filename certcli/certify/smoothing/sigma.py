@@ -45,7 +45,7 @@ def choose_sigma(
         found = certified_accuracy([row for rows in certify(certifier, images, batch_size) for row in rows], radii)
         reach = replace(settings, sigma=sigma, enough=None).reach
         held = [share if radius < reach else 0.0 for radius, share in zip(radii, found.certified.values(), strict=True)]
-        shares[sigma] = (sum(held) / len(held), min(found.average_radius, reach))
+        shares[sigma] = (sum(held) / len(held), min(found.average_radius or 0.0, reach))
     best = max(shares, key=lambda sigma: shares[sigma])
     return best, {sigma: share for sigma, (share, _) in shares.items()}
 

@@ -41,7 +41,10 @@ class Attacks:
             help="Radius in pixel units, 0.5 or 8/255; repeated: a curve. Default: 0.5.",
         ),
     ] = field(default_factory=list)
-    norm: Annotated[str | None, typer.Option(help="l2 (default) or linf.")] = None
+    norm: Annotated[str | None, typer.Option(help="l2 (default), linf, or patch (with --patch).")] = None
+    defence: Annotated[
+        str, typer.Option(help="With --norm patch: none, or patch, the classifier of certify --method patch.")
+    ] = "none"
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of iterated attacks. Default: each attack's own.")] = (
         None
     )

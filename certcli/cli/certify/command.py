@@ -1,8 +1,8 @@
-"""certvit certify: certified accuracy at l2 radii, one record an image."""
+"""certvit certify: certified accuracy at radii or against patches, one record an image."""
 
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +11,11 @@ from certcli.cli.shared import inputs, options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Evaluation, Machine, Output, Source, Talk
 from certcli.cli.shared.output import Gate
+from certcli.cli.shared.patches import Patches
 from certcli.system.processes import require_one, team
+
+if TYPE_CHECKING:
+    from certcli.evaluation.sizes import Size
 
 RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
 """Radii at which certified accuracy is shown where none is asked for."""
@@ -36,14 +40,16 @@ class Wanted:
         typer.Option(
             "--method",
             help="lipschitz (global bound, proof), local (each image on its own, small networks, proof), local-lip or bcp "
-            "(the same for chains of layers), smoothing (any network, probability), auto (says which is worth having); "
-            "several: side by side.",
+            "(the same for chains of layers), smoothing (any network, probability), patch (any network behind masks, against "
+            "patches, proof), auto (says which is worth having); several: side by side.",
         ),
     ] = field(default_factory=lambda: ["lipschitz"])
     minimum: Annotated[
         str | None,
         typer.Option(
-            "--min-certified", metavar="SHARE[@R]", help="Exit 7 below this share at radius R (default: the smallest)."
+            "--min-certified",
+            metavar="SHARE[@R]",
+            help="Exit 7 below this share at radius (or patch) R (default: the smallest).",
         ),
     ] = None
     records: options.Records = None
@@ -121,6 +127,7 @@ class Noise:
 @command(
     "certvit certify m.safetensors -e 36/255 -e 0.5 --records certified.jsonl",
     "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method smoothing --sigma 0.12 -e 0.12 --limit 50",
+    "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method patch --patch 32 --limit 200",
     "certvit certify m.safetensors --verify certified.jsonl --sample 100",
     page="certify.md",
 )
@@ -130,12 +137,13 @@ def certify(
     wanted: Wanted = Wanted(),
     noise: Noise = Noise(),
     local: Local = Local(),
+    patches: Patches = Patches(),
     data: Evaluation = Evaluation(),
     machine: Machine = Machine(),
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Share of the images that are classified correctly, certified, within each pixel l2 radius."""
+    """Share of the images that are classified correctly, certified, within each pixel l2 radius (or against each patch)."""
     from certcli.cli.certify import run, view
     from certcli.cli.certify import verify as rechecked
     from certcli.cli.shared import pages, typed_command
@@ -155,8 +163,17 @@ def certify(
         return
     local.require(wanted.methods)
     gate = Gate()
-    demand, radii = run.demand(wanted.minimum, wanted.epsilon or RADII[local.norm])
-    demand = replace(demand, every=output.output is not None)
+    patched = patches.require(
+        wanted.methods,
+        epsilon=wanted.epsilon,
+        plot=wanted.plot,
+        html=wanted.html,
+        attack_records=wanted.attack_records,
+    )
+    sizes: tuple[Size, ...] = ()
+    radii: tuple[float, ...] = ()
+    if not patched:
+        demand, radii = run.demand(wanted.minimum, wanted.epsilon or RADII[local.norm])
     run.require_methods(wanted.methods, wanted.records)
     if run.AUTO in wanted.methods or noise.sigma == run.AUTO:
         require_one("auto chooses by trying", "certvit certify ... --limit 50 says what it chooses; name that")
@@ -164,6 +181,10 @@ def certify(
     sink = talk.sink()
     opened = source.read(sink)
     checkpoint = opened.checkpoint
+    if patched:
+        image = checkpoint.record.input.size[1:]
+        demand, sizes = run.patch_demand(wanted.minimum, patches.sizes(image), image)
+    demand = replace(demand, every=output.output is not None)
     images = digested(data.images(checkpoint.record, sink), team())
     seen = inputs.say_seen(checkpoint.record, images, sink)
     sink.assumes(opened.reading.line(), opened.reading.to_json())
@@ -171,6 +192,7 @@ def certify(
     given = {
         **noise.given(),
         **local.given(),
+        **patches.given(),
         "seed": data.seed,
         "batch_size": machine.batch_size,
         "radii": radii,
@@ -183,7 +205,7 @@ def certify(
     for method, (records, resume) in zip(methods, files, strict=True):
         try:
             found = run.run(
-                method, checkpoint, images, given, machine, radii, records, resume, output.force, sink, demand
+                method, checkpoint, images, given, machine, sizes or radii, records, resume, output.force, sink, demand
             )
         except NoBoundError as failure:
             if method == methods[0]:  # gate and document speak of the first: no other may stand in its place
@@ -198,7 +220,7 @@ def certify(
     document = view.document(results, reason, checkpoint.digest, images)
     sink.document({**document, "seen": seen, "doubts": sink.doubts}, gate)
     view.table(results, images, attacked, sink)
-    if methods[0] != "smoothing":  # whose network is another one: this one under noise
+    if methods[0] not in ("smoothing", "patch"):  # whose network is another one: under noise, behind masks
         inputs.doubt_accuracy(first.found.clean, images, checkpoint, sink)
     if wanted.plot is not None:
         view.plot(results, attacked, _name(source.ckpt), images, wanted.plot, radii[-1], sink)

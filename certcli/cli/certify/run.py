@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius, radius_key
+from certcli.evaluation.radii import attacked_radius, proven_percent
 from certcli.system.errors import DataError, GateError, UsageError
 from certcli.system.processes import team
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.record import Record
     from certcli.cli.shared.groups import Evaluation, Machine
     from certcli.evaluation.resumed import Resumed
+    from certcli.evaluation.sizes import Patch, Size
     from certcli.images.labelled import Images
 
 
@@ -28,15 +29,19 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Demand:
-    """--min-certified: a share of the images at a radius; none asks for nothing. every: no record may rest on a file."""
+    """--min-certified: a share of the images at a radius or patch; none asks for nothing. every: no record may rest on a
+    file.
+    """
 
     share: float = 0.0
-    radius: float = 0.0
+    size: Size = 0.0
     every: bool = False
 
     def ask(self, found: CertifiedAccuracy, gate: Gate) -> None:
-        reached = found.certified[radius_key(self.radius)]
-        told = f"certified accuracy {proven_percent(reached)} at {proven_radius(self.radius)}"
+        from certcli.evaluation.sizes import proven_size, size_key
+
+        reached = found.certified[size_key(self.size)]
+        told = f"certified accuracy {proven_percent(reached)} at {proven_size(self.size)}"
         gate.demand(reached >= self.share, GateError(f"{told} is below --min-certified {self.share:g}"))
 
 
@@ -46,13 +51,26 @@ def demand(text: str | None, epsilons: Sequence[float]) -> tuple[Demand, tuple[f
 
     radii, option = require_radii(epsilons), "--min-certified"
     if text is None:
-        return Demand(radius=radii[0]), radii
+        return Demand(size=radii[0]), radii
     share, at, radius = text.partition("@")
     wanted = require_share(number(share, option), option)
     if not at:
         return Demand(wanted, radii[0]), radii
     (there,) = require_radii([number(radius, option)])
     return Demand(wanted, there), require_radii([*radii, there])
+
+
+def patch_demand(text: str | None, sizes: Sequence[Patch], image: tuple[int, int]) -> tuple[Demand, tuple[Patch, ...]]:
+    """The same for patches: "0.6@32". A patch that is demanded is among those certified: the defence depends on them."""
+    from certcli.evaluation.records import require_share
+    from certcli.evaluation.sizes import Patch
+
+    share, at, patch = (text or "0").partition("@")
+    wanted = require_share(number(share, "--min-certified"), "--min-certified")
+    there = Patch.read(patch, image) if at else sizes[0]
+    if there not in sizes:
+        raise UsageError(f"--min-certified {text} speaks of another patch", f"--patch {patch} beside the others")
+    return Demand(wanted, there), tuple(sizes)
 
 
 def number(text: str, option: str) -> float:
@@ -150,7 +168,7 @@ def run(
     images: Images,
     given: Mapping[str, Any],
     machine: Machine,
-    radii: Sequence[float],
+    sizes: Sequence[Size],
     records: Path | None,
     resume: bool,
     force: bool,
@@ -168,7 +186,7 @@ def run(
     from certcli.evaluation.resumed import Demanded
 
     certifier = prepare(method, checkpoint, machine.pick(), given)
-    _require_reach(certifier, radii, sink)
+    _require_reach(certifier, [size for size in sizes if isinstance(size, (int, float))], sink)
     if not team().leads:
         list(certify(certifier, images, machine.batch_size, team=team()))
         return None
@@ -185,11 +203,11 @@ def run(
                 bar.advance(len(batch))
     spent, resumed = time.perf_counter() - started, None
     if file.taken:
-        new = sum(row.holds_at(demand.radius) for row in rows[file.taken :])
+        new = sum(row.holds_at(demand.size) for row in rows[file.taken :])
         demanded = Demanded(demand.share, len(rows), new, demand.every)
         claims, where = rows[: file.taken], str(records)
-        resumed = find_again(certifier, claims, images, demand.radius, demanded, machine.batch_size, where)
-    found = certified_accuracy(rows, radii)
+        resumed = find_again(certifier, claims, images, demand.size, demanded, machine.batch_size, where)
+    found = certified_accuracy(rows, sizes)
     if certifier.remark:
         sink.warn(certifier.remark)
     if found.abstained == 1:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
     from certcli.cli.shared.groups import Evaluation, Machine, Source
     from certcli.evaluation.records import Run
-    from certcli.evaluation.threat import Norm
+    from certcli.evaluation.sizes import Kind
     from certcli.images.labelled import Images
 
 SHOWN = 20
@@ -164,7 +164,7 @@ def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink
     return images
 
 
-def margin_attack(steps: int, norm: Norm = "l2") -> Attack:
+def margin_attack(steps: int, norm: Kind = "l2") -> Attack:
     """Margin PGD from the image itself, then towards the likeliest other class: a point inside the ball and the box."""
     from certcli.attack.families.margin import margin_pgd
     from certcli.attack.judge import judge, tuck_in
@@ -172,6 +172,7 @@ def margin_attack(steps: int, norm: Norm = "l2") -> Attack:
     from certcli.evaluation.threat import Threat
 
     def attack(model: nn.Module, image: Tensor, classes: Tensor, radius: float) -> Tensor:
+        assert norm != "patch"
         threat, point = Threat(norm, radius), image
         for restart in range(2):
             settings = AttackSettings(steps=steps, restart=restart)
