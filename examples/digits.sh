@@ -9,7 +9,7 @@ mkdir -p "$out"
 cd "$out"
 rm -f ./*.safetensors ./*.jsonl ./*.png ./*.html ./*.txt
 
-# 1. A plain ViT (dot-product attention, LayerNorm), trained as anyone would.
+# 1. A plain ViT (dot-product attention, LayerNorm), trained the usual way.
 certvit init certvit_vit_digits -o init.safetensors
 certvit finetune init.safetensors --dataset digits --loss ce --epochs 45 --lr 2e-3 --noise 0.1 -o plain.safetensors
 
@@ -23,7 +23,7 @@ certvit constrain adapted.safetensors --beta 0.01 -o constrained.safetensors
 certvit finetune constrained.safetensors --loss margin --epsilon $radius --optimiser stiefel --lr 0.01 --epochs 80 \
     -o certified.safetensors
 
-# What each stage is worth, on the test images, which no step has seen: bound, certificates, attacks, with their evidence.
+# Judge each stage on the test images, which no step has seen: bound, certificates, attacks, with their evidence.
 for stage in plain adapted constrained certified; do
     certvit audit $stage.safetensors --quiet --method lipschitz -e $radius -a pgd-50 -a margin-pgd-50 --limit 400 \
         --report $stage.html -o $stage.audited.safetensors > $stage.txt

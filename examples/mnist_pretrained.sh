@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Certified training on MNIST, l2 radius 1.58, from a plain pre-trained ViT: adapt, constrain, finetune; then the same
-# network from random weights on the same budget, to see what the pre-trained ones were worth. Attention ends with almost
+# network from random weights on the same budget, to measure the gain from pre-training. Attention ends with almost
 # no weight (its bound is loose): the MaxMin head over all tokens does the work.
 # Usage: examples/mnist_pretrained.sh DATA_DIR [OUT]   (DATA_DIR holds MNIST/raw); some twenty-five minutes on one core.
 set -euo pipefail
@@ -13,7 +13,7 @@ images=(--dataset torch/mnist --data-dir "$data")
 parts=(--goal certify --limit 2000 --norm fold --residual weighted --activation maxmin --head 512,512,256)
 certified=(--loss margin --epsilon 1.58 --epochs 12 --batch-size 256)
 
-# 1. A plain ViT (LayerNorm, dot-product attention, GELU), trained as anyone would.
+# 1. A plain ViT (LayerNorm, dot-product attention, GELU), trained the usual way.
 certvit init certvit_vit_mnist --arch-arg depth=2 --arch-arg embed_dim=64 -o init.safetensors --force
 certvit finetune init.safetensors "${images[@]}" --loss ce --epochs 3 --lr 2e-3 -o plain.safetensors --force
 

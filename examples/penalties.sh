@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# MSVP against none, SAM against none, on MNIST with a plain ViT (two blocks, width 64) from scratch: equal numbers of gradients
+# MSVP and SAM against neither, on MNIST with a plain ViT (two blocks, width 64) from scratch: equal numbers of gradients
 # (SAM takes two a step, so it gets half the epochs), two seeds. Attacked on 500 test images.
 # Usage: examples/penalties.sh DATA_DIR [OUT]   (the folder that holds MNIST/raw)
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One certvit command on several machines of a cluster, a process a GPU:  sbatch examples/slurm.sh
-# ImageNet's validation images under noise; the same file, submitted again, goes on where the time limit stopped it.
+# ImageNet's validation images under noise. Submit the file again to continue where the time limit stopped it.
 #SBATCH --job-name=certvit
 #SBATCH --nodes=8
 #SBATCH --ntasks-per-node=1
@@ -16,12 +16,12 @@ IMAGES=${IMAGES:-/data/imagenet/val}
 RECORDS=${RECORDS:-smoothed.jsonl}
 PER_NODE=${PER_NODE:-8}
 
-# a network too large for one GPU is trained by the same call of torchrun, with `-m certcli finetune ... --shard-weights --resume`
+# to train a network too large for one GPU, call torchrun the same way with `-m certcli finetune ... --shard-weights --resume`
 
 # the first machine of the job is where the processes meet
 MEET=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# --resume goes on with the records that are there, and begins where there are none. A task that fails ends the job:
+# --resume continues existing records, or begins new ones. A task that fails ends the job:
 # torchrun has ended its processes already, and those of other machines would wait for it
 srun --kill-on-bad-exit=1 torchrun \
     --nnodes="$SLURM_NNODES" --nproc-per-node="$PER_NODE" \

@@ -63,7 +63,7 @@ class Surgery:
         ),
     ] = None
     norm_floor: Annotated[
-        float | None, typer.Option(help="Floor of --norm floor; by default each layer's 5 % quantile on the images.")
+        float | None, typer.Option(help="Floor of --norm floor. Default: each layer's 5 % quantile on the images.")
     ] = None
     residual: Annotated[str | None, typer.Option(help="convex: (1-t)x + t f; weighted: x + a f; or keep.")] = None
     activation: Annotated[str, typer.Option(help="keep, or of slope 1: relu, maxmin (loses no gradient norm).")] = (
@@ -105,7 +105,7 @@ class PlanOptions:
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan with parameters, multiply-adds and bounds, and stop.")
     ] = False
-    bounds: Annotated[bool, typer.Option("--bounds/--no-bounds", help="Bounds in the plan.")] = True
+    bounds: Annotated[bool, typer.Option("--bounds/--no-bounds", help="Prove bounds for the plan.")] = True
 
 
 @command(

@@ -27,7 +27,7 @@ class Attacks:
     attacks: Annotated[
         list[str],
         typer.Option(
-            "--attack", "-a", help="pgd unless named; fgsm, pgd-50, margin-pgd, cw, autoattack, ...; several."
+            "--attack", "-a", help="fgsm, pgd-50, margin-pgd, cw, autoattack, ...; may be repeated. Default: pgd."
         ),
     ] = field(default_factory=list)
     preset: Annotated[str | None, typer.Option(help="A paper's evaluation: certvit, specformer-standard, ...")] = None
@@ -38,30 +38,34 @@ class Attacks:
             "-e",
             parser=options.fraction,
             metavar="R",
-            help="Radius in pixel units, 0.5 unless given, also as 8/255; several: a curve.",
+            help="Radius in pixel units, 0.5 or 8/255; repeated: a curve. Default: 0.5.",
         ),
     ] = field(default_factory=list)
-    norm: Annotated[str | None, typer.Option(help="l2 (unless given), linf, or patch (with --patch).")] = None
+    norm: Annotated[str | None, typer.Option(help="l2 (default), linf, or patch (with --patch).")] = None
     defence: Annotated[
         str, typer.Option(help="With --norm patch: none, or patch, the classifier of certify --method patch.")
     ] = "none"
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of iterated attacks; else each attack's own.")] = None
-    restarts: Annotated[int, typer.Option(min=1, help="Runs of random attacks on what still stands.")] = 1
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of iterated attacks. Default: each attack's own.")] = (
+        None
+    )
+    restarts: Annotated[int, typer.Option(min=1, help="Runs of random attacks on images that still stand.")] = 1
     step_size: Annotated[
         float | None,
-        typer.Option(parser=options.fraction, metavar="A", help="Step in pixel units; else 2.5 radius / steps."),
+        typer.Option(parser=options.fraction, metavar="A", help="Step in pixel units. Default: 2.5 radius / steps."),
     ] = None
-    samples: Annotated[int, typer.Option(min=1, help="Draws averaged by verdict and eot-pgd: for random nets.")] = 1
+    samples: Annotated[
+        int, typer.Option(min=1, help="Draws that verdict and eot-pgd average, for random networks.")
+    ] = 1
     precision: Annotated[
-        str, typer.Option(help="float32, or bf16: the attack's own passes run faster; verdicts never do.")
+        str, typer.Option(help="float32 or bf16, of the attack's own passes; verdicts keep the network's own.")
     ] = "float32"
     independent: Annotated[
-        bool, typer.Option("--independent", help="Show every image to every attack, not only what still stands.")
+        bool, typer.Option("--independent", help="Show every image to every attack, not only those that still stand.")
     ] = False
     refine: Annotated[int, typer.Option(min=0, help="Halvings of each success towards its image: minimal norms.")] = 0
     crafted_on: Annotated[
         str | None,
-        typer.Option("--source", help="Checkpoint to craft on (transfer); CKPT is tested."),
+        typer.Option("--source", help="Craft on this checkpoint, test on CKPT (transfer)."),
         options.Reads(),
     ] = None
     checks: Annotated[bool, typer.Option(help="Check the evaluation itself on a few images.")] = True
@@ -99,7 +103,7 @@ class Chosen(Evaluation):
     per_class: Annotated[int | None, typer.Option(min=1, help="Use K seeded images of every class.")] = None
     only_certified: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.jsonl", help="Records of `certify`: attack what is certified, at its own radius."),
+        typer.Option(metavar="FILE.jsonl", help="Records of `certify`: attack each certified image at its own radius."),
         options.Reads(),
     ] = None
 

@@ -31,12 +31,13 @@ class Wanted:
     """What is asked, in how much time, and what the answer must meet."""
 
     time_budget: Annotated[
-        str, typer.Option("--time-budget", metavar="T", help="Wall time: 90s, 2m, 1h. What does not fit is said.")
+        str,
+        typer.Option("--time-budget", metavar="T", help="Wall time: 90s, 2m, 1h. The report names what did not fit."),
     ] = "2m"
     epsilon: options.Epsilons = field(default_factory=lambda: [0.12, 0.5])
     attacks: Annotated[
         list[str],
-        typer.Option("--attack", "-a", help="pgd unless named; margin-pgd, autoattack, ...; several, in turn."),
+        typer.Option("--attack", "-a", help="pgd, margin-pgd, autoattack, ...; repeated: in turn."),
     ] = field(default_factory=lambda: ["pgd"])
     methods: Annotated[
         list[str],
@@ -57,7 +58,7 @@ class Wanted:
         typer.Option(
             parser=options.fraction,
             metavar="S",
-            help="Noise of smoothing, pixel units; else the smallest --epsilon, at least R / 1.5 for certified@R.",
+            help="Noise of smoothing, pixel units. Default: the smallest --epsilon, at least R / 1.5 for certified@R.",
         ),
     ] = None
     precision: Annotated[

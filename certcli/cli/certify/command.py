@@ -33,7 +33,7 @@ class Wanted:
             "-e",
             parser=options.fraction,
             metavar="R",
-            help="Radius in pixel units: 0.5 or 36/255; may be repeated. Else 0.25, 0.5, 1, in linf 1, 2, 4, 8 / 255.",
+            help="Radius in pixel units: 0.5 or 36/255; may be repeated. Default: 0.25, 0.5, 1; in linf 1, 2, 4, 8 / 255.",
         ),
     ] = field(default_factory=list)
     methods: Annotated[
@@ -50,14 +50,16 @@ class Wanted:
         typer.Option(
             "--min-certified",
             metavar="SHARE[@R]",
-            help="Exit 7 below this share at radius (or patch) R, else at the smallest.",
+            help="Exit 7 below this share at radius (or patch) R (default: the smallest).",
         ),
     ] = None
     records: options.Records = None
     resume: options.Resume = False
     attack_records: Annotated[
         Path | None,
-        typer.Option("--attack-records", help="Records of `attack`: shown beside, drawn above the curve by --plot."),
+        typer.Option(
+            "--attack-records", help="Records of `attack`, shown beside the certificates and above the curve of --plot."
+        ),
         options.Reads(),
     ] = None
     verify: Annotated[

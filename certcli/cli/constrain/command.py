@@ -35,11 +35,11 @@ class Method:
     ] = None
     eta: Annotated[
         float | None,
-        typer.Option(help="Relative output error that each layer may make, in place of --keep (the paper allows 0.1)."),
+        typer.Option(help="Allowed relative output error of each layer, in place of --keep (the paper: 0.1)."),
     ] = None
     relaxation: Annotated[float, typer.Option(help="lambda of Douglas-Rachford, in (0, 2).")] = 1.2
     prox: Annotated[str, typer.Option(help="spectral, l1 (the paper's), nuclear, clip, ball.")] = "spectral"
-    iterations: Annotated[int, typer.Option(min=1, help="At most so many iterations a layer.")] = 200
+    iterations: Annotated[int, typer.Option(min=1, help="Maximum of iterations a layer.")] = 200
     target: Annotated[
         float | None, typer.Option(min=0, help="Bring the network's proven bound to this, at the least output error.")
     ] = None
@@ -56,7 +56,7 @@ class Method:
         typer.Option(min=0, help="Isotropic part of the statistics, a share of their mean: no direction moves freely."),
     ] = 0.3
     tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of an image that count; 0: all, with products in float64.")
+        int, typer.Option(min=0, help="Tokens of an image in the statistics; 0: all, with products in float64.")
     ] = 50
 
     def options(self) -> "Options":
@@ -89,7 +89,7 @@ class Layers:
         list[str], typer.Option(help="Leave out layers whose path matches this pattern; may be repeated.")
     ] = field(default_factory=list)
     memory: Annotated[
-        str | None, typer.Option(help="Most memory for statistics, e.g. 2G: layers in several passes.")
+        str | None, typer.Option(help="Memory for statistics, e.g. 2G; more layers take several passes.")
     ] = None
     plot: options.Plot = None
 

@@ -23,7 +23,7 @@ class Objective:
     loss: Annotated[
         str,
         typer.Option(
-            help="ce, or of certified training: margin, gloro, lmt, emma, trades, hinge-kr; of chains: bcp, local-lip."
+            help="ce; certified training: margin, gloro, lmt, emma, trades, hinge-kr; chains: bcp, local-lip."
         ),
     ] = "margin"
     epsilon: Annotated[
@@ -33,11 +33,11 @@ class Objective:
             "-e",
             parser=options.fraction,
             metavar="R",
-            help="Radius to be certified, pixel l2: 0.5 or 36/255.",
+            help="Radius to certify, pixel l2: 0.5 or 36/255.",
         ),
     ] = 0.5
     ramp: Annotated[float, typer.Option(help="Share of the steps in which epsilon rises to its value.")] = 0.3
-    label_smoothing: Annotated[float, typer.Option(help="Of the cross entropy.")] = 0.0
+    label_smoothing: Annotated[float, typer.Option(help="Label smoothing of the cross entropy.")] = 0.0
 
 
 @group("Length of the run")
@@ -48,10 +48,10 @@ class Length:
     steps: Annotated[int | None, typer.Option(help="Optimiser steps in all, in place of --epochs.")] = None
     time_budget: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="As many steps as fit, the final proof included: 90s, 10m, 1h."),
+        typer.Option(metavar="TIME", help="Train as long as fits, the final proof included: 90s, 10m, 1h."),
     ] = None
-    patience: Annotated[int | None, typer.Option(help="Stop after so many epochs without improvement.")] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same command.")] = False
+    patience: Annotated[int | None, typer.Option(help="Stop after this many epochs without improvement.")] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same command.")] = False
 
 
 @group("Optimiser")
@@ -68,21 +68,25 @@ class Steps:
     ] = None
     lr: Annotated[
         float | None,
-        typer.Option(help="Learning rate; 0.01 with stiefel (of biases, residual weights, head), else 0.001."),
+        typer.Option(
+            help="Learning rate. Default: 0.01 with stiefel (biases, residual weights, head), otherwise 0.001."
+        ),
     ] = None
     stiefel_lr: Annotated[float, typer.Option(help="Learning rate of the orthogonal matrices.")] = 0.05
-    weight_decay: Annotated[float, typer.Option(help="Of adamw and sgd.")] = 0.05
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of adamw and sgd.")] = 0.05
     schedule: Annotated[
         str, typer.Option(help="cosine, or steps (a tenth after 7/8 of the run, a hundredth after 19/20).")
     ] = "cosine"
     warmup: Annotated[float, typer.Option(help="Share of the steps with a rising learning rate.")] = 0.02
-    clip_grad: Annotated[float | None, typer.Option(help="Longest gradient, all parameters together.")] = None
+    clip_grad: Annotated[
+        float | None, typer.Option(help="Largest length of the gradient, all parameters together.")
+    ] = None
     accumulate: Annotated[int, typer.Option(metavar="N", help="Batches whose gradients make one step.")] = 1
-    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16, of the network; the bound stays float32.")] = (
-        "float32"
-    )
+    precision: Annotated[
+        str, typer.Option(help="Precision of the network: float32, bf16 or fp16; the bound stays float32.")
+    ] = "float32"
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Recompute activations in place of keeping them.")
+        bool, typer.Option("--checkpointing", help="Recompute activations instead of keeping them.")
     ] = False
     shard_weights: Annotated[
         bool,
@@ -91,23 +95,25 @@ class Steps:
             help="Under torchrun: each process keeps a part of the weights (ce, with adamw or sgd).",
         ),
     ] = False
-    sam: Annotated[float, typer.Option(metavar="RHO", help="Sharpness-aware minimisation; 0 is none.")] = 0.0
+    sam: Annotated[float, typer.Option(metavar="RHO", help="Radius of sharpness-aware minimisation; 0: none.")] = 0.0
     adaptive_sam: Annotated[
         bool, typer.Option("--adaptive-sam", help="Measure RHO relative to each weight's size.")
     ] = False
-    ema: Annotated[float, typer.Option(metavar="DECAY", help="Keep a moving average of the weights; 0 is none.")] = 0.0
+    ema: Annotated[float, typer.Option(metavar="DECAY", help="Decay of a moving average of the weights; 0: none.")] = (
+        0.0
+    )
 
 
 @group("Augmentation")
 class Augmentation:
     """What is done to the training images."""
 
-    noise: Annotated[float, typer.Option(help="Deviation of Gaussian pixel noise on training images.")] = 0.0
+    noise: Annotated[float, typer.Option(help="Standard deviation of Gaussian pixel noise on training images.")] = 0.0
     augment: Annotated[
         str | None, typer.Option(metavar="LIST", help="Any of crop,flip,shift,cutout:2x128 (grey squares).")
     ] = None
-    mixup: Annotated[float, typer.Option(help="Mixup with lambda ~ Beta(A, A); 0 is none.")] = 0.0
-    cutmix: Annotated[float, typer.Option(help="CutMix with lambda ~ Beta(A, A); 0 is none.")] = 0.0
+    mixup: Annotated[float, typer.Option(help="Mixup with lambda ~ Beta(A, A); 0: none.")] = 0.0
+    cutmix: Annotated[float, typer.Option(help="CutMix with lambda ~ Beta(A, A); 0: none.")] = 0.0
     mix_probability: Annotated[float, typer.Option(help="Share of the batches that are mixed.")] = 1.0
 
 
@@ -121,7 +127,7 @@ class Norms:
     ] = None
     project: Annotated[
         str | None,
-        typer.Option(help="After each step bring norms to the radius: ball (those beyond it), or spectral (all)."),
+        typer.Option(help="After each step bring norms to the radius: ball (larger norms only) or spectral (all)."),
     ] = None
     project_radius: Annotated[float, typer.Option(help="Largest spectral norm that --project leaves.")] = 1.0
 
@@ -144,25 +150,35 @@ class Adversary:
     """Images attacked as they are learned."""
 
     adversarial: Annotated[
-        str, typer.Option(help="none, fgsm, pgd, or trades: train on attacked images, made on the fly.")
+        str, typer.Option(help="none, fgsm, pgd or trades: train on images attacked on the fly.")
     ] = "none"
-    attack_norm: Annotated[str, typer.Option(help="linf or l2: norm of the training attack.")] = "linf"
+    attack_norm: Annotated[str, typer.Option(help="Norm of the training attack: linf or l2.")] = "linf"
     attack_epsilon: Annotated[
         float | None,
         typer.Option(
-            parser=options.fraction, metavar="R", help="Radius of the attack; 8/255 in linf, --epsilon in l2."
+            parser=options.fraction, metavar="R", help="Radius of the attack. Default: 8/255 in linf, --epsilon in l2."
         ),
     ] = None
     attack_steps: Annotated[int, typer.Option(help="Steps of pgd and trades.")] = 10
     attack_step_size: Annotated[
         float | None,
-        typer.Option(parser=options.fraction, metavar="A", help="Of each step; 2.5 radii over all steps, fgsm 1.25."),
+        typer.Option(
+            parser=options.fraction, metavar="A", help="Size of a step. Default: 2.5 radii over all steps, fgsm 1.25."
+        ),
     ] = None
     trades_beta: Annotated[float, typer.Option(help="Weight of the divergence in --adversarial trades.")] = 6.0
-    ard: Annotated[float, typer.Option(metavar="P", help="Attention whose gradient the attack misses, at first.")] = 0.0
-    prm: Annotated[float, typer.Option(metavar="P", help="Patches whose perturbation is dropped, at first.")] = 0.0
+    ard: Annotated[
+        float,
+        typer.Option(
+            metavar="P", help="At first, the attack misses the gradient of each attention with probability P."
+        ),
+    ] = 0.0
+    prm: Annotated[
+        float,
+        typer.Option(metavar="P", help="At first, the attack loses its perturbation on a share P of the patches."),
+    ] = 0.0
     mask_decay: Annotated[
-        float, typer.Option(help="Share of the steps after which --ard and --prm have fallen to 0; 0 keeps them.")
+        float, typer.Option(help="Share of the steps in which --ard and --prm fall to 0; 0: they stay.")
     ] = 0.25
 
 

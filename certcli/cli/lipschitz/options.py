@@ -15,7 +15,7 @@ class SlopeSearch:
     """The measured slope beside the proven one."""
 
     estimate: Annotated[bool, typer.Option("--estimate/--no-estimate", help="Measure a lower bound on images.")] = True
-    iterations: Annotated[int, typer.Option(min=1, help="Most power iterations an image.")] = 20
+    iterations: Annotated[int, typer.Option(min=1, help="Maximum of power iterations an image.")] = 20
 
 
 @group("Views")
@@ -28,7 +28,7 @@ class Views:
     other: Annotated[
         str | None,
         typer.Option(
-            "--compare", metavar="CKPT", help="A second checkpoint, side by side; --arch and the like speak of both."
+            "--compare", metavar="CKPT", help="A second checkpoint, side by side; --arch and the like hold for both."
         ),
         options.Reads(),
     ] = None

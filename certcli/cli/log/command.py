@@ -23,10 +23,11 @@ class Verification:
         ),
     ] = False
     sample: Annotated[
-        int | None, typer.Option("--sample", min=1, metavar="N", help="Certify N images again, not all: an interval.")
+        int | None,
+        typer.Option("--sample", min=1, metavar="N", help="Certify only N images again, and compare with an interval."),
     ] = None
     proven_only: Annotated[
-        bool, typer.Option("--proven-only", help="Do not ask for measured results (attack), which are not run again.")
+        bool, typer.Option("--proven-only", help="Leave out measured results (attack), which --verify cannot check.")
     ] = False
     dataset: options.Dataset = None
     data_dir: options.DataDir = None

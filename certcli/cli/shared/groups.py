@@ -89,7 +89,7 @@ class Evaluation(Data):
 class Calibration(Data):
     """Images to calibrate on: labels unused."""
 
-    limit: Annotated[int, typer.Option("--limit", help="Calibration images.")] = 500
+    limit: Annotated[int, typer.Option("--limit", help="Number of calibration images.")] = 500
 
     def images(self, record: Record, sink: Sink) -> Images:
         given = (self.dataset, self.data_dir, self.limit, self.seed)

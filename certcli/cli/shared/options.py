@@ -60,7 +60,7 @@ Output = Annotated[Path | None, typer.Option("-o", "--output", help="Checkpoint 
 ShardSize = Annotated[
     str | None,
     typer.Option(
-        "--shard-size", metavar="SIZE", help="Bytes of a file, where -o ends in .safetensors.index.json: 5GB, 200MB."
+        "--shard-size", metavar="SIZE", help="Size of a file where -o ends in .safetensors.index.json: 5GB, 200MB."
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output file.")]
@@ -69,16 +69,18 @@ Dataset = Annotated[
     typer.Option("--dataset", help="digits, torch/mnist, torch/cifar10, ..., or a folder of class folders."),
     Reads(folder=True),
 ]
-DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Where torch/... datasets lie."), Reads(folder=True)]
-Split = Annotated[str | None, typer.Option("--split", help="train, val, test; by default the one to evaluate on.")]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="Folder of the torch/... datasets."), Reads(folder=True)
+]
+Split = Annotated[str | None, typer.Option("--split", help="train, val or test. Default: the evaluation split.")]
 Limit = Annotated[int | None, typer.Option("--limit", help="Use a seeded, class-balanced sample of N images.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of every random choice.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", min=1, max=MOST_IMAGES, help="Images at a time.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, max=MOST_IMAGES, help="Images in a batch.")]
 Workers = Annotated[
     int | None,
     typer.Option(
-        "--workers", min=0, max=64, help="Threads that read image files ahead; by default one a core, at most 8."
+        "--workers", min=0, max=64, help="Threads that read image files ahead. Default: one a core, at most 8."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
@@ -92,7 +94,7 @@ Plot = Annotated[
 ]
 Html = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE.html", help="A page that opens from disk.", rich_help_panel="Output"),
+    typer.Option("--html", metavar="FILE.html", help="Write a page that opens from disk.", rich_help_panel="Output"),
     Writes(),
 ]
 Records = Annotated[
@@ -100,7 +102,7 @@ Records = Annotated[
     typer.Option(
         "--records",
         metavar="FILE.jsonl",
-        help="One JSON line an image, written as it is found.",
+        help="Write one JSON line an image, during the run.",
         rich_help_panel="Output",
     ),
     Writes(resumable=True),
@@ -119,7 +121,7 @@ ArchArg = Annotated[list[str], typer.Option("--arch-arg", metavar="KEY=VALUE", h
 Mean = Annotated[str | None, typer.Option("--mean", help="Pixel mean of a foreign file, e.g. 0.5 or 0.48,0.45,0.41.")]
 Std = Annotated[str | None, typer.Option("--std", help="Pixel standard deviation of a foreign file.")]
 NormEps = Annotated[
-    float | None, typer.Option("--norm-eps", help="eps of every norm of a foreign file, where it is not timm's own.")
+    float | None, typer.Option("--norm-eps", help="eps of every norm of a foreign file, if not timm's own.")
 ]
 AsStated = Annotated[
     bool,
