@@ -22,9 +22,12 @@ from certcli.audit.compose import compose
 from certcli.audit.words import Typed
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
 from certcli.certify.methods import certify as run_certifier
-from certcli.certify.methods import prepare
+from certcli.certify.methods import options_of, prepare
+from certcli.certify.patch.options import Patches
+from certcli.certify.predicting import Prediction, Predictor
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
+from certcli.evaluation.sizes import Size
 from certcli.evaluation.threat import growing
 from certcli.images import datasets
 from certcli.images.calibration import calibration_images
@@ -40,7 +43,7 @@ from certcli.report.document import Audit
 from certcli.system.errors import DataError
 
 FUNCTIONS = (
-    "load", "save", "history", "network", "images", "bound", "slope", "certify", "shares", "attack", "audit",
+    "load", "save", "history", "network", "images", "bound", "slope", "certify", "shares", "predict", "attack", "audit",
 )  # fmt: skip
 """What is documented, and kept."""
 
@@ -111,16 +114,31 @@ def certify(
     batch_size: int = 128,
     **options: Any,
 ) -> list[Certificate]:
-    """One certificate an image. method: lipschitz, local, smoothing (options: sigma, n0, samples, alpha, enough, seed)."""
+    """One certificate an image. method: lipschitz, local, smoothing (options: sigma, n0, ...), patch (patches, ...)."""
     checkpoint = load(source)
-    certifier = prepare(method, checkpoint, torch.device(device), {**options, "batch_size": batch_size})
+    certifier = prepare(
+        method, checkpoint, torch.device(device), options_of(method, {**options, "batch_size": batch_size})
+    )
     chosen = _images(checkpoint, given, labels)
     return [row for rows in run_certifier(certifier, chosen, batch_size) for row in rows]
 
 
-def shares(certificates: Sequence[Certificate], radii: Sequence[float]) -> CertifiedAccuracy:
-    """Certified accuracy at each radius, with 95 % intervals."""
-    return certified_accuracy(certificates, radii)
+def shares(certificates: Sequence[Certificate], sizes: Sequence[Size]) -> CertifiedAccuracy:
+    """Certified accuracy at each radius or `Patch`, with 95 % intervals."""
+    return certified_accuracy(certificates, sizes)
+
+
+def predict(
+    source: Network, pixels: Tensor, *, defence: str = "none", prove: bool = False, device: str = "cpu", **options: Any
+) -> list[Prediction]:
+    """The class of each image (n, c, h, w). defence: "patch" is the classifier of `certify` with the method and options.
+
+    prove: also which patches cannot change it.
+    """
+    checkpoint = load(source)
+    predictor = Predictor(checkpoint, torch.device(device), defence, Patches.of(options))
+    chosen = _images(checkpoint, pixels, [0] * len(pixels))
+    return [one for _, part, _ in chosen.batches(predictor.at_once) for one in predictor(part, prove)]
 
 
 def attack(

@@ -34,7 +34,8 @@ def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certifi
     norm = next((norm for norm in get_args(Norm) if norm == run.norm), None)
     if norm is None:
         raise DataError(
-            f"{path} certifies in a norm that no attack knows: {one_line(run.norm)[:40]}", "certify in l2 or linf"
+            f"{path} certifies in a norm that no attack knows: {one_line(run.norm)[:40]}",
+            "certify in l2 or linf; --norm patch attacks within patches",
         )
     found: dict[int, Certified] = {}
     for number, row in enumerate(rows, start=2):

@@ -28,11 +28,12 @@ def compose(
     doubts = [*results.seen, *opened.reading.doubts]
     doubts += [] if clean is None else accuracy_doubts(clean.hits, clean.images, checkpoint)
     doubts += results.doubts
-    judged = gates.judge(demands, results.bound, results.clean, results.certificates, results.attack, results.skipped)
+    image = record.input.size[1:]
+    judged = gates.judge(demands, results, image)
     named = typed.travelling()
     kept: dict[str, Any] = {
         name: getattr(results, name)
-        for name in ("bound", "slope", "dataset", "clean", "certificates", "attack", "skipped")
+        for name in ("bound", "slope", "dataset", "clean", "certificates", "attack", "patched", "skipped")
     }
     return Audit(
         schema=1,

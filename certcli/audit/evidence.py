@@ -3,7 +3,7 @@
 from typing import Any
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.report.document import Attacked, Audit, Certified, to_json
+from certcli.report.document import Attacked, Audit, Certified, Patched, to_json
 
 
 def with_evidence(checkpoint: Checkpoint, audit: Audit, attention_weight: float | None, seed: int) -> Checkpoint:
@@ -27,6 +27,16 @@ def with_evidence(checkpoint: Checkpoint, audit: Audit, attention_weight: float 
             "method": found.method,
         }
         checkpoint = checkpoint.with_evidence("certify", about, _certified(found))
+    if audit.patched is not None:
+        dataset = audit.patched.dataset
+        about = {
+            "dataset": dataset.name,
+            "split": dataset.split,
+            "limit": dataset.images,
+            "seed": seed,
+            "method": "patch",
+        }
+        checkpoint = checkpoint.with_evidence("certify", about, _against_patches(audit.patched))
     if audit.attack is not None:
         parameters = {
             "dataset": audit.attack.dataset.name,
@@ -57,6 +67,20 @@ def _certified(found: Certified) -> dict[str, Any]:
         "method": found.method,
         "failure": found.failure,
         "promise": found.promise,
+        "arithmetic": found.arithmetic,
+        "parameters": found.parameters,
+    }
+
+
+def _against_patches(found: Patched) -> dict[str, Any]:
+    return {
+        "dataset": to_plain(found.dataset),
+        "clean": found.clean.share,
+        "certified": {size: share.share for size, share in found.certified.items()},
+        "images": found.clean.images,
+        "method": "patch",
+        "failure": 0.0,
+        "promise": "proof",
         "arithmetic": found.arithmetic,
         "parameters": found.parameters,
     }

@@ -21,10 +21,11 @@ from certcli.audit.shared_stages import together
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import describe
+from certcli.evaluation.sizes import Patch
 from certcli.evaluation.threat import growing
 from certcli.images.labelled import Images, sent
 from certcli.models.build import PixelModel
-from certcli.report.document import Attacked, Certified, Dataset, Share
+from certcli.report.document import Attacked, Certified, Dataset, Patched, Share
 from certcli.system.errors import DataError
 from certcli.system.processes import ALONE, Team
 
@@ -124,7 +125,7 @@ class Certifying:
             return [row.to_json() for row in rows]
 
         def unpack(rows: list[dict[str, Any]]) -> list[Certificate]:
-            return [Certificate.from_json(row) for row in rows]
+            return [self.certifier.certificate.from_json(row) for row in rows]
 
         broken = False
         while self.rest and not broken:
@@ -163,8 +164,26 @@ def certified(
         dataset=dataset_of(first(images, count)),
         clean=Share.of(sum(row.correct for row in rows), count),
         certified={name: Share.of(held, count) for name, held in hits.items()},
-        average_radius=result.average_radius,
+        average_radius=result.average_radius or 0.0,
         abstained=result.abstained,
+        parameters=dict(certifier.parameters),
+        seconds=round(seconds, 2),
+    )
+
+
+def patched(
+    certifier: Certifier, rows: Sequence[Certificate], images: Images, sizes: Sequence[Patch], seconds: float
+) -> Patched:
+    """The shares that no patch changes, as the document has them."""
+    count = len(rows)
+    return Patched(
+        procedure=str(certifier.parameters["procedure"]),
+        arithmetic=certifier.arithmetic,
+        title=certifier.title,
+        statement=certifier.statement,
+        dataset=dataset_of(first(images, count)),
+        clean=Share.of(sum(row.correct for row in rows), count),
+        certified={str(size): Share.of(sum(row.holds_at(size) for row in rows), count) for size in sizes},
         parameters=dict(certifier.parameters),
         seconds=round(seconds, 2),
     )

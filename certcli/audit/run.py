@@ -15,8 +15,12 @@ from certcli.audit.shared_stages import together
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.choice import USEFUL
 from certcli.certify.lipschitz import LipschitzCertifier
+from certcli.certify.local_options import Local
 from certcli.certify.methods import prepare
+from certcli.certify.patch.certifier import PatchCertifier
+from certcli.certify.patch.options import Patches
 from certcli.certify.smoothing.functions import classifier
+from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.doubts import order_doubt
 from certcli.evaluation.radii import radius_key
@@ -26,7 +30,7 @@ from certcli.lipschitz.network import NetworkBound
 from certcli.lipschitz.numerics.real import INF
 from certcli.models import build
 from certcli.nn.residual import attention_weight
-from certcli.report.document import Attacked, Certified, Dataset, Found, Row, Share, Skipped, Slope
+from certcli.report.document import Attacked, Certified, Dataset, Found, Patched, Row, Share, Skipped, Slope
 from certcli.system.errors import ArchitectureError, DataError, NoBoundError, UsageError
 from certcli.system.memory import free_bytes
 from certcli.system.processes import Team
@@ -42,6 +46,12 @@ FARTHEST = 1.5
 """Radius of a gate over sigma: with so few draws more images were certified at it than at 1 or 1.9 (validation digits)."""
 NOISY = 64
 """Noisy images at a time on a CPU: four images' first draws."""
+PATCH = "2%"
+"""The patch that is asked about where none is named: a sticker."""
+PHOTOGRAPH = 64
+"""Pixels a side from which on it is."""
+PATCHED_AT_ONCE = 4
+"""Images that share batches of masked passes: few, since one batch of images must fit into the time."""
 LARGE = 1_000_000
 """Parameters from which on smoothing and attacks run in bfloat16, where the machine multiplies matrices in it."""
 COPIED = 0.25
@@ -56,6 +66,7 @@ CLASSIFIED = 32
 class Asked:
     """What an audit is asked for. radii: ascending; sigma: None takes the smallest radius above 0.
 
+    patches: sizes as --patch spells them; none takes PATCH, where nothing else is proven of a network of photographs.
     reach: the largest radius that smoothing must speak of (None: the smallest of radii above 0). methods: of certificates;
     none takes those that make sense for the network. precision: of smoothing and of the attacks' own passes; "auto" takes
     bf16 for large networks where the machine multiplies matrices in it, else float32.
@@ -67,6 +78,7 @@ class Asked:
     reach: float | None = None
     attacks: tuple[str, ...] = ("pgd",)
     methods: tuple[str, ...] = ()
+    patches: tuple[str, ...] = ()
     seed: int = 0
     batch_size: int = 128
     precision: str = AUTO
@@ -90,6 +102,7 @@ class Results:
     clean: Share | None = None
     certificates: list[Certified] = field(default_factory=list)
     attack: Attacked | None = None
+    patched: Patched | None = None
     skipped: list[Skipped] = field(default_factory=list)
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
     exhibits: list[Any] = field(default_factory=list)
@@ -162,6 +175,8 @@ def run(
     elif stages.wanted("local"):
         stages.local()
     stages.attack()
+    if asked.patches or not useful:
+        stages.patch()
     if (asked.methods or not useful) and stages.wanted("smoothing"):
         stages.smoothing()
     stages.finish()
@@ -280,7 +295,7 @@ class _Stages:
         ready: list[Certifier] = []
 
         def make() -> bool:
-            ready.append(prepare("local", self.checkpoint, self.device, {"at": at}))
+            ready.append(prepare("local", self.checkpoint, self.device, Local(at=at)))
             return True
 
         try:
@@ -300,19 +315,34 @@ class _Stages:
         sigma = asked.sigma if asked.sigma is not None else max(asked.least, reach / FARTHEST)
         radii = [radius for radius in asked.radii if 0 < radius <= reach]
         size = asked.batch_size if self.device.type == "cuda" else min(asked.batch_size, NOISY)
-        given = {
-            "sigma": sigma, "n0": DRAWS_FIRST, "samples": DRAWS, "enough": reach, "decide": radii == [reach],
-            "seed": asked.seed, "precision": precision, "batch_size": size,
-        }  # fmt: skip
         self.tell("smoothing")
         try:
-            certifier = prepare("smoothing", self.checkpoint, self.device, given)
+            options = Smoothing(
+                sigma, DRAWS_FIRST, DRAWS, enough=reach, decide=radii == [reach],
+                precision=precision, seed=asked.seed, batch_size=size,
+            )  # fmt: skip
+            certifier = prepare("smoothing", self.checkpoint, self.device, options)
         except UsageError as refusal:
             self.results.skip("smoothing", refusal.message)
             return
         each = self.image_seconds / (judging.BF16_GAIN if precision == "bf16" else 1.0)
         expected = each * (DRAWS_FIRST + DRAWS) * (certifier.at_once or 1)
         self._certify(certifier, 1.0, f"the network smoothed by noise of sigma {sigma:g}", radii, expected)
+
+    def patch(self) -> None:
+        """Certificates of the classifier behind masks, against patches: for networks that nothing else is proven of."""
+        asked, size = self.asked, self.checkpoint.record.input.size
+        named = bool(asked.patches) or "patch" in asked.methods
+        if not named and (asked.methods or min(size[1:]) < PHOTOGRAPH):
+            return
+        self.tell("certificates against patches")
+        try:
+            certifier = prepare("patch", self.checkpoint, self.device, Patches(patches=list(asked.patches or (PATCH,))))
+        except UsageError as refusal:
+            self.results.skip("patch", refusal.message)
+            return
+        certifier.at_once = PATCHED_AT_ONCE
+        self._certify(certifier, 0.4, "the network behind masks", ())
 
     def _certify(
         self, certifier: Certifier, share: float, about: str, radii: Sequence[float], expected: float = 0.0
@@ -368,6 +398,13 @@ class _Stages:
             told = f"{len(rows)} of {len(self.images)} images fitted into {going.seconds:.0f} s"
             told += "; one more was broken off and is not counted: such images tend to be hard" if broken else ""
             results.skip(f"{method}, further images", told, True)
+        if isinstance(going.certifier, PatchCertifier):
+            sizes = going.certifier.patches
+            results.patched = judging.patched(going.certifier, rows, self.images, sizes, going.seconds)
+            for row in rows:
+                kept = results.rows.setdefault(row.index, {"index": row.index, "label": row.label})
+                kept["proven"] = [str(size) for size in sizes if row.holds_at(size)]
+            return
         results.certificates.append(judging.certified(going.certifier, rows, self.images, radii, about, going.seconds))
         results.radii[method] = [row.radius if row.correct else -1.0 for row in rows]
         for row in rows:

@@ -56,6 +56,7 @@ def share(found: Share) -> str:
 def verdict(results: Results, asked: Asked) -> list[str]:
     """What is proven, what holds with probability, what attacks found, what is not known: one sentence or two each."""
     told = [_proof(results, asked)]
+    told += _patched(results)
     told += [_smoothed(found, asked) for found in results.certificates if found.failure > 0]
     if (attack := results.attack) is not None:
         names = ", then ".join(name.upper() for name in attack.attacks)
@@ -70,6 +71,20 @@ def verdict(results: Results, asked: Asked) -> list[str]:
     if results.dataset is None:
         told.append("Without labelled images nothing can be said about accuracy, certified shares or attacks.")
     return told
+
+
+def _patched(results: Results) -> list[str]:
+    """What no patch changes, for each size: of the classifier behind masks, which is another one."""
+    found = results.patched
+    if found is None:
+        return []
+    way = found.procedure.replace("-", " ")
+    return [
+        f"Proven: with {way} no {size.replace('x', ' x ')} patch changes the answer for {kept.hits} of {kept.images} images"
+        f" ({proven_percent(kept.share, 0)}; without a patch it is right on {found.clean.hits})."
+        + (" Few images: a rough answer." if kept.images < FEW else "")
+        for size, kept in found.certified.items()
+    ]
 
 
 def _proof(results: Results, asked: Asked) -> str:
@@ -186,6 +201,8 @@ def reproduce(
         words += ["-a", attack]
     for method in asked.methods:
         words += ["--method", method]
+    for patch in asked.patches:
+        words += ["--patch", patch]
     words += [] if asked.sigma is None else ["--sigma", f"{asked.sigma:g}"]
     words += [] if limit is None else ["--limit", str(limit)]
     words += ["--seed", str(asked.seed), "--time-budget", f"{budget:g}s"]

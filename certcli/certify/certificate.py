@@ -5,14 +5,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from certcli.evaluation.intervals import Interval, share_interval
-from certcli.evaluation.radii import proven_radius, radius_key
-from certcli.evaluation.threat import Norm
+from certcli.evaluation.radii import proven_radius
+from certcli.evaluation.sizes import Kind, Patch, Size, size_key
 from certcli.system.errors import DataError, NoBoundError, one_line
 
 AGAIN = 1e-6
@@ -41,22 +41,27 @@ class Certificate:
     def correct(self) -> bool:
         return self.prediction == self.label
 
-    def holds_at(self, epsilon: float) -> bool:
-        """Certified and correct at this radius (epsilon = 0: correct)."""
-        return self.correct and (epsilon == 0 or self.radius > epsilon)
+    @property
+    def held(self) -> float | tuple[str, ...]:
+        """What cannot change the class: images within a radius, or patches, as they are spelled."""
+        return self.radius
+
+    def holds_at(self, size: Size) -> bool:
+        """Certified and correct at this radius (0: correct); False for a threat that it does not speak of."""
+        return self.correct and isinstance(size, (int, float)) and (size == 0 or self.radius > size)
 
     def to_json(self) -> dict[str, Any]:
         """All fields; rung and seconds only where the method gives them. An infinite radius is "inf"."""
         row = {**asdict(self), "radius": self.radius if math.isfinite(self.radius) else "inf"}
         return {key: value for key, value in row.items() if key not in ("rung", "seconds") or value}
 
-    @staticmethod
-    def from_json(row: Mapping[str, Any], where: str = "the records") -> "Certificate":
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any], where: str = "the records") -> Self:
         """Inverse of `to_json`; DataError when the row is no certificate."""
         try:
-            known = {name: row[name] for name in Certificate.__dataclass_fields__ if name in row}
+            known = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
             prediction, label, index = row["prediction"], int(row["label"]), int(row["index"])
-            found = Certificate(
+            found = cls(
                 **{
                     **known,
                     "index": index,
@@ -99,8 +104,8 @@ class Certifier(ABC):
     failure: of each certificate, as it states it.
     parameters: what decides its certificates beside network and images. about: facts for the document. title, statement:
     what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller.
-    norm: of its radii. reach: no radius beyond it can be certified, whatever the network. remark: what happened on the way
-    that a person should know.
+    norm: of its radii, "patch" where it speaks of patches. certificate: the type of its records. reach: no radius beyond it
+    can be certified, whatever the network. remark: what happened on the way that a person should know.
     """
 
     method: ClassVar[str]
@@ -109,7 +114,8 @@ class Certifier(ABC):
     arithmetic: str = "real"
     domain: str = "all"
     at_once: int | None = None
-    norm: Norm = "l2"
+    norm: Kind = "l2"
+    certificate: ClassVar[type[Certificate]] = Certificate
     reach: float = math.inf
     title: str = ""
     statement: str = ""
@@ -206,12 +212,12 @@ class CertifiedAccuracy:
     """Shares of the images: correct, and certified and correct at each radius; mean radius, wrong ones counting 0.
 
     intervals: 95 % Clopper-Pearson, "clean" and each radius, for images that are a sample. abstained: share without a
-    prediction. An infinite radius counts in the shares and is left out of the mean.
+    prediction. An infinite radius counts in the shares and is left out of the mean; certificates against patches have none.
     """
 
     clean: float
     certified: dict[str, float]
-    average_radius: float
+    average_radius: float | None
     images: int
     method: str
     failure: float
@@ -219,22 +225,24 @@ class CertifiedAccuracy:
     abstained: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """All fields; no mean radius of patches."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def certified_accuracy(certificates: Sequence[Certificate], epsilons: Sequence[float]) -> CertifiedAccuracy:
-    """Certificates of one method -> shares at each radius. DataError when there is none."""
+def certified_accuracy(certificates: Sequence[Certificate], sizes: Sequence[Size]) -> CertifiedAccuracy:
+    """Certificates of one method -> shares at each radius or patch. DataError when there is none."""
     if not certificates:
         raise DataError("no image was certified")
     count = len(certificates)
     radii = [certificate.radius if certificate.correct else 0.0 for certificate in certificates]
     finite = [radius for radius in radii if math.isfinite(radius)]
     clean = sum(certificate.correct for certificate in certificates)
-    held = {radius_key(e): sum(certificate.holds_at(e) for certificate in certificates) for e in epsilons}
+    of_patches = any(isinstance(size, Patch) for size in sizes)
+    held = {size_key(size): sum(certificate.holds_at(size) for certificate in certificates) for size in sizes}
     return CertifiedAccuracy(
         clean=clean / count,
         certified={name: hits / count for name, hits in held.items()},
-        average_radius=sum(finite) / len(finite) if finite else 0.0,
+        average_radius=None if of_patches else sum(finite) / len(finite) if finite else 0.0,
         images=count,
         method=certificates[0].method,
         failure=max(certificate.failure for certificate in certificates),

@@ -1,15 +1,15 @@
 """Certificate methods by name, and the one loop that turns images into certificates.
 
-`prepare(checkpoint, device, options) -> Certifier` is what a method's entry names. options: by name, of all methods; each
-takes what it knows. NoBoundError when the method can say nothing about this network.
+An entry names a `prepare(checkpoint, device, options) -> Certifier`; `options` is the method's own dataclass, with defaults.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_type_hints
 
 import torch
 
 from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.options import Options
 from certcli.certify.resumed import require_possible
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.records import RecordFile, Run
@@ -49,13 +49,30 @@ METHODS = Registry(
         "the network under Gaussian noise, any network, with probability 1 - alpha an image",
         "Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing",
     ),
+    Entry(
+        "patch",
+        "certcli.certify.patch.certifier:prepare",
+        "any network behind masks, against every patch of a size at every place: proven, as it is executed",
+        "Xiang et al. 2022, PatchCleanser (double masking); Levine & Feizi 2020 (voting over ablations)",
+    ),
 )
 
 
-def prepare(method: str, checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> Certifier:
-    """The method of that name made ready for the checkpoint. UsageError names the methods that there are."""
-    certifier: Certifier = METHODS.load(method)(checkpoint, device, options)
-    return certifier
+def prepare(method: str, checkpoint: Checkpoint, device: torch.device, options: Options | None = None) -> Certifier:
+    """Return the method of that name, made ready for the checkpoint, by its own options or its defaults.
+
+    Raises:
+        UsageError: there is no such method.
+        NoBoundError: the method can say nothing about this network.
+    """
+    made_ready: Callable[..., Certifier] = METHODS.load(method)
+    return made_ready(checkpoint, device, options_of(method, {}) if options is None else options)
+
+
+def options_of(method: str, values: Mapping[str, Any]) -> Options:
+    """Return the method's options from plain values (`Options.of`): its `prepare` names their class."""
+    kind: type[Options] = get_type_hints(METHODS.load(method))["options"]
+    return kind.of(values)
 
 
 def run_of(certifier: Certifier, checkpoint: Checkpoint, images: Images) -> Run:
@@ -85,7 +102,7 @@ def certify(
         earlier = file.take([(index,) for index in images.indices[positions].tolist()]) if file is not None else None
         if earlier is None:
             return None
-        claims = [Certificate.from_json(row) for row in earlier]
+        claims = [certifier.certificate.from_json(row) for row in earlier]
         require_possible(claims, certifier, str(file.path if file is not None else ""))
         return claims
 
@@ -99,7 +116,7 @@ def certify(
         return [row.to_json() for row in rows]
 
     def unpack(rows: list[dict[str, Any]]) -> list[Certificate]:
-        return [Certificate.from_json(row) for row in rows]
+        return [certifier.certificate.from_json(row) for row in rows]
 
     batches = [list(range(start, min(start + step, len(images)))) for start in range(0, len(images), step)]
     for new, rows in team.deal(batches, find, known, pack, unpack):

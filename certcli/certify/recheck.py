@@ -35,7 +35,7 @@ def read_claims(
     rows: Sequence[Mapping[str, Any]], images: Images, certifier: Certifier, where: str
 ) -> list[Certificate]:
     """The certificates of a file about these images, in its order; DataError when it is none, or speaks twice of an image."""
-    claims = [Certificate.from_json(row, where) for row in rows]
+    claims = [certifier.certificate.from_json(row, where) for row in rows]
     labels = dict(zip(images.indices.tolist(), images.labels.tolist(), strict=True))
     seen: set[int] = set()
     for claim in claims:
@@ -93,8 +93,8 @@ def plainly_wrong(claim: Certificate, label: int, certifier: Certifier) -> Confi
             "refuted", f"radius {claim.radius:.6g} is beyond {certifier.reach:.6g}, the largest possible"
         )
     if claim.prediction is None:
-        if claim.radius > 0:
-            return Confirmation("refuted", "it states a radius and no class")
+        if claim.held:
+            return Confirmation("refuted", "it states what cannot change its class, and no class")
         return Confirmation("not checked", "it abstains: nothing is stated")
     return None
 
@@ -103,13 +103,14 @@ def _attacked(
     certifier: Certifier, claim: Certificate, image: Tensor, told: Confirmation, doubt: Doubt, attack: Attack
 ) -> Checked:
     assert claim.prediction is not None
-    model = certifier.attacked
+    model, norm = certifier.attacked, certifier.norm
+    assert norm != "patch"  # a record about patches states no radius
     weight = next(model.parameters(), image)
     pixels = image.to(weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32)
     classes = torch.tensor([claim.prediction], device=pixels.device)
-    radius = min(claim.radius, math.sqrt(image.numel()) if certifier.norm == "l2" else 1.0)  # the box is no longer
+    radius = min(claim.radius, math.sqrt(image.numel()) if norm == "l2" else 1.0)  # the box is no longer
     found = attack(model, pixels, classes, radius)
-    length = float(image_norms(found.double() - pixels.double(), certifier.norm))
+    length = float(image_norms(found.double() - pixels.double(), norm))
     if length > radius or certifier.stands([claim], found, doubt)[0]:
         return Checked(claim, "verified", f"{told.why}; no attack inside it succeeded", True)
     return Checked(

@@ -23,6 +23,7 @@ from certcli.cli.finetune import command as finetune
 from certcli.cli.init import command as init
 from certcli.cli.lipschitz import command as lipschitz
 from certcli.cli.log import command as log
+from certcli.cli.predict import command as predict
 from certcli.cli.shared import settings
 from certcli.cli.shared.output import Sink
 from certcli.cli.shared.streams import Interrupts, guarded
@@ -69,6 +70,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "audit": audit.audit,
     "certify": certify.certify,
     "attack": attack.attack,
+    "predict": predict.predict,
     "log": log.log,
 }
 for _name, _command in COMMANDS.items():

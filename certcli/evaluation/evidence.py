@@ -12,7 +12,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from certcli.checkpoint.record import Evidence
 from certcli.checkpoint.schema import Dataset, Digest, Json, Log10, Share, Text, convert
-from certcli.evaluation.radii import LARGEST, MOST_IMAGES, confidence, read_radius
+from certcli.evaluation.radii import LARGEST, MOST_IMAGES, Norm, confidence, read_radius
+from certcli.evaluation.record_lines import PatchOptions
+from certcli.evaluation.sizes import Kind, Patch, Size, read_size
 from certcli.system.errors import Refused
 
 MOST_RADII = 256
@@ -27,7 +29,6 @@ Upper = Annotated[float, Meta(ge=0)] | Literal["inf"]
 UpperText = Annotated[str, Meta(pattern=r"\A([0-9.]{1,12}(e[+\-]?[0-9]{1,10})?|inf)\Z")]
 Curve = Annotated[dict[str, Share], Meta(min_length=1, max_length=MOST_RADII)]
 Attacks = Annotated[str, _TOKEN]
-Norm = Literal["l2", "linf"]
 Setting = int | float | bool | Attacks | None
 
 
@@ -111,21 +112,24 @@ OPTIONS: Mapping[str, type[Struct]] = {
     "local-lip": NoOptions,
     "bcp": NoOptions,
     "smoothing": SmoothingOptions,
+    "patch": PatchOptions,
 }
 """Parameters of each certificate method; a test keeps it equal to the registry."""
 
 
 class CertifyResult(_Closed):
+    """average_radius: of all methods but `patch`."""
+
     dataset: JudgedImages
     clean: Share
     certified: Curve
-    average_radius: Radius
     images: ImageCount
     method: Text
     failure: Annotated[float, Meta(ge=0, lt=1)]
     promise: Text
     arithmetic: Literal["real", "float64", "float32", "bf16"]
     parameters: Json
+    average_radius: Radius | UnsetType = UNSET
 
     @property
     def options(self) -> Struct:
@@ -134,10 +138,17 @@ class CertifyResult(_Closed):
         return convert(self.parameters, OPTIONS[self.method])
 
     @property
-    def norm(self) -> Norm:
-        """Of the radii."""
+    def norm(self) -> Kind:
+        """Of what it is certified against."""
         options = self.options
-        return options.norm if isinstance(options, LocalOptions) else "l2"
+        return options.norm if isinstance(options, LocalOptions) else "patch" if self.method == "patch" else "l2"
+
+    @property
+    def sizes(self) -> list[tuple[Size, float]]:
+        """Radii or patches, ascending, with the share certified there; Refused for what is no such size."""
+        norm = self.norm
+        found = [(read_size(key, norm), share) for key, share in self.certified.items()]
+        return sorted(found)
 
 
 class AttackParameters(_Closed):
@@ -355,8 +366,13 @@ def _certify_contradictions(about: CertifyParameters, result: CertifyResult) -> 
         yield "parameters and result are not about the same images and method"
     if images != result.dataset.images or (about.limit is not None and images > about.limit):
         yield "the numbers of images differ"
+    if isinstance(result.average_radius, UnsetType) is not isinstance(options, PatchOptions):
+        yield "a mean radius is stated of radii, and of no patches"
+    if isinstance(options, PatchOptions) and set(options.patches) != set(result.certified):
+        yield "its parameters are about other patches"
     held = count_of(result.clean, images)
-    for _, share in sorted((read_radius(key), share) for key, share in result.certified.items()):
+    for size, share in result.sizes:
         if count_of(share, images) > held:
             yield "more images are certified at a larger radius, or than are classified correctly"
-        held = count_of(share, images)
+        if not isinstance(size, Patch):
+            held = count_of(share, images)

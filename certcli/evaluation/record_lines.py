@@ -4,18 +4,21 @@ Nothing is taken from a line that is not a field here. Whether a line is true is
 `attack.resumed` compute lines again.
 """
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from certcli.checkpoint.schema import MOST_CLASSES, Dataset, Digest, Json, Name, Text, decode, require_bounded
+from certcli.evaluation.intervals import MOST_DRAWS
+from certcli.evaluation.radii import Norm
+from certcli.evaluation.sizes import Kind
 from certcli.system.errors import DataError, Refused
 
 LONGEST_LINE = 2**20
 """Bytes of a line; the longest that certvit writes is a header of some thousand."""
-MOST_DRAWS = 10_000_000
 HINT = "certvit certify or attack ... --records FILE writes them"
 
 Index = Annotated[int, Meta(ge=0, le=2**53)]
@@ -24,7 +27,9 @@ Length = Annotated[float, Meta(ge=0)]
 """A radius, a distance between images, or seconds: finite, since JSON has no other numbers."""
 Draws = Annotated[int, Meta(ge=1, le=MOST_DRAWS)]
 Pixels = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
-Norm = Literal["l2", "linf"]
+PatchKey = Annotated[str, Meta(pattern=r"\A([1-9][0-9]{0,2}:)?[1-9][0-9]{0,5}x[1-9][0-9]{0,5}\Z")]
+Patches = Annotated[list[PatchKey], Meta(min_length=1, max_length=32)]
+Side = Annotated[int, Meta(ge=1, le=4096)]
 
 
 class _Strict(Struct, forbid_unknown_fields=True):
@@ -46,7 +51,7 @@ class HeaderFields(_Strict):
     checkpoint: Digest
     dataset: ImagesFields
     method: Name | list[list[Text]]
-    norm: Norm | list[Norm]
+    norm: Kind | list[Norm]
     radii: list[list[Length]]
     parameters: Json
     network: Json = {}
@@ -105,7 +110,54 @@ class AttackedFields(_Strict):
             raise ValueError("prediction, robust, norm and broken_by contradict each other")
 
 
-RECORDS: dict[str, type[Struct]] = {"certify": CertificateFields, "attack": AttackedFields}
+class PatchCertificateFields(_Strict):
+    """A record of certify against patches. counts: how many passes voted for each class."""
+
+    index: Index
+    label: Class
+    prediction: Class | None
+    method: Literal["patch"]
+    failure: Annotated[float, Meta(ge=0, le=0)]
+    proven: Annotated[list[PatchKey], Meta(max_length=32)]
+    pixels: Pixels
+    seconds: Length = 0.0
+    votes: Annotated[list[Annotated[int, Meta(ge=-1, lt=MOST_CLASSES)]], Meta(max_length=65_536)] = []
+    counts: Annotated[dict[str, Index], Meta(max_length=65_536)] = {}
+
+    def __post_init__(self) -> None:
+        if self.prediction is None and self.proven:
+            raise ValueError("it states what cannot change its class, and no class")
+        if self.counts != {str(top): count for top, count in Counter(self.votes).items()}:
+            raise ValueError("its votes and their counts contradict each other")
+
+
+class PatchAttackedFields(_Strict):
+    """A record of attack --norm patch. corner: (top, left) of a patch that breaks it."""
+
+    index: Index
+    label: Class
+    kind: Literal["patch"]
+    patch: PatchKey
+    prediction: Class | None
+    adversarial_prediction: Class | None
+    robust: Annotated[dict[Text, bool], Meta(min_length=1, max_length=1)]
+    corner: Annotated[list[Index], Meta(min_length=2, max_length=2)] | None
+    pixels: Pixels
+
+    def __post_init__(self) -> None:
+        right, broken = self.prediction == self.label, self.corner is not None
+        changed = self.adversarial_prediction != self.prediction
+        if broken is not changed or (broken and not right) or set(self.robust.values()) != {right and not broken}:
+            raise ValueError("prediction, robust and corner contradict each other")
+
+
+RECORDS: dict[tuple[str, bool], type[Struct]] = {
+    ("certify", False): CertificateFields,
+    ("certify", True): PatchCertificateFields,
+    ("attack", False): AttackedFields,
+    ("attack", True): PatchAttackedFields,
+}
+"""By command, and whether its threat is a patch."""
 
 
 class ProofParameters(_Strict):
@@ -139,12 +191,37 @@ class SmoothingParameters(ProofParameters):
             raise ValueError("its seed is not below 2^64")
 
 
+class PatchOptions(_Strict):
+    """Parameters of a classifier that is defended against patches. cell: (height, width) of what is hidden together."""
+
+    procedure: Literal["double-masking", "voting"]
+    patches: Patches
+    hide: Literal["tokens", "pixels"]
+    cell: Annotated[list[Side], Meta(min_length=2, max_length=2)]
+    rows: Side
+    masks: Annotated[int, Meta(ge=2, le=12)] | UnsetType = UNSET
+    bands: Literal["columns", "rows", "blocks"] | UnsetType = UNSET
+    band_width: Side | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        given = tuple(part is not UNSET for part in (self.masks, self.bands, self.band_width))
+        if given != ((True, False, False) if self.procedure == "double-masking" else (False, True, True)):
+            raise ValueError(f"these are not the parameters of {self.procedure}")
+
+
+class PatchParameters(PatchOptions, kw_only=True):
+    promise: Text
+    arithmetic: Text
+    domain: Text
+
+
 PARAMETERS: dict[str, type[Struct]] = {
     "lipschitz": ProofParameters,
     "local": LocalParameters,
     "local-lip": ProofParameters,
     "bcp": ProofParameters,
     "smoothing": SmoothingParameters,
+    "patch": PatchParameters,
 }
 """What each method of certify states of itself in a header; a test keeps this table and the methods' equal."""
 
@@ -164,7 +241,7 @@ def parse(data: bytes, path: Path) -> tuple[Json, list[Json], list[int]]:
             if header is None:
                 header = decode(line, HeaderFields)
             else:
-                rows.append(msgspec.to_builtins(decode(line, RECORDS[header.command])))
+                rows.append(msgspec.to_builtins(decode(line, RECORDS[header.command, header.norm == "patch"])))
         except (Refused, UnicodeError) as failure:
             raise DataError(f"line {len(ends) + 1} of {path} is not {kind} ({failure})", HINT) from failure
         ends.append(end + 1)

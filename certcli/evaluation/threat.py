@@ -1,15 +1,14 @@
-"""The threat model: a ball of pixel-space radius around an image, intersected with the box [0, 1]."""
+"""What an attacker may change: a ball of pixel-space radius around an image in the box [0, 1], or a patch of it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from certcli.evaluation.radii import Norm, require_norm
+from certcli.evaluation.sizes import Patch
 from certcli.system.errors import UsageError
-
-Norm = Literal["l2", "linf"]
 
 
 def image_norms(delta: Tensor, norm: Norm) -> Tensor:
@@ -28,11 +27,21 @@ class Threat:
     """All images x' in [0, 1] with |x' - x| <= radius (pixel units).
 
     own: (b,) float64, a radius for each image of a batch, where they differ; `radius` is then the largest of them.
+    where: (b, 1, h, w) bool, the pixels that may change, where not all may: `Threat.within`.
     """
 
     norm: Norm
     radius: float
     own: Tensor | None = field(default=None, compare=False)
+    where: Tensor | None = field(default=None, compare=False)
+
+    @staticmethod
+    def within(patch: Patch, corners: Sequence[tuple[int, int]], images: Tensor) -> "Threat":
+        """Any pixels within one such patch of each image, at these corners (top, left): a ball of radius 1 in linf there."""
+        where = torch.zeros(len(images), 1, *images.shape[2:], dtype=torch.bool, device=images.device)
+        for row, (top, left) in enumerate(corners):
+            where[row, :, top : top + patch.height, left : left + patch.width] = True
+        return Threat("linf", 1.0, where=where)
 
     @staticmethod
     def each(norm: Norm, radii: Sequence[float]) -> "Threat":
@@ -42,7 +51,8 @@ class Threat:
 
     def of(self, rows: Tensor) -> "Threat":
         """The threat to the images of a batch at these positions (or under this mask)."""
-        return self if self.own is None else replace(self, own=self.own[rows.to(self.own.device)])
+        own, where = (None if part is None else part[rows.to(part.device)] for part in (self.own, self.where))
+        return replace(self, own=own, where=where)
 
     def radii(self, images: Tensor) -> Tensor:
         """(b,) float64, on the images' device."""
@@ -51,8 +61,7 @@ class Threat:
         return self.own.to(images.device)
 
     def __post_init__(self) -> None:
-        if self.norm not in ("l2", "linf"):
-            raise UsageError(f"unknown norm '{self.norm}'", "one of: l2, linf")
+        require_norm(self.norm)
         if not 0 <= self.radius < float("inf"):
             raise UsageError(f"radius {self.radius} is not a finite number >= 0")
 
@@ -68,7 +77,8 @@ class Threat:
         else:
             length = image_norms(delta, "l2").clamp_min(1e-30)
             delta = delta * per_image((self.radii(images) / length).clamp_max(1.0), delta)
-        return (images + delta).clamp(0.0, 1.0)
+        point = (images + delta).clamp(0.0, 1.0)
+        return point if self.where is None else torch.where(self.where, point, images)
 
     def random_start(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Where an ascent begins: (b, c, h, w) -> (b, c, h, w). linf: uniform in the ball; l2: direction and length are.
@@ -106,6 +116,8 @@ class Threat:
         """
         inside = image_norms(adversarial.double() - images.double(), self.norm) <= self.radii(images)
         boxed = ((adversarial >= 0) & (adversarial <= 1)).flatten(1).all(dim=1)
+        if self.where is not None:
+            inside = inside & ((adversarial == images) | self.where).flatten(1).all(dim=1)
         return inside & boxed
 
 

@@ -21,6 +21,21 @@ LARGEST_RESIZED = 2**24
 IMAGE_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"))
 
 
+def image_files(paths: Sequence[Path]) -> list[Path]:
+    """Image files as named, and those within folders, sorted. DataError where a path is none, or a folder holds none."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise DataError(f"no file {one_line(path)}", "name image files, or folders of them")
+        inside = sorted(child for child in path.rglob("*") if child.suffix.lower() in IMAGE_SUFFIXES)
+        if path.is_dir() and not inside:
+            raise DataError(
+                f"{one_line(path)} holds no images", f"their names end in {', '.join(sorted(IMAGE_SUFFIXES))}"
+            )
+        found += inside if path.is_dir() else [path]
+    return found
+
+
 def load_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
     """A folder of class folders, or one that holds train/, val/, test/ of such folders; named as the folder itself is."""
     return replace(_part_of_folder(folder, spec, split), name=folder.resolve().name)

@@ -111,6 +111,18 @@ def _tables(audit: Audit) -> Iterator[Table]:
             ]
             for at, share in found.certified.items()
         ]
+    if (patched := audit.patched) is not None:
+        rows += [
+            [
+                f"no patch changes it, {patched.procedure}",
+                size,
+                proven_percent(share.share),
+                between(share),
+                str(share.images),
+                "proven",
+            ]
+            for size, share in patched.certified.items()
+        ]
     if (attack := audit.attack) is not None:
         rows += [
             [
@@ -130,10 +142,12 @@ def _tables(audit: Audit) -> Iterator[Table]:
         else f"slope {audit.slope.lower:.4g} found (measured, images tried: {audit.slope.images})"
     )
     note = "; ".join(part for part in (bound, slope) if part)
-    columns = ["share of the images", "radius", "share", "95 % interval", "n", "holds"]
+    columns = ["share of the images", "radius or patch", "share", "95 % interval", "n", "holds"]
     yield Table("What was found", columns, rows, (1, 2, 3, 4), note)
-    if audit.certificates:
-        told = [[found.method, found.about, found.title, found.statement] for found in audit.certificates]
+    told = [[found.method, found.about, found.title, found.statement] for found in audit.certificates]
+    if patched is not None:
+        told.append(["patch", "the network behind masks", patched.title, patched.statement])
+    if told:
         yield Table("What the certificates say", ["method", "about", "how", "promise"], told)
     if audit.skipped:
         yield Table("What was not done", ["stage", "why"], [[item.stage, item.why] for item in audit.skipped])

@@ -65,7 +65,7 @@ def as_card(audit: Audit) -> str:
     lines += ["---", "", "## Robustness", ""]
     lines += [f"{prose(line)}\n" for line in audit.verdict]
     lines += [
-        "| share of the images | pixel l2 radius | share | 95 % interval | n | holds |",
+        "| share of the images | pixel l2 radius, or patch | share | 95 % interval | n | holds |",
         "|---|---|---|---|---|---|",
     ]
     for what, radius, share, holds in _shares(audit):
@@ -107,6 +107,9 @@ def _shares(audit: Audit) -> Iterator[tuple[str, str, Share, str]]:
         for radius, share in found.certified.items():
             promise = "proven" if found.failure == 0 else found.promise
             yield f"certified, {found.method}", proven_radius(radius), share, promise
+    if audit.patched is not None:
+        for size, share in audit.patched.certified.items():
+            yield f"no patch changes it, {audit.patched.procedure}", size, share, "proven"
     if audit.attack is not None:
         for radius, share in audit.attack.robust.items():
             yield f"after {', '.join(audit.attack.attacks)}", attacked_radius(radius), share, "measured"

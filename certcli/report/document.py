@@ -111,6 +111,23 @@ class Certified(_Part):
     seconds: Seconds
 
 
+class Patched(_Part):
+    """Certificates of the classifier that is defended against patches (`certify --method patch`), for each size of them.
+
+    clean, certified: of the defended classifier. Its shares are not comparable with those at a radius.
+    """
+
+    procedure: str
+    arithmetic: str
+    title: str
+    statement: str
+    dataset: Dataset
+    clean: Share
+    certified: dict[str, Share]
+    parameters: dict[str, Any]
+    seconds: Seconds
+
+
 class Attacked(_Part):
     """What attacks left, in turn, at ascending radii. fooled: of the correct images, how many fell at each radius."""
 
@@ -126,13 +143,16 @@ class Attacked(_Part):
 
 
 class Row(_Part):
-    """One image. radius: certified, by method; "inf" where nothing changes the class. withstood: at each radius."""
+    """One image. radius: certified, by method; "inf" where nothing changes the class. withstood: at each radius. proven:
+    patches that do not change the class behind masks.
+    """
 
     index: Natural
     label: int
     prediction: int | None = None
     radius: dict[str, float | Literal["inf"]] = {}
     withstood: dict[str, bool] = {}
+    proven: list[str] = []
     adversarial_prediction: int | None = None
     norm: float | None = None
 
@@ -193,6 +213,7 @@ class Audit(_Part):
     seconds: Seconds
     versions: dict[str, str]
     records: list[Row]
+    patched: Patched | None = None
 
 
 def schema() -> dict[str, Any]:

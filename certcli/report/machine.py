@@ -20,9 +20,9 @@ RULES = {
 def as_sarif(audit: Audit) -> str:
     """One run; each gate a result (kind pass or fail), what the verdict warns of as notes, in the order of the verdict."""
     results = [_result("certvit/gate", row.reason, None if row.passed else "error") for row in audit.gate.judged]
-    if audit.bound is not None and not any(
-        share.hits for found in audit.certificates if found.failure == 0 for share in found.certified.values()
-    ):
+    proofs = [found.certified for found in audit.certificates if found.failure == 0]
+    proofs += [] if audit.patched is None else [audit.patched.certified]
+    if audit.bound is not None and not any(share.hits for shares in proofs for share in shares.values()):
         results.append(_result("certvit/no-usable-proof", audit.verdict[0], "note"))
     if audit.attack is not None:
         for radius, count in audit.attack.fooled.items():
@@ -116,6 +116,9 @@ def figures(audit: Audit) -> dict[str, str]:
     for part in audit.certificates:
         for radius, share in part.certified.items():
             found[f"certified.{part.method}@{radius}"] = f"{share.share:.4f} (n = {share.images}, {part.promise})"
+    if audit.patched is not None:
+        for size, share in audit.patched.certified.items():
+            found[f"patched.{audit.patched.procedure}@{size}"] = f"{share.share:.4f} (n = {share.images}, proof)"
     if audit.attack is not None:
         for radius, share in audit.attack.robust.items():
             found[f"robust@{radius}"] = f"{share.share:.4f} (n = {share.images})"

@@ -25,7 +25,8 @@ from certcli.evaluation.evidence import (
     decode_evidence,
 )
 from certcli.evaluation.intervals import share_interval
-from certcli.evaluation.radii import proven_radius, read_radius
+from certcli.evaluation.radii import proven_radius
+from certcli.evaluation.sizes import Patch, Size, proven_size
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.lipschitz.numerics.real import Real
 from certcli.system.errors import CertvitError, Refused
@@ -66,15 +67,19 @@ class Wanted:
     digest: str | None = None
 
 
+Held = float | tuple[str, ...]
+"""What is certified of an image: a radius, or the patches, as they are spelled."""
+
+
 @dataclass(frozen=True)
 class Again:
-    """(correct, radius) of every image that was certified again; total: how many images the evidence is about.
+    """(correct, radius or proven patches) of every image that was certified again; total: how many the evidence is about.
 
     name, split: of the images. registered: the name is a dataset's, not a folder's, which anyone may name as they like.
     stated: what the method says of its certificates (promise, failure, arithmetic, parameters), where it was made ready.
     """
 
-    rows: Sequence[tuple[bool, float]]
+    rows: Sequence[tuple[bool, Held]]
     total: int
     name: str
     split: str
@@ -195,17 +200,16 @@ def _certified(about: Any, result: CertifyResult, where: str, certify: Certify) 
         "arithmetic": result.arithmetic,
         "parameters": msgspec.to_builtins(options),
     }
-    shares = [(read_radius(key), share) for key, share in result.certified.items()]
     given = {name: value for name, value in stated["parameters"].items() if name != "noise"}
     wanted = Wanted(about.split, about.limit, about.seed, result.method, given, result.dataset.digest)
-    mean = result.average_radius
-    yield from _again(where, result.clean, shares, result.norm, mean, result.dataset, stated, wanted, certify)
+    mean = None if isinstance(result.average_radius, msgspec.UnsetType) else result.average_radius
+    yield from _again(where, result.clean, result.sizes, result.norm, mean, result.dataset, stated, wanted, certify)
 
 
 def _again(
     where: str,
     clean: float,
-    shares: Sequence[tuple[float, float]],
+    shares: Sequence[tuple[Size, float]],
     norm: str,
     mean: float | None,
     images: JudgedImages | None,
@@ -213,7 +217,7 @@ def _again(
     wanted: Wanted,
     certify: Certify,
 ) -> Iterator[Claim]:
-    """Stated counts beside those of the images certified again. shares: (radius, certified share)."""
+    """Stated counts beside those of the images certified again. shares: (radius or patch, certified share)."""
     try:
         again = certify(wanted)
     except CertvitError as failure:
@@ -230,9 +234,9 @@ def _again(
         yield Claim(where, "how it was certified", "refuted", why)
         return
     yield Claim(where, f"clean {count_of(clean, total)} of {total}", *_judge(None, clean, again))
-    for radius, share in shares:
-        told = f"certified {count_of(share, total)} of {total} at {norm} {proven_radius(radius)}"
-        yield Claim(where, told, *_judge(radius, share, again))
+    for size, share in shares:
+        told = f"certified {count_of(share, total)} of {total} at {norm} {proven_size(size)}"
+        yield Claim(where, told, *_judge(size, share, again))
     if mean is not None:
         whole = len(again.rows) == again.total  # who asks for a sample does not ask for what no sample can tell
         yield Claim(where, f"mean radius {proven_radius(mean)}", *_judge_mean(mean, again), asked=whole)
@@ -251,30 +255,37 @@ def _named(where: str, images: JudgedImages | None, again: Again, wanted: Wanted
     return Claim(where, told, "not checked", f"the same pixels and labels, in a folder that is named {here} here")
 
 
-def _judge(radius: float | None, share: float, again: Again) -> tuple[Status, str]:
-    """radius: None for images that are right."""
-    hits, count = _hits(radius, again.rows), len(again.rows)
+def _judge(size: Size | None, share: float, again: Again) -> tuple[Status, str]:
+    """size: None for images that are right."""
+    hits, count = _hits(size, again.rows), len(again.rows)
     stated = count_of(share, again.total)
     if count < again.total:
         low, high = share_interval(hits, count, SAMPLE_ALPHA)
-        wrong = share > high or (radius is None and share < low)
+        wrong = share > high or (size is None and share < low)
         interval = f"{hits} of a sample of {count} images: between {low:.4f} and {high:.4f} ({1 - SAMPLE_ALPHA:.1%})"
         return ("refuted" if wrong else "verified"), interval
-    wrong = stated != hits if radius is None else stated > hits
+    wrong = stated != hits if size is None else stated > hits
     return ("refuted" if wrong else "verified"), f"{hits} of all {count} images"
 
 
-def _hits(radius: float | None, rows: Sequence[tuple[bool, float]]) -> int:
-    """Images that are right and, at a radius, certified there; a radius at the very edge may round either way."""
-    if not radius:
+def _hits(size: Size | None, rows: Sequence[tuple[bool, Held]]) -> int:
+    """Images that are right and, at a size, certified there; a radius at the very edge may round either way."""
+    if not size:
         return sum(correct for correct, _ in rows)
-    return sum(correct and found * (1 + SLACK) > radius for correct, found in rows)
+
+    def holds(found: Held) -> bool:
+        if isinstance(found, tuple) or isinstance(size, Patch):
+            return isinstance(found, tuple) and str(size) in found
+        return found * (1 + SLACK) > size
+
+    return sum(correct and holds(found) for correct, found in rows)
 
 
 def _judge_mean(mean: float, again: Again) -> tuple[Status, str]:
     if len(again.rows) < again.total:
         return "not checked", "a sample bounds no mean of radii"
-    finite = [radius for radius in (r if correct else 0.0 for correct, r in again.rows) if radius < float("inf")]
+    radii = [held if correct else 0.0 for correct, held in again.rows if not isinstance(held, tuple)]
+    finite = [radius for radius in radii if radius < float("inf")]
     found = sum(finite) / len(finite) if finite else 0.0
     return ("refuted" if mean > found * (1 + SLACK) else "verified"), f"found {proven_radius(found)}"
 

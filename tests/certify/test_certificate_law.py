@@ -5,6 +5,7 @@ chain of linear maps. Of smoothing, which may be wrong with probability alpha, t
 under noise a linear network is itself.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -17,11 +18,18 @@ from timm.models import register_model
 from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.certify.methods import METHODS, prepare
+from certcli.certify.methods import METHODS, options_of, prepare
+from certcli.certify.options import Options
+from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
+from certcli.certify.patch.certifier import prepare as prepare_patch
+from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
+from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Threat
 from certcli.models import build
 from certcli.nn.activations import MaxMin
+from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 from certcli.system.errors import DataError, NoBoundError
 from certcli.system.registry import Entry
@@ -72,7 +80,7 @@ class Attending(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.head = L2Attention(6, 2, 3, True, 6, True), nn.Linear(6, 4)
+        self.attention, self.head = L2Attention(AttentionShape(6, 2, 3, True, 6, True)), nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(1, 2)
@@ -109,8 +117,8 @@ def network(kind: str) -> Checkpoint:
 
 def certificates(method: str, checkpoint: Checkpoint, pixels: Tensor) -> tuple[Certifier, list[Certificate]]:
     """What the method claims of these images, as certified with the label that it predicts."""
-    options = {"sigma": 0.1, "samples": 2000, "alpha": ALPHA, "precision": "float32"}
-    certifier = prepare(method, checkpoint, torch.device("cpu"), options)
+    options = {"sigma": 0.1, "samples": 2000, "alpha": ALPHA, "precision": "float32", "patches": ["1", "2"], "masks": 3}
+    certifier = prepare(method, checkpoint, torch.device("cpu"), options_of(method, options))
     if certifier.failure and "linear" not in checkpoint.record.arch_args.values():
         return certifier, []  # another smoothed classifier is not known
     labels = build.load_double(checkpoint, torch.device("cpu"))(pixels).argmax(1).tolist()
@@ -182,6 +190,27 @@ def false_claims(checkpoint: Checkpoint, pixels: Tensor, rows: Sequence[Certific
     ]
 
 
+def false_of_patches(certifier: Certifier, pixels: Tensor, rows: Sequence[Certificate]) -> list[Certificate]:
+    """Those whose defended classifier gives another class where a patch is black, white or noise, at every place."""
+    assert isinstance(certifier, PatchCertifier)
+    draw, found = torch.Generator().manual_seed(6), []
+    for row in rows:
+        for patch in map(Patch.from_key, row.held if isinstance(row.held, tuple) else ()):
+            image = pixels[row.index]
+            nearby = [image]
+            for corner in itertools.product(*(range(side - patch.height + 1) for side in image.shape[1:])):
+                for filled in (
+                    torch.zeros_like(image),
+                    torch.ones_like(image),
+                    torch.rand(SIZE, generator=draw).double(),
+                ):
+                    threat = Threat.within(patch, [corner], image[None])
+                    nearby.append(threat.project(filled[None], image[None])[0])
+            if set(certifier.predict(torch.stack(nearby))) != {row.prediction}:
+                found.append(row)
+    return found
+
+
 def false_of_linear(checkpoint: Checkpoint, pixels: Tensor, rows: Sequence[Certificate]) -> list[Certificate]:
     """Those beyond the distance to the hyperplane between two classes, which the smoothed classifier shares."""
     net: Any = build.load_double(checkpoint, torch.device("cpu"))
@@ -203,23 +232,25 @@ def hold(method: str, kind: str) -> int:
         return 0
     assert len(rows) == COUNT or (certifier.failure and kind != "linear")
     assert all(0 <= row.failure < 1 and row.failure == certifier.failure for row in rows)
-    if certifier.failure == 0:
+    if certifier.norm == "patch":
+        assert not false_of_patches(certifier, pixels, rows)
+    elif certifier.failure == 0:
         assert not false_claims(checkpoint, pixels, rows)
     if kind == "linear" and certifier.domain == "all":  # within the box the hyperplane may be farther away
         wrong = false_of_linear(checkpoint, pixels, rows)
         # so many false ones have a chance below 1e-6 where each has alpha
         allowed = next(k for k in range(COUNT + 1) if math.comb(COUNT, k) * certifier.failure**k < 1e-6) if wrong else 1
         assert len(wrong) < max(1, allowed), wrong
-    return sum(row.radius > 0 for row in rows)
+    return sum(bool(row.held) for row in rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", METHODS.names())
 def test_nothing_of_another_class_is_inside_a_claimed_radius(method: str, kind: str) -> None:
     claims = hold(method, kind)
-    if kind == "linear":
+    if kind == ("relu" if method == "patch" else "linear"):
         assert claims  # the law is about something
-    if kind == "tied" and method != "smoothing":
+    if kind == "tied" and method not in ("smoothing", "patch"):  # as a network is executed, its ties go one way
         assert not claims
 
 
@@ -241,16 +272,39 @@ class Claiming(Certifier):
         return [Certificate(index, label, top, 0.5, self.method, self.failure) for index, label, top in rows]
 
 
+class PatchClaiming(PatchCertifier):
+    """A false method: every image, whatever the masked passes say."""
+
+    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[PatchCertificate]:
+        tops = self.predict(pixels)
+        return [
+            PatchCertificate(index, label, top, 0.0, "patch", 0.0, proven=("2x2",))
+            for index, label, top in zip(indices, labels, tops, strict=True)
+        ]
+
+
+def patch_claiming(checkpoint: Checkpoint, device: torch.device, options: Patches) -> Certifier:
+    honest = prepare_patch(checkpoint, device, options)
+    return PatchClaiming(honest.procedure, honest.passes, honest.patches)
+
+
 class Chancy(Claiming):
     failure = ALPHA
 
 
-def claiming(checkpoint: Checkpoint, device: torch.device, options: Any = None) -> Certifier:
+def claiming(checkpoint: Checkpoint, device: torch.device, options: Options) -> Certifier:
     return Claiming(build.load_double(checkpoint, device))
 
 
-def chancy(checkpoint: Checkpoint, device: torch.device, options: Any = None) -> Certifier:
+def chancy(checkpoint: Checkpoint, device: torch.device, options: Options) -> Certifier:
     return Chancy(build.load_double(checkpoint, device))
+
+
+def test_a_method_that_claims_every_patch_breaks_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = Entry("patch-claiming", f"{__name__}:patch_claiming", "a false method")
+    monkeypatch.setitem(METHODS._entries, "patch-claiming", entry)
+    with pytest.raises(AssertionError):
+        hold("patch-claiming", "linear")
 
 
 @pytest.mark.parametrize("kind", ["linear", "relu", "maxmin", "bias25", "tied"])

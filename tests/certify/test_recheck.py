@@ -13,7 +13,8 @@ from torch import Tensor
 from certcli.certify.certificate import Certificate, Confirmation
 from certcli.certify.recheck import recheck
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.method import Smoothing, SmoothingCertifier
+from certcli.certify.smoothing.method import SmoothingCertifier
+from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify.verify import margin_attack
 from certcli.images.labelled import Images
@@ -292,10 +293,10 @@ def test_true_claims_are_refuted_no_more_often_than_stated() -> None:
 
     from certcli.certify.certificate import Doubt
 
-    settings = Smoothing(sigma=0.5, n0=8, samples=64, alpha=0.05)
+    settings = Smoothing(sigma=0.5, n0=8, samples=64, alpha=0.05, batch_size=4096)
     radius = settings.radius(58, 64)
     pixels = torch.full((600, 1, 1, 2), radius / math.sqrt(2))
-    certifier = SmoothingCertifier(Plane(), 2, settings, CPU, 4096)
+    certifier = SmoothingCertifier(Plane(), 2, settings, CPU)
     claims = [Certificate(index, 1, 1, radius, "smoothing", 0.05) for index in range(600)]
     found = certifier.confirm(claims, pixels, Doubt(3, 0.05))
     refuted = sum(one.status == "refuted" for one in found)

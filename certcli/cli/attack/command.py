@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from certcli.certify.patch.options import Patches
+from certcli.cli.attack import patches as patch_attacked
 from certcli.cli.attack import run
 from certcli.cli.attack.options import Attacks, Chosen, Results
 from certcli.cli.shared import inputs
@@ -21,12 +23,14 @@ if TYPE_CHECKING:
 @command(
     "certvit attack m.safetensors -a pgd -a margin-pgd --restarts 3 -e 36/255 --records attacked.jsonl",
     "certvit attack m.safetensors --only-certified certified.jsonl -a margin-pgd",
+    "certvit attack m.safetensors --norm patch --patch 32 --defence patch",
     page="attack.md",
 )
 def attack(
     source: Source,
     wanted: Attacks = Attacks(),
     chosen: Chosen = Chosen(),
+    patches: Patches = Patches(),
     machine: Machine = Machine(),
     results: Results = Results(),
     output: Output = Output(),
@@ -41,6 +45,12 @@ def attack(
     if results.keeps_images:
         require_one("adversarial images are kept", "leave out --save-examples and --gallery, or torchrun")
     output.claim(source, wanted, chosen, results)
+    if patch_attacked.require(wanted, chosen, patches, results):
+        require_one("patches are looked for", "certvit attack --norm patch without torchrun")
+        if output.output is not None:
+            raise UsageError("--output keeps no result of --norm patch yet", "--records FILE.jsonl, or --json")
+        patch_attacked.attack(source, wanted, chosen, patches, machine, results, output.force, talk.sink())
+        return
     sink, gate = talk.sink(), Gate()
     settings, stages = wanted.plan(chosen.seed, chosen.only_certified is not None)
     opened = source.read(sink)

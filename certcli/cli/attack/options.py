@@ -41,7 +41,10 @@ class Attacks:
             help="Radius in pixel units, 0.5 unless given, also as 8/255; several: a curve.",
         ),
     ] = field(default_factory=list)
-    norm: Annotated[str | None, typer.Option(help="l2 (unless given) or linf.")] = None
+    norm: Annotated[str | None, typer.Option(help="l2 (unless given), linf, or patch (with --patch).")] = None
+    defence: Annotated[
+        str, typer.Option(help="With --norm patch: none, or patch, the classifier of certify --method patch.")
+    ] = "none"
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of iterated attacks; else each attack's own.")] = None
     restarts: Annotated[int, typer.Option(min=1, help="Runs of random attacks on what still stands.")] = 1
     step_size: Annotated[

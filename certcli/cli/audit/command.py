@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
 
 
-METHODS = ("lipschitz", "local", "smoothing")
+METHODS = ("lipschitz", "local", "patch", "smoothing")
 
 
 @group("Audit")
@@ -41,7 +41,15 @@ class Wanted:
     methods: Annotated[
         list[str],
         typer.Option(
-            "--method", help="lipschitz, local, smoothing; several; else those that make sense for the network."
+            "--method", help="lipschitz, local, patch, smoothing; several; else those that make sense for the network."
+        ),
+    ] = field(default_factory=list)
+    patches: Annotated[
+        list[str],
+        typer.Option(
+            "--patch",
+            metavar="SIZE",
+            help="Patch that must not change the answer behind masks: 32, 16x64, 2%; several.",
         ),
     ] = field(default_factory=list)
     sigma: Annotated[
@@ -64,7 +72,7 @@ class Wanted:
         typer.Option(
             "--fail-on",
             metavar="GATE",
-            help="Exit 7 if so: certified@0.25<0.4, proven@0.5<0.1, robust@0.5<0.2, clean<0.9, upper>100; several.",
+            help="Exit 7 if so: certified@0.25<0.4, proven@0.5<0.1, robust@0.5<0.2, patched@32<0.1, clean<0.9, upper>100.",
         ),
     ] = field(default_factory=list)
 
@@ -80,10 +88,13 @@ class Wanted:
         from certcli.audit.gates import widened
         from certcli.audit.run import AUTO, Asked
         from certcli.evaluation.records import require_radii
+        from certcli.evaluation.sizes import ANY_IMAGE, Patch
 
         for method in self.methods:
             if method not in METHODS:
                 raise UsageError(f"an audit knows no method '{method}'", one_of(method, METHODS))
+        for patch in self.patches:
+            Patch.read(patch, ANY_IMAGE)
         chosen = require_radii(self.epsilon)
         if self.precision not in (AUTO, *PRECISIONS):
             raise UsageError(f"unknown precision '{self.precision}'", one_of(self.precision, (AUTO, *PRECISIONS)))
@@ -94,6 +105,7 @@ class Wanted:
             sigma=self.sigma,
             attacks=tuple(self.attacks),
             methods=tuple(self.methods),
+            patches=tuple(self.patches),
             seed=seed,
             batch_size=batch_size,
             precision=self.precision,

@@ -84,6 +84,9 @@ def _rows(document: Audit) -> list[tuple[str, ...]]:
         for radius, share in found.certified.items():
             holds = "proven" if found.failure == 0 else found.promise
             rows.append(cells(f"{found.method} at {proven_radius(radius)}", share, holds))
+    if document.patched is not None:
+        for size, share in document.patched.certified.items():
+            rows.append(cells(f"{document.patched.procedure} against {size}", share, "proven"))
     if document.attack is not None:
         for radius, share in document.attack.robust.items():
             rows.append(cells(f"attacked at {attacked_radius(radius)}", share, "measured"))
@@ -96,6 +99,8 @@ def _details(document: Audit, again: str, reading: str, sink: Sink) -> None:
     sink.text("Radii are pixel l2, images in [0, 1]. Certified and attacked shares count correct images only.")
     for found in document.certificates:
         sink.text(f"{found.method}: {found.title}; about {found.about}. {found.seconds:.0f} s")
+    if document.patched is not None:
+        sink.text(f"patch: {document.patched.title}; about the network behind masks. {document.patched.seconds:.0f} s")
     if document.attack is not None:
         sink.text(f"attacks in turn: {', '.join(document.attack.attacks)}; {document.attack.seconds:.0f} s")
     bound = document.bound

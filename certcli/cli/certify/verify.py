@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
     from certcli.cli.shared.groups import Evaluation, Machine, Source
     from certcli.evaluation.records import Run
-    from certcli.evaluation.threat import Norm
+    from certcli.evaluation.sizes import Kind
     from certcli.images.labelled import Images
 
 SHOWN = 20
@@ -55,7 +55,7 @@ class Asked:
 
 def verify_records(asked: Asked, source: Source, data: Evaluation, machine: Machine, sink: Sink) -> None:
     """Every record, or a sample: verified, refuted or not checked. GateError when one is refuted or none was verified."""
-    from certcli.certify.methods import prepare, run_of
+    from certcli.certify.methods import options_of, prepare, run_of
     from certcli.certify.recheck import FALSE_ALARM, read_claims, recheck, require_same_way
     from certcli.evaluation.records import read_records, require_same_images, require_same_network
 
@@ -66,9 +66,9 @@ def verify_records(asked: Asked, source: Source, data: Evaluation, machine: Mach
     method, parameters = _stated(run, asked)
     images = _images(run, checkpoint, data, asked.records, sink)
     require_same_images(rows, images, asked.records)
-    options = {**parameters, "batch_size": machine.batch_size, "denoiser_file": asked.denoiser}
+    values = {**parameters, "batch_size": machine.batch_size, "denoiser_file": asked.denoiser}
     try:
-        certifier = prepare(method, checkpoint, machine.pick(), options)
+        certifier = prepare(method, checkpoint, machine.pick(), options_of(method, values))
     except UsageError as failure:
         raise DataError(f"{asked.records} states parameters that mean nothing: {failure.message}") from failure
     require_same_way(run, run_of(certifier, checkpoint, images), str(asked.records))
@@ -164,7 +164,7 @@ def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink
     return images
 
 
-def margin_attack(steps: int, norm: Norm = "l2") -> Attack:
+def margin_attack(steps: int, norm: Kind = "l2") -> Attack:
     """Margin PGD from the image itself, then towards the likeliest other class: a point inside the ball and the box."""
     from certcli.attack.families.margin import margin_pgd
     from certcli.attack.judge import judge, tuck_in
@@ -172,6 +172,7 @@ def margin_attack(steps: int, norm: Norm = "l2") -> Attack:
     from certcli.evaluation.threat import Threat
 
     def attack(model: nn.Module, image: Tensor, classes: Tensor, radius: float) -> Tensor:
+        assert norm != "patch"
         threat, point = Threat(norm, radius), image
         for restart in range(2):
             settings = AttackSettings(steps=steps, restart=restart)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius, radius_key
+from certcli.evaluation.sizes import proven_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ def evidence(result: Result, images: Images) -> dict[str, Any]:
     from certcli.evaluation.records import describe
 
     found = {**result.to_json(), "dataset": describe(images)}
-    return {name: found[name] for name in EVIDENCE}
+    return {name: found[name] for name in EVIDENCE if name in found}
 
 
 def table(results: Sequence[Result], images: Images, attacked: dict[float, dict[int, bool]], sink: Sink) -> None:
@@ -77,7 +78,7 @@ def _side_by_side(results: Sequence[Result], where: str, left: Mapping[str, floa
                     result.certifier.promise,
                     percent(result.found.clean),
                     *(proven_percent(result.found.certified[e]) for e in radii),
-                    proven_radius(result.found.average_radius, 4),
+                    proven_radius(result.found.average_radius or 0.0, 4),
                     "-" if result.seconds is None else f"{result.seconds:.3g}",
                 )
                 for result in results
@@ -99,15 +100,24 @@ def _table(result: Result, where: str, left: Mapping[str, float], sink: Sink) ->
 
     rows = [
         row("clean", "clean", found.clean),
-        *(row(proven_radius(e), e, share) for e, share in found.certified.items()),
+        *(row(proven_size(e), e, share) for e, share in found.certified.items()),
     ]
     beside = ["after attacks"] if left else []
-    columns = [f"radius (pixel {result.certifier.norm})", *beside, "certified accuracy", "95 % interval"]
+    of_patches = result.certifier.norm == "patch"
+    columns = [
+        "patch (pixels)" if of_patches else f"radius (pixel {result.certifier.norm})",
+        *beside,
+        "certified accuracy",
+        "95 % interval",
+    ]
     sink.table(f"{where}; {result.certifier.title}", columns, rows)
     if found.abstained:
         sink.text(f"abstained: {percent(found.abstained)}")
     taken = f"; {result.seconds:.3g} seconds an image" if result.seconds is not None and result.seconds >= 0.01 else ""
-    sink.text(f"average radius: {proven_radius(found.average_radius, 4)} (0 where the prediction is wrong){taken}")
+    if of_patches:
+        sink.text(f"clean: of the defended classifier{taken}")
+    elif found.average_radius is not None:
+        sink.text(f"average radius: {proven_radius(found.average_radius, 4)} (0 where the prediction is wrong){taken}")
     sink.text(result.certifier.statement)
 
 

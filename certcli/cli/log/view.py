@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.radii import attacked_radius, confidence, proven_percent, proven_radius
+from certcli.evaluation.sizes import proven_size
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -93,11 +95,21 @@ def _bound_of(result: Any) -> str:
 
 
 def _certify(result: Any, about: Any) -> str:
-    shares = ", ".join(f"{proven_percent(share)} at {proven_radius(key)}" for key, share in result.certified.items())
-    norm = "" if result.norm == "l2" else f" (radii {result.norm})"
+    shares = ", ".join(f"{proven_percent(share)} at {proven_size(key)}" for key, share in result.certified.items())
+    norm = {"l2": "", "linf": " (radii linf)", "patch": " (patches, pixels)"}[result.norm]
     told = f"{_images(result)}: clean {percent(result.clean)}, certified {shares}{norm}"
     promise = _chance(result) or "proven"
-    return f"{told} ({result.method}, {promise}), average radius {proven_radius(result.average_radius, 4)}"
+    mean = (
+        f", average radius {proven_radius(result.average_radius, 4)}"
+        if isinstance(result.average_radius, float)
+        else ""
+    )
+    return f"{told} ({_method(result)}, {promise}){mean}"
+
+
+def _method(result: Any) -> str:
+    """With the procedure, where the certificate is about a defended classifier."""
+    return f"{result.method}: {result.options.procedure}" if result.norm == "patch" else str(result.method)
 
 
 def _chance(result: Any) -> str:
@@ -158,11 +170,11 @@ def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
     for _, ckpt in read:
         fresh = (understood(entry) for entry in ckpt.record.evidence if entry.digest == ckpt.digest)
         found.append({entry.command: entry for entry in fresh if entry is not None})
-    wanted = _radius(found)
     columns: dict[str, list[_Cell | None]] = {
         "clean": [_clean(each) for each in found],
         "attacked": [_attacked(each) for each in found],
-        "certified": [_certified(each, wanted) for each in found],
+        "certified": _certified(found, "l2"),
+        "certified against patches": _certified(found, "patch"),
         "validation clean": [_validation(each, "clean") for each in found],
         "validation certified": [_validation(each, "certified") for each in found],
     }
@@ -235,6 +247,8 @@ def _result(found: Found, command: str) -> Any:
 def _clean(found: Found) -> _Cell | None:
     result = _result(found, "certify") or _result(found, "attack")
     remark = "" if "certify" in found else "measured"
+    if remark == "" and found["certify"].result.norm == "patch":
+        remark = "behind masks"
     return None if result is None else _Cell(percent(result.clean), result.images, None, remark)
 
 
@@ -243,26 +257,18 @@ def _attacked(found: Found) -> _Cell | None:
     return None if result is None else _Cell(percent(result.robust), result.images, attacked_radius(result.epsilon))
 
 
-def _in_l2(found: Found) -> Any:
-    """What `certify` found, unless its radii are of another norm: the table has one."""
-    result = _result(found, "certify")
-    return result if result is not None and result.norm == "l2" else None
-
-
-def _radius(found: Sequence[Found]) -> str | None:
-    """The radius that most certified shares can be shown at, the smaller one of equals."""
-    radii = [radius for each in found if (result := _in_l2(each)) is not None for radius in result.certified]
-    return min(radii, key=lambda radius: (-radii.count(radius), float(radius)), default=None)
-
-
-def _certified(found: Found, wanted: str | None) -> _Cell | None:
-    """The share at this radius, else at the entry's smallest; a statement of chance says so."""
-    result = _in_l2(found)
-    if result is None:
-        return None
-    radius = wanted if wanted is not None and wanted in result.certified else min(result.certified, key=float)
-    share = proven_percent(result.certified[radius])
-    return _Cell(share, result.images, proven_radius(radius), _chance(result))
+def _certified(found: Sequence[Found], kind: str) -> list[_Cell | None]:
+    """Of each file the share at the size that most can be shown at, else at its smallest; threats of this kind alone."""
+    results = [result if (result := _result(each, "certify")) and result.norm == kind else None for each in found]
+    shown = Counter(size for result in results if result is not None for size, _ in result.sizes)
+    cells: list[_Cell | None] = []
+    for result in results:
+        if result is None:
+            cells.append(None)
+            continue
+        size, share = min(result.sizes, key=lambda one: (-shown[one[0]], one[0]))
+        cells.append(_Cell(proven_percent(share), result.images, proven_size(size), _chance(result)))
+    return cells
 
 
 def _validation(found: Found, name: str) -> _Cell | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius
+from certcli.evaluation.sizes import proven_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,6 +43,7 @@ def certify_page(
     from certcli.report.audit_page import NOTE, percent, steps
     from certcli.report.page import Command, Curve, Page, Table
 
+    of_patches = results[0].certifier.norm == "patch"
     curves: list[Curve] = []
     rows: list[list[str]] = []
     verdict: list[str] = []
@@ -53,17 +55,21 @@ def certify_page(
         enough = certifier.parameters.get("enough")
         cut = "" if enough is None else f", draws stopped beyond {enough:g}"
         label = f"{certifier.method} ({promise}), n = {count}{cut}"
-        curves.append(Curve(label, "proven" if proof else "probability", steps(radii)))
-        for radius, share in found.certified.items():
-            low, high = found.intervals[radius]
+        if not of_patches:  # shares at patches are no curve over radii
+            curves.append(Curve(label, "proven" if proof else "probability", steps(radii)))
+        for size, share in found.certified.items():
+            low, high = found.intervals[size]
             told = f"{100 * low:.1f} to {100 * high:.1f}"
             what = f"certified, {certifier.method}"
-            rows.append([what, proven_radius(radius), proven_percent(share), told, str(count), promise])
+            rows.append([what, proven_size(size), proven_percent(share), told, str(count), promise])
         least = next(iter(found.certified))
         about = certifier.title[:1].upper() + certifier.title[1:]
+        against = (
+            f"against every patch of {least} pixels" if of_patches else f"at {certifier.norm} {proven_radius(least)}"
+        )
         verdict.append(
             f"{certifier.method} certifies {round(found.certified[least] * count)} of {count} images "
-            f"({proven_percent(found.certified[least])}) at l2 {proven_radius(least)}, {promise}. {about}."
+            f"({proven_percent(found.certified[least])}) {against}, {promise}. {about}."
         )
     if attacked:
         shares = sorted((radius, sum(left.values()) / len(left)) for radius, left in attacked.items())
@@ -73,7 +79,7 @@ def certify_page(
         told = f"{percent(left)} of {count} of these images at l2 {attacked_radius(low)}"
         verdict.append(f"Attacks left {told}, as their records say.")
     said = [[result.certifier.method, result.certifier.statement] for result in results]
-    columns = ["share of the images", "radius", "share", "95 % interval", "n", "holds"]
+    columns = ["share of the images", "patch" if of_patches else "radius", "share", "95 % interval", "n", "holds"]
     return Page(
         title=f"Certificates of {name}",
         subtitle=f"{checkpoint.record.arch}; {len(images)} images of {images.name} ({images.split})",
@@ -84,12 +90,14 @@ def certify_page(
             *lineage_tables(checkpoint),
         ],
         curves=curves,
-        curve_note=NOTE,
+        curve_note="" if of_patches else NOTE,
         commands=[Command("The same once more:", again)],
         facts=[
             f"Network (digest of its function): {checkpoint.digest}",
             f"Images (digest of pixels and labels): {images.digest}",
-            "Radii are pixel l2, images in [0, 1].",
+            "Patches are width x height in pixels, of any content in [0, 1], at any place."
+            if of_patches
+            else f"Radii are pixel {results[0].certifier.norm}, images in [0, 1].",
             *([] if results[0].resumed is None else [str(results[0].resumed)]),
         ],
         doubts=doubts,

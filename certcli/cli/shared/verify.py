@@ -108,9 +108,9 @@ def _show(name: str, claims: list[Claim], sink: Sink) -> None:
 
 def _certifier(checkpoint: Checkpoint, asked: Asked, sink: Sink) -> Any:
     """`certify` of the verification: the images that the evidence names, certified again by its method."""
-    from certcli.certify.methods import certify, prepare
+    from certcli.certify.methods import certify, options_of, prepare
     from certcli.cli.shared.inputs import evaluation_images
-    from certcli.verification.claims import Again
+    from certcli.verification.claims import Again, Held
 
     def again(wanted: Wanted) -> Again:
         images = evaluation_images(
@@ -126,15 +126,17 @@ def _certifier(checkpoint: Checkpoint, asked: Asked, sink: Sink) -> Any:
         device, batch = asked.machine.pick(), asked.machine.batch_size
         whose = Again([], len(images), images.name, images.split, registered=images.ahead is None)
         try:
-            certifier = prepare(wanted.method, checkpoint, device, {**wanted.options, "batch_size": batch})
+            certifier = prepare(
+                wanted.method, checkpoint, device, options_of(wanted.method, {**wanted.options, "batch_size": batch})
+            )
         except NoBoundError:
             if wanted.method != "lipschitz":
                 raise
             return replace(whose, rows=[(correct, 0.0) for correct in _right(checkpoint, chosen, device, batch)])
         with sink.progress("certify again", total=len(chosen)) as bar:
-            rows: list[tuple[bool, float]] = []
+            rows: list[tuple[bool, Held]] = []
             for found in certify(certifier, chosen, batch):
-                rows += [(certificate.correct, certificate.radius) for certificate in found]
+                rows += [(certificate.correct, certificate.held) for certificate in found]
                 bar.advance(len(found))
         stated = {name: getattr(certifier, name) for name in ("promise", "failure", "arithmetic")}
         parameters = json.loads(json.dumps(dict(certifier.parameters)))

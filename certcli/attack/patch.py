@@ -1,0 +1,106 @@
+"""Patches that are looked for: PGD on the pixels of a patch, the best of many places, then restarts there.
+
+What is climbed on and who gives the verdict are handed in: the network itself, or a defended classifier, whose procedure
+judges and whose passes that see the patch are climbed on (an adaptive attack).
+Source: Karmon et al. 2018, LaVAN; places and restarts as in Xiang et al. 2022, section 5.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from certcli.attack.families.margin import lost_margin, margin_pgd
+from certcli.attack.settings import AttackSettings
+from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Threat
+
+Corner = tuple[int, int]
+"""(top, left) of a patch, pixels."""
+PLACES = 5
+"""A side: corners from border to border, evenly."""
+SCOUT_STEPS, STEPS = 5, 40
+FINALISTS = 3
+"""Places of each image at which the full attack runs."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """climbed: corner -> pixels to logits, with gradients. classify: pixels (b, c, h, w) -> the classes that count."""
+
+    climbed: Callable[[Corner], nn.Module]
+    classify: Callable[[Tensor], list[int | None]]
+
+
+@dataclass(frozen=True)
+class Patched:
+    """One image. found: the class of the patched image, None where no patch was found; corner: its place."""
+
+    index: int
+    label: int
+    prediction: int | None
+    found: int | None = None
+    corner: Corner | None = None
+    adversarial: Tensor | None = None
+
+    @property
+    def withstood(self) -> bool:
+        return self.prediction == self.label and self.corner is None
+
+
+def corners(patch: Patch, image: tuple[int, int], side: int = PLACES) -> list[Corner]:
+    """At most side x side places, borders included."""
+
+    def along(length: int, size: int) -> list[int]:
+        return sorted({round(step * (length - size) / max(1, side - 1)) for step in range(side)})
+
+    return list(itertools.product(along(image[0], patch.height), along(image[1], patch.width)))
+
+
+def attack_patches(
+    target: Target,
+    indices: Sequence[int],
+    images: Tensor,
+    labels: Sequence[int],
+    patch: Patch,
+    settings: AttackSettings,
+    places: Sequence[Corner] | None = None,
+) -> list[Patched]:
+    """One row an image (b, c, h, w) in [0, 1]. Images that are misclassified as they stand are not attacked.
+
+    Every place is tried by a few steps; the full attack then runs at those with the largest margin lost, with restarts. All
+    that is found is judged as it is, clipped to patch and box. Several patches at once are looked for one by one.
+    """
+    found = [Patched(*row) for row in zip(indices, labels, target.classify(images), strict=True)]
+    chosen = list(places or corners(patch, (images.shape[-2], images.shape[-1])))
+    lost = torch.full((len(found), len(chosen)), -torch.inf)
+
+    def run(rows: list[int], place: int, turn: AttackSettings) -> None:
+        """Attack these rows at one place, and write down what fell and how far each came."""
+        standing = [row for row in rows if found[row].withstood]
+        if not standing:
+            return
+        part, corner = images[standing], chosen[place]
+        truth = torch.tensor([found[row].label for row in standing], device=images.device)
+        threat = Threat.within(patch, [corner] * len(part), part)
+        net = target.climbed(corner)
+        point = threat.project(margin_pgd(net, part, truth, threat, turn), part)
+        with torch.no_grad():
+            lost[standing, place] = torch.maximum(lost[standing, place], lost_margin(net(point), truth).float().cpu())
+        inside = threat.contains(point, part).tolist()
+        for row, top, held, image in zip(standing, target.classify(point), inside, point, strict=True):
+            if held and top != found[row].label:
+                found[row] = replace(found[row], found=top, corner=corner, adversarial=image.cpu())
+
+    everything = list(range(len(found)))
+    for place in range(len(chosen)):
+        run(
+            everything, place, replace(settings, steps=SCOUT_STEPS, restart=settings.targets + 1)
+        )  # from a random start
+    best = lost.topk(min(FINALISTS, len(chosen)), dim=1).indices.tolist()
+    for restart, place in itertools.product(range(settings.restarts), range(len(chosen))):
+        rows = [row for row in everything if place in best[row]]
+        run(rows, place, replace(settings, steps=settings.steps or STEPS, restart=restart))
+    return found

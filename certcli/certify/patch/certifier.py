@@ -1,0 +1,178 @@
+"""--method patch: a defended classifier made ready, and one record an image of what no patch can change."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt
+from certcli.certify.patch.ablation import Voting
+from certcli.certify.patch.defended import AUTO, seen_part
+from certcli.certify.patch.double_masking import DoubleMasking
+from certcli.certify.patch.options import VOTING, Patches
+from certcli.certify.patch.passes import NONE, Passes
+from certcli.certify.patch.procedure import Procedure
+from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.sizes import Patch, Size
+from certcli.models import build
+from certcli.system.errors import DataError
+
+METHOD = "patch"
+ROWS = {"cpu": 8, "cuda": 128}
+"""Passes in a batch, always: a CPU gains nothing by more."""
+AT_ONCE = 16
+"""Images that share batches."""
+
+
+@dataclass(frozen=True)
+class PatchCertificate(Certificate):
+    """proven: patches, as they are spelled, that do not change the class. votes: of each pass, where passes vote.
+
+    radius: 0, since nothing is said of balls.
+    """
+
+    proven: tuple[str, ...] = ()
+    votes: tuple[int, ...] = ()
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        return self.proven
+
+    def holds_at(self, size: Size) -> bool:
+        return self.correct and (size == 0 or str(size) in self.proven)
+
+    def to_json(self) -> dict[str, Any]:
+        """Without a radius; with the votes also how many each class has."""
+        row = {name: value for name, value in asdict(self).items() if name not in ("radius", "rung")}
+        row |= {"proven": list(self.proven), "votes": list(self.votes)}
+        if not self.votes:
+            del row["votes"]
+            return row
+        counts = sorted(Counter(self.votes).items(), key=lambda item: (-item[1], item[0]))
+        return row | {"counts": {str(top): count for top, count in counts}}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any], where: str = "the records") -> "PatchCertificate":
+        proven: Any = row.get("proven")
+        votes: Any = row.get("votes", [])
+        listed = isinstance(proven, list) and isinstance(votes, list)
+        if not listed or not all(type(patch) is str for patch in proven) or not all(type(top) is int for top in votes):
+            raise DataError(f"{where}: no certificate against patches")
+        return super().from_json({**row, "radius": 0.0, "proven": tuple(proven), "votes": tuple(votes)}, where)
+
+
+class PatchCertifier(Certifier):
+    """The procedure over the network's passes. The promise is about this classifier as it is executed, not about the bare
+    network: no real arithmetic and no slack, since a pass that sees nothing of a patch has the same input with it.
+    """
+
+    method = METHOD
+    certificate = PatchCertificate
+    norm = "patch"
+    at_once = AT_ONCE
+
+    def __init__(self, procedure: Procedure, passes: Passes, patches: Sequence[Patch]) -> None:
+        self.procedure, self.passes, self.patches = procedure, passes, tuple(patches)
+        part = passes.part
+        weight = next(part.parameters())
+        self.arithmetic = "float64" if weight.dtype == torch.float64 else "float32"
+        hidden = "tokens are dropped" if part.hides == "tokens" else "hidden pixels are grey"
+        self.title = f"{procedure.title}; {hidden}"
+        self.statement = (
+            f"certificates: of the defended classifier as it is executed here ({self.arithmetic}), against any pixels within "
+            f"the patch at any place; {passes.determinism.told(passes.rows)}"
+        )
+        if part.why:
+            self.remark = f"{part.why}; hidden pixels are grey"
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return {
+            "procedure": self.procedure.name,
+            "patches": [str(patch) for patch in self.patches],
+            **self.procedure.settings,
+            "hide": self.passes.part.hides,
+            "cell": list(self.passes.part.grid.cell),
+            "rows": self.passes.rows,
+        }
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        checked = self.passes.determinism
+        return {
+            "passes": len(self.procedure.views),
+            "determinism": {"difference": checked.difference, "margin": checked.margin, "compared": checked.passes},
+        }
+
+    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[PatchCertificate]:  # type: ignore[override]
+        started = time.perf_counter()
+        found = self.procedure.certify(self.passes, pixels.float(), labels)
+        seconds = round((time.perf_counter() - started) / max(1, len(found)), 3)
+        return [
+            PatchCertificate(
+                index,
+                label,
+                None if one.prediction == NONE else one.prediction,
+                0.0,
+                METHOD,
+                0.0,
+                seconds=seconds,
+                proven=tuple(str(patch) for patch in one.proven),
+                votes=one.votes,
+            )
+            for index, label, one in zip(indices, labels, found, strict=True)
+        ]
+
+    def predict(self, pixels: Tensor) -> list[int | None]:
+        """The defended classifier: pixels (b, c, h, w) in [0, 1] -> classes; None where the network gives NaN."""
+        found = [one.prediction for one in self.procedure.predict(self.passes, pixels.float())]
+        return [None if top == NONE else top for top in found]
+
+    @property
+    def attacked(self) -> nn.Module:
+        return self.passes.part.model
+
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+        """The passes are made again."""
+        found = self.batch([claim.index for claim in claims], pixels, [claim.label for claim in claims])
+        return [_compare(claim, again) for claim, again in zip(claims, found, strict=True)]
+
+    def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
+        return [top == claim.prediction for top, claim in zip(self.predict(nearby), claims, strict=True)]
+
+
+def _compare(claim: Certificate, again: Certificate) -> Confirmation:
+    assert isinstance(claim, PatchCertificate)
+    assert isinstance(again, PatchCertificate)
+    if claim.prediction != again.prediction:
+        return Confirmation(
+            "refuted", f"class {claim.prediction} is stated, the defended network says {again.prediction}"
+        )
+    if claim.votes != again.votes:
+        return Confirmation("refuted", "the passes vote otherwise than is stated")
+    unproven = [patch for patch in claim.proven if patch not in again.proven]
+    if unproven:
+        return Confirmation("refuted", f"{', '.join(unproven)} is stated and not proven again")
+    return Confirmation("verified", "the passes, made again, prove what is stated")
+
+
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Patches) -> PatchCertifier:
+    """Return the certifier of the network behind a procedure; UsageError where the options mean nothing for it."""
+    size = checkpoint.record.input.size
+    patches = tuple(sorted(set(options.sizes(size[1:]))))
+    model = build.load(checkpoint, device)
+    part = seen_part(model, options.hide or AUTO, options.cell, fine=options.procedure != VOTING)
+    procedure: Procedure
+    if options.procedure == VOTING:
+        with torch.no_grad():
+            weight = next(model.parameters())
+            classes = model(torch.zeros(1, *size, device=weight.device, dtype=weight.dtype)).shape[1]
+        procedure = Voting(part.grid, patches, options.bands, options.band_width or 3, classes)
+    else:
+        procedure = DoubleMasking(part.grid, patches, options.masks or 3)
+    rows = options.rows or ROWS.get(device.type, ROWS["cpu"])
+    return PatchCertifier(procedure, Passes(part, procedure.views, rows), patches)

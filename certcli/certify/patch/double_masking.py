@@ -1,0 +1,167 @@
+"""Double masking: a class stands when all other masks agree once the mask that hides the patch is in place.
+
+Masks M cover the patch: at each of its places one of them hides it whole. f(i, j): the network's class without what masks i
+and j hide. The procedure: if all f(i, i) agree, that class. Else, of the masks i that differ from the majority, the class of
+one whose f(i, j) agree for all j; else the majority. Theorem: where each place of the patch is hidden by some mask i with
+f(i, j) = c for all j, no patch changes the procedure's class c. Proof: docs/patch.md.
+Source: Xiang, Mahloujifar & Mittal 2022, PatchCleanser, Algorithm 1 and Theorem 1; several sizes of patches: ours.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from certcli.certify.patch.masks import Grid, hole, met_views, square_masks
+from certcli.certify.patch.options import DOUBLE_MASKING
+from certcli.certify.patch.passes import Answer, Passes
+from certcli.certify.patch.procedure import Outcome, Procedure
+from certcli.evaluation.sizes import Patch
+from certcli.system.errors import UsageError
+
+
+class DoubleMasking(Procedure):
+    """masks: a side, against patches as large as the largest of `patches` in height, in width and in number."""
+
+    name = DOUBLE_MASKING
+
+    def __init__(self, grid: Grid, patches: Sequence[Patch], masks: int) -> None:
+        if not 2 <= masks <= 12:
+            raise UsageError(f"--masks {masks}: between 2 and 12 a side")
+        largest = Patch(*(max(getattr(p, side) for p in patches) for side in ("height", "width", "count")))
+        self.use(square_masks(grid, largest, masks), grid, patches)
+        self.settings = {"masks": masks}
+        self.title = f"double masking with {self.count} masks, {len(self.views)} passes at most"
+
+    def use(self, masks: Tensor, grid: Grid, patches: Sequence[Patch]) -> None:
+        """Take these masks (m, rows, columns), False where they hide. UsageError when a patch has a place that none hides."""
+        self.patches, self.count = tuple(patches), len(masks)
+        for patch in patches:
+            gap = hole(masks, grid, patch)
+            if gap is not None:
+                raise UsageError(f"no mask hides a patch of {patch} over the cells {gap[0]} x {gap[1]}", "more masks")
+        self.met = {patch: met_views(masks, grid, patch) for patch in patches}
+        for patch in patches:  # several at once, too
+            if not self.standing(patch, [True] * self.count):
+                raise UsageError(f"no mask hides {patch} at all of its places", "more masks")
+        self._pairs = list(itertools.combinations(range(self.count), 2))
+        self._view = {pair: self.count + place for place, pair in enumerate(self._pairs)}
+        first, second = torch.tensor(self._pairs, dtype=torch.int64).reshape(-1, 2).T
+        self.views = torch.cat([masks, masks[first] & masks[second]])
+
+    def view(self, i: int, j: int) -> int:
+        """Which view is without what masks i and j hide."""
+        return i if i == j else self._view[min(i, j), max(i, j)]
+
+    def standing(self, patch: Patch, alive: Sequence[bool]) -> bool:
+        """Whether each place of the patch is hidden whole by a mask that is alive."""
+        return bool((~self.met[patch] & torch.tensor(alive)).any(dim=1).all())
+
+    def predict(self, passes: Passes, pixels: Tensor) -> list[Outcome]:
+        singles = self._round_one(passes, pixels)
+        return [Outcome(top) for top in self._classes(passes, pixels, singles)]
+
+    def certify(self, passes: Passes, pixels: Tensor, labels: Sequence[int]) -> list[Outcome]:
+        singles = self._round_one(passes, pixels)
+        proofs = [_Proof(self, image, int(label), singles[image]) for image, label in enumerate(labels)]
+        _pursue(passes, pixels, proofs)
+        unproven = [proof.image for proof in proofs if not proof.proven]
+        found = [Outcome(proof.wanted, proof.proven) for proof in proofs]
+        if unproven:
+            tops = self._classes(passes, pixels[unproven], [singles[image] for image in unproven])
+            for image, top in zip(unproven, tops, strict=True):
+                found[image] = Outcome(top)
+        return found
+
+    def _round_one(self, passes: Passes, pixels: Tensor) -> list[list[Answer]]:
+        answers = passes.answers(pixels, [(image, i) for image in range(len(pixels)) for i in range(self.count)])
+        return [answers[start : start + self.count] for start in range(0, len(answers), self.count)]
+
+    def _classes(self, passes: Passes, pixels: Tensor, singles: Sequence[Sequence[Answer]]) -> list[int]:
+        """What the procedure says of each image, given its first round."""
+        found, rows = [], []
+        for image, answers in enumerate(singles):
+            counts = Counter(answer.top for answer in answers)
+            majority = min(counts, key=lambda top: (-counts[top], top))
+            found.append(majority)
+            rows += [_Row(self, image, i, answers) for i in range(self.count) if answers[i].top != majority]
+        _pursue(passes, pixels, rows)
+        for row in reversed(rows):  # the first that agrees counts
+            if not row.settled:
+                found[row.image] = row.wanted
+        return found
+
+
+class _Task:
+    """Passes over `image` that are wanted, in order, until they settle it. wanted: the class they should give."""
+
+    def __init__(self, image: int, wanted: int, queue: list[int]) -> None:
+        self.image, self.wanted, self.queue = image, wanted, queue
+        self.settled = False
+
+    def hear(self, view: int, answer: Answer) -> None:
+        raise NotImplementedError
+
+
+class _Row(_Task):
+    """Round two: mask i and every other. Settled when one differs from f(i, i); those that did most firmly come first."""
+
+    def __init__(self, defence: DoubleMasking, image: int, i: int, singles: Sequence[Answer]) -> None:
+        own = singles[i].top
+        others = sorted(
+            (j for j in range(defence.count) if j != i), key=lambda j: (singles[j].top == own, -singles[j].lead)
+        )
+        super().__init__(image, own, [defence.view(i, j) for j in others])
+
+    def hear(self, view: int, answer: Answer) -> None:
+        self.settled |= answer.top != self.wanted
+
+
+class _Proof(_Task):
+    """All pairs, those whose masks were least sure first. A failed pair ends both masks; settled when no patch stands."""
+
+    def __init__(self, defence: DoubleMasking, image: int, label: int, singles: Sequence[Answer]) -> None:
+        self.defence = defence
+        self.alive = [answer.top == label and answer.firm for answer in singles]
+        pairs = sorted(defence._pairs, key=lambda pair: singles[pair[0]].lead + singles[pair[1]].lead)
+        self.pair = {defence.view(*pair): pair for pair in pairs}
+        super().__init__(image, label, [defence.view(*pair) for pair in pairs])
+        self.open: tuple[Patch, ...] = defence.patches
+        self._close()
+
+    def _close(self) -> None:
+        self.open = tuple(patch for patch in self.open if self.defence.standing(patch, self.alive))
+        self.queue = [view for view in self.queue if any(self.alive[i] for i in self.pair[view])]
+        self.settled = not self.open
+
+    def hear(self, view: int, answer: Answer) -> None:
+        if answer.top != self.wanted or not answer.firm:
+            for i in self.pair[view]:
+                self.alive[i] = False
+            self._close()
+
+    @property
+    def proven(self) -> tuple[Patch, ...]:
+        return self.open
+
+
+def _pursue(passes: Passes, pixels: Tensor, tasks: Sequence[_Task]) -> None:
+    """Run the tasks' passes, each task no further than needed, in full batches as long as there are any."""
+    ahead = 1
+    while live := [task for task in tasks if task.queue and not task.settled]:
+        next_ones = [(task, view) for task in live for view in task.queue[:ahead]]
+        wanted = [(task.image, view) for task, view in next_ones]
+        batches = passes.batches(wanted)
+        full = [batch for batch in batches if len(batch) == passes.rows]
+        if not full and any(len(task.queue) > ahead for task in live):
+            ahead *= 2
+            continue
+        chosen = [place for batch in full or batches for place in batch]
+        answers = passes.answers(pixels, [wanted[place] for place in chosen])
+        for place, answer in zip(chosen, answers, strict=True):
+            task, view = next_ones[place]
+            if view in task.queue:
+                task.queue.remove(view)
+            task.hear(view, answer)

@@ -1,0 +1,146 @@
+"""Views: which cells of an image a pass sees, and which passes a patch meets. Theorems and proofs: docs/patch.md.
+
+An image (height, width) is cut into cells of (cell height, cell width) pixels, the last ones smaller where the sides do not
+divide: tokens, where tokens are dropped. A view is a grid of cells, True where seen: (rows, columns) bool.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from certcli.evaluation.sizes import Patch
+from certcli.system.errors import UsageError
+
+Interval = tuple[int, int]
+MOST_MASKS = 400
+"""Against several patches; two of each 400 are 80,000 passes an image."""
+MOST_SETS = 200_000
+"""Sets of places that several patches may have at once, up to which all are looked at."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """height, width: pixels of the image. cell: pixels of a cell, (height, width)."""
+
+    height: int
+    width: int
+    cell: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Cells: (rows, columns)."""
+        return -(-self.height // self.cell[0]), -(-self.width // self.cell[1])
+
+    def met(self, patch: Patch) -> list[tuple[Interval, Interval]]:
+        """The blocks of cells (rows, columns), each from start to stop, that one patch meets, over all its places.
+
+        Blocks within others are left out: what holds for all cells of a block holds for its part.
+        """
+        rows = met_intervals(self.height, patch.height, self.cell[0])
+        columns = met_intervals(self.width, patch.width, self.cell[1])
+        return list(itertools.product(rows, columns))
+
+
+def met_intervals(length: int, patch: int, cell: int) -> list[Interval]:
+    """The intervals of cells that `patch` pixels meet, at all places in a side of `length`; the largest ones alone."""
+    every = {(start // cell, (start + patch - 1) // cell + 1) for start in range(length - patch + 1)}
+    inside = {(a, b) for a, b in every if any((c, d) != (a, b) and c <= a and b <= d for c, d in every)}
+    return sorted(every - inside)
+
+
+def cover(length: int, patch: int, cell: int, count: int) -> list[Interval]:
+    """At most `count` intervals of cells, all of one length, such that each patch's cells lie within one of them.
+
+    A patch meets at most q = ceil((patch - 1) / cell) + 1 of the n cells: it lies within one of the n - q + 1 windows of q
+    cells. With s = ceil((n - q + 1) / count), the interval from i s, of q + s - 1 cells, holds the windows i s to i s + s -
+    1; the last ones are moved back to end with the image. Source: Xiang et al. 2022, section 3.3 (there cells are pixels).
+    """
+    cells = -(-length // cell)
+    window = min(cells, -(-(patch - 1) // cell) + 1)
+    step = -(-(cells - window + 1) // count)
+    size = window + step - 1
+    return sorted({(min(i * step, cells - size), min(i * step, cells - size) + size) for i in range(count)})
+
+
+def square_masks(grid: Grid, patch: Patch, count: int) -> Tensor:
+    """Views (m, rows, columns), each without one block: count x count blocks that cover every place of one such patch.
+
+    Several patches: each view is without so many of the blocks. UsageError when a view would see nothing.
+    """
+    rows = cover(grid.height, patch.height, grid.cell[0], count)
+    columns = cover(grid.width, patch.width, grid.cell[1], count)
+    views = torch.ones(len(rows) * len(columns), *grid.shape, dtype=torch.bool)
+    for view, ((top, bottom), (left, right)) in zip(views, itertools.product(rows, columns), strict=True):
+        view[top:bottom, left:right] = False
+    if patch.count > 1:
+        chosen = itertools.combinations_with_replacement(range(len(views)), patch.count)
+        joined = {tuple(sorted(set(some))) for some in chosen}
+        if len(joined) > MOST_MASKS:
+            raise UsageError(f"{len(joined):,} masks against {patch} are too many", "fewer --masks")
+        views = torch.stack([reduce(torch.logical_and, views[list(some)]) for some in sorted(joined)])
+    pairs = views[:, None] & views[None]
+    if not bool(pairs.flatten(2).any(dim=2).all()):
+        raise UsageError(
+            f"two masks against a patch of {patch} hide the whole image of {grid.width} x {grid.height} pixels",
+            "more --masks (a side), a smaller --patch, --hide pixels where tokens are few, or --procedure voting",
+        )
+    return views
+
+
+def band_views(grid: Grid, kind: str, width: int) -> Tensor:
+    """Views (m, rows, columns) that see `width` columns (or rows, or a block), one for each place, wrapped around."""
+    rows, columns = grid.shape
+    across = [_ring(columns, width)] if kind != "rows" else []
+    down = [_ring(rows, width)] if kind != "columns" else []
+    sides = {"columns": columns, "rows": rows, "blocks": min(rows, columns)}
+    if kind not in sides:
+        raise UsageError(f"--bands of {kind}: one of {', '.join(sides)}")
+    if not 1 <= width < sides[kind]:
+        raise UsageError(
+            f"--band-width {width}: the image has {rows} rows and {columns} columns of cells",
+            f"between 1 and {sides[kind] - 1}",
+        )
+    vertical = down[0] if down else torch.ones(1, rows, dtype=torch.bool)
+    horizontal = across[0] if across else torch.ones(1, columns, dtype=torch.bool)
+    return (vertical[:, None, :, None] & horizontal[None, :, None, :]).flatten(0, 1)
+
+
+def _ring(cells: int, width: int) -> Tensor:
+    """(cells, cells) bool: row i sees `width` cells from i on, those beyond the end at the start."""
+    places = (torch.arange(cells)[:, None] + torch.arange(width)) % cells
+    return torch.zeros(cells, cells, dtype=torch.bool).scatter_(1, places, True)
+
+
+def seen(views: Tensor, blocks: Sequence[tuple[Interval, Interval]]) -> Tensor:
+    """Whether a view sees any cell of a block: (m, rows, columns), p blocks -> (m, p) bool."""
+    sums = torch.nn.functional.pad(views.long(), (1, 0, 1, 0)).cumsum(1).cumsum(2)
+    top, bottom, left, right = (
+        torch.tensor([block[axis][end] for block in blocks]) for axis, end in ((0, 0), (0, 1), (1, 0), (1, 1))
+    )
+    return (sums[:, bottom, right] - sums[:, top, right] - sums[:, bottom, left] + sums[:, top, left]) > 0
+
+
+def met_views(views: Tensor, grid: Grid, patch: Patch) -> Tensor:
+    """The sets of views that see something of the patches, over all their places: (m, rows, columns) -> (s, m) bool.
+
+    Equal sets once, and of comparable ones the larger where there are few: what holds with more views lost holds with fewer.
+    UsageError when several patches have too many places to look at.
+    """
+    sets = torch.unique(seen(views, grid.met(patch)).T, dim=0)
+    found = sets
+    for _ in range(patch.count - 1):
+        if len(found) * len(sets) > MOST_SETS:
+            raise UsageError(f"too many places of {patch} to look at ({len(found) * len(sets):,})", "one patch")
+        found = torch.unique((found[:, None] | sets[None]).flatten(0, 1), dim=0)
+    return found
+
+
+def hole(views: Tensor, grid: Grid, patch: Patch) -> tuple[Interval, Interval] | None:
+    """A block of cells that one patch meets and no view hides whole; None where the views cover every place."""
+    blocks = grid.met(patch)
+    open_ones = seen(views, blocks).all(dim=0).nonzero().flatten().tolist()
+    return blocks[open_ones[0]] if open_ones else None

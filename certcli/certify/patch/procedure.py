@@ -1,0 +1,40 @@
+"""What a defence against patches is: a procedure that classifies by passes over views, and a proof of its answers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from certcli.certify.patch.passes import Passes
+from certcli.evaluation.sizes import Patch
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The procedure's class for an image, the patches that provably do not change it, and what passes voted where they do.
+
+    prediction: NONE where passes with logits that are not finite decide.
+    """
+
+    prediction: int
+    proven: tuple[Patch, ...] = ()
+    votes: tuple[int, ...] = ()
+
+
+class Procedure(ABC):
+    """views: (m, rows, columns), of all its passes. settings: what decides it, for records; title: in words."""
+
+    name: ClassVar[str]
+    views: Tensor
+    settings: Mapping[str, Any]
+    title: str
+
+    @abstractmethod
+    def predict(self, passes: Passes, pixels: Tensor) -> list[Outcome]:
+        """The class of each image (b, c, h, w), nothing proven."""
+
+    @abstractmethod
+    def certify(self, passes: Passes, pixels: Tensor, labels: Sequence[int]) -> list[Outcome]:
+        """The same with what is proven of it. An image that is not of its label's class may be left unproven."""

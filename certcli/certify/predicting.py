@@ -1,0 +1,61 @@
+"""Classes of images, by a network as it is or by the defended classifier that certificates speak of."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from certcli.certify.patch.certifier import AT_ONCE, METHOD, PatchCertifier
+from certcli.certify.patch.certifier import prepare as prepare_patch
+from certcli.certify.patch.options import Patches
+from certcli.checkpoint.file import Checkpoint
+from certcli.images.labelled import sent
+from certcli.models import build
+from certcli.system.errors import UsageError
+from certcli.system.registry import one_of
+
+NO_DEFENCE = "none"
+DEFENCES = (NO_DEFENCE, METHOD)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """prediction: the class, None where the network gives NaN. proven: the patches that cannot change it, as spelled."""
+
+    prediction: int | None
+    proven: tuple[str, ...] = ()
+
+
+class Predictor:
+    """Images in, predictions out. options: of the defence, as its method of `certify` takes them.
+
+    at_once: images that are best given together.
+    """
+
+    at_once = AT_ONCE
+
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, defence: str = NO_DEFENCE, options: Patches | None = None
+    ) -> None:
+        if defence not in DEFENCES:
+            raise UsageError(f"unknown defence '{defence}'", one_of(defence, DEFENCES))
+        self.defended: PatchCertifier | None = None
+        if defence == METHOD:
+            self.defended = prepare_patch(checkpoint, device, options or Patches())
+        else:
+            self._model, self._device = build.load(checkpoint, device), device
+
+    @torch.no_grad()
+    def __call__(self, pixels: Tensor, prove: bool = False) -> list[Prediction]:
+        """One prediction an image: pixels (b, c, h, w) in [0, 1]. prove: also whether a patch can change it."""
+        if self.defended is None:
+            logits = self._model(sent(pixels, self._device))
+            finite = torch.isfinite(logits).all(dim=1).tolist()
+            return [
+                Prediction(top if fine else None) for top, fine in zip(logits.argmax(1).tolist(), finite, strict=True)
+            ]
+        tops = self.defended.predict(pixels)
+        if not prove:
+            return [Prediction(top) for top in tops]
+        rows = self.defended.batch(range(len(tops)), pixels, [-1 if top is None else top for top in tops])
+        return [Prediction(top, row.proven) for top, row in zip(tops, rows, strict=True)]
