@@ -9,6 +9,7 @@ from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
+from certcli.certify.local_options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.network import prove
 from certcli.models.build import PixelModel
@@ -27,8 +28,8 @@ def network() -> PixelModel:
 
 CERTIFIERS = {
     "lipschitz": lambda model: LipschitzCertifier(model, prove(model, 3)),
-    "zonotope": lambda model: LocalCertifier(model, SIZE, effort="zonotope", steps=1),
-    "norms": lambda model: LocalCertifier(model, SIZE, effort="norms", steps=1),
+    "zonotope": lambda model: LocalCertifier(model, SIZE, Local(effort="zonotope"), steps=1),
+    "norms": lambda model: LocalCertifier(model, SIZE, Local(effort="norms"), steps=1),
     "local-lip": lambda model: LocalLipCertifier(model, 3, SIZE),
     "bcp": lambda model: BcpCertifier(model, 3, SIZE),
 }

@@ -99,7 +99,7 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
     from certcli.images import datasets
 
     hide = "pixels" if name == "double-masking" else "auto"  # its flat head wants all tokens
-    given = {"patches": ["1"], "procedure": name, "hide": hide, "band_width": 1, "bands": "blocks"}
+    given = Patches(["1"], name, hide=hide, band_width=1, bands="blocks")
     certifier = prepare("patch", certified, CPU, given)
     assert isinstance(certifier, PatchCertifier)
     patch, images = Patch(1, 1), datasets.load("digits", certified.record.input, "test").select(range(24))
