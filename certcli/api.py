@@ -38,7 +38,8 @@ from certcli.lipschitz.network import NetworkBound, prove_checkpoint
 from certcli.models import build
 from certcli.models.assumptions import Reading
 from certcli.models.build import PixelModel
-from certcli.models.open import Hints, Opened, read
+from certcli.models.hints import Hints
+from certcli.models.open import Opened, read
 from certcli.report.document import Audit
 from certcli.system.errors import DataError
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
 
@@ -16,10 +16,8 @@ from certcli.checkpoint.record import InputSpec, Record
 from certcli.checkpoint.schema import LONGEST_RECORD, ConfigFields, decode_config, require_pixels
 from certcli.checkpoint.shards import INDEX
 from certcli.models import build
+from certcli.models.hints import Hints
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
-
-if TYPE_CHECKING:
-    from certcli.models.open import Hints
 
 CONFIG = "config.json"
 TIMM = "timm's own"
@@ -39,7 +37,7 @@ def config_path(path: Path) -> Path:
     return path.parent / CONFIG
 
 
-def config_beside(path: Path, hints: "Hints") -> tuple[ConfigFields | None, list[str]]:
+def config_beside(path: Path, hints: Hints) -> tuple[ConfigFields | None, list[str]]:
     """(config.json beside the file, as far as it is used; what it says otherwise than the options).
 
     It is about timm's own name for weights. Beside another file that carries it, or for a file whose name is another
@@ -85,7 +83,7 @@ def _of_another(path: Path, stated: ConfigFields) -> str | None:
     return None
 
 
-def _differences(stated: ConfigFields, hints: "Hints") -> list[str]:
+def _differences(stated: ConfigFields, hints: Hints) -> list[str]:
     """Where an option overrules what config.json says."""
     about = stated.pretrained_cfg
     pairs: list[tuple[str, Any, Any]] = [("--mean", hints.mean, about.mean), ("--std", hints.std, about.std)]
@@ -122,7 +120,7 @@ def _decoded(config: Path) -> ConfigFields:
         ) from failure
 
 
-def describe(path: Path, hints: "Hints", config: ConfigFields | None, tensors: Mapping[str, Tensor]) -> Description:
+def describe(path: Path, hints: Hints, config: ConfigFields | None, tensors: Mapping[str, Tensor]) -> Description:
     """The record of a foreign file, from config.json or, without it, --arch."""
     origins = dict.fromkeys(hints.arch_args, "--arch-arg")
     origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
@@ -137,7 +135,7 @@ def describe(path: Path, hints: "Hints", config: ConfigFields | None, tensors: M
     return Description(record, origins)
 
 
-def _from_config(config: Path, stated: ConfigFields, hints: "Hints") -> Record:
+def _from_config(config: Path, stated: ConfigFields, hints: Hints) -> Record:
     about = stated.pretrained_cfg
     arguments = dict(stated.model_args)
     if stated.num_classes is not None:
@@ -155,7 +153,7 @@ def _from_config(config: Path, stated: ConfigFields, hints: "Hints") -> Record:
     return Record(stated.architecture, arguments | dict(hints.arch_args), spec, classes)
 
 
-def _from_hints(hints: "Hints", tensors: Mapping[str, Tensor], path: Path) -> Record:
+def _from_hints(hints: Hints, tensors: Mapping[str, Tensor], path: Path) -> Record:
     """--arch and what goes with it; mean, std, crop and interpolation are timm's own for that name unless given."""
     arguments = dict(hints.arch_args)
     head = tensors.get("head.weight", tensors.get("head.fc.weight"))
@@ -191,7 +189,7 @@ def _input(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[floa
     return InputSpec(size, means, stds, *rest)
 
 
-def require_consistent(stated: ConfigFields, net: nn.Module, config: Path, hints: "Hints") -> None:
+def require_consistent(stated: ConfigFields, net: nn.Module, config: Path, hints: Hints) -> None:
     """ArchitectureError where config.json describes another network than the one that it names and that fits the tensors."""
     for name in ("num_features", "global_pool"):
         said, found = getattr(stated, name), getattr(net, name, None)

@@ -5,7 +5,7 @@ Heads, mean or standard deviation cannot be read off tensors: what was taken fro
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -21,43 +21,16 @@ import timm
 from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint, read_tensors, require_numbers
 from certcli.checkpoint.record import KEY, Record
-from certcli.checkpoint.schema import LONGEST_TEXT, is_name, require_statistics
+from certcli.checkpoint.schema import LONGEST_TEXT, is_name
 from certcli.checkpoint.shards import INDEX, named, weights_in
 from certcli.models import build
 from certcli.models.assumptions import RECORD, Reading, reading_of, rival
 from certcli.models.config_json import config_beside, config_path, describe, require_consistent
+from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable
-from certcli.system.errors import ArchitectureError, CheckpointError, Refused, UsageError, one_line
+from certcli.system.errors import ArchitectureError, CheckpointError, one_line
 
 _TORCH_SUFFIXES = (".pth", ".pt", ".bin")
-
-
-@dataclass(frozen=True)
-class Hints:
-    """What the user says about a foreign file: --arch, --arch-arg, --mean, --std.
-
-    as_stated: whether that and config.json are believed where the tensors fit another network too.
-    """
-
-    arch: str | None = None
-    arch_args: Mapping[str, Any] = field(default_factory=dict)
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    as_stated: bool = False
-
-    def __post_init__(self) -> None:
-        try:
-            arch_arguments(self.arch_args)
-            require_statistics(self.mean or (), self.std or ())
-        except Refused as refusal:
-            raise UsageError(str(refusal), "see --arch-arg, --mean and --std; pixels are in [0, 1]") from refusal
-
-    @property
-    def given(self) -> list[str]:
-        """The options that say something about the network, as they are spelled."""
-        named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std}
-        arguments = [f"--arch-arg {key}" for key in self.arch_args]
-        return [option for option, value in named.items() if value] + arguments
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from certcli.checkpoint import file as checkpoint_module
 from certcli.checkpoint.file import Checkpoint, tensors_digest
 from certcli.checkpoint.record import Evidence, InputSpec, Record, Replacement, Step
 from certcli.models import build
-from certcli.models.open import Hints, open_checkpoint
+from certcli.models.hints import Hints
+from certcli.models.open import open_checkpoint
 from certcli.system.errors import ArchitectureError, CheckpointError, OutputError, UsageError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]

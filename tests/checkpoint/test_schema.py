@@ -26,8 +26,9 @@ from certcli.checkpoint.record import InputSpec, Record
 from certcli.checkpoint.schema import SURGERY
 from certcli.images import datasets
 from certcli.models import build
+from certcli.models.hints import Hints
 from certcli.models.limits import Building
-from certcli.models.open import Hints, open_checkpoint
+from certcli.models.open import open_checkpoint
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError, DataError, Refused, UsageError
 from tests.helpers.commands import console

@@ -22,7 +22,8 @@ from certcli.images.labelled import Images
 from certcli.lipschitz.network import prove
 from certcli.models import build
 from certcli.models.assumptions import OWN, RECORD
-from certcli.models.open import Hints, open_checkpoint, read
+from certcli.models.hints import Hints
+from certcli.models.open import open_checkpoint, read
 from certcli.nn.norms import TokenBatchNorm
 from certcli.system.errors import ArchitectureError
 from tests.helpers.commands import console

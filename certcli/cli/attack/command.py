@@ -95,7 +95,8 @@ def attack(
 
 def _second(path: str | None, checkpoint: Checkpoint, tested: str) -> Checkpoint | None:
     """Another checkpoint that sees the same images; UsageError when it cannot."""
-    from certcli.models.open import Hints, open_checkpoint
+    from certcli.models.hints import Hints
+    from certcli.models.open import open_checkpoint
 
     if path is None:
         return None

@@ -2,132 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import typer
-
-from certcli.cli.shared import options
-from certcli.cli.shared.command import command, group
+from certcli.cli.audit.options import AuditOptions, Reports
+from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import Evaluation, Machine, Output, Source, Talk
 from certcli.cli.shared.output import Sink
-from certcli.system.errors import UsageError
 from certcli.system.processes import team
-from certcli.system.registry import one_of
 
 if TYPE_CHECKING:
-    from certcli.audit.gates import FailOn
-    from certcli.audit.run import Asked
     from certcli.checkpoint.record import Record
     from certcli.images.labelled import Images
-
-
-METHODS = ("lipschitz", "local", "patch", "smoothing")
-
-
-@group("Audit")
-class Wanted:
-    """What is asked, in how much time, and what the answer must meet."""
-
-    time_budget: Annotated[
-        str,
-        typer.Option("--time-budget", metavar="T", help="Wall time: 90s, 2m, 1h. The report names what did not fit."),
-    ] = "2m"
-    epsilon: options.Epsilons = field(default_factory=lambda: [0.12, 0.5])
-    attacks: Annotated[
-        list[str],
-        typer.Option("--attack", "-a", help="pgd, margin-pgd, autoattack, ...; repeated: in turn."),
-    ] = field(default_factory=lambda: ["pgd"])
-    methods: Annotated[
-        list[str],
-        typer.Option(
-            "--method", help="lipschitz, local, patch, smoothing; several; else those that make sense for the network."
-        ),
-    ] = field(default_factory=list)
-    patches: Annotated[
-        list[str],
-        typer.Option(
-            "--patch",
-            metavar="SIZE",
-            help="Patch that must not change the answer behind masks: 32, 16x64, 2%; several.",
-        ),
-    ] = field(default_factory=list)
-    sigma: Annotated[
-        float | None,
-        typer.Option(
-            parser=options.fraction,
-            metavar="S",
-            help="Noise of smoothing, pixel units. Default: the smallest --epsilon, at least R / 1.5 for certified@R.",
-        ),
-    ] = None
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="float32 or bf16, of smoothing and the attack's own passes; auto: bf16 for a million parameters and more, "
-            "where the machine multiplies matrices in it."
-        ),
-    ] = "auto"
-    fail_on: Annotated[
-        list[str],
-        typer.Option(
-            "--fail-on",
-            metavar="GATE",
-            help="Exit 7 if so: certified@0.25<0.4, proven@0.5<0.1, robust@0.5<0.2, patched@32<0.1, clean<0.9, upper>100.",
-        ),
-    ] = field(default_factory=list)
-
-    def gates(self) -> list[FailOn]:
-        from certcli.audit.gates import parse
-
-        return [parse(text) for text in self.fail_on]
-
-    def asked(self, gates: list[FailOn], seed: int, batch_size: int) -> Asked:
-        """UsageError on names and values that mean nothing, before any work."""
-        from certcli.attack.campaign import stages_of
-        from certcli.attack.settings import PRECISIONS, AttackSettings
-        from certcli.audit.gates import widened
-        from certcli.audit.run import AUTO, Asked
-        from certcli.evaluation.records import require_radii
-        from certcli.evaluation.sizes import ANY_IMAGE, Patch
-
-        for method in self.methods:
-            if method not in METHODS:
-                raise UsageError(f"an audit knows no method '{method}'", one_of(method, METHODS))
-        for patch in self.patches:
-            Patch.read(patch, ANY_IMAGE)
-        chosen = require_radii(self.epsilon)
-        if self.precision not in (AUTO, *PRECISIONS):
-            raise UsageError(f"unknown precision '{self.precision}'", one_of(self.precision, (AUTO, *PRECISIONS)))
-        stages_of(self.attacks, None, "l2", chosen, AttackSettings(seed=seed))
-        asked = Asked(
-            radii=chosen,
-            attacked=chosen,
-            sigma=self.sigma,
-            attacks=tuple(self.attacks),
-            methods=tuple(self.methods),
-            patches=tuple(self.patches),
-            seed=seed,
-            batch_size=batch_size,
-            precision=self.precision,
-        )
-        return widened(asked, gates)
-
-
-@group("Output")
-class Reports:
-    """Files beside the answer; their suffix decides the format."""
-
-    report: Annotated[
-        list[Path],
-        typer.Option(
-            "--report",
-            metavar="FILE",
-            help=".html .json .sarif .xml (JUnit) .csv (records) .svg (badge) .md (model card).",
-        ),
-        options.Writes(),
-    ] = field(default_factory=list)
-    html: options.Html = None
 
 
 @command(
@@ -137,7 +23,7 @@ class Reports:
 )
 def audit(
     source: Source,
-    wanted: Wanted = Wanted(),
+    wanted: AuditOptions = AuditOptions(),
     data: Evaluation = Evaluation(limit=200),
     machine: Machine = Machine(),
     reports: Reports = Reports(),

@@ -14,7 +14,7 @@ from certcli.system.registry import one_of
 if TYPE_CHECKING:
     from certcli.audit.run import Results
     from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.audit.command import Reports
+    from certcli.cli.audit.options import Reports
     from certcli.cli.shared.groups import Output
     from certcli.report.document import Audit, Share
     from certcli.report.page import Picture

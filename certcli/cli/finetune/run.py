@@ -124,7 +124,8 @@ class Training:
 
     def _teacher(self, device: Any) -> PixelModel | None:
         from certcli.models import build
-        from certcli.models.open import Hints, open_checkpoint
+        from certcli.models.hints import Hints
+        from certcli.models.open import open_checkpoint
 
         if self.order.distillation.teacher is None:
             return None

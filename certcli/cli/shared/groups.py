@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from certcli.checkpoint.outputs import Outputs
     from certcli.checkpoint.record import Record
     from certcli.images.labelled import Images
-    from certcli.models.open import Hints, Opened
+    from certcli.models.hints import Hints
+    from certcli.models.open import Opened
 
 
 @group("Checkpoints of others")

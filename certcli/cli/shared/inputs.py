@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.record import Record
     from certcli.cli.shared.output import Sink
     from certcli.images.labelled import Images
-    from certcli.models.open import Hints
+    from certcli.models.hints import Hints
 
 
 def pick_device(name: str) -> torch.device:
@@ -60,7 +60,7 @@ def hints(
     norm_eps: float | None = None,
     as_stated: bool = False,
 ) -> Hints:
-    from certcli.models.open import Hints
+    from certcli.models.hints import Hints
 
     arguments = parse_arguments(arch_args) | ({} if norm_eps is None else {"norm_eps": norm_eps})
     return Hints(arch, arguments, _floats("--mean", mean), _floats("--std", std), as_stated)

@@ -1,0 +1,37 @@
+"""The options about a foreign file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from certcli.checkpoint.arch_args import arch_arguments
+from certcli.checkpoint.schema import require_statistics
+from certcli.system.errors import Refused, UsageError
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the user says about a foreign file: --arch, --arch-arg, --mean, --std.
+
+    as_stated: whether that and config.json are believed where the tensors fit another network too.
+    """
+
+    arch: str | None = None
+    arch_args: Mapping[str, Any] = field(default_factory=dict)
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    as_stated: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            arch_arguments(self.arch_args)
+            require_statistics(self.mean or (), self.std or ())
+        except Refused as refusal:
+            raise UsageError(str(refusal), "see --arch-arg, --mean and --std; pixels are in [0, 1]") from refusal
+
+    @property
+    def given(self) -> list[str]:
+        """The options that say something about the network, as they are spelled."""
+        named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std}
+        arguments = [f"--arch-arg {key}" for key in self.arch_args]
+        return [option for option, value in named.items() if value] + arguments
