@@ -12,7 +12,8 @@ import torch
 from scipy import stats
 
 from certcli.certify.smoothing.functions import classifier
-from certcli.certify.smoothing.method import Smoothing, SmoothingCertifier
+from certcli.certify.smoothing.method import SmoothingCertifier
+from certcli.certify.smoothing.options import Smoothing
 from certcli.cli.shared.inputs import evaluation_images
 from certcli.cli.shared.output import Sink
 from certcli.models.open import open_checkpoint
@@ -36,14 +37,14 @@ def main() -> None:
     images = evaluation_images(checkpoint.record, given.dataset, None, None, given.images, 0, Sink(True, True))
     pixels, labels = images.tensors()
     classify, classes = classifier(checkpoint, device, "float32"), checkpoint.record.classes
-    settings = Smoothing(given.sigma, 20, given.samples, given.alpha, given.enough)
-    certifier = SmoothingCertifier(classify, classes, settings, device, 1024)
+    settings = Smoothing(given.sigma, 20, given.samples, given.alpha, given.enough, batch_size=1024)
+    certifier = SmoothingCertifier(classify, classes, settings, device)
     every, indices = range(len(images)), images.indices.tolist()
     counts = certifier._count(indices, pixels, dict.fromkeys(every, (0, given.truth)), TRUTH)
     shares = counts.double() / given.truth
     wrong = certified = 0
     for seed in range(given.runs):
-        run = SmoothingCertifier(classify, classes, replace(settings, seed=seed), device, 1024)
+        run = SmoothingCertifier(classify, classes, replace(settings, seed=seed), device)
         for at, row in zip(every, run.batch(indices, pixels, labels.tolist()), strict=True):
             if row.prediction is not None:
                 certified += 1

@@ -11,7 +11,8 @@ import torch
 
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.functions import classifier
-from certcli.certify.smoothing.method import Smoothing, SmoothingCertifier
+from certcli.certify.smoothing.method import SmoothingCertifier
+from certcli.certify.smoothing.options import Smoothing
 from certcli.models.open import open_checkpoint
 
 
@@ -27,8 +28,9 @@ def main() -> None:
     checkpoint = open_checkpoint(given.ckpt)
     record, count = checkpoint.record, given.batch_size * given.batches
     classify = classifier(checkpoint, device, given.precision)
-    settings = Smoothing(sigma=0.25, n0=given.batch_size, samples=count, precision=given.precision)
-    certifier = SmoothingCertifier(classify, record.classes, settings, device, given.batch_size)
+    size = given.batch_size
+    settings = Smoothing(0.25, n0=size, samples=count, precision=given.precision, batch_size=size)
+    certifier = SmoothingCertifier(classify, record.classes, settings, device)
     image = torch.rand(1, *record.input.size)
     batch = torch.rand(given.batch_size, *record.input.size, device=device)
 

@@ -22,7 +22,8 @@ from certcli.audit.compose import compose
 from certcli.audit.words import Typed
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
 from certcli.certify.methods import certify as run_certifier
-from certcli.certify.methods import prepare
+from certcli.certify.methods import options_of, prepare
+from certcli.certify.patch.options import Patches
 from certcli.certify.predicting import Prediction, Predictor
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
@@ -115,7 +116,9 @@ def certify(
 ) -> list[Certificate]:
     """One certificate an image. method: lipschitz, local, smoothing (options: sigma, n0, ...), patch (patches, ...)."""
     checkpoint = load(source)
-    certifier = prepare(method, checkpoint, torch.device(device), {**options, "batch_size": batch_size})
+    certifier = prepare(
+        method, checkpoint, torch.device(device), options_of(method, {**options, "batch_size": batch_size})
+    )
     chosen = _images(checkpoint, given, labels)
     return [row for rows in run_certifier(certifier, chosen, batch_size) for row in rows]
 
@@ -133,7 +136,7 @@ def predict(
     prove: also which patches cannot change it.
     """
     checkpoint = load(source)
-    predictor = Predictor(checkpoint, torch.device(device), defence, options)
+    predictor = Predictor(checkpoint, torch.device(device), defence, Patches.of(options))
     chosen = _images(checkpoint, pixels, [0] * len(pixels))
     return [one for _, part, _ in chosen.batches(predictor.at_once) for one in predictor(part, prove)]
 

@@ -1,8 +1,8 @@
-"""Surgery with starts from the weights alone: no images are needed.
+"""Start new parts from the old weights alone, without images.
 
-The convex residual (1 - t) y + t f(y) keeps the old function exactly on a stream that is scaled: with y_k = x_k / s_k and
-s_{k+1} = s_k / (1 - t), the old x + g(x) is (1 - t) y + t f(y) for f(y) = g(s_k y) (1 - t) / (t s_k). Any t does; after a
-norm layer that kept its division the scale starts again at 1.
+On a scaled stream the convex residual (1 - t) y + t f(y) computes the old function exactly, for any t: with y_k = x_k / s_k
+and s_{k+1} = s_k / (1 - t), the old x + g(x) is (1 - t) y + t f(y) for f(y) = g(s_k y) (1 - t) / (t s_k). The scale is 1
+again after a norm that divides.
 """
 
 import math
@@ -46,13 +46,15 @@ Scales = dict[tuple[str, Half], HalfScale]
 
 
 def carry_over(old_net: Any, new_net: Any, family: Family, tokens: dict[str, int], floor: float | None) -> Scales:
-    """Start every new part from the weights of the part it replaces; the scale of each half.
+    """Start every new part from the weights of the old part, and return the scale of each half.
 
-    tokens: how many the attention of each block mixes. Parts that both networks have keep their weights.
+    Parts that both networks have keep their weights.
+
+    Args:
+        tokens: path of a block -> the number of tokens that its attention mixes.
     """
-    kept = dict(old_net.state_dict())
     own = new_net.state_dict()
-    for name, tensor in kept.items():
+    for name, tensor in old_net.state_dict().items():
         if name in own and own[name].shape == tensor.shape:
             own[name].copy_(tensor)
     scales: Scales = {}
@@ -89,14 +91,14 @@ def _part(net: nn.Module, path: str) -> Any:
 
 
 def heads(net: Any) -> list[nn.Linear]:
-    """The linear layers that read the network's last features."""
+    """Return the linear layers that read the network's last features."""
     found = [getattr(net, "head", None), getattr(net, "head_dist", None)]
     found[0] = getattr(found[0], "fc", found[0])
     return [layer for layer in found if isinstance(layer, nn.Linear)]
 
 
 def start_norm(new: Any, old: Any, scale: float, floor: float | None) -> None:
-    """Gain and offset of the LayerNorm, for inputs of scale 1/scale; unknown deviations count as 1."""
+    """Copy the LayerNorm's gain and offset for inputs of scale 1/scale; unknown deviations count as 1."""
     if not isinstance(new, (CenterNorm, FloorNorm)):
         return
     gain = torch.ones_like(new.weight) if old.weight is None else old.weight.detach()
@@ -121,8 +123,8 @@ def _carry_block(
         residual = getattr(new.module, f"residual{half}", None)
         keep = share = 1.0
         if isinstance(residual, ConvexResidual):
-            # LayerNorm has an eps, which a small stream would feel: let the stream shrink by two over the whole network.
-            # Else a share that gives trunk and attention equal parts of the bound at unit norms
+            # At unit norms this share gives trunk and attention equal parts of the bound. A LayerNorm's eps matters on a
+            # small stream, so there the stream shrinks only by two over the whole network.
             share = 1 / (1 + l2_mixing_constant(tokens)) if half == 1 else 0.5
             if isinstance(norm, nn.LayerNorm):
                 share = 1 - 0.5 ** (1 / halves)
@@ -140,13 +142,13 @@ def _carry_block(
 
 
 def output_map(block: Any, half: Half) -> nn.Linear:
-    """The last linear map of a residual branch."""
+    """Return the last linear map of a residual branch."""
     layer: nn.Linear = block.attn.proj if half == 1 else block.mlp.fc2
     return layer
 
 
 def input_maps(block: Any, half: Half) -> list[nn.Linear]:
-    """The linear maps that read the normed stream."""
+    """Return the linear maps that read the normed stream."""
     if half == 2:
         return [block.mlp.fc1]
     width = block.mlp.fc1.in_features
@@ -158,7 +160,7 @@ def input_maps(block: Any, half: Half) -> list[nn.Linear]:
 
 
 def reads_linearly(block: Any, half: Half) -> bool:
-    """Whether nothing but the input maps sees the normed stream (a mixing of raw tokens does)."""
+    """Return whether only the input maps read the normed stream (a mixing of raw tokens also reads it)."""
     if half == 2:
         return True
     padded = False
@@ -169,7 +171,7 @@ def reads_linearly(block: Any, half: Half) -> bool:
 
 
 def copy_pooling(old: Any, head: FlatHead) -> None:
-    """A linear map of all tokens that equals the old pooling followed by the old head."""
+    """Set the head to the linear map of all tokens that equals the old pooling and the old head."""
     weight = old.head.weight.detach()
     classes, width = weight.shape
     tokens = head.out.in_features // width

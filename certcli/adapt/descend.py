@@ -1,4 +1,4 @@
-"""AdamW on a mean squared error, in bfloat16 where the machine multiplies matrices in it."""
+"""AdamW on a mean squared error, with bfloat16 products where the machine has them."""
 
 import contextlib
 import math
@@ -12,11 +12,11 @@ from certcli.adapt.lots import Lots
 from certcli.adapt.settings import AdaptSettings
 from certcli.models.build import multiplies_bf16
 
-JUDGED = 256  # images by which two epochs are compared
+COMPARED = 256  # images that compare two epochs
 
 
 def mixed_precision(device: torch.device, size: int) -> contextlib.AbstractContextManager[Any]:
-    """bfloat16 products on GPUs and on CPUs with matrix tiles, for streams long enough to gain from it."""
+    """Use bfloat16 products on GPUs and on CPUs with matrix tiles, for streams long enough to gain from it."""
     if size < 2**14 or not multiplies_bf16(device):
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
@@ -25,9 +25,9 @@ def mixed_precision(device: torch.device, size: int) -> contextlib.AbstractConte
 def make_optimiser(
     parameters: list[nn.Parameter], lr: float, steps: int, unit: float = 1.0
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """AdamW whose steps are relative to each tensor's own size (at least 1 % of `unit`), a warm-up, then a cosine.
+    """Return AdamW with steps relative to each tensor's size (at least 1 % of `unit`), a warm-up, then a cosine.
 
-    Least squares leaves output maps a thousand times larger than query maps: one rate cannot suit both.
+    Least squares leaves output maps a thousand times larger than query maps, so one rate cannot suit both.
     """
     groups = [
         {"params": [p], "lr": lr * max(float(p.detach().square().mean().sqrt()), 1e-2 * unit)} for p in parameters
@@ -51,10 +51,13 @@ def descend(
     settings: AdaptSettings,
     generator: torch.Generator,
 ) -> None:
-    """Fit block(inputs) to targets / scale; the best epoch's weights are kept, so it never ends worse than it began.
+    """Fit block(inputs) to targets / scale, and keep the best weights, those before the first epoch included.
 
-    inputs, targets: of each lot that this process works on. Every feature counts by its own variance: the next norm sees
-    them side by side, and a few features of pre-trained vision transformers are a hundred times larger than the rest.
+    Every feature is weighted by its own variance: a few features of pre-trained vision transformers are a hundred times
+    larger than the rest.
+
+    Args:
+        inputs, targets: rows of each lot of this process.
     """
     epochs, batch_size = settings.epochs, settings.batch_size
     if epochs <= 0:
@@ -66,15 +69,15 @@ def descend(
     optimiser, schedule = make_optimiser(parameters, settings.lr, steps, 1 / scale)
     some = next(iter(inputs.values()))
     cast = mixed_precision(some.device, some[0].numel())
-    deviation = _deviation(lots, targets, scale)
+    deviation = _feature_deviations(lots, targets, scale)
     weight = (1 / deviation.clamp_min(1e-2 * float(deviation.mean()) + 1e-12)).to(some.dtype)
 
     def distance(found: Tensor, goal: Tensor) -> Tensor:
         return ((found.float() - goal / scale) * weight).square().mean()
 
     def error() -> float:
-        def of(lot: int) -> list[Tensor]:
-            total, judged = 0.0, lots.size(lot, JUDGED)
+        def per_lot(lot: int) -> list[Tensor]:
+            total, judged = 0.0, lots.size(lot, COMPARED)
             with torch.no_grad(), cast:
                 parts = zip(
                     inputs[lot][:judged].split(batch_size), targets[lot][:judged].split(batch_size), strict=True
@@ -83,7 +86,7 @@ def descend(
                     total += float(distance(block(part), goal)) * len(part)
             return [torch.tensor([total], dtype=torch.float64)]
 
-        return float(lots.total(of, [torch.zeros(1, dtype=torch.float64)])[0])
+        return float(lots.total(per_lot, [torch.zeros(1, dtype=torch.float64)])[0])
 
     best, best_state = error(), state_of(module)
     for _ in range(epochs):
@@ -95,7 +98,7 @@ def descend(
                     found = distance(block(inputs[lot][rows]), targets[lot][rows])
                 return found * (len(rows) / images)
 
-            follow(parameters, lots, batch, loss)
+            set_gradients(parameters, lots, batch, loss)
             optimiser.step()
             schedule.step()
         found = error()
@@ -107,34 +110,34 @@ def descend(
         parameter.requires_grad_(False)
 
 
-def follow(
+def set_gradients(
     parameters: Sequence[nn.Parameter],
     lots: Lots,
     batch: Mapping[int, Tensor],
     loss: Callable[[int, Tensor], Tensor],
 ) -> None:
-    """Every `.grad` becomes that of the sum of loss(lot, rows) over the lots of the batch."""
+    """Set every `.grad` to the gradient of the sum of loss(lot, rows) over the lots of the batch."""
 
-    def of(lot: int) -> Sequence[Tensor] | None:
+    def per_lot(lot: int) -> Sequence[Tensor] | None:
         if not len(batch[lot]):
             return None
         found = torch.autograd.grad(loss(lot, batch[lot]), parameters, allow_unused=True)
         pairs = zip(found, parameters, strict=True)
         return [torch.zeros_like(parameter) if each is None else each for each, parameter in pairs]
 
-    for parameter, gradient in zip(parameters, lots.total(of, parameters), strict=True):
+    for parameter, gradient in zip(parameters, lots.total(per_lot, parameters), strict=True):
         parameter.grad = gradient
 
 
-def _deviation(lots: Lots, targets: Mapping[int, Tensor], scale: float) -> Tensor:
-    """(d,) float64: the standard deviation of each feature of targets / scale, on the images that judge."""
+def _feature_deviations(lots: Lots, targets: Mapping[int, Tensor], scale: float) -> Tensor:
+    """Return the standard deviation (d,) float64 of each feature of targets / scale, on COMPARED images."""
 
-    def of(lot: int) -> list[Tensor]:
-        rows = targets[lot][: lots.size(lot, JUDGED)].flatten(0, -2).double() / scale
+    def per_lot(lot: int) -> list[Tensor]:
+        rows = targets[lot][: lots.size(lot, COMPARED)].flatten(0, -2).double() / scale
         return [rows.sum(0), rows.square().sum(0), torch.full_like(rows[0, :1], len(rows))]
 
     features = next(iter(targets.values())).flatten(0, -2)[0].double()
-    total, squares, count = lots.total(of, [features, features, features[:1]])
+    total, squares, count = lots.total(per_lot, [features, features, features[:1]])
     return (squares / count - (total / count).square()).clamp_min(0).sqrt()
 
 

@@ -1,4 +1,4 @@
-"""End-to-end distillation: all parts together learn the old network's logits on varied calibration images."""
+"""Distil end to end: train all parts together on the old network's logits of augmented calibration images."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from certcli.adapt.descend import JUDGED, follow, make_optimiser, mixed_precision, state_of
+from certcli.adapt.descend import COMPARED, make_optimiser, mixed_precision, set_gradients, state_of
 from certcli.adapt.lots import Lots
-from certcli.adapt.pixels import as_pixels, chances, varied
+from certcli.adapt.pixels import as_pixels, augment, draw_augmentation
 from certcli.adapt.settings import AdaptSettings
 
 _BATCH = 32
@@ -17,9 +17,9 @@ _WORSE, _SLOWER, _TRIES = 1.1, 0.25, 3
 
 
 class Distiller:
-    """An epoch at a time; the best epoch's weights are kept, so it never ends worse than it began.
+    """Train the student an epoch at a time, and keep the best weights, those before the first epoch included.
 
-    Adapted networks can be steep: an epoch that loses more than a tenth is repeated at a quarter of the rate.
+    Adapted networks can be steep: an epoch whose loss grows by more than a tenth is repeated at a quarter of the rate.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Distiller:
         self.best, (self.best_loss, _) = state_of(student.net), self.judge()
 
     def run(self) -> Iterator[float]:
-        """The relative error of the logits on calibration images after each epoch that is left."""
+        """Train for the remaining epochs, and yield the relative logit error after each."""
         for parameter in self.parameters:
             parameter.requires_grad_(True)
         while self.epoch < self.settings.distill_epochs:
@@ -58,33 +58,33 @@ class Distiller:
             parameter.requires_grad_(False)
 
     def _pass(self) -> tuple[float, float]:
-        """All images once; how the student then does."""
+        """Train on all images once, and return the loss and the error after it."""
         generator = torch.Generator().manual_seed(self.settings.seed * 10_007 + 20_000 + self.epoch)
-        self.lots.team.copy_from_leader(list(self.student.net.state_dict().values()))  # unlike machines drift apart
+        self.lots.team.copy_from_leader(list(self.student.net.state_dict().values()))  # different machines drift apart
         for batch in self.lots.batches(self.batch_size, generator):
             drawn = {
-                lot: chances(len(rows), generator) for lot, rows in batch.items()
+                lot: draw_augmentation(len(rows), generator) for lot, rows in batch.items()
             }  # of all lots: one stream of numbers
             self._learn(batch, drawn)
         return self.judge()
 
     def _learn(self, batch: Mapping[int, Tensor], drawn: Mapping[int, Tensor]) -> None:
-        seen = {lot: varied(as_pixels(self.images[lot][batch[lot]]), drawn[lot]) for lot in self.lots.own}
+        pixels = {lot: augment(as_pixels(self.images[lot][batch[lot]]), drawn[lot]) for lot in self.lots.own}
         with self.cast, torch.no_grad():
-            wanted = {lot: self.teacher(pixels).float() for lot, pixels in seen.items() if len(pixels)}
+            target = {lot: self.teacher(part).float() for lot, part in pixels.items() if len(part)}
 
         def squares(lot: int) -> list[Tensor] | None:
-            return [wanted[lot].double().square().sum().cpu().view(1)] if lot in wanted else None
+            return [target[lot].double().square().sum().cpu().view(1)] if lot in target else None
 
         images = sum(map(len, batch.values()))
         size = float(self.lots.total(squares, [torch.zeros(1, dtype=torch.float64)])[0]) / images
 
         def loss(lot: int, rows: Tensor) -> Tensor:
             with self.cast:
-                found = self.student(seen[lot]).float()
-            return _loss(found, wanted[lot], size) * (len(rows) / images)
+                found = self.student(pixels[lot]).float()
+            return _loss(found, target[lot], size) * (len(rows) / images)
 
-        follow(self.parameters, self.lots, batch, loss)
+        set_gradients(self.parameters, self.lots, batch, loss)
         self.optimiser.step()
         self.schedule.step()
 
@@ -101,25 +101,25 @@ class Distiller:
 
     @torch.no_grad()
     def judge(self) -> tuple[float, float]:
-        """The loss, and the relative error of the logits, on calibration images as they are."""
+        """Return the loss and the relative logit error on calibration images without augmentation."""
 
-        def of(lot: int) -> list[Tensor]:
+        def per_lot(lot: int) -> list[Tensor]:
             loss = difference = size = 0.0
-            for part in self.images[lot][: self.lots.size(lot, JUDGED)].split(self.settings.batch_size):
+            for part in self.images[lot][: self.lots.size(lot, COMPARED)].split(self.settings.batch_size):
                 pixels = as_pixels(part)
                 with self.cast:
-                    wanted, found = self.teacher(pixels).double(), self.student(pixels).double()
-                squares = float(wanted.square().sum())
-                loss += float(_loss(found, wanted, squares / len(part))) * len(part)
-                difference += float((found - wanted).square().sum())
+                    target, found = self.teacher(pixels).double(), self.student(pixels).double()
+                squares = float(target.square().sum())
+                loss += float(_loss(found, target, squares / len(part))) * len(part)
+                difference += float((found - target).square().sum())
                 size += squares
             return [torch.tensor([loss, difference, size], dtype=torch.float64)]
 
-        loss, difference, size = self.lots.total(of, [torch.zeros(3, dtype=torch.float64)])[0].tolist()
+        loss, difference, size = self.lots.total(per_lot, [torch.zeros(3, dtype=torch.float64)])[0].tolist()
         return loss, float((difference / max(size, 1e-30)) ** 0.5)
 
     def state(self) -> dict[str, Tensor]:
-        """What the next epoch depends on, beside the student's weights."""
+        """Return what the next epoch depends on, beside the student's weights."""
         tensors = {f"best.{name}": value for name, value in self.best.items()}
         tensors["rates"] = torch.tensor(self.schedule.base_lrs, dtype=torch.float64)
         tensors["best_loss"] = torch.tensor(self.best_loss, dtype=torch.float64)
@@ -142,16 +142,16 @@ class Distiller:
                 }
 
 
-def _loss(found: Tensor, wanted: Tensor, size: float) -> Tensor:
-    """The mean over images of divergence plus distance. size: the mean |wanted|^2 of an image."""
-    return _divergence(found, wanted) + (found - wanted).square().sum() / (len(found) * max(size, 1e-12))
+def _loss(found: Tensor, target: Tensor, size: float) -> Tensor:
+    """Return the mean over images of KL(softmax(target) | softmax(found)) plus |found - target|^2 / size.
 
-
-def _divergence(found: Tensor, wanted: Tensor) -> Tensor:
-    """KL(softmax(wanted) | softmax(found)), the mean over images."""
-    return functional.kl_div(
+    Args:
+        size: the mean |target|^2 of an image.
+    """
+    divergence = functional.kl_div(
         functional.log_softmax(found, dim=1),
-        functional.log_softmax(wanted, dim=1),
+        functional.log_softmax(target, dim=1),
         log_target=True,
         reduction="batchmean",
     )
+    return divergence + (found - target).square().sum() / (len(found) * max(size, 1e-12))

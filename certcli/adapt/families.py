@@ -1,7 +1,7 @@
-"""What adapt must know of a family of networks: how it embeds, its body step by step, how it ends. All else is shared.
+"""Families of networks that adapt can take apart: the embedding, the sections of the body, the end.
 
-A block of every family has norm1, attn, norm2 and mlp; its stream is (b, n, d), or (b, h, w, d) in Swin, and each half
-adds a branch of the normed stream to it.
+A block of every family has norm1, attn, norm2 and mlp. Its stream is (b, n, d), or (b, h, w, d) in Swin; each half adds a
+branch of the normed stream.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Family:
-    """embed: normalised pixels -> stream. end: stream -> logits. The norms in each are named by their paths."""
+    """The maps embed (normalised pixels -> stream) and end (stream -> logits), and the paths of the norms in each."""
 
     name: str
     embed: Callable[[Any, Tensor], Tensor]
@@ -83,7 +83,7 @@ def _convit_embed(net: Any, x: Tensor) -> Tensor:
 
 
 def _convit_body(net: Any) -> list[Section]:
-    """Patches alone through the positional blocks; the class token joins them after these."""
+    """Return the body: the class token joins the patches after the positional blocks."""
 
     def join(x: Tensor) -> Tensor:
         return torch.cat((net.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
@@ -101,13 +101,13 @@ FAMILIES: dict[type[nn.Module], Family] = {
     SwinTransformer: Family("Swin", _swin_embed, _swin_body, _vit_end, ("patch_embed.norm",), ("norm",), "head.fc"),
     ConVit: Family("ConViT", _convit_embed, _convit_body, _vit_end, (), ("norm",), "head"),
 }
-KEEP = "--goal keep puts floors under the LayerNorms of any network, and leaves the rest"
+KEEP = "--goal keep puts floors under the LayerNorms of any network and changes nothing else"
 
 _BLOCKS = (Block, SwinTransformerBlock, ConvitBlock)
 
 
 def family_of(net: nn.Module) -> Family:
-    """The family of a network, adapted or not; ArchitectureError says what adapt would have to know."""
+    """Return the family of a network, adapted or not. ArchitectureError names the unknown part."""
     family = FAMILIES.get(type(net))
     if family is None:
         kind, known = type(net).__name__, ", ".join(each.__name__ for each in FAMILIES)
@@ -116,8 +116,8 @@ def family_of(net: nn.Module) -> Family:
             raise ArchitectureError(f"this is a {kind}, which has no attention: there is none to replace", KEEP)
         what = type(net.get_submodule(paths[0])).__name__
         raise ArchitectureError(
-            f"attention and residuals are replaced in {known}; of {kind} it is not known how its blocks are put together, "
-            f"nor what could stand for its {what} ({paths[0]})",
+            f"adapt replaces attention and residuals in {known}; it does not know how the blocks of {kind} are put together, "
+            f"nor a replacement for its {what} ({paths[0]})",
             KEEP,
         )
     if getattr(net, "attn_pool", None) is not None:
@@ -126,16 +126,16 @@ def family_of(net: nn.Module) -> Family:
 
 
 def attentions(net: nn.Module) -> list[str]:
-    """Paths of the modules that are attentions by their class's name, from first to last."""
+    """Return the paths of the modules whose class name says attention, from first to last."""
     words = ("attention", "attn", "gpsa", "mhsa", "xca")
     return [path for path, part in net.named_modules() if path and any(w in type(part).__name__.lower() for w in words)]
 
 
 def require_known_blocks(net: nn.Module, family: Family) -> None:
-    """Every block and its MLP as timm builds them, or ArchitectureError with the path of the first that is not."""
+    """Raise ArchitectureError with the path of the first block or MLP that differs from timm's."""
     blocks = [step for step in family.body(net) if step.kind == "block"]
     if not blocks:
-        raise ArchitectureError(f"this {type(net).__name__} has no blocks, hence no attention to replace")
+        raise ArchitectureError(f"this {type(net).__name__} has no blocks, so there is no attention to replace")
     for step in blocks:
         if type(step.module) not in _BLOCKS:
             raise ArchitectureError(f"{step.path} is a {type(step.module).__name__}, which adapt does not know")
@@ -147,7 +147,7 @@ def require_known_blocks(net: nn.Module, family: Family) -> None:
 
 
 def branch(block: Any, half: Half, u: Tensor) -> Tensor:
-    """What the block adds to its stream, from the normed stream: attention or MLP, then LayerScale."""
+    """Return the branch of a half for the normed stream `u`: attention or MLP, then LayerScale."""
     scale = getattr(block, f"ls{half}", None)
     if half == 2:
         out = block.mlp(u)
@@ -157,7 +157,7 @@ def branch(block: Any, half: Half, u: Tensor) -> Tensor:
 
 
 def join(block: Any, half: Half, x: Tensor, added: Tensor) -> Tensor:
-    """The stream after this half."""
+    """Return the stream after this half."""
     if isinstance(block, (ResidualBlock, ResidualSwinBlock, ResidualConvitBlock)):
         residual = block.residual1 if half == 1 else block.residual2
         return residual(x, added)
@@ -169,8 +169,8 @@ def run_half(block: Any, half: Half, x: Tensor) -> Tensor:
     return join(block, half, x, branch(block, half, norm(x)))
 
 
-def attended(block: Any, x: Tensor) -> Tensor:
-    """The stream as the attention sees it: (b, n, d), or Swin's shifted windows (b * w, n, d), padding included."""
+def attention_input(block: Any, x: Tensor) -> Tensor:
+    """Return the attention's input: (b, n, d), or Swin's shifted windows (b * w, n, d) with padding."""
     if not isinstance(block, SwinTransformerBlock):
         return x
     shift, window = block.shift_size, block.window_size
@@ -181,7 +181,7 @@ def attended(block: Any, x: Tensor) -> Tensor:
 
 
 def token_counts(model: Any, size: tuple[int, ...]) -> dict[str, int]:
-    """How many tokens the attention of each block mixes, by the block's path; of pixels -> logits on (c, h, w)."""
+    """Return, by path, the number of tokens that each block's attention mixes on an image of size (c, h, w)."""
     parameter = next(model.parameters())
     pixels = torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype)
     found: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Re-fitting from first to last: each new part learns the old one's output, fed by the parts already adapted.
+"""Fit the new parts in order: each learns the output of the old part, on inputs from the parts already adapted.
 
-Closed form where a part is linear in its parameters, AdamW for the rest. Every block first, then what lies between and
-after blocks; the streams of all calibration images, old and new, are kept in memory, their halves are not.
+Parts that are linear in their parameters have a closed form; AdamW fits the rest. The streams of all calibration images,
+old and new, stay in memory; the streams inside a block do not.
 """
 
 from collections.abc import Iterator
@@ -13,22 +13,22 @@ from torch import Tensor, nn
 
 from certcli.adapt.carry import HalfScale, Scales, input_maps, output_map
 from certcli.adapt.descend import descend
-from certcli.adapt.ending import Ending
-from certcli.adapt.families import Family, Half, Section, attended, run_half
+from certcli.adapt.ending import EndFitter
+from certcli.adapt.families import Family, Half, Section, attention_input, run_half
 from certcli.adapt.lots import Lots
 from certcli.adapt.pixels import as_pixels
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import LeastSquares, between_inputs, compose_inputs
-from certcli.adapt.streams import Replaced, Stream, Streams, captured
+from certcli.adapt.streams import AdaptedPart, Stream, Streams, capture_input
 from certcli.nn.residual import ResidualBlock
 
 HALVES: tuple[Half, Half] = (1, 2)
 RIDGE = 1e-4
-_ROWS, _FEWEST = 64, 128  # rows for each unknown of a least-squares problem, and the fewest images it is given
+_ROWS, _FEWEST = 64, 128  # rows for each unknown of a least-squares problem, and its least number of images
 
 
 class Fitter(Streams):
-    """Walks both networks side by side. `position` counts the steps of the body that are done."""
+    """Fit the sections of both networks side by side; `position` counts the finished sections of the body."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class Fitter(Streams):
 
     @torch.no_grad()
     def advance(self, done: int) -> None:
-        """Embed the images and carry both streams past the first `done` steps, which were adapted before."""
+        """Embed the images, and move both streams past the first `done` sections, which are adapted already."""
         self._embed(start_norms=done == 0)
         steps = zip(self.family.body(self.teacher.net), self.family.body(self.student.net), strict=True)
         for old, new in list(steps)[:done]:
             self.move(old.run, new.run)
         self.position = done
 
-    def run(self) -> Iterator[list[Replaced]]:
-        """Adapt the steps that are left, then the end of the network; the records of each step."""
+    def run(self) -> Iterator[list[AdaptedPart]]:
+        """Adapt the remaining sections, then the end of the network; yield the records of each."""
         steps = list(zip(self.family.body(self.teacher.net), self.family.body(self.student.net), strict=True))
         for index, (old, new) in enumerate(steps):
             if index < self.position:
@@ -66,21 +66,21 @@ class Fitter(Streams):
                 yield [record]
         if self.position == len(steps):
             with torch.no_grad():
-                records = list(Ending(self).run())
+                records = list(EndFitter(self).run())
             self.agree_on(self.student.net)
             self.position += 1
             yield records
 
     @torch.no_grad()
-    def _adapt(self, index: int, old: Section, new: Section) -> Replaced | None:
+    def _adapt(self, index: int, old: Section, new: Section) -> AdaptedPart | None:
         if new.kind == "tokens":
             self.move(old.run, new.run)
             return None
-        few = self._few(self.old, new), self._few(self.new, new)
+        few = self._subset(self.old, new), self._subset(self.new, new)
         if new.kind == "merge":
             self._merge(old, new, *few)
             self.move(old.run, new.run)
-            return Replaced(new.path, _name(old.module), _name(new.module.norm), self.error(1.0))
+            return AdaptedPart(new.path, _name(old.module), _name(new.module.norm), self.error(1.0))
         for half in HALVES:
             self._half(old.module, new.module, half, self.scales[(new.path, half)], *few)
         self.move(old.run, None)
@@ -89,17 +89,17 @@ class Fitter(Streams):
             generator = torch.Generator().manual_seed(self.settings.seed * 10_007 + index)
             descend(new.module, new.module, self.lots, self.new, self.old, last, self.settings, generator)
         self.move(None, new.run)
-        return Replaced(new.path, _name(old.module), describe(new.module), self.error(last))
+        return AdaptedPart(new.path, _name(old.module), describe(new.module), self.error(last))
 
-    def _few(self, stream: Stream, step: Section) -> Stream:
-        """A copy of as many images as have tokens enough to determine the widest least-squares problem of this step."""
+    def _subset(self, stream: Stream, step: Section) -> Stream:
+        """Copy as many images as the widest least-squares problem of this section needs."""
         widest = step.module.mlp.fc2.in_features if step.kind == "block" else step.module.reduction.in_features
         some = next(iter(self.old.values()))[0]
         count = max(_FEWEST, -(-_ROWS * widest // (some.numel() // some.shape[-1])))
         return {lot: rows[: self.lots.size(lot, count)].clone() for lot, rows in stream.items()}
 
     def _embed(self, start_norms: bool) -> None:
-        """The streams before the first step; a new norm inside the embedding is started on the way."""
+        """Compute the streams before the first section, and start the new norms of the embedding."""
         size = self.settings.batch_size
 
         def embed(model: Any, part: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class Fitter(Streams):
                 stream[lot] = torch.cat([embed(model, part) for part in images.split(size)])
 
     def _half(self, old: Any, new: Any, half: Half, scale: HalfScale, x: Stream, y: Stream) -> None:
-        """Norm, input maps, output map of one residual branch; then both streams move past it."""
+        """Fit norm, input maps and output map of one residual branch, and move both streams past it."""
         old_norm, new_norm = getattr(old, f"norm{half}"), getattr(new, f"norm{half}")
 
         def norm_pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -122,7 +122,7 @@ class Fitter(Streams):
         self.start_norm(new_norm, norm_pairs)
         readers = input_maps(new, half)
         if readers:
-            found = self.added(
+            found = self.accumulate(
                 partial(between_inputs, readers), lambda lot: ((new_norm(rows), goal) for rows, goal in norm_pairs(lot))
             )
             compose_inputs(readers, found, RIDGE)
@@ -131,43 +131,43 @@ class Fitter(Streams):
         def output_pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
             for before, after in self.chunks(x[lot], y[lot]):
                 goal = run_half(old, half, before)
-                # what the stream lacks: (goal / s - keep y) / share
+                # the branch that is missing in the stream: (goal / s - keep y) / share
                 target = (goal / scale.after - scale.keep * after) / scale.share
-                features = captured(output, partial(run_half, new, half, after)).flatten(0, -2)
+                features = capture_input(output, partial(run_half, new, half, after)).flatten(0, -2)
                 if half == 1:
-                    inside = attended(new, torch.ones_like(target[..., :1])).flatten() > 0
-                    target = attended(new, target).flatten(0, -2)[inside]
+                    inside = attention_input(new, torch.ones_like(target[..., :1])).flatten() > 0
+                    target = attention_input(new, target).flatten(0, -2)[inside]
                     features = features[inside]
                 yield features, target.flatten(0, -2)
                 before.copy_(goal)
 
         kept = type(new.attn) is type(old.attn) if half == 1 else type(new.mlp.act) is type(old.mlp.act)
-        self.added(partial(_onto, output), output_pairs).solve_into(output, RIDGE, keep=kept)
+        self.accumulate(partial(_least_squares_onto, output), output_pairs).solve_into(output, RIDGE, keep=kept)
         for lot in self.lots.own:
             for (after,) in self.chunks(y[lot]):
                 after.copy_(run_half(new, half, after))
 
     def _merge(self, old: Section, new: Section, x: Stream, y: Stream) -> None:
-        """Patch merging: its norm, then its map by least squares."""
+        """Fit patch merging: its norm, then its map by least squares."""
         reduction: nn.Linear = new.module.reduction
 
         def norm_pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
             for before, after in self.chunks(x[lot], y[lot]):
-                inputs = captured(new.module.norm, partial(new.run, after))
-                reached = captured(old.module.norm, partial(old.run, before))
+                inputs = capture_input(new.module.norm, partial(new.run, after))
+                reached = capture_input(old.module.norm, partial(old.run, before))
                 yield inputs.flatten(0, -2), old.module.norm(reached).flatten(0, -2)
 
         def pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
             for before, after in self.chunks(x[lot], y[lot]):
-                features = captured(reduction, partial(new.run, after))
+                features = capture_input(reduction, partial(new.run, after))
                 yield features.flatten(0, -2), old.run(before).flatten(0, -2)
 
         self.start_norm(new.module.norm, norm_pairs)
-        self.added(partial(_onto, reduction), pairs).solve_into(reduction, RIDGE, keep=True)
+        self.accumulate(partial(_least_squares_onto, reduction), pairs).solve_into(reduction, RIDGE, keep=True)
 
 
-def _onto(layer: nn.Linear) -> LeastSquares:
-    """To be given (what reaches the layer, what it should give)."""
+def _least_squares_onto(layer: nn.Linear) -> LeastSquares:
+    """Return the solver for pairs (inputs of the layer, its target outputs)."""
     return LeastSquares(layer.in_features, layer.out_features, layer.weight.device, layer.bias is not None)
 
 

@@ -1,8 +1,7 @@
-"""LayerNorms become norms with a floor below every deviation that was seen: on such images, the same function.
+"""Put a floor below every deviation that reaches a LayerNorm: on such images the function stays the same.
 
-Nothing is fitted. The deviations are those of the old network on the calibration images, and on blank ones (black, grey,
-white), whose flat patches have smaller deviations than most: on a ViT-Tiny the least deviation of its first norms on
-photographs is that of blank images, and of its last ones that of synthetic photographs.
+The deviations come from the old network on the calibration images and on blank ones (black, grey, white). On a ViT-Tiny,
+blank images have the least deviations at the first norms, and synthetic photographs at the last norms.
 """
 
 import math
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.adapt.pixels import as_pixels
-from certcli.adapt.streams import Replaced
+from certcli.adapt.streams import AdaptedPart
 from certcli.nn.norms import FloorNorm
 from certcli.system.processes import ALONE, Team
 
@@ -21,29 +20,33 @@ BLANK = (0.0, 0.5, 1.0)
 
 
 @torch.no_grad()
-def least_floors(teacher: Any, student: Any, images: Tensor, batch_size: int, team: Team = ALONE) -> Iterator[Replaced]:
-    """Set every floor of the student to the least deviation that reaches it, at least 1e-6; a record for each norm.
+def least_floors(
+    teacher: Any, student: Any, images: Tensor, batch_size: int, team: Team = ALONE
+) -> Iterator[AdaptedPart]:
+    """Set every floor of the student to the least deviation that reaches it, at least 1e-6; yield a record for each.
 
-    images: pixels (n, c, h, w), float in [0, 1] or uint8. error: above a floor the two norms differ by LayerNorm's eps
-    alone, by at most eps / (2 floor^2) of the output.
+    The error of a record is eps / (2 floor^2): above a floor the two norms differ by LayerNorm's eps alone.
+
+    Args:
+        images: pixels (n, c, h, w), float in [0, 1] or uint8.
     """
     pairs: list[tuple[str, nn.LayerNorm, FloorNorm]] = []
     for path, new in student.net.named_modules():
         if isinstance(new, FloorNorm):
             pairs.append((path, teacher.net.get_submodule(path), new))
-    least = deviations(teacher, [old for _, old, _ in pairs], images, batch_size, team)
+    least = least_deviations(teacher, [old for _, old, _ in pairs], images, batch_size, team)
     for (path, old, new), floor in zip(pairs, least, strict=True):
         floor = max(floor, 1e-6) if math.isfinite(floor) else 1.0  # a norm that is never called
         new.floor.fill_(floor)
-        yield Replaced(path, type(old).__name__, f"FloorNorm, floor {floor:.3g}", old.eps / (2 * floor * floor))
+        yield AdaptedPart(path, type(old).__name__, f"FloorNorm, floor {floor:.3g}", old.eps / (2 * floor * floor))
 
 
-def deviations(
+def least_deviations(
     teacher: Any, norms: Sequence[nn.Module], images: Tensor, batch_size: int, team: Team = ALONE
 ) -> list[float]:
-    """The least standard deviation of a row that reaches each norm, over the images and blank ones.
+    """Return the least standard deviation of the rows that reach each norm, on the images and blank ones.
 
-    Of several processes each looks at every so manyth batch.
+    Several processes share the batches.
     """
     least = [float("inf")] * len(norms)
 

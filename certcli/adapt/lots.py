@@ -1,7 +1,6 @@
-"""Calibration images dealt into lots: each is worked on by itself, whoever does it, and sums over lots follow one tree.
+"""Divide the calibration images into lots, so that any number of processes gets the same bits.
 
-So what several processes find is what one finds, to the bit: a process takes some of the lots, whole, and what crosses
-processes are sums over lots (Gram matrices, gradients, squared errors), added in one order by all.
+A process works on whole lots. Sums over lots (Gram matrices, gradients, squared errors) follow one tree in every process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +12,12 @@ from certcli.system.errors import UsageError
 from certcli.system.processes import ALONE, Team
 
 LOTS, FEW = 8, 2
-"""As many processes share the work and find the same bytes: of photographs, and of small images. More lots would be more
-passes with fewer images each: of small ones eight take twice as long as two (28 x 28 pixels, width 64)."""
+"""Lots of photographs and of small images: the most processes that find the same bytes. More lots mean more passes with
+fewer images each: on small images (28 x 28 pixels, width 64) eight lots take twice as long as two."""
 
 Span = tuple[int, int]
-Of = Callable[[int], Sequence[Tensor] | None]
-"""What one lot adds to each sum; None where the lot has nothing to add."""
+PerLot = Callable[[int], Sequence[Tensor] | None]
+"""Lot -> its term in each sum; None for no terms."""
 
 
 class Lots:
@@ -38,18 +37,18 @@ class Lots:
         return range(self.number * rank // self.team.size, self.number * (rank + 1) // self.team.size)
 
     def images(self, lot: int) -> slice:
-        """Which of all images are this lot's."""
+        """Return the slice of all images that belongs to the lot."""
         return slice(lot, self.count, self.number)
 
     def size(self, lot: int, among: int | None = None) -> int:
-        """How many images the lot has, among the first `among`."""
+        """Return the number of the lot's images among the first `among` of all."""
         among = self.count if among is None else min(among, self.count)
         return max(0, -(-(among - lot) // self.number))
 
     def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[dict[int, Tensor]]:
-        """One epoch of batches of so many images: which rows of each lot, in an order drawn for each lot.
+        """Yield one epoch of batches: lot -> row numbers, in an order drawn for each lot.
 
-        All lots of all processes are drawn by everyone, so that the order is that of one process.
+        Every process draws for all lots, so that the order does not depend on their number.
         """
         order = [torch.randperm(self.size(lot), generator=generator) for lot in range(self.number)]
         for start in range(0, self.count, batch_size):
@@ -57,19 +56,19 @@ class Lots:
                 lot: rows[self.size(lot, start) : self.size(lot, start + batch_size)] for lot, rows in enumerate(order)
             }
 
-    def total(self, of: Of, like: Sequence[Tensor]) -> list[Tensor]:
-        """The sum over all lots of what `of` gives for each, in every process. like: tensors of one dtype, as the sums."""
+    def total(self, per_lot: PerLot, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums of `per_lot` over all lots, in every process. like: tensors shaped as the sums, one dtype."""
         spans = [list(_cover((0, self.number), self._lots_of(rank))) for rank in range(self.team.size)]
-        flat = {span: self._added(span, of, like) for span in spans[self.team.rank]}
+        flat = {span: self._added(span, per_lot, like) for span in spans[self.team.rank]}
         if self.team.several:
             flat = self._exchanged(flat, spans, like)
         whole = _combined((0, self.number), flat)
         sizes = [tensor.numel() for tensor in like]
         return [part.view(tensor.shape) for part, tensor in zip(whole.split(sizes), like, strict=True)]
 
-    def rows(self, of: Callable[[int], Tensor]) -> Tensor:
-        """What `of` gives for each lot, (any number,), side by side, in every process."""
-        mine = torch.cat([of(lot) for lot in self.own])
+    def rows(self, per_lot: Callable[[int], Tensor]) -> Tensor:
+        """Concatenate per_lot(lot), each of shape (any,), over all lots, in every process."""
+        mine = torch.cat([per_lot(lot) for lot in self.own])
         if not self.team.several:
             return mine
         lengths = [int(length) for length in self.team.everyone(len(mine))]
@@ -77,12 +76,12 @@ class Lots:
         padded[: len(mine)] = mine
         return torch.cat([part[:length] for part, length in zip(self.team.gather(padded), lengths, strict=True)])
 
-    def _added(self, span: Span, of: Of, like: Sequence[Tensor]) -> Tensor:
-        """The sum over the lots of a span, along the tree, as one row of numbers."""
+    def _added(self, span: Span, per_lot: PerLot, like: Sequence[Tensor]) -> Tensor:
+        """Return the sums over a span, added along the tree, as one flat tensor."""
         if span[1] - span[0] > 1:
             first, second = _halves(span)
-            return self._added(first, of, like).add_(self._added(second, of, like))
-        found = of(span[0])
+            return self._added(first, per_lot, like).add_(self._added(second, per_lot, like))
+        found = per_lot(span[0])
         given = [torch.zeros_like(tensor) for tensor in like] if found is None else found
         return torch.cat([tensor.detach().to(kind).reshape(-1) for tensor, kind in zip(given, like, strict=True)])
 
@@ -106,7 +105,7 @@ def _halves(span: Span) -> tuple[Span, Span]:
 
 
 def _cover(span: Span, lots: range) -> Iterator[Span]:
-    """The largest branches of the tree under `span` whose leaves are all among `lots`."""
+    """Yield the largest branches of the tree under `span` whose leaves all lie in `lots`."""
     if lots.start <= span[0] and span[1] <= lots.stop:
         yield span
     elif max(span[0], lots.start) < min(span[1], lots.stop):
@@ -115,7 +114,7 @@ def _cover(span: Span, lots: range) -> Iterator[Span]:
 
 
 def _combined(span: Span, known: dict[Span, Tensor]) -> Tensor:
-    """The sum over a span from those over branches of it."""
+    """Return the sum over a span from the sums over its branches."""
     if span in known:
         return known[span]
     first, second = (_combined(half, known) for half in _halves(span))

@@ -1,4 +1,4 @@
-"""Which module becomes what: decided before anything is computed, printable, and stored as the record's surgery."""
+"""Decide which module is replaced by which: before any computation, printable, stored as the record's surgery."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from certcli.adapt.families import Family, Section, family_of, require_known_blocks, token_counts
+from certcli.adapt.families import Section, family_of, require_known_blocks, token_counts
 from certcli.adapt.settings import ACTIVATIONS, ATTENTIONS, NORMS, RESIDUALS, AdaptSettings
 from certcli.checkpoint.record import Record, Replacement
 from certcli.models import build
@@ -15,10 +15,10 @@ from certcli.system.errors import ArchitectureError
 
 
 def plan(record: Record, settings: AdaptSettings) -> tuple[Replacement, ...]:
-    """The replacements for this architecture, in their order; ArchitectureError names what is not known."""
+    """Return the replacements for this architecture, in order. ArchitectureError names an unknown part."""
     if record.surgery:
         raise ArchitectureError(
-            "this is an adapted network already: adapt starts from a network as timm builds it",
+            "this network is already an adapted network: adapt starts from a network as timm builds it",
             "start from the checkpoint before adapt",
         )
     net = build.build(record)
@@ -44,12 +44,12 @@ def plan(record: Record, settings: AdaptSettings) -> tuple[Replacement, ...]:
 
 
 def _floor_plan(net: nn.Module) -> tuple[Replacement, ...]:
-    """A floor under each LayerNorm over the last dimension, of any network: its other parts are not looked at."""
+    """Return a floor norm for each LayerNorm over the last dimension, in any network."""
     found = [Replacement(path, "floor-norm") for path, part in net.named_modules() if path and floor_fits(part)]
     if not found:
         norms = {type(part).__name__ for part in net.modules() if "norm" in type(part).__name__.lower()}
         raise ArchitectureError(
-            f"this {type(net).__name__} has no LayerNorm over the last dimension, hence none that a floor could help"
+            f"this {type(net).__name__} has no LayerNorm over the last dimension, so there is nothing to put a floor under"
             + (f"; its norms: {', '.join(sorted(norms))}" if norms else "")
         )
     _try_out(net, found)
@@ -57,7 +57,7 @@ def _floor_plan(net: nn.Module) -> tuple[Replacement, ...]:
 
 
 def _norm_plan(parent: nn.Module, path: str, name: str, settings: AdaptSettings) -> list[Replacement]:
-    """A norm's replacement; what is no LayerNorm is refused by the builder, an Identity stays one."""
+    """Return a norm's replacement; an Identity stays. The builder refuses other norms than LayerNorm."""
     kind = NORMS[settings.norm]
     try:
         norm: Any = parent.get_submodule(name)
@@ -79,7 +79,7 @@ def _block_plan(step: Section, settings: AdaptSettings, attention_args: Mapping[
         found.append(Replacement(f"{path}.attn", attention, attention_args))
     if activation is not None:
         found.append(Replacement(f"{path}.mlp.act", activation))
-    # the fitted output maps take LayerScale in
+    # LayerScale is multiplied into the fitted output maps
     found += [
         Replacement(f"{path}.{name}", "identity")
         for name in ("ls1", "ls2")
@@ -91,7 +91,7 @@ def _block_plan(step: Section, settings: AdaptSettings, attention_args: Mapping[
 
 
 def _try_out(net: nn.Module, replacements: Sequence[Replacement]) -> None:
-    """Every builder on the module it will replace: what it does not know is refused now, by its path."""
+    """Call every builder on its module, so that an unknown part is refused now, by its path."""
     for item in replacements:
         try:
             build.replace_module(net, item)
@@ -99,12 +99,9 @@ def _try_out(net: nn.Module, replacements: Sequence[Replacement]) -> None:
             raise ArchitectureError(f"{item.path or 'the network'}: {refusal.message}", refusal.hint) from refusal
 
 
-def folded(surgery: Sequence[Replacement], paths: Sequence[str]) -> tuple[Replacement, ...]:
-    """The surgery once the centre norms at `paths` were multiplied into the maps that follow them."""
+def with_folded_norms(surgery: Sequence[Replacement], paths: Sequence[str]) -> tuple[Replacement, ...]:
+    """Return the surgery with identities for the centre norms at `paths`."""
     return tuple(
         replace(item, kind="identity") if item.path in paths and item.kind == "center-norm" else item
         for item in surgery
     )
-
-
-__all__ = ["AdaptSettings", "Family", "folded", "plan"]

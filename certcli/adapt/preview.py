@@ -1,4 +1,4 @@
-"""What adapt would do, before it does anything: modules, parameters, multiply-adds and bounds before and after."""
+"""Preview an adaptation: replaced modules, and parameters, multiply-adds and bounds before and after."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from certcli.adapt.keep import floored
+from certcli.adapt.keep import with_unit_floors
 from certcli.adapt.plan import plan
-from certcli.adapt.run import operate
+from certcli.adapt.run import perform_surgery
 from certcli.adapt.settings import AdaptSettings
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Replacement
@@ -20,7 +20,7 @@ from certcli.models import build
 
 @dataclass(frozen=True)
 class Change:
-    """One module: its path, what it is, what it becomes."""
+    """One module: its path, its type before and after."""
 
     path: str
     before: str
@@ -29,7 +29,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Cost:
-    """parameters; multiply-adds an image; log10 of the proven bound, None where there is none (`why`) or none was asked."""
+    """Parameters, multiply-adds an image, log10 of the proven bound; None where `why` says that there is none."""
 
     parameters: int
     multiply_adds: int
@@ -39,7 +39,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Preview:
-    """`after` speaks of the network after surgery, started from the weights alone, before any fitting."""
+    """`after` describes the network after surgery, started from the weights alone, before any fitting."""
 
     changes: tuple[Change, ...]
     before: Cost
@@ -47,12 +47,13 @@ class Preview:
 
 
 def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True) -> Preview:
-    """The plan with its figures; computes no activations of images. ArchitectureError names what is not known."""
+    """Return the plan with its figures, without images. ArchitectureError names an unknown part."""
     replacements = plan(checkpoint.record, settings)
     teacher = build.load(checkpoint)
-    student = (
-        operate(checkpoint, settings, teacher)[0] if settings.refit else floored(checkpoint, replacements, teacher)
-    )
+    if settings.refit:
+        student, _ = perform_surgery(checkpoint, settings, teacher)
+    else:
+        student = with_unit_floors(checkpoint, replacements, teacher)
     return Preview(
         tuple(_change(item, teacher.net, student.net) for item in replacements),
         _cost(teacher, checkpoint, bounds),
@@ -67,7 +68,7 @@ def _change(item: Replacement, old: nn.Module, new: nn.Module) -> Change:
 
 
 def grouped(changes: Sequence[Change]) -> list[tuple[str, int, str, str]]:
-    """(paths with the number of the block as *, how many, before, after), in the order of first appearance."""
+    """Return (path with block numbers as *, count, before, after), in the order of first appearance."""
     found: dict[tuple[str, str, str], int] = {}
     for change in changes:
         pattern = ".".join("*" if part.isdigit() else part for part in change.path.split("."))
@@ -86,10 +87,10 @@ def _cost(model: build.PixelModel, checkpoint: Checkpoint, bounds: bool) -> Cost
 
 
 def multiply_adds(model: nn.Module, size: tuple[int, ...]) -> int:
-    """Multiply-adds of one image's matrix products and convolutions, counted on a real forward pass."""
+    """Return the multiply-adds of one image's products and convolutions, counted on a forward pass."""
     counter = FlopCounterMode(display=False)
     parameter = next(model.parameters())
     pixels = torch.zeros(1, *size, dtype=parameter.dtype, device=parameter.device)
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # fused attention on CPUs would go uncounted
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # fused attention on CPUs is not counted
         model(pixels)
     return int(counter.get_total_flops()) // 2

@@ -1,4 +1,4 @@
-"""Adaptation from beginning to end: surgery, closed forms, blocks, distillation. A generator of records, resumable."""
+"""Adapt a network: surgery, closed forms, blocks, distillation. A run yields records and can be resumed."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -12,12 +12,13 @@ from certcli.adapt.distil import Distiller
 from certcli.adapt.families import Half, family_of, token_counts
 from certcli.adapt.fit import Fitter
 from certcli.adapt.lots import FEW, LOTS, Lots
-from certcli.adapt.pixels import photographs
-from certcli.adapt.plan import folded, plan
+from certcli.adapt.pixels import photograph_sized
+from certcli.adapt.plan import plan, with_folded_norms
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import fold_center_norm
 from certcli.adapt.state import AdaptState, identity
-from certcli.adapt.streams import Replaced
+from certcli.adapt.streams import AdaptedPart
+from certcli.adapt.trade import Trade
 from certcli.checkpoint.file import Checkpoint
 from certcli.models import build
 from certcli.nn.norms import CenterNorm
@@ -26,11 +27,15 @@ from certcli.system.processes import ALONE, Team
 
 
 class Adapter:
-    """Owns both networks. `run` yields a record for each adapted part, `result` is the checkpoint at the end.
+    """Own the original network (teacher) and the new one (student); `run` fits it, `result` is its checkpoint.
 
-    images: calibration pixels (n, c, h, w), float in [0, 1] or uint8. Several processes take some lots of them each
-    (`lots.py`), go the same way, and end with the same networks.
+    Several processes share the images by lots (`lots.py`) and end with the same networks.
+
+    Args:
+        images: calibration pixels (n, c, h, w), float in [0, 1] or uint8.
     """
+
+    trade = Trade()
 
     def __init__(
         self,
@@ -43,33 +48,33 @@ class Adapter:
         if not len(images):
             raise DataError("adapt needs at least one calibration image")
         self.checkpoint, self.settings = checkpoint, settings
-        # datasets come class by class; closed forms and comparisons look at the first images only
+        # datasets are sorted by class, and closed forms and comparisons use the first images only
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
-        # on a GPU many small passes would cost more than equal bytes are worth, and nothing else promises them there
-        lots = 1 if device.type == "cuda" else LOTS if photographs(images) else FEW
+        # many small passes are slow on a GPU, where equal bytes are not promised anyway
+        lots = 1 if device.type == "cuda" else LOTS if photograph_sized(images) else FEW
         self.lots = Lots(len(images), team, lots)
         self.images = {lot: images[order[self.lots.images(lot)]].to(device) for lot in self.lots.own}
         self.record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
-        self.teacher = build.load(checkpoint, device, torch.float32)  # the student is new: no digit of float64 survives
-        self.student, scales = operate(checkpoint, settings, self.teacher)
+        self.teacher = build.load(checkpoint, device, torch.float32)  # the student has no digits beyond float32
+        self.student, scales = perform_surgery(checkpoint, settings, self.teacher)
         family = family_of(self.teacher.net)
         self.fitter = Fitter(self.teacher, self.student, family, scales, settings, self.images, self.lots)
         self.identity = identity(checkpoint.digest, settings, images)
-        self.records: list[Replaced] = []
+        self.records: list[AdaptedPart] = []
         self.distiller: Distiller | None = None
         self._resumed: AdaptState | None = None
 
     @property
     def steps(self) -> int:
-        """How many records a whole run yields, about: the steps of the body, the end, the epochs of distillation."""
+        """Return about the number of records of a whole run: sections of the body, the end, epochs of distillation."""
         return len(self.fitter.family.body(self.student.net)) + 1 + self.settings.distill_epochs
 
     @property
     def steps_done(self) -> int:
         return self.fitter.position + (0 if self._resumed is None else self._resumed.epoch)
 
-    def run(self) -> Iterator[Replaced]:
-        """Closed forms, blocks and distillation, as far as the settings ask for them and from where a state left off."""
+    def run(self) -> Iterator[AdaptedPart]:
+        """Fit closed forms, then blocks, then distil, as the settings say; continue from a restored state."""
         state = self._resumed
         if self.settings.epochs < 0:
             return
@@ -88,11 +93,11 @@ class Adapter:
             for error in self.distiller.run():
                 after = f"distilled, epoch {self.distiller.epoch}"
                 self.records = [record for record in self.records if record.path != "(network)"]
-                self.records.append(Replaced("(network)", "logits", after, error))
+                self.records.append(AdaptedPart("(network)", "logits", after, error))
                 yield self.records[-1]
 
     def state(self) -> AdaptState:
-        """Everything the next step depends on. To be asked for between two records."""
+        """Return the state between two records: everything that the next step depends on."""
         position, whole = self.fitter.position, len(self.fitter.family.body(self.student.net)) + 1
         return AdaptState(
             identity=self.identity,
@@ -104,10 +109,10 @@ class Adapter:
         )
 
     def restore(self, state: AdaptState) -> None:
-        """Go on after `state`, to the same bytes on a CPU."""
+        """Continue after `state`, to the same bytes on a CPU."""
         own = self.student.net.state_dict()
         try:
-            self.records = [Replaced(**record) for record in state.records]
+            self.records = [AdaptedPart(**record) for record in state.records]
             for name, tensor in state.net.items():
                 own[name].copy_(tensor)
         except (TypeError, KeyError, RuntimeError) as failure:
@@ -118,22 +123,22 @@ class Adapter:
         self.fitter.position = state.done
 
     def result(self) -> Checkpoint:
-        """The adapted checkpoint; with --norm fold its centre norms are multiplied into the maps that follow them."""
+        """Return the adapted checkpoint; --norm fold multiplies centre norms into the next linear maps."""
         record = self.record
         if self.settings.norm == "fold":
-            record = replace(record, surgery=folded(record.surgery, _fold_norms(self.student.net)))
+            record = replace(record, surgery=with_folded_norms(record.surgery, _fold_norms(self.student.net)))
         parameters: dict[str, Any] = {**self.settings.parameters(), "calibration_images": self.lots.count}
         return self.checkpoint.derive(
             build.tensors_of(self.student), "adapt", parameters, self.settings.seed, surgery=record.surgery
         )
 
 
-def operate(checkpoint: Checkpoint, settings: AdaptSettings, teacher: build.PixelModel) -> tuple[Any, Scales]:
-    """The network after surgery, each new part started from the weights of the part it replaces; the scales of its stream."""
+def perform_surgery(checkpoint: Checkpoint, settings: AdaptSettings, teacher: build.PixelModel) -> tuple[Any, Scales]:
+    """Return the network after surgery and the scales of its stream; each new part starts from the old weights."""
     record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
     device = next(teacher.parameters()).device
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(settings.seed)  # of parts that no start fills
+        torch.manual_seed(settings.seed)  # for weights without a start
         net = build.build(record, initialise=True).requires_grad_(False)
         student = build.PixelModel(record.input, net).eval().to(device)
         family = family_of(teacher.net)
@@ -143,13 +148,13 @@ def operate(checkpoint: Checkpoint, settings: AdaptSettings, teacher: build.Pixe
 
 
 def _fold_norms(net: Any) -> list[str]:
-    """Multiply every centre norm of a block into the linear maps that follow it; the paths of those now identities."""
+    """Multiply the centre norms of all blocks into the next linear maps, and return the paths of these norms."""
     paths = []
     for step in family_of(net).body(net):
         half: Half
         for half in (1, 2) if step.kind == "block" else ():
             norm, readers = getattr(step.module, f"norm{half}"), input_maps(step.module, half)
-            # an offset needs biases to go to, and what reads the stream otherwise than by a linear map sees the norm itself
+            # an offset moves into biases, and only linear maps may read the normed stream
             foldable = (
                 bool(readers) and all(layer.bias is not None for layer in readers) and reads_linearly(step.module, half)
             )

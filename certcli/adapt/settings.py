@@ -1,4 +1,4 @@
-"""What adapt replaces, and how the new parts are fitted to the old ones."""
+"""The settings of adapt: which parts are replaced, and how the new parts are fitted to the old ones."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,29 +21,26 @@ NORMS = {"center": "center-norm", "floor": "floor-norm", "fold": "center-norm", 
 RESIDUALS = {"convex": "convex-block", "weighted": "weighted-block", "keep": None}
 ACTIVATIONS = {"keep": None, "maxmin": "maxmin", "relu": "relu"}
 DISTILL = 5
-GOALS = {
-    "keep": {"attention": "keep", "norm": "floor", "residual": "keep"},
-    "certify": {"attention": "l2", "norm": "center", "residual": "convex"},
-}
-"""--goal -> what is replaced unless told otherwise.
-
-keep: the network goes on answering as it did. Dot-product attention is Lipschitz once a floor bounds the rows that it
-reads, and the closed forms fit all that a floor changes. certify: parts of small constants, for networks that are trained
-against their bound afterwards.
-"""
+EPOCHS = 3
 
 
 @dataclass(frozen=True)
 class AdaptSettings:
-    """What is replaced, and how the new parts are fitted to the old ones.
+    """Which parts are replaced, and how the new parts are fitted to the old ones.
 
-    norm_floor: of --norm floor; None takes the 5 % quantile of each layer's deviations on the calibration images. head:
-    None keeps it; a tuple of widths puts the tokens side by side into a MaxMin MLP of these widths (() is one linear
-    layer). epochs: AdamW epochs a block after the closed forms; 0 is surgery with closed-form starts, -1 surgery with
-    starts from the weights alone, which need no images. distill: epochs of end-to-end training on the old logits after
-    the blocks; None is 5, or none where epochs is not positive. lr: relative to the size of each tensor. refit: False
-    where nothing but LayerNorms is replaced, by floors below every deviation seen, so that there is nothing to fit
-    (`floors.py`).
+    Args:
+        head: None keeps the head; a tuple of widths puts the tokens side by side into a MaxMin MLP of these widths
+            (() is one linear layer).
+        epochs: AdamW epochs a block after the closed forms; 0 takes closed forms only, -1 starts from the weights alone
+            and needs no images.
+        distill: epochs of end-to-end training on the old logits; None means 5, or 0 where `epochs` is not positive.
+        lr: relative to the size of each tensor.
+        norm_floor: the floor of --norm floor; None takes the 5 % quantile of each layer's deviations on the calibration
+            images.
+        refit: False where floors below every deviation seen are the only change, which leaves nothing to fit.
+
+    Raises:
+        UsageError: a value is unknown or out of its range.
     """
 
     attention: str = "l2"
@@ -51,7 +48,7 @@ class AdaptSettings:
     residual: str = "convex"
     activation: str = "keep"
     head: tuple[int, ...] | None = None
-    epochs: int = 3
+    epochs: int = EPOCHS
     distill: int | None = None
     lr: float = 5e-3
     batch_size: int = 64
@@ -79,8 +76,14 @@ class AdaptSettings:
             return self.distill
         return DISTILL if self.epochs > 0 else 0
 
+    @property
+    def only_floors(self) -> bool:
+        """Return whether norms with floors are the only replacement."""
+        kept = self.attention in ("keep", "dp") and self.residual == self.activation == "keep" and self.head is None
+        return kept and self.norm == "floor"
+
     def parameters(self) -> dict[str, Any]:
-        """What the lineage records of a run, and what a resumed run must have in common with it."""
+        """Return what the lineage records, and what a resumed run must share with the run that it continues."""
         values = asdict(self)
         del values["seed"]
         values["distill"] = self.distill_epochs
@@ -92,17 +95,19 @@ class AdaptSettings:
         return values
 
 
-def settings_for(goal: str, **given: Any) -> AdaptSettings:
-    """AdaptSettings of a goal; what is None in `given` is the goal's to choose. UsageError for an unknown goal.
+GOALS = {
+    "keep": AdaptSettings("keep", "floor", "keep", epochs=0, refit=False),
+    "certify": AdaptSettings("l2", "center", "convex"),
+}
+"""--goal -> the settings that it implies.
 
-    Where the goal is `keep` and nothing is replaced but norms by floors, floors below every deviation seen leave nothing to
-    fit: `refit` is False, unless epochs or a floor are given. Else epochs are 3.
-    """
+keep: the network keeps its answers. A floor bounds the rows that dot-product attention reads, which makes it Lipschitz.
+certify: parts of small constants, for networks that are then trained against their bound.
+"""
+
+
+def settings_for(goal: str) -> AdaptSettings:
+    """Return the settings that a goal implies. UsageError for an unknown goal."""
     if goal not in GOALS:
         raise UsageError(f"unknown --goal '{goal}'", f"one of: {', '.join(GOALS)}")
-    chosen: dict[str, Any] = {**GOALS[goal], **{name: value for name, value in given.items() if value is not None}}
-    replaced = [chosen.get("residual"), chosen.get("activation", "keep"), chosen.get("head") or "keep"]
-    same = chosen["attention"] in ("keep", "dp") and chosen["norm"] == "floor" and set(replaced) == {"keep"}
-    if goal == "keep" and same and not {"epochs", "norm_floor"} & set(chosen):
-        chosen |= {"epochs": 0, "refit": False}
-    return AdaptSettings(**chosen)
+    return GOALS[goal]

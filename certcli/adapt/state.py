@@ -1,4 +1,4 @@
-"""An interrupted adaptation on disk: enough to go on to the same bytes. safetensors, written atomically, no pickle."""
+"""Save and load the state of an interrupted adaptation: safetensors, written atomically, no pickle."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ KEY = "certvit-adapt-state"
 
 @dataclass(frozen=True)
 class AdaptState:
-    """done: steps of the body that are adapted; epoch: of the distillation; records: what was reported so far."""
+    """Adapted sections of the body (`done`), epochs of distillation, records reported so far, and tensors."""
 
     identity: str
     done: int
@@ -30,7 +30,7 @@ class AdaptState:
 
 
 def identity(parent_digest: str, settings: AdaptSettings, images: Tensor) -> str:
-    """Digest of the starting checkpoint, the settings and the calibration images: what a resumed run must share."""
+    """Return a digest of the starting checkpoint, the settings and the images; a resumed run must have the same."""
     about = [parent_digest, settings.parameters(), settings.seed, tensors_digest({"images": images})]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
@@ -42,14 +42,14 @@ def save_state(path: Path, state: AdaptState) -> None:
     write_safetensors(path, tensors, {KEY: json.dumps(about, sort_keys=True)}, force=True)
 
 
-def load_state(path: Path, wanted: str) -> AdaptState:
-    """The state at `path`; CheckpointError when it is unreadable or belongs to another run."""
+def load_state(path: Path, expected: str) -> AdaptState:
+    """Return the state at `path`. CheckpointError if it is unreadable or belongs to another run."""
     tensors, metadata = read_tensors(path)
     try:
         about = decode(metadata.get(KEY, ""), AdaptFields)
     except Refused as refusal:
         raise CheckpointError(f"{path} is not the state of an adaptation ({refusal})") from refusal
-    if about.identity != wanted:
+    if about.identity != expected:
         raise CheckpointError(
             f"{path} belongs to a run with other settings, other images or another starting checkpoint",
             "repeat the command with the options of that run, or drop --resume",

@@ -1,4 +1,4 @@
-"""Both networks' streams of all calibration images, side by side, and what every fitting step does with them."""
+"""The streams of all calibration images in both networks, and the operations that every fitting step shares."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from certcli.nn.norms import CenterNorm, FloorNorm
 
 
 @dataclass(frozen=True)
-class Replaced:
-    """One adapted part: its path, what it was and became, its relative output error on the calibration images."""
+class AdaptedPart:
+    """One adapted part: its path, its description before and after, its relative output error on the images."""
 
     path: str
     before: str
@@ -28,13 +28,13 @@ class Replaced:
 
 
 Stream = dict[int, Tensor]
-"""Lot -> what its images have become, (n, ...): of the lots that this process works on."""
+"""Lot -> its images' activations (n, ...), for the lots of this process."""
 Pairs = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
-"""Lot -> (rows of the new network, rows that they are to be fitted to)."""
+"""Lot -> pairs (rows of the new network, target rows)."""
 
 
 class Sums(Protocol):
-    """What is fitted from sums over rows."""
+    """A solver that is fitted from sums over rows."""
 
     @property
     def sums(self) -> list[Tensor]: ...
@@ -46,7 +46,7 @@ Fit = TypeVar("Fit", bound=Sums)
 
 
 class Streams:
-    """`old` and `new`: the streams between two steps, lot by lot; the halves of a block are never kept."""
+    """Hold the streams between two sections, `old` and `new`, lot by lot."""
 
     def __init__(self, teacher: Any, student: Any, family: Family, settings: AdaptSettings, lots: Lots) -> None:
         self.teacher, self.student, self.family, self.settings, self.lots = teacher, student, family, settings, lots
@@ -58,21 +58,21 @@ class Streams:
         yield from zip(*(stream.split(size) for stream in streams), strict=True)
 
     def forget(self) -> None:
-        """Let go of the streams."""
+        """Free the streams."""
         self.old, self.new = {}, {}
 
     def agree_on(self, module: nn.Module) -> None:
-        """All processes go on with the leader's weights: unlike processors would let them drift apart."""
+        """Copy the leader's weights to all processes: different processors would let them drift apart."""
         self.lots.team.copy_from_leader(list(module.state_dict().values()))
 
     def move(self, old: Callable[[Tensor], Tensor] | None, new: Callable[[Tensor], Tensor] | None) -> None:
-        """Both streams through one step; in place where it keeps the shape."""
+        """Move both streams through one section; in place where the shape stays."""
         for run, stream in ((old, self.old), (new, self.new)):
             if run is not None:
                 stream.update({lot: self._through(run, rows) for lot, rows in stream.items()})
 
     def _through(self, run: Callable[[Tensor], Tensor], stream: Tensor) -> Tensor:
-        # the stream itself stays in float32: only products are rounded, and only where AdamW rounds them as well
+        # the stream stays in float32; products are rounded only where AdamW rounds them as well
         exact = self.settings.epochs == 0
         with contextlib.nullcontext() if exact else mixed_precision(stream.device, stream[0].numel()):
             parts = stream.split(self.settings.batch_size)
@@ -84,35 +84,37 @@ class Streams:
                 part.copy_(run(part))
         return stream
 
-    def added(self, fresh: Callable[[], Fit], pairs: Pairs) -> Fit:
-        """What `fresh` makes, given the pairs of all lots."""
+    def accumulate(self, fresh: Callable[[], Fit], pairs: Pairs) -> Fit:
+        """Return a solver made by `fresh` that holds the sums over the pairs of all lots."""
 
-        def of(lot: int) -> list[Tensor]:
+        def per_lot(lot: int) -> list[Tensor]:
             one = fresh()
             for new, old in pairs(lot):
                 one.add(new, old)
             return one.sums
 
         whole = fresh()
-        for mine, total in zip(whole.sums, self.lots.total(of, whole.sums), strict=True):
+        for mine, total in zip(whole.sums, self.lots.total(per_lot, whole.sums), strict=True):
             mine.copy_(total)
         return whole
 
-    def apart(self, pairs: Pairs) -> float:
-        """|found - wanted|_F / |wanted|_F over the pairs of all lots."""
+    def relative_error(self, pairs: Pairs) -> float:
+        """Return |found - target|_F / |target|_F over the pairs of all lots."""
 
-        def of(lot: int) -> list[Tensor]:
+        def per_lot(lot: int) -> list[Tensor]:
             difference = size = 0.0
-            for found, wanted in pairs(lot):
-                difference += float((found - wanted).double().square().sum())
-                size += float(wanted.double().square().sum())
+            for found, target in pairs(lot):
+                difference += float((found - target).double().square().sum())
+                size += float(target.double().square().sum())
             return [torch.tensor([difference, size], dtype=torch.float64)]
 
-        difference, size = self.lots.total(of, [torch.zeros(2, dtype=torch.float64)])[0].tolist()
+        difference, size = self.lots.total(per_lot, [torch.zeros(2, dtype=torch.float64)])[0].tolist()
         return float((difference / max(size, 1e-30)) ** 0.5)
 
     def error(self, scale: float) -> float:
-        return self.apart(lambda lot: ((new * scale, old) for new, old in self.chunks(self.new[lot], self.old[lot])))
+        return self.relative_error(
+            lambda lot: ((new * scale, old) for new, old in self.chunks(self.new[lot], self.old[lot]))
+        )
 
     def start_norm_at(
         self,
@@ -122,9 +124,10 @@ class Streams:
         new_inputs: Stream,
         first: int | None = None,
     ) -> Any:
-        """Start the student's norm at `path` on what reaches it while `run` runs; None where there is no new norm.
+        """Start the student's new norm at `path` on its inputs during `run`; return it, or None where there is none.
 
-        first: only the first so many tokens count.
+        Args:
+            first: the number of leading tokens that count; None: all.
         """
         try:
             new, old = self.student.net.get_submodule(path), self.teacher.net.get_submodule(path)
@@ -135,8 +138,8 @@ class Streams:
 
         def pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
             for before, after in self.chunks(old_inputs[lot], new_inputs[lot]):
-                inputs = captured(new, partial(run, self.student, after))
-                reached = captured(old, partial(run, self.teacher, before))
+                inputs = capture_input(new, partial(run, self.student, after))
+                reached = capture_input(old, partial(run, self.teacher, before))
                 if first is not None and inputs.dim() == 3:
                     inputs, reached = inputs[:, :first], reached[:, :first]
                 yield inputs.flatten(0, -2), old(reached).flatten(0, -2)
@@ -145,19 +148,19 @@ class Streams:
         return new
 
     def start_norm(self, norm: nn.Module, pairs: Pairs) -> None:
-        """pairs: (inputs of the new norm, outputs of the old one)."""
+        """Start a norm on pairs (inputs of the new norm, outputs of the old norm)."""
         if isinstance(norm, CenterNorm):
-            self.added(lambda: CenterStart(norm.width, norm.weight.device), pairs).start(norm)
+            self.accumulate(lambda: CenterStart(norm.width, norm.weight.device), pairs).start(norm)
         elif isinstance(norm, FloorNorm) and self.settings.norm_floor is None:
             floor_start(norm, self.lots.rows(lambda lot: torch.cat([deviations(inputs) for inputs, _ in pairs(lot)])))
 
 
-def captured(module: nn.Module, run: Callable[[], Tensor]) -> Tensor:
-    """What reaches `module` while `run` runs."""
-    seen: list[Tensor] = []
-    handle = module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+def capture_input(module: nn.Module, run: Callable[[], Tensor]) -> Tensor:
+    """Return the input of `module` during `run`."""
+    captured: list[Tensor] = []
+    handle = module.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0]))
     try:
         run()
     finally:
         handle.remove()
-    return seen[0]
+    return captured[0]

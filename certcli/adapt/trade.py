@@ -1,77 +1,89 @@
-"""How far along a list of changes a network can go: accuracy kept against digits of the bound, measured rung by rung."""
+"""Find how many moves a network can take: digits of its bound gained against first choices kept."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from certcli.adapt.candidates import FLOOR, Option
-from certcli.adapt.trials import Step, Trials
-from certcli.evaluation.fidelity import Fidelity, Witness, allowed_share, keeps
+from certcli.adapt.trials import Move, Trials
+from certcli.evaluation.evidence import Rung
+from certcli.evaluation.fidelity import Fidelity, ReferenceLogits, allowed_share, keeps_enough
 
 ROUNDS = 4
-"""Most rungs that are measured in search of the best one."""
+"""Most rungs measured in search of the best one."""
 
 START = 0.05
-"""Relative error of the logits at which the first rung is placed, by adding up the squares of what each change costs."""
+"""Relative logit error expected at the first rung; expected squared errors of single changes add up."""
 
 _SAFE = 0.9
 _FURTHER = 1.5
 _NEAR = 1.15
-"""Two rungs whose expected errors are this close are one."""
+"""Two rungs whose expected errors differ by less than this factor count as one."""
 
 
 @dataclass(frozen=True)
-class Rung:
-    """So many changes: what the whole network keeps on the images that choose, and its bound (of the trace, not replayed).
+class Trade:
+    """The options tried, the option placed at each changed path, and the rungs measured on the choosing images."""
 
-    log10_upper: None where nothing is proven.
-    """
+    options: tuple[Option, ...] = ()
+    placed: Mapping[str, Option] = field(default_factory=dict)
+    rungs: tuple[Rung, ...] = ()
 
-    changes: int
-    floors: int
-    attentions: int
-    log10_upper: float | None
-    agreement: float
-    error: float
-    accuracy: float | None
-    taken: bool = False
+    def summary(self) -> list[tuple[str, ...]]:
+        """Return a table row for each family: tried, placed, mean digits, logit error, digits per squared error."""
+        rows: list[tuple[str, ...]] = []
+        for family in dict.fromkeys(option.family for option in self.options):
+            members = [option for option in self.options if option.family == family]
+            digits = sum(option.digits for option in members) / len(members)
+            square = sum(option.error**2 for option in members) / len(members)
+            taken = sum(self.placed.get(option.path) is option for option in members)
+            worth = f"{1e-2 * digits / square:.1f}" if square > 0 else "-"
+            rows.append((family, str(len(members)), str(taken), f"{digits:.2f}", f"{100 * square**0.5:.1f} %", worth))
+        return rows
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
+def search_moves(
+    moves: Sequence[Move], trials: Trials, reference: ReferenceLogits | None, keep: float
+) -> tuple[list[Rung], int]:
+    """Take as many moves, in order, as keep the share `keep` of first choices.
 
-def climb(steps: Sequence[Step], trials: Trials, chooser: Witness | None, keep: float) -> tuple[list[Rung], int]:
-    """(rungs in order, how many steps are worth taking): the most that keeps enough of the choosers' first choices.
+    The squared errors of single moves nearly add up. The line from the original logits to a rung's logits predicts where
+    the next rung should be. With several processes the leader compares logits while the last process proves the bound.
 
-    The errors of single changes add up in squares, nearly; the line from the old logits to a rung's says how much further
-    one may go, and the next rung is put there. Leaves the student with the steps that are taken. Of several processes the
-    leader has the chooser, and the last one proves meanwhile.
+    Args:
+        reference: the original logits of the choosing images; None except in the leading process.
+
+    Returns:
+        The rungs in order (bounds of a trace, not replayed), and the number of moves that the student now has.
     """
     team = trials.team
     expected = [0.0]
-    for step in steps:
-        expected.append((expected[-1] ** 2 + step.cost) ** 0.5)
-    found: dict[int, Rung] = {}
+    for move in moves:
+        expected.append((expected[-1] ** 2 + move.cost) ** 0.5)
+    rungs: dict[int, Rung] = {}
 
     def measure(count: int) -> tuple[bool, float]:
-        placed = trials.place(steps[:count])
+        placed = trials.place(moves[:count])
         upper = trials.log10_upper() if team.rank == team.size - 1 else None
         judged: tuple[dict[str, Any], bool, float] | None = None
-        if chooser is not None:
-            logits = chooser.logits(trials.student)
-            told = chooser.compare(logits)
-            judged = asdict(told), keeps(told, keep, chooser), allowed_share(chooser, logits, told, keep)
+        if reference is not None:
+            logits = reference.logits(trials.student)
+            fidelity = reference.compare(logits)
+            enough = keeps_enough(fidelity, keep, reference)
+            judged = asdict(fidelity), enough, allowed_share(reference, logits, fidelity, keep)
         everyone = team.everyone([judged, upper])
-        stated, enough, share = everyone[0][0]
-        found[count] = _rung(count, placed, everyone[-1][1], Fidelity(**stated))
+        measured, enough, share = everyone[0][0]
+        rungs[count] = _rung(count, placed, everyone[-1][1], Fidelity(**measured))
         return enough, share
 
     def within(error: float) -> int:
         return sum(each <= error for each in expected) - 1
 
     measure(0)
-    best, refused, aim = 0, len(steps) + 1, START
+    best, refused, aim = 0, len(moves) + 1, START
     for _ in range(ROUNDS):
         count = min(max(within(aim), best + 1), refused - 1)
         if count <= best:
@@ -79,26 +91,26 @@ def climb(steps: Sequence[Step], trials: Trials, chooser: Witness | None, keep: 
         enough, share = measure(count)
         best, refused = (count, refused) if enough else (best, count)
         aim = _SAFE * share * expected[count]
-        if refused <= len(steps):
+        if refused <= len(moves):
             if expected[refused] <= _NEAR * expected[best]:
                 break
             if not _NEAR * expected[best] < aim < expected[refused]:
                 aim = (expected[best] + expected[refused]) / 2
         elif aim <= _NEAR * expected[best]:
-            aim = _FURTHER * expected[best]  # the line is a guess: what more costs is measured, and shown
-    trials.place(steps[:best])
-    return [replace(rung, taken=count == best) for count, rung in sorted(found.items())], best
+            aim = _FURTHER * expected[best]  # the line only predicts: measure one rung beyond it
+    trials.place(moves[:best])
+    return [replace(rung, taken=count == best) for count, rung in sorted(rungs.items())], best
 
 
-def _rung(count: int, placed: dict[str, Option], upper: float, told: Any) -> Rung:
+def _rung(count: int, placed: Mapping[str, Option], upper: float, fidelity: Fidelity) -> Rung:
     floors = sum(option.kind == FLOOR for option in placed.values())
-    accuracy = None if told.right_after is None else told.right_after / told.images
     return Rung(
-        count,
-        floors,
-        len(placed) - floors,
-        upper if math.isfinite(upper) else None,
-        told.agreement,
-        told.error,
-        accuracy,
+        changes=count,
+        floors=floors,
+        attentions=len(placed) - floors,
+        log10_upper=upper if math.isfinite(upper) else None,
+        agreement=fidelity.agreement,
+        error=fidelity.error,
+        accuracy=None if fidelity.right_after is None else fidelity.right_after / fidelity.images,
+        taken=False,
     )

@@ -1,7 +1,7 @@
-"""Which parts of a network could be worth changing: each is changed alone, and the whole network's logits are looked at.
+"""Try each option of each part alone, and measure the network's logits.
 
-Two kinds of change: a norm's floor raised to a quantile of the deviations that reach it, and an attention of smaller
-constant in place of dot-product attention, fitted in closed form. What comes before the changed part is not computed again.
+An option raises a norm's floor to a quantile of its deviations, or replaces dot-product attention by a fitted attention
+of smaller constant. The segments before the changed part are not computed again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,28 +15,28 @@ from torch import Tensor, nn
 
 from certcli.adapt.candidates import (
     QUANTILES,
-    TRIED,
+    TRIAL_ATTENTIONS,
     Option,
-    Seen,
-    attention_option,
-    fitted,
+    PartInputs,
+    fit_attention,
     floor_options,
-    made,
-    watched,
+    new_attention,
+    record_inputs,
+    replacement,
 )
 from certcli.adapt.pixels import as_pixels
-from certcli.adapt.stages import replaceable_attentions, stages_of
+from certcli.adapt.segments import replaceable_attentions, segments_of
 from certcli.lipschitz.network import trial_upper
 from certcli.nn.norms import FloorNorm
 from certcli.system.processes import ALONE, Team
 
-LOOKED_AT, FITTED_TO = 12, 48
-"""Images whose logits are compared, and images that quantiles and closed forms are taken from."""
+COMPARED_IMAGES, FITTING_IMAGES = 12, 48
+"""Images whose logits are compared, and images that give quantiles and closed forms."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One move along the list: a part goes on to its next option, for so many digits and so much squared error."""
+class Move:
+    """The step of one part to its next option: the digits it gains and the squared logit error it adds."""
 
     option: Option
     digits: float
@@ -44,43 +44,43 @@ class Step:
 
 
 Piece = tuple[int, str, str]
-"""What is tried at once: number of the stage, path of a part, "" for the floors of a norm or the name of an attention."""
+"""One unit of work: index of the segment, path of the part, name of the attention ("" for the floors of a norm)."""
 Place = tuple[int, int, int]
-"""Where an option stands among all: stage, the part in the order of calls, which of its options."""
+"""The rank of an option among all: segment, part in the order of calls, option of the part."""
 
 
-class _Walk:
-    """The images on their way through the network: each stage is run once, when its first part is asked for."""
+class SegmentRunner:
+    """Run the network segment by segment; each segment runs once, when its first part is needed."""
 
     def __init__(self, trials: "Trials", parts: Mapping[str, nn.Module]) -> None:
-        self.stages, self.parts, self.batch_size = stages_of(trials.student), parts, trials.batch_size
-        self.rows = self.after = trials.fitted_to
-        self.looked_at = trials.looked_at
-        self.number, self.seen = -1, dict[str, Seen]()
-        self.wanted = trials.student(as_pixels(trials.looked_at))
+        self.segments, self.parts, self.batch_size = segments_of(trials.student), parts, trials.batch_size
+        self.rows = self.after = trials.fitting
+        self.compared = trials.compared
+        self.number, self.inputs = -1, dict[str, PartInputs]()
+        self.reference = trials.student(as_pixels(trials.compared))
 
-    def at(self, number: int) -> dict[str, Seen]:
-        """What reaches the parts of this stage, which lies no earlier than the last one asked for."""
+    def inputs_at(self, number: int) -> dict[str, PartInputs]:
+        """Return the inputs of the parts in this segment, which must not precede the last one asked for."""
         while self.number < number:
             if self.number >= 0:
-                self.rows, self.looked_at = self.after, self.stages[self.number].run(self.looked_at)
+                self.rows, self.compared = self.after, self.segments[self.number].run(self.compared)
             self.number += 1
-            stage = self.stages[self.number]
-            inside = {path: part for path, part in self.parts.items() if stage.holds(path)}
-            self.after, self.seen = watched(stage.run, self.rows, inside, self.batch_size)
-        return self.seen
+            segment = self.segments[self.number]
+            inside = {path: part for path, part in self.parts.items() if segment.holds(path)}
+            self.after, self.inputs = record_inputs(segment.run, self.rows, inside, self.batch_size)
+        return self.inputs
 
     def error(self) -> float:
-        """Relative, of the logits of the images that are looked at, as the network now is from this stage on."""
-        stream = self.looked_at
-        for stage in self.stages[self.number :]:
-            stream = stage.run(stream)
-        return float((stream - self.wanted).norm() / self.wanted.norm().clamp_min(1e-30))
+        """Return the relative error of the compared logits, with the network as it is from this segment on."""
+        stream = self.compared
+        for segment in self.segments[self.number :]:
+            stream = segment.run(stream)
+        return float((stream - self.reference).norm() / self.reference.norm().clamp_min(1e-30))
 
 
 @dataclass(frozen=True)
-class _Tried:
-    """place: where it stands among all options. name: of an attention, "" for a floor. rank: the process that tried it."""
+class Trial:
+    """The result of one option: its place, the attention's name ("" for a floor), the process that tried it."""
 
     place: Place
     option: Option
@@ -89,31 +89,31 @@ class _Tried:
     floor: float = 0.0
 
     def to_plain(self) -> list[Any]:
+        """Return values that JSON can hold: all but the call that places the option."""
         place: Any = self.option.place
         floor = 0.0 if self.name else float(place.args[0]) if isinstance(place, partial) else self.floor
-        told = [getattr(self.option, name) for name in _STATED]
-        return [list(self.place), told, self.name, self.rank, floor]
+        values = [getattr(self.option, name) for name in _PLAIN_FIELDS]
+        return [list(self.place), values, self.name, self.rank, floor]
 
     @staticmethod
-    def of(plain: list[Any]) -> "_Tried":
-        """Inverse of `to_plain`, but for how it is placed."""
-        place, told, name, rank, floor = plain
-        option = Option(**dict(zip(_STATED, told, strict=True)), place=lambda: None)
-        return _Tried(tuple(place), option, name, rank, floor)
+    def of(plain: list[Any]) -> "Trial":
+        place, values, name, rank, floor = plain
+        option = Option(**dict(zip(_PLAIN_FIELDS, values, strict=True)), place=lambda: None)
+        return Trial(tuple(place), option, name, rank, floor)
 
 
-_STATED = ("path", "kind", "change", "digits", "error", "family")
+_PLAIN_FIELDS = ("path", "kind", "change", "digits", "error", "family")
 
 
 class Trials:
-    """Every option of every part of `student`, whose floors are already below every deviation seen.
+    """Try every option of every part of `student`, whose floors already lie below every deviation seen.
 
-    Several processes try an option each, and all know every result: errors as they were found, attentions bit for bit.
+    Several processes share the options, and all learn every result: the same errors, the same attentions to the bit.
     """
 
     def __init__(self, student: Any, images: Tensor, batch_size: int, team: Team = ALONE) -> None:
         self.student, self.batch_size, self.team = student, batch_size, team
-        self.fitted_to, self.looked_at = images[:FITTED_TO], images[-LOOKED_AT:]
+        self.fitting, self.compared = images[:FITTING_IMAGES], images[-COMPARED_IMAGES:]
         self.norms = {path: part for path, part in student.net.named_modules() if isinstance(part, FloorNorm)}
         self.attentions = replaceable_attentions(student.net)
         self.options: list[Option] = []
@@ -121,89 +121,89 @@ class Trials:
 
     @property
     def most(self) -> int:
-        """No more options than this are tried."""
-        return len(self.norms) * len(QUANTILES) + len(self.attentions) * len(TRIED)
+        """Return an upper limit of the number of options."""
+        return len(self.norms) * len(QUANTILES) + len(self.attentions) * len(TRIAL_ATTENTIONS)
 
     @torch.no_grad()
     def run(self) -> Iterator[Option]:
-        """Every option tried alone, from the first part of the network to the last; the leader is told of each."""
+        """Try every option alone, from the first part to the last; the leader yields each."""
         self.undo = {path: partial(norm.floor.fill_, float(norm.floor)) for path, norm in self.norms.items()}
         self.undo |= {path: partial(self._put, path, old) for path, old in self.attentions.items()}
-        parts, own = {**self.norms, **self.attentions}, dict[tuple[str, str], nn.Module]()
-        walk, found = _Walk(self, parts), list[_Tried]()
+        parts, fitted = {**self.norms, **self.attentions}, dict[tuple[str, str], nn.Module]()
+        runner, trials = SegmentRunner(self, parts), list[Trial]()
         pieces = [
             (number, path, name)
-            for number, stage in enumerate(walk.stages)
+            for number, segment in enumerate(runner.segments)
             for path in parts
-            if stage.holds(path)
-            for name in (("",) if path in self.norms else TRIED)
+            if segment.holds(path)
+            for name in (("",) if path in self.norms else TRIAL_ATTENTIONS)
         ]
 
-        def find(piece: Piece) -> list[_Tried]:
-            return list(self._try(walk, piece, own))
+        def pack(some: list[Trial]) -> list[Any]:
+            return [trial.to_plain() for trial in some]
 
-        def pack(some: list[_Tried]) -> list[Any]:
-            return [one.to_plain() for one in some]
+        def unpack(rows: list[Any]) -> list[Trial]:
+            return [Trial.of(row) for row in rows]
 
-        def unpack(rows: list[Any]) -> list[_Tried]:
-            return [_Tried.of(row) for row in rows]
-
-        for _, some in self.team.deal(pieces, find, pack=pack, unpack=unpack):
-            found += some
-            yield from (one.option for one in some)
-        found.sort(key=lambda one: one.place)
+        work = self.team.deal(pieces, lambda piece: list(self._try(runner, piece, fitted)), pack=pack, unpack=unpack)
+        for _, some in work:
+            trials += some
+            yield from (trial.option for trial in some)
+        trials.sort(key=lambda trial: trial.place)
         if self.team.several:
-            known = unpack(self.team.agree(lambda: pack(found)))
-            found = [replace(one, option=self._placeable(one, own)) for one in known]
-        self.options = [one.option for one in found]
+            known = unpack(self.team.agree(lambda: pack(trials)))
+            trials = [replace(trial, option=self._placeable(trial, fitted)) for trial in known]
+        self.options = [trial.option for trial in trials]
 
-    def _try(self, walk: "_Walk", piece: Piece, own: dict[tuple[str, str], nn.Module]) -> "Iterator[_Tried]":
-        """own: where the attentions that this process fits are kept."""
+    def _try(self, runner: SegmentRunner, piece: Piece, fitted: dict[tuple[str, str], nn.Module]) -> Iterator[Trial]:
+        """Try the options of one piece, and store an attention that this process fits in `fitted`."""
         number, path, name = piece
-        seen = walk.at(number)
-        if path not in seen:
+        inputs = runner.inputs_at(number)
+        if path not in inputs:
             return
         if name:
-            own[path, name] = fitted(name, self.attentions[path], seen[path])
-            options = [attention_option(path, name, partial(self._put, path), own[path, name])]
+            new = fitted[path, name] = fit_attention(name, self.attentions[path], inputs[path])
+            place = partial(self._put, path, new)
+            kind, change = replacement(name), type(new).__name__
+            options = [Option(path, kind, change, 1.0, place, family=f"{name} attention")]
         else:
-            options = list(floor_options(path, self.norms[path], seen[path]))
-        for turn, option in enumerate(options):
+            options = list(floor_options(path, self.norms[path], inputs[path]))
+        for index, option in enumerate(options):
             option.place()
-            tried = replace(option, error=walk.error())
+            measured = replace(option, error=runner.error())
             self.undo[path]()
-            order = (number, list(seen).index(path), TRIED.index(name) if name else turn)
-            yield _Tried(order, tried, name, self.team.rank)
+            order = (number, list(inputs).index(path), TRIAL_ATTENTIONS.index(name) if name else index)
+            yield Trial(order, measured, name, self.team.rank)
 
-    def _placeable(self, one: "_Tried", own: Mapping[tuple[str, str], nn.Module]) -> Option:
-        """The option as this process can place it; the weights of an attention come from the process that fitted it."""
-        path, name = one.option.path, one.name
+    def _placeable(self, trial: Trial, fitted: Mapping[tuple[str, str], nn.Module]) -> Option:
+        """Return the option with a call that places it here; an attention's weights come from its own process."""
+        path, name = trial.option.path, trial.name
         if not name:
-            return replace(one.option, place=partial(self.norms[path].floor.fill_, one.floor))
-        new = own[path, name] if (path, name) in own else made(name, self.attentions[path])
+            return replace(trial.option, place=partial(self.norms[path].floor.fill_, trial.floor))
+        new = fitted[path, name] if (path, name) in fitted else new_attention(name, self.attentions[path])
         for tensor in (*new.parameters(), *new.buffers()):
-            self.team.spread(tensor, one.rank)
-        return replace(one.option, place=partial(self._put, path, new))
+            self.team.spread(tensor, trial.rank)
+        return replace(trial.option, place=partial(self._put, path, new))
 
     def _put(self, path: str, attention: nn.Module) -> None:
         parent, _, name = path.rpartition(".")
         setattr(self.student.net.get_submodule(parent), name, attention)
 
-    def steps(self) -> list[Step]:
-        """The moves, the cheapest digit first. What a kind of part gains is measured for all of its kind at once."""
+    def moves(self) -> list[Move]:
+        """Return the moves, the cheapest digit first. All parts of a kind are measured together for its gain."""
         gains = self._gains()
         self.options = [replace(option, digits=option.digits * gains[option.kind]) for option in self.options]
-        found: list[Step] = []
+        moves: list[Move] = []
         for path in dict.fromkeys(option.path for option in self.options):
-            found += hull([option for option in self.options if option.path == path])
-        return sorted(found, key=lambda step: step.cost / step.digits)
+            moves += hull([option for option in self.options if option.path == path])
+        return sorted(moves, key=lambda move: move.cost / move.digits)
 
     def _gains(self) -> dict[str, float]:
-        """By kind: digits of the bound for each digit that its options claim, all of them placed: at least 0."""
+        """Return, for each kind, the digits that the bound gains per digit claimed, all its options placed; >= 0."""
         kinds = list(dict.fromkeys(option.kind for option in self.options))
         chosen = {kind: {option.path: option for option in self.options if option.kind == kind} for kind in kinds}
 
-        def find(kind: str) -> float:
+        def log10_with(kind: str) -> float:
             for option in chosen.get(kind, {}).values():
                 option.place()
             after = self.log10_upper()
@@ -211,8 +211,8 @@ class Trials:
                 self.undo[path]()
             return after
 
-        found = [upper for _, upper in self.team.deal(["", *kinds], find)]  # first: as it is
-        before, *after = self.team.agree(lambda: found)
+        uppers = [upper for _, upper in self.team.deal(["", *kinds], log10_with)]  # "": the network as it is
+        before, *after = self.team.agree(lambda: uppers)
         claimed = [sum(option.digits for option in some.values()) for some in chosen.values()]
         return {
             kind: max(0.0, before - upper) / digits if digits > 0 and before < float("inf") else 0.0
@@ -222,30 +222,28 @@ class Trials:
     def log10_upper(self) -> float:
         return trial_upper(self.student, self.student.input_size).log10()
 
-    def place(self, steps: Sequence[Step]) -> dict[str, Option]:
-        """Exactly these moves; the option that each part has then."""
+    def place(self, moves: Sequence[Move]) -> dict[str, Option]:
+        """Place exactly these moves, and return the option that each changed path then has."""
         for undo in self.undo.values():
             undo()
-        placed = {step.option.path: step.option for step in steps}
+        placed = {move.option.path: move.option for move in moves}
         for option in placed.values():
             option.place()
         return placed
 
 
-def hull(options: Sequence[Option]) -> list[Step]:
-    """One part's options as moves, each dearer a digit than the one before: the lower convex hull of (digits, error^2)."""
-    points = sorted(
-        (option.digits, option.error**2, number) for number, option in enumerate(options) if option.digits > 0
-    )
-    kept: list[tuple[float, float, int]] = [(0.0, 0.0, -1)]
+def hull(options: Sequence[Option]) -> list[Move]:
+    """Return one part's moves at rising cost per digit: the lower convex hull of (digits, error^2)."""
+
+    def slope(old: tuple[float, float, int], new: tuple[float, float, int]) -> float:
+        return (new[1] - old[1]) / (new[0] - old[0])
+
+    points = sorted((option.digits, option.error**2, n) for n, option in enumerate(options) if option.digits > 0)
+    corners: list[tuple[float, float, int]] = [(0.0, 0.0, -1)]
     for point in points:
-        if point[0] <= kept[-1][0]:
+        if point[0] <= corners[-1][0]:
             continue
-        while len(kept) > 1 and _slope(kept[-2], kept[-1]) >= _slope(kept[-1], point):
-            kept.pop()
-        kept.append(point)
-    return [Step(options[new[2]], new[0] - old[0], max(0.0, new[1] - old[1])) for old, new in pairwise(kept)]
-
-
-def _slope(old: tuple[float, float, int], new: tuple[float, float, int]) -> float:
-    return (new[1] - old[1]) / (new[0] - old[0])
+        while len(corners) > 1 and slope(corners[-2], corners[-1]) >= slope(corners[-1], point):
+            corners.pop()
+        corners.append(point)
+    return [Move(options[new[2]], new[0] - old[0], max(0.0, new[1] - old[1])) for old, new in pairwise(corners)]

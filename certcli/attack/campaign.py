@@ -12,7 +12,7 @@ from certcli.attack.certified_radii import Certified, require_correct, select
 from certcli.attack.presets import preset
 from certcli.attack.run import Attacked, attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
-from certcli.evaluation.radii import proven_radius
+from certcli.evaluation.radii import proven_radius, require_norm
 from certcli.evaluation.records import RecordFile, Run
 from certcli.evaluation.threat import Norm, Threat
 from certcli.images.labelled import Images, sent
@@ -24,7 +24,7 @@ RECORD_KEYS = ("task", "epsilon", "index")
 Portion = tuple[int, list[int]]
 """What is attacked together: the number of the task, positions among its images."""
 
-DEFAULT_ATTACK, DEFAULT_NORM, DEFAULT_RADIUS = "pgd", "l2", 0.5
+DEFAULT_ATTACK, DEFAULT_RADIUS = "pgd", 0.5
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ def stages_of(
         Threat("l2", radius)  # refuses what is no radius
     if preset_name is not None:
         return _preset_stages(preset_name, names, norm, chosen, settings, certified)
-    if norm is not None and norm not in ("l2", "linf"):
-        raise UsageError(f"unknown norm '{norm}'", "one of: l2, linf")
+    require_norm(norm or "l2")
     planned = planned_attacks(list(names) or [DEFAULT_ATTACK], settings)
     if not chosen and not certified:
         chosen = (DEFAULT_RADIUS,)

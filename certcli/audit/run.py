@@ -15,9 +15,12 @@ from certcli.audit.shared_stages import together
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.choice import USEFUL
 from certcli.certify.lipschitz import LipschitzCertifier
+from certcli.certify.local_options import Local
 from certcli.certify.methods import prepare
 from certcli.certify.patch.certifier import PatchCertifier
+from certcli.certify.patch.options import Patches
 from certcli.certify.smoothing.functions import classifier
+from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.doubts import order_doubt
 from certcli.evaluation.radii import radius_key
@@ -288,7 +291,7 @@ class _Stages:
         ready: list[Certifier] = []
 
         def make() -> bool:
-            ready.append(prepare("local", self.checkpoint, self.device, {"at": at}))
+            ready.append(prepare("local", self.checkpoint, self.device, Local(at=at)))
             return True
 
         try:
@@ -308,13 +311,13 @@ class _Stages:
         sigma = asked.sigma if asked.sigma is not None else max(asked.least, reach / FARTHEST)
         radii = [radius for radius in asked.radii if 0 < radius <= reach]
         size = asked.batch_size if self.device.type == "cuda" else min(asked.batch_size, NOISY)
-        given = {
-            "sigma": sigma, "n0": DRAWS_FIRST, "samples": DRAWS, "enough": reach, "decide": radii == [reach],
-            "seed": asked.seed, "precision": precision, "batch_size": size,
-        }  # fmt: skip
         self.tell("smoothing")
         try:
-            certifier = prepare("smoothing", self.checkpoint, self.device, given)
+            options = Smoothing(
+                sigma, DRAWS_FIRST, DRAWS, enough=reach, decide=radii == [reach],
+                precision=precision, seed=asked.seed, batch_size=size,
+            )  # fmt: skip
+            certifier = prepare("smoothing", self.checkpoint, self.device, options)
         except UsageError as refusal:
             self.results.skip("smoothing", refusal.message)
             return
@@ -330,7 +333,7 @@ class _Stages:
             return
         self.tell("certificates against patches")
         try:
-            certifier = prepare("patch", self.checkpoint, self.device, {"patches": asked.patches or (PATCH,)})
+            certifier = prepare("patch", self.checkpoint, self.device, Patches(list(asked.patches or (PATCH,))))
         except UsageError as refusal:
             self.results.skip("patch", refusal.message)
             return

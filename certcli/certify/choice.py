@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from certcli.certify.certificate import Certificate, certified_accuracy
+from certcli.certify.local_options import Local
 from certcli.certify.methods import certify, prepare
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.radii import proven_percent, proven_radius
@@ -77,7 +78,7 @@ def _local(
     seconds an image (infinite where there are none).
     """
     try:
-        certifier = prepare("local", checkpoint, device, {"effort": effort})
+        certifier = prepare("local", checkpoint, device, Local(effort))
         sample, rows, started = images.limit(TRIED_LOCAL), [], time.perf_counter()
         for indices, pixels, labels in sample.batches(1):
             rows += certifier.batch(indices.tolist(), pixels, labels.tolist())

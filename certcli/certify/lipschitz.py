@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.options import Options
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.table import NoRule
 from certcli.images.labelled import Images, sent
@@ -83,7 +84,7 @@ class LipschitzCertifier(Certifier):
         return [Certificate(index, label, top, radius, METHOD, 0.0) for index, label, top, radius in rows]
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> LipschitzCertifier:
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Options) -> LipschitzCertifier:
     """The checkpoint's proven bound, made ready. NoBoundError when none is finite."""
     model = load_double(checkpoint, device)
     certifier = LipschitzCertifier(model, prove(model, checkpoint.record.classes))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmation, Doubt
+from certcli.certify.local_options import AUTO, BACKWARD, NORMS, ZONOTOPE, Local
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.domain import LocalNetwork
@@ -18,13 +19,11 @@ from certcli.enclosure.zonotopes.memory import affordable, available, keep_pages
 from certcli.enclosure.zonotopes.search import certified_radius
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
-from certcli.evaluation.threat import Norm
+from certcli.evaluation.radii import Norm
 from certcli.models.build import load_double
-from certcli.system.errors import DataError, NoBoundError, UsageError
+from certcli.system.errors import DataError, NoBoundError
 
 METHOD = "local"
-NORMS, ZONOTOPE, BACKWARD, AUTO = "norms", "zonotope", "backward", "auto"
-EFFORTS = (NORMS, ZONOTOPE, BACKWARD, AUTO)
 SYMBOLS = {ZONOTOPE: 8000, BACKWARD: 2000}
 """Box symbols a tensor may carry from block to block; going back does not lose what is dropped on the way."""
 SQUARES = 128
@@ -37,13 +36,8 @@ _HINT = "--method smoothing takes any network; certvit adapt replaces layers"
 class LocalCertifier(Certifier):
     """What each image's neighbourhood can become, in float64 with every rounding counted.
 
-    effort: "norms" (balls around one forward pass, any size, many images at once), "zonotope" (affine forms, small
-    networks), "backward" (zonotopes, and back through what they found), "auto" (zonotopes where they fit into memory, with
-    the way back where e e^T has no columns; norms for networks and images for which they say nothing).
-    norm: of the radii, "l2" or "linf".
     symbols: box symbols a tensor may carry from block to block; fewer where memory does not last, which the rung says.
     steps: radii are tried on a grid of 2^steps points between a radius and its double; 4: 4.4 % from point to point.
-    at: ascending radii; zonotopes then try these alone, up to the first that they do not prove, in place of a search.
     """
 
     method = METHOD
@@ -53,35 +47,27 @@ class LocalCertifier(Certifier):
         self,
         model: nn.Module,
         size: tuple[int, int, int],
+        options: Local,
         *,
-        effort: str = AUTO,
-        norm: Norm = "l2",
         symbols: int | None = None,
         steps: int = 4,
-        at: Sequence[float] = (),
     ) -> None:
-        if effort not in EFFORTS:
-            raise UsageError(f"--effort {effort}: one of {', '.join(EFFORTS)}")
-        self.model, self.steps, self.effort = model, steps, effort
-        self.at = [float(radius) for radius in at]
-        if not all(0 < radius < math.inf for radius in self.at) or self.at != sorted(self.at):
-            raise UsageError("radii to try are finite, above 0 and ascending")
-        self.walked = effort
-        if norm not in ("l2", "linf"):
-            raise UsageError(f"--norm {norm}: one of l2, linf")
-        self.norm: Norm = norm
-        if effort == AUTO:
-            self.walked = ZONOTOPE if math.prod(size) <= SQUARES and norm == "l2" else BACKWARD
-        self.squares = SQUARES if self.walked == ZONOTOPE and norm == "l2" else 0
+        self.model, self.steps = model, steps
+        self.effort, self.at = options.effort, options.at
+        self.norm: Norm = options.norm
+        self.walked = self.effort
+        if self.effort == AUTO:
+            self.walked = ZONOTOPE if math.prod(size) <= SQUARES and self.norm == "l2" else BACKWARD
+        self.squares = SQUARES if self.walked == ZONOTOPE and self.norm == "l2" else 0
         self.asked = symbols or SYMBOLS.get(self.walked, 0)
         self._size, self._device = size, next(model.parameters()).device
         self._norms: NormsNetwork | None = None
         self._guess, self._known = 1e-2, False
-        self._zonotope = self._enclosed() if effort != NORMS else None
+        self._zonotope = self._enclosed() if self.effort != NORMS else None
         if self._zonotope is None:
             self._balls()
             self.title = "balls of norms around one forward pass"
-            if effort == AUTO:
+            if self.effort == AUTO:
                 self.title += f" ({self._why})"
             return
         self.at_once = 1
@@ -127,7 +113,7 @@ class LocalCertifier(Certifier):
     @property
     def parameters(self) -> Mapping[str, Any]:
         found = {"effort": self.effort, "norm": self.norm, "symbols": self.asked, "steps": self.steps}
-        return {**found, "at": self.at} if self.at else found
+        return {**found, "at": list(self.at)} if self.at else found
 
     @property
     def rung(self) -> str:
@@ -247,8 +233,6 @@ class LocalCertifier(Certifier):
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> LocalCertifier:
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Local) -> LocalCertifier:
     """The checkpoint's network traced for local certificates. NoBoundError names what has no theorem."""
-    model = load_double(checkpoint, device)
-    chosen = {name: options[name] for name in ("effort", "norm", "at") if name in options}
-    return LocalCertifier(model, checkpoint.record.input.size, **chosen)
+    return LocalCertifier(load_double(checkpoint, device), checkpoint.record.input.size, options)

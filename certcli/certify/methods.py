@@ -1,15 +1,15 @@
 """Certificate methods by name, and the one loop that turns images into certificates.
 
-`prepare(checkpoint, device, options) -> Certifier` is what a method's entry names. options: by name, of all methods; each
-takes what it knows. NoBoundError when the method can say nothing about this network.
+An entry names a `prepare(checkpoint, device, options) -> Certifier`; `options` is the method's own dataclass, with defaults.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_type_hints
 
 import torch
 
 from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.options import Options
 from certcli.certify.resumed import require_possible
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.records import RecordFile, Run
@@ -58,10 +58,21 @@ METHODS = Registry(
 )
 
 
-def prepare(method: str, checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> Certifier:
-    """The method of that name made ready for the checkpoint. UsageError names the methods that there are."""
-    certifier: Certifier = METHODS.load(method)(checkpoint, device, options)
-    return certifier
+def prepare(method: str, checkpoint: Checkpoint, device: torch.device, options: Options | None = None) -> Certifier:
+    """Return the method of that name, made ready for the checkpoint, by its own options or its defaults.
+
+    Raises:
+        UsageError: there is no such method.
+        NoBoundError: the method can say nothing about this network.
+    """
+    made_ready: Callable[..., Certifier] = METHODS.load(method)
+    return made_ready(checkpoint, device, options_of(method, {}) if options is None else options)
+
+
+def options_of(method: str, values: Mapping[str, Any]) -> Options:
+    """Return the method's options from plain values (`Options.of`): its `prepare` names their class."""
+    kind: type[Options] = get_type_hints(METHODS.load(method))["options"]
+    return kind.of(values)
 
 
 def run_of(certifier: Certifier, checkpoint: Checkpoint, images: Images) -> Run:

@@ -1,14 +1,13 @@
 """Classes of images, by a network as it is or by the defended classifier that certificates speak of."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from certcli.certify.patch.certifier import AT_ONCE, METHOD, PatchCertifier
 from certcli.certify.patch.certifier import prepare as prepare_patch
+from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.images.labelled import sent
 from certcli.models import build
@@ -36,13 +35,13 @@ class Predictor:
     at_once = AT_ONCE
 
     def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, defence: str = NO_DEFENCE, options: Mapping[str, Any] = {}
+        self, checkpoint: Checkpoint, device: torch.device, defence: str = NO_DEFENCE, options: Patches | None = None
     ) -> None:
         if defence not in DEFENCES:
             raise UsageError(f"unknown defence '{defence}'", one_of(defence, DEFENCES))
         self.defended: PatchCertifier | None = None
         if defence == METHOD:
-            self.defended = prepare_patch(checkpoint, device, options)
+            self.defended = prepare_patch(checkpoint, device, options or Patches())
         else:
             self._model, self._device = build.load(checkpoint, device), device
 

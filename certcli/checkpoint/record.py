@@ -1,14 +1,35 @@
-"""What a checkpoint says about itself, and its canonical JSON: the one metadata key "certvit"."""
+"""The certvit record of schema 1: what a checkpoint says about itself, as canonical JSON under one metadata key."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Annotated, Any
 
-from certcli.checkpoint.arch_args import arch_arguments
-from certcli.checkpoint.schema import decode_record
-from certcli.system.errors import CheckpointError, Refused
+from msgspec import Meta, Struct
+
+from certcli.checkpoint.arch_args import MOST_LAYERS, arch_arguments
+from certcli.checkpoint.schema import (
+    LONGEST_RECORD,
+    LONGEST_TEXT,
+    MOST_CLASSES,
+    Channels,
+    Classes,
+    CropPct,
+    Dataset,
+    Digest,
+    Interpolation,
+    Name,
+    Path,
+    PerChannel,
+    Side,
+    Text,
+    decode,
+    require_bounded,
+    require_pixels,
+    surgery_arguments,
+)
+from certcli.system.errors import CheckpointError, Refused, one_line
 
 KEY = "certvit"
 SCHEMA = 1
@@ -16,22 +37,26 @@ SEEN = "seen"
 """The parameter of a step that says which images it saw (`certcli.evaluation.seen`)."""
 
 
+class Versioned(Struct):
+    schema: int
+
+
 @dataclass(frozen=True)
 class InputSpec:
     """Pixel images the network takes: (channels, height, width) in [0, 1], then (x - mean) / std as its first layer."""
 
-    size: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: str = "bicubic"
-    crop_pct: float = 1.0
+    size: tuple[Channels, Side, Side]
+    mean: PerChannel
+    std: PerChannel
+    interpolation: Interpolation = "bicubic"
+    crop_pct: CropPct = 1.0
 
 
 @dataclass(frozen=True)
 class Replacement:
     """One module that was swapped after construction: `kind` names a builder in `certcli.nn.surgery`."""
 
-    path: str
+    path: Path
     kind: str
     args: Mapping[str, Any] = field(default_factory=dict)
 
@@ -40,41 +65,44 @@ class Replacement:
 class Step:
     """One command that made these tensors from the parent's."""
 
-    command: str
+    command: Name
     parameters: Mapping[str, Any]
-    seed: int
-    versions: Mapping[str, str]
-    parent: str | None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    versions: Mapping[Text, Text]
+    parent: Digest | None
 
     @property
     def shown(self) -> dict[str, Any]:
-        """The parameters as a person reads them: without the digests of the images that it saw."""
+        """Return the parameters without the digests of the images that the step saw."""
         return {name: value for name, value in self.parameters.items() if name != SEEN}
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A result about the function with this digest (tensors, architecture, surgery, input, classes); else it is stale."""
+    """A result about the function with this digest (tensors, architecture, surgery, input, classes).
 
-    command: str
+    Evidence with another digest than its checkpoint's is stale.
+    """
+
+    command: Text
     parameters: Mapping[str, Any]
     result: Mapping[str, Any]
-    digest: str
+    digest: Digest
 
 
 @dataclass(frozen=True)
 class Record:
-    """Everything needed to rebuild the network from its tensors, and how they came to be."""
+    """All that rebuilds the network from its tensors, and how the tensors came to be."""
 
-    arch: str
+    arch: Name
     arch_args: Mapping[str, Any]
     input: InputSpec
-    classes: int
-    class_names: tuple[str, ...] | None = None
-    dataset: str | None = None
-    surgery: tuple[Replacement, ...] = ()
-    lineage: tuple[Step, ...] = ()
-    evidence: tuple[Evidence, ...] = ()
+    classes: Classes
+    class_names: Annotated[tuple[Text, ...], Meta(max_length=MOST_CLASSES)] | None = None
+    dataset: Dataset | None = None
+    surgery: Annotated[tuple[Replacement, ...], Meta(max_length=4 * MOST_LAYERS)] = ()
+    lineage: Annotated[tuple[Step, ...], Meta(max_length=10_000)] = ()
+    evidence: Annotated[tuple[Evidence, ...], Meta(max_length=1000)] = ()
     foreign: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -82,7 +110,7 @@ class Record:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def function(self) -> dict[str, Any]:
-        """What of the record decides the function that the tensors compute, as JSON that is equal for equal functions."""
+        """Return the fields that decide which function the tensors compute, as JSON that is equal for equal functions."""
         spec = self.input
         return {
             "arch": self.arch,
@@ -98,41 +126,65 @@ class Record:
 
     @staticmethod
     def from_json(text: str) -> "Record":
-        """Inverse of `to_json`; CheckpointError when the text is not such a record."""
+        """Invert `to_json`.
+
+        Raises:
+            CheckpointError: the text is no record of schema 1, or describes more than a machine has.
+        """
         try:
-            fields = decode_record(text, SCHEMA)
+            return _decode(text)
         except Refused as refusal:
             raise CheckpointError(
                 f"the checkpoint's certvit record cannot be read: {refusal}",
                 "it was edited, or written by another program or version; go back to the checkpoint it came from",
             ) from refusal
-        stated = fields.input
-        return Record(
-            arch=fields.arch,
-            arch_args=fields.arch_args,
-            input=InputSpec(stated.size, tuple(stated.mean), tuple(stated.std), stated.interpolation, stated.crop_pct),
-            classes=fields.classes,
-            class_names=None if fields.class_names is None else tuple(fields.class_names),
-            dataset=fields.dataset,
-            surgery=tuple(Replacement(item.path, item.kind, item.args) for item in fields.surgery),
-            lineage=tuple(
-                Step(item.command, item.parameters, item.seed, item.versions, item.parent) for item in fields.lineage
-            ),
-            evidence=tuple(
-                Evidence(item.command, item.parameters, item.result, item.digest) for item in fields.evidence
-            ),
-            foreign=fields.foreign,
-        )
 
     def with_evidence(self, entry: Evidence) -> "Record":
-        """The record with `entry` in place of older evidence of the same command and parameters."""
+        """Return the record with `entry` in place of older evidence of the same command and parameters."""
         kept = [old for old in self.evidence if (old.command, old.parameters) != (entry.command, entry.parameters)]
         return replace(self, evidence=(*kept, entry))
 
 
+def _decode(text: str) -> Record:
+    if len(text) > LONGEST_RECORD:
+        raise Refused(f"{len(text):,} characters; a record has at most {LONGEST_RECORD:,}")
+    stated = decode(text, Versioned).schema
+    if stated != SCHEMA:
+        raise Refused(f"schema {stated}; this certvit reads schema {SCHEMA}")
+    record = decode(text, Record)
+    raw = json.loads(text)
+    del raw["schema"]
+    _require_fields(raw, record)
+    _require_fields(raw["input"], record.input)
+    for name in ("surgery", "lineage", "evidence"):
+        for entry, item in zip(raw[name], getattr(record, name), strict=True):
+            _require_fields(entry, item)
+    arch_arguments(record.arch_args)
+    require_pixels(record.input.size, record.input.mean, record.input.std)
+    if record.classes == 1:
+        raise Refused("classes: 1, and one class leaves nothing to decide")
+    for item in record.surgery:
+        surgery_arguments(item.path, item.kind, item.args)
+    for step in record.lineage:
+        require_bounded(step.parameters)
+    for entry in record.evidence:
+        require_bounded(entry.parameters)
+        require_bounded(entry.result)
+    if any(len(part) > LONGEST_TEXT for pair in record.foreign.items() for part in pair):
+        raise Refused(f"foreign: a text of more than {LONGEST_TEXT:,} characters")
+    return record
+
+
+def _require_fields(raw: Mapping[str, Any], value: Any) -> None:
+    """Refuse JSON that lacks a field, which would be read as its default, or has one that would not be read."""
+    names = {entry.name for entry in fields(value)}
+    for name in sorted(raw.keys() ^ names):
+        raise Refused(f"the field '{one_line(name)[:80]}' is {'missing' if name in names else 'unknown'}")
+
+
 def versions() -> dict[str, str]:
-    """Versions of what computes, its threads and the processor's instructions: a step's sums may end in other digits with
-    others of them."""
+    """Return the versions of the libraries, the threads and the processor's instructions: the last digits of a step's
+    sums depend on them."""
     import torch
 
     found = {"threads": str(torch.get_num_threads()), "cpu": torch.backends.cpu.get_cpu_capability()}

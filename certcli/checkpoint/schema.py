@@ -7,13 +7,13 @@ file, a URL, a callable or weights, and no number in it may ask for more than a 
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from certcli.checkpoint.arch_args import LARGEST_SIDE, LARGEST_SIZE, MOST_LAYERS, arch_arguments
+from certcli.checkpoint.arch_args import LARGEST_SIDE, LARGEST_SIZE, arch_arguments
 from certcli.system.errors import Refused, one_line
 
 MOST_CHANNELS = 256
@@ -50,7 +50,7 @@ Side = Annotated[int, Meta(ge=1, le=LARGEST_SIDE)]
 Channels = Annotated[int, Meta(ge=1, le=MOST_CHANNELS)]
 Classes = Annotated[int, Meta(ge=0, le=MOST_CLASSES)]
 CropPct = Annotated[float, Meta(ge=0.25, le=4)]
-PerChannel = Annotated[list[float], Meta(min_length=1, max_length=MOST_CHANNELS)]
+PerChannel = Annotated[tuple[float, ...], Meta(min_length=1, max_length=MOST_CHANNELS)]
 Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -93,51 +93,6 @@ SURGERY: dict[str, type[Struct]] = {
     "flat-head": FlatHeadArgs,
 }
 """Arguments of every replacement of `certcli.nn.surgery`; a test keeps the two tables equal."""
-
-
-class InputFields(_Strict):
-    size: tuple[Channels, Side, Side]
-    mean: PerChannel
-    std: PerChannel
-    interpolation: Interpolation
-    crop_pct: CropPct
-
-
-class ReplacementFields(_Strict):
-    path: Path
-    kind: str
-    args: Json
-
-
-class StepFields(_Strict):
-    command: Name
-    parameters: Json
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-    versions: dict[Text, Text]
-    parent: Digest | None
-
-
-class EvidenceFields(_Strict):
-    command: Text
-    parameters: Json
-    result: Json
-    digest: Digest
-
-
-class RecordFields(_Strict):
-    """The certvit record of schema 1, field by field."""
-
-    schema: Literal[1]
-    arch: Name
-    arch_args: Json
-    input: InputFields
-    classes: Classes
-    class_names: Annotated[list[Text], Meta(max_length=MOST_CLASSES)] | None
-    dataset: Dataset | None
-    surgery: Annotated[list[ReplacementFields], Meta(max_length=4 * MOST_LAYERS)]
-    lineage: Annotated[list[StepFields], Meta(max_length=10_000)]
-    evidence: Annotated[list[EvidenceFields], Meta(max_length=1000)]
-    foreign: dict[str, str]
 
 
 class PretrainedFields(Struct):
@@ -255,34 +210,6 @@ class ReportFields(Struct):
     why: str | UnsetType = UNSET
 
 
-class _Schema(Struct):
-    schema: int
-
-
-def decode_record(text: str, supported: int) -> RecordFields:
-    """A record's JSON, or Refused."""
-    if len(text) > LONGEST_RECORD:
-        raise Refused(f"{len(text):,} characters; a record has at most {LONGEST_RECORD:,}")
-    stated = decode(text, _Schema).schema
-    if stated != supported:
-        raise Refused(f"schema {stated}; this certvit reads schema {supported}")
-    fields = decode(text, RecordFields)
-    arch_arguments(fields.arch_args)
-    require_pixels(fields.input.size, fields.input.mean, fields.input.std)
-    if fields.classes == 1:
-        raise Refused("classes: 1, and one class leaves nothing to decide")
-    for item in fields.surgery:
-        surgery_arguments(item.path, item.kind, item.args)
-    for step in fields.lineage:
-        require_bounded(step.parameters)
-    for entry in fields.evidence:
-        require_bounded(entry.parameters)
-        require_bounded(entry.result)
-    if any(len(part) > LONGEST_TEXT for pair in fields.foreign.items() for part in pair):
-        raise Refused(f"foreign: a text of more than {LONGEST_TEXT:,} characters")
-    return fields
-
-
 def decode_config(text: str | bytes) -> ConfigFields:
     """timm's config.json, or Refused."""
     config = decode(text, ConfigFields)
@@ -334,7 +261,7 @@ def _said(failure: Exception) -> str:
     return one_line(text)
 
 
-def surgery_arguments(path: str, kind: str, args: Json) -> None:
+def surgery_arguments(path: str, kind: str, args: Mapping[str, Any]) -> None:
     """Refused unless `kind` is a known replacement with arguments of its own types, at a place where it can be."""
     if kind not in SURGERY:
         raise Refused(f"unknown replacement '{one_line(kind)[:80]}'")

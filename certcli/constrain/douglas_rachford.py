@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from certcli.constrain.methods import PENALTIES
-from certcli.constrain.one_group import Run, State, one_group
+from certcli.constrain.one_group import GroupSolution, State, one_group
 from certcli.constrain.options import Options
 from certcli.constrain.projection import ROUNDING, Eigenbasis, eigenbasis, project, pull_inside
 from certcli.constrain.prox import Penalty
@@ -22,7 +22,7 @@ ROUND_ITERATIONS = 10
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class ConstrainedMatrix:
     """A constrained matrix and how far its computation went.
 
     weight (out, in) float64, feasible; primal_residual |Q - P|_F / |W0|_F; objective L(weight) and `lower`, a lower limit
@@ -41,7 +41,9 @@ class Result:
     basis: Eigenbasis | None = None
 
 
-def constrain_matrix(statistics: LayerStatistics, options: Options, basis: Eigenbasis | None = None) -> Result:
+def constrain_matrix(
+    statistics: LayerStatistics, options: Options, basis: Eigenbasis | None = None
+) -> ConstrainedMatrix:
     """Douglas-Rachford: P = prox(Z), Q = proj_C(2P - Z), Z <- Z + relaxation (Q - P); the result is P pulled inside, or Q.
 
     The strength of the prox is at most beta * pace * |W0|* with the dual norm of W0, so that one beta suits all layers. A
@@ -59,7 +61,7 @@ def constrain_matrix(statistics: LayerStatistics, options: Options, basis: Eigen
     penalty = penalty_of(statistics, options)
     if float(radii.max()) == 0.0 or not bool(statistics.weight.any()):
         norm = float(penalty.value(statistics.weight))
-        run = Run(statistics.weight.clone(), None, 0, 0.0, norm, norm)
+        run = GroupSolution(statistics.weight.clone(), None, 0, 0.0, norm, norm)
     elif isinstance(statistics, RectifiedStatistics):
         run = _rectified(statistics, radii, basis.ridge, penalty, options)
     elif len(radii) == 1:
@@ -67,7 +69,7 @@ def constrain_matrix(statistics: LayerStatistics, options: Options, basis: Eigen
     else:
         run = _many_groups(statistics, radii, basis.ridge, penalty, options)
     error = float(statistics.relative_errors(run.weight).max())
-    return Result(
+    return ConstrainedMatrix(
         weight=run.weight,
         iterations=run.iterations,
         primal_residual=run.residual,
@@ -86,7 +88,9 @@ def penalty_of(statistics: LayerStatistics, options: Options) -> Penalty:
     return penalty.blockwise(statistics.blocks if options.per_head else 1)
 
 
-def _many_groups(statistics: LayerStatistics, radii: Tensor, ridge: float, penalty: Penalty, options: Options) -> Run:
+def _many_groups(
+    statistics: LayerStatistics, radii: Tensor, ridge: float, penalty: Penalty, options: Options
+) -> GroupSolution:
     """max over weights w of min L(W) subject to sum_j w_j c_j(W) / r_j <= 1 with sum w = 1: strong duality.
 
     Each inner problem has one group, with Gram matrix sum_j w_j G_j / r_j, whose ellipsoid holds the intersection, so
@@ -97,7 +101,7 @@ def _many_groups(statistics: LayerStatistics, radii: Tensor, ridge: float, penal
     centre, active = statistics.weight, radii > 0
     grams, radii = statistics.grams[active], radii[active]
     weights = torch.full_like(radii, 1.0 / len(radii))
-    best: Run | None = None
+    best: GroupSolution | None = None
     state: State | None = None
     lower, iterations, power, worst = 0.0, 0, 3.0, math.inf
     for _ in range(ROUNDS):
@@ -109,7 +113,7 @@ def _many_groups(statistics: LayerStatistics, radii: Tensor, ridge: float, penal
         inside = pull_inside(inside, centre, grams, radii)
         objective = float(penalty.value(inside))
         if best is None or objective < best.objective:
-            best = Run(inside, state, 0, float((inside - run.weight).norm() / centre.norm()), objective, 0.0)
+            best = GroupSolution(inside, state, 0, float((inside - run.weight).norm() / centre.norm()), objective, 0.0)
         if best.objective <= (1 + 3 * options.tolerance) * lower:
             break
         power = power / 2 if float(ratios.max()) > worst else min(6.0, 1.2 * power)
@@ -117,10 +121,12 @@ def _many_groups(statistics: LayerStatistics, radii: Tensor, ridge: float, penal
         weights = weights * ratios.clamp_min(1e-12) ** power
         weights = weights / weights.sum()
     assert best is not None
-    return Run(best.weight, best.state, iterations, best.residual, best.objective, lower)
+    return GroupSolution(best.weight, best.state, iterations, best.residual, best.objective, lower)
 
 
-def _rectified(statistics: RectifiedStatistics, radii: Tensor, ridge: float, penalty: Penalty, options: Options) -> Run:
+def _rectified(
+    statistics: RectifiedStatistics, radii: Tensor, ridge: float, penalty: Penalty, options: Options
+) -> GroupSolution:
     """min L(W) subject to h_j(W) <= r_j for the one-sided distances h_j of `relu`: rounds on inner ellipsoids.
 
     The ellipsoid of any point V lies inside the set, so V runs ahead of W with Nesterov's momentum, restarted where L
@@ -132,7 +138,7 @@ def _rectified(statistics: RectifiedStatistics, radii: Tensor, ridge: float, pen
     grams, scale = statistics.grams[active], 1.0 / radii[active]
     shares = scale / len(scale)
     basis = eigenbasis((grams * shares[:, None, None]).sum(0), ridge)
-    best = Run(centre, None, 0, 0.0, float(penalty.value(centre)), 0.0)
+    best = GroupSolution(centre, None, 0, 0.0, float(penalty.value(centre)), 0.0)
     current = ahead = centre
     state: State | None = None
     lower, iterations, momentum = 0.0, 0, 1.0
@@ -166,7 +172,7 @@ def _rectified(statistics: RectifiedStatistics, radii: Tensor, ridge: float, pen
             basis = eigenbasis((grams * shares[:, None, None]).sum(0), ridge)
         objective = float(penalty.value(inside))
         if objective < best.objective:
-            best = Run(inside, state, iterations, run.residual, objective, lower)
+            best = GroupSolution(inside, state, iterations, run.residual, objective, lower)
             grown = (1.0 + (1.0 + 4.0 * momentum * momentum) ** 0.5) / 2.0
             ahead = inside + (momentum - 1.0) / grown * (inside - current)
             momentum = grown

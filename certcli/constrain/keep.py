@@ -1,10 +1,9 @@
-"""The largest eta a layer at which the network keeps its first choices, found end to end on images that took no part.
+"""Find the largest eta at which the network keeps its first choices on held-out images.
 
-The layers' statistics are gathered once. A trial constrains all layers at one eta, roughly, and looks at the held-out images'
-logits. These move almost in proportion to eta, so the straight line from the old logits through the new ones says at which
-eta each image's first choice would go (`Witness.reach`), and the next trial is made there. Where two trials are close, or
-one went too far and says how far, the layers are constrained in earnest, and judged again by their own logits: what is
-written is what kept enough. A trial takes a third of the time, and one or two suffice.
+A trial constrains all layers roughly at one eta and compares the held-out logits. These move almost in proportion to eta,
+so the line from the old logits through the new ones predicts the eta at which each first choice changes
+(`ReferenceLogits.reach`); the next trial is made there. Then the layers are constrained exactly and judged again by their
+own logits. The statistics are gathered once. A trial takes a third of the time of an exact round; one or two suffice.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,52 +12,52 @@ from typing import Any
 
 from torch import Tensor
 
-from certcli.constrain.network import Calibration, constrain_to, try_at, write
+from certcli.constrain.network import LayerCalibration, constrain_to, try_at, write
 from certcli.constrain.options import Options
 from certcli.constrain.parallel import LayerResult
 from certcli.constrain.projection import Eigenbasis
-from certcli.evaluation.fidelity import Fidelity, Witness, allowed_share, check_keep, keeps
+from certcli.evaluation.fidelity import Fidelity, ReferenceLogits, allowed_share, check_keep, keeps_enough
 from certcli.images.calibration import PHOTOGRAPHS
 from certcli.images.labelled import Images
 
 TRIALS = 4
-"""Most times that all layers are constrained roughly, to find eta."""
+"""Most trials: rough constraints of all layers, to find eta."""
 
 ROUNDS = 3
-"""Most times that they then are in earnest: once, unless rough and exact weights differ in what they keep."""
+"""Most exact rounds: one, unless rough and exact weights differ in the choices that they keep."""
 
 ROUGH = 0.005
-"""A trial's layers lie within this share of their least norms, or so float32 says."""
+"""Tolerance of a trial: its norms lie within this share of the least ones, as float32 sees them."""
 
 START = 0.02
-"""The first eta that is tried: near what networks of photographs turn out to allow."""
+"""The first eta tried, near the result for networks of photographs."""
 
 MOST = 0.5
-"""The largest eta that is tried."""
+"""The largest eta tried."""
 
 _NEAR = 1.25
-"""Two etas this close are one."""
+"""Two etas within this factor count as one."""
 
 FAR = 8.0
-"""A trial says nothing about etas more than this many times its own."""
+"""A trial predicts etas up to this many times its own."""
 
 _SAFE = 0.9
-"""Share of the predicted eta that is tried, for the logits move a little faster than the line says."""
+"""The share of the predicted eta that is tried: the logits move a little faster than the line predicts."""
 
 
 def usual_share(images: Images) -> float:
-    """The share of first choices to keep unless one is given.
+    """Return the default share of first choices to keep.
 
-    0.98 of a network's own images, so that no more than two points of accuracy can go with them: a network that is nearly
-    always right loses a point with each choice (digits: 5 points at 0.95). On synthetic photographs 0.95, which there
-    bounds the logits' error (`fidelity.ERROR_SHARE`); with it networks of photographs lost .6 points at most.
+    It is 0.98 on a network's own images, so that accuracy falls by two points at most (digits lost 5 points at 0.95). On
+    synthetic photographs it is 0.95, which there limits the logit error (`fidelity.ERROR_SHARE`); networks of photographs
+    then lost .6 points at most.
     """
     return 0.95 if images.name == PHOTOGRAPHS else 0.98
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What the search ended with: the layers at one `eta`, and what the network then keeps."""
+class KeepResult:
+    """The result of the search: the layers at one `eta`, and the fidelity of the network."""
 
     eta: float
     results: Sequence[LayerResult]
@@ -66,16 +65,19 @@ class Kept:
 
 
 def constrain_keeping(
-    calibration: Calibration,
+    calibration: LayerCalibration,
     options: Options,
     keep: float,
-    witness: Witness,
+    reference: ReferenceLogits,
     report: Callable[[float, str], None] = lambda *_: None,
-) -> Kept:
-    """Constrain at the largest eta found that leaves `keep` of the first choices as they were (`keeps`), and write it.
+) -> KeepResult:
+    """Constrain at the largest eta found that keeps the share `keep` of first choices, and write the weights.
 
-    report(eta, path) is called for each layer of each trial and round. The eta is at most MOST; it is within 25 % of one that
-    was refused, or what such a one predicts. If every round was refused, eta 0: nothing is changed.
+    The eta is at most MOST, and lies within 25 % of a refused one or is predicted by it. If every round is refused, eta is 0
+    and nothing changes.
+
+    Args:
+        report: called with (eta, path) for each layer of each trial and round.
     """
     check_keep(keep)
     model = calibration.model
@@ -83,21 +85,23 @@ def constrain_keeping(
     originals = {path: parameter.detach() for path, parameter in parameters.items()}
     bases: dict[str, Eigenbasis] | None = {} if calibration.memory_limit_bytes is None else None
 
-    found = unchanged = witness.compare(witness.before)
+    found = unchanged = reference.compare(reference.before)
 
     def judged(weights: Mapping[str, Tensor], eta: float) -> tuple[bool, float]:
-        """Whether the network keeps enough with these weights (`found`), and the eta at which it might keep just enough.
+        """Return whether the network keeps enough with these weights, and the predicted eta that keeps just enough.
 
-        Of several processes the leader looks: they must go the same way.
+        The leader decides for all processes.
         """
 
         def look() -> tuple[bool, float]:
             nonlocal found
             write(model, weights)
-            logits = witness.logits(model)
+            logits = reference.logits(model)
             write(model, originals)
-            found = witness.compare(logits)
-            return keeps(found, keep, witness), _SAFE * eta * allowed_share(witness, logits, found, keep, FAR)
+            found = reference.compare(logits)
+            return keeps_enough(found, keep, reference), _SAFE * eta * allowed_share(
+                reference, logits, found, keep, FAR
+            )
 
         enough, aim = calibration.team.agree(look)
         return enough, aim
@@ -118,14 +122,14 @@ def constrain_keeping(
         enough, aim = judged({result.path: result.weight for result in results}, eta)
         if enough:
             write(model, {result.path: result.weight for result in results})
-            return Kept(eta, results, found)
-        nearer = eta / 2 if turn == ROUNDS - 1 else eta / _NEAR  # the last is to keep enough as surely as may be
+            return KeepResult(eta, results, found)
+        nearer = eta / 2 if turn == ROUNDS - 1 else eta / _NEAR  # the last round must keep enough
         eta = min(aim, nearer) if aim > 0 else nearer
-    return Kept(0.0, [], unchanged)
+    return KeepResult(0.0, [], unchanged)
 
 
 def search(trial: Callable[[float], tuple[bool, float]]) -> float:
-    """An eta to constrain at, from at most TRIALS: trial(eta) says whether enough was kept, and at which eta it might be."""
+    """Return an eta from at most TRIALS calls of trial(eta) -> (enough is kept, predicted eta)."""
     eta, kept, refused = START, 0.0, MOST * _NEAR
     for _ in range(TRIALS):
         enough, aim = trial(eta)
@@ -133,12 +137,12 @@ def search(trial: Callable[[float], tuple[bool, float]]) -> float:
             kept = eta
         else:
             refused = eta
-            if kept < aim < refused:  # between what is known, the line is as good as another trial
+            if kept < aim < refused:  # between known etas the line is as good as a trial
                 return aim
         if refused <= _NEAR * kept:
             return kept
         if not kept < aim < refused:
-            # a prediction outside of what is known is no news: between the two then
+            # ignore a prediction outside the known etas: take one between them
             if kept and aim <= _NEAR * kept:
                 return kept
             aim = (kept * refused) ** 0.5 if kept else eta / 2

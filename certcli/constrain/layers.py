@@ -1,4 +1,4 @@
-"""Which modules are a matrix of their own, the rows that enter that matrix, and the operator whose norm is proven."""
+"""Layers that are one matrix: their inputs as rows, and the operator whose norm is proven."""
 
 import contextlib
 import math
@@ -18,19 +18,19 @@ CHUNK_BYTES = 64 * 2**20
 """Inputs are cast and unfolded in pieces of at most this many bytes."""
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
-"""Batches of images; a function, where they shall be read again in every pass and never all be held."""
+"""Batches of images; or a function that reads them again in every pass, so that memory never holds all."""
 
 
 Visit = Callable[[int, str, nn.Module, Tensor], None]
-"""Called with a batch's number, a path, its module and what enters it."""
+"""Called with the number of a batch, a path, its module and the module's input."""
 
 
-class Enough(Exception):
-    """Raised by a visitor of `stream` that needs no more of this batch."""
+class StopBatch(Exception):
+    """Raised by a visitor of `stream` that needs nothing more of this batch."""
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Why a module cannot be constrained, or None when it can."""
+    """Return why a module cannot be constrained; None if it can."""
     if isinstance(module, nn.Linear):
         same = type(module).forward is nn.Linear.forward
     elif isinstance(module, nn.Conv2d):
@@ -47,7 +47,7 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def attention_blocks(model: nn.Module) -> dict[str, int]:
-    """Path -> number of row blocks of each `qkv` (3 heads each) or separate `q`, `k`, `v` module, for per-head prox."""
+    """Return path -> number of row blocks of each `qkv` (3 a head) or separate `q`, `k`, `v` module."""
     blocks = {}
     for path, module in model.named_modules():
         heads = getattr(module, "num_heads", None)
@@ -61,7 +61,7 @@ def attention_blocks(model: nn.Module) -> dict[str, int]:
 
 
 def module_at(model: nn.Module, path: str) -> Any:
-    """The module, or UsageError."""
+    """Return the module at `path`, or raise UsageError."""
     try:
         return model.get_submodule(path)
     except AttributeError:
@@ -73,15 +73,15 @@ def all_of(batches: Batches) -> Iterable[Any]:
 
 
 def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visit) -> int:
-    """Run the batches, visit(batch number, path, module, its input) at every call of a module of `paths`; return their count.
+    """Run the batches, call `visit` at every call of a module of `paths`, and return the number of batches.
 
-    A batch is a tensor of images, or a tuple whose first floating-point tensor is one.
+    A batch is a tensor of images, or a tuple whose first floating-point tensor holds images.
     """
     count = 0
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with watched(model, paths, visit), torch.inference_mode():
+    with visiting(model, paths, visit), torch.inference_mode():
         for batch in all_of(batches):
-            with contextlib.suppress(Enough):
+            with contextlib.suppress(StopBatch):
                 model(sent(images_of(batch), device))
             count += 1
     if count == 0:
@@ -90,8 +90,8 @@ def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visi
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module, paths: Sequence[str], visit: Visit, each: nn.Module | None = None) -> Iterator[None]:
-    """Call `visit` as `stream` does, while the caller runs the model: each call of the model (or of `each`) is one batch."""
+def visiting(model: nn.Module, paths: Sequence[str], visit: Visit, each: nn.Module | None = None) -> Iterator[None]:
+    """Call `visit` while the caller runs the model: each call of the model (or of `each`) is one batch."""
     count = 0
 
     def hook_for(path: str) -> Callable[..., None]:
@@ -121,7 +121,7 @@ def images_of(batch: Any) -> Tensor:
 
 
 def require_finite(path: str, diagonal: Tensor) -> None:
-    """DataError that names the layer. Any NaN or infinity in X shows on the diagonal of X X^T."""
+    """Raise DataError that names the layer if the diagonal of X X^T, and so X, holds NaN or infinity."""
     if not bool(diagonal.isfinite().all()):
         raise DataError(
             f"the input of layer '{path}' holds NaN or infinite numbers",
@@ -130,7 +130,7 @@ def require_finite(path: str, diagonal: Tensor) -> None:
 
 
 def geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:
-    """The arguments of `conv_norm` for a zero-padded convolution of `value`; None for other modules."""
+    """Return the arguments of `conv_norm` for a zero-padded convolution of `value`; None for other modules."""
     if not isinstance(module, nn.Conv2d):
         return None
     padding = module._reversed_padding_repeated_twice
@@ -155,7 +155,7 @@ def proven_norm(weight: Tensor, conv: Mapping[str, Any] | None) -> float:
 
 
 def rows(module: nn.Module, value: Tensor, dtype: torch.dtype = torch.float64) -> Iterator[Tensor]:
-    """The layer's input as rows (tokens, in), float64 unless told otherwise, in pieces of at most CHUNK_BYTES."""
+    """Yield the layer's input as rows (tokens, in) of `dtype`, in pieces of at most CHUNK_BYTES."""
     if isinstance(module, nn.Linear):
         tokens = value.reshape(-1, value.shape[-1])
         for piece in tokens.split(max(1, CHUNK_BYTES // (8 * tokens.shape[1]))):
@@ -176,9 +176,9 @@ def rows(module: nn.Module, value: Tensor, dtype: torch.dtype = torch.float64) -
 
 
 def sampled(module: nn.Module, value: Tensor, count: int, seed: int) -> Iterator[Tensor]:
-    """At most `count` rows of each image's input, in the input's own precision (half precision: float32), in pieces.
+    """Yield at most `count` rows of each image's input, in its own precision (half precision: float32), in pieces.
 
-    The first row, where a class token stands, and a seeded draw of the others, the same in all images of the batch.
+    These are the first row, where a class token stands, and a seeded draw of the others, the same for the whole batch.
     """
     value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     generator = torch.Generator().manual_seed(seed)
@@ -200,7 +200,7 @@ def _drawn(rows: int, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _positions(module: nn.Conv2d, value: Tensor) -> int:
-    """How many windows an image has."""
+    """Return the number of windows of an image."""
     padding = module._reversed_padding_repeated_twice
     return math.prod(
         (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
@@ -211,7 +211,7 @@ def _positions(module: nn.Conv2d, value: Tensor) -> int:
 
 
 def _disjoint_patches(images: Tensor, height: int, width: int) -> Tensor:
-    """(b, c, H, W) -> (b * patches, c * height * width) when kernel = stride: a reshape, five times faster than unfold."""
+    """Reshape (b, c, H, W) -> (b * patches, c * height * width) for kernel = stride, five times as fast as unfold."""
     down, across = images.shape[2] // height, images.shape[3] // width
     images = images[:, :, : down * height, : across * width]
     patches = images.unflatten(3, (across, width)).unflatten(2, (down, height))

@@ -1,4 +1,4 @@
-"""The layers of one network together: curves, a budget that meets a target, and the least error at which it does."""
+"""Constrain all layers of a network: at one eta, along their Pareto curves, or to a target for its bound."""
 
 import contextlib
 import math
@@ -17,7 +17,7 @@ from certcli.constrain.parallel import LayerResult, constrain_layer, side_by_sid
 from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
 from certcli.constrain.shared_layers import Packed, for_all, share_of
-from certcli.constrain.statistics import LayerStatistics, bytes_of, collect_in_passes, gathered, work_bytes
+from certcli.constrain.statistics import LayerStatistics, bytes_of, collect_in_passes, gather_grams, work_bytes
 from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
 from certcli.lipschitz.network import bound_network, trial_upper
 from certcli.lipschitz.numerics.real import Real
@@ -28,16 +28,16 @@ from certcli.system.processes import ALONE, Team
 DISTANCES = ("plain", "relu", "auto")
 
 BASES_BYTES = 2**29
-"""So much of eigenbases is kept for another eta: all of ViT-S's and Swin-T's, half of ViT-B's."""
+"""Most bytes of eigenbases kept for another eta: all of ViT-S's and Swin-T's, half of ViT-B's."""
 
 TRIALS = 8
-"""Most times that a network is constrained for a target; the last time every layer at the end of its curve."""
+"""Most rounds for a target; the last one takes every layer at the end of its curve."""
 
 
 def rectified_paths(model: nn.Module, size: tuple[int, ...], paths: Sequence[str], distance: str) -> frozenset[str]:
-    """The layers of `paths` to be measured by the one-sided distance: plain none, auto those followed by ReLU, relu all.
+    """Return the layers measured by the one-sided distance: none (plain), all (relu), those before a ReLU (auto).
 
-    UsageError names the first layer that is not followed by ReLU where all were asked for.
+    UsageError names the first layer without a ReLU behind it for `relu`.
     """
     if distance not in DISTANCES:
         raise UsageError(f"no distance '{distance}'", f"--distance {', '.join(DISTANCES)}")
@@ -53,9 +53,10 @@ def rectified_paths(model: nn.Module, size: tuple[int, ...], paths: Sequence[str
 
 
 def room_for(model: nn.Module, paths: Sequence[str], groups: int) -> int | None:
-    """A limit for the statistics (with held-out images) where all of them take more than half of the free memory, else None.
+    """Return a byte limit for the statistics where all would take more than half of the free memory, else None.
 
-    A quarter of it, or what the largest layer needs. The limit changes how often the network is run, and no result.
+    The limit is a quarter of the free memory, or the need of the largest layer. It changes the number of passes, and no
+    result.
     """
     free = free_bytes()
     if bytes_of(model, paths, groups + 1) <= free / 2:
@@ -64,13 +65,16 @@ def room_for(model: nn.Module, paths: Sequence[str], groups: int) -> int | None:
 
 
 @dataclass
-class Calibration:
-    """The images' view of a network: statistics of its layers, as many at a time as the memory allows.
+class LayerCalibration:
+    """The statistics of a network's layers on calibration images, as many at a time as the memory allows.
 
-    Where all fit in one pass they are collected once and kept; else again in every round. `model` must stay as it is
-    while they are read. rectified: the layers whose inputs are streamed for the one-sided distance. sample: at most so many
-    tokens of an image count (None: all). called: the paths that the forward pass was seen to call. team: the processes that
-    share the layers; each has statistics of its own only.
+    Where all fit, they are collected once and kept, otherwise again in every round. `model` must not change meanwhile.
+
+    Args:
+        rectified: layers whose inputs are streamed for the one-sided distance.
+        sample: most tokens of an image that count; None: all.
+        called: the paths that the forward pass called.
+        team: the processes that share the layers; each holds the statistics of its own layers.
     """
 
     model: nn.Module
@@ -92,17 +96,17 @@ class Calibration:
         if self.held_out is None or self.memory_limit_bytes is not None:
             yield
             return
-        with gathered(self.model, self.own, self.sample) as grams:
+        with gather_grams(self.model, self.own, self.sample) as grams:
             yield
         self._seen = grams
 
     def layers(self) -> Iterator[LayerStatistics]:
-        """Each layer's statistics in order; a layer that the forward pass does not call as a module is left out."""
+        """Yield each layer's statistics in order, without layers that the forward pass does not call as modules."""
         for part in self.parts():
             yield from part
 
     def parts(self) -> Iterator[Iterator[LayerStatistics]]:
-        """The same pass by pass: the network runs between two parts, not while one is read."""
+        """Yield the statistics pass by pass: the network runs between two parts, never while one is read."""
         if self._kept is not None or not self.own:
             yield map(self._one, self._kept or [])
             return
@@ -126,20 +130,20 @@ class Calibration:
                 yield self._drained(part)
 
     def _drained(self, part: dict[str, LayerStatistics]) -> Iterator[LayerStatistics]:
-        while part:  # a layer's statistics are let go of as soon as the caller is done with it
+        while part:  # frees each layer as soon as the caller is done with it
             yield self._one(part.pop(next(iter(part))).widened())
             give_back()
 
     @cached_property
     def own(self) -> list[str]:
-        """The layers that this process takes."""
+        """Return the layers of this process."""
         return share_of(self.model, self.paths, self.team)
 
     @property
     def workers(self) -> int:
-        """How many layers may be computed side by side: as many as half of the memory that is free now holds the work of.
+        """Return how many layers are computed in parallel, within half of the free memory.
 
-        One where the one-sided distance runs the network meanwhile.
+        It is 1 for the one-sided distance, which runs the network meanwhile.
         """
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         most = 1 if self.rectified else workers_for(device)
@@ -154,7 +158,7 @@ class Calibration:
 
 
 def network_upper(model: Any, size: tuple[int, ...], classes: int) -> Real:
-    """The proven bound of the network as it is now."""
+    """Return the proven bound of the network as it is now."""
     return bound_network(model, size, classes).upper
 
 
@@ -167,8 +171,8 @@ def _unpack_curve(path: str, points: Any, weight: Tensor | None) -> tuple[str, t
 
 
 @for_all(_pack_curve, _unpack_curve)
-def curves(calibration: Calibration, options: Options) -> Iterator[tuple[str, tuple[Point, ...]]]:
-    """Each layer's Pareto curve (proven norm against output error), in order."""
+def curves(calibration: LayerCalibration, options: Options) -> Iterator[tuple[str, tuple[Point, ...]]]:
+    """Yield each layer's path and Pareto curve (proven norm against output error), in order."""
 
     def one(layer: LayerStatistics) -> tuple[str, tuple[Point, ...]]:
         return layer.path, pareto(layer, options)
@@ -189,17 +193,17 @@ def _unpack_result(path: str, plain: Any, weight: Tensor | None) -> LayerResult:
 
 @for_all(_pack_result, _unpack_result)
 def constrain_to(
-    calibration: Calibration,
+    calibration: LayerCalibration,
     options: Options,
     etas: Mapping[str, float] | None = None,
     bases: dict[str, Eigenbasis] | None = None,
 ) -> Iterator[LayerResult]:
-    """Constrain each layer at the options' eta, or at its own (0: leave it). The model is not touched: see `write`.
+    """Constrain each layer at the options' eta, or at its own (0: leave it). The model does not change: see `write`.
 
-    Weights beyond what memory should hold are mapped (`certcli.checkpoint.mapped`).
+    Large weights are mapped from files (`certcli.checkpoint.mapped`).
 
-    bases: those of the layers' statistics, as far as they are known from another eta; what is found is added, up to
-    BASES_BYTES of it. The results do not hold theirs.
+    Args:
+        bases: eigenbases known from another eta; new ones are added up to BASES_BYTES. The results hold none.
     """
     spool = Spool()
 
@@ -223,9 +227,9 @@ def _unpack_trial(path: str, plain: Any, weight: Tensor | None) -> tuple[str, Te
 
 @for_all(lambda found: (found[0], None, found[1]), _unpack_trial)
 def try_at(
-    calibration: Calibration, options: Options, bases: dict[str, Eigenbasis] | None = None
+    calibration: LayerCalibration, options: Options, bases: dict[str, Eigenbasis] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Path and weight of each layer, about as `constrain_to` would find it: see `try_layer`. For a look, not to write."""
+    """Yield path and weight of each layer, close to the result of `constrain_to` (`try_layer`): for trials only."""
     spool = Spool()
 
     def one(layer: LayerStatistics) -> tuple[str, Tensor, Eigenbasis | None]:
@@ -239,7 +243,7 @@ def try_at(
 
 
 def _remember(bases: dict[str, Eigenbasis] | None, path: str, basis: Eigenbasis | None) -> None:
-    """Keep a layer's basis where there is room for it."""
+    """Keep a layer's basis if BASES_BYTES allow."""
     if bases is not None and basis is not None:
         held = sum(other.vectors.nbytes for name, other in bases.items() if name != path)
         if held + basis.vectors.nbytes <= BASES_BYTES:
@@ -247,7 +251,7 @@ def _remember(bases: dict[str, Eigenbasis] | None, path: str, basis: Eigenbasis 
 
 
 def write(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give the model these weights, path -> tensor; none is copied, and what it had before is left as it was."""
+    """Set the model's weights, path -> tensor, without copies; the old tensors stay unchanged."""
     for path, weight in weights.items():
         parameter: Any = model.get_submodule(path).weight
         parameter.data = weight.to(parameter)
@@ -256,11 +260,14 @@ def write(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def budget(
     model: nn.Module, size: tuple[int, ...], classes: int, found: Mapping[str, tuple[Point, ...]], target: float
 ) -> dict[str, float]:
-    """eta for each layer such that the network's bound meets `target` at the least total output error.
+    """Return an eta for each layer such that the network's bound meets `target` at the least total output error.
 
-    The bound of a trial is proven with every layer's weights scaled to the norm that its curve promises; the caller
-    constrains, proves the bound of the result, and calls again with a smaller target where interpolation fell short.
-    Errors: NoBoundError without a finite bound, OutOfReach with the least bound when that is above the target.
+    The bound is proven with every layer's weights scaled to the norm on its curve. The caller constrains, proves the bound
+    of the result, and calls again with a smaller target where interpolation fell short.
+
+    Raises:
+        NoBoundError: the network has no finite bound.
+        OutOfReach: the least bound is above the target.
     """
     if not network_upper(model, size, classes).finite:
         raise NoBoundError("the network has no finite bound to bring to a target", "certvit lipschitz says why")
@@ -283,7 +290,7 @@ def budget(
 
 
 def meet_target(
-    calibration: Calibration,
+    calibration: LayerCalibration,
     size: tuple[int, ...],
     classes: int,
     found: Mapping[str, tuple[Point, ...]],
@@ -292,9 +299,11 @@ def meet_target(
 ) -> list[LayerResult]:
     """Constrain and write until the PROVEN bound of the result is at most `target`.
 
-    Errors: NoBoundError without a finite bound; OutOfReach with the least bound that was proven in a trial, and the
-    largest output error of a layer there. Then nothing is written. The last trial leaves each layer the largest error
-    of its curve.
+    The last round allows each layer the largest error of its curve. Nothing is written on an error.
+
+    Raises:
+        NoBoundError: the network has no finite bound.
+        OutOfReach: with the least bound proven in a round, and the largest output error of a layer there.
     """
     model = calibration.model
     parameters: dict[str, Any] = {path: model.get_submodule(path).weight for path in found}
@@ -315,7 +324,7 @@ def meet_target(
         least = min(least, (upper, max(etas.values(), default=0.0)))
         if exhausted:
             break
-        # constrained layers line up worse than scaled ones: ask for the difference, ever more of it
+        # constrained layers line up worse than scaled ones: lower the aim by more than the difference
         aim *= 10.0 ** (max(1, trial) * min(-0.01, math.log10(target) - upper))
     raise OutOfReach(target, *least)
 
@@ -330,6 +339,6 @@ def _within(
 
 
 def _beyond(model: nn.Module, size: tuple[int, ...], classes: int, target: float) -> float | None:
-    """log10 of the proven bound, or None where the target is met."""
+    """Return log10 of the proven bound, or None where it meets the target."""
     upper = network_upper(model, size, classes)
     return None if upper <= target else upper.log10()

@@ -64,7 +64,7 @@ class State:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class GroupSolution:
     """A feasible matrix, its L, and a lower limit of L over the ellipsoid, all in float64. residual: |Q - P|_F / |W0|_F."""
 
     weight: Tensor
@@ -84,7 +84,7 @@ def one_group(
     state: State | None,
     *,
     ends: bool = True,
-) -> Run:
+) -> GroupSolution:
     """argmin L(W) over tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in) float64.
 
     An invariant penalty runs in the eigenbasis of G, where the projection scales columns and no product is left. A tall W0
@@ -122,7 +122,7 @@ def one_group(
         return (matrix if frame is None else frame @ matrix) @ basis.vectors.mT
 
     ended = State(back(current.double()), strength) if ends else None
-    return Run(back(exact + moved), ended, iteration, residual, objective, proven)
+    return GroupSolution(back(exact + moved), ended, iteration, residual, objective, proven)
 
 
 def roughly(centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, options: Options) -> Tensor:
@@ -154,7 +154,7 @@ def _framed(
 
 def _iterates(
     inside: "_Ellipsoid", prox: Callable[[Tensor, float], Tensor], current: Tensor, strength: float
-) -> "Iterator[tuple[int, Tensor, float, _Step]]":
+) -> "Iterator[tuple[int, Tensor, float, _Iterate]]":
     """Number, Z, strength and step of each iteration, without end."""
     options = inside.options
     for iteration in count(1):
@@ -175,7 +175,7 @@ def balance(pull: float, moved: Tensor, aim: float) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class _Iterate:
     """P - W0, the largest share of it that is feasible, L(P), |Z - P|, Q - P, and the lower limit of the least L."""
 
     moved: Tensor
@@ -245,7 +245,7 @@ class _Ellipsoid:
         """No strength is above it: see `Penalty.pace`."""
         return self.options.beta * self.penalty.pace * float(self.penalty.dual(self.back(self.centre)))
 
-    def step(self, state: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]) -> _Step:
+    def step(self, state: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]) -> _Iterate:
         """P = prox(Z), Q = projection of 2 P - Z, and what P proves."""
         near = self.near(state, strength, prox)
         normal = state - near
@@ -257,9 +257,9 @@ class _Ellipsoid:
         factors, _ = shrinkage(change, self.basis, self.radius)
         change.mul_(factors).sub_(moved)
         pull = float(normal.norm())
-        return _Step(moved, share, size, pull, change, self.lower(normal, strength))
+        return _Iterate(moved, share, size, pull, change, self.lower(normal, strength))
 
-    def upper(self, step: _Step) -> float:
+    def upper(self, step: _Iterate) -> float:
         """L of the feasible point that the step found, from above."""
         return step.share * step.size + (1.0 - step.share) * self.whole
 

@@ -1,4 +1,4 @@
-"""Every layer on its own (Algorithm 3): one record per finished layer, several at a time."""
+"""Constrain layers one by one (Algorithm 3), several in parallel."""
 
 import time
 from collections import deque
@@ -60,15 +60,15 @@ class LayerResult:
 
 
 def workers_for(device: torch.device | str) -> int:
-    """How many layers to take at a time: one for each of torch's threads, at most MOST_WORKERS; one on a GPU."""
+    """Return the number of parallel layers: torch's threads, at most MOST_WORKERS; 1 on a GPU."""
     return min(MOST_WORKERS, torch.get_num_threads()) if torch.device(device).type == "cpu" else 1
 
 
 def side_by_side(work: Callable[[LayerStatistics], T], layers: Iterable[LayerStatistics], workers: int) -> Iterator[T]:
-    """work(layer) of each, in order; at most twice as many layers as `workers` are taken and not yet handed on.
+    """Yield work(layer) for each layer, in order, with at most twice `workers` layers in flight.
 
-    Each is computed by one thread, however many there are: the result is the same, bit for bit, for any number of workers.
-    What is left is called off when the caller stops or a layer fails.
+    One thread computes a layer, so the result is the same, bit for bit, for any number of workers. The rest is cancelled
+    when the caller stops or a layer fails.
     """
     threads = torch.get_num_threads()
     waiting: deque[Future[T]] = deque()
@@ -130,10 +130,10 @@ def constrain_layer(
 
 
 def try_layer(layer: LayerStatistics, options: Options, basis: Eigenbasis | None) -> tuple[Tensor, Eigenbasis | None]:
-    """Return about what `constrain_layer` would write, for a look at the network, and the basis of the statistics.
+    """Return a weight close to that of `constrain_layer`, for a trial, and the basis of the statistics.
 
-    The weight is within the tolerance of the least norm as far as float32 can tell, and is neither judged nor measured:
-    where there is one group, a third of the iterations, and none of the products in float64 that the report needs.
+    With one group it takes a third of the iterations and no float64 product: the weight is within the tolerance of the
+    least norm as float32 sees it, and is not measured.
     """
     by_head = options.per_head and layer.blocks > 1
     rectified = isinstance(layer, RectifiedStatistics)
@@ -150,7 +150,7 @@ def try_layer(layer: LayerStatistics, options: Options, basis: Eigenbasis | None
 
 
 def cast_inside(layer: LayerStatistics, weight: Tensor, eta: float) -> tuple[Tensor, float]:
-    """(weight in the parameter's shape and dtype, its relative error), the error at most eta after the rounding.
+    """Return the weight in the parameter's shape and dtype, and its relative error, at most eta after rounding.
 
     The displacement shrinks by 1e-7, 2e-7, 4e-7, ... until the rounded matrix is inside; W0 itself always is.
     """

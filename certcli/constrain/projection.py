@@ -18,7 +18,7 @@ ROUNDING = 1e-13
 
 
 RANK_DEFICIENT_RIDGE = 0.1
-"""Share of the mean eigenvalue added to a rank-deficient Gram matrix unless told otherwise.
+"""Default share of the mean eigenvalue that is added to a rank-deficient Gram matrix.
 
 On ViT-Tiny with 4 calibration images it halves the held-out output error of the affected layers for a tenth more norm.
 """
@@ -110,7 +110,7 @@ def project(
     max_steps: int = 2000,
     tolerance: float = 1e-9,
 ) -> tuple[Tensor, int]:
-    """Projection of V onto the intersection over groups, by outer approximation (Algorithm 2): (W, steps).
+    """Project V onto the intersection over groups, by outer approximation (Algorithm 2): (W, steps).
 
     `grams` (groups, in, in), `radii` (groups,) positive. Each step cuts with the half-space of one violated group, in
     turn, and projects the starting point onto the intersection of that half-space and the one that the current point

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from certcli.constrain.layers import CHUNK_BYTES, Batches, Enough, module_at, rows, stream
-from certcli.constrain.statistics import LayerStatistics, _ratio
+from certcli.constrain.layers import CHUNK_BYTES, Batches, StopBatch, module_at, rows, stream
+from certcli.constrain.statistics import LayerStatistics, error_ratio
 from certcli.engine.table import runs_known_code
 from certcli.engine.trace import Untraceable
 from certcli.lipschitz.propagate import trace_network
@@ -35,9 +35,9 @@ Visit = Callable[[int, Tensor], None]
 
 
 def not_followed_by_relu(model: nn.Module, size: tuple[int, ...], paths: list[str]) -> dict[str, str]:
-    """Path -> why its output is not known to go through ReLU and nowhere else; the others' does, at every call.
+    """Return path -> reason for each layer whose output is not known to go through ReLU alone, at every call.
 
-    Read from the graph of a real forward pass on an image of `size` (c, h, w); identities and dropout count as nothing.
+    Read from the graph of a real forward pass on an image of `size` (c, h, w); identities and dropout are skipped.
     """
     try:
         graph = trace_network(model, size).graph
@@ -77,11 +77,11 @@ def _first_other_use(model: nn.Module, node: fx.Node) -> str | None:
     return None if node.users else "nothing"
 
 
-class Inputs:
-    """What enters one layer, read as often as asked: kept as it came, or recomputed by the network each time."""
+class StreamedInputs:
+    """The inputs of one layer, kept in memory, or recomputed by the network at each visit."""
 
     def __init__(self, model: nn.Module, batches: Batches, path: str, groups: int, keep_bytes: int | None) -> None:
-        """keep_bytes: the most to hold (None: whatever it takes). The model must stay as it is where they are recomputed."""
+        """Keep at most `keep_bytes` (None: any number). The model must not change where inputs are recomputed."""
         self.model, self.batches, self.path, self.groups = model, batches, path, groups
         self.module: Any = module_at(model, path)
         self.kept: list[tuple[int, Tensor]] | None = []
@@ -92,13 +92,13 @@ class Inputs:
             held += value.numel() * value.element_size()
             if self.kept is None or (keep_bytes is not None and held > keep_bytes):
                 self.kept = None
-                raise Enough
+                raise StopBatch
             self.kept.append((number, value.clone()))
 
         stream(model, batches, [path], keep)
 
     def visit(self, see: Visit) -> None:
-        """see(group, rows) for all inputs in order."""
+        """Call see(group, rows) for all inputs in order."""
 
         def look(number: int, path: str, module: nn.Module, value: Tensor) -> None:
             for piece in rows(self.module, value):
@@ -112,8 +112,8 @@ class Inputs:
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
-    """What one pass over the inputs says about a matrix W, a row a group j.
+class SignPass:
+    """The sums of one pass over the inputs for a matrix W, one entry for each group j.
 
     errors h_j(W); gradients (groups, out, in), half the gradient of h_j; shifts |E_j|^2; crosses E_j X_j^T.
     """
@@ -126,11 +126,11 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class RectifiedStatistics(LayerStatistics):
-    """A layer's statistics with its inputs at hand, measured by the one-sided distance; eta is relative to |y|."""
+    """A layer's statistics with its inputs, measured by the one-sided distance; eta is relative to |y|."""
 
     bias: Tensor | None = None
-    inputs: Inputs | None = None
-    held_out_inputs: Inputs | None = None
+    inputs: StreamedInputs | None = None
+    held_out_inputs: StreamedInputs | None = None
 
     @classmethod
     def of(
@@ -141,17 +141,17 @@ class RectifiedStatistics(LayerStatistics):
         held_out: Batches | None,
         memory_limit_bytes: int | None = None,
     ) -> "RectifiedStatistics":
-        """`layer` with inputs that are kept where they fit half the limit, read again where they do not."""
+        """Add inputs to `layer`: kept where they fit half the limit, recomputed where they do not."""
         share = None if memory_limit_bytes is None else memory_limit_bytes // 4
         known: Mapping[str, Any] = {field.name: getattr(layer, field.name) for field in fields(LayerStatistics)}
         bias = module_at(model, layer.path).bias
-        unseen = None if held_out is None else Inputs(model, held_out, layer.path, 1, share)
-        seen = Inputs(model, batches, layer.path, len(layer.grams), share)
+        unseen = None if held_out is None else StreamedInputs(model, held_out, layer.path, 1, share)
+        seen = StreamedInputs(model, batches, layer.path, len(layer.grams), share)
         return cls(**known, bias=None if bias is None else bias.detach().double(), inputs=seen, held_out_inputs=unseen)
 
     @cached_property
     def energies(self) -> Tensor:
-        """S_j = |y|^2, the energy of what leaves the ReLU: (groups,)."""
+        """Return S_j = |y|^2, the energy of the ReLU's outputs: (groups,)."""
         return self._energies(self.inputs)
 
     @cached_property
@@ -159,19 +159,19 @@ class RectifiedStatistics(LayerStatistics):
         return self._energies(self.held_out_inputs)
 
     def relative_errors(self, weight: Tensor) -> Tensor:
-        """sqrt(h_j(W) / S_j) of each group: (out, in) -> (groups,). 0 / 0 counts as 0."""
-        return _ratio(self.errors(weight), self.energies)
+        """Return sqrt(h_j(W) / S_j) of each group: (out, in) -> (groups,). 0 / 0 is 0."""
+        return error_ratio(self.errors(weight), self.energies)
 
     def errors(self, weight: Tensor) -> Tensor:
-        """h_j(W) of each group."""
+        """Return h_j(W) of each group."""
         return self._errors(self.inputs, weight)
 
     def held_out_error(self, weight: Tensor) -> float | None:
         if self.held_out_inputs is None:
             return None
-        return float(_ratio(self._errors(self.held_out_inputs, weight), self._held_out_energy).max())
+        return float(error_ratio(self._errors(self.held_out_inputs, weight), self._held_out_energy).max())
 
-    def at(self, weight: Tensor) -> Pass:
+    def at(self, weight: Tensor) -> SignPass:
         """h and its majorant at W, from one pass."""
         count = len(self.grams)
         errors, shifts = (torch.zeros(count, dtype=torch.float64, device=weight.device) for _ in range(2))
@@ -187,9 +187,9 @@ class RectifiedStatistics(LayerStatistics):
             crosses[group].addmm_(shift.mT, tokens)
 
         self._compare(self.inputs, weight, see)
-        return Pass(errors, gradients, shifts, crosses)
+        return SignPass(errors, gradients, shifts, crosses)
 
-    def _errors(self, inputs: Inputs | None, weight: Tensor) -> Tensor:
+    def _errors(self, inputs: StreamedInputs | None, weight: Tensor) -> Tensor:
         errors = torch.zeros(inputs.groups if inputs else 0, dtype=torch.float64, device=weight.device)
 
         def see(group: int, tokens: Tensor, old: Tensor, new: Tensor) -> None:
@@ -198,7 +198,7 @@ class RectifiedStatistics(LayerStatistics):
         self._compare(inputs, weight, see)
         return errors
 
-    def _energies(self, inputs: Inputs | None) -> Tensor:
+    def _energies(self, inputs: StreamedInputs | None) -> Tensor:
         energies = torch.zeros(inputs.groups if inputs else 0, dtype=torch.float64, device=self.weight.device)
 
         def see(group: int, tokens: Tensor, old: Tensor, new: Tensor) -> None:
@@ -208,7 +208,7 @@ class RectifiedStatistics(LayerStatistics):
         return energies
 
     def _compare(
-        self, inputs: Inputs | None, weight: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]
+        self, inputs: StreamedInputs | None, weight: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]
     ) -> None:
         """see(group, x, W0 x + b, W x + b) for pieces of the inputs small enough that a few copies cost little."""
         assert inputs is not None

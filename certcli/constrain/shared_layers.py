@@ -1,4 +1,4 @@
-"""The layers of one network, constrained by several processes: each takes a share by cost, and all learn every result."""
+"""Constrain the layers of one network in several processes: each takes a share, and all learn every result."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
@@ -16,7 +16,7 @@ Packed = tuple[str, Any, Tensor | None]
 
 
 class Split(Protocol):
-    """What `Calibration` has: the network, its layers in order, those that were called, and who works on them."""
+    """What `LayerCalibration` has: the network, its layers in order, those that were called, and who works on them."""
 
     model: nn.Module
     paths: Sequence[str]
@@ -50,7 +50,7 @@ def for_all(
 ) -> Callable[
     [Callable[Concatenate[Any, Options], Iterator[Item]]], Callable[Concatenate[Any, Options], Iterator[Item]]
 ]:
-    """Decorator of a generator that finds something for each of this process's layers: it then gives that of all layers.
+    """Decorate a generator over this process's layers so that it yields the results of all layers.
 
     A result is what its process found, to the bit: plain values as JSON, weights as they are.
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certcli.constrain.douglas_rachford import Result
+from certcli.constrain.douglas_rachford import ConstrainedMatrix
 from certcli.constrain.one_group import TURNS, State, balance
 from certcli.constrain.options import Options
 from certcli.constrain.projection import Eigenbasis, eigenbasis
@@ -72,7 +72,7 @@ def least_squares_on_ball(
             state = state + RELAXATION * ((moved - normal) / (1.0 + strength * values) - moved)
 
 
-def constrain_ball(statistics: LayerStatistics, options: Options) -> Result:
+def constrain_ball(statistics: LayerStatistics, options: Options) -> ConstrainedMatrix:
     """The Pareto front from the other side: the least radius whose best fit has relative error eta.
 
     Several groups are fitted together and each must hold; `lower` is then unknown (0).
@@ -95,7 +95,7 @@ def constrain_ball(statistics: LayerStatistics, options: Options) -> Result:
     return _search(statistics, options.eta, basis, fit)
 
 
-def constrain_clip(statistics: LayerStatistics, options: Options) -> Result:
+def constrain_clip(statistics: LayerStatistics, options: Options) -> ConstrainedMatrix:
     """W = W0 with its singular values cut at the lowest level of relative error at most eta; nothing is re-fitted.
 
     A ridge changes nothing here, there is no fit to regularise.
@@ -109,7 +109,7 @@ def _search(
     eta: float,
     basis: Eigenbasis,
     fit: Callable[[float], tuple[Tensor, int, bool, bool]],
-) -> Result:
+) -> ConstrainedMatrix:
     """Bisection on the radius, to 1e-3 of it; the upper end is feasible. `fit` -> (W, iterations, within its own
     limit, proven infeasible)."""
     radii = eta * eta * statistics.energies
@@ -125,7 +125,7 @@ def _search(
             low = middle
             lower = middle if refuted else lower
     error = float(statistics.relative_errors(best).max())
-    return Result(
+    return ConstrainedMatrix(
         weight=best,
         iterations=iterations,
         primal_residual=(high - low) / top if top > 0 else 0.0,

@@ -1,4 +1,4 @@
-"""Gram matrices of what enters each layer, from streamed forward passes; no activation is kept.
+"""Gram matrices of the inputs of each layer, from streamed forward passes; no activation is kept.
 
 A layer with weight W0 (out x in) and calibration inputs X_j (in x T_j, a column a token) needs only G_j = X_j X_j^T:
 |W X_j - W0 X_j|_F^2 = tr(D G_j D^T) with D = W - W0. The cross moments H_j = W0 G_j and energies S_j = tr(W0 G_j W0^T)
@@ -32,9 +32,9 @@ from certcli.constrain.layers import (
     require_finite,
     rows,
     sampled,
-    watched,
+    visiting,
 )
-from certcli.constrain.trunk import Legs, Trunk
+from certcli.constrain.trunk import ResumedStream, Trunk
 from certcli.system.errors import DataError, UsageError
 
 
@@ -61,23 +61,23 @@ class LayerStatistics:
 
     @property
     def gram(self) -> Tensor:
-        """Of all groups together: (in, in)."""
+        """Return the sum over groups: (in, in)."""
         return self.grams[0] if len(self.grams) == 1 else self.grams.sum(0)
 
     @cached_property
     def energies(self) -> Tensor:
-        """S_j = |W0 X_j|_F^2, the energy of the outputs without bias: (groups,)."""
+        """Return S_j = |W0 X_j|_F^2, the energy of the outputs without bias: (groups,)."""
         return energy(self.weight, self.grams)
 
     def relative_errors(self, weight: Tensor) -> Tensor:
-        """|W X_j - W0 X_j|_F / |W0 X_j|_F of each group: (out, in), any float dtype, -> (groups,). 0 / 0 counts as 0."""
-        return _ratio(energy(weight - self.weight, self.grams), self.energies)
+        """Return |W X_j - W0 X_j|_F / |W0 X_j|_F of each group: (out, in), any float dtype, -> (groups,). 0 / 0 is 0."""
+        return error_ratio(energy(weight - self.weight, self.grams), self.energies)
 
     def held_out_error(self, weight: Tensor) -> float | None:
-        """The same ratio on the held-out images, None without them."""
+        """Return the same ratio on the held-out images; None without them."""
         if self.held_out is None:
             return None
-        return float(_ratio(energy(weight - self.weight, self.held_out.double()), self._held_out_energy))
+        return float(error_ratio(energy(weight - self.weight, self.held_out.double()), self._held_out_energy))
 
     @cached_property
     def _held_out_energy(self) -> Tensor:
@@ -86,40 +86,40 @@ class LayerStatistics:
 
     @cached_property
     def before(self) -> float:
-        """The layer's proven norm as it is."""
+        """Return the layer's proven norm before any change."""
         return self.norm(self.weight)
 
     def norm(self, weight: Tensor) -> float:
-        """The layer's proven norm with this weight, (out, in) or in the parameter's shape: `layers.proven_norm`."""
+        """Return the layer's proven norm with this weight, (out, in) or in the parameter's shape."""
         return proven_norm(weight.reshape(self.shape), self.conv)
 
     @property
     def overlapping(self) -> bool:
-        """Whether this is a convolution whose windows share pixels."""
+        """Return whether this is a convolution whose windows share pixels."""
         return self.conv is not None and tuple(self.conv["stride"]) != tuple(self.shape[2:])
 
     def widened(self) -> "LayerStatistics":
-        """With the weight in float64; before, it is the parameter's own memory."""
+        """Return a copy with the weight in float64; before, it shares the parameter's memory."""
         return replace(self, weight=self.weight.double())
 
 
 def energy(matrix: Tensor, grams: Tensor) -> Tensor:
-    """tr(M G M^T) >= 0: (out, in), (..., in, in) -> (...)."""
+    """Return tr(M G M^T) >= 0: (out, in), (..., in, in) -> (...)."""
     return (matrix @ grams).mul_(matrix).sum((-2, -1)).clamp_min(0)
 
 
-def _ratio(error: Tensor, reference: Tensor) -> Tensor:
+def error_ratio(error: Tensor, reference: Tensor) -> Tensor:
     return torch.where(error > 0, (error / reference).sqrt(), torch.zeros_like(error))
 
 
 def bytes_of(model: nn.Module, paths: Sequence[str], copies: int) -> int:
-    """Of the statistics of all these layers at once, their weights in float64 included; `copies` as in `passes_within`."""
+    """Return the bytes of all these layers' statistics, with weights in float64; `copies` as in `passes_within`."""
     shapes = [module_at(model, path).weight.flatten(1).shape for path in paths]
     return sum(8 * (copies * columns**2 + rows * columns) for rows, columns in shapes)
 
 
 def work_bytes(model: nn.Module, path: str) -> int:
-    """Most that the work on a layer takes beside its statistics: three matrices of those, ten of its own shape (measured)."""
+    """Return the bytes that work on a layer needs beside its statistics: 3 Gram matrices, 10 weights (measured)."""
     rows, columns = module_at(model, path).weight.flatten(1).shape
     return 8 * (3 * columns**2 + 10 * rows * columns)
 
@@ -162,8 +162,8 @@ def collect_in_passes(
 ) -> Iterator[dict[str, LayerStatistics]]:
     """Yield the statistics of as many layers as fit the limit, one forward pass over `batches` each time.
 
-    Their weights are still to be `widened`, one layer at a time. The model must stay as it is until the last pass. Several
-    passes take the network up where the one before stopped, where it has a trunk (`trunk`).
+    The caller calls `widened` on one layer at a time. The model must not change before the last pass. In a network with a
+    trunk, each pass resumes where the one before stopped (`trunk`).
     Arguments and errors as in `collect`; several passes need `batches` that can be iterated again (a list, a loader, or a
     function that returns an iterator).
     """
@@ -174,10 +174,10 @@ def collect_in_passes(
             if source is not None and not callable(source) and iter(source) is source:
                 raise UsageError("several passes are needed, and the batches can be iterated once only")
     trunk = Trunk.of(model, batches, paths) if len(passes) > 1 else None
-    legs = Legs(model, batches, trunk)
-    held_out_legs = None if held_out_batches is None else Legs(model, held_out_batches, trunk)
+    streams = ResumedStream(model, batches, trunk)
+    held_out_streams = None if held_out_batches is None else ResumedStream(model, held_out_batches, trunk)
     for part, following in zip(passes, [*passes[1:], []]):
-        yield _collect(model, legs, part, groups, held_out_legs, sample, held_out, following)
+        yield _collect(model, streams, part, groups, held_out_streams, sample, held_out, following)
 
 
 def collect(
@@ -215,28 +215,28 @@ def collect(
             held_out=held_out,
         )
         return {path: found.widened() for part in parts for path, found in part.items()}
-    held_out_legs = None if held_out_batches is None else Legs(model, held_out_batches, None)
-    found = _collect(model, Legs(model, batches, None), paths, groups, held_out_legs, sample, held_out)
+    held_out_streams = None if held_out_batches is None else ResumedStream(model, held_out_batches, None)
+    found = _collect(model, ResumedStream(model, batches, None), paths, groups, held_out_streams, sample, held_out)
     return {path: layer.widened() for path, layer in found.items()}
 
 
 def _collect(
     model: nn.Module,
-    legs: Legs,
+    streams: ResumedStream,
     paths: Sequence[str],
     groups: int,
-    held_out_legs: Legs | None,
+    held_out_streams: ResumedStream | None,
     sample: int | None,
     held_out: Mapping[str, Tensor] | None,
     following: Sequence[str] = (),
 ) -> dict[str, LayerStatistics]:
     """`collect` in one pass; the weights are the model's own. following: the layers of the next one."""
     _check(model, paths, groups)
-    sums, count = _accumulate(legs, paths, following, groups, sample)
+    sums, count = _accumulate(streams, paths, following, groups, sample)
     if count < groups:
         raise DataError(f"{groups} groups need at least {groups} batches, there are {count}", "use fewer groups")
-    if held_out is None and held_out_legs is not None:
-        held_out = _reported(_accumulate(held_out_legs, paths, following, 1, sample)[0], sample)
+    if held_out is None and held_out_streams is not None:
+        held_out = _reported(_accumulate(held_out_streams, paths, following, 1, sample)[0], sample)
     statistics, blocks = {}, attention_blocks(model)
     for path in paths:
         if path in sums:
@@ -275,7 +275,7 @@ def _check(model: nn.Module, paths: Sequence[str], groups: int) -> None:
 
 @dataclass
 class _Sums:
-    """What one pass adds up for one layer."""
+    """The sums of one pass for one layer."""
 
     grams: Tensor
     tokens: Tensor
@@ -283,30 +283,30 @@ class _Sums:
 
 
 def _accumulate(
-    legs: Legs, paths: Sequence[str], following: Sequence[str], groups: int, sample: int | None
+    streams: ResumedStream, paths: Sequence[str], following: Sequence[str], groups: int, sample: int | None
 ) -> tuple[dict[str, _Sums], int]:
     found: dict[str, _Sums] = {}
-    count = legs.stream(paths, following, _adding(found, groups, sample))
+    count = streams.stream(paths, following, _adding(found, groups, sample))
     return _ordinary(found), count
 
 
 @contextlib.contextmanager
-def gathered(model: nn.Module, paths: Sequence[str], sample: int | None) -> Iterator[dict[str, Tensor]]:
-    """Yield path -> Gram matrix of the layer's inputs, filled at the end, while the caller runs the model."""
+def gather_grams(model: nn.Module, paths: Sequence[str], sample: int | None) -> Iterator[dict[str, Tensor]]:
+    """Yield path -> Gram matrix of the layer's inputs, which is filled when the caller has run the model."""
     grams: dict[str, Tensor] = {}
     found: dict[str, _Sums] = {}
-    with watched(model, paths, _adding(found, 1, sample)):
+    with visiting(model, paths, _adding(found, 1, sample)):
         yield grams
     grams.update(_reported(_ordinary(found), sample))
 
 
 def _reported(found: dict[str, _Sums], sample: int | None) -> dict[str, Tensor]:
-    """The Gram matrices of held-out images; of a sample of tokens in float32, which is half of the memory."""
+    """Return the Gram matrices of held-out images, in float32 for a sample of tokens to save memory."""
     return {path: sums.grams[0] if sample is None else sums.grams[0].float() for path, sums in found.items()}
 
 
 def _adding(found: dict[str, _Sums], groups: int, sample: int | None) -> Visit:
-    """A visitor of `stream` that adds what enters a layer to its sums."""
+    """Return a visitor of `stream` that adds a layer's inputs to its sums."""
 
     def visit(number: int, path: str, module: nn.Module, value: Tensor) -> None:
         group = number % groups
@@ -322,13 +322,13 @@ def _adding(found: dict[str, _Sums], groups: int, sample: int | None) -> Visit:
             else:
                 found[path].grams[group] += columns.mT @ columns
             found[path].tokens[group] += columns.shape[0]
-        require_finite(path, found[path].grams[group].diagonal())  # asked now, the first layer to have one is named
+        require_finite(path, found[path].grams[group].diagonal())  # now, so that the error names the first such layer
 
     return visit
 
 
 def _ordinary(found: dict[str, _Sums]) -> dict[str, _Sums]:
-    """Tensors born under inference mode cannot be used in autograd later; a clone is an ordinary tensor."""
+    """Clone tensors made under inference mode, which autograd would refuse later."""
     for path, sums in found.items():
         found[path] = _Sums(sums.grams.clone(), sums.tokens.clone(), sums.conv)
     return found

@@ -1,4 +1,4 @@
-"""A budget for the whole network, spread over its layers: the least total output error that meets a bound."""
+"""Spread a bound for the whole network over its layers, at the least total output error."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +20,11 @@ CURVE_GAP = 0.01
 """A point of a curve may lie this share above the least norm: a third of the iterations that 0.001 takes."""
 
 SAME = {"ball": "spectral"}
-"""Methods whose front another one traces from its other side, many times faster."""
+"""Methods whose Pareto front another method traces many times faster."""
 
 
 class OutOfReach(UsageError):
-    """A target below the least bound that the layers' curves reach, which is named with its largest error of a layer."""
+    """Raised for a target below the least bound that the layers' curves reach."""
 
     def __init__(self, target: float, log10_least: float, error: float) -> None:
         super().__init__(
@@ -36,7 +36,7 @@ class OutOfReach(UsageError):
 
 @dataclass(frozen=True)
 class Point:
-    """A layer may have this spectral norm at this relative output error."""
+    """A point of a layer's Pareto curve: spectral norm at a relative output error."""
 
     norm: float
     error: float
@@ -65,7 +65,7 @@ def pareto(statistics: LayerStatistics, options: Options, etas: Sequence[float] 
 
 
 def log10_product(norms: Mapping[str, float]) -> float:
-    """log10 of the product of the norms; -inf when one is zero."""
+    """Return log10 of the product of the norms; -inf when one is zero."""
     return sum(math.log10(norm) if norm > 0 else -math.inf for norm in norms.values())
 
 
@@ -129,7 +129,7 @@ def allocate(
 
 
 def _hull(curve: Sequence[Point]) -> list[Point]:
-    """Lower convex hull of the curve in (-log norm, error^2), from the largest norm down."""
+    """Return the lower convex hull of the curve in (-log norm, error^2), from the largest norm down."""
     hull: list[Point] = []
     for point in sorted(curve, key=lambda point: (-point.norm, point.error)):
         if hull and (point.norm == hull[-1].norm or point.norm <= 0):

@@ -1,9 +1,8 @@
-"""A network run part by part: each part of its layers goes on from where the one before it stopped.
+"""Resume a forward pass where the pass before it stopped, so that many passes cost little more than one.
 
-Where statistics are made in many passes, each would run the network from its first layer, at a cost of passes times depth.
-Most networks have a trunk, an nn.Sequential that runs its blocks one after the other: what enters a block is all that the
-rest of the trunk depends on. So it is kept, a tensor a batch, where the next pass begins, and all passes together cost a
-little more than one. What is computed is what a whole run would compute, to the bit: the same modules on the same tensors.
+Most networks have a trunk: an nn.Sequential whose blocks run one after the other, each depending only on the tensor that
+enters it. Each pass keeps the tensor, one a batch, that enters the first block of the next pass. The modules and tensors
+are those of a whole run, so the results are equal to the bit.
 """
 
 import contextlib
@@ -16,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint.mapped import Spool
-from certcli.constrain.layers import Batches, Enough, Visit, all_of, images_of, module_at, stream, watched
+from certcli.constrain.layers import Batches, StopBatch, Visit, all_of, images_of, module_at, stream, visiting
 from certcli.images.labelled import sent
 
 BEFORE = -1
-"""The place of what runs before the trunk; what runs after it has the number of its blocks."""
+"""The place of modules before the trunk; modules after it have the number of its blocks."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trunk:
-    """An nn.Sequential that a run of the model calls once, and where layers are called: path -> (first, last place).
+    """An nn.Sequential that a run of the model calls once, and the places of layers: path -> (first, last).
 
-    A place is the number of the block that runs. A layer that is not called has none.
+    A place is the number of the running block. A layer that is not called has none.
     """
 
     blocks: nn.Sequential
@@ -35,7 +34,7 @@ class Trunk:
 
     @classmethod
     def of(cls, model: nn.Module, batches: Batches, paths: Sequence[str]) -> "Trunk | None":
-        """That with the most of these layers, seen in a run of one image; None where a run cannot be taken up in it."""
+        """Return the trunk with the most of these layers, from a run of one image; None where it cannot be resumed."""
         blocks = _widest(model, paths)
         first = next(iter(all_of(batches)), None)
         if blocks is None or first is None:
@@ -44,15 +43,15 @@ class Trunk:
         return None if places is None else cls(blocks, places)
 
     def span(self, paths: Sequence[str]) -> tuple[int, int]:
-        """The first and the last place at which one of these is called; none of them: behind everything."""
+        """Return the first and last place of these layers; behind the trunk where none is called."""
         seen = [self.places[path] for path in paths if path in self.places]
         if not seen:
             return len(self.blocks), BEFORE
         return min(first for first, _ in seen), max(last for _, last in seen)
 
 
-class Legs:
-    """`stream` over these batches for one part of the layers after another, in order. Without a trunk each is a whole run."""
+class ResumedStream:
+    """Run `stream` for one group of layers after another, in order; without a trunk each run is a whole one."""
 
     def __init__(self, model: nn.Module, batches: Batches, trunk: Trunk | None) -> None:
         self.model, self.batches, self.trunk = model, batches, trunk
@@ -60,7 +59,7 @@ class Legs:
         self._kept: deque[Tensor] = deque()
 
     def stream(self, paths: Sequence[str], following: Sequence[str], visit: Visit) -> int:
-        """As `layers.stream`, to the last of `paths`; what is needed to go on with `following` is kept. -> batches."""
+        """Run to the last of `paths`, keep the tensors that `following` needs, and return the number of batches."""
         if self.trunk is None:
             return stream(self.model, self.batches, paths, visit)
         blocks, (first, last) = self.trunk.blocks, self.trunk.span(paths)
@@ -74,10 +73,10 @@ class Legs:
         def forward(value: Tensor) -> Tensor:
             value = given.popleft() if taken_up else value
             for place in range(begin, len(blocks) + 1):
-                if place == goes_on:  # in memory of its own: the block may write into what it is given
+                if place == goes_on:  # a copy, since the block may write into its input
                     self._kept.append(_put_away(value, spool))
                 if place >= goes_on and place > last:
-                    raise Enough
+                    raise StopBatch
                 if place < len(blocks):
                     value = blocks[place](value)
             return value
@@ -86,15 +85,15 @@ class Legs:
             if not taken_up or last == len(blocks):
                 return stream(self.model, self.batches, paths, visit)
             count = len(given)
-            with watched(self.model, paths, visit, each=blocks), torch.inference_mode():
-                while given:  # without the images
-                    with contextlib.suppress(Enough):
+            with visiting(self.model, paths, visit, each=blocks), torch.inference_mode():
+                while given:  # resumed: no images are needed
+                    with contextlib.suppress(StopBatch):
                         blocks(given[0])
             return count
 
 
 def _widest(model: nn.Module, paths: Sequence[str]) -> nn.Sequential | None:
-    """The plain nn.Sequential, of blocks that are all different, with the most of these layers inside; the outermost one."""
+    """Return the outermost plain nn.Sequential of distinct blocks that holds the most of these layers."""
     best, most = None, 1
     for name, module in model.named_modules():
         plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
@@ -108,7 +107,7 @@ def _widest(model: nn.Module, paths: Sequence[str]) -> nn.Sequential | None:
 def _observed(
     model: nn.Module, blocks: nn.Sequential, image: Tensor, paths: Sequence[str]
 ) -> dict[str, tuple[int, int]] | None:
-    """Where each layer is called; None where the trunk is not run once, from its first block to its last, on one tensor."""
+    """Return the places of each layer; None unless the trunk runs once, from first block to last, on one tensor."""
     places: dict[str, list[int]] = {}
     place, runs, orderly = BEFORE, 0, True
 
@@ -164,5 +163,5 @@ def _in_place_of(blocks: nn.Sequential, forward: Callable[[Tensor], Tensor]) -> 
 
 
 def _put_away(value: Tensor, spool: Spool) -> Tensor:
-    """A copy, mapped where there are many; one whose entries are laid out in another order stays as it is."""
+    """Return a copy, mapped from a file where there are many; non-contiguous tensors stay in memory."""
     return spool.keep(value.clone()) if value.is_contiguous() else value.clone()

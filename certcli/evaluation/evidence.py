@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from certcli.checkpoint.record import Evidence
 from certcli.checkpoint.schema import Dataset, Digest, Json, Log10, Share, Text, convert
-from certcli.evaluation.radii import LARGEST, MOST_IMAGES, confidence, read_radius
+from certcli.evaluation.radii import LARGEST, MOST_IMAGES, Norm, confidence, read_radius
 from certcli.evaluation.record_lines import PatchOptions
 from certcli.evaluation.sizes import Kind, Patch, Size, read_size
 from certcli.system.errors import Refused
@@ -29,7 +29,6 @@ Upper = Annotated[float, Meta(ge=0)] | Literal["inf"]
 UpperText = Annotated[str, Meta(pattern=r"\A([0-9.]{1,12}(e[+\-]?[0-9]{1,10})?|inf)\Z")]
 Curve = Annotated[dict[str, Share], Meta(min_length=1, max_length=MOST_RADII)]
 Attacks = Annotated[str, _TOKEN]
-Norm = Literal["l2", "linf"]
 Setting = int | float | bool | Attacks | None
 
 

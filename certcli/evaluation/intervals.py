@@ -6,6 +6,9 @@ from certcli.system.errors import DataError
 
 Interval = tuple[float, float]
 
+MOST_DRAWS = 10_000_000
+"""Draws an image: nobody makes more, and a file that asks for more is not to be trusted."""
+
 _OUTWARD = 1e-12
 """Relative. scipy's incomplete beta function and its inverse agree with exact sums to a few 1e-15: a wide margin."""
 

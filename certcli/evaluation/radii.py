@@ -1,14 +1,41 @@
-"""Radii as text: keys that read back to the same number, and figures for a screen, rounded towards what holds."""
+"""Radii and norms as text: keys that read back to the same number, and figures for a screen, rounded to what holds."""
 
 import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from fractions import Fraction
+from typing import Literal, get_args
 
-from certcli.system.errors import Refused
+from certcli.system.errors import Refused, UsageError
+
+Norm = Literal["l2", "linf"]
+"""Of a radius, and of the change that it bounds."""
 
 MOST_IMAGES = 10**7
 LARGEST = 1e12
 """No image in [0, 1] is as large: a file that states a larger radius was not written by certvit."""
+
+
+def require_norm(name: str) -> None:
+    """Raise UsageError for a name that is no norm."""
+    if name not in get_args(Norm):
+        raise UsageError(f"unknown norm '{name}'", f"one of: {', '.join(get_args(Norm))}")
+
+
+def parse_number(text: str) -> float:
+    """Return a number or a quotient such as 8/255; ValueError for other texts."""
+    try:
+        above, _, below = text.partition("/")
+        return float(above) / float(below or 1)
+    except (ValueError, ZeroDivisionError) as failure:
+        raise ValueError(f"'{text}' is neither a number nor a quotient such as 8/255") from failure
+
+
+def parse_radius(text: str) -> float:
+    """Return a finite number >= 0, as `parse_number` reads it; ValueError for others."""
+    radius = parse_number(text)
+    if not 0 <= radius < math.inf:
+        raise ValueError(f"{text} is not a finite number >= 0, as radii are")
+    return radius
 
 
 def radius_key(radius: float) -> str:

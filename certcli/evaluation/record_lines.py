@@ -12,12 +12,13 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from certcli.checkpoint.schema import MOST_CLASSES, Dataset, Digest, Json, Name, Text, decode, require_bounded
+from certcli.evaluation.intervals import MOST_DRAWS
+from certcli.evaluation.radii import Norm
 from certcli.evaluation.sizes import Kind
 from certcli.system.errors import DataError, Refused
 
 LONGEST_LINE = 2**20
 """Bytes of a line; the longest that certvit writes is a header of some thousand."""
-MOST_DRAWS = 10_000_000
 HINT = "certvit certify or attack ... --records FILE writes them"
 
 Index = Annotated[int, Meta(ge=0, le=2**53)]
@@ -26,7 +27,6 @@ Length = Annotated[float, Meta(ge=0)]
 """A radius, a distance between images, or seconds: finite, since JSON has no other numbers."""
 Draws = Annotated[int, Meta(ge=1, le=MOST_DRAWS)]
 Pixels = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
-Norm = Literal["l2", "linf"]
 PatchKey = Annotated[str, Meta(pattern=r"\A([1-9][0-9]{0,2}:)?[1-9][0-9]{0,5}x[1-9][0-9]{0,5}\Z")]
 Patches = Annotated[list[PatchKey], Meta(min_length=1, max_length=32)]
 Side = Annotated[int, Meta(ge=1, le=4096)]

@@ -73,7 +73,7 @@ def kept_of(images: Images) -> dict[str, Any]:
     """What a step keeps of its images, as its parameter `SEEN`."""
     listed = images.limit(LISTED, _SEED)
     digests = sorted(bytes.fromhex(digest[: 2 * BYTES]) for digest in listed.pixel_digests.values())
-    text = base64.b64encode(b"".join(digests)).decode()
+    text = base64.urlsafe_b64encode(b"".join(digests)).decode()  # a record holds no "/", so no path
     return {"dataset": images.name, "split": images.split, "images": len(images), "digests": text}
 
 
@@ -86,7 +86,7 @@ def remember(checkpoint: Checkpoint, images: Images) -> Checkpoint:
 
 def listed_in(text: str) -> tuple[str, ...]:
     """The digests of a step, one an image; ValueError when the text is none of them."""
-    raw = base64.b64decode(text, validate=True)
+    raw = base64.b64decode(text, altchars=b"-_", validate=True)
     return tuple(raw[start : start + BYTES].hex() for start in range(0, len(raw), BYTES))
 
 

@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from certcli.evaluation.radii import Norm, require_norm
 from certcli.evaluation.sizes import Patch
 from certcli.system.errors import UsageError
-
-Norm = Literal["l2", "linf"]
 
 
 def image_norms(delta: Tensor, norm: Norm) -> Tensor:
@@ -63,8 +61,7 @@ class Threat:
         return self.own.to(images.device)
 
     def __post_init__(self) -> None:
-        if self.norm not in ("l2", "linf"):
-            raise UsageError(f"unknown norm '{self.norm}'", "one of: l2, linf")
+        require_norm(self.norm)
         if not 0 <= self.radius < float("inf"):
             raise UsageError(f"radius {self.radius} is not a finite number >= 0")
 

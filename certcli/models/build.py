@@ -347,7 +347,7 @@ def spec_of(
         size=(channels, int(input_size[1]), int(input_size[2])),
         mean=tuple(float(v) for v in mean),
         std=tuple(float(v) for v in std),
-        interpolation=str(config.get("interpolation") or "bicubic"),
+        interpolation=config.get("interpolation") or "bicubic",
         crop_pct=float(config.get("crop_pct") or 1.0),
     )
 

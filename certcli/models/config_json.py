@@ -181,14 +181,14 @@ def _from_hints(hints: "Hints", tensors: Mapping[str, Tensor], path: Path) -> Re
 
 def _input(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float], *rest: Any) -> InputSpec:
     """One value of mean or std stands for every channel; ArchitectureError when they fit no image in [0, 1]."""
-    means, stds = (list(values) * size[0] if len(values) == 1 else list(values) for values in (mean, std))
+    means, stds = (tuple(values) * size[0] if len(values) == 1 else tuple(values) for values in (mean, std))
     try:
         require_pixels(size, means, stds)
     except Refused as refusal:
         raise ArchitectureError(
             str(refusal), "one mean and one positive std a channel, of pixels in [0, 1]"
         ) from refusal
-    return InputSpec(size, tuple(means), tuple(stds), *rest)
+    return InputSpec(size, means, stds, *rest)
 
 
 def require_consistent(stated: ConfigFields, net: nn.Module, config: Path, hints: "Hints") -> None:

@@ -22,7 +22,7 @@ _declared: list[torch.library.Library] = []  # a Library withdraws its schemas w
 
 
 def ensure_torchvision() -> None:
-    """Import torchvision; where that fails for want of `torchvision::nms`, declare the schemas and import again."""
+    """Import torchvision. Where `torchvision::nms` is missing, declare the schemas and import again."""
     try:
         importlib.import_module("torchvision")
     except RuntimeError as failure:
@@ -38,19 +38,23 @@ def ensure_torchvision() -> None:
 
 
 def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
-    """`torch.compiler.disable`, as a decorator with or without arguments, without a mark."""
+    """Stand in for `torch.compiler.disable`, with and without arguments: return the function as it is."""
     return function if callable(function) else (lambda marked: marked)
 
 
 def _asked_later(device: Any) -> bool:
-    """torchvision's question, put to the compiler itself when it is asked."""
+    """Load the compiler when torchvision first asks it what it supports."""
     ask: Callable[[Any], bool] = importlib.import_module("torch._dynamo.utils").is_compile_supported
     return ask(device)
 
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Stand-ins for `torch._dynamo` and its `utils`, unless it is loaded already; taken away again."""
+    """Import without torch's compiler, which torchvision and timm load only to mark functions as not compiled.
+
+    Without these stand-ins every command starts 1.4 s of CPU time later (3.9 s instead of 2.5 s, 2,513 modules instead
+    of 1,725).
+    """
     names = ("torch._dynamo", "torch._dynamo.utils")
     if names[0] in sys.modules:
         yield

@@ -74,7 +74,7 @@ def below(stated: Real, proven: Real) -> bool:
 
 
 def below_text(text: str, proven: Real) -> bool:
-    """The same for a bound in words ("1.23e+968", two decimals), whose rounding is allowed for; also what is no number."""
+    """The same for a bound in words ("1.23e+968"), which are rounded up; also what is no number."""
     mantissa, _, exponent = text.partition("e")
     if text == "inf":
         return False
@@ -82,7 +82,7 @@ def below_text(text: str, proven: Real) -> bool:
         stated = Real(float(mantissa)).log10() + int(exponent or 0)
     except (ValueError, OverflowError):
         return text != str(proven)
-    return not proven.finite or stated < proven.log10() - 0.003  # half of 0.01 in 1.00 is 0.5 %
+    return below_log10(stated, proven)
 
 
 def below_log10(stated: float | None, proven: Real) -> bool:

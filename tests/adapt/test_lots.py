@@ -27,11 +27,11 @@ def found_by(size: int, count: int) -> list[tuple[list[Tensor], Tensor]]:
     def one(rank: int) -> None:
         lots = Lots(count, Spoken(rank, size, store))
 
-        def of(lot: int) -> list[Tensor] | None:
+        def per_lot(lot: int) -> list[Tensor] | None:
             own = images[lots.images(lot)]
             return [own.sum(0), own.T @ own] if lot else None
 
-        sums = lots.total(of, [torch.zeros(5), torch.zeros(5, 5)])
+        sums = lots.total(per_lot, [torch.zeros(5), torch.zeros(5, 5)])
         found[rank] = sums, lots.rows(lambda lot: images[lots.images(lot), 0])  # type: ignore[call-overload]
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]

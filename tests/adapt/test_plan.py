@@ -20,8 +20,9 @@ from certcli.adapt.start import (
     floor_start,
     fold_center_norm,
 )
-from certcli.adapt.streams import Replaced
+from certcli.adapt.streams import AdaptedPart
 from certcli.checkpoint.file import Checkpoint
+from certcli.cli.adapt.command import Fitting, Surgery
 from certcli.images import datasets
 from certcli.lipschitz.network import bound_network
 from certcli.models import build
@@ -101,7 +102,7 @@ def pixels(checkpoint: Checkpoint, count: int = 24) -> Tensor:
     return torch.rand(count, *checkpoint.record.input.size, generator=torch.Generator().manual_seed(2))
 
 
-def run(checkpoint: Checkpoint, settings: AdaptSettings, images: Tensor) -> tuple[list[Replaced], Checkpoint]:
+def run(checkpoint: Checkpoint, settings: AdaptSettings, images: Tensor) -> tuple[list[AdaptedPart], Checkpoint]:
     if not settings.refit:
         keeper = Keeper(checkpoint, settings, images, CPU)
         list(keeper.run())
@@ -169,7 +170,7 @@ def test_what_cannot_be_replaced_is_said_in_a_line(name: str) -> None:
     """Which network, which attention, where; and what serves it."""
     with pytest.raises(ArchitectureError) as refusal:
         plan(make(name).record, settings_for("certify"))
-    assert "how its blocks are put together" in refusal.value.message
+    assert "it does not know how the blocks of" in refusal.value.message
     assert "\n" not in refusal.value.message
     assert "--goal keep" in refusal.value.hint
 
@@ -366,6 +367,15 @@ def test_refusals(plain: Checkpoint, images: Tensor) -> None:
     ):
         with pytest.raises(UsageError):
             AdaptSettings(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "surgery", [{"head": "flat"}, {"activation": "relu"}, {"attention": "l2"}, {"norm_floor": 0.5}]
+)
+def test_a_named_part_is_refitted_under_the_goal_keep(surgery: dict[str, Any]) -> None:
+    alone, named = (Surgery(**parts).settings(Fitting(), 64, 0) for parts in ({}, surgery))
+    assert (alone.refit, alone.epochs) == (False, 0)
+    assert (named.refit, named.epochs) == (True, 3)
 
 
 def test_a_family_runs_as_its_network_does() -> None:

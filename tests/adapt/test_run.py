@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from certcli.adapt.pixels import chances, compact, varied
+from certcli.adapt.pixels import augment, compact, draw_augmentation
 from certcli.adapt.preview import multiply_adds, preview
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import AdaptSettings
@@ -186,7 +186,7 @@ def test_pixels_are_kept_in_bytes_only_where_that_loses_nothing() -> None:
 @pytest.mark.parametrize(("channels", "side"), [(3, 64), (3, 8), (1, 8)])
 def test_varied_images_stay_pixels_and_depend_on_the_generator_alone(channels: int, side: int) -> None:
     images = torch.rand(6, channels, side, side, generator=torch.Generator().manual_seed(0))
-    first, second = (varied(images, chances(6, torch.Generator().manual_seed(1))) for _ in range(2))
+    first, second = (augment(images, draw_augmentation(6, torch.Generator().manual_seed(1))) for _ in range(2))
     assert torch.equal(first, second)
     assert first.shape == images.shape
     assert float(first.min()) >= 0

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import to_builtins
 
 from certcli.adapt import trials
 from certcli.adapt.candidates import FLOOR, Option
@@ -13,7 +14,7 @@ from certcli.adapt.keep import Keeper
 from certcli.adapt.settings import settings_for
 from certcli.adapt.trials import Trials, hull
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.fidelity import Witness
+from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import datasets
 from certcli.images.calibration import hold_out
 from certcli.lipschitz.network import prove
@@ -56,7 +57,7 @@ def split(plain: Checkpoint) -> Any:
 def test_more_is_changed_as_far_as_enough_is_kept(plain: Checkpoint, split: Any, keep: float) -> None:
     learnt, choosing = split
     keeper = Keeper(plain, settings_for("keep"), learnt.tensors()[0], CPU)
-    keeper.choose_by(Witness(keeper.teacher, choosing), keep)
+    keeper.choose_by(ReferenceLogits(keeper.teacher, choosing), keep)
     list(keeper.run())
     rungs = keeper.trade.rungs
     taken = next(rung for rung in rungs if rung.taken)
@@ -70,7 +71,7 @@ def test_more_is_changed_as_far_as_enough_is_kept(plain: Checkpoint, split: Any,
     again = build.load(result)
     # the rung that was taken is the network in the file, its bound and its answers measured afresh
     assert prove(again, 10).upper.log10() == pytest.approx(taken.log10_upper, abs=1e-3)
-    told = Witness(build.load(plain), choosing).compare(Witness(again, choosing).before)
+    told = ReferenceLogits(build.load(plain), choosing).compare(ReferenceLogits(again, choosing).before)
     assert told.agreement == taken.agreement
     assert told.error == pytest.approx(taken.error, rel=1e-3)
     replaced = {path for path, each in keeper.trade.placed.items() if each.kind != FLOOR}
@@ -84,7 +85,7 @@ def test_trials_leave_the_network_as_it_was(plain: Checkpoint, split: Any) -> No
     before = {name: value.clone() for name, value in keeper.student.net.state_dict().items()}
     tried = Trials(keeper.student, keeper.images, 50)
     assert len(list(tried.run())) > 4
-    assert tried.steps()
+    assert tried.moves()
     after = keeper.student.net.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -97,11 +98,11 @@ def test_without_a_bound_nothing_is_traded(
     monkeypatch.setattr(trials, "trial_upper", lambda *_: INF)
     learnt, choosing = split
     keeper = Keeper(plain, settings_for("keep"), learnt.tensors()[0], CPU)
-    keeper.choose_by(Witness(keeper.teacher, choosing), 0.5)
+    keeper.choose_by(ReferenceLogits(keeper.teacher, choosing), 0.5)
     list(keeper.run())
     (rung,) = keeper.trade.rungs
     assert (rung.changes, rung.log10_upper, rung.taken) == (0, None, True)
-    keeper.result().with_evidence("adapt", {}, {"trade": [rung.to_json()]}).write(tmp_path / "a.safetensors")
+    keeper.result().with_evidence("adapt", {}, {"trade": [to_builtins(rung)]}).write(tmp_path / "a.safetensors")
 
 
 def test_the_command_shows_the_trade_and_records_it(workshop: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from certcli.audit import judging as judged
 from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock, OutOfTime, Part
 from certcli.certify.certificate import Doubt
+from certcli.certify.local_options import Local
 from certcli.certify.methods import prepare
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
@@ -336,7 +337,7 @@ def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -
     checkpoint = Checkpoint.read(workshop / "plain.safetensors")
     images = datasets.load("digits", checkpoint.record.input, "test").select(range(1))
     given = (images.indices.tolist(), images.fetch([0]), images.labels.tolist())
-    certifier = prepare("local", checkpoint, torch.device("cpu"), {"at": [1e-4, 1e-3, 0.4]})
+    certifier = prepare("local", checkpoint, torch.device("cpu"), Local(at=[1e-4, 1e-3, 0.4]))
     tried: list[float] = []
     proven = certifier.proven
     certifier.proven = lambda image, label, radius: tried.append(radius) or proven(image, label, radius)
@@ -346,7 +347,7 @@ def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -
     (confirmed,) = certifier.confirm([found], given[1], Doubt(0, 1e-6))
     assert confirmed.status == "verified"
     with pytest.raises(UsageError):
-        prepare("local", checkpoint, torch.device("cpu"), {"at": [0.2, 0.1]})
+        Local(at=[0.2, 0.1])
 
 
 def turn_for_ever() -> None:

@@ -18,9 +18,11 @@ from timm.models import register_model
 from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.certify.methods import METHODS, prepare
+from certcli.certify.methods import METHODS, options_of, prepare
+from certcli.certify.options import Options
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.certifier import prepare as prepare_patch
+from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.sizes import Patch
@@ -116,7 +118,7 @@ def network(kind: str) -> Checkpoint:
 def certificates(method: str, checkpoint: Checkpoint, pixels: Tensor) -> tuple[Certifier, list[Certificate]]:
     """What the method claims of these images, as certified with the label that it predicts."""
     options = {"sigma": 0.1, "samples": 2000, "alpha": ALPHA, "precision": "float32", "patches": ["1", "2"], "masks": 3}
-    certifier = prepare(method, checkpoint, torch.device("cpu"), options)
+    certifier = prepare(method, checkpoint, torch.device("cpu"), options_of(method, options))
     if certifier.failure and "linear" not in checkpoint.record.arch_args.values():
         return certifier, []  # another smoothed classifier is not known
     labels = build.load_double(checkpoint, torch.device("cpu"))(pixels).argmax(1).tolist()
@@ -281,7 +283,7 @@ class PatchClaiming(PatchCertifier):
         ]
 
 
-def patch_claiming(checkpoint: Checkpoint, device: torch.device, options: Any = None) -> Certifier:
+def patch_claiming(checkpoint: Checkpoint, device: torch.device, options: Patches) -> Certifier:
     honest = prepare_patch(checkpoint, device, options)
     return PatchClaiming(honest.procedure, honest.passes, honest.patches)
 
@@ -290,11 +292,11 @@ class Chancy(Claiming):
     failure = ALPHA
 
 
-def claiming(checkpoint: Checkpoint, device: torch.device, options: Any = None) -> Certifier:
+def claiming(checkpoint: Checkpoint, device: torch.device, options: Options) -> Certifier:
     return Claiming(build.load_double(checkpoint, device))
 
 
-def chancy(checkpoint: Checkpoint, device: torch.device, options: Any = None) -> Certifier:
+def chancy(checkpoint: Checkpoint, device: torch.device, options: Options) -> Certifier:
     return Chancy(build.load_double(checkpoint, device))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from certcli.certify.smoothing.denoiser import Denoiser, read_denoiser
 from certcli.system.errors import ArchitectureError, CertvitError
-from tests.certify.test_smoothing import certvit, document
+from tests.helpers.commands import attempt, document
 
 RUN = ("--method", "smoothing", "--sigma", 0.1, "--n0", 16, "--samples", 64, "--limit", 6, "-e", 0.05)
 
@@ -41,13 +41,13 @@ def test_the_denoiser_is_part_of_what_is_smoothed(workshop: Path, tmp_path: Path
         (("--denoiser", same), 6, "another denoiser"),
         ((), 6, "behind a denoiser"),
     ):
-        done = certvit("certify", net, "--verify", records, *words)
+        done = attempt("certify", net, "--verify", records, *words)
         assert getattr(done.exception, "code", done.exit_code) in (
             code,
             7 * (code == 0 and not spoilt["average_radius"]),
         )
         assert named in str(done.exception or "")
-    done = certvit("certify", net, *RUN, "--records", records, "--resume", "--denoiser", same)
+    done = attempt("certify", net, *RUN, "--records", records, "--resume", "--denoiser", same)
     assert "parameters denoiser" in str(done.exception)
 
 

@@ -14,6 +14,7 @@ from certcli.certify.patch.certifier import PatchCertifier
 from certcli.certify.patch.climbed import TouchedPasses
 from certcli.certify.patch.defended import GreyPixels
 from certcli.certify.patch.double_masking import DoubleMasking
+from certcli.certify.patch.options import Patches
 from certcli.certify.patch.passes import Passes
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.sizes import Patch
@@ -99,7 +100,7 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
     from certcli.images import datasets
 
     hide = "pixels" if name == "double-masking" else "auto"  # its flat head wants all tokens
-    given = {"patches": ["1"], "procedure": name, "hide": hide, "band_width": 1, "bands": "blocks"}
+    given = Patches(["1"], name, hide=hide, band_width=1, bands="blocks")
     certifier = prepare("patch", certified, CPU, given)
     assert isinstance(certifier, PatchCertifier)
     patch, images = Patch(1, 1), datasets.load("digits", certified.record.input, "test").select(range(24))

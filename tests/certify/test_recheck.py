@@ -13,11 +13,13 @@ from torch import Tensor
 from certcli.certify.certificate import Certificate, Confirmation
 from certcli.certify.recheck import recheck
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.method import Smoothing, SmoothingCertifier
+from certcli.certify.smoothing.method import SmoothingCertifier
+from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify.verify import margin_attack
 from certcli.images.labelled import Images
-from tests.certify.test_smoothing import CPU, Plane, certvit, document
+from tests.certify.test_smoothing import CPU, Plane
+from tests.helpers.commands import attempt, document
 
 Row = dict[str, Any]
 SMOOTHING = ("--method", "smoothing", "--sigma", 0.1, "--n0", 16, "--samples", 100, "-e", 0.05)
@@ -58,7 +60,7 @@ def written(path: Path, rows: list[Row]) -> Path:
 
 def verified(workshop: Path, method: str, path: Path, *words: object) -> tuple[int, Row]:
     """Exit code and document."""
-    done = certvit("certify", workshop / f"{MADE[method][0]}.safetensors", "--verify", path, *words, "--json")
+    done = attempt("certify", workshop / f"{MADE[method][0]}.safetensors", "--verify", path, *words, "--json")
     code = getattr(done.exception, "code", done.exit_code)
     return code, json.loads(done.stdout) if done.stdout else {}
 
@@ -171,7 +173,7 @@ def test_lines_that_are_no_records_of_these_images_are_refused(
         ("attack", net, "--limit", 10, "--only-certified", path),
     ]
     for words in readers[:2] if kind == "another label" else readers:  # which certifies nothing to attack
-        failure = certvit(*words).exception
+        failure = attempt(*words).exception
         assert (getattr(failure, "code", None), named in str(failure)) == (6, True), (words, failure)
 
 
@@ -193,7 +195,7 @@ def test_headers_that_ask_for_what_no_run_does_are_refused(
     """At once: no file is opened, and nothing is drawn, because a header says so."""
     head, *rows = lines(made / "smoothing.jsonl")
     HEADERS[kind](head)
-    failure = certvit(
+    failure = attempt(
         "certify", workshop / "plain.safetensors", "--verify", written(tmp_path / "f.jsonl", [head, *rows])
     ).exception
     assert getattr(failure, "code", None) == 6, failure
@@ -245,7 +247,7 @@ def test_records_of_something_else_are_refused(
     head, *rows = lines(made / "smoothing.jsonl")
     spoil(head)
     path = written(tmp_path / "f.jsonl", [head, *rows])
-    done = certvit("certify", workshop / "plain.safetensors", "--verify", path)
+    done = attempt("certify", workshop / "plain.safetensors", "--verify", path)
     assert getattr(done.exception, "code", 0) == code, done.output
     assert named in str(done.exception)
 
@@ -291,10 +293,10 @@ def test_true_claims_are_refuted_no_more_often_than_stated() -> None:
 
     from certcli.certify.certificate import Doubt
 
-    settings = Smoothing(sigma=0.5, n0=8, samples=64, alpha=0.05)
+    settings = Smoothing(sigma=0.5, n0=8, samples=64, alpha=0.05, batch_size=4096)
     radius = settings.radius(58, 64)
     pixels = torch.full((600, 1, 1, 2), radius / math.sqrt(2))
-    certifier = SmoothingCertifier(Plane(), 2, settings, CPU, 4096)
+    certifier = SmoothingCertifier(Plane(), 2, settings, CPU)
     claims = [Certificate(index, 1, 1, radius, "smoothing", 0.05) for index in range(600)]
     found = certifier.confirm(claims, pixels, Doubt(3, 0.05))
     refuted = sum(one.status == "refuted" for one in found)
@@ -312,7 +314,7 @@ def test_log_certifies_smoothing_evidence_again(
 ) -> None:
     net, kept = workshop / "certified.safetensors", tmp_path / "kept.safetensors"
     words = ("--method", "lipschitz", *SMOOTHING, "--limit", 8, "-o", kept)
-    assert certvit("certify", net, *words).exit_code == 0
+    assert attempt("certify", net, *words).exit_code == 0
     checkpoint = Checkpoint.read(kept)
     fresh = [entry for entry in checkpoint.record.evidence if entry.command == "certify"]
     assert [entry.result["method"] for entry in fresh][-2:] == ["smoothing", "lipschitz"]
@@ -320,7 +322,7 @@ def test_log_certifies_smoothing_evidence_again(
         told = fresh[-2]
         result = {**told.result, "average_radius": told.result["average_radius"] * factor}
         checkpoint.with_evidence("certify", told.parameters, result).write(kept, force=True)
-    done = certvit("log", kept, "--verify", "--json")
+    done = attempt("log", kept, "--verify", "--json")
     assert getattr(done.exception, "code", 0) == code, done.output
     claims = [claim for claim in json.loads(done.stdout)["verification"] if "certify" in claim["entry"]]
     assert len(claims) == 8  # of each: images, clean, certified, mean radius

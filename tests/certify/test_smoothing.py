@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from certcli.certify import methods
 from certcli.certify.certificate import Certificate
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.method import HOPELESS, UNLIKELY, Smoothing, SmoothingCertifier
+from certcli.certify.smoothing.method import SmoothingCertifier
+from certcli.certify.smoothing.options import HOPELESS, UNLIKELY, Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.records import read_records
 from certcli.system.errors import CertvitError, UsageError
@@ -74,7 +76,7 @@ def certificates(
 ) -> list[Certificate]:
     net = net or Plane()
     classes = net(pixels[:1]).shape[1]
-    certifier = SmoothingCertifier(net, classes, settings, CPU, batch_size)
+    certifier = SmoothingCertifier(net, classes, replace(settings, batch_size=batch_size), CPU)
     found: list[Certificate] = []
     for start in range(0, len(pixels), certifier.at_once):
         part = pixels[start : start + certifier.at_once]
@@ -177,7 +179,7 @@ def test_radii_are_rounded_down_and_the_reach_is_the_largest() -> None:
     assert settings.radius(500, 1000) == 0.0
     assert settings.looks == (100, 200, 400, 800, 1000)
     stopping = Smoothing(sigma=0.25, samples=1000, alpha=0.001, enough=0.1)
-    assert sum(stopping._levels.values()) <= 0.001
+    assert sum(stopping.levels.values()) <= 0.001
     assert stopping.radius(100, 100) > 0.1 > settings.radius(100, 100) == 0.0
 
 
@@ -224,7 +226,7 @@ def test_wishes_that_mean_nothing_are_refused(workshop: Path, words: list[str], 
 )
 def test_parameters_from_a_file_are_not_believed(certified: Checkpoint, given: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        methods.prepare("smoothing", certified, CPU, given)
+        methods.prepare("smoothing", certified, CPU, methods.options_of("smoothing", given))
 
 
 # the command
@@ -332,8 +334,8 @@ def test_where_memory_ends_batches_are_halved_and_nothing_changes() -> None:
             raise torch.OutOfMemoryError
 
     pixels = torch.linspace(-0.2, 0.5, 6).view(-1, 1, 1, 1).expand(-1, 1, 1, 2)
-    settings = Smoothing(sigma=0.3, n0=10, samples=100)
-    wide, narrow = (SmoothingCertifier(net, 2, settings, CPU, 64) for net in (Plane(), Narrow()))
+    settings = Smoothing(sigma=0.3, n0=10, samples=100, batch_size=64)
+    wide, narrow = (SmoothingCertifier(net, 2, settings, CPU) for net in (Plane(), Narrow()))
     radii = [[row.radius for row in one.batch(range(6), pixels, [1] * 6)] for one in (wide, narrow)]
     assert radii[0] == radii[1]
     assert max(radii[0]) > 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from certcli.checkpoint import file as checkpoint_module
 from certcli.checkpoint.file import Checkpoint, tensors_digest
-from certcli.checkpoint.record import InputSpec, Record
+from certcli.checkpoint.record import Evidence, InputSpec, Record, Replacement, Step
 from certcli.models import build
 from certcli.models.open import Hints, open_checkpoint
 from certcli.system.errors import ArchitectureError, CheckpointError, OutputError, UsageError
@@ -58,6 +58,38 @@ def test_digest_sees_names_shapes_types_and_bits() -> None:
         {"a": -torch.zeros(4)},
     ]
     assert len({tensors_digest(tensors) for tensors in [base, *others]}) == 5
+
+
+OLD = (
+    '{"arch":"certvit_vit_digits","arch_args":{"drop_rate":1e-05,"embed_dim":16},"class_names":["null","eins"],'
+    '"classes":10,"dataset":"digits","evidence":[{"command":"certify","digest":"'
+    + "0"
+    * 64
+    + '","parameters":{"e":0.1},'
+    '"result":{"radii":{"0.5":1e-07}}}],"foreign":{"who":"Zo\\u00eb"},"input":{"crop_pct":0.875,"interpolation":"bicubic",'
+    '"mean":[0.5],"size":[1,8,8],"std":[0.25]},"lineage":[{"command":"init","parameters":{"limit":null,"x":[1,2.5,true]},'
+    '"parent":null,"seed":3,"versions":{"torch":"2.6"}}],"schema":1,"surgery":[{"args":{},"kind":"maxmin",'
+    '"path":"blocks.0.mlp.act"}]}'
+)
+"""A record in the bytes of the version before this test."""
+
+
+def test_a_record_of_an_earlier_version_keeps_its_bytes_and_its_digest() -> None:
+    read = Record.from_json(OLD)
+    assert read.to_json() == OLD
+    digest = Checkpoint({"w": torch.arange(4, dtype=torch.float32)}, read).digest
+    assert digest == "9e3104925efba966771a2721e4c5d7784a2e04ecdc05ed9a895b925df838913b"
+
+
+@pytest.mark.parametrize("kind", [Record, InputSpec, Replacement, Step, Evidence])
+def test_a_record_has_every_field_and_no_other(kind: type) -> None:
+    """A field that is missing would be read as its default."""
+    for spoil in (lambda raw: raw.popitem(), lambda raw: raw.update(surprise=1)):
+        raw = json.loads(OLD)
+        spoil({Record: raw, InputSpec: raw["input"], Replacement: raw["surgery"][0], Step: raw["lineage"][0],
+               Evidence: raw["evidence"][0]}[kind])  # fmt: skip
+        with pytest.raises(CheckpointError, match=r"field|Object"):
+            Record.from_json(json.dumps(raw))
 
 
 def test_lineage_and_evidence(tiny: Checkpoint) -> None:

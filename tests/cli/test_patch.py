@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from certcli.certify.methods import prepare
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
+from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.main import app
 from certcli.evaluation.sizes import Patch
@@ -23,7 +24,7 @@ def certvit(*words: object) -> Any:
 
 
 def test_the_method_by_its_name(plain: Checkpoint) -> None:
-    certifier = prepare("patch", plain, CPU, {"patches": ["1", "2"], "masks": 2, "hide": "pixels"})
+    certifier = prepare("patch", plain, CPU, Patches(["1", "2"], masks=2, hide="pixels"))
     assert isinstance(certifier, PatchCertifier)
     assert certifier.parameters["cell"] == [1, 1]
     assert certifier.norm == "patch"
@@ -34,7 +35,7 @@ def test_the_method_by_its_name(plain: Checkpoint) -> None:
         assert PatchCertificate.from_json(json.loads(json.dumps(row.to_json()))) == row
         assert not row.holds_at(0.25)
         assert row.holds_at(Patch(2, 2)) <= row.holds_at(Patch(1, 1))
-    again = prepare("patch", plain, CPU, certifier.parameters)
+    again = prepare("patch", plain, CPU, Patches.of(certifier.parameters))
     assert again.parameters == certifier.parameters
 
 
@@ -71,7 +72,7 @@ def test_the_command_its_records_and_their_check(workshop: Path, tmp_path: Path,
 )  # fmt: skip
 def test_parameters_of_files_are_checked(plain: Checkpoint, forged: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        prepare("patch", plain, CPU, {"patches": ["2"], "hide": "pixels", **forged})
+        prepare("patch", plain, CPU, Patches.of({"patches": ["2"], "hide": "pixels", **forged}))
 
 
 @pytest.mark.parametrize("row", [{}, {"proven": 5}, {"proven": [5]}, {"proven": [], "votes": "12"}, {"proven": None}])
@@ -123,7 +124,7 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["predictions"]
     assert [Path(row["image"]).name for row in rows] == [f"{index}.png" for index in range(6)]
-    certifier = prepare("patch", Checkpoint.read(network), CPU, {"patches": ["2x1"], "hide": "pixels"})
+    certifier = prepare("patch", Checkpoint.read(network), CPU, Patches(["2x1"], hide="pixels"))
     stored = torch.stack([(pixels * 255).round() / 255 for pixels in images.fetch(range(6))])
     tops = certifier.predict(stored)
     assert [row["prediction"] for row in rows] == tops

@@ -12,7 +12,7 @@ from certcli.constrain import network
 from certcli.constrain.douglas_rachford import constrain_matrix
 from certcli.constrain.layers import attention_blocks
 from certcli.constrain.methods import METHODS, PENALTIES
-from certcli.constrain.network import Calibration, constrain_to
+from certcli.constrain.network import LayerCalibration, constrain_to
 from certcli.constrain.options import Options
 from certcli.constrain.parallel import side_by_side, try_layer
 from certcli.constrain.projection import Eigenbasis, eigenbasis, pull_inside
@@ -217,7 +217,7 @@ def test_layers_run_side_by_side_one_thread_each(monkeypatch: pytest.MonkeyPatch
 
     assert list(side_by_side(work, layers, 2)) == [1] * 4
     assert torch.get_num_threads() == threads
-    calibration = Calibration(small_net(), PATHS, IMAGES.split(4))
+    calibration = LayerCalibration(small_net(), PATHS, IMAGES.split(4))
     options = Options()
     alone = list(constrain_to(calibration, options))
     etas = dict.fromkeys(PATHS, 0.0) | {"head": 0.3, "fc1": 0.1}
@@ -237,7 +237,7 @@ def test_bases_that_fit_are_kept_for_another_eta_and_change_nothing(
     limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network, "BASES_BYTES", limit)
-    calibration = Calibration(small_net(), PATHS, IMAGES.split(4))
+    calibration = LayerCalibration(small_net(), PATHS, IMAGES.split(4))
     bases: dict[str, Eigenbasis] = {}
     for eta in (0.1, 0.2):
         options = Options(eta=eta, ridge=0.3)

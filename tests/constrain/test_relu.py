@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certcli.constrain.methods import PENALTIES
-from certcli.constrain.network import Calibration, constrain_to, rectified_paths
+from certcli.constrain.network import LayerCalibration, constrain_to, rectified_paths
 from certcli.constrain.options import Options
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
 from certcli.constrain.statistics import energy
@@ -48,7 +48,7 @@ def net() -> Net:
 
 
 def rectified(net: Net, path: str, groups: int = 1, memory: int | None = None) -> RectifiedStatistics:
-    calibration = Calibration(net, [path], BATCHES, BATCHES[:1], groups, memory, frozenset([path]))
+    calibration = LayerCalibration(net, [path], BATCHES, BATCHES[:1], groups, memory, frozenset([path]))
     (layer,) = calibration.layers()
     assert isinstance(layer, RectifiedStatistics)
     return layer
@@ -128,7 +128,7 @@ def test_it_reaches_the_optimum_and_lies_below_the_plain_one(net: Net) -> None:
     found = constrain(layer, eta=0.2, iterations=2000)
     assert found.gap is not None
     assert found.gap <= 2e-3
-    plain = constrain(Calibration(net, ["conv"], BATCHES).layers().__next__(), eta=0.2)
+    plain = constrain(LayerCalibration(net, ["conv"], BATCHES).layers().__next__(), eta=0.2)
     error = float(layer.relative_errors(plain.weight.flatten(1)).max())
     again = constrain(layer, eta=error, iterations=2000)
     assert again.after < plain.after
@@ -160,7 +160,7 @@ def test_where_it_applies_is_read_from_the_graph(net: Net) -> None:
     with pytest.raises(UsageError, match="no distance"):
         rectified_paths(net, (1, 6, 6), ["conv"], "euclid")
     with pytest.raises(UsageError, match="does not go with 'ball'"):
-        list(constrain_to(Calibration(net, ["conv"], BATCHES, rectified=frozenset(["conv"])), Options("ball")))
+        list(constrain_to(LayerCalibration(net, ["conv"], BATCHES, rectified=frozenset(["conv"])), Options("ball")))
 
 
 def test_the_command(tmp_path: Path) -> None:

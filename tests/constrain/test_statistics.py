@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.constrain import network
-from certcli.constrain.network import Calibration, room_for
+from certcli.constrain.network import LayerCalibration, room_for
 from certcli.constrain.statistics import collect, collect_in_passes, passes_within
 from certcli.system.errors import DataError, UsageError
 from tests.helpers.constrain_layers import IMAGES, PATHS, ROUNDING, Net, constrain, constrainable, gaussian, small_net
@@ -84,8 +84,8 @@ def test_who_runs_the_held_out_images_anyway_gathers_their_statistics(net: Net) 
         nonlocal calls
         calls += 1
 
-    def calibration(**options: Any) -> Calibration:
-        return Calibration(net, PATHS, IMAGES.split(4), IMAGES[:6].split(3), sample=3, **options)
+    def calibration(**options: Any) -> LayerCalibration:
+        return LayerCalibration(net, PATHS, IMAGES.split(4), IMAGES[:6].split(3), sample=3, **options)
 
     apart = {layer.path: layer for layer in calibration().layers()}
     handle = net.register_forward_hook(counted)

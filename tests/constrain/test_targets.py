@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from certcli.constrain.network import Calibration, budget, curves, meet_target, network_upper
+from certcli.constrain.network import LayerCalibration, budget, curves, meet_target, network_upper
 from certcli.constrain.options import Options
 from certcli.constrain.parallel import LayerResult
 from certcli.constrain.statistics import collect
@@ -91,7 +91,7 @@ def chain() -> nn.Sequential:
 
 def search(model: nn.Module, target: float) -> list[LayerResult]:
     images = torch.rand(60, 1, 4, 4, generator=torch.Generator().manual_seed(1))
-    calibration = Calibration(model, ["1", "3"], images.split(20))
+    calibration = LayerCalibration(model, ["1", "3"], images.split(20))
     options = Options()
     return meet_target(calibration, (1, 4, 4), 3, dict(curves(calibration, options)), target, options)
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from certcli.certify.local import LocalCertifier
-from certcli.enclosure.zonotopes.backward import Ball, Choice, Node, descend, lower
+from certcli.certify.local_options import Local
+from certcli.enclosure.zonotopes.backward import Ball, HingeChoice, Node, descend, lower
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
 from certcli.enclosure.zonotopes.margins import lower_bounds
@@ -129,11 +130,11 @@ def test_whatever_is_chosen_at_hinges_is_sound(radius: float, boxed: bool) -> No
 
     for seed in range(6):
         generator = torch.Generator().manual_seed(seed)
-        chosen: dict[Node, Choice] = {}
+        chosen: dict[Node, HingeChoice] = {}
         for hinge in found:
             slope, share = (torch.rand(len(hinge.places), generator=generator).double() for _ in range(2))
             width, split = (torch.randn(len(hinge.places), generator=generator).double().exp() for _ in range(2))
-            chosen[hinge] = Choice(slope, share, width * radius * 3, split)
+            chosen[hinge] = HingeChoice(slope, share, width * radius * 3, split)
         for j in range(0 if boxed else 3):
             assert proven(descend(node, rows[j : j + 1], chosen), 1 + seed / 3) <= least[j]
     best = torch.tensor([coupled(node, rows[j : j + 1], 12) for j in range(3)])
@@ -165,8 +166,8 @@ def test_the_first_node_is_the_image() -> None:
 def test_backward_proves_more_than_forward_for_relu() -> None:
     model, pixels = network("relu"), image()
     label = int(model(pixels).argmax())
-    forward = LocalCertifier(model, SIZE, effort="zonotope", symbols=4000)
-    back = LocalCertifier(model, SIZE, effort="backward")
+    forward = LocalCertifier(model, SIZE, Local(effort="zonotope"), symbols=4000)
+    back = LocalCertifier(model, SIZE, Local(effort="backward"))
     forward.squares = 0
     assert (forward.rung, back.rung) == ("zonotope", "backward")
     assert not forward.proven(pixels, label, 0.086)

@@ -8,14 +8,15 @@ from timm.layers.attention import Attention
 from torch import Tensor, fx, nn
 
 from certcli.certify.local import LocalCertifier
+from certcli.certify.local_options import Local
 from certcli.checkpoint.record import Evidence
-from certcli.cli.certify.options import Local
+from certcli.cli.certify.run import require_methods
 from certcli.cli.log.view import _certified, sentence
 from certcli.enclosure.balls.attention import nonnegative_norm
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.layers import arranged
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.balls.table import Context, rules
+from certcli.enclosure.balls.table import BallContext, rules
 from certcli.enclosure.balls.written_attention import heads
 from certcli.engine.table import NoRule
 from certcli.evaluation.evidence import decode_evidence
@@ -23,8 +24,8 @@ from certcli.system.errors import NoBoundError, UsageError
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network, node_values
 
 
-def context() -> Context:
-    return Context(fx.Graph().placeholder("x"), None, {}, {})
+def context() -> BallContext:
+    return BallContext(fx.Graph().placeholder("x"), None, {}, {})
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -155,7 +156,7 @@ def test_no_attack_succeeds_within_the_radius(kind: str) -> None:
     model = network(kind)
     pixels = torch.cat([image(seed) for seed in range(3)])
     labels = model(pixels).argmax(1)
-    certifier = LocalCertifier(model, SIZE, effort="norms")
+    certifier = LocalCertifier(model, SIZE, Local(effort="norms"))
     radii = certifier.by_norms(pixels, labels)
     assert (radii > 1e-7).all()
     alone = torch.cat([certifier.by_norms(x[None], y[None]) for x, y in zip(pixels, labels, strict=True)])
@@ -210,32 +211,32 @@ def test_norm_of_a_nonnegative_matrix() -> None:
 def test_efforts_are_named_and_records_say_which_rung_it_was() -> None:
     model, pixels = network("plain"), image()
     label = int(model(pixels).argmax())
-    (by_norms,) = LocalCertifier(model, SIZE, effort="norms").batch([0], pixels, [label])
-    (auto,) = LocalCertifier(model, SIZE, symbols=100, steps=0).batch([0], pixels, [label])
+    (by_norms,) = LocalCertifier(model, SIZE, Local(effort="norms")).batch([0], pixels, [label])
+    (auto,) = LocalCertifier(model, SIZE, Local(), symbols=100, steps=0).batch([0], pixels, [label])
     assert (by_norms.rung, auto.rung) == ("norms", "zonotope")
     assert 0 < by_norms.radius < auto.radius
     with pytest.raises(UsageError, match="--effort most"):
-        LocalCertifier(model, SIZE, effort="most")
+        LocalCertifier(model, SIZE, Local(effort="most"))
 
 
 def test_auto_takes_norms_where_zonotopes_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pixels = network("plain"), image()
     label = int(model(pixels).argmax())
     monkeypatch.setattr("certcli.certify.local.available", lambda device: 1e5)
-    certifier = LocalCertifier(model, SIZE)
+    certifier = LocalCertifier(model, SIZE, Local())
     (row,) = certifier.batch([0], pixels, [label])
     assert row.rung == "norms"
     assert row.radius > 0
     assert "memory" in certifier.title
     with pytest.raises(NoBoundError, match="memory"):
-        LocalCertifier(model, SIZE, effort="zonotope")
+        LocalCertifier(model, SIZE, Local(effort="zonotope"))
 
 
 def test_what_has_no_theorem_is_named() -> None:
     with pytest.raises(NoRule, match=r"mlp\.act.*'silu'"):
         NormsNetwork(network("silu"), SIZE)
     with pytest.raises(NoBoundError, match=r"blocks\.0\.mlp\.act") as refused:
-        LocalCertifier(network("silu"), SIZE)
+        LocalCertifier(network("silu"), SIZE, Local())
     assert "--method smoothing" in str(refused.value.hint)
 
 
@@ -244,23 +245,21 @@ def test_linf_balls_of_all_rungs_hold_and_are_not_mixed_with_l2() -> None:
     label = model(pixels).argmax(1)
     signs = torch.cat([draw(200, *SIZE).sign(), directions(model, pixels, int(label), 20).view(-1, *SIZE).sign()])
     for effort in ("norms", "zonotope", "backward"):
-        certifier = LocalCertifier(model, SIZE, effort=effort, norm="linf", symbols=200, steps=1)
+        certifier = LocalCertifier(model, SIZE, Local(effort=effort, norm="linf"), symbols=200, steps=1)
         (row,) = certifier.batch([0], pixels, label.tolist())
         assert row.radius > 1e-8
         assert (model(pixels + row.radius * signs).argmax(1) == label).all()
         assert certifier.norm == "linf"
-    with pytest.raises(UsageError, match="--norm l1"):
-        LocalCertifier(model, SIZE, norm="l1")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="unknown norm 'l1'"):
+        Local(norm="l1")  # type: ignore[arg-type]
 
 
 def test_linf_is_refused_beside_other_methods() -> None:
-    Local(norm="linf").require(["local"])
-    Local().require(["lipschitz", "local"])
+    require_methods(["local"], "linf", None)
+    require_methods(["lipschitz", "local"], "l2", None)
     for methods in (["lipschitz"], ["local", "lipschitz"], ["auto"]):
         with pytest.raises(UsageError, match="local alone"):
-            Local(norm="linf").require(methods)
-    with pytest.raises(UsageError, match="--norm l0"):
-        Local(norm="l0").require(["local"])
+            require_methods(methods, "linf", None)
 
 
 def test_log_never_puts_linf_shares_into_its_column_of_l2() -> None:
@@ -279,8 +278,9 @@ def test_log_never_puts_linf_shares_into_its_column_of_l2() -> None:
     given = {"effort": "norms", "symbols": 0, "steps": 4}
     plain, boxed = ({**result, "parameters": {**given, "norm": norm}} for norm in ("l2", "linf"))
     entries = [Evidence("certify", about, entry, "0") for entry in (plain, boxed)]
-    assert _certified({"certify": decode_evidence(entries[0])}, "0.004") is not None
-    assert _certified({"certify": decode_evidence(entries[1])}, "0.004") is None
+    for kind, shown in (("l2", [True, False]), ("linf", [False, True])):
+        cells = _certified([{"certify": decode_evidence(entry)} for entry in entries], kind)
+        assert [cell is not None for cell in cells] == shown
     told = [sentence(entry) for entry in entries]
     assert "linf" not in told[0]
     assert "radii linf" in told[1]

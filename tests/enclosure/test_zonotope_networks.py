@@ -13,6 +13,7 @@ from timm.layers.norm import RmsNorm
 from timm.models.vision_transformer import VisionTransformer
 
 from certcli.certify.local import LocalCertifier
+from certcli.certify.local_options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded, l2_ball, linf_ball
@@ -126,7 +127,7 @@ def test_order_reduction_stays_sound() -> None:
 def test_no_attack_succeeds_within_the_certified_radius(kind: str) -> None:
     model, pixels = network(kind), image()
     label = int(model(pixels).argmax())
-    certifier = LocalCertifier(model, SIZE)
+    certifier = LocalCertifier(model, SIZE, Local())
     radius = certifier.radius(pixels, label)
     assert radius > 1e-3
     others = [j for j in range(4) if j != label]
@@ -145,14 +146,14 @@ def test_certificates_do_not_depend_on_the_order_of_tokens_or_the_scale_of_query
     """The same function written otherwise: heads swapped, queries doubled and keys halved; radii agree closely."""
     model, pixels = network("plain"), image()
     label = int(model(pixels).argmax())
-    radius = LocalCertifier(model, SIZE, steps=2).radius(pixels, label)
+    radius = LocalCertifier(model, SIZE, Local(), steps=2).radius(pixels, label)
     for block in model.net.blocks:
         weight, bias = block.attn.qkv.weight, block.attn.qkv.bias
         weight[:8] *= 2
         bias[:8] *= 2
         weight[8:16] /= 2
         bias[8:16] /= 2
-    again = LocalCertifier(model, SIZE, steps=2).radius(pixels, label)
+    again = LocalCertifier(model, SIZE, Local(), steps=2).radius(pixels, label)
     assert again == pytest.approx(radius, rel=1e-9)
 
 
@@ -174,7 +175,7 @@ def test_what_has_no_relaxation_is_named() -> None:
     model.net.blocks[0].mlp.act = nn.Softplus()
     model.eval()
     with pytest.raises(NoBoundError, match=r"blocks\.0\.mlp\.act.*softplus"):
-        LocalCertifier(model, SIZE)
+        LocalCertifier(model, SIZE, Local())
 
 
 def test_a_network_that_is_not_its_trace_has_no_certificate() -> None:
@@ -187,7 +188,7 @@ def test_a_network_that_is_not_its_trace_has_no_certificate() -> None:
     model = network("plain")
     model.net.norm_pre = Shy().eval()
     with pytest.raises(NoBoundError, match="no local certificate"):
-        LocalCertifier(model, SIZE)
+        LocalCertifier(model, SIZE, Local())
 
 
 def test_attention_with_options_is_followed_through_its_parts() -> None:
@@ -214,7 +215,7 @@ def test_without_any_box_symbols_nothing_leaves_its_enclosure(kind: str) -> None
     label = int(model(pixels).argmax())
     for squares in (128, 0):
         assert largest_share(local, pixels, label, 1e-5, squares, 0, partial=True) <= 1
-    certifier = LocalCertifier(model, SIZE, effort="backward")
+    certifier = LocalCertifier(model, SIZE, Local(effort="backward"))
     certifier.symbols = 0
     assert certifier.rung == "backward, 0 symbols"
     assert certifier.proven(pixels, label, 1e-4)

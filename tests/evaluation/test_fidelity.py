@@ -14,10 +14,10 @@ from certcli.checkpoint.record import InputSpec
 from certcli.cli.shared.fidelity import show
 from certcli.cli.shared.output import Sink
 from certcli.constrain import keep
-from certcli.constrain.network import Calibration
+from certcli.constrain.network import LayerCalibration
 from certcli.constrain.options import Options
 from certcli.evaluation import fidelity
-from certcli.evaluation.fidelity import ERROR_SHARE, Fidelity, Witness, known_labels
+from certcli.evaluation.fidelity import ERROR_SHARE, Fidelity, ReferenceLogits, known_labels
 from certcli.images import datasets
 from certcli.images.calibration import synthetic_photographs
 from certcli.images.labelled import Images
@@ -36,31 +36,31 @@ def images_of(pixels: Tensor, labels: Tensor | None = None, classes: tuple[str, 
 
 
 @pytest.fixture
-def witness() -> Witness:
+def reference() -> ReferenceLogits:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.rand(40, 3, 4, 4, generator=generator)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3)).eval()
     with torch.no_grad():
         labels = net(pixels).argmax(1)
-    return Witness(net, images_of(pixels), labels)
+    return ReferenceLogits(net, images_of(pixels), labels)
 
 
-def test_what_is_kept_is_counted(witness: Witness) -> None:
-    assert witness.compare(witness.before) == Fidelity(40, 40, 0.0, 40, 40)
-    after = witness.before.clone()
+def test_what_is_kept_is_counted(reference: ReferenceLogits) -> None:
+    assert reference.compare(reference.before) == Fidelity(40, 40, 0.0, 40, 40)
+    after = reference.before.clone()
     after[:10] = -after[:10]
-    found = witness.compare(after)
+    found = reference.compare(after)
     assert found.same < 40
     assert found.right_after == found.same  # the labels are the old first choices
-    assert found.error == pytest.approx(float(2 * witness.before[:10].norm() / witness.before.norm()))
+    assert found.error == pytest.approx(float(2 * reference.before[:10].norm() / reference.before.norm()))
     low, high = found.to_json()["agreement_interval"]
     assert low < found.agreement < high
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 10 * 48 * 4, 2**20])
-def test_images_that_fit_are_read_once(kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fidelity, "KEPT_BYTES", kept_bytes)
+@pytest.mark.parametrize("cached_bytes", [0, 10 * 48 * 4, 2**20])
+def test_images_that_fit_are_read_once(cached_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fidelity, "CACHED_BYTES", cached_bytes)
     pixels, read = torch.rand(12, 3, 4, 4), []
 
     def fetch(positions: Any) -> Tensor:
@@ -68,22 +68,22 @@ def test_images_that_fit_are_read_once(kept_bytes: int, monkeypatch: pytest.Monk
         return pixels[list(positions)]
 
     net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3)).eval()
-    found = Witness(net, replace(images_of(pixels), fetch=fetch), batch_size=5)
-    kept = 5 * (min(kept_bytes, 2 * 5 * 48 * 4) // (5 * 48 * 4)) if kept_bytes < 2**20 else 12
+    found = ReferenceLogits(net, replace(images_of(pixels), fetch=fetch), batch_size=5)
+    kept = 5 * (min(cached_bytes, 2 * 5 * 48 * 4) // (5 * 48 * 4)) if cached_bytes < 2**20 else 12
     for _ in range(2):
         read.clear()
         assert torch.equal(found.logits(net), found.before)
         assert read == list(range(kept, 12))
 
 
-def test_the_reach_is_where_a_first_choice_goes(witness: Witness) -> None:
+def test_the_reach_is_where_a_first_choice_goes(reference: ReferenceLogits) -> None:
     """On both sides of each image's t the straight line from old to new logits says so itself."""
-    after = witness.before + torch.randn(witness.before.shape, generator=torch.Generator().manual_seed(1)).double()
-    reach = witness.reach(after)
-    old = witness.before.argmax(1)
+    after = reference.before + torch.randn(reference.before.shape, generator=torch.Generator().manual_seed(1)).double()
+    reach = reference.reach(after)
+    old = reference.before.argmax(1)
     for shift, stays in ((1 - 1e-6, True), (1 + 1e-6, False)):
         for row in reach.isfinite().nonzero().flatten().tolist():
-            there = witness.before[row] + shift * reach[row] * (after[row] - witness.before[row])
+            there = reference.before[row] + shift * reach[row] * (after[row] - reference.before[row])
             assert (int(there.argmax()) == int(old[row])) == stays
     assert bool(reach.isfinite().any())
 
@@ -104,9 +104,9 @@ def test_images_that_say_little_are_doubted(tiny: Checkpoint, make: Any, labels:
     net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3)).eval()
     with torch.no_grad():
         wrong = (net(pixels).argmax(1) + 1) % 3
-    found = Witness(net, make(pixels), wrong if labels else None).doubts(record)
+    found = ReferenceLogits(net, make(pixels), wrong if labels else None).doubts(record)
     assert any(said in doubt for doubt in found), found
-    fine = Witness(net, images_of(pixels), None).doubts(record)
+    fine = ReferenceLogits(net, images_of(pixels), None).doubts(record)
     assert fine == []
 
 
@@ -141,8 +141,8 @@ def test_trials_find_the_largest_eta_or_end(truth: float, optimism: float) -> No
 def test_what_is_written_keeps_enough_whatever_trials_said(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials that change nothing keep everything, so that the search goes as far as it may: the weights themselves judge."""
     net = small_net()
-    judges = Witness(net, images_of(IMAGES), None)
-    calibration = Calibration(net, PATHS, IMAGES.split(4))
+    judges = ReferenceLogits(net, images_of(IMAGES), None)
+    calibration = LayerCalibration(net, PATHS, IMAGES.split(4))
     originals = {path: net.get_submodule(path).weight.detach().clone() for path in PATHS}
     monkeypatch.setattr(keep, "try_at", lambda *_: iter(originals.items()))
     found = keep.constrain_keeping(calibration, Options(ridge=0.3), share, judges)

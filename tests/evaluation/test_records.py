@@ -327,8 +327,11 @@ def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
             Certificate.from_json({**rows[1].to_json(), **wrong})
 
 
-def test_log_says_over_how_many_images_and_which_are_not_the_same(workshop: Path, tmp_path: Path) -> None:
+def test_log_says_over_how_many_images_and_which_are_not_the_same(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A share beside a share of other images, or of a statement of chance, says so."""
+    monkeypatch.setenv("COLUMNS", "300")  # no title is broken
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     document("certify", workshop / "certified.safetensors", "-e", 0.1, "-o", one)
     document("attack", one, "-a", "fgsm", "-e", 0.3, "--limit", 20, "--no-checks", "-o", tmp_path / "both.safetensors")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from typer.testing import CliRunner
 
-from certcli.certify.methods import certify, prepare
+from certcli.certify.methods import certify, options_of, prepare
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.cli.log import view
@@ -132,7 +132,7 @@ class Laboratory:
         checkpoint = self.networks[number]
         method, options = json.loads(how)
         images = evaluation_images(checkpoint.record, dataset, None, split, limit, seed, Heard())
-        certifier = prepare(method, checkpoint, torch.device("cpu"), options)
+        certifier = prepare(method, checkpoint, torch.device("cpu"), options_of(method, options))
         rows = [row for batch in certify(certifier, images, 64) for row in batch]
         told = {name: getattr(certifier, name) for name in ("promise", "failure", "arithmetic", "norm")}
         return {

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
+from certcli.certify.local_options import Local
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Unbounded
 from certcli.lipschitz.network import prove
@@ -102,7 +103,7 @@ def certified(seed: int) -> Iterator[tuple[str, nn.Module, Tensor, int, float, b
         for norm in ("l2", "linf"):
             if kind == "qk norm" and effort == "norms":
                 continue  # has no theorem there
-            certifier = LocalCertifier(model, SIZE, effort=effort, norm=norm, symbols=(60, 1000)[seed % 3 > 0], steps=3)
+            certifier = LocalCertifier(model, SIZE, Local(effort, norm), symbols=(60, 1000)[seed % 3 > 0], steps=3)
             (row,) = certifier.batch([0], pixels, [label])
             yield f"{effort} {norm} {kind}", model, pixels, label, row.radius, norm == "linf"
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from certcli.certify.local import LocalCertifier
+from certcli.certify.local_options import Local
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.domain import LocalNetwork
@@ -180,7 +181,7 @@ def check(seed: int, found: Found) -> None:
         try:
             check_nodes(laws, name, kind(model, SIZE), pixels, seed)
             check_certificate(
-                laws, model, LocalCertifier(model, SIZE, effort=name, symbols=300, steps=1, at=at), pixels, seed
+                laws, model, LocalCertifier(model, SIZE, Local(effort=name, at=at), symbols=300, steps=1), pixels, seed
             )
         except (NoRule, Untraceable, NoBoundError) as reason:
             found.refused[f"{name}: {str(reason).removeprefix('no local certificate: ')}"[:90]] += 1

@@ -8,7 +8,7 @@ from certcli.certify.methods import METHODS
 from certcli.evaluation.evidence import OPTIONS
 from certcli.verification import claims
 from certcli.verification.claims import Claim
-from tests import evidence_fuzz
+from tests.soundness import evidence_fuzz
 from tests.soundness.evidence_fuzz import Laboratory, Verifier, campaign, judge, untrue
 
 LIES = (("clean ", "clean 1"), ("digits (", "ImageNet-1k ("), (" images", "0 images"), ("bound 10^", "bound 10^-"))
@@ -41,7 +41,7 @@ def test_the_oracle_knows_a_lie(lab: Laboratory) -> None:
         for raw, entry in zip(evidence_fuzz.raw_of(checkpoint)["evidence"], checkpoint.record.evidence, strict=True):
             if entry.digest != checkpoint.digest or entry.command not in ("certify", "lipschitz", "finetune"):
                 continue
-            honest = evidence_fuzz.log_view.sentence(entry)
+            honest = evidence_fuzz.view.sentence(entry)
             assert untrue(lab, number, raw, honest) is None, honest
             for old, new in LIES:
                 lie = honest.replace(old, new, 1)

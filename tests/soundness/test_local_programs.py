@@ -15,6 +15,7 @@ from timm.layers import LayerScale
 from timm.layers.attention import Attention
 
 from certcli.certify.local import LocalCertifier
+from certcli.certify.local_options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.balls.table import rules as norms_rules
@@ -78,7 +79,7 @@ def misplaced(kind: str, seed: int, effort: str) -> float | None:
     pixels = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(seed)).double()
     label = int(model(pixels).argmax())
     try:
-        (row,) = LocalCertifier(model, SIZE, effort=effort, steps=1).batch([0], pixels, [label])
+        (row,) = LocalCertifier(model, SIZE, Local(effort=effort), steps=1).batch([0], pixels, [label])
     except NoBoundError:
         return None
     return attack(model, pixels, label, row.radius, seed) if row.radius > 0 else None
@@ -135,7 +136,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def certified(model: nn.Module, image: Tensor, effort: str) -> float:
-    certifier = LocalCertifier(model, SIZE, effort=effort, symbols=100)
+    certifier = LocalCertifier(model, SIZE, Local(effort=effort), symbols=100)
     return certifier.batch([0], image, [int(model(image).argmax())])[0].radius
 
 

@@ -169,11 +169,11 @@ def test_what_a_killed_run_left_goes_with_the_next_force(tmp_path: Path) -> None
     write_shards(index, tensors, {}, most=32)
     before = left(tmp_path)
     code = (
-        "import os, signal, torch; from pathlib import Path; from certcli import checkpoint\n"
+        "import os, signal, torch; from pathlib import Path; from certcli.checkpoint.file import write_shards\n"
         "class Deadly(torch.Tensor):\n"
         "    def cpu(self): os.kill(os.getpid(), signal.SIGKILL)\n"
         "tensors = {'t0': torch.zeros(8), 't1': torch.zeros(8).as_subclass(Deadly), 't2': torch.zeros(8)}\n"
-        f"checkpoint.write_shards(Path({str(index)!r}), tensors, {{}}, True, 32)\n"
+        f"write_shards(Path({str(index)!r}), tensors, {{}}, True, 32)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     assert len(left(tmp_path) - before) == 3, "a whole file, a torn one, and the index's"

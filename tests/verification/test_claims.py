@@ -240,6 +240,11 @@ def change(command: str, *path: str, value: Any) -> Callable[[Checkpoint], Check
     return forge
 
 
+def text_half_a_percent_below(checkpoint: Checkpoint) -> Checkpoint:
+    *_, upper = [entry.result["upper"] for entry in checkpoint.record.evidence if entry.command == "finetune"]
+    return change("finetune", "upper_text", value=f"{0.995 * upper:.4g}")(checkpoint)
+
+
 def without_step(command: str) -> Callable[[Checkpoint], Checkpoint]:
     def forge(checkpoint: Checkpoint) -> Checkpoint:
         kept = tuple(step for step in checkpoint.record.lineage if step.command != command)
@@ -303,6 +308,7 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("finetune bound", change("finetune", "upper", value=0.5), "refuted"),
     ("finetune log", change("finetune", "log10_upper", value=-1.0), "refuted"),
     ("finetune text", change("finetune", "upper_text", value="0.5"), "refuted"),
+    ("finetune text just below", text_half_a_percent_below, "refuted"),
     ("finetune share", change("finetune", "certified", value=1.0), "refuted"),
     ("finetune clean", change("finetune", "clean", value=1.0), "refuted"),
     ("attack", attacked(0.8), "not checked"),

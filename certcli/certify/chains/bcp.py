@@ -5,12 +5,10 @@ norm, the box by interval arithmetic and by the ball, and the worst logits are s
 power iterations, here they are proven.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from certcli.certify.chains.local_lip import LocalLipCertifier
+from certcli.certify.options import Options
 from certcli.checkpoint.file import Checkpoint
 from certcli.models.build import load_double
 
@@ -22,6 +20,6 @@ class BcpCertifier(LocalLipCertifier):
     drop = False
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> BcpCertifier:
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Options) -> BcpCertifier:
     """BCP made ready for the checkpoint. NoBoundError where its network is no chain."""
     return BcpCertifier(load_double(checkpoint, device), checkpoint.record.classes, checkpoint.record.input.size)

@@ -6,8 +6,8 @@ bounds; there the norms are power iterations, here they are proven, and margins 
 their global norm: only linear layers are masked.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmation, Doubt
 from certcli.certify.chains.sequential import SequentialNetwork, Values
 from certcli.certify.lipschitz import certified_radii
+from certcli.certify.options import Options
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.rounding import TINY
 from certcli.lipschitz.network import prove
@@ -125,6 +126,6 @@ class LocalLipCertifier(Certifier):
         return (margins > 0).all(dim=1)  # False with NaN
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> LocalLipCertifier:
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Options) -> LocalLipCertifier:
     """Local-Lip made ready for the checkpoint. NoBoundError where its network is no chain."""
     return LocalLipCertifier(load_double(checkpoint, device), checkpoint.record.classes, checkpoint.record.input.size)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from certcli.certify.patch.masks import Grid, band_views, met_views
+from certcli.certify.patch.options import VOTING
 from certcli.certify.patch.passes import NONE, Answer, Passes
 from certcli.certify.patch.procedure import Outcome, Procedure
 from certcli.evaluation.sizes import Patch
@@ -20,7 +21,7 @@ from certcli.evaluation.sizes import Patch
 class Voting(Procedure):
     """bands: "columns", "rows" or "blocks" of `width` cells, one at each place, wrapped around. classes: of the network."""
 
-    name = "voting"
+    name = VOTING
 
     def __init__(self, grid: Grid, patches: Sequence[Patch], bands: str, width: int, classes: int) -> None:
         self.patches, self.classes = tuple(patches), classes

@@ -13,16 +13,15 @@ from certcli.certify.certificate import Certificate, Certifier, Confirmation, Do
 from certcli.certify.patch.ablation import Voting
 from certcli.certify.patch.defended import AUTO, seen_part
 from certcli.certify.patch.double_masking import DoubleMasking
+from certcli.certify.patch.options import VOTING, Patches
 from certcli.certify.patch.passes import NONE, Passes
 from certcli.certify.patch.procedure import Procedure
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.sizes import Patch, Size
 from certcli.models import build
-from certcli.system.errors import DataError, UsageError
-from certcli.system.registry import one_of
+from certcli.system.errors import DataError
 
 METHOD = "patch"
-PROCEDURES = (DoubleMasking.name, Voting.name)
 ROWS = {"cpu": 8, "cuda": 128}
 """Passes in a batch, always: a CPU gains nothing by more."""
 AT_ONCE = 16
@@ -161,56 +160,19 @@ def _compare(claim: Certificate, again: Certificate) -> Confirmation:
     return Confirmation("verified", "the passes, made again, prove what is stated")
 
 
-KINDS: dict[str, tuple[type, ...]] = {
-    "patches": (list, tuple),
-    "procedure": (str,),
-    "masks": (int,),
-    "bands": (str,),
-    "band_width": (int,),
-    "hide": (str,),
-    "cell": (list, tuple),
-    "rows": (int,),
-}
-MOST_ROWS, MOST_PATCHES = 4096, 32
-
-
-def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the options is of this method and is set. UsageError for what is of another kind: records are files."""
-    given = {name: options[name] for name in KINDS if options.get(name) is not None}
-    for name, value in given.items():
-        if not isinstance(value, KINDS[name]) or isinstance(value, bool):
-            raise UsageError(f"{name} {value!r} is not of its kind")
-    cell, rows = given.get("cell", (1, 1)), given.get("rows", 1)
-    if len(cell) != 2 or not all(type(side) is int for side in cell):
-        raise UsageError(f"cell {list(cell)} is not (height, width) in pixels")
-    if not 1 <= rows <= MOST_ROWS or len(given.get("patches", ())) > MOST_PATCHES:
-        raise UsageError(f"rows is between 1 and {MOST_ROWS}, and patches are at most {MOST_PATCHES}")
-    return given
-
-
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Mapping[str, Any] = {}) -> PatchCertifier:
-    """The checkpoint's network behind a procedure. options: patches (texts or Patch), procedure, masks, bands, band_width,
-    hide, cell, rows; those that records state, too. UsageError where they mean nothing for this network.
-    """
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Patches) -> PatchCertifier:
+    """Return the certifier of the network behind a procedure; UsageError where the options mean nothing for it."""
     size = checkpoint.record.input.size
-    options = _checked(options)
-    given = options.get("patches", ())
-    patches = sorted({one if isinstance(one, Patch) else Patch.read(str(one), size[1:]) for one in given})
-    if not patches:
-        raise UsageError("--method patch: against which patch?", "--patch 32 (pixels), --patch 2%, --patch 16x64")
-    name = options.get("procedure") or DoubleMasking.name
-    if name not in PROCEDURES:
-        raise UsageError(f"unknown procedure '{name}'", one_of(str(name), PROCEDURES))
+    patches = tuple(sorted(set(options.sizes(size[1:]))))
     model = build.load(checkpoint, device)
-    part = seen_part(model, options.get("hide") or AUTO, options.get("cell"), fine=name != Voting.name)
+    part = seen_part(model, options.hide or AUTO, options.cell, fine=options.procedure != VOTING)
     procedure: Procedure
-    if name == Voting.name:
+    if options.procedure == VOTING:
         with torch.no_grad():
             weight = next(model.parameters())
             classes = model(torch.zeros(1, *size, device=weight.device, dtype=weight.dtype)).shape[1]
-        bands = options.get("bands") or "columns"
-        procedure = Voting(part.grid, patches, bands, options.get("band_width") or 3, classes)
+        procedure = Voting(part.grid, patches, options.bands, options.band_width or 3, classes)
     else:
-        procedure = DoubleMasking(part.grid, patches, options.get("masks") or 3)
-    rows = options.get("rows") or ROWS.get(device.type, ROWS["cpu"])
+        procedure = DoubleMasking(part.grid, patches, options.masks or 3)
+    rows = options.rows or ROWS.get(device.type, ROWS["cpu"])
     return PatchCertifier(procedure, Passes(part, procedure.views, rows), patches)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from certcli.certify.patch.masks import Grid, hole, met_views, square_masks
+from certcli.certify.patch.options import DOUBLE_MASKING
 from certcli.certify.patch.passes import Answer, Passes
 from certcli.certify.patch.procedure import Outcome, Procedure
 from certcli.evaluation.sizes import Patch
@@ -24,7 +25,7 @@ from certcli.system.errors import UsageError
 class DoubleMasking(Procedure):
     """masks: a side, against patches as large as the largest of `patches` in height, in width and in number."""
 
-    name = "double-masking"
+    name = DOUBLE_MASKING
 
     def __init__(self, grid: Grid, patches: Sequence[Patch], masks: int) -> None:
         if not 2 <= masks <= 12:

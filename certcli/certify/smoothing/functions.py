@@ -9,7 +9,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.models import build
 from certcli.system.errors import UsageError
 
-PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 CLIMBED = 16
 """Draws whose mean an attack on the smoothed classifier climbs on."""
 
@@ -24,7 +24,7 @@ class Classifier(nn.Module):
 
     def __init__(self, model: build.PixelModel, precision: str, denoiser: Denoiser | None = None) -> None:
         super().__init__()
-        self.kind, self.precision = PRECISIONS[precision], precision
+        self.kind, self.precision = DTYPES[precision], precision
         self.normalize, self.net = model.normalize, model.net.to(self.kind)
         self.denoiser = None if denoiser is None else denoiser.to(self.kind)
         self.eval()

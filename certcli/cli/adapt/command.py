@@ -1,5 +1,6 @@
-"""certvit adapt: a vision transformer becomes Lipschitz-continuous, and keeps what it knew or is ready to be trained."""
+"""certvit adapt: replace parts of a vision transformer by Lipschitz parts."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,19 +19,37 @@ if TYPE_CHECKING:
     from certcli.models.build import PixelModel
 
 
+@group("Fitting")
+class Fitting:
+    """How the new parts are fitted to the old ones."""
+
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            min=-1, help="AdamW epochs a block; 0: closed forms only; -1: no images. 3, or 0 where only norms change."
+        ),
+    ] = None
+    distill: Annotated[
+        int | None,
+        typer.Option(min=0, help="Final epochs on the old network's logits; 5, or 0 without --epochs."),
+    ] = None
+    lr: Annotated[float, typer.Option(help="Learning rate, relative to the size of each tensor.")] = 5e-3
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same command.")] = False
+
+
 @group("Surgery")
 class Surgery:
-    """What takes the place of what."""
+    """Which parts are replaced, and by which parts."""
 
     goal: Annotated[
         str,
-        typer.Option(help="keep: the network answers as it did; certify: parts for training against the bound."),
+        typer.Option(help="keep: the network keeps its answers; certify: parts for training against the bound."),
     ] = "keep"
     keep: Annotated[
         float | None,
         typer.Option(
-            help="Of --goal keep: share of first choices to keep while more is changed for a lower bound, on images that "
-            "choose. 0.98 with --dataset; else 1, which changes norms alone."
+            help="With --goal keep: share of first choices to keep while more parts change for a lower bound. 0.98 with "
+            "--dataset; else 1, which changes norms alone."
         ),
     ] = None
     attention: Annotated[
@@ -54,28 +73,34 @@ class Surgery:
         str | None, typer.Option(help="'flat', or widths such as 128,128: tokens side by side into a MaxMin MLP.")
     ] = None
 
+    def settings(self, fitting: Fitting, batch_size: int, seed: int) -> "AdaptSettings":
+        """Return the core's settings: named options win over the goal, and then the new parts are fitted."""
+        from certcli.adapt.settings import EPOCHS, settings_for
 
-@group("Fitting")
-class Fitting:
-    """How the new parts learn what the old ones did."""
-
-    epochs: Annotated[
-        int | None,
-        typer.Option(
-            min=-1, help="AdamW epochs a block; 0: closed forms only; -1: no images. 3, or 0 where only norms change."
-        ),
-    ] = None
-    distill: Annotated[
-        int | None,
-        typer.Option(min=0, help="Epochs on the old network's logits, at the end; 5, or 0 without --epochs."),
-    ] = None
-    lr: Annotated[float, typer.Option(help="Learning rate, relative to the size of each tensor.")] = 5e-3
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same command.")] = False
+        goal = settings_for(self.goal)
+        chosen = replace(
+            goal,
+            attention=goal.attention if self.attention is None else self.attention,
+            norm=goal.norm if self.norm is None else self.norm,
+            residual=goal.residual if self.residual is None else self.residual,
+            activation=self.activation,
+            head=_widths(self.head),
+            epochs=EPOCHS if fitting.epochs is None else fitting.epochs,
+            distill=fitting.distill,
+            lr=fitting.lr,
+            batch_size=batch_size,
+            seed=seed,
+            norm_floor=self.norm_floor,
+            refit=True,
+        )
+        if not goal.refit and chosen.only_floors and fitting.epochs is None and self.norm_floor is None:
+            return replace(chosen, epochs=0, refit=False)
+        return chosen
 
 
 @group()
-class Plan:
-    """A look before the leap."""
+class PlanOptions:
+    """Show the plan without carrying it out."""
 
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan with parameters, multiply-adds and bounds, and stop.")
@@ -93,13 +118,13 @@ def adapt(
     source: Source,
     surgery: Surgery = Surgery(),
     fitting: Fitting = Fitting(),
-    plan: Plan = Plan(),
+    plan: PlanOptions = PlanOptions(),
     data: Calibration = Calibration(limit=400),
     machine: Machine = Machine(batch_size=64),
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Put Lipschitz parts in the place of others: the network keeps its answers, or is made ready for certified training."""
+    """Replace parts by Lipschitz parts: keep the network's answers, or prepare it for certified training."""
     from certcli.adapt.pixels import compact
     from certcli.adapt.plan import plan as replacements
     from certcli.adapt.state import KEY
@@ -110,7 +135,7 @@ def adapt(
     from certcli.models import build
 
     sink = talk.sink()
-    settings = _settings(surgery, fitting, machine.batch_size, data.seed)
+    settings = surgery.settings(fitting, machine.batch_size, data.seed)
     run.check(surgery.keep, settings)
     if plan.dry_run:
         show_plan(open_for_plan(source, data.seed, sink), settings, plan.bounds, sink)
@@ -118,10 +143,10 @@ def adapt(
     path = output.target("adapt", source.ckpt, source, data, state=KEY)
     state_path = beside(path, "state")
     checkpoint = source.open(sink)
-    replacements(checkpoint.record, settings)  # what cannot be replaced is refused before any image is read
+    replacements(checkpoint.record, settings)  # refuses parts that cannot be replaced before any image is read
     images = data.images(checkpoint.record, sink)
     seen, unseen = hold_out(images)
-    keep = run.usual_share(settings, images, unseen) if surgery.keep is None else surgery.keep
+    keep = run.default_keep(settings, images, unseen) if surgery.keep is None else surgery.keep
     learnt, choosing = hold_out(seen, 3) if keep < 1 else (seen, None)
     pixels = compact(batch for _, batch, _ in learnt.batches(256))
     adapter = run.begin(checkpoint, settings, pixels, machine.pick(), keep, choosing)
@@ -130,17 +155,15 @@ def adapt(
         proves = team().rank == team().size - 1
         team().everyone(_proven("upper_before", adapter.teacher, checkpoint) if proves else None)
         return
-    witness = fidelity.witness(adapter.teacher, seen, unseen, checkpoint.record, machine.batch_size, sink)
+    reference = fidelity.measure_reference(adapter.teacher, seen, unseen, checkpoint.record, machine.batch_size, sink)
     require_own_state(state_path, KEY, adapter.identity, output.force or fitting.resume)
     run.fit(adapter, state_path, fitting.resume, sink)
-    result = remember(
-        adapter.result(), seen
-    )  # first: it folds norms, and what is told is of the network as it is written
-    end_to_end = fidelity.told(witness, adapter.student, checkpoint.record, took_part=not len(unseen))
-    written = build.load(result, machine.pick())  # as whoever reads the file will have it
+    result = remember(adapter.result(), seen)  # before the comparison: `result` folds norms
+    end_to_end = fidelity.fidelity_document(reference, adapter.student, checkpoint.record, took_part=not len(unseen))
+    written = build.load(result, machine.pick())
     after = _proven("upper_after", written, checkpoint)
     before = team().everyone(None if team().several else _proven("upper_before", adapter.teacher, checkpoint))[-1]
-    trade = run.trade_document(adapter)
+    trade = run.trade_document(adapter.trade)
     say_wider(checkpoint, result, sink)
     output.write(result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}), path)
     discard_state(state_path, KEY, adapter.identity)
@@ -153,14 +176,14 @@ def adapt(
             **before,
             **after,
             **trade,
-            "options": run.options_document(adapter),
+            "options": [option.to_json(adapter.trade.placed) for option in adapter.trade.options],
             "replaced": parts,
             "peak_memory_bytes": memory,
         }
     )
     fidelity.show(end_to_end, sink)
     sink.text(f"network's bound: {before['upper_before_text']} -> {after['upper_after_text']}")
-    run.show_trade(adapter, sink)
+    run.show_trade(adapter.trade, sink)
     sink.table(
         run.PARTS if settings.refit else run.PARTS_ALONE,
         ["part", "was", "is", "error"],
@@ -170,34 +193,15 @@ def adapt(
 
 
 def _proven(name: str, model: "PixelModel", checkpoint: "Checkpoint") -> dict[str, Any]:
-    """The network's proven bound as the document has it, under this name."""
+    """Return the network's proven bound, as the document holds it under this name."""
     from certcli.lipschitz.bound import bound_document
     from certcli.lipschitz.network import prove
 
     return bound_document(prove(model, checkpoint.record.classes).upper, name)
 
 
-def _settings(surgery: Surgery, fitting: Fitting, batch_size: int, seed: int) -> "AdaptSettings":
-    from certcli.adapt.settings import settings_for
-
-    return settings_for(
-        surgery.goal,
-        attention=surgery.attention,
-        norm=surgery.norm,
-        residual=surgery.residual,
-        activation=surgery.activation,
-        head=_widths(surgery.head),
-        epochs=fitting.epochs,
-        distill=fitting.distill,
-        lr=fitting.lr,
-        batch_size=batch_size,
-        seed=seed,
-        norm_floor=surgery.norm_floor,
-    )
-
-
 def _peak_memory() -> int:
-    """Bytes that this process held at most."""
+    """Return the most bytes that this process held."""
     import resource
     import sys
 

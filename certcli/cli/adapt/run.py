@@ -1,4 +1,4 @@
-"""How `certvit adapt` runs its two goals, and the trade that it shows: what is kept against digits of the bound."""
+"""Run the two goals of `certvit adapt`, and show the trade between choices kept and digits of the bound."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,19 +12,20 @@ if TYPE_CHECKING:
     from certcli.adapt.keep import Keeper
     from certcli.adapt.run import Adapter
     from certcli.adapt.settings import AdaptSettings
+    from certcli.adapt.trade import Trade
     from certcli.checkpoint.file import Checkpoint
     from certcli.images.labelled import Images
 
 PARTS = "Adapted parts, with their relative output error on the calibration images"
-PARTS_ALONE = "Adapted parts, with what each alone does to the network's logits"
+PARTS_ALONE = "Adapted parts, with the change of the network's logits by each alone"
 
 KEEP = 0.98
 MOST_CHOOSING = 100
-"""Images that decide how much is changed: enough to tell 98 % from 93, and a third of the time that all would take."""
+"""Images that choose the changes: enough to tell 98 % from 93 %, in a third of the time that all would take."""
 
 
 def check(keep: float | None, settings: "AdaptSettings") -> None:
-    """UsageError for a share that is none, or one beside parts that are named."""
+    """Raise UsageError for a share outside (0, 1], or a share beside named parts."""
     from certcli.evaluation.fidelity import check_keep
     from certcli.system.errors import UsageError
 
@@ -38,10 +39,8 @@ def check(keep: float | None, settings: "AdaptSettings") -> None:
         )
 
 
-def usual_share(settings: "AdaptSettings", images: "Images", unseen: "Images") -> float:
-    """0.98 of the first choices of a dataset's images; 1 where images have no class or none can be held out, and where the
-    parts are named, so that there is nothing to choose.
-    """
+def default_keep(settings: "AdaptSettings", images: "Images", unseen: "Images") -> float:
+    """Return 0.98 for a dataset's images; 1 for synthetic or too few images, and where the parts are named."""
     from certcli.images.calibration import PHOTOGRAPHS
 
     return KEEP if len(unseen) and images.name != PHOTOGRAPHS and not settings.refit else 1.0
@@ -55,28 +54,28 @@ def begin(
     keep: float,
     choosing: "Images | None",
 ) -> "Adapter | Keeper":
-    """The one that does what the settings ask for."""
+    """Return the adapter that the settings need."""
     from certcli.adapt.keep import Keeper
     from certcli.adapt.run import Adapter
-    from certcli.evaluation.fidelity import Witness
+    from certcli.evaluation.fidelity import ReferenceLogits
 
     if settings.refit:
         return Adapter(checkpoint, settings, pixels, device, team())
     keeper = Keeper(checkpoint, settings, pixels, device, team())
     if choosing is not None and len(choosing):
-        asked = choosing.limit(MOST_CHOOSING, settings.seed)
-        keeper.choose_by(Witness(keeper.teacher, asked) if team().leads else None, keep)
+        some = choosing.limit(MOST_CHOOSING, settings.seed)
+        keeper.choose_by(ReferenceLogits(keeper.teacher, some) if team().leads else None, keep)
     return keeper
 
 
 def fit(adapter: "Adapter | Keeper", state_path: Path, resume: bool, sink: Sink) -> None:
-    """Block by block, each one saved, so that an interrupted run can be gone on with; --goal keep is too quick for that."""
+    """Run the adapter, and save its state after each step; --goal keep is too quick to need that."""
     from certcli.adapt.keep import Keeper
     from certcli.adapt.state import load_state, save_state
 
     if isinstance(adapter, Keeper):
         if resume:
-            sink.note("--goal keep saves nothing on its way: it begins again")
+            sink.note("--goal keep saves no state: it starts again")
         with sink.progress("adapt", total=adapter.steps) as bar:
             for remark in adapter.run():
                 bar.advance(remark=remark)
@@ -92,28 +91,22 @@ def fit(adapter: "Adapter | Keeper", state_path: Path, resume: bool, sink: Sink)
             bar.advance(remark=f"{record.path}: error {percent(record.error)}")
 
 
-def trade_document(adapter: "Adapter | Keeper") -> dict[str, Any]:
-    """{"trade": a row for each rung}, for the report and the record; nothing where no parts were chosen."""
-    trade = getattr(adapter, "trade", None)
-    return {"trade": [rung.to_json() for rung in trade.rungs]} if trade is not None and trade.rungs else {}
+def trade_document(trade: "Trade") -> dict[str, Any]:
+    """Return {"trade": a row for each rung} for the report and the record; {} where no parts were chosen."""
+    from msgspec import to_builtins
+
+    return {"trade": [to_builtins(rung) for rung in trade.rungs]} if trade.rungs else {}
 
 
-def options_document(adapter: "Adapter | Keeper") -> list[dict[str, Any]]:
-    """Every option that was tried alone."""
-    trade = getattr(adapter, "trade", None)
-    return [] if trade is None else [option.to_json(trade.placed) for option in trade.options]
-
-
-def show_trade(adapter: "Adapter | Keeper", sink: Sink) -> None:
-    trade = getattr(adapter, "trade", None)
-    if trade is None or not trade.rungs:
+def show_trade(trade: "Trade", sink: Sink) -> None:
+    if not trade.rungs:
         return
     first = trade.rungs[0].log10_upper
     if first is None:
-        sink.note("no bound is proven with floors alone, so there are no digits to gain: see `certvit lipschitz`")
+        sink.note("floors alone give no proven bound, so no digits can be gained: see `certvit lipschitz`")
         return
     sink.table(
-        "The trade, on images that chose (not those above): > marks what was taken",
+        "The trade, on the images that chose (not those above): > marks the row taken",
         ["", "floors raised", "attentions replaced", "log10 bound", "digits gained", "first choice kept", "logits off"],
         [
             (

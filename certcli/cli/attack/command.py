@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from certcli.certify.patch.options import Patches
 from certcli.cli.attack import patches as patch_attacked
 from certcli.cli.attack import run
 from certcli.cli.attack.options import Attacks, Chosen, Results
@@ -12,7 +13,6 @@ from certcli.cli.shared import inputs
 from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import Machine, Output, Source, Talk
 from certcli.cli.shared.output import Gate
-from certcli.cli.shared.patches import Patches
 from certcli.system.errors import UsageError
 from certcli.system.processes import require_one, team
 

@@ -11,16 +11,16 @@ from certcli.cli.shared.output import Gate, Sink, percent
 from certcli.system.errors import CertvitError, DataError, GateError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
     from certcli.attack.patch import Target
     from certcli.attack.settings import AttackSettings
+    from certcli.certify.patch.options import Patches
     from certcli.checkpoint.file import Checkpoint
     from certcli.cli.attack.options import Attacks, Chosen, Results
     from certcli.cli.shared.groups import Machine, Source
-    from certcli.cli.shared.patches import Patches
     from certcli.evaluation.records import RecordFile
     from certcli.evaluation.resumed import Resumed
     from certcli.evaluation.sizes import Patch
@@ -35,7 +35,7 @@ MOST_AT_ONCE = 16
 def require(wanted: Attacks, chosen: Chosen, patches: Patches, results: Results) -> bool:
     """Whether patches are looked for; UsageError for options of balls beside them, and for options of patches without."""
     if wanted.norm != "patch":
-        if patches.patch or wanted.defence != "none":
+        if patches.patches or wanted.defence != "none":
             raise UsageError("--patch and --defence are for --norm patch", "certvit attack ... --norm patch --patch 32")
         return False
     if wanted.defence not in ("none", "patch"):
@@ -73,15 +73,13 @@ def attack(
 
     checkpoint = source.open(sink)
     images, device = chosen.images(checkpoint.record, sink), machine.pick()
-    given, defence = patches.given(), wanted.defence
+    defence, defended = wanted.defence, patches
     certified: dict[str, list[int]] | None = None
     if chosen.only_certified is not None:
-        given, certified = _certified(chosen.only_certified, checkpoint, images)
-        patches, defence = replace(patches, patch=patches.patch or list(certified)), "patch"
-    sizes = patches.sizes(checkpoint.record.input.size[1:])
-    targets, about_defence = _targets(
-        defence, checkpoint, device, {**given, "patches": given["patches"] or sizes}, sizes
-    )
+        defended, certified = _certified(chosen.only_certified, checkpoint, images)
+        patches, defence = replace(patches, patches=patches.patches or list(certified)), "patch"
+    sizes = sorted(set(patches.sizes(checkpoint.record.input.size[1:])))
+    targets, about_defence = _targets(defence, checkpoint, device, defended, sizes)
     settings = AttackSettings(steps=wanted.steps, restarts=wanted.restarts, seed=chosen.seed)
     spent = {"steps": wanted.steps, "restarts": wanted.restarts, "seed": chosen.seed}
     about = {"defence": defence, **about_defence, **spent, "certified_only": certified is not None}
@@ -198,7 +196,7 @@ def _attacked(
 
 
 def _targets(
-    defence: str, checkpoint: Checkpoint, device: torch.device, given: Mapping[str, Any], sizes: list[Patch]
+    defence: str, checkpoint: Checkpoint, device: torch.device, defended: Patches, sizes: list[Patch]
 ) -> tuple[dict[Patch, Target], dict[str, Any]]:
     """Whom each size of patch attacks, and what decides that."""
     from certcli.attack.judge import predict
@@ -211,7 +209,7 @@ def _targets(
         model = build.load(checkpoint, device)
         plain = Target(lambda corner: model, lambda pixels: list(predict(model, pixels).tolist()))
         return dict.fromkeys(sizes, plain), {}
-    certifier = prepare(checkpoint, device, given)
+    certifier = prepare(checkpoint, device, defended)
     found = {
         patch: Target(lambda corner, patch=patch: TouchedPasses(certifier, patch, corner), certifier.predict)  # type: ignore[misc]
         for patch in sizes
@@ -219,9 +217,10 @@ def _targets(
     return found, dict(certifier.parameters)
 
 
-def _certified(path: Path, checkpoint: Checkpoint, images: Images) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """The parameters of records of `certify --method patch`, and which images are certified against which patch."""
+def _certified(path: Path, checkpoint: Checkpoint, images: Images) -> tuple[Patches, dict[str, list[int]]]:
+    """The options of records of `certify --method patch`, and which images are certified against which patch."""
     from certcli.certify.patch.certifier import PatchCertificate
+    from certcli.certify.patch.options import Patches
     from certcli.evaluation.records import read_records, require_same_images, require_same_network
 
     run, rows = read_records(path, "certify")
@@ -236,7 +235,7 @@ def _certified(path: Path, checkpoint: Checkpoint, images: Images) -> tuple[dict
             found.setdefault(patch, []).append(claim.index)
     if not found:
         raise DataError(f"{path} certifies no image", "leave out --only-certified")
-    return dict(run.parameters), found
+    return Patches.of(run.parameters), found
 
 
 def _those(images: Images, indices: list[int]) -> Images:

@@ -2,16 +2,17 @@
 
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from certcli.cli.certify.options import Local
+from certcli.certify.local_options import Local
+from certcli.certify.patch.options import Patches
+from certcli.certify.smoothing.options import Smoothing, Tuning
 from certcli.cli.shared import inputs, options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Evaluation, Machine, Output, Source, Talk
 from certcli.cli.shared.output import Gate
-from certcli.cli.shared.patches import Patches
 from certcli.system.processes import require_one, team
 
 if TYPE_CHECKING:
@@ -74,48 +75,6 @@ class Wanted:
     html: options.Html = None
 
 
-@group("Smoothing")
-class Noise:
-    """Options of --method smoothing; `certify.smoothing.Smoothing` says what they mean and refuses what means nothing."""
-
-    sigma: Annotated[
-        str,
-        typer.Option(metavar="S", help="Standard deviation of the noise, pixel units; auto: by a few other images."),
-    ] = "0.25"
-    n0: Annotated[int, typer.Option("--n0", help="Draws that choose an image's class.")] = 100
-    samples: Annotated[
-        int, typer.Option("--samples", "-n", help="Draws that bound its probability: more, larger radii.")
-    ] = 1000
-    alpha: Annotated[float, typer.Option(help="Chance that a certificate is wrong, each.")] = 0.001
-    enough: Annotated[
-        float | None,
-        typer.Option(parser=options.fraction, metavar="R", help="Draw no more once an image is certified beyond R."),
-    ] = None
-    decide: Annotated[
-        bool,
-        typer.Option("--decide", help="With --enough: nor once it is unlikely (1 %) to be; for a share at R alone."),
-    ] = False
-    precision: Annotated[
-        str, typer.Option(help="float32 or bf16: of the network as it runs, which the statement is about.")
-    ] = "float32"
-    denoiser: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A DnCNN in safetensors that noisy images pass first, for plain networks."),
-        options.Reads(),
-    ] = None
-
-    def given(self) -> dict[str, Any]:
-        """By name, sigma as a number where it is one."""
-        from certcli.cli.certify.run import number
-
-        sigma = self.sigma if self.sigma == "auto" else number(self.sigma, "--sigma")
-        return {
-            **{name: getattr(self, name) for name in ("n0", "samples", "alpha", "enough", "decide", "precision")},
-            "sigma": sigma,
-            "denoiser_file": self.denoiser,
-        }
-
-
 @command(
     "certvit certify m.safetensors -e 36/255 -e 0.5 --records certified.jsonl",
     "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method smoothing --sigma 0.12 -e 0.12 --limit 50",
@@ -127,7 +86,7 @@ def certify(
     context: typer.Context,
     source: Source,
     wanted: Wanted = Wanted(),
-    noise: Noise = Noise(),
+    smoothing: Smoothing = Smoothing(),
     local: Local = Local(),
     patches: Patches = Patches(),
     data: Evaluation = Evaluation(),
@@ -145,7 +104,11 @@ def certify(
     if wanted.verify is not None or wanted.sample is not None:
         require_one("records are verified", "certvit certify ... --verify, without torchrun")
         asked = rechecked.Asked(
-            wanted.verify, wanted.sample, wanted.methods, noise.denoiser, max(rechecked.ALLOWED_DRAWS, noise.samples)
+            wanted.verify,
+            wanted.sample,
+            wanted.methods,
+            smoothing.denoiser_file,
+            max(rechecked.ALLOWED_DRAWS, smoothing.samples),
         )
         asked.require_alone(
             records=wanted.records, plot=wanted.plot, html=wanted.html, attack_records=wanted.attack_records
@@ -153,10 +116,10 @@ def certify(
         asked.require_alone(min_certified=wanted.minimum, output=output.output, resume=wanted.resume or None)
         rechecked.verify_records(asked, source, data, machine, talk.sink())
         return
-    local.require(wanted.methods)
     gate = Gate()
-    patched = patches.require(
+    patched = run.patches_alone(
         wanted.methods,
+        patches,
         epsilon=wanted.epsilon,
         plot=wanted.plot,
         attack_records=wanted.attack_records,
@@ -165,38 +128,48 @@ def certify(
     radii: tuple[float, ...] = ()
     if not patched:
         demand, radii = run.demand(wanted.minimum, wanted.epsilon or RADII[local.norm])
-    run.require_methods(wanted.methods, wanted.records)
-    if run.AUTO in wanted.methods or noise.sigma == run.AUTO:
+    run.require_methods(wanted.methods, local.norm, wanted.records)
+    if run.AUTO in wanted.methods or smoothing.sigma == run.AUTO:
         require_one("auto chooses by trying", "certvit certify ... --limit 50 says what it chooses; name that")
-    output.claim(source, wanted, noise, data)
+    output.claim(source, wanted, smoothing, data)
     sink = talk.sink()
     opened = source.read(sink)
     checkpoint = opened.checkpoint
     if patched:
         image = checkpoint.record.input.size[1:]
-        demand, sizes = run.patch_demand(wanted.minimum, patches.sizes(image), image)
+        demand, sizes = run.patch_demand(wanted.minimum, sorted(set(patches.sizes(image))), image)
     demand = replace(demand, every=output.output is not None)
     images = digested(data.images(checkpoint.record, sink), team())
     seen = inputs.say_seen(checkpoint.record, images, sink)
     sink.assumes(opened.reading.line(), opened.reading.to_json())
     attacked = run.attacked_shares(wanted.attack_records, checkpoint.digest, images, local.norm)
+    methods, reason, effort = run.settle(wanted.methods, checkpoint, machine, images, radii, sink)
     given = {
-        **noise.given(),
-        **local.given(),
-        **patches.given(),
-        "seed": data.seed,
-        "batch_size": machine.batch_size,
-        "radii": radii,
-        "tuning_images": lambda: run.tuning_images(checkpoint.record, data, images, sink),
+        "local": local if effort is None else replace(local, effort=effort),
+        "patch": patches,
+        "smoothing": replace(
+            smoothing,
+            seed=data.seed,
+            batch_size=machine.batch_size,
+            tuning=Tuning(lambda: run.tuning_images(checkpoint.record, data, images, sink), radii),
+        ),
     }
-    methods, reason, chosen = run.settle(wanted.methods, checkpoint, machine, images, radii, sink)
-    given |= chosen
     files = [(wanted.records, wanted.resume)] + [(None, False)] * (len(methods) - 1)  # records are of the first
     results: list[run.Result] = []
     for method, (records, resume) in zip(methods, files, strict=True):
         try:
             found = run.run(
-                method, checkpoint, images, given, machine, sizes or radii, records, resume, output.force, sink, demand
+                method,
+                checkpoint,
+                images,
+                given.get(method),
+                machine,
+                sizes or radii,
+                records,
+                resume,
+                output.force,
+                sink,
+                demand,
             )
         except NoBoundError as failure:
             if method == methods[0]:  # gate and document speak of the first: no other may stand in its place

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.radii import attacked_radius, proven_percent
+from certcli.evaluation.radii import attacked_radius, parse_number, proven_percent
 from certcli.system.errors import DataError, GateError, UsageError
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
+    from certcli.certify.options import Options
+    from certcli.certify.patch.options import Patches
     from certcli.checkpoint.file import Checkpoint
     from certcli.checkpoint.record import Record
     from certcli.cli.shared.groups import Evaluation, Machine
@@ -53,10 +55,10 @@ def demand(text: str | None, epsilons: Sequence[float]) -> tuple[Demand, tuple[f
     if text is None:
         return Demand(size=radii[0]), radii
     share, at, radius = text.partition("@")
-    wanted = require_share(number(share, option), option)
+    wanted = require_share(_number(share), option)
     if not at:
         return Demand(wanted, radii[0]), radii
-    (there,) = require_radii([number(radius, option)])
+    (there,) = require_radii([_number(radius)])
     return Demand(wanted, there), require_radii([*radii, there])
 
 
@@ -66,26 +68,36 @@ def patch_demand(text: str | None, sizes: Sequence[Patch], image: tuple[int, int
     from certcli.evaluation.sizes import Patch
 
     share, at, patch = (text or "0").partition("@")
-    wanted = require_share(number(share, "--min-certified"), "--min-certified")
+    wanted = require_share(_number(share), "--min-certified")
     there = Patch.read(patch, image) if at else sizes[0]
     if there not in sizes:
         raise UsageError(f"--min-certified {text} speaks of another patch", f"--patch {patch} beside the others")
     return Demand(wanted, there), tuple(sizes)
 
 
-def number(text: str, option: str) -> float:
-    """A number or a quotient in a longer word; UsageError names the option."""
-    above, _, below = text.partition("/")
+def _number(text: str) -> float:
     try:
-        return float(above) / float(below or 1)
-    except (ValueError, ZeroDivisionError) as failure:
-        raise UsageError(
-            f"{option}: '{text}' is no number", "certvit certify --help shows how it is written"
-        ) from failure
+        return parse_number(text)
+    except ValueError as failure:
+        raise UsageError(f"--min-certified: {failure}", "certvit certify --help shows how it is written") from failure
 
 
-def require_methods(methods: Sequence[str], records: Path | None) -> None:
-    """UsageError on an unknown or repeated method, on auto beside others, and on records of several in one file."""
+def patches_alone(methods: Sequence[str], patches: Patches, **others: object) -> bool:
+    """Whether patches are what is certified; UsageError for --patch without the method, and for options of balls."""
+    if "patch" not in methods:
+        if patches.patches:
+            raise UsageError("--patch is for --method patch", "certvit certify ... --method patch --patch 32")
+        return False
+    if methods != ["patch"]:
+        raise UsageError("--method patch stands alone: shares against patches and within radii cannot be compared")
+    for name, value in others.items():
+        if value:
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --method patch", "leave it out")
+    return True
+
+
+def require_methods(methods: Sequence[str], norm: str, records: Path | None) -> None:
+    """Raise UsageError for methods that are unknown, repeated, or cannot be combined, or do not know the norm."""
     from certcli.certify.methods import METHODS
 
     for method in methods:
@@ -93,6 +105,10 @@ def require_methods(methods: Sequence[str], records: Path | None) -> None:
             METHODS[method]
     if len(set(methods)) != len(methods) or (AUTO in methods and len(methods) > 1):
         raise UsageError(f"--method {' '.join(methods)}: name each method once, and auto alone")
+    if norm == "linf" and methods != ["local"]:
+        raise UsageError(
+            "--norm linf is of --method local alone", "certvit certify ... --method local --norm linf -e 1/255"
+        )
     if records is not None and len(methods) > 1:
         raise UsageError("a file of records holds one method", "run them one by one, or leave out --records")
 
@@ -104,16 +120,16 @@ def settle(
     images: Images,
     radii: Sequence[float],
     sink: Sink,
-) -> tuple[Sequence[str], str | None, Mapping[str, Any]]:
-    """The methods as named; `auto` becomes the one that is worth having, with the reason, which is shown, and its options."""
+) -> tuple[Sequence[str], str | None, str | None]:
+    """The methods as named; `auto` becomes the one that is worth having, with its reason, which is shown, and effort."""
     from certcli.certify.choice import choose_method
 
     if AUTO not in methods:
-        return methods, None, {}
+        return methods, None, None
     least = next((radius for radius in radii if radius > 0), 0.25)
     choice = choose_method(checkpoint, machine.pick(), images, least, machine.batch_size)
     sink.text(f"--method {choice.method}: {choice.reason}")
-    return [choice.method, *choice.beside], choice.reason, {"effort": choice.effort}
+    return [choice.method, *choice.beside], choice.reason, choice.effort
 
 
 def tuning_images(record: Record, data: Evaluation, judged: Images, sink: Sink) -> Images:
@@ -166,7 +182,7 @@ def run(
     method: str,
     checkpoint: Checkpoint,
     images: Images,
-    given: Mapping[str, Any],
+    options: Options | None,
     machine: Machine,
     sizes: Sequence[Size],
     records: Path | None,
@@ -185,7 +201,7 @@ def run(
     from certcli.evaluation.records import RecordFile
     from certcli.evaluation.resumed import Demanded
 
-    certifier = prepare(method, checkpoint, machine.pick(), given)
+    certifier = prepare(method, checkpoint, machine.pick(), options)
     _require_reach(certifier, [size for size in sizes if isinstance(size, (int, float))], sink)
     if not team().leads:
         list(certify(certifier, images, machine.batch_size, team=team()))

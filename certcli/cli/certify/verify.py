@@ -55,7 +55,7 @@ class Asked:
 
 def verify_records(asked: Asked, source: Source, data: Evaluation, machine: Machine, sink: Sink) -> None:
     """Every record, or a sample: verified, refuted or not checked. GateError when one is refuted or none was verified."""
-    from certcli.certify.methods import prepare, run_of
+    from certcli.certify.methods import options_of, prepare, run_of
     from certcli.certify.recheck import FALSE_ALARM, read_claims, recheck, require_same_way
     from certcli.evaluation.records import read_records, require_same_images, require_same_network
 
@@ -66,9 +66,9 @@ def verify_records(asked: Asked, source: Source, data: Evaluation, machine: Mach
     method, parameters = _stated(run, asked)
     images = _images(run, checkpoint, data, asked.records, sink)
     require_same_images(rows, images, asked.records)
-    options = {**parameters, "batch_size": machine.batch_size, "denoiser_file": asked.denoiser}
+    values = {**parameters, "batch_size": machine.batch_size, "denoiser_file": asked.denoiser}
     try:
-        certifier = prepare(method, checkpoint, machine.pick(), options)
+        certifier = prepare(method, checkpoint, machine.pick(), options_of(method, values))
     except UsageError as failure:
         raise DataError(f"{asked.records} states parameters that mean nothing: {failure.message}") from failure
     require_same_way(run, run_of(certifier, checkpoint, images), str(asked.records))

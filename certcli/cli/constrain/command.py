@@ -18,7 +18,7 @@ from certcli.system.processes import team
 if TYPE_CHECKING:
     from certcli.constrain import network
     from certcli.constrain.options import Options
-    from certcli.evaluation.fidelity import Fidelity, Witness
+    from certcli.evaluation.fidelity import Fidelity, ReferenceLogits
 
 
 @group("Method")
@@ -132,7 +132,7 @@ def constrain(
         memory = network.room_for(model, paths, method.groups)
         if memory is not None:
             sink.note(f"statistics of {memory / 2**30:.1f} GiB at a time, the network is run for each: --memory")
-    calibration = network.Calibration(
+    calibration = network.LayerCalibration(
         model,
         paths,
         lambda: (pixels for _, pixels, _ in seen.batches(machine.batch_size)),
@@ -144,7 +144,7 @@ def constrain(
         team=team(),
     )
     with calibration.watching():
-        witness = fidelity.witness(model, seen, unseen, record, machine.batch_size, sink)
+        reference = fidelity.measure_reference(model, seen, unseen, record, machine.batch_size, sink)
     before = network.network_upper(model, size, classes) if team().leads else None
     found = _curves(calibration, chosen, sink) if method.target is not None or layers.plot is not None else {}
     judged = None
@@ -154,12 +154,14 @@ def constrain(
         results = _constrain(calibration, chosen, sink)
         network.write(model, {result.path: result.weight for result in results})
     else:
-        results, judged = _keeping(calibration, chosen, keep, witness, sink)
+        results, judged = _keeping(calibration, chosen, keep, reference, sink)
     if not team().leads:
         return
     view.remarks(results, sorted(set(paths) - calibration.called), refused, sink)
     after = network.network_upper(model, size, classes)
-    end_to_end = fidelity.told(witness, model, record, not len(unseen), judged) | {"chose": judged is not None}
+    end_to_end = fidelity.fidelity_document(reference, model, record, not len(unseen), judged) | {
+        "chose": judged is not None
+    }
     parameters = {
         **asdict(method),
         "keep": keep,
@@ -186,7 +188,7 @@ def constrain(
     sink.text(f"wrote {path}")
 
 
-def _curves(calibration: "network.Calibration", chosen: "Options", sink: Sink) -> Mapping[str, Any]:
+def _curves(calibration: "network.LayerCalibration", chosen: "Options", sink: Sink) -> Mapping[str, Any]:
     from certcli.constrain import network
 
     found = {}
@@ -197,7 +199,7 @@ def _curves(calibration: "network.Calibration", chosen: "Options", sink: Sink) -
     return found
 
 
-def _constrain(calibration: "network.Calibration", chosen: "Options", sink: Sink) -> list[Any]:
+def _constrain(calibration: "network.LayerCalibration", chosen: "Options", sink: Sink) -> list[Any]:
     from certcli.constrain import network
 
     results = []
@@ -209,7 +211,7 @@ def _constrain(calibration: "network.Calibration", chosen: "Options", sink: Sink
 
 
 def _keeping(
-    calibration: "network.Calibration", chosen: "Options", keep: float, witness: "Witness", sink: Sink
+    calibration: "network.LayerCalibration", chosen: "Options", keep: float, reference: "ReferenceLogits", sink: Sink
 ) -> tuple[list[Any], "Fidelity"]:
     """The layers at the largest eta that keeps enough, and what the network then keeps; what was found is said."""
     from certcli.constrain.keep import ROUNDS, TRIALS, constrain_keeping
@@ -219,7 +221,7 @@ def _keeping(
             calibration,
             chosen,
             keep,
-            witness,
+            reference,
             lambda eta, path: bar.advance(remark=f"eta {eta:.3g}: {path}"),
         )
     if not found.results:

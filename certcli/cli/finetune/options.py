@@ -1,6 +1,5 @@
 """The options of `certvit finetune`, a group a panel; each group knows its part of the run's settings."""
 
-from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +10,10 @@ from certcli.cli.shared.groups import Data, Machine, Output, Source
 
 if TYPE_CHECKING:
     from certcli.finetune.settings import FinetuneSettings
+
+
+NO_SETTINGS = ("resume", "shard_weights")
+"""Options among those of the recipe that do not decide its result. Any other without a setting is an error."""
 
 
 @group("Objective")
@@ -189,7 +192,11 @@ class Order:
     output: Output = Output()
 
     def settings(self) -> "FinetuneSettings":
-        """Every number that decides the result, what was left out filled in; UsageError where they contradict each other."""
+        """Return every number that decides the result, defaults filled in.
+
+        Raises:
+            UsageError: two options contradict each other.
+        """
         from certcli.finetune.budget import parse_duration
         from certcli.finetune.losses import NEEDS_PAIRS
         from certcli.finetune.settings import FinetuneSettings
@@ -202,6 +209,16 @@ class Order:
         orthogonal = self.objective.loss in NEEDS_PAIRS and self.norms.project is None
         optimiser = self.steps.optimiser or ("stiefel" if orthogonal else "adamw")
         usual = 8 / 255 if self.adversary.attack_norm == "linf" else self.objective.epsilon
+        recipe = (
+            self.objective,
+            self.length,
+            self.steps,
+            self.augmentation,
+            self.norms,
+            self.distillation,
+            self.adversary,
+        )
+        as_given = {name: value for part in recipe for name, value in vars(part).items() if name not in NO_SETTINGS}
         filled = {
             "optimiser": optimiser,
             "lr": (0.01 if optimiser == "stiefel" else 0.001) if self.steps.lr is None else self.steps.lr,
@@ -210,11 +227,10 @@ class Order:
             "attack_epsilon": usual if self.adversary.attack_epsilon is None else self.adversary.attack_epsilon,
             "teacher": None,  # the digest of --teacher's file, which is known once it is read
             "batch_size": self.machine.batch_size,
+            "seed": self.data.seed,
+            "validation_limit": self.data.validation_limit,
         }
-        names = FinetuneSettings.__dataclass_fields__
-        groups = [getattr(self, field.name) for field in fields(self)]
-        as_given = {field.name: getattr(part, field.name) for part in groups for field in fields(part)}
-        return FinetuneSettings(**{name: value for name, value in (as_given | filled).items() if name in names})
+        return FinetuneSettings(**{**as_given, **filled})
 
 
 def _three_weights(text: str) -> tuple[float, float, float]:

@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
+from certcli.certify.patch.options import Patches
 from certcli.cli.shared import options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Machine, Source, Talk
-from certcli.cli.shared.patches import Patches
 from certcli.system.errors import UsageError
 from certcli.system.processes import require_one
 
@@ -46,7 +46,7 @@ def predict(
     from certcli.certify.predicting import NO_DEFENCE, Predictor
     from certcli.images.folders import Decoder, image_files
 
-    if pictures.defence == NO_DEFENCE and (patches.patch or pictures.prove):
+    if pictures.defence == NO_DEFENCE and (patches.patches or pictures.prove):
         raise UsageError(
             "--patch and --prove are for --defence patch", "certvit predict ... --defence patch --patch 32"
         )
@@ -55,7 +55,7 @@ def predict(
     sink = talk.sink()
     checkpoint = source.open(sink)
     names, decode = checkpoint.record.class_names, Decoder(checkpoint.record.input)
-    predictor = Predictor(checkpoint, machine.pick(), pictures.defence, patches.given())
+    predictor = Predictor(checkpoint, machine.pick(), pictures.defence, patches)
     defended = predictor.defended
     rows: list[dict[str, Any]] = []
     with sink.progress("predict", total=len(files)) as bar:

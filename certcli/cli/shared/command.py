@@ -8,7 +8,8 @@
     def certify(where: Evaluation = Evaluation(limit=100), talk: Talk = Talk()) -> None: ...
 
 A field is an option of the panel's name; its default is the field's, or that of the instance which the command gives as its
-own default. A field may be a group again. Two groups of one command may not share a field.
+own default. A field may be a group again. Two groups of one command may not share a field. A dataclass of another room, such
+as `certify.local_options.Local`, is a group, too: its attribute `panel` and its fields' `Option` notes make the options.
 """
 
 import inspect
@@ -17,15 +18,18 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
-from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
+from certcli.cli.shared.options import Reads
 from certcli.system.errors import UsageError
+from certcli.system.options import Option
 
 Mark = TypeVar("Mark")
-PANEL = "__panel__"
+PANEL = "panel"
 SHARED = ("Images", "Checkpoints of others", "Machine", "Output")
 """Panels that many commands have: after a command's own, in this order everywhere."""
 
@@ -132,9 +136,11 @@ def _place(option: inspect.Parameter) -> int:
 
 def _options(kind: Any, given: Any) -> list[inspect.Parameter]:
     """The fields of a group as keyword parameters; `given`: the instance that holds a command's own defaults."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints = hints_of(kind)
     found = []
     for field in fields(kind):
+        if field.name not in hints:
+            continue
         default = _default(field) if given is inspect.Parameter.empty else getattr(given, field.name)
         if is_dataclass(hints[field.name]):
             found += _options(hints[field.name], default)
@@ -148,13 +154,33 @@ def _options(kind: Any, given: Any) -> list[inspect.Parameter]:
 
 def _build(kind: Any, given: dict[str, Any]) -> Any:
     """The group from the flat options, each taken out of `given`."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints = hints_of(kind)
     return kind(
-        **{
-            field.name: _build(hints[field.name], given) if is_dataclass(hints[field.name]) else given.pop(field.name)
-            for field in fields(kind)
-        }
+        **{name: _build(hint, given) if is_dataclass(hint) else given.pop(name) for name, hint in hints.items()}
     )
+
+
+def hints_of(kind: Any) -> dict[str, Any]:
+    """Return the type of each option of a group, with its notes; an `Option` becomes Typer's."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = {field.name: hints[field.name] for field in fields(kind)}
+    notes = {name: note for name, hint in found.items() for note in get_args(hint)[1:] if isinstance(note, Option)}
+    return {name: _typer_hint(found[name], note) for name, note in notes.items()} or found
+
+
+def _typer_hint(hint: Any, note: Option) -> Any:
+    def parse(text: Any) -> Any:
+        try:
+            return note.read(str(text)) if note.read is not None else text
+        except ValueError as failure:
+            raise typer.BadParameter(str(failure)) from failure
+
+    base = get_args(hint)[0]
+    parser = None if note.read is None else parse
+    option = typer.Option(*note.names, help=note.help, metavar=note.metavar, parser=parser)
+    if parser is not None or get_origin(base) is Literal:  # Typer reads no union, and offers a Literal by its own rules
+        base = str | None if type(None) in get_args(base) else str
+    return Annotated[(base, option, *[Reads()] * (Path in get_args(base)))]
 
 
 def _default(field: Field[Any]) -> Any:
@@ -196,7 +222,7 @@ def spelling(name: str, info: Any) -> list[str]:
 def marked(groups: Iterable[object], kind: type[Mark]) -> Iterator[tuple[str, Mark, Any]]:
     """(option, its mark, its value) for every option in these groups that carries a mark of this kind and has a value."""
     for part in groups:
-        for name, hint in get_type_hints(type(part), include_extras=True).items():
+        for name, hint in hints_of(type(part)).items():
             value = getattr(part, name)
             for note in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
                 if isinstance(note, kind) and value is not None:

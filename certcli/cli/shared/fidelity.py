@@ -1,4 +1,4 @@
-"""What `constrain` and `adapt` say first: what the network keeps, end to end, on images that took no part."""
+"""The headline of `constrain` and `adapt`: how far the network still agrees with the original, on other images."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -7,50 +7,57 @@ from certcli.cli.shared.output import Sink
 
 if TYPE_CHECKING:
     from certcli.checkpoint.record import Record
-    from certcli.evaluation.fidelity import Fidelity, Witness
+    from certcli.evaluation.fidelity import Fidelity, ReferenceLogits
     from certcli.images.labelled import Images
     from certcli.models.build import PixelModel
 
 VOUCHED_FOR = 0.15
-"""Error of the logits on synthetic photographs up to which it was seen to speak of real ones (`fidelity.ERROR_SHARE`).
-Beyond: ViT-Tiny with its attention replaced, fitted without data, told 54 % of first choices at 40 % and kept 0 of 100."""
+"""Largest logit error on synthetic photographs that was seen to predict real ones (`fidelity.ERROR_SHARE`).
+
+Beyond it, a ViT-Tiny with its attention replaced and fitted without data showed an error of 40 % and 54 % of first choices,
+and kept 0 of 100 on photographs.
+"""
 
 
-def witness(
+def measure_reference(
     model: "PixelModel", images: "Images", held_out: "Images", record: "Record", batch_size: int, sink: Sink
-) -> "Witness":
-    """The original network's word on the held-out images; on all of them where there are too few to hold any out."""
-    from certcli.evaluation.fidelity import Witness, known_labels
+) -> "ReferenceLogits":
+    """Return the original logits of the held-out images; of all images where these are too few to hold any out."""
+    from certcli.evaluation.fidelity import ReferenceLogits, known_labels
 
     judges = held_out if len(held_out) else images
     if not len(held_out):
-        sink.warn(f"{len(images)} images are too few to hold any out: what is kept is measured on those that took part")
+        sink.warn(f"{len(images)} images are too few to hold any out: the images that took part judge the result")
     labels, why = known_labels(judges, record)
     if why:
         sink.note(f"accuracy is not measured: {why}")
-    found = Witness(model, judges, labels, batch_size)
+    found = ReferenceLogits(model, judges, labels, batch_size)
     for doubt in found.doubts(record):
         sink.warn(doubt)
     return found
 
 
-def told(
-    witness: "Witness", model: "PixelModel", record: "Record", took_part: bool, found: "Fidelity | None" = None
+def fidelity_document(
+    reference: "ReferenceLogits",
+    model: "PixelModel",
+    record: "Record",
+    took_part: bool,
+    found: "Fidelity | None" = None,
 ) -> dict[str, Any]:
-    """The JSON form of what `model` keeps (`found`, where that is known). trained_on: it has seen these images, it says."""
-    images = witness.images
+    """Return the JSON form of the comparison with `model`, or of `found`. trained_on: the record names these images."""
+    images = reference.images
     trained = (
         record.dataset is not None
         and images.split == "train"
         and record.dataset in (images.name, f"torch/{images.name}")
     )
     about = {"dataset": images.name, "split": images.split, "took_part": took_part, "trained_on": trained}
-    found = witness.compare(witness.logits(model)) if found is None else found
+    found = reference.compare(reference.logits(model)) if found is None else found
     return {**found.to_json(), **about}
 
 
 def show(kept: Mapping[str, Any], sink: Sink) -> None:
-    """The headline, in sentences."""
+    """Print the headline."""
     where = "that took part" if kept["took_part"] else "that took no part in this"
     if kept.get("chose"):
         where += ", but in the choice of eta"
@@ -63,7 +70,7 @@ def show(kept: Mapping[str, Any], sink: Sink) -> None:
     )
     if kept["dataset"] == "synthetic photographs":
         sink.note(
-            "synthetic photographs have no class, their first choices are near ties: --dataset for a true agreement"
+            "synthetic photographs have no class, so their first choices are near ties: --dataset for a true agreement"
         )
         if kept["logits_error"] > VOUCHED_FOR:
             sink.warn(
@@ -78,5 +85,5 @@ def show(kept: Mapping[str, Any], sink: Sink) -> None:
 
 
 def between(share: float, interval: list[float]) -> str:
-    """\"79.0 % (70 to 86)\": a share with its 95 % interval."""
+    """Format a share with its 95 % interval: \"79.0 % (70 to 86)\"."""
     return f"{100 * share:.1f} % ({100 * interval[0]:.0f} to {100 * interval[1]:.0f})"

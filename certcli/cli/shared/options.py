@@ -1,11 +1,12 @@
 """Options that mean the same in every command. No torch here: `certvit COMMAND --help` must be instant."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from certcli.evaluation.radii import parse_radius
 
 MOST_IMAGES = 2**24  # at a time: more than any memory holds
 
@@ -32,13 +33,9 @@ class Writes:
 def fraction(text: str) -> float:
     """A radius: finite and >= 0, a number or a quotient as in 8/255."""
     try:
-        above, _, below = str(text).partition("/")
-        value = float(above) / float(below or 1)
-    except (ValueError, ZeroDivisionError) as failure:
-        raise typer.BadParameter(f"'{text}' is neither a number nor a quotient such as 8/255") from failure
-    if not 0 <= value < math.inf:
-        raise typer.BadParameter(f"{text} is not a finite number >= 0, as radii are")
-    return value
+        return parse_radius(str(text))
+    except ValueError as failure:
+        raise typer.BadParameter(str(failure)) from failure
 
 
 def share(text: str) -> float:

@@ -114,7 +114,8 @@ class Sink:
                 width = part.widths[place] if part.widths else None
                 table.add_column(columns[number], justify=side, overflow="fold", width=width)
             for row in cells:
-                table.add_row(*(Text(row[number]) for number in part.columns))
+                widths = part.widths or [self._out.width] * len(part.columns)
+                table.add_row(*(Text(wrapped(row[n], width)) for n, width in zip(part.columns, widths, strict=True)))
             self._out.print(table)
         for sentence, names in layout.remarks.items():
             self._print(self._out, f"{', '.join(names)}: {sentence}")
@@ -171,6 +172,8 @@ class Bar:
 
 def wrapped(line: str, room: int) -> str:
     """Broken between words, and not between a number and its percent sign; a word that is too long stays whole."""
+    if len(line) <= room:
+        return line
     kept = textwrap.wrap(line.replace(" %", "\0%"), room, break_long_words=False, break_on_hyphens=False)
     return "\n".join(kept).replace("\0", " ")
 

@@ -108,7 +108,7 @@ def _show(name: str, claims: list[Claim], sink: Sink) -> None:
 
 def _certifier(checkpoint: Checkpoint, asked: Asked, sink: Sink) -> Any:
     """`certify` of the verification: the images that the evidence names, certified again by its method."""
-    from certcli.certify.methods import certify, prepare
+    from certcli.certify.methods import certify, options_of, prepare
     from certcli.cli.shared.inputs import evaluation_images
     from certcli.verification.claims import Again, Held
 
@@ -126,7 +126,9 @@ def _certifier(checkpoint: Checkpoint, asked: Asked, sink: Sink) -> Any:
         device, batch = asked.machine.pick(), asked.machine.batch_size
         whose = Again([], len(images), images.name, images.split, registered=images.ahead is None)
         try:
-            certifier = prepare(wanted.method, checkpoint, device, {**wanted.options, "batch_size": batch})
+            certifier = prepare(
+                wanted.method, checkpoint, device, options_of(wanted.method, {**wanted.options, "batch_size": batch})
+            )
         except NoBoundError:
             if wanted.method != "lipschitz":
                 raise

@@ -1,4 +1,4 @@
-"""Dot-product attention near one image: what moves each token's result, from its own scores. docs/local.md, section 10."""
+"""Dot-product attention near one image: the effect of each token on the others. docs/local.md, section 10."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.layers import fibres
-from certcli.enclosure.balls.table import Context, rules
+from certcli.enclosure.balls.table import BallContext, rules
 from certcli.enclosure.zonotopes.rounding import TINY, gamma, up
 from certcli.enclosure.zonotopes.rules.layers import plain
 from certcli.engine.table import NoRule
@@ -164,7 +164,7 @@ def nonnegative_norm(matrix: Tensor) -> Tensor:
 
 
 @rules.module(Attention, when=plain)
-def attention(ctx: Context, module: Any, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Near:
+def attention(ctx: BallContext, module: Any, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Near:
     """timm's multi-head attention, for the queries that are read later."""
     if attn_mask is not None or is_causal:
         raise NoRule("attention with a mask")

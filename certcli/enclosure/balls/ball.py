@@ -1,4 +1,4 @@
-"""Balls of norms: how far a tensor can be from its value at one image, token by token and in all. docs/local.md, 10."""
+"""Balls of norms: the distance of a tensor from its value at one image, by token and in all. docs/local.md, 10."""
 
 import math
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class Near:
 
     @staticmethod
     def of(centre: Tensor, fibre: Tensor, whole: Tensor) -> "Near":
-        """Each of the two radii bounds the other: fibre_i <= whole <= sqrt(sum fibre_i^2)."""
+        """Tighten each radius by the other: fibre_i <= whole <= sqrt(sum fibre_i^2)."""
         together = up(fibre.flatten(1).norm(dim=1), fibre[0].numel())
         whole = torch.minimum(whole, together)
         return Near(centre, torch.minimum(fibre, _beside(whole, fibre)), whole)
@@ -36,28 +36,28 @@ class Near:
 
     @property
     def size(self) -> Tensor:
-        """|centre_i|_2 of each fibre, rounded up."""
+        """Return |centre_i|_2 of each fibre, rounded up."""
         return norm2(self.centre.movedim(-1, 0))
 
     @property
     def consistent(self) -> bool:
-        """Whether all parts are about one tensor."""
+        """Return whether all parts have the shape of one tensor."""
         return self.fibre.shape == self.centre.shape[:-1] and self.whole.shape == self.centre.shape[:1]
 
     def far(self, radius: Tensor, norm: Norm) -> list[Tensor]:
-        """Two images far from the first one (of a value that is a ball of images), from a fixed generator."""
+        """Return two images far from the first one, from a fixed generator; the value is a ball of images."""
         generator = torch.Generator().manual_seed(24)
         move = torch.randn(self.shape, generator=generator, dtype=torch.float64).to(self.centre)
         step = radius * (move.sign() if norm == "linf" else move / move.norm())
         return [self.centre[0] + step, self.centre[0] - step]
 
     def farthest(self, row: int, truth: Tensor) -> Tensor:
-        """How far the truth is outside the ball of an image, each fibre and all: not above 0 but for rounding."""
+        """Return how far the truth lies outside an image's ball, for each fibre and in all: above 0 by rounding only."""
         far = truth - self.centre[row]
         return torch.cat([(far.norm(dim=-1) - self.fibre[row]).flatten(), (far.norm() - self.whole[row])[None]])
 
     def noisy(self, error: Tensor) -> "Near":
-        """The same with a centre that is off by at most `error` a fibre."""
+        """Return the ball for a centre that is off by at most `error` a fibre."""
         whole = up(self.whole + up(error.flatten(1).norm(dim=1), error[0].numel()))
         return Near.of(self.centre, up(self.fibre + error), whole)
 
@@ -67,13 +67,13 @@ class Near:
         return Near.of(centre, up(self.fibre * gain), up(self.whole * most)).noisy(noise)
 
     def shift(self, constant: Tensor) -> "Near":
-        """x + constant (broadcast to the shape of x)."""
+        """Return x + constant (broadcast to the shape of x)."""
         constant = fitting(constant, self.shape)
         centre = self.centre + constant
         return replace(self, centre=centre).noisy(gamma(0) * norm2(centre.movedim(-1, 0)))
 
     def scale(self, factor: Tensor) -> "Near":
-        """factor * x (broadcast to the shape of x)."""
+        """Return factor * x (broadcast to the shape of x)."""
         factor = fitting(factor, self.shape)
         centre = self.centre * factor
         return self.moved(centre, factor.abs().max(), gamma(1) * norm2(centre.movedim(-1, 0)))
@@ -84,7 +84,7 @@ class Near:
         return found.noisy(gamma(0) * norm2(centre.movedim(-1, 0)))
 
     def choose(self, token: int) -> "Near":
-        """The token at this place of axis 1 alone."""
+        """Return the one token at this place of axis 1."""
         return Near.of(self.centre[:, :, token : token + 1], self.fibre[:, :, token : token + 1], self.whole)
 
 
@@ -98,7 +98,7 @@ class Normalised:
 
     @property
     def centre(self) -> Tensor:
-        """gain * n + bias at the centre of `near`."""
+        """Return gain * n + bias at the centre of `near`."""
         found = self.near.centre if self.gain is None else self.near.centre * self.gain
         return found if self.bias is None else found + self.bias
 
@@ -108,7 +108,7 @@ class Normalised:
 
     @property
     def consistent(self) -> bool:
-        """Whether all parts are about one tensor, which the scale and the shift do not repeat."""
+        """Return whether all parts have the shape of one tensor, which scale and shift do not repeat."""
         return self.near.consistent and self.centre.shape == self.near.centre.shape
 
     def farthest(self, row: int, truth: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Normalised:
 
 
 def settled(x: object) -> Near:
-    """The value itself, nothing waiting. TypeError for what is no value of this domain."""
+    """Return the value with any pending scale and shift applied. TypeError for values of other domains."""
     if isinstance(x, Normalised):
         return x.settled()
     if not isinstance(x, Near):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certcli.enclosure.balls.ball import Near, Normalised, rearranged, settled
-from certcli.enclosure.balls.table import Context, folded_norm, rules
+from certcli.enclosure.balls.table import BallContext, folded_norm, rules
 from certcli.enclosure.zonotopes.form import fitting
 from certcli.enclosure.zonotopes.functions import GELU
 from certcli.enclosure.zonotopes.rounding import FUNCTION, gamma, norm2, up
@@ -36,12 +36,12 @@ def fibres(t: Tensor) -> Tensor:
 
 
 @rules.module(nn.Identity, nn.Dropout, DropPath)
-def nothing(ctx: Context, module: nn.Module, x: Any) -> Any:
+def nothing(ctx: BallContext, module: nn.Module, x: Any) -> Any:
     return x
 
 
 @rules.module(PixelNormalize)
-def pixels(ctx: Context, module: PixelNormalize, x: Near) -> Near:
+def pixels(ctx: BallContext, module: PixelNormalize, x: Near) -> Near:
     mean, std = module.mean.to(x.centre), fitting(module.std.to(x.centre), x.shape)
     off = x.shift(-mean)
     centre = off.centre / std
@@ -49,7 +49,7 @@ def pixels(ctx: Context, module: PixelNormalize, x: Near) -> Near:
 
 
 @rules.module(nn.Linear)
-def linear(ctx: Context, module: nn.Linear, x: Any) -> Near:
+def linear(ctx: BallContext, module: nn.Linear, x: Any) -> Near:
     """|W D (z - c)| <= sigma(W D) |z - c|, D what waits of a LayerNorm."""
     gain = x.gain if isinstance(x, Normalised) else None
     near = x.near if isinstance(x, Normalised) else settled(x)
@@ -71,12 +71,12 @@ def _lengths(x: Any, near: Near, centre: Tensor) -> Tensor:
 
 
 @rules.module(nn.LayerNorm, TimmLayerNorm, when=lambda module: len(module.normalized_shape) == 1)
-def layer_norm(ctx: Context, module: Any, x: Any) -> Normalised:
+def layer_norm(ctx: BallContext, module: Any, x: Any) -> Normalised:
     return normalised(module, x)
 
 
 @rules.function(F.rms_norm)
-def rms_norm(ctx: Context, x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Normalised:
+def rms_norm(ctx: BallContext, x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Normalised:
     """LayerNorm without the mean."""
     x = settled(x)
     if eps is None or tuple(shape) != x.shape[-1:]:
@@ -109,17 +109,17 @@ def _scaled(x: Near, y: Tensor, eps: float, weight: Tensor | None, bias: Tensor 
 
 
 @rules.module(LayerScale)
-def layer_scale(ctx: Context, module: LayerScale, x: Any) -> Near:
+def layer_scale(ctx: BallContext, module: LayerScale, x: Any) -> Near:
     return settled(x).scale(module.gamma)
 
 
 @rules.module(nn.GELU, when=lambda module: module.approximate in ("none", "tanh"))
-def gelu_module(ctx: Context, module: nn.GELU, x: Any) -> Near:
+def gelu_module(ctx: BallContext, module: nn.GELU, x: Any) -> Near:
     return gelu(ctx, x, module.approximate)
 
 
 @rules.function(F.gelu)
-def gelu(ctx: Context, x: Any, approximate: str = "none") -> Near:
+def gelu(ctx: BallContext, x: Any, approximate: str = "none") -> Near:
     """|f'(z)| <= |f'(c)| + sup |f''| r, and never above sup |f'|."""
     x = settled(x)
     centre = F.gelu(x.centre, approximate=approximate)
@@ -131,19 +131,19 @@ def gelu(ctx: Context, x: Any, approximate: str = "none") -> Near:
 
 
 @rules.module(nn.ReLU)
-def relu_module(ctx: Context, module: nn.ReLU, x: Any) -> Near:
+def relu_module(ctx: BallContext, module: nn.ReLU, x: Any) -> Near:
     return relu(ctx, x)
 
 
 @rules.function(F.relu, torch.relu)
-def relu(ctx: Context, x: Any, inplace: bool = False) -> Near:
+def relu(ctx: BallContext, x: Any, inplace: bool = False) -> Near:
     x = settled(x)
     alive = (x.centre.amax(-1) + x.fibre > 0).double()  # a fibre of which no unit can open does not move
     return Near.of(x.centre.relu(), x.fibre * alive, x.whole)
 
 
 @rules.module(nn.Conv2d, when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str))
-def convolution(ctx: Context, module: nn.Conv2d, x: Any) -> Near:
+def convolution(ctx: BallContext, module: nn.Conv2d, x: Any) -> Near:
     x = settled(x)
     if len(x.shape) != 4 or x.shape[0] != 1:
         raise NoRule("a convolution of something other than one image")
@@ -176,7 +176,7 @@ register_moves(rules, arranged, settled)
 
 @rules.function(torch.mean)
 @rules.method("mean")
-def mean(ctx: Context, x: Any, dim: Any, keepdim: bool = False) -> Near:
+def mean(ctx: BallContext, x: Any, dim: Any, keepdim: bool = False) -> Near:
     """The mean of k numbers is 1 / sqrt(k) as long as they are, and no longer than the mean of their lengths."""
     x = settled(x)
     axes = len(x.shape)
@@ -195,7 +195,7 @@ def mean(ctx: Context, x: Any, dim: Any, keepdim: bool = False) -> Near:
 
 
 @rules.function(torch.cat, torch.concat)
-def cat(ctx: Context, parts: Any, dim: int = 0) -> Near:
+def cat(ctx: BallContext, parts: Any, dim: int = 0) -> Near:
     images = next(len(part.centre) for part in parts if isinstance(part, (Near, Normalised)))
     values = [still(part.tensor, images) if isinstance(part, Constant) else settled(part) for part in parts]
     axis = dim % len(values[0].shape)
@@ -231,14 +231,14 @@ def _pair(x: Any, y: Any) -> tuple[Near, Any]:
 
 @rules.function(operator.add, operator.iadd, torch.add)
 @rules.method("add", "add_")
-def add(ctx: Context, x: Any, y: Any) -> Near:
+def add(ctx: BallContext, x: Any, y: Any) -> Near:
     x, y = _pair(x, y)
     return x + y if isinstance(y, Near) else x.shift(_constant(y, x))
 
 
 @rules.function(operator.sub, operator.isub, torch.sub)
 @rules.method("sub", "sub_")
-def subtract(ctx: Context, x: Any, y: Any) -> Near:
+def subtract(ctx: BallContext, x: Any, y: Any) -> Near:
     if not isinstance(y, (Near, Normalised)):
         x = settled(x)
         return x.shift(-_constant(y, x))
@@ -247,7 +247,7 @@ def subtract(ctx: Context, x: Any, y: Any) -> Near:
 
 @rules.function(operator.mul, operator.imul, torch.mul)
 @rules.method("mul", "mul_")
-def multiply(ctx: Context, x: Any, y: Any) -> Near:
+def multiply(ctx: BallContext, x: Any, y: Any) -> Near:
     """z w - c d = (z - c) d + c (w - d) + (z - c)(w - d), with |entries| <= |fibre|_2; or a product with a constant."""
     x, y = _pair(x, y)
     if not isinstance(y, Near):
@@ -261,7 +261,7 @@ def multiply(ctx: Context, x: Any, y: Any) -> Near:
 
 @rules.function(operator.truediv, torch.div)
 @rules.method("div")
-def divide(ctx: Context, x: Any, y: Any) -> Near:
+def divide(ctx: BallContext, x: Any, y: Any) -> Near:
     """By a number: what is divided by it is as far off as the product with a rounded inverse, and one rounding more."""
     x = settled(x)
     if not isinstance(y, (int, float)) or y == 0:

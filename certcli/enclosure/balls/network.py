@@ -1,4 +1,4 @@
-"""Many images at once through balls of norms: margins and radii of a network of any size. Proofs: docs/local.md, 10."""
+"""Margins and radii by balls of norms, for many images at once and networks of any size. Proofs: docs/local.md, 10."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, settled
 from certcli.enclosure.balls.layers import fibres, normalised
-from certcli.enclosure.balls.table import Context, rules
+from certcli.enclosure.balls.table import BallContext, rules
 from certcli.enclosure.zonotopes.domain import Enclosure, Watch, prepared
 from certcli.enclosure.zonotopes.margins import differences
 from certcli.enclosure.zonotopes.rounding import gamma, up
@@ -19,11 +19,11 @@ from certcli.engine.walk import Call, walk
 from certcli.evaluation.threat import Norm
 
 _COPIES = 24
-"""Arrays of the largest kind an image, what is remembered for the next radius included."""
+"""Arrays of the largest kind an image, with those kept for the next radius."""
 _MOST = 64
 
 
-class _Walk(Enclosure):
+class _BallWalk(Enclosure):
     """One walk: the same graph and the same tokens as the local domain, with norms for values."""
 
     rules = rules
@@ -36,24 +36,24 @@ class _Walk(Enclosure):
         watch: Watch | None,
         witnesses: Sequence[tuple[int, Tensor]],
     ) -> None:
-        super().__init__(network.ending, network.wanted, start, watch, witnesses)
+        super().__init__(network.ending, network.needed, start, watch, witnesses)
         self._weights, self._facts = network.weights, facts
 
     def context(self, call: Call) -> Any:
         assert call.node is not None
-        return Context(call.node, self.wanted.get(call.node), self._weights, self._facts)
+        return BallContext(call.node, self.needed.get(call.node), self._weights, self._facts)
 
 
 class NormsNetwork:
-    """A network traced once. NoRule, Untraceable name what has no theorem."""
+    """A network traced once. NoRule, Untraceable name an operation without a theorem."""
 
     def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
         self.size = size
         self.weights: dict[Any, Any] = {}
-        self.ending, self.wanted = prepared(model, size, rules)
+        self.ending, self.needed = prepared(model, size, rules)
 
     def at_once(self, budget: float) -> int:
-        """How many images fit into `budget` bytes: probabilities of all heads, and a matrix of a head's size a token."""
+        """Return how many images fit into `budget` bytes, with all heads' probabilities and a head's matrix a token."""
         most = max(self.size)
         for node in self.ending.trace.graph.nodes:
             shape = node.meta.get("shape")
@@ -79,18 +79,16 @@ class NormsNetwork:
         watch: Watch | None = None,
         norm: Norm = "l2",
     ) -> Tensor:
-        """(b, k - 1) lower bounds on z_label - z_j over each image's ball; NaN or -inf where nothing is proven.
+        """Return (b, k - 1) lower bounds on z_label - z_j over each image's ball; NaN or -inf where nothing is proven.
 
         facts: filled with what depends on the images alone, for the next radii around the same images.
         """
         start = pixel_ball(images, radii, norm)
         facts = {} if facts is None else facts
         witnesses: list[tuple[int, Tensor]] = []
-        if (
-            "witnessed" not in facts
-        ):  # once for these images: each at its centre, the first one at two far points as well
+        if "witnessed" not in facts:  # once for these images: all centres, and two far points of the first image
             witnesses = [*enumerate(images[:, None]), *((0, image) for image in start.far(radii[0], norm))]
-        x: Any = walk(self.ending.trace, _Walk(self, start, facts, watch, witnesses))
+        x: Any = walk(self.ending.trace, _BallWalk(self, start, facts, watch, witnesses))
         facts["witnessed"] = True
         head: Any = self.ending.head
         if self.ending.token is not None and x.shape[1] > 1:
@@ -107,9 +105,9 @@ class NormsNetwork:
         return torch.stack(found)
 
     def radii(self, images: Tensor, labels: Tensor, steps: int = 4, norm: Norm = "l2") -> Tensor:
-        """The largest radii of those tried whose margins were all proven positive, 0.0 where none was: (b,).
+        """Return the largest radii tried whose margins were all proven positive, 0.0 where none was: (b,).
 
-        Bisection of the exponent, all images at once. Nothing is assumed to be monotone: what is returned was checked.
+        The exponent is bisected for all images at once. Every radius returned was checked; monotony is not assumed.
         """
         facts: dict[Any, Any] = {}
         proven = torch.zeros(len(images), dtype=torch.float64, device=images.device)
@@ -127,7 +125,7 @@ class NormsNetwork:
 def _margins(
     centre: Tensor, near: Near, i: int, weight: Tensor, bias: Tensor | None, gain: Tensor | None, label: int
 ) -> Tensor:
-    """(w_label - w_j) z at the centre minus |(w_label - w_j) D| times the radius, rounded down."""
+    """Return (w_label - w_j) z at the centre minus |(w_label - w_j) D| times the radius, rounded down."""
     rows, offset, doubt = differences(weight, bias, label)
     flat, radius = centre.flatten(), near.fibre[i].flatten()
     if len(radius) != 1:

@@ -1,4 +1,4 @@
-"""The rule table of the norms domain, and what its rules are called with."""
+"""The rule table of the norms domain, and the context of its rules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,14 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Context:
-    """node: in the traced graph. token: the only one of the result's tokens that is read later; None for all.
+class BallContext:
+    """The context of one call.
 
-    weights: what was proven of the weights, for good. facts: what was computed at the centres of these images.
+    Args:
+        node: the node in the traced graph.
+        token: the only token of the result that is read later; None: all.
+        weights: proven facts of the weights, for all images.
+        facts: values computed at the centres of these images.
     """
 
     node: fx.Node
@@ -26,11 +30,11 @@ class Context:
     facts: dict[Any, Any]
 
     def of_weights(self, name: str, compute: Callable[[], Found]) -> Found:
-        """The result of `compute`, once for the network."""
+        """Return compute(), computed once for the network."""
         return _once(self.weights, (self.node, name), compute)
 
     def at_centre(self, name: str, compute: Callable[[], Found]) -> Found:
-        """The result of `compute`, once for all radii around these images."""
+        """Return compute(), computed once for all radii around these images."""
         return _once(self.facts, (self.node, name), compute)
 
 
@@ -42,7 +46,7 @@ def _once(known: dict[Any, Any], key: Any, compute: Callable[[], Found]) -> Foun
 
 
 def folded_norm(weight: Tensor, gain: Tensor | None) -> float:
-    """sigma(W diag(gain)) from above, the rounding of that product included: (m, n), (n)."""
+    """Return an upper bound of sigma(W diag(gain)), rounding included: (m, n), (n)."""
     if gain is None:
         return spectral_norm(weight)
     folded = weight * gain

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from certcli.enclosure.balls.ball import Near, settled
 from certcli.enclosure.balls.layers import fibres, still
-from certcli.enclosure.balls.table import Context, rules
+from certcli.enclosure.balls.table import BallContext, rules
 from certcli.enclosure.zonotopes.rounding import gamma, up
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
@@ -16,7 +16,7 @@ from certcli.engine.walk import Constant
 
 @rules.function(F.scaled_dot_product_attention)
 def heads(
-    ctx: Context,
+    ctx: BallContext,
     query: Any,
     key: Any,
     value: Any,

@@ -1,4 +1,4 @@
-"""What each tensor of a walk is in terms of the tensors before it, and bounds found by going back through it.
+"""State each tensor of a walk in terms of earlier tensors, and bound rows of the last one backwards (as CROWN does).
 
 A node states, of the true values z on the neighbourhood, |z - sum_p L_p z_p - constant| <= error entry by entry, with L_p
 linear maps of its parents. Any row of numbers w then gives a lower bound of <w, z>: from the last node to the first,
@@ -17,7 +17,7 @@ from certcli.enclosure.zonotopes.rounding import gamma, up
 
 Pull = Callable[[Tensor], Sequence[Tensor]]
 BACK = 64
-"""Roundings that any entry meets on the way back beside inner products: factors, and sums over those that read it."""
+"""Roundings of an entry on the way back beside inner products: factors, and sums over its readers."""
 _serial = itertools.count()
 
 
@@ -65,7 +65,7 @@ class Ball(Node):
 
 
 def adjoint(apply: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Pull:
-    """L^T of a linear map given on batches, by differentiating it."""
+    """Return L^T of a linear map on batches, by differentiation."""
 
     def pull(rows: Tensor) -> Sequence[Tensor]:
         with torch.enable_grad():
@@ -77,8 +77,8 @@ def adjoint(apply: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Pull:
 
 
 @dataclass
-class Choice:
-    """How an open hinge is bounded, (rows, k) each, anything in its range is sound.
+class HingeChoice:
+    """The parameters of the bound of an open hinge, (rows, k) each; every value in range is sound.
 
     slope in [0, 1]: max(x, 0) >= slope x. share in [0, 1]: how much of the bound from above is a parabola, the rest a chord.
     width > 0: |x| <= x^2 / (2 width) + width / 2. split > 0: (y + p)^2 <= (1 + split) y^2 + (1 + 1 / split) p^2.
@@ -92,14 +92,14 @@ class Choice:
 
 @dataclass
 class Parabolas:
-    """- sum_k weight_k (middle_k + columns_k . e)^2, what is left of parabolas: weight (rows, k)."""
+    """The remaining term - sum_k weight_k (middle_k + columns_k . e)^2 of the parabolas: weight (rows, k)."""
 
     hinge: Hinge
     weight: Tensor
 
 
 @dataclass
-class Descent:
+class BackwardBound:
     """<rows, z> >= total + slope . x - parabolas over the images x: total (rows), slope (rows, pixels); size of the terms."""
 
     total: Tensor
@@ -111,20 +111,20 @@ class Descent:
 
 
 def simple(node: Hinge) -> Tensor:
-    """The slope that leaves the smaller triangle below max(x, 0): 1 where x is positive on more than half, else 0."""
+    """Return the slope of the smaller triangle below max(x, 0): 1 where x is positive on more than half, else 0."""
     return (node.high > -node.low).double().flatten()[node.places]
 
 
 def _chord(node: Hinge) -> tuple[Tensor, Tensor]:
-    """A line above max(x, 0) on [low, high], open entries alone: its slope and its value at 0."""
+    """Return slope and value at 0 of a line above max(x, 0) on [low, high], for open entries."""
     low, high = node.low.flatten()[node.places], node.high.flatten()[node.places]
     slope = high / (high - low)
-    # convex: below any line that is above it at both ends
+    # a convex function lies below a line that is above it at both ends
     return slope, up(torch.maximum(-slope * low, (1 - slope) * high), 4)
 
 
-def _through(node: Hinge, rows: Tensor, choice: Choice | None) -> tuple[Tensor, Tensor, Parabolas | None]:
-    """What rows of max(x, 0) are at least: rows of x, a constant (rows), and parabolas."""
+def _through(node: Hinge, rows: Tensor, choice: HingeChoice | None) -> tuple[Tensor, Tensor, Parabolas | None]:
+    """Bound rows of max(x, 0) from below: rows of x, a constant (rows), and parabolas."""
     flat = rows.flatten(1)
     back = flat * (node.low >= 0).double().flatten()
     some = flat[:, node.places]
@@ -140,8 +140,8 @@ def _through(node: Hinge, rows: Tensor, choice: Choice | None) -> tuple[Tensor, 
     return back.index_copy(1, node.places, found).view_as(rows), (below * level).sum(1), Parabolas(node, weight)
 
 
-def descend(out: Node, rows: Tensor, chosen: Mapping[Node, Choice]) -> Descent:
-    """From the last node to the images: rows (k, *shape) of `out`."""
+def descend(out: Node, rows: Tensor, chosen: Mapping[Node, HingeChoice]) -> BackwardBound:
+    """Carry rows (k, *shape) of `out` back from the last node to the images."""
     waiting: dict[Node, Tensor] = {out: rows}
     total, size = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
     entries = 0
@@ -152,7 +152,7 @@ def descend(out: Node, rows: Tensor, chosen: Mapping[Node, Choice]) -> Descent:
         flat = row.flatten(1)
         entries += flat.shape[1]
         if isinstance(node, Ball):
-            return Descent(total, flat, size, entries, node, parabolas)
+            return BackwardBound(total, flat, size, entries, node, parabolas)
         if node.error is not None:
             lost = flat.abs() @ node.error.flatten()
             total, size = total - lost, size + lost
@@ -171,7 +171,7 @@ def descend(out: Node, rows: Tensor, chosen: Mapping[Node, Choice]) -> Descent:
 
 
 def lower(out: Node, rows: Tensor) -> Tensor:
-    """(k,) lower bounds of <rows_i, z> over the neighbourhood, rounded down, with chords and simple slopes."""
+    """Return (k,) lower bounds of <rows_i, z> over the neighbourhood, rounded down, with chords and simple slopes."""
     found = descend(out, rows, {})
     ball, slope = found.ball, found.slope
     length = slope.abs().sum(1) if ball.boxed else slope.norm(dim=1)
@@ -184,7 +184,7 @@ _ROWS = 256
 
 
 def tightened(x: Node, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds on the entries of x whose sign is open, by going back; never wider than those given."""
+    """Tighten the bounds on entries of x whose sign is open, by going back."""
     flat_low, flat_high = low.flatten().clone(), high.flatten().clone()
     open_ = ((flat_low < 0) & (flat_high > 0)).nonzero()[:, 0]
     for places in open_.split(_ROWS):

@@ -1,4 +1,4 @@
-"""The local domain: the traced graph walked once for one neighbourhood, every tensor an enclosure of what it can be."""
+"""The local domain: walk the traced graph once for one neighbourhood, with an enclosure for every tensor."""
 
 import math
 import operator
@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.margins import linear_margins, normalised_margins
-from certcli.enclosure.zonotopes.needed_tokens import Ending, last_of, reads, split, tokens_read
+from certcli.enclosure.zonotopes.needed_tokens import NetworkEnd, last_of, reads, split, tokens_read
 from certcli.enclosure.zonotopes.rules.layers import NORMS, QUERIES, TOKENWISE
-from certcli.enclosure.zonotopes.table import Context, rules
+from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.replay import agree, executed, noise_like, replayed, result_of
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace, example_of
@@ -20,11 +20,11 @@ from certcli.engine.walk import Call, Constant, Domain, walk
 
 Watch = Callable[[fx.Node, Any, int | None], None]
 _ROUNDING = 2.0**-26
-"""Relative to the length of a tensor: far above what other kernels round, far below what another tensor is."""
+"""Relative to the length of a tensor: far above rounding differences of kernels, far below a wrong tensor."""
 
 
 class Enclosure(Domain):
-    """One walk for one neighbourhood. wanted: of every node, the only token that is read later.
+    """One walk for one neighbourhood. needed: node -> the only token of its value that is read later; None: all.
 
     witnesses: images of the neighbourhood, each with its place in it. The graph runs on them beside the walk, and no node's
     value (thorough; else the last one's) may exclude what the network has there, whatever a rule believes of its arguments.
@@ -34,14 +34,14 @@ class Enclosure(Domain):
 
     def __init__(
         self,
-        ending: Ending,
-        wanted: dict[fx.Node, int | None],
+        ending: NetworkEnd,
+        needed: dict[fx.Node, int | None],
         start: Any,
         watch: Watch | None,
         witnesses: Sequence[tuple[Any, Tensor]] = (),
         thorough: bool = True,
     ) -> None:
-        self.ending, self.wanted, self.start, self.watch = ending, wanted, start, watch
+        self.ending, self.needed, self.start, self.watch = ending, needed, start, watch
         self.checked = set(ending.trace.graph.nodes) if thorough else {last_of(ending.trace)}
         self.runs = [(place, executed(ending.trace, image)) for place, image in witnesses]
 
@@ -56,21 +56,21 @@ class Enclosure(Domain):
         return tuple(value.shape)
 
     def expected(self, call: Call) -> Any:
-        token = None if call.node is None else self.wanted.get(call.node)
+        token = None if call.node is None else self.needed.get(call.node)
         return call.shape if token is None else (call.shape[0], 1, *call.shape[2:])
 
     def context(self, call: Call) -> Any:
         assert call.node is not None
-        return Context(call.node, self.wanted.get(call.node))
+        return ZonotopeContext(call.node, self.needed.get(call.node))
 
     def read(self, node: fx.Node, argument: fx.Node, value: Any) -> Any:
-        asked = reads(self.ending.trace, node, self.wanted.get(node), tokenwise)
-        if asked is None or self.wanted.get(argument) is not None or node.target is operator.getitem:
+        read = reads(self.ending.trace, node, self.needed.get(node), tokenwise)
+        if read is None or self.needed.get(argument) is not None or node.target is operator.getitem:
             return value
         if isinstance(value, Constant):
             many = value.tensor.dim() == 3 and value.tensor.shape[1] > 1
-            return Constant(value.tensor[:, asked : asked + 1]) if many else value
-        return value.choose(asked)
+            return Constant(value.tensor[:, read : read + 1]) if many else value
+        return value.choose(read)
 
     def found(self, node: fx.Node, value: Any) -> None:
         for place, run in self.runs:
@@ -78,17 +78,17 @@ class Enclosure(Domain):
             if node in self.checked:
                 self.require_holds(node, value, place, truth)
         if self.watch is not None:
-            self.watch(node, value, self.wanted.get(node))
+            self.watch(node, value, self.needed.get(node))
 
     def require_holds(self, node: fx.Node, value: Any, place: Any, truth: Any) -> None:
-        """NoRule where `value` excludes the truth at a witness."""
+        """Raise NoRule where `value` excludes the truth at a witness."""
         if isinstance(value, Constant):
             return
         if isinstance(value, (list, tuple)):
             for part, tensor in zip(value, truth, strict=True):
                 self.require_holds(node, part, place, tensor)
             return
-        token = self.wanted.get(node)
+        token = self.needed.get(node)
         truth = truth if token is None else truth[:, token : token + 1]
         if bool((value.farthest(place, truth) > _ROUNDING * truth.norm()).any()):
             where = node.meta.get("path") or "the network"
@@ -96,17 +96,17 @@ class Enclosure(Domain):
 
 
 def tokenwise(module: nn.Module) -> bool:
-    """Whether a module acts on tokens one by one."""
+    """Return whether a module acts on tokens one by one."""
     return type(module) in TOKENWISE
 
 
 def queries(module: nn.Module) -> bool:
-    """Whether the rule of a module computes single tokens of its result."""
+    """Return whether the rule of a module computes single tokens of its result."""
     return type(module) in QUERIES
 
 
 def require_rules(traced: Trace, table: RuleTable) -> None:
-    """NoRule names the first operation that has none, before any image is read."""
+    """Raise NoRule that names the first operation without a rule, before any image is read."""
     for node in traced.graph.nodes:
         known = table.methods if node.op == "call_method" else table.functions
         if node.op in ("call_method", "call_function") and node.target not in known:
@@ -116,9 +116,9 @@ def require_rules(traced: Trace, table: RuleTable) -> None:
 
 def prepared(
     model: nn.Module, size: tuple[int, int, int], table: RuleTable
-) -> tuple[Ending, dict[fx.Node, int | None]]:
-    """The network up to its last layers, and the tokens that are read. NoRule, Untraceable name what has no theorem."""
-    with replayed(model, size, table) as traced:  # what is enclosed is the network, not only its trace
+) -> tuple[NetworkEnd, dict[fx.Node, int | None]]:
+    """Return the network up to its last layers, and the tokens read. NoRule, Untraceable name a missing theorem."""
+    with replayed(model, size, table) as traced:  # the enclosure is of the network, not only of its trace
         image = noise_like(example_of(model, size))
         logits = result_of(traced, image)
         if logits.dim() != 2 or len(logits) != 1:
@@ -138,7 +138,7 @@ class LocalNetwork:
 
     def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
         self.size, self._seen = size, False
-        self.ending, self.wanted = prepared(model, size, rules)
+        self.ending, self.needed = prepared(model, size, rules)
 
     def sizes(self) -> tuple[int, int, int, int]:
         """Entries: of an image, of the largest sum of two tensors, of the largest tensor at all; symbols made in a block."""
@@ -164,7 +164,7 @@ class LocalNetwork:
         """The form before the last norm and linear layer. `watch` is shown every node's value on the way."""
         with torch.no_grad():
             witnesses = [(e, start.at(e)) for e in start.somewhere()[: 1 if self._seen else 3]]
-            domain = Enclosure(self.ending, self.wanted, start, watch, witnesses, thorough=not self._seen)
+            domain = Enclosure(self.ending, self.needed, start, watch, witnesses, thorough=not self._seen)
             form: Form = walk(self.ending.trace, domain)
         self._seen = True
         return form

@@ -1,4 +1,4 @@
-"""Affine forms: everything that the images of a ball can be, at one tensor of the network.
+"""Affine forms: an enclosure of one tensor of the network over all images of a ball.
 
 A form is the set of all  c + A e + Q vec(e e^T) + B n + s,  where e (|e|_2 <= 1) places the image in its ball, n (|n|_inf <=
 1) are box symbols, and s is any tensor with |s| <= slack entry by entry. e and n mean the same in every form of a walk, so
@@ -23,11 +23,11 @@ _fresh_names = itertools.count()
 
 
 class Unbounded(Exception):
-    """The neighbourhood is too large for a finite enclosure; the message names the place."""
+    """Raised where a neighbourhood is too large for a finite enclosure; the message names the place."""
 
 
 def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A constant that broadcasts to a tensor of this shape. NoRule where the tensor would be repeated instead."""
+    """Return a constant that broadcasts to this shape. NoRule where it would repeat the tensor."""
     if torch.broadcast_shapes(constant.shape, shape) != shape:
         raise NoRule("an operation that repeats a tensor")
     return constant
@@ -72,24 +72,24 @@ class Form:
 
     @property
     def consistent(self) -> bool:
-        """Whether all parts are about one tensor."""
+        """Return whether all parts have the shape of one tensor."""
         parts = [self.gens.shape[1:], self.slack.shape, self.shape if self.node is None else self.node.shape]
         columns = self.fixed + sum(count for _, count in self.blocks)
         return len(self.gens) == columns and all(tuple(part) == self.shape for part in parts)
 
     def somewhere(self) -> list[Tensor]:
-        """Symbols: those of the image itself, and two far points of the ball, from a fixed generator."""
+        """Return the symbols of the image itself and of two far points of the ball, from a fixed generator."""
         generator = torch.Generator().manual_seed(24)
         move = torch.randn(self.space.ball, generator=generator, dtype=torch.float64).to(self.centre)
         far = move.sign() if self.space.boxed else move / move.norm()
         return [torch.zeros_like(move), far, -far]
 
     def at(self, e: Tensor) -> Tensor:
-        """The image (of a form that is a ball of images) at these symbols."""
+        """Return the image at these symbols; the form is a ball of images."""
         return self.centre + torch.tensordot(e, self.ball, dims=1)
 
     def farthest(self, e: Tensor, truth: Tensor) -> Tensor:
-        """How far the truth is outside the form at the symbols e, entry by entry: not above 0 but for rounding."""
+        """Return how far the truth lies outside the form at symbols e, entry by entry: above 0 by rounding only."""
         first, second = pairs(self.space.ball)
         weight = weights(self.space.ball, diagonal=1.0, beside=2**0.5, like=e, axes=0)
         columns = [e, e[first] * e[second] * weight] if self.space.squares else [e]
@@ -98,7 +98,7 @@ class Form:
 
     @property
     def fixed(self) -> int:
-        """Columns before the box symbols."""
+        """Return the number of columns before the box symbols."""
         return self.space.ball + self.space.square
 
     @property
@@ -116,7 +116,7 @@ class Form:
 
     @property
     def ball_radius(self) -> Tensor:
-        """sup |A e| entry by entry."""
+        """Return sup |A e| entry by entry."""
         return self._once("ball", lambda: norm1(self.ball) if self.space.boxed else norm2(self.ball))
 
     @property
@@ -125,12 +125,12 @@ class Form:
 
     @property
     def box_radius(self) -> Tensor:
-        """sup |B n + s| entry by entry."""
+        """Return sup |B n + s| entry by entry."""
         return self._once("box", lambda: up(norm1(self.box) + self.slack))
 
     @property
     def rest_radius(self) -> Tensor:
-        """sup |Q vec(e e^T) + B n + s| entry by entry."""
+        """Return sup |Q vec(e e^T) + B n + s| entry by entry."""
         return self._once("rest", lambda: up(quadratic_radius(self.square, self.space.ball) + self.box_radius))
 
     @property
@@ -139,18 +139,18 @@ class Form:
 
     @property
     def size(self) -> Tensor:
-        """Above |c| + sum of all |columns|'s share: what rounding errors are relative to."""
+        """Return an upper bound of |c| + sum |columns|, to which rounding errors are relative."""
         return self._once(
             "size", lambda: up(self.centre.abs() + self.ball_radius + norm2(self.square) + self.box_radius)
         )
 
     def interval(self) -> tuple[Tensor, Tensor]:
-        """Entrywise bounds, rounded outward."""
+        """Return entrywise bounds, rounded outward."""
         away = up(self.radius + gamma(4) * self.size)
         return self.centre - away, self.centre + away
 
     def linear(self, apply: Linear, absolute: Linear | None = None, terms: int = 0) -> "Form":
-        """The form of L x, for a linear map given on batches (k, *s) -> (k, *t), and of |L| where it is not a selection.
+        """Return the form of L x, for linear maps L and (unless L is a selection) |L| on batches (k, *s) -> (k, *t).
 
         terms: the longest inner product in L; 0 for a selection or rearrangement of entries (|L| = L, no rounding).
         """
@@ -169,18 +169,18 @@ class Form:
     def then(
         self, shape: tuple[int, ...], pull: Pull, constant: Tensor | None = None, error: Tensor | None = None
     ) -> Node | None:
-        """The node of a result that is L x + constant +- error, where a tape is kept."""
+        """Return the node of L x + constant +- error, where nodes are kept."""
         return None if self.node is None else Node(shape, (self.node,), pull, constant, error)
 
     def arranged(self, apply: Linear, centre: Tensor) -> Node | None:
-        """The node of a selection or rearrangement: going back, what was repeated is summed."""
+        """Return the node of a selection or rearrangement; its adjoint sums repeated entries."""
         if self.node is None:
             return None
         lost = up(gamma(centre.numel() + BACK) * apply(self.size[None])[0])
         return self.then(tuple(centre.shape), adjoint(apply, self.shape), None, lost)
 
     def doubted(self, error: Tensor) -> "Form":
-        """x with entries that are off by at most `error`."""
+        """Return x with an extra entrywise error of at most `error`."""
         node = self.then(self.shape, lambda rows: (rows,), None, up(error + gamma(BACK) * self.size))
         return Form(self.space, self.centre, self.gens, up(self.slack + error), self.blocks, node)
 
@@ -188,11 +188,11 @@ class Form:
         return replace(self, node=node, _cache=self._cache)
 
     def choose(self, token: int) -> "Form":
-        """The token at this place of axis 1 alone."""
+        """Return the one token at this place of axis 1."""
         return self.linear(lambda t: t[:, :, token : token + 1])
 
     def shift(self, constant: Tensor) -> "Form":
-        """x + constant (broadcast to the shape of x)."""
+        """Return x + constant (broadcast to the shape of x)."""
         constant = fitting(constant, self.shape)
         slack = up(self.slack + gamma(0) * (self.centre.abs() + constant.abs()))
         node = None
@@ -202,7 +202,7 @@ class Form:
         return Form(self.space, self.centre + constant, self.gens, slack, self.blocks, node)
 
     def scale(self, factor: Tensor) -> "Form":
-        """factor * x entry by entry (broadcast to the shape of x), for an exact factor."""
+        """Return factor * x entry by entry (broadcast to the shape of x), for an exact factor."""
         factor = fitting(factor, self.shape)
         slack = up(factor.abs() * (self.slack + gamma(1) * self.size))
         lost = up(factor.abs() * gamma(BACK) * self.size)
@@ -219,7 +219,7 @@ class Form:
         return Form(self.space, x.centre + y.centre, x.gens + y.gens, slack, x.blocks, node)
 
     def solid(self) -> "Form":
-        """The slack of every entry as a box symbol of its own: later maps can cancel it. As it is where none is allowed."""
+        """Turn the slack of every entry into a box symbol, which later maps can cancel, where symbols are allowed."""
         if not self.space.limit:
             return self
         count = self.centre.numel()
@@ -235,14 +235,14 @@ class Form:
 
     @staticmethod
     def aligned(forms: list["Form"]) -> list["Form"]:
-        """The same forms over one list of box symbols; columns that a form lacks are zero."""
+        """Return the forms over one common list of box symbols; missing columns are zero."""
         blocks: dict[int, int] = {}
         for form in forms:
             blocks |= dict(form.blocks)
         return [_over(form, tuple(blocks.items())) for form in forms]
 
     def reduced(self) -> "Form":
-        """Box symbols brought below the limit: the columns nearest to an axis are boxed entry by entry (Girard).
+        """Reduce the box symbols to the limit: the columns nearest to an axis are boxed entry by entry (Girard).
 
         Slack becomes symbols where it is worth it, so that no rounding error is counted once a layer again and again.
         """
@@ -282,7 +282,7 @@ def _over(x: Form, blocks: tuple[tuple[int, int], ...]) -> Form:
 
 
 def l2_ball(image: Tensor, radius: float, *, squares_up_to: int, limit: int, tape: bool = False) -> Form:
-    """All images within l2 distance `radius` of `image` (1, c, h, w): radius * identity as A."""
+    """Return the form of all images within l2 distance `radius` of `image` (1, c, h, w): radius * identity as A."""
     count = image.numel()
     space = Space(count, count <= squares_up_to, limit)
     gens = image.new_zeros(count + space.square, *image.shape)
@@ -295,7 +295,7 @@ def _first(image: Tensor, radius: float, boxed: bool) -> Node:
 
 
 def linf_ball(image: Tensor, radius: float, *, limit: int, tape: bool = False) -> Form:
-    """All images with every pixel within `radius` of `image`'s."""
+    """Return the form of all images with every pixel within `radius` of `image`'s."""
     count = image.numel()
     gens = image.new_zeros(count, *image.shape)
     gens.view(count, count).diagonal().fill_(radius)

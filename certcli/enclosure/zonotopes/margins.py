@@ -1,4 +1,4 @@
-"""From the last form to proven margins: a lower bound on every difference of logits over the whole neighbourhood."""
+"""Prove margins from the last form: a lower bound of every difference of logits over the neighbourhood."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from certcli.enclosure.zonotopes.rounding import gamma, norm1, norm2, up
 
 
 def lower_bounds(x: Form) -> Tensor:
-    """min over the form, entry by entry: c - |A| - max(0, -lambda_min(Q)) - |B|_1 - slack, rounded down."""
+    """Return the minimum over the form, entry by entry: c - |A| - max(0, -lambda_min(Q)) - |B|_1 - slack, rounded down."""
     space = x.space
     below = x.ball_radius + norm1(x.box) + x.slack
     if space.squares:
@@ -22,7 +22,7 @@ def lower_bounds(x: Form) -> Tensor:
 
 
 def _going_back(node: Node, found: Tensor) -> Tensor:
-    """The larger of `found` and of bounds by going back; with parabolas where neither is positive, the least entry first."""
+    """Return the larger of `found` and backward bounds; try parabolas where neither is positive, least entry first."""
     rows = torch.eye(found.numel(), dtype=found.dtype, device=found.device).view(-1, *found.shape)
     flat = torch.maximum(found.flatten(), lower(node, rows))
     for entry in torch.argsort(flat).tolist():
@@ -30,7 +30,7 @@ def _going_back(node: Node, found: Tensor) -> Tensor:
             break
         flat[entry] = torch.maximum(flat[entry], flat.new_tensor(coupled(node, rows[entry : entry + 1])))
         if not flat[entry] > 0:
-            break  # one margin that is not proven is enough
+            break  # one unproven margin decides
     return flat.view(found.shape)
 
 
@@ -56,7 +56,7 @@ def _descent(columns: Tensor, x: Form) -> Tensor:
 
 
 def differences(weight: Tensor, bias: Tensor | None, label: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows w_label - w_j and biases b_label - b_j for all j != label, and what the biases may be off by."""
+    """Return rows w_label - w_j and biases b_label - b_j for all j != label, and the rounding of the biases."""
     others = [j for j in range(len(weight)) if j != label]
     rows = weight[label] - weight[others]
     if bias is None:
@@ -66,7 +66,7 @@ def differences(weight: Tensor, bias: Tensor | None, label: int) -> tuple[Tensor
 
 
 def linear_margins(x: Form, weight: Tensor, bias: Tensor | None, label: int) -> Tensor:
-    """Lower bounds on z_label - z_j, j != label, for z = weight x + bias: (1, d) -> (k - 1,)."""
+    """Return lower bounds on z_label - z_j, j != label, for z = weight x + bias: (1, d) -> (k - 1,)."""
     rows, offset, doubt = differences(weight, bias, label)
     z = x.linear(lambda t: t @ rows.T, lambda t: t @ rows.abs().T, terms=x.shape[-1] + 2).shift(offset)
     return (lower_bounds(z) - up(doubt)).flatten()
@@ -75,7 +75,7 @@ def linear_margins(x: Form, weight: Tensor, bias: Tensor | None, label: int) -> 
 def normalised_margins(
     x: Form, eps: float, gain: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None, label: int
 ) -> Tensor:
-    """Numbers with the sign of lower bounds on z_label - z_j for z = weight LN(x) + bias: (1, d) -> (k - 1,)."""
+    """Return numbers with the sign of lower bounds on z_label - z_j for z = weight LN(x) + bias: (1, d) -> (k - 1,)."""
     rows, offset, doubt = differences(weight, bias, label)
     width = rows.shape[1]
     if beta is not None:

@@ -1,4 +1,4 @@
-"""How many box symbols fit into memory, estimated before anything is allocated."""
+"""Estimate how many box symbols fit into memory, before any allocation."""
 
 import ctypes
 
@@ -12,15 +12,16 @@ _COPIES = 5
 
 
 def available(device: torch.device) -> float:
-    """Bytes that may be used: 60 % of what is free on the device, or of the machine's memory."""
+    """Return the bytes that may be used: 60 % of the free memory of the device or the machine."""
     if device.type == "cuda":
         return 0.6 * torch.cuda.mem_get_info(device)[0]
     return 0.6 * free_bytes()
 
 
 def keep_pages() -> None:
-    """Let glibc keep the memory of arrays that are freed: a walk frees and takes the same gigabyte hundreds of times, and
-    asking the system for its pages anew is a fifth of the time. Nothing happens where there is no glibc.
+    """Let glibc keep the memory of freed arrays, where there is a glibc.
+
+    A walk frees and allocates the same gigabyte hundreds of times; new pages from the system took a fifth of the time.
     """
     try:
         tune = ctypes.CDLL(None).mallopt
@@ -31,7 +32,7 @@ def keep_pages() -> None:
 
 
 def affordable(network: LocalNetwork, squares_up_to: int, symbols: int, budget: float) -> int | None:
-    """`symbols`, or fewer that fit; 0 where none do, None when not even the columns of the image do.
+    """Return `symbols`, or the fewer that fit; 0 where none fit; None where the image's own columns do not fit.
 
     A residual sum keeps at least a symbol an entry. On the way through a block every nonlinear result brings its own.
     """

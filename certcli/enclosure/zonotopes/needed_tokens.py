@@ -1,4 +1,4 @@
-"""Which tokens are read later: a classifier that looks at one token needs the last block for that token alone."""
+"""Find the tokens that later nodes read: a classifier of one token needs the last block for that token alone."""
 
 import operator
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _IDENTITY = (nn.Identity, nn.Dropout)
 
 
 @dataclass(frozen=True)
-class Ending:
+class NetworkEnd:
     """A network up to its last two layers. trace: up to the norm's input; norm, head: None where there is no such layer.
 
     token: of the tensor before the norm, the only one that the head reads.
@@ -27,35 +27,35 @@ class Ending:
     token: int | None
 
     def finish(self, before: Tensor) -> Tensor:
-        """The logits from the value of the trace's output, one image's or several's: (b, ...) -> (b, k)."""
+        """Return the logits for values of the trace's output: (b, ...) -> (b, k)."""
         before = before if self.token is None else before[:, self.token]
         for part in (self.norm, self.head):
             before = before if part is None else part(before)
         return before
 
 
-def split(traced: Trace, norms: tuple[type[nn.Module], ...]) -> Ending:
+def split(traced: Trace, norms: tuple[type[nn.Module], ...]) -> NetworkEnd:
     """Take the last linear layer off the graph, and the norm before it, up to dropout and the choice of one token."""
     final = last_of(traced)
     node, _ = _skip(traced, final, choose=False)
     head = _module(traced, node)
     if not isinstance(head, nn.Linear) or type(head) is not nn.Linear:
-        return Ending(traced, None, None, None)
+        return NetworkEnd(traced, None, None, None)
     before = _source(node)
     node, token = _skip(traced, before, choose=True)
     norm = _module(traced, node)
     if norm is not None and type(norm) in norms and (token is not None or len(_source(node).meta["shape"]) == 2):
-        return Ending(_until(traced, _source(node)), norm, head, token)
-    return Ending(_until(traced, before), None, head, None)
+        return NetworkEnd(_until(traced, _source(node)), norm, head, token)
+    return NetworkEnd(_until(traced, before), None, head, None)
 
 
 def last_of(traced: Trace) -> fx.Node:
-    """The node whose value is the graph's result."""
+    """Return the node whose value is the graph's result."""
     return _source(next(node for node in traced.graph.nodes if node.op == "output"))
 
 
 def _skip(traced: Trace, node: fx.Node, *, choose: bool) -> tuple[fx.Node, int | None]:
-    """The node before layers that do nothing, and before the choice of one token."""
+    """Return the node before identities and before the choice of one token, and that token."""
     token = None
     while True:
         if type(_module(traced, node)) in _IDENTITY:
@@ -67,7 +67,7 @@ def _skip(traced: Trace, node: fx.Node, *, choose: bool) -> tuple[fx.Node, int |
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The first argument. NoRule where it was passed by name."""
+    """Return the first argument. NoRule where it was passed by name."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         raise NoRule(f"{node.meta.get('path') or 'the network'}: called with arguments its theorem does not know")
     return node.args[0]
@@ -78,7 +78,7 @@ def _module(traced: Trace, node: fx.Node) -> nn.Module | None:
 
 
 def _until(traced: Trace, last: fx.Node) -> Trace:
-    """The graph whose output is `last`."""
+    """Return the graph whose output is `last`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:
@@ -93,7 +93,7 @@ def _until(traced: Trace, last: fx.Node) -> Trace:
 
 
 def chosen_token(node: fx.Node) -> int | None:
-    """r where the node is x[:, r], all of one token in its own order, of a tensor (b, n, d)."""
+    """Return r where the node is x[:, r], one whole token of a tensor (b, n, d); else None."""
     if node.op != "call_function" or node.target is not operator.getitem:
         return None
     shape, index = _source(node).meta.get("shape"), node.args[1]
@@ -107,26 +107,26 @@ def chosen_token(node: fx.Node) -> int | None:
 def tokens_read(
     traced: Trace, token: int | None, tokenwise: Callable[[nn.Module], bool], queries: Callable[[nn.Module], bool]
 ) -> dict[fx.Node, int | None]:
-    """Of every node's value, the only token that is computed (None: all), when `token` is read of the last one.
+    """Return, for every node, the only token that is computed (None: all) when the result is read at `token`.
 
     Backwards through what acts on tokens one by one: `tokenwise` modules, and sums and products with what has as many;
     `queries` modules compute single tokens from all. What can do neither is computed for all tokens, and cut when read.
     """
     nodes = list(traced.graph.nodes)
-    wanted: dict[fx.Node, int | None] = {_source(nodes[-1]): token}
+    needed: dict[fx.Node, int | None] = {_source(nodes[-1]): token}
     for node in reversed(nodes[:-1]):
         module = _module(traced, node)
         able = _pointwise(traced, node) if module is None else tokenwise(module) or queries(module)
         if not able:
-            wanted[node] = None
+            needed[node] = None
         for argument in node.all_input_nodes:
-            asked = reads(traced, node, wanted.get(node), tokenwise)
-            wanted[argument] = asked if wanted.get(argument, asked) == asked else None
-    return wanted
+            read = reads(traced, node, needed.get(node), tokenwise)
+            needed[argument] = read if needed.get(argument, read) == read else None
+    return needed
 
 
 def reads(traced: Trace, node: fx.Node, token: int | None, tokenwise: Callable[[nn.Module], bool]) -> int | None:
-    """The token that `node` reads of its arguments when only `token` of its own is asked for."""
+    """Return the token of its arguments that `node` reads when only `token` of its result is needed."""
     if chosen_token(node) is not None:
         return chosen_token(node)
     if token is None:
@@ -141,7 +141,7 @@ _POINTWISE: tuple[Any, ...] = (operator.add, operator.iadd, operator.sub, operat
 
 
 def _pointwise(traced: Trace, node: fx.Node) -> bool:
-    """A sum or product of tensors (1, n, d), or with a constant that broadcasts to one."""
+    """Return whether the node is a sum or product of tensors (1, n, d), or with a constant that broadcasts."""
     shape = node.meta.get("shape")
     if node.target not in _POINTWISE or node.kwargs or not isinstance(shape, tuple) or len(shape) != 3:
         return False

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.backward import Choice, Descent, Hinge, Node, descend, simple
+from certcli.enclosure.zonotopes.backward import BackwardBound, Hinge, HingeChoice, Node, descend, simple
 from certcli.enclosure.zonotopes.rounding import TINY, gamma, up
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.lipschitz.numerics.spectral import up as next_up
@@ -20,7 +20,7 @@ _RATE = 0.3
 
 
 def hinges(out: Node) -> list[Hinge]:
-    """The open ones that `out` depends on."""
+    """Return the open hinges that `out` depends on."""
     seen: set[Node] = set()
     waiting = [out]
     while waiting:
@@ -33,7 +33,7 @@ def hinges(out: Node) -> list[Hinge]:
 
 @dataclass
 class Free:
-    """What may be chosen for one row, each by numbers that may be anything: four a hinge, and one for h."""
+    """The unconstrained parameters of one row's bound: four a hinge, and one for h."""
 
     hinges: list[Hinge]
     numbers: list[Tensor]
@@ -51,11 +51,11 @@ class Free:
     def kept(self) -> "Free":
         return Free(self.hinges, [t.detach().clone() for t in self.numbers])
 
-    def choices(self) -> dict[Node, Choice]:
-        made: dict[Node, Choice] = {}
+    def choices(self) -> dict[Node, HingeChoice]:
+        made: dict[Node, HingeChoice] = {}
         for i, node in enumerate(self.hinges):
             slope, share, width, split = self.numbers[4 * i : 4 * i + 4]
-            made[node] = Choice(slope.sigmoid(), share.sigmoid(), width.exp(), split.exp())
+            made[node] = HingeChoice(slope.sigmoid(), share.sigmoid(), width.exp(), split.exp())
         return made
 
     @property
@@ -94,8 +94,8 @@ def coupled(out: Node, row: Tensor, steps: int = STEPS) -> float:
     return proven(descend(out, row, kept.choices()), float(kept.level.exp()))
 
 
-def _linear(descent: Descent) -> tuple[Tensor, Tensor]:
-    """The constant, and the slope in e, once the parabolas are written around their middles."""
+def _linear(descent: BackwardBound) -> tuple[Tensor, Tensor]:
+    """Return the constant and the slope in e of the bound, with the parabolas expanded around their middles."""
     total = (descent.total + descent.slope @ descent.ball.centre.flatten())[0]
     slope = descent.ball.radius * descent.slope[0]
     for part in descent.parabolas:
@@ -105,7 +105,7 @@ def _linear(descent: Descent) -> tuple[Tensor, Tensor]:
     return total, slope
 
 
-def _estimate(descent: Descent, columns: Tensor, gram: Tensor, level: Tensor) -> Tensor:
+def _estimate(descent: BackwardBound, columns: Tensor, gram: Tensor, level: Tensor) -> Tensor:
     """`proven` in a differentiable way, from the small matrix of the same spectrum."""
     total, slope = _linear(descent)
     height = slope.norm().clamp_min(TINY) * level.exp()
@@ -119,7 +119,7 @@ def _estimate(descent: Descent, columns: Tensor, gram: Tensor, level: Tensor) ->
 
 
 @torch.no_grad()
-def proven(descent: Descent, level: float) -> float:
+def proven(descent: BackwardBound, level: float) -> float:
     """total - h / 2 - sigma([sqrt(w_k) a_k; g / sqrt(2 h)])^2 for h = level |g|, rounded down: below the least value.
 
     g.e - sum_k w_k (a_k.e)^2 is no less, as -g.e <= (g.e)^2 / (2 h) + h / 2 for any h > 0 and |e| <= 1.

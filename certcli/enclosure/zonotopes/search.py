@@ -1,4 +1,4 @@
-"""The largest radius of a grid that was itself proven: bisection over neighbourhoods, each of which is checked on its own."""
+"""Search the largest radius of a grid by bisection; every radius returned was itself proven."""
 
 import math
 from collections.abc import Callable
@@ -8,13 +8,16 @@ SMALLEST = 1e-12
 
 
 def certified_radius(check: Check, guess: float, *, steps: int = 4, largest: float = 1e3, close: bool = False) -> float:
-    """A radius r = 2^(k / 2^steps) for which check(r) was true, 0.0 when none was found down to 1e-12.
+    """Return a radius r = 2^(k / 2^steps) for which check(r) was true; 0.0 when none was found down to 1e-12.
 
-    check(r): whether the network is proven constant on the ball of radius r. From the point of the grid next to `guess` the
-    radius grows or shrinks by factors 2, 4, 16, ... until one side is proven and the other is not, then the grid between is
-    halved until the next larger point was tried in vain: 4.4 % for 4 steps. close: the guess is a good one, another image's
-    radius; the first stride is then two points of the grid, so that most images take three checks. Where check is monotone
-    the result does not depend on the guess; nothing is assumed, what is returned was checked itself.
+    From the grid point next to `guess` the radius grows or shrinks by factors 2, 4, 16, ... until one side is proven and the
+    other is not. Then the interval is halved until the next larger point has failed: 4.4 % for 4 steps. Where check is
+    monotone, the result does not depend on the guess.
+
+    Args:
+        check: whether the network is proven constant on the ball of radius r.
+        close: the guess is another image's radius; the first stride is then two grid points, so most images take three
+            checks.
     """
     parts = 2**steps
     place, stride = (

@@ -1,4 +1,4 @@
-"""The rule table of the local domain, and what its rules are called with."""
+"""The rule table of the local domain, and the context of its rules."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ rules = RuleTable("local")
 
 
 @dataclass(frozen=True)
-class Context:
-    """node: in the traced graph. token: the only one of the result's tokens (axis 1) that is read later; None for all."""
+class ZonotopeContext:
+    """The node in the traced graph, and the only token (axis 1) of its result that is read later; None: all."""
 
     node: fx.Node
     token: int | None

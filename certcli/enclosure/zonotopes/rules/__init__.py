@@ -1,4 +1,4 @@
-"""What has a relaxation, one rule a module or operation; everything else is refused by name."""
+"""The relaxations, one rule a module or operation; everything else is refused by name."""
 
 import certcli.system.compat  # noqa: F401 (before anything here imports timm)
 

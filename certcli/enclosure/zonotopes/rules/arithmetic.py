@@ -8,7 +8,7 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.form import Form, fitting
 from certcli.enclosure.zonotopes.products import product, times
-from certcli.enclosure.zonotopes.table import Context, rules
+from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 
@@ -34,7 +34,7 @@ def _pair(x: Any, y: Any) -> tuple[Form, Any]:
 
 @rules.function(operator.add, operator.iadd, torch.add)
 @rules.method("add", "add_")
-def add(ctx: Context, x: Any, y: Any) -> Form:
+def add(ctx: ZonotopeContext, x: Any, y: Any) -> Form:
     """A sum of two tensors is where the streams meet: the place to keep the number of symbols within its limit."""
     x, y = _pair(x, y)
     return (x + y).reduced() if isinstance(y, Form) else x.shift(_constant(y, x))
@@ -46,7 +46,7 @@ def negative(x: Form) -> Form:
 
 @rules.function(operator.sub, operator.isub, torch.sub)
 @rules.method("sub", "sub_")
-def subtract(ctx: Context, x: Any, y: Any) -> Form:
+def subtract(ctx: ZonotopeContext, x: Any, y: Any) -> Form:
     if not isinstance(y, Form):
         return x.shift(-_constant(y, x))
     return add(ctx, x, negative(y))
@@ -54,14 +54,14 @@ def subtract(ctx: Context, x: Any, y: Any) -> Form:
 
 @rules.function(operator.mul, operator.imul, torch.mul)
 @rules.method("mul", "mul_")
-def multiply(ctx: Context, x: Any, y: Any) -> Form:
+def multiply(ctx: ZonotopeContext, x: Any, y: Any) -> Form:
     x, y = _pair(x, y)
     return product(x.worked(), y.worked(), times, 1) if isinstance(y, Form) else x.scale(_constant(y, x))
 
 
 @rules.function(operator.truediv, torch.div)
 @rules.method("div")
-def divide(ctx: Context, x: Any, y: Any) -> Form:
+def divide(ctx: ZonotopeContext, x: Any, y: Any) -> Form:
     """By a number."""
     if not isinstance(x, Form) or not isinstance(y, (int, float)) or y == 0:
         raise NoRule("a division by something other than a number")

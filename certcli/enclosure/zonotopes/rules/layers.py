@@ -14,7 +14,7 @@ from certcli.enclosure.zonotopes.form import Form, fitting
 from certcli.enclosure.zonotopes.functions import GELU, GELU_TANH
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.pointwise import apply, relu
-from certcli.enclosure.zonotopes.table import Context, rules
+from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.table import NoRule, runs_known_code
 from certcli.engine.walk import Constant
 from certcli.models.build import PixelNormalize
@@ -26,12 +26,12 @@ QUERIES = (Attention,)
 
 
 @rules.module(*_NOTHING)
-def nothing(ctx: Context, module: nn.Module, x: Form) -> Form:
+def nothing(ctx: ZonotopeContext, module: nn.Module, x: Form) -> Form:
     return x
 
 
 @rules.module(nn.Linear)
-def linear(ctx: Context, module: nn.Linear, x: Form) -> Form:
+def linear(ctx: ZonotopeContext, module: nn.Linear, x: Form) -> Form:
     return affine(x, module.weight, module.bias)
 
 
@@ -42,12 +42,12 @@ def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
 
 
 @rules.module(*NORMS, when=lambda module: len(module.normalized_shape) == 1)
-def normalise(ctx: Context, module: Any, x: Form) -> Form:
+def normalise(ctx: ZonotopeContext, module: Any, x: Form) -> Form:
     return layer_norm(x, module.eps, module.weight, module.bias)
 
 
 @rules.function(F.rms_norm)
-def rms_norm(ctx: Context, x: Form, shape: Any, weight: Any = None, eps: float | None = None) -> Form:
+def rms_norm(ctx: ZonotopeContext, x: Form, shape: Any, weight: Any = None, eps: float | None = None) -> Form:
     if eps is None or tuple(shape) != x.shape[-1:]:
         raise NoRule("an RMSNorm over several axes, or with the default eps of its dtype")
     gain = weight.tensor if isinstance(weight, Constant) else weight
@@ -55,39 +55,39 @@ def rms_norm(ctx: Context, x: Form, shape: Any, weight: Any = None, eps: float |
 
 
 @rules.module(nn.GELU, when=lambda module: module.approximate in ("none", "tanh"))
-def gelu(ctx: Context, module: nn.GELU, x: Form) -> Form:
+def gelu(ctx: ZonotopeContext, module: nn.GELU, x: Form) -> Form:
     return apply(GELU if module.approximate == "none" else GELU_TANH, x)
 
 
 @rules.function(F.gelu)
-def gelu_function(ctx: Context, x: Form, approximate: str = "none") -> Form:
+def gelu_function(ctx: ZonotopeContext, x: Form, approximate: str = "none") -> Form:
     return apply(GELU if approximate == "none" else GELU_TANH, x)
 
 
 @rules.module(nn.ReLU)
-def relu_module(ctx: Context, module: nn.ReLU, x: Form) -> Form:
+def relu_module(ctx: ZonotopeContext, module: nn.ReLU, x: Form) -> Form:
     return relu(x)
 
 
 @rules.function(F.relu, torch.relu)
-def relu_function(ctx: Context, x: Form, inplace: bool = False) -> Form:
+def relu_function(ctx: ZonotopeContext, x: Form, inplace: bool = False) -> Form:
     return relu(x)
 
 
 @rules.module(LayerScale)
-def layer_scale(ctx: Context, module: LayerScale, x: Form) -> Form:
+def layer_scale(ctx: ZonotopeContext, module: LayerScale, x: Form) -> Form:
     return x.scale(module.gamma)
 
 
 @rules.module(PixelNormalize)
-def pixels(ctx: Context, module: PixelNormalize, x: Form) -> Form:
+def pixels(ctx: ZonotopeContext, module: PixelNormalize, x: Form) -> Form:
     mean, std = module.mean.to(x.centre), module.std.to(x.centre)
     std = fitting(std, x.shape)
     return x.shift(-mean).linear(lambda t: t / std, lambda t: t / std.abs(), terms=1)
 
 
 @rules.module(nn.Conv2d, when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str))
-def convolution(ctx: Context, module: nn.Conv2d, x: Form) -> Form:
+def convolution(ctx: ZonotopeContext, module: nn.Conv2d, x: Form) -> Form:
     if len(x.shape) != 4:
         raise NoRule("a convolution of something other than (b, c, h, w)")
 
@@ -114,7 +114,7 @@ def plain(module: Any) -> bool:
 
 
 @rules.module(Attention, when=plain)
-def attention(ctx: Context, module: Any, x: Form, attn_mask: Any = None, is_causal: bool = False) -> Form:
+def attention(ctx: ZonotopeContext, module: Any, x: Form, attn_mask: Any = None, is_causal: bool = False) -> Form:
     """timm's multi-head attention, for the queries that are read later."""
     if attn_mask is not None or is_causal:
         raise NoRule("attention with a mask")
@@ -136,7 +136,7 @@ def attention(ctx: Context, module: Any, x: Form, attn_mask: Any = None, is_caus
 
 @rules.function(F.scaled_dot_product_attention)
 def fused_attention(
-    ctx: Context,
+    ctx: ZonotopeContext,
     query: Form,
     key: Form,
     value: Form,

@@ -12,7 +12,7 @@ from certcli.enclosure.zonotopes.backward import BACK, Node
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.needed_tokens import chosen_token
 from certcli.enclosure.zonotopes.rounding import gamma, up
-from certcli.enclosure.zonotopes.table import Context, rules
+from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
 
@@ -51,7 +51,7 @@ def _part(run: Callable[[Tensor], Any], index: int) -> Callable[[Tensor], Tensor
 
 
 def register_moves(table: RuleTable, move: Callable[..., Any], settle: Callable[[Any], Any] = lambda x: x) -> None:
-    """Registers in a domain's table what moves, repeats or drops entries of one tensor.
+    """Register in a domain's table the operations that move, repeat or drop entries of one tensor.
 
     move: (function, value, *args, **kwargs) -> value(s). settle: makes a value speak of the tensor itself.
     """
@@ -73,7 +73,7 @@ def register_moves(table: RuleTable, move: Callable[..., Any], settle: Callable[
 
 
 def untokened(node: fx.Node, shape: tuple[int, ...], index: Any) -> Any:
-    """The index where only one token was kept: it is the one that is read."""
+    """Return the index into a tensor of which only the token read was kept."""
     return (index[0], 0, *index[2:]) if chosen_token(node) is not None and shape[1] == 1 else index
 
 
@@ -81,12 +81,12 @@ register_moves(rules, arranged)
 
 
 @rules.method("mean")
-def mean_method(ctx: Context, x: Form, dim: Any, keepdim: bool = False) -> Form:
+def mean_method(ctx: ZonotopeContext, x: Form, dim: Any, keepdim: bool = False) -> Form:
     return mean(ctx, x, dim, keepdim)
 
 
 @rules.function(torch.mean)
-def mean(ctx: Context, x: Form, dim: Any, keepdim: bool = False) -> Form:
+def mean(ctx: ZonotopeContext, x: Form, dim: Any, keepdim: bool = False) -> Form:
     dims = [d % len(x.shape) for d in ([dim] if isinstance(dim, int) else dim)]
     if 0 in dims or not dims:  # no axes: all of them
         raise NoRule("a mean over the batch")
@@ -99,7 +99,7 @@ def mean(ctx: Context, x: Form, dim: Any, keepdim: bool = False) -> Form:
 
 
 @rules.function(torch.cat, torch.concat)
-def cat(ctx: Context, parts: Any, dim: int = 0) -> Form:
+def cat(ctx: ZonotopeContext, parts: Any, dim: int = 0) -> Form:
     tensors = [part.tensor if isinstance(part, Constant) else part for part in parts]
     first = next(part for part in tensors if isinstance(part, Form))
     axis = dim % len(first.shape)
@@ -131,7 +131,7 @@ def joined(parts: list[Form | Tensor], axis: int) -> Form:
 
 
 def _joined(parts: list[Form], axis: int) -> Node | None:
-    """The parts that are no constants as parents, the others as a constant."""
+    """Return the node with the forms as parents, and the other parts as its constant."""
     given = [part.node for part in parts if part.node is not None]
     if not given:
         return None

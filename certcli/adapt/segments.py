@@ -1,4 +1,4 @@
-"""A network in pieces that follow each other, so that a change in one of them costs only what comes after it."""
+"""A network cut into consecutive segments, so that a change in one costs only the segments after it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from certcli.system.errors import ArchitectureError
 
 
 @dataclass(frozen=True)
-class Stage:
-    """run: stream -> stream; the first reads pixels, the last gives logits. inside: paths of the modules that it runs."""
+class Segment:
+    """A map stream -> stream, and the paths of its modules. The first segment reads pixels, the last gives logits."""
 
     run: Callable[[Tensor], Tensor]
     inside: tuple[str, ...]
@@ -23,26 +23,26 @@ class Stage:
         return any(prefix in ("", path) or path.startswith(f"{prefix}.") for prefix in self.inside)
 
 
-def stages_of(model: Any) -> list[Stage]:
-    """The pieces of pixels -> logits; a single one where the family is not known."""
+def segments_of(model: Any) -> list[Segment]:
+    """Return the segments of pixels -> logits; a single one for an unknown family."""
     net, family = model.net, FAMILIES.get(type(model.net))
     if family is None:
-        return [Stage(lambda images: model(as_pixels(images)), ("",))]
-    embed = Stage(
+        return [Segment(lambda images: model(as_pixels(images)), ("",))]
+    embed = Segment(
         lambda images: family.embed(net, model.normalize(as_pixels(images))), ("patch_embed", *family.embed_norms)
     )
-    body = [Stage(step.run, (step.path,)) for step in family.body(net)]
-    return [embed, *body, Stage(lambda stream: family.end(net, stream), family.end_norms)]
+    body = [Segment(section.run, (section.path,)) for section in family.body(net)]
+    return [embed, *body, Segment(lambda stream: family.end(net, stream), family.end_norms)]
 
 
 def replaceable_attentions(net: nn.Module) -> dict[str, nn.Module]:
-    """The attentions that can be replaced: in blocks of families that are known."""
+    """Return the attentions that can be replaced, by path: those in blocks of known families."""
     family, found = FAMILIES.get(type(net)), {}
-    for step in () if family is None else family.body(net):
-        attention = getattr(step.module, "attn", None) if step.kind == "block" else None
+    for section in () if family is None else family.body(net):
+        attention = getattr(section.module, "attn", None) if section.kind == "block" else None
         try:
             if attention is not None and AttentionShape.of(attention):
-                found[f"{step.path}.attn"] = attention
+                found[f"{section.path}.attn"] = attention
         except ArchitectureError:
             continue
     return found

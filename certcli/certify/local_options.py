@@ -1,0 +1,46 @@
+"""Options of --method local. No torch here: `certvit certify --help` reads them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from certcli.certify.options import Options
+from certcli.evaluation.radii import Norm, require_norm
+from certcli.system.errors import UsageError
+from certcli.system.options import Option
+
+NORMS, ZONOTOPE, BACKWARD, AUTO = "norms", "zonotope", "backward", "auto"
+EFFORTS = (NORMS, ZONOTOPE, BACKWARD, AUTO)
+
+
+@dataclass(frozen=True)
+class Local(Options):
+    """How each image's neighbourhood is enclosed.
+
+    Args:
+        effort: "norms" (balls around one forward pass, any size, many images at once), "zonotope" (affine forms, small
+            networks), "backward" (zonotopes, and back through what they found), "auto" (zonotopes where they fit into
+            memory, with the way back where e e^T has no columns; norms for networks and images that they say nothing
+            about).
+        norm: of the radii.
+        at: ascending radii; zonotopes try these alone, up to the first that they do not prove, in place of a search.
+
+    Raises:
+        UsageError: an effort or norm is unknown, or `at` does not ascend.
+    """
+
+    panel: ClassVar[str] = "Local"
+    effort: Annotated[
+        str,
+        Option("norms (any size, tiny radii), zonotope (small networks), backward (more pixels than 128; ReLU), auto."),
+    ] = AUTO
+    norm: Annotated[Norm, Option("l2, or linf: of the radii; linf is of --method local alone.")] = "l2"
+    at: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        if self.effort not in EFFORTS:
+            raise UsageError(f"--effort {self.effort}: one of {', '.join(EFFORTS)}")
+        require_norm(self.norm)
+        if not all(0 < radius < math.inf for radius in self.at) or list(self.at) != sorted(self.at):
+            raise UsageError("radii to try are finite, above 0 and ascending")

@@ -1,0 +1,75 @@
+"""Options of --method patch, which other commands that run a defended classifier share. No torch here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from certcli.certify.options import Options
+from certcli.evaluation.sizes import Patch
+from certcli.system.errors import UsageError
+from certcli.system.options import Option
+from certcli.system.registry import one_of
+
+DOUBLE_MASKING, VOTING = "double-masking", "voting"
+PROCEDURES = (DOUBLE_MASKING, VOTING)
+KINDS: dict[str, type] = {
+    **dict.fromkeys(("procedure", "bands", "hide"), str),
+    **dict.fromkeys(("masks", "band_width", "rows"), int),
+}
+MOST_ROWS, MOST_PATCHES = 4096, 32
+
+
+@dataclass(frozen=True)
+class Patches(Options):
+    """The patches, and the procedure that defends a network against them.
+
+    Args:
+        cell: (height, width) in pixels of what is hidden together; None asks the network.
+        rows: passes in a batch; None takes the device's usual number.
+
+    Raises:
+        UsageError: a value has another type, or no meaning.
+    """
+
+    panel: ClassVar[str] = "Patches"
+    patches: Annotated[
+        list[str],
+        Option(
+            "32 (pixels a side), 16x64 (width x height), 2% (of the pixels), 2:32 (two of them); may be repeated.",
+            ("--patch",),
+            "SIZE",
+        ),
+    ] = field(default_factory=list)
+    procedure: Annotated[
+        str, Option("double-masking, or voting (over bands): how the defended classifier decides.")
+    ] = DOUBLE_MASKING
+    masks: Annotated[int, Option("K x K masks: more cost more passes and hide less.", metavar="K")] = 3
+    bands: Annotated[str, Option("What a vote sees: columns, rows or blocks.")] = "columns"
+    band_width: Annotated[int, Option("Cells across a band: tokens where tokens are dropped.")] = 3
+    hide: Annotated[
+        str, Option("tokens (dropped: ViT, DeiT), pixels (grey: any network), auto (tokens where possible).")
+    ] = "auto"
+    cell: Sequence[int] | None = None
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in KINDS.items():  # records are files
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+                raise UsageError(f"{name} {value!r} is not of its kind")
+        for name in ("patches", "cell"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (list, tuple)):
+                raise UsageError(f"{name} {value!r} is not of its kind")
+        if self.cell is not None and (len(self.cell) != 2 or not all(type(side) is int for side in self.cell)):
+            raise UsageError(f"cell {list(self.cell)} is not (height, width) in pixels")
+        if not 1 <= (1 if self.rows is None else self.rows) <= MOST_ROWS or len(self.patches) > MOST_PATCHES:
+            raise UsageError(f"rows is between 1 and {MOST_ROWS}, and patches are at most {MOST_PATCHES}")
+        if self.procedure not in PROCEDURES:
+            raise UsageError(f"unknown procedure '{self.procedure}'", one_of(self.procedure, PROCEDURES))
+
+    def sizes(self, image: tuple[int, int]) -> list[Patch]:
+        """Return the patches for an image (height, width) in the order they are named; UsageError when there is none."""
+        if not self.patches:
+            raise UsageError("--method patch: against which patch?", "--patch 32 (pixels), --patch 2%, --patch 16x64")
+        return [Patch.read(str(text), image) for text in self.patches]

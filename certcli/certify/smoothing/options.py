@@ -1,0 +1,194 @@
+"""Options of --method smoothing, and the statistics that they decide. No torch here: `certify --help` reads them.
+
+Source: Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing, CERTIFY.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from certcli.certify.options import Options
+from certcli.evaluation.intervals import MOST_DRAWS, lower_confidence, upper_confidence
+from certcli.evaluation.radii import parse_number, parse_radius
+from certcli.system.errors import UsageError
+from certcli.system.options import Option
+
+AUTO: Literal["auto"] = "auto"
+PRECISIONS = ("float32", "bf16")
+EARLY_SHARE = 0.1
+"""Of alpha, for all looks before the last together, when a certificate may be given early."""
+HOPELESS = 1e-4
+"""An image is given up when p <= 1/2 at this confidence. No certificate is wrong by it: it only abstains."""
+UNLIKELY = 0.01
+"""With `decide`, an image is given up when at this confidence it cannot be certified beyond `enough`."""
+_DOWN = 1 - 1e-12
+"""Relative: scipy's normal quantile errs by a few 1e-16."""
+SAME = 1e-9
+"""Relative: radii of one count, computed by two versions of scipy; those of neighbouring counts differ by far more."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The images on which sigma is chosen, read when it is, and the radii for which it is chosen."""
+
+    images: Callable[[], Any]
+    radii: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Smoothing(Options):
+    """sigma of the noise; n0 draws choose the class, `samples` bound its probability, at confidence 1 - alpha an image.
+
+    Args:
+        sigma: or "auto": by `tuning`.
+        enough: stop drawing for an image once it is certified beyond this radius; None draws all samples.
+        decide: stop also once the image is unlikely to be certified beyond `enough`; it keeps the radius of that moment.
+        precision: of the network as it runs.
+        seed: of all noise.
+        batch_size: noisy images at a time.
+        denoiser: digest of the denoiser that records state; `denoiser_file` must hold that one.
+
+    Raises:
+        UsageError: a value has another type, or no meaning.
+    """
+
+    panel: ClassVar[str] = "Smoothing"
+    sigma: Annotated[
+        float | Literal["auto"],
+        Option(
+            "Standard deviation of the noise, pixel units; auto: by a few other images.",
+            metavar="S",
+            read=lambda text: text if text == AUTO else parse_number(text),
+        ),
+    ] = 0.25
+    n0: Annotated[int, Option("Draws that choose an image's class.")] = 100
+    samples: Annotated[int, Option("Draws that bound its probability: more, larger radii.", ("--samples", "-n"))] = 1000
+    alpha: Annotated[float, Option("Chance that a certificate is wrong, each.")] = 0.001
+    enough: Annotated[
+        float | None,
+        Option("Draw no more once an image is certified beyond R.", metavar="R", read=parse_radius),
+    ] = None
+    decide: Annotated[
+        bool, Option("With --enough: nor once it is unlikely (1 %) to be; for a share at R alone.", ("--decide",))
+    ] = False
+    precision: Annotated[str, Option("float32 or bf16: of the network as it runs, which the statement is about.")] = (
+        "float32"
+    )
+    denoiser_file: Annotated[
+        Path | None,
+        Option("A DnCNN in safetensors that noisy images pass first, for plain networks.", ("--denoiser",), "FILE"),
+    ] = None
+    seed: int = 0
+    batch_size: int = 128
+    denoiser: str | None = None
+    tuning: Tuning | None = None
+
+    def __post_init__(self) -> None:
+        kinds: dict[str, Any] = {
+            **dict.fromkeys(("n0", "samples", "seed"), int),
+            **dict.fromkeys(("sigma", "alpha", "enough"), (int, float)),
+            "decide": bool,
+            "precision": str,
+        }
+        for name, kind in kinds.items():  # values also come from records and evidence, which anyone may have written
+            value = getattr(self, name)
+            optional = (name == "enough" and value is None) or (name == "sigma" and value == AUTO)
+            if not optional and (not isinstance(value, kind) or isinstance(value, bool) != (kind is bool)):
+                raise UsageError(f"--{name} {value!r} is not of its kind")
+        if self.sigma != AUTO and not 0 < self.sigma < math.inf:
+            raise UsageError(f"--sigma {self.sigma:g} is not a finite number above 0", "--sigma 0.25, or --sigma auto")
+        if not 0 < self.alpha < 1:
+            raise UsageError(f"--alpha {self.alpha:g} is not between 0 and 1", "--alpha 0.001")
+        if min(self.n0, self.samples) < 1 or max(self.n0, self.samples) > MOST_DRAWS:
+            raise UsageError(f"--n0 and --samples must be between 1 and {MOST_DRAWS:,}")
+        if self.enough is not None and not 0 <= self.enough < math.inf:
+            raise UsageError(f"--enough {self.enough:g} is not a finite radius >= 0")
+        if self.decide and self.enough is None:
+            raise UsageError("--decide needs a radius to decide about", "--enough 0.25")
+        if not 0 <= self.seed < 1 << 64:
+            raise UsageError(f"--seed {self.seed} is not between 0 and 2^64")
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"unknown precision '{self.precision}'", f"one of: {', '.join(PRECISIONS)}")
+
+    def require_reach(self) -> None:
+        """Raise UsageError unless these draws can certify a radius, and one beyond `enough`."""
+        if self.reach <= 0:
+            least = math.floor(math.log(self.levels[self.samples]) / math.log(0.5)) + 1
+            raise UsageError(
+                f"{self.samples} samples can certify no radius at alpha {self.alpha:g}: all of one class bound p by 1/2",
+                f"--samples {least} is the least, 1000 a good number",
+            )
+        if self.enough is not None and self.enough >= self.reach:
+            raise UsageError(
+                f"--enough {self.enough:g} is beyond {self.reach:.4g}, the largest radius that can be certified",
+                "more --samples, or a larger --sigma",
+            )
+
+    @property
+    def deviation(self) -> float:
+        """The sigma that was named or chosen; UsageError where none was."""
+        if self.sigma == AUTO:
+            raise UsageError("there are no images to choose a sigma on", "name it: --sigma 0.25")
+        return self.sigma
+
+    @property
+    def looks(self) -> tuple[int, ...]:
+        """After how many samples the counts are looked at: n0, then doubling, then all. Fixed before anything is drawn."""
+        found = [self.n0 << power for power in range(64) if self.n0 << power < self.samples]
+        return (*found, self.samples)
+
+    @property
+    def levels(self) -> Mapping[int, float]:
+        """Look -> its part of alpha; a look of level 0 can end in abstention only. They sum to alpha, rounded down."""
+        *early, last = self.looks
+        if self.enough is None or not early:
+            return {**dict.fromkeys(early, 0.0), last: self.alpha}
+        each = self.alpha * EARLY_SHARE / len(early)
+        return {**dict.fromkeys(early, each), last: self.alpha * (1 - EARLY_SHARE) * (1 - 2.0**-50)}
+
+    @property
+    def reach(self) -> float:
+        """The radius when every sample falls into one class: none larger can be certified."""
+        return self.radius(self.samples, self.samples)
+
+    def radius(self, hits: int, drawn: int) -> float:
+        """sigma Phi^-1(p) for the lower bound p that this look may state, rounded down; 0 where p <= 1/2."""
+        from scipy.special import ndtri
+
+        level = self.levels[drawn]
+        p = lower_confidence(hits, drawn, level) if level > 0 else 0.0
+        return max(0.0, self.deviation * float(ndtri(p)) * _DOWN) if p > 0.5 else 0.0
+
+    def states(self, radius: float) -> bool:
+        """Whether there is a count of hits at which CERTIFY with these settings states this radius."""
+        for look in self.looks:
+            low, high = 0, look
+            while low < high:  # the fewest hits that give this radius
+                middle = (low + high) // 2
+                low, high = (low, middle) if self.radius(middle, look) >= radius * (1 - SAME) else (middle + 1, high)
+            found = self.radius(low, look)
+            ends = look == self.samples or (self.enough is not None and found > self.enough) or self.hopeless(low, look)
+            if ends and abs(found - radius) <= radius * SAME:
+                return True
+        return False
+
+    def hopeless(self, hits: int, drawn: int) -> bool:
+        """No sample that is left could lead to a certificate, or p <= 1/2 at the confidence 1 - HOPELESS.
+
+        With `decide`: to one beyond `enough`, or p <= Phi(enough / sigma) at the confidence 1 - UNLIKELY.
+        """
+        least = self.enough if self.decide and self.enough is not None else 0.0
+        if self.radius(hits + self.samples - drawn, self.samples) <= least:
+            return True
+        if upper_confidence(hits, drawn, HOPELESS) <= 0.5:
+            return True
+        return self.decide and upper_confidence(hits, drawn, UNLIKELY) <= chance(least / self.deviation)
+
+
+def chance(z: float) -> float:
+    """Phi(z)"""
+    from scipy.special import ndtr
+
+    return float(ndtr(z))

@@ -1,0 +1,20 @@
+"""How a field of an options dataclass stands on the command line; `cli.shared.command` makes Typer's option from it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Option:
+    """A note in `Annotated`. A field without one is no option. A `Path` names a file that is read.
+
+    Args:
+        names: spellings, where the field's own name is not the only one.
+        read: text to value; ValueError says what is wrong with the text.
+    """
+
+    help: str
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+    read: Callable[[str], Any] | None = None
