@@ -9,6 +9,7 @@ import pytest
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import decode_evidence
+from certcli.system import processes
 from certcli.system.errors import Refused, UsageError
 from tests.cli.test_patch import certvit
 
@@ -128,8 +129,7 @@ def test_the_page_speaks_of_patches(honest: Path) -> None:
 def test_what_several_processes_do_not_share_is_refused(
     refused: tuple[object, ...], workshop: Path, honest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(processes, "team", lambda: processes.Team(0, 2))
     named = {"m.safetensors": workshop / "certified.safetensors", "r.jsonl": honest / "r.jsonl", "folder": honest}
     done = certvit(*(named.get(str(word), word) for word in refused))
     assert isinstance(done.exception, UsageError), done.output
