@@ -47,6 +47,7 @@ CASES: list[tuple[dict[str, str], list[str], int]] = [
     ({}, ["lipschitz", "hf-hub:" + "x" * 5000], 2),
     ({}, ["lipschitz", "x" * 5000], 2),
     ({}, ["log", "x" * 300], 2),
+    *(({}, ["certify", "m.safetensors", "--dataset", "digits", "--seed", text], 2) for text in ("9" * 23, "-1", "1e3")),
     ({}, ["certify", "m.safetensors", "--dataset", "x" * 5000], 2),
 ]
 

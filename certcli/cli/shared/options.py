@@ -74,7 +74,7 @@ DataDir = Annotated[
 ]
 Split = Annotated[str | None, typer.Option("--split", help="train, val or test. Default: the evaluation split.")]
 Limit = Annotated[int | None, typer.Option("--limit", help="Use a seeded, class-balanced sample of N images.")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of every random choice.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of every random choice.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, max=MOST_IMAGES, help="Images in a batch.")]
 Workers = Annotated[
