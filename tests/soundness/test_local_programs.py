@@ -116,7 +116,7 @@ def scaled_tokens() -> nn.Module:
     return net
 
 
-def normalised_by(std: tuple[float, ...], then: nn.Module) -> nn.Module:
+def normalised_by(std: tuple[float, ...], then: nn.Module) -> PixelModel:
     return PixelModel(InputSpec(SIZE, (0.3,), std), then)
 
 
@@ -164,11 +164,14 @@ def test_a_norm_with_a_negative_eps_has_no_ball() -> None:
 
 
 def test_a_negative_deviation_bounds_as_its_mirror_image() -> None:
+    """A constructor refuses a negative deviation, but a buffer can be changed afterwards."""
     uppers = []
     for sign in (1, -1):
         torch.manual_seed(3)
         rest = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 3))
-        uppers.append(float(bound_network(normalised_by((0.5 * sign,), rest).double().eval(), SIZE, 3).upper))
+        net = normalised_by((0.5,), rest).double().eval()
+        net.normalize.std.mul_(sign)
+        uppers.append(float(bound_network(net, SIZE, 3).upper))
     assert uppers[0] == pytest.approx(uppers[1], rel=1e-9)
 
 
