@@ -243,7 +243,9 @@ def test_ctrl_c_leaves_the_last_good_state_and_resume_ends_where_one_run_ends(wo
         "--optimiser",
         "stiefel",
         "--epochs",
-        "4",
+        "2",
+        "--limit",
+        "300",
     ]
     whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
     state = tmp_path / "parts.state.safetensors"

@@ -18,7 +18,7 @@ from certcli.evaluation.record_lines import PARAMETERS
 from tests.helpers.commands import attempt, document
 from tests.soundness import record_fuzz
 
-EDITS = 240
+EDITS = 120
 
 
 def test_edited_files_of_records_are_refused_or_change_nothing(workshop: Path) -> None:

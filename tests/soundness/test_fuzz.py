@@ -1,4 +1,4 @@
-"""A thousand hostile files in seconds (`make soundness`: 100,000): read or refused, no bug, no hang, nothing opened."""
+"""Hundreds of hostile files in seconds (`make soundness`: 100,000): read or refused, no bug, no hang, nothing opened."""
 
 import json
 import subprocess
@@ -8,13 +8,13 @@ from pathlib import Path
 FUZZ = Path(__file__).parent / "fuzz.py"
 
 
-def test_a_thousand_mutants_are_read_or_refused() -> None:
-    done = subprocess.run([sys.executable, str(FUZZ), "--count", "1000"], capture_output=True, text=True, check=False)
+def test_mutants_are_read_or_refused() -> None:
+    done = subprocess.run([sys.executable, str(FUZZ), "--count", "400"], capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr
     found = json.loads(done.stdout)
     assert (found["unexpected"], found["hangs"], found["opened"]) == ([], [], {})
     refused = sum(count for outcome, count in found["outcomes"].items() if "refused" in outcome)
-    assert 500 < refused < 1000, "mutants that all pass, or all fail at the first byte, test nothing"
+    assert 200 < refused < 400, "mutants that all pass, or all fail at the first byte, test nothing"
 
 
 def test_the_watch_sees_what_it_should(tmp_path: Path) -> None:
