@@ -23,7 +23,7 @@ def lab(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
 def test_no_edit_of_evidence_makes_a_false_figure_pass(lab: Laboratory) -> None:
     found = campaign(120, 1, lab)
     assert found["findings"] == []
-    assert min(found["outcomes"][name] for name in ("refuted", "refused at the door", "true")) > 20, (
+    assert min(found["outcomes"][name] for name in ("refuted", "refused at the door", "true")) > 8, (
         "edits that all fail at the first byte, or change nothing, test nothing"
     )
 
