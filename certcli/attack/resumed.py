@@ -11,7 +11,7 @@ from certcli.evaluation.resumed import Demanded, Resumed, to_compute_again
 from certcli.system.errors import DataError
 
 USUAL = 8
-"""One portion of so many is attacked again where nothing is demanded."""
+"""Without a gate, one portion in this number is attacked again."""
 SAME = 1e-3
 """Relative: how far a distance may lie from the record's. Gradient steps in float32 may end in other digits."""
 

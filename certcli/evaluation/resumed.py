@@ -65,7 +65,7 @@ def to_compute_again(held: Sequence[int], demanded: Demanded, usual: int) -> lis
 
 
 def usual(count: int) -> int:
-    """How many of so many pieces are computed again where nothing is demanded."""
+    """Return the number of pieces, out of `count`, to compute again without a gate."""
     return min(count, max(FEW, min(ENOUGH, round(USUAL * count))))
 
 

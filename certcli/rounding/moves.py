@@ -11,7 +11,7 @@ from certcli.rounding.running import Error, Found, Piece, Sorted, Step, rule
 
 
 def spread(step: Step, x: Any, entries: int) -> Tensor | None:
-    """The size of x's error once x is copied along other axes to so many entries."""
+    """The size of x's error once x is copied along other axes to `entries` entries."""
     size = step.size(x)
     return None if size is None else size * math.sqrt(max(1.0, entries / max(1, x.numel())))
 

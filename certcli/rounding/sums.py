@@ -29,7 +29,7 @@ def _of_number(x: float) -> float | None:
 
 
 def _spread(step: Step, x: Any, entries: int) -> Any:
-    """The size of an operand's error, copied to so many entries."""
+    """The size of an operand's error, copied to `entries` entries."""
     if isinstance(x, Tensor):
         return spread(step, x, entries)
     own = _of_number(x)

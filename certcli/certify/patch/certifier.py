@@ -32,7 +32,7 @@ AT_ONCE = 16
 class PatchCertificate(Certificate):
     """proven: patches, as they are spelled, that do not change the class. votes: of each pass, where passes vote.
 
-    radius: 0, since nothing is said of balls.
+    radius: 0, because the certificate does not speak of balls.
     """
 
     proven: tuple[str, ...] = ()

@@ -69,7 +69,7 @@ def cover(length: int, patch: int, cell: int, count: int) -> list[Interval]:
 def square_masks(grid: Grid, patch: Patch, count: int) -> Tensor:
     """Views (m, rows, columns), each without one block: count x count blocks that cover every place of one such patch.
 
-    Several patches: each view is without so many of the blocks. UsageError when a view would see nothing.
+    With several patches, each view hides that number of blocks. UsageError when a view would see nothing.
     """
     rows = cover(grid.height, patch.height, grid.cell[0], count)
     columns = cover(grid.width, patch.width, grid.cell[1], count)
