@@ -76,6 +76,10 @@ class MixingArgs(_Strict):
     tokens: Annotated[int, Meta(ge=1, le=LARGEST_SIZE)]
 
 
+class EpsArgs(_Strict):
+    eps: Annotated[float, Meta(gt=0, le=1)]
+
+
 SURGERY: dict[str, type[Struct]] = {
     "l2-attention": NoArgs,
     "l2-untied-value-attention": NoArgs,
@@ -85,6 +89,7 @@ SURGERY: dict[str, type[Struct]] = {
     "orthogonal-attention": MixingArgs,
     "center-norm": NoArgs,
     "floor-norm": NoArgs,
+    "norm-eps": EpsArgs,
     "identity": NoArgs,
     "convex-block": NoArgs,
     "weighted-block": NoArgs,

@@ -26,6 +26,10 @@ from certcli.checkpoint.shards import INDEX, named, weights_in
 from certcli.models import build
 from certcli.models.assumptions import RECORD, Reading, reading_of, rival
 from certcli.models.config_json import config_beside, config_path, describe, require_consistent
+from certcli.models.converters import torchvision
+from certcli.models.converters.base import Converted
+from certcli.models.converters.transformers import convert as convert_transformers
+from certcli.models.converters.transformers_config import is_transformers
 from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable
 from certcli.system.errors import ArchitectureError, CheckpointError, one_line
@@ -92,6 +96,10 @@ def _from_file(path: Path, hints: Hints) -> Opened:
         tensors, metadata = read_tensors(path)
     if KEY in metadata:
         return _with_record(Checkpoint(tensors, Record.from_json(metadata[KEY])), path, hints)
+    if is_transformers(path):
+        return _converted(convert_transformers(tensors, path, hints), metadata)
+    if (family := torchvision.family_of(tensors)) is not None:
+        return _converted(torchvision.convert(tensors, family, hints), metadata)
     config, doubts = config_beside(path, hints)
     if hints.arch is None and config is None:
         raise ArchitectureError(f"{path} {_appearance(tensors)}", _MISSING_HINT)
@@ -119,6 +127,15 @@ def _from_file(path: Path, hints: Hints) -> Opened:
             doubts.append(f"config.json is believed: {why}")
     reading = reading_of(net, record, description.origins, doubts=doubts)
     return Opened(Checkpoint(tensors, reading.noted(record)), reading)
+
+
+def _converted(converted: Converted, metadata: Mapping[str, str]) -> Opened:
+    """A file of another library, as the network of timm's that computes the same function."""
+    record = replace(converted.record, foreign=_short(metadata))
+    net = build.build(record, like=converted.tensors)
+    build.require_fitting(net, converted.tensors)
+    reading = reading_of(net, record, converted.origins, f"{converted.source}, converted", converted.doubts)
+    return Opened(Checkpoint(converted.tensors, reading.noted(record)), reading)
 
 
 def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> Opened:

@@ -102,5 +102,13 @@ def build_floor_norm(old: nn.Module) -> FloorNorm:
     return FloorNorm(norm_width(old))
 
 
+def build_norm_eps(old: nn.Module, eps: float) -> nn.Module:
+    """Return the norm itself with another eps; AttributeError where it has none."""
+    if not isinstance(old.eps, float):
+        raise TypeError("the module has no eps")
+    old.eps = eps  # type: ignore[assignment]
+    return old
+
+
 def build_identity(old: nn.Module) -> nn.Identity:
     return nn.Identity()
