@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.schema import require_statistics
@@ -14,6 +14,7 @@ class Hints:
     """What the user says about a foreign file: --arch, --arch-arg, --mean, --std.
 
     as_stated: whether that and config.json are believed where the tensors fit another network too.
+    weights: which are read of a file that holds raw and averaged weights.
     """
 
     arch: str | None = None
@@ -21,6 +22,7 @@ class Hints:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     as_stated: bool = False
+    weights: Literal["raw", "ema"] | None = None
 
     def __post_init__(self) -> None:
         try:

@@ -5,13 +5,14 @@ Heads, mean or standard deviation cannot be read off tensors: what was taken fro
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
 
@@ -24,17 +25,17 @@ from certcli.checkpoint.record import KEY, Record
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name
 from certcli.checkpoint.shards import INDEX, named, weights_in
 from certcli.models import build
-from certcli.models.assumptions import RECORD, Reading, reading_of, rival
+from certcli.models.assumptions import RECORD, Fact, Reading, reading_of, rival
 from certcli.models.config_json import config_beside, config_path, describe, require_consistent
 from certcli.models.converters import torchvision
 from certcli.models.converters.base import Converted
 from certcli.models.converters.transformers import convert as convert_transformers
-from certcli.models.converters.transformers_config import is_transformers
+from certcli.models.converters.transformers import is_transformers
+from certcli.models.converters.original import filtered
+from certcli.models.converters.wrapping import TORCH_SUFFIXES, read_torch, unwrapped
 from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable
 from certcli.system.errors import ArchitectureError, CheckpointError, one_line
-
-_TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 
 
 @dataclass(frozen=True)
@@ -90,30 +91,54 @@ def _from_file(path: Path, hints: Hints) -> Opened:
     metadata: dict[str, str] = {}
     if not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
-    if path.suffix in _TORCH_SUFFIXES:
-        tensors = _read_torch(path)
+    if path.suffix in TORCH_SUFFIXES:
+        tensors = read_torch(path, hints.weights)
     else:
         tensors, metadata = read_tensors(path)
     if KEY in metadata:
         return _with_record(Checkpoint(tensors, Record.from_json(metadata[KEY])), path, hints)
-    if is_transformers(path):
-        return _converted(convert_transformers(tensors, path, hints), metadata)
-    if (family := torchvision.family_of(tensors)) is not None:
-        return _converted(torchvision.convert(tensors, family, hints), metadata)
+    tensors, prefix = unwrapped(tensors, path, hints.weights)
+    converted = _converted(tensors, path, hints)
+    opened = _of_timm(path, tensors, hints) if converted is None else _as_timm(converted)
+    names = [Fact("names", f"without '{prefix}'", "the file")] if prefix else []
+    reading = replace(opened.reading, facts=(*opened.reading.facts, *names))
+    record = replace(opened.checkpoint.record, foreign=_short(metadata))
+    return Opened(Checkpoint(opened.checkpoint.tensors, reading.noted(record)), reading)
+
+
+def _converted(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converted | None:
+    """The file in timm's terms where its names are another library's, else None."""
+    if is_transformers(tensors):
+        return convert_transformers(tensors, path, hints)
+    family = torchvision.family_of(tensors)
+    return None if family is None else torchvision.convert(tensors, family, hints)
+
+
+def _as_timm(converted: Converted) -> Opened:
+    """The network of timm that computes the same function; ArchitectureError where a tensor is left over or missing."""
+    net = build.build(converted.record, like=converted.tensors)
+    try:
+        build.require_fitting(net, converted.tensors)
+    except ArchitectureError as failure:
+        raise ArchitectureError(
+            f"{converted.source}, by timm's names: {failure.message}", "its config may belong to another file"
+        ) from failure
+    default = f"{converted.source}, converted"
+    return Opened(
+        Checkpoint(converted.tensors, converted.record),
+        reading_of(net, converted.record, converted.origins, default, converted.doubts),
+    )
+
+
+def _of_timm(path: Path, tensors: dict[str, Tensor], hints: Hints) -> Opened:
+    """A file whose names are timm's, or those of the repository that timm took the architecture from."""
     config, doubts = config_beside(path, hints)
     if hints.arch is None and config is None:
         raise ArchitectureError(f"{path} {_appearance(tensors)}", _MISSING_HINT)
     description = describe(path, hints, config, tensors)
-    record = replace(description.record, foreign=_short(metadata))
+    record = description.record
     net = build.build(record, like=tensors)
-    try:
-        build.require_fitting(net, tensors)  # refuse now what would not load later
-    except ArchitectureError as failure:
-        if hints.arch is None and not hints.arch_args:
-            raise ArchitectureError(
-                failure.message, f"does {config_path(path)} belong to another file? Name the architecture with --arch"
-            ) from failure
-        raise
+    tensors, renamed = _fitting(path, tensors, net, hints)
     if config is not None:
         require_consistent(config, net, config_path(path), hints)
     if not hints.as_stated:
@@ -126,16 +151,30 @@ def _from_file(path: Path, hints: Hints) -> Opened:
         if config is not None and (why := rival(record, tensors, config.model_args)) is not None:
             doubts.append(f"config.json is believed: {why}")
     reading = reading_of(net, record, description.origins, doubts=doubts)
-    return Opened(Checkpoint(tensors, reading.noted(record)), reading)
+    if renamed:
+        fact = Fact("tensors", "renamed", "timm's filter for the original repository")
+        reading = replace(reading, facts=(*reading.facts, fact))
+    return Opened(Checkpoint(tensors, record), reading)
 
 
-def _converted(converted: Converted, metadata: Mapping[str, str]) -> Opened:
-    """A file of another library, as the network of timm's that computes the same function."""
-    record = replace(converted.record, foreign=_short(metadata))
-    net = build.build(record, like=converted.tensors)
-    build.require_fitting(net, converted.tensors)
-    reading = reading_of(net, record, converted.origins, f"{converted.source}, converted", converted.doubts)
-    return Opened(Checkpoint(converted.tensors, reading.noted(record)), reading)
+def _fitting(
+    path: Path, tensors: dict[str, Tensor], net: nn.Module, hints: Hints
+) -> tuple[dict[str, Tensor], bool]:
+    """The tensors by the network's names, and whether timm's filter had to rename them; refuse what would not load."""
+    try:
+        build.require_fitting(net, tensors)
+        return tensors, False
+    except ArchitectureError as failure:
+        found = filtered(tensors, net)
+        if found is not None:
+            with suppress(ArchitectureError):
+                build.require_fitting(net, found)
+                return found, True
+        if hints.arch is None and not hints.arch_args:
+            raise ArchitectureError(
+                failure.message, f"does {config_path(path)} belong to another file? Name the architecture with --arch"
+            ) from failure
+        raise
 
 
 def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> Opened:
@@ -170,29 +209,6 @@ def _appearance(tensors: Mapping[str, Tensor]) -> str:
 def _short(metadata: Mapping[str, str]) -> dict[str, str]:
     """What a foreign file says of itself, without texts of a length that no record may hold."""
     return {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
-
-
-def _read_torch(path: Path) -> dict[str, Tensor]:
-    """A state dict from a .pth / .bin file, without unpickling anything but tensors."""
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as failure:  # of hostile bytes, the restricted unpickler raises anything
-        raise CheckpointError(
-            f"{path} cannot be read as plain tensors ({one_line(failure)[:160]})",
-            "convert it to safetensors where it can be trusted",
-        ) from failure
-    for key in ("state_dict", "model"):
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
-            loaded = loaded[key]
-    if not isinstance(loaded, Mapping) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise CheckpointError(f"{path} is not a dictionary of tensors")
-    tensors = {str(name): value.detach() for name, value in loaded.items()}
-    for name, value in tensors.items():
-        plain = value.layout == torch.strided and not value.is_quantized and not value.is_meta and not value.is_nested
-        if not plain or value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise CheckpointError(f"tensor '{one_line(name)}' of {path} is not a plain tensor with values of its own")
-    require_numbers(tensors, path.name)
-    return tensors
 
 
 def _from_hub(name: str, hints: Hints) -> Opened:

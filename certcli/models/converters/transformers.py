@@ -272,6 +272,11 @@ _UNUSED = r"^mask_token$|relative_position_index$|relative_coords_table$|^pooler
 """Tensors that a classifier never reads, or that timm computes itself."""
 
 
+def is_transformers(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the names are those of transformers' vision models, which all begin with `embeddings`."""
+    return any(re.match(r"(\w+\.)?embeddings\.(patch_embeddings|cls_token)", name) for name in tensors)
+
+
 def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converted:
     """Return a checkpoint of transformers in timm's terms, from the two configs beside it.
 
@@ -279,6 +284,11 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
         ArchitectureError: the model is no image classifier of `FAMILIES`, or a config leaves its function open.
     """
     beside = path.parent / CONFIG
+    if not beside.is_file():
+        raise ArchitectureError(
+            f"{path} has the names of transformers, and no {CONFIG} beside it says its heads and eps",
+            f"put its {CONFIG} and {PIXELS} beside it",
+        )
     about = decoded(beside, Config)
     architecture = about.architectures[0] if about.architectures else ""
     if about.model_type not in FAMILIES or "ForImageClassification" not in architecture:

@@ -112,14 +112,6 @@ class Pixels(Struct, kw_only=True):
 T = TypeVar("T")
 
 
-def is_transformers(path: Path) -> bool:
-    """Whether a config.json of transformers lies beside the file: it names a `model_type`, timm's an `architecture`."""
-    try:
-        return "model_type" in decode(_bytes(path.parent / CONFIG), Json)
-    except (Refused, OSError):
-        return False
-
-
 def _bytes(config: Path) -> bytes:
     if config.stat().st_size > LONGEST_RECORD:
         raise Refused(f"more than {LONGEST_RECORD:,} bytes")
