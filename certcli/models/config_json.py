@@ -31,6 +31,7 @@ class Description:
 
     record: Record
     origins: Mapping[str, str]
+    net: nn.Module | None = None
 
 
 def config_path(path: Path) -> Path:
@@ -122,7 +123,7 @@ def _decoded(config: Path) -> ConfigFields:
 
 def describe(path: Path, hints: Hints, config: ConfigFields | None, tensors: Mapping[str, Tensor]) -> Description:
     """The record of a foreign file, from config.json or, without it, --arch."""
-    origins = dict.fromkeys(hints.arch_args, "--arch-arg")
+    origins, net = dict.fromkeys(hints.arch_args, "--arch-arg"), None
     origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
     if config is not None:
         said = {"architecture": CONFIG, "mean": CONFIG, "std": CONFIG}
@@ -131,8 +132,8 @@ def describe(path: Path, hints: Hints, config: ConfigFields | None, tensors: Map
         record = _from_config(config_path(path), config, hints)
     else:
         origins = {"architecture": "--arch", "mean": TIMM, "std": TIMM, "view": TIMM} | origins
-        record = _from_hints(hints, tensors, path)
-    return Description(record, origins)
+        record, net = _from_hints(hints, tensors, path)
+    return Description(record, origins, net)
 
 
 def _from_config(config: Path, stated: ConfigFields, hints: Hints) -> Record:
@@ -153,7 +154,7 @@ def _from_config(config: Path, stated: ConfigFields, hints: Hints) -> Record:
     return Record(stated.architecture, arguments | dict(hints.arch_args), spec, classes)
 
 
-def _from_hints(hints: Hints, tensors: Mapping[str, Tensor], path: Path) -> Record:
+def _from_hints(hints: Hints, tensors: Mapping[str, Tensor], path: Path) -> tuple[Record, nn.Module]:
     """--arch and what goes with it; mean, std, crop and interpolation are timm's own for that name unless given."""
     arguments = dict(hints.arch_args)
     head = tensors.get("head.weight", tensors.get("head.fc.weight"))
@@ -174,7 +175,7 @@ def _from_hints(hints: Hints, tensors: Mapping[str, Tensor], path: Path) -> Reco
     height, width = (side, side) if isinstance(side, int) else tuple(side)
     view = (str(config.get("interpolation") or "bicubic"), float(config.get("crop_pct") or 1.0))
     spec = _input((channels, int(height), int(width)), mean, std, *view)
-    return Record(hints.arch, arguments, spec, build.classes_of(net))
+    return Record(hints.arch, arguments, spec, build.classes_of(net)), net
 
 
 def _input(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float], *rest: Any) -> InputSpec:

@@ -5,7 +5,7 @@ Heads, mean or standard deviation cannot be read off tensors: what was taken fro
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from certcli.checkpoint.record import KEY, Record
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name
 from certcli.checkpoint.shards import INDEX, named, weights_in
 from certcli.models import build
-from certcli.models.assumptions import RECORD, Reading, reading_of, rival
+from certcli.models.assumptions import RECORD, reading_of, rival
+from certcli.models.build import OpenCheckpoint
 from certcli.models.config_json import config_beside, config_path, describe, require_consistent
 from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable
@@ -33,21 +34,13 @@ from certcli.system.errors import ArchitectureError, CheckpointError, one_line
 _TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A checkpoint, and what was assumed in reading it."""
+def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
+    """Open a checkpoint: a file, a folder with model.safetensors, a timm name or an `hf-hub:` name.
 
-    checkpoint: Checkpoint
-    reading: Reading
-
-
-def open_checkpoint(source: str, hints: Hints | None = None) -> Checkpoint:
-    """A checkpoint from a file, a folder with model.safetensors, a timm name or an `hf-hub:` name."""
-    return read(source, hints).checkpoint
-
-
-def read(source: str, hints: Hints | None = None) -> Opened:
-    """`open_checkpoint`, and what is assumed of the network. ArchitectureError where the file fits two networks."""
+    Raises:
+        CheckpointError: there is no such file, or it cannot be read.
+        ArchitectureError: no network fits its tensors, or two do.
+    """
     hints = hints or Hints()
     path = Path(source)
     try:
@@ -82,7 +75,7 @@ def _nearest(source: str) -> str:
     return f"did you mean '{near[0]}'? " if near else ""
 
 
-def _from_file(path: Path, hints: Hints) -> Opened:
+def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     metadata: dict[str, str] = {}
     if not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
@@ -97,7 +90,7 @@ def _from_file(path: Path, hints: Hints) -> Opened:
         raise ArchitectureError(f"{path} {_appearance(tensors)}", _MISSING_HINT)
     description = describe(path, hints, config, tensors)
     record = replace(description.record, foreign=_short(metadata))
-    net = build.build(record, like=tensors)
+    net = description.net or build.build(record, like=tensors)
     try:
         build.require_fitting(net, tensors)  # refuse now what would not load later
     except ArchitectureError as failure:
@@ -109,25 +102,26 @@ def _from_file(path: Path, hints: Hints) -> Opened:
     if config is not None:
         require_consistent(config, net, config_path(path), hints)
     if not hints.as_stated:
-        why = rival(record, tensors, hints.arch_args)
+        why = rival(net, record, tensors, hints.arch_args)
         if why is not None:
             raise ArchitectureError(
                 f"which network is {path.name}? {why}",
                 "--as-stated if it was trained with these arguments; else leave them out",
             )
-        if config is not None and (why := rival(record, tensors, config.model_args)) is not None:
+        if config is not None and (why := rival(net, record, tensors, config.model_args)) is not None:
             doubts.append(f"config.json is believed: {why}")
     reading = reading_of(net, record, description.origins, doubts=doubts)
-    return Opened(Checkpoint(tensors, reading.noted(record)), reading)
+    return build.with_network(Checkpoint(tensors, reading.noted(record)), net, reading)
 
 
-def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> Opened:
-    """A file of certvit's own: its record says everything, whatever the options say."""
+def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> OpenCheckpoint:
+    """Open a file of certvit's own: its record describes the network, and options are ignored."""
     doubts = []
     if hints.given:
         doubts.append(f"{path.name} carries its own record: {', '.join(hints.given)} ignored")
     net = build.build(checkpoint.record, like=checkpoint.tensors)
-    return Opened(checkpoint, reading_of(net, checkpoint.record, {}, RECORD, doubts))
+    reading = reading_of(net, checkpoint.record, {}, RECORD, doubts)
+    return build.with_network(checkpoint, net, reading)
 
 
 _MISSING_HINT = (
@@ -178,7 +172,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _from_hub(name: str, hints: Hints) -> Opened:
+def _from_hub(name: str, hints: Hints) -> OpenCheckpoint:
     """The files of a hub's repository through the same door as a downloaded folder: timm would also unpickle what it holds.
 
     name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.
@@ -214,7 +208,7 @@ def _said(failure: Exception) -> str:
     return f"{type(failure).__name__}: {one_line(failure)[:120]}"
 
 
-def _from_timm(name: str, hints: Hints) -> Opened:
+def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     """Pretrained weights through timm's own loader."""
     if name.startswith("certvit_"):
         raise CheckpointError(f"{name} has no published weights", f"certvit init {name} -o {name}.safetensors")
@@ -230,9 +224,10 @@ def _from_timm(name: str, hints: Hints) -> Opened:
     arch = str(about.get("architecture", name)).split(".")[0]
     spec = build.spec_of(net, size=build.input_size_of(net), mean=hints.mean, std=hints.std)
     record = Record(arch=arch, arch_args=dict(hints.arch_args), input=spec, classes=build.classes_of(net))
-    tensors = {key: value.detach().clone() for key, value in net.state_dict().items()}
+    tensors = {key: value.detach() for key, value in net.state_dict().items()}
     require_numbers(tensors, name)
-    why = None if hints.as_stated else rival(record, tensors, hints.arch_args)
+    net = build.build(record, like=tensors)  # as every later command builds it
+    why = None if hints.as_stated else rival(net, record, tensors, hints.arch_args)
     if why is not None:
         raise ArchitectureError(f"{name} is not published with these arguments: {why}", "--as-stated if it is meant")
     doubts = [] if hints.arch is None else [f"{name} names its architecture: --arch ignored"]
@@ -247,4 +242,4 @@ def _from_timm(name: str, hints: Hints) -> Opened:
     origins = dict.fromkeys(hints.arch_args, "--arch-arg")
     origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
     reading = reading_of(net, record, origins, "timm's own", doubts)
-    return Opened(Checkpoint(tensors, reading.noted(record)), reading)
+    return build.with_network(Checkpoint(tensors, reading.noted(record)), net, reading)
