@@ -36,10 +36,9 @@ from certcli.lipschitz.bound import Estimate
 from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.network import NetworkBound, prove_checkpoint
 from certcli.models import build
-from certcli.models.assumptions import Reading
-from certcli.models.build import PixelModel
+from certcli.models.build import OpenCheckpoint, PixelModel
 from certcli.models.hints import Hints
-from certcli.models.open import Opened, read
+from certcli.models.open import open_checkpoint
 from certcli.report.document import Audit
 from certcli.system.errors import DataError
 
@@ -53,9 +52,11 @@ Data = Tensor | str | Images
 Labels = Tensor | Sequence[int] | None
 
 
-def load(source: Network, **hints: Any) -> Checkpoint:
+def load(source: Network, **hints: Any) -> OpenCheckpoint:
     """A checkpoint from a file, a folder, a timm or `hf-hub:` name. hints: arch, arch_args, mean, std of a foreign file."""
-    return source if isinstance(source, Checkpoint) else read(str(source), Hints(**hints)).checkpoint
+    if isinstance(source, Checkpoint):
+        return build.with_network(source)
+    return open_checkpoint(str(source), Hints(**hints))
 
 
 def save(checkpoint: Checkpoint, path: str | Path, *, force: bool = False) -> None:
@@ -179,8 +180,7 @@ def audit(
 
     Gates are judged, not enforced: see `gate.passed`. Outside of the main thread a stage ends between its batches only.
     """
-    opened = Opened(source, Reading(())) if isinstance(source, Checkpoint) else read(str(source))
-    checkpoint = opened.checkpoint
+    checkpoint = load(source)
     gates = [audit_gates.parse(text) for text in fail_on]
     wanted = audit_gates.widened(audit_run.Asked(**asked), gates)
     chosen = None if given is None else _images(checkpoint, given, labels).in_turn(wanted.seed)
@@ -192,7 +192,7 @@ def audit(
     results = audit_run.run(checkpoint, chosen, calibration, wanted, torch.device(device), clock)
     name = "checkpoint" if isinstance(source, Checkpoint) else str(source)
     typed = Typed(name, dataset=given if isinstance(given, str) else None)
-    return compose(opened, results, wanted, gates, clock, typed=typed, limit=None)
+    return compose(checkpoint, results, wanted, gates, clock, typed=typed, limit=None)
 
 
 def _images(checkpoint: Checkpoint, given: Data, labels: Labels) -> Images:

@@ -89,12 +89,12 @@ SURGERY: dict[str, type[Struct]] = {
     "orthogonal-attention": MixingArgs,
     "center-norm": NoArgs,
     "floor-norm": NoArgs,
-    "norm-eps": EpsArgs,
     "identity": NoArgs,
     "convex-block": NoArgs,
     "weighted-block": NoArgs,
     "relu": NoArgs,
     "maxmin": NoArgs,
+    "norm-eps": EpsArgs,
     "flat-head": FlatHeadArgs,
 }
 """Arguments of every replacement of `certcli.nn.surgery`; a test keeps the two tables equal."""

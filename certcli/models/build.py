@@ -4,7 +4,9 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from certcli.checkpoint.file import FLOATS, INTEGERS, Checkpoint
 from certcli.checkpoint.record import InputSpec, Record, Replacement
 from certcli.checkpoint.schema import is_name, require_statistics, surgery_arguments
 from certcli.models.limits import Building
+from certcli.models.reading import NOTHING_ASSUMED, Reading
 from certcli.nn import words
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import ArchitectureError, CertvitError, Refused, UsageError, one_line
@@ -64,6 +67,41 @@ class PixelModel(nn.Module):
     def is_double(self) -> bool:
         """Whether the network computes in float64, as that of a file with float64 weights does."""
         return next((weight.dtype for weight in self.net.parameters()), None) == torch.float64
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint(Checkpoint):
+    """A checkpoint with its network, built once and handed on, and what was assumed in reading it."""
+
+    reading: Reading = NOTHING_ASSUMED
+
+    @cached_property
+    def net(self) -> nn.Module:
+        """The network as `build` returns it; every `load` puts the tensors into a copy of its modules."""
+        return build(self.record, like=self.tensors)
+
+
+def with_network(
+    checkpoint: Checkpoint, net: nn.Module | None = None, reading: Reading = NOTHING_ASSUMED
+) -> OpenCheckpoint:
+    """Return the checkpoint with its network, so that it is built at most once.
+
+    Args:
+        net: The network, where it is built already.
+    """
+    if isinstance(checkpoint, OpenCheckpoint):
+        return checkpoint
+    found = OpenCheckpoint(checkpoint.tensors, checkpoint.record, reading)
+    if net is not None:
+        vars(found)["net"] = net  # where `cached_property` looks first
+    return found
+
+
+def own_network(checkpoint: Checkpoint) -> nn.Module:
+    """Return the modules of the checkpoint's network for the caller to change, with weights that are yet to be set."""
+    if isinstance(checkpoint, OpenCheckpoint):
+        return copy.deepcopy(checkpoint.net, {id(weight): weight for weight in checkpoint.net.parameters()})
+    return build(checkpoint.record, like=checkpoint.tensors)
 
 
 def multiplies_bf16(device: torch.device) -> bool:
@@ -239,7 +277,7 @@ def load(
     """
     keep_float32(torch.device(device))
     tensors = checkpoint.tensors
-    net = build(checkpoint.record, like=tensors)
+    net = own_network(checkpoint)
     # mapped where it is large; a device takes its numbers over in the type they have
     load_weights(net, tensors, own=writable, dtype=dtype if torch.device(device).type == "cpu" else None)
     for parameter in net.parameters():
@@ -308,19 +346,30 @@ def tensors_of(model: PixelModel, *, copy: bool = True) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in found.items()} if copy else found
 
 
-def initialise(arch: str, arch_args: Mapping[str, Any], spec: InputSpec, classes: int, seed: int) -> Checkpoint:
-    """A freshly initialised checkpoint; the same seed gives the same bytes."""
+def initialise(
+    arch: str,
+    arch_args: Mapping[str, Any],
+    spec: InputSpec | None = None,
+    classes: int | None = None,
+    seed: int = 0,
+    *,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+) -> OpenCheckpoint:
+    """Return a freshly initialised checkpoint; the same seed gives the same bytes.
+
+    Without `spec` and `classes` they are the architecture's, with `mean` and `std` where given.
+    """
     with _seeded(seed):
         net = create(arch, arch_args, initialise=True)
-    record = Record(arch=arch, arch_args=arch_arguments(arch_args), input=spec, classes=classes)
-    tensors = {name: value.detach().clone() for name, value in net.state_dict().items()}
-    limits = dict(net.named_buffers())
-    for name in (
-        tensors.keys() & limits.keys()
-    ):  # timm's way to say "clip nothing": no finite number is beyond the largest
-        if tensors[name].is_floating_point():
+    spec = spec or spec_of(net, size=input_size_of(net), mean=mean, std=std)
+    record = Record(arch, arch_arguments(arch_args), spec, classes_of(net) if classes is None else classes)
+    tensors = {name: value.detach() for name, value in net.state_dict().items()}
+    for name, _ in net.named_buffers():
+        if name in tensors and tensors[name].is_floating_point():
+            # timm writes "clip nothing" as an infinite limit: no finite number exceeds the largest one
             tensors[name] = tensors[name].nan_to_num(nan=math.nan)
-    return Checkpoint(tensors, record)
+    return with_network(Checkpoint(tensors, record), net)
 
 
 def input_size_of(net: nn.Module) -> tuple[int, int, int] | None:

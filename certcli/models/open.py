@@ -6,12 +6,11 @@ Heads, mean or standard deviation cannot be read off tensors: what was taken fro
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
@@ -25,34 +24,30 @@ from certcli.checkpoint.record import KEY, Record
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name
 from certcli.checkpoint.shards import INDEX, named, weights_in
 from certcli.models import build
-from certcli.models.assumptions import RECORD, Fact, Reading, reading_of, rival
+from certcli.models.appearance import appearance
+from certcli.models.assumptions import RECORD, reading_of, rival, statistics_doubts
+from certcli.models.build import OpenCheckpoint
 from certcli.models.config_json import config_beside, config_path, describe, require_consistent
 from certcli.models.converters import torchvision
 from certcli.models.converters.base import Converted
+from certcli.models.converters.original import filtered
 from certcli.models.converters.transformers import convert as convert_transformers
 from certcli.models.converters.transformers import is_transformers
-from certcli.models.converters.original import filtered
+from certcli.models.converters.transformers_config import PIXELS
 from certcli.models.converters.wrapping import TORCH_SUFFIXES, read_torch, unwrapped
 from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable
+from certcli.models.reading import Fact
 from certcli.system.errors import ArchitectureError, CheckpointError, one_line
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A checkpoint, and what was assumed in reading it."""
+def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
+    """Open a checkpoint: a file, a folder with model.safetensors, a timm name or an `hf-hub:` name.
 
-    checkpoint: Checkpoint
-    reading: Reading
-
-
-def open_checkpoint(source: str, hints: Hints | None = None) -> Checkpoint:
-    """A checkpoint from a file, a folder with model.safetensors, a timm name or an `hf-hub:` name."""
-    return read(source, hints).checkpoint
-
-
-def read(source: str, hints: Hints | None = None) -> Opened:
-    """`open_checkpoint`, and what is assumed of the network. ArchitectureError where the file fits two networks."""
+    Raises:
+        CheckpointError: there is no such file, or it cannot be read.
+        ArchitectureError: no network fits its tensors, or two do.
+    """
     hints = hints or Hints()
     path = Path(source)
     try:
@@ -63,9 +58,12 @@ def read(source: str, hints: Hints | None = None) -> Opened:
         ) from failure
     if found and path.is_dir():
         weights = weights_in(path)
+        if weights is None and (path / "pytorch_model.bin").is_file():
+            weights = path / "pytorch_model.bin"
         if weights is None:
             raise CheckpointError(
-                f"folder {path} holds no model.safetensors, nor {INDEX} of several", "name the file itself"
+                f"folder {path} holds no model.safetensors, nor {INDEX} of several, nor pytorch_model.bin",
+                "name the file itself",
             )
         return _from_file(weights, hints)
     if found:
@@ -87,7 +85,7 @@ def _nearest(source: str) -> str:
     return f"did you mean '{near[0]}'? " if near else ""
 
 
-def _from_file(path: Path, hints: Hints) -> Opened:
+def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     metadata: dict[str, str] = {}
     if not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
@@ -99,77 +97,74 @@ def _from_file(path: Path, hints: Hints) -> Opened:
         return _with_record(Checkpoint(tensors, Record.from_json(metadata[KEY])), path, hints)
     tensors, prefix = unwrapped(tensors, path, hints.weights)
     converted = _converted(tensors, path, hints)
-    opened = _of_timm(path, tensors, hints) if converted is None else _as_timm(converted)
+    found = _of_timm(path, tensors, hints) if converted is None else _as_timm(converted)
     names = [Fact("names", f"without '{prefix}'", "the file")] if prefix else []
-    reading = replace(opened.reading, facts=(*opened.reading.facts, *names))
-    record = replace(opened.checkpoint.record, foreign=_short(metadata))
-    return Opened(Checkpoint(opened.checkpoint.tensors, reading.noted(record)), reading)
+    reading = replace(found.reading, facts=(*found.reading.facts, *names))
+    record = reading.noted(replace(found.record, foreign=_short(metadata)))
+    return build.with_network(Checkpoint(found.tensors, record), found.net, reading)
 
 
 def _converted(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converted | None:
-    """The file in timm's terms where its names are another library's, else None."""
+    """Return the file in timm's terms where its names are another library's, else None."""
     if is_transformers(tensors):
         return convert_transformers(tensors, path, hints)
     family = torchvision.family_of(tensors)
     return None if family is None else torchvision.convert(tensors, family, hints)
 
 
-def _as_timm(converted: Converted) -> Opened:
-    """The network of timm that computes the same function; ArchitectureError where a tensor is left over or missing."""
-    net = build.build(converted.record, like=converted.tensors)
+def _as_timm(converted: Converted) -> OpenCheckpoint:
+    """Return the network of timm that computes the same function; ArchitectureError where a tensor is missing or left."""
+    record, tensors = converted.record, converted.tensors
+    net = build.build(record, like=tensors)
     try:
-        build.require_fitting(net, converted.tensors)
+        build.require_fitting(net, tensors)
     except ArchitectureError as failure:
         raise ArchitectureError(
             f"{converted.source}, by timm's names: {failure.message}", "its config may belong to another file"
         ) from failure
-    default = f"{converted.source}, converted"
-    return Opened(
-        Checkpoint(converted.tensors, converted.record),
-        reading_of(net, converted.record, converted.origins, default, converted.doubts),
-    )
+    reading = reading_of(net, record, converted.origins, f"{converted.source}, converted", converted.doubts)
+    return build.with_network(Checkpoint(tensors, record), net, reading)
 
 
-def _of_timm(path: Path, tensors: dict[str, Tensor], hints: Hints) -> Opened:
-    """A file whose names are timm's, or those of the repository that timm took the architecture from."""
+def _of_timm(path: Path, tensors: dict[str, Tensor], hints: Hints) -> OpenCheckpoint:
+    """Return the network of a file with timm's names, or those of the repository that timm took the network from."""
     config, doubts = config_beside(path, hints)
     if hints.arch is None and config is None:
-        raise ArchitectureError(f"{path} {_appearance(tensors)}", _MISSING_HINT)
+        raise ArchitectureError(f"{path} {appearance(tensors)}", _MISSING_HINT)
     description = describe(path, hints, config, tensors)
     record = description.record
-    net = build.build(record, like=tensors)
-    tensors, renamed = _fitting(path, tensors, net, hints)
+    net = description.net or build.build(record, like=tensors)
+    fitting = _fitting(path, tensors, net, hints)
     if config is not None:
         require_consistent(config, net, config_path(path), hints)
     if not hints.as_stated:
-        why = rival(record, tensors, hints.arch_args)
+        why = rival(net, record, fitting, hints.arch_args)
         if why is not None:
             raise ArchitectureError(
                 f"which network is {path.name}? {why}",
                 "--as-stated if it was trained with these arguments; else leave them out",
             )
-        if config is not None and (why := rival(record, tensors, config.model_args)) is not None:
+        if config is not None and (why := rival(net, record, fitting, config.model_args)) is not None:
             doubts.append(f"config.json is believed: {why}")
+    doubts = doubts or statistics_doubts(net, record)
     reading = reading_of(net, record, description.origins, doubts=doubts)
-    if renamed:
+    if fitting is not tensors:
         fact = Fact("tensors", "renamed", "timm's filter for the original repository")
         reading = replace(reading, facts=(*reading.facts, fact))
-    return Opened(Checkpoint(tensors, record), reading)
+    return build.with_network(Checkpoint(fitting, record), net, reading)
 
 
-def _fitting(
-    path: Path, tensors: dict[str, Tensor], net: nn.Module, hints: Hints
-) -> tuple[dict[str, Tensor], bool]:
-    """The tensors by the network's names, and whether timm's filter had to rename them; refuse what would not load."""
+def _fitting(path: Path, tensors: dict[str, Tensor], net: nn.Module, hints: Hints) -> dict[str, Tensor]:
+    """Return the tensors by the network's names, by timm's filter where they do not fit; refuse what would not load."""
     try:
         build.require_fitting(net, tensors)
-        return tensors, False
+        return tensors
     except ArchitectureError as failure:
         found = filtered(tensors, net)
         if found is not None:
             with suppress(ArchitectureError):
                 build.require_fitting(net, found)
-                return found, True
+                return found
         if hints.arch is None and not hints.arch_args:
             raise ArchitectureError(
                 failure.message, f"does {config_path(path)} belong to another file? Name the architecture with --arch"
@@ -177,13 +172,14 @@ def _fitting(
         raise
 
 
-def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> Opened:
-    """A file of certvit's own: its record says everything, whatever the options say."""
+def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> OpenCheckpoint:
+    """Open a file of certvit's own: its record describes the network, and options are ignored."""
     doubts = []
     if hints.given:
         doubts.append(f"{path.name} carries its own record: {', '.join(hints.given)} ignored")
     net = build.build(checkpoint.record, like=checkpoint.tensors)
-    return Opened(checkpoint, reading_of(net, checkpoint.record, {}, RECORD, doubts))
+    reading = reading_of(net, checkpoint.record, {}, RECORD, doubts)
+    return build.with_network(checkpoint, net, reading)
 
 
 _MISSING_HINT = (
@@ -192,26 +188,12 @@ _MISSING_HINT = (
 )
 
 
-def _appearance(tensors: Mapping[str, Tensor]) -> str:
-    """What the tensors' names and shapes tell, and what they cannot."""
-    embedding, qkv = tensors.get("patch_embed.proj.weight"), tensors.get("blocks.0.attn.qkv.weight")
-    if embedding is None or qkv is None or embedding.dim() != 4:
-        known = ", ".join(sorted(tensors)[:2])
-        return f"has no certvit record, and its tensors ({known}, ...) are not those of a timm vision transformer"
-    width, channels, patch = embedding.shape[0], embedding.shape[1], embedding.shape[2]
-    depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
-    return (
-        f"looks like a timm vision transformer (width {width}, depth {depth}, patch {patch}, {channels} channels), but "
-        "its number of heads, mean and std cannot be known from its tensors"
-    )
-
-
 def _short(metadata: Mapping[str, str]) -> dict[str, str]:
     """What a foreign file says of itself, without texts of a length that no record may hold."""
     return {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
 
 
-def _from_hub(name: str, hints: Hints) -> Opened:
+def _from_hub(name: str, hints: Hints) -> OpenCheckpoint:
     """The files of a hub's repository through the same door as a downloaded folder: timm would also unpickle what it holds.
 
     name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.
@@ -227,6 +209,8 @@ def _from_hub(name: str, hints: Hints) -> Opened:
     with cache_if_unreachable() as offline:
         try:
             fetch("config.json")
+            with suppress(EntryNotFoundError):  # only transformers' repositories have it
+                fetch(PIXELS)
             try:
                 path = fetch("model.safetensors")
             except EntryNotFoundError:
@@ -247,7 +231,7 @@ def _said(failure: Exception) -> str:
     return f"{type(failure).__name__}: {one_line(failure)[:120]}"
 
 
-def _from_timm(name: str, hints: Hints) -> Opened:
+def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     """Pretrained weights through timm's own loader."""
     if name.startswith("certvit_"):
         raise CheckpointError(f"{name} has no published weights", f"certvit init {name} -o {name}.safetensors")
@@ -263,9 +247,10 @@ def _from_timm(name: str, hints: Hints) -> Opened:
     arch = str(about.get("architecture", name)).split(".")[0]
     spec = build.spec_of(net, size=build.input_size_of(net), mean=hints.mean, std=hints.std)
     record = Record(arch=arch, arch_args=dict(hints.arch_args), input=spec, classes=build.classes_of(net))
-    tensors = {key: value.detach().clone() for key, value in net.state_dict().items()}
+    tensors = {key: value.detach() for key, value in net.state_dict().items()}
     require_numbers(tensors, name)
-    why = None if hints.as_stated else rival(record, tensors, hints.arch_args)
+    net = build.build(record, like=tensors)  # as every later command builds it
+    why = None if hints.as_stated else rival(net, record, tensors, hints.arch_args)
     if why is not None:
         raise ArchitectureError(f"{name} is not published with these arguments: {why}", "--as-stated if it is meant")
     doubts = [] if hints.arch is None else [f"{name} names its architecture: --arch ignored"]
@@ -280,4 +265,4 @@ def _from_timm(name: str, hints: Hints) -> Opened:
     origins = dict.fromkeys(hints.arch_args, "--arch-arg")
     origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
     reading = reading_of(net, record, origins, "timm's own", doubts)
-    return Opened(Checkpoint(tensors, reading.noted(record)), reading)
+    return build.with_network(Checkpoint(tensors, reading.noted(record)), net, reading)

@@ -135,15 +135,14 @@ def certify(
         require_one("auto chooses by trying", "certvit certify ... --limit 50 says what it chooses; name that")
     output.claim(source, wanted, smoothing, data)
     sink = talk.sink()
-    opened = source.read(sink)
-    checkpoint = opened.checkpoint
+    checkpoint = source.read(sink)
     if patched:
         image = checkpoint.record.input.size[1:]
         demand, sizes = run.patch_demand(wanted.minimum, sorted(set(patches.sizes(image))), image)
     demand = replace(demand, every=output.output is not None)
     images = digested(data.images(checkpoint.record, sink), team())
     seen = inputs.say_seen(checkpoint.record, images, sink)
-    sink.assumes(opened.reading.line(), opened.reading.to_json())
+    sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     attacked = run.attacked_shares(wanted.attack_records, checkpoint.digest, images, local.norm)
     methods, reason, effort = run.settle(wanted.methods, checkpoint, machine, images, radii, sink)
     given = {

@@ -100,15 +100,6 @@ def _floats(option: str, text: str | None) -> tuple[float, ...] | None:
         ) from failure
 
 
-def fresh(arch: str, arguments: dict[str, Any], given: Hints, seed: int) -> Checkpoint:
-    """A freshly initialised network, with the mean and std that were given, else those of its kind."""
-    from certcli.models import build
-
-    net = build.create(arch, arguments, initialise=False)
-    spec = build.spec_of(net, size=build.input_size_of(net), mean=given.mean, std=given.std)
-    return build.initialise(arch, arguments, spec, build.classes_of(net), seed)
-
-
 def default_output(source: str, command: str, shards: bool = False) -> Path:
     """<stem>.<command>.safetensors beside the source; in the current folder for a network that is named, not read.
 

@@ -27,7 +27,7 @@ def filtered(tensors: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor]
     options = {"adapt_layer_scale": True} if "adapt_layer_scale" in inspect.signature(convert).parameters else {}
     resampling = [name for name in vars(module) if name.startswith(("resample_", "resize_"))]
     try:
-        with mock.patch.multiple(module, **dict.fromkeys(resampling, _refuse)) if resampling else mock.MagicMock():
+        with mock.patch.dict(vars(module), dict.fromkeys(resampling, _refuse)):
             return dict(convert(dict(tensors), net, **options))
     except CertvitError:
         raise

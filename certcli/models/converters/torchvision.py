@@ -111,6 +111,8 @@ def convert(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Convert
         ) from failure
     spec, origins = _input(network, hints)
     arguments = {**network.arguments, **hints.arch_args}
+    if family == "convnext":
+        arguments.pop("img_size", None)  # a size of the images only
     classes = int(network.arguments["num_classes"])
     record = Record(arch=network.arch, arch_args=arguments, input=spec, classes=classes)
     origins |= dict.fromkeys(hints.arch_args, "--arch-arg")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from certcli.checkpoint.record import Record, Replacement
@@ -165,9 +166,7 @@ def _dinov2(config: TokenConfig, _: str) -> Network:
 
 def _dinov2_registers(config: TokenConfig, architecture: str) -> Network:
     network = _dinov2(config, architecture)
-    return Network(
-        network.arch, {**network.arguments, "reg_tokens": config.num_register_tokens, "no_embed_class": True}
-    )
+    return Network(network.arch, {**network.arguments, "reg_tokens": config.num_register_tokens})
 
 
 def _beit(config: TokenConfig, _: str) -> Network:
@@ -230,24 +229,19 @@ def _convnext(config: ConvNextConfig, _: str) -> Network:
 
 
 def _dinov2_tensors(tensors: dict[str, Tensor], config: TokenConfig) -> dict[str, Tensor]:
-    """With registers, which have no position, the class token carries its own, as in timm."""
+    """Registers have no position in transformers: zeros in timm's embedding, which covers them."""
     if "reg_token" not in tensors:
         return tensors
-    position = tensors["pos_embed"]
-    return {
-        **tensors,
-        "cls_token": tensors["cls_token"] + position[:, :1],
-        "pos_embed": position[:, 1:].contiguous(),
-    }
+    position, registers = tensors["pos_embed"], torch.zeros_like(tensors["reg_token"])
+    return {**tensors, "pos_embed": torch.cat([position[:, :1], registers, position[:, 1:]], dim=1)}
 
 
 def _swin_tensors(tensors: dict[str, Tensor], config: SwinConfig) -> dict[str, Tensor]:
     """transformers merges patches at the end of a stage, timm at the start of the next."""
-    later = {
+    return {
         re.sub(r"^layers\.(\d+)\.downsample", lambda found: f"layers.{int(found[1]) + 1}.downsample", name): value
         for name, value in tensors.items()
     }
-    return later
 
 
 def _deit_tensors(tensors: dict[str, Tensor], config: TokenConfig) -> dict[str, Tensor]:

@@ -14,7 +14,16 @@ from certcli.system.errors import ArchitectureError, CheckpointError, one_line
 TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".tar")
 _RAW = ("state_dict", "model", "model_state_dict", "module", "net", "network", "params", "student")
 _EMA = ("model_ema", "state_dict_ema", "ema", "ema_state_dict", "ema_model", "params_ema", "teacher")
-_PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.", "backbone.", "encoder.", *(f"{name}." for name in _EMA))
+_PREFIXES = (
+    "module.",
+    "_orig_mod.",
+    "model.",
+    "net.",
+    "network.",
+    "backbone.",
+    "encoder.",
+    *(f"{name}." for name in _EMA),
+)
 WEIGHTS = ("raw", "ema")
 
 
