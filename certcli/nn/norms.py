@@ -64,14 +64,16 @@ class FloorNorm(nn.Module):
 class TokenBatchNorm(nn.BatchNorm1d):
     """BatchNorm of every feature over all tokens of all images: (b, n, d) -> (b, n, d). An affine map in eval mode.
 
+    A pooled token (b, d), which timm's `fc_norm` takes, is normed over the images alone.
+
     Its tensors have the names of any norm's, `weight` and `bias`, and BatchNorm's statistics beside them.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() != 3:
+        if x.dim() not in (2, 3):
             raise ArchitectureError("norm_layer=batchnorm is for tokens (b, n, d)", "maps take norm_layer=batchnorm2d")
         if self.training:
-            return super().forward(x.transpose(1, 2)).transpose(1, 2)
+            return super().forward(x.mT).mT if x.dim() == 3 else super().forward(x)
         mean, variance = self.running_mean, self.running_var
         if mean is None or variance is None:
             raise ArchitectureError("a BatchNorm without statistics depends on the batch")
