@@ -27,12 +27,17 @@ LONGEST_NAME = 256
 INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkpoint:
     """Tensors and their record. Immutable: a command reads one and derives another, with one more step in its lineage."""
 
     tensors: Mapping[str, Tensor]
     record: Record
+
+    def __repr__(self) -> str:
+        record, count = self.record, sum(tensor.numel() for tensor in self.tensors.values())
+        size = "x".join(map(str, record.input.size))
+        return f"<{record.arch}: images of {size}, {record.classes} classes, {count:,} values>"
 
     @cached_property
     def digest(self) -> str:

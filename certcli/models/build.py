@@ -69,7 +69,7 @@ class PixelModel(nn.Module):
         return next((weight.dtype for weight in self.net.parameters()), None) == torch.float64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OpenCheckpoint(Checkpoint):
     """A checkpoint with its network, built once and handed on, and what was assumed in reading it."""
 
