@@ -1,7 +1,8 @@
-"""What a network's tensors do not show, where each of it came from, and the question when two networks fit one file.
+"""Properties of a network that its tensors do not show, and files whose tensors fit two networks.
 
-Heads, pooling, activation, eps and pixel statistics leave no trace in a tensor's shape. What is assumed of them is said;
-where an argument departs from the architecture that it goes with, and the tensors fit both, the user is asked.
+Heads, pooling, activation, eps and pixel statistics leave no trace in the shapes of tensors. Each is reported with its
+origin. Where an argument departs from the architecture's default and the tensors fit both, the file is refused until the
+user decides.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,10 +26,10 @@ OWN = "the architecture's own"
 RECORD = "its record"
 
 _ORDERS = {Block: "pre-norm", ResPostBlock: "norms at the branches' ends"}
-"""Where timm's blocks of vision transformers have their norms. The same tensors fit blocks of another order."""
+"""The places of norms in timm's blocks of vision transformers: the same tensors fit blocks of both orders."""
 _IMAGE_AND_CLASSES = frozenset(("num_classes", "in_chans", "img_size"))
 _SAME = 0.01
-"""Relative difference of logits below which two readings of a file are one network: eps 1e-5 for 1e-6 is far below."""
+"""Relative difference of logits up to which two readings are one network; eps 1e-5 in place of 1e-6 is far below."""
 
 _ARGUMENTS = {
     "heads": ("num_heads",),
@@ -41,25 +42,27 @@ _ARGUMENTS = {
 def reading_of(
     net: nn.Module, record: Record, origins: Mapping[str, str], default: str = OWN, doubts: Iterable[str] = ()
 ) -> Reading:
-    """origins: of an architecture's argument, "architecture", "mean", "std", "view"; `default` of all others."""
+    """Return the facts that reading this network rests on.
+
+    Args:
+        origins: The origin of an architecture's argument, of "architecture", "mean", "std" or "view".
+        default: The origin of all others.
+    """
     spec = record.input
-    told = {name: next((origins[key] for key in keys if key in origins), default) for name, keys in _ARGUMENTS.items()}
+    given = {name: next((origins[key] for key in keys if key in origins), default) for name, keys in _ARGUMENTS.items()}
+    view = f"{'x'.join(map(str, spec.size))} {spec.interpolation}, crop {spec.crop_pct:g}"
     facts = [Fact("architecture", record.arch, origins.get("architecture", default))]
-    facts += [Fact(name, value, told[name]) for name, value in invisible(net).items()]
+    facts += [Fact(name, value, given[name]) for name, value in invisible(net).items()]
     facts += [
         Fact("mean", _numbers(spec.mean), origins.get("mean", default)),
         Fact("std", _numbers(spec.std), origins.get("std", default)),
-        Fact("images", _view(record), origins.get("view", default)),
+        Fact("images", view, origins.get("view", default)),
     ]
     return Reading(tuple(facts), tuple(doubts))
 
 
-def _view(record: Record) -> str:
-    return f"{'x'.join(map(str, record.input.size))} {record.input.interpolation}, crop {record.input.crop_pct:g}"
-
-
 def invisible(net: nn.Module) -> dict[str, str]:
-    """What of a network no tensor's shape shows: its heads, norms with eps and place, activations, pooling."""
+    """Return the properties that no tensor's shape shows: heads, norms with eps and place, activations, pooling."""
     found: dict[str, list[str]] = {"heads": [], "norm": [], "activation": []}
     for path, module in net.named_modules():
         kind = type(module).__name__
@@ -100,9 +103,9 @@ def _numbers(values: tuple[float, ...]) -> str:
 
 
 def rival(net: nn.Module, record: Record, tensors: Mapping[str, Tensor], given: Iterable[str]) -> str | None:
-    """Why the tensors may be another network's: without the `given` arguments they fit too, and it answers otherwise.
+    """Return why the tensors may belong to another network: they fit without the `given` arguments, with other logits.
 
-    None where the arguments show in the tensors (a network of one's own, of which no registered one knows the heads).
+    None where the tensors show the arguments, as those of a network that is not registered with its number of heads.
     """
     left = set(given) - _IMAGE_AND_CLASSES
     if not left:
@@ -118,7 +121,7 @@ def rival(net: nn.Module, record: Record, tensors: Mapping[str, Tensor], given: 
             here, there = (build.PixelModel(record.input, each).eval()(pixels).double() for each in nets)
         apart = float((here - there).norm() / there.norm().clamp_min(1e-300))
     except (ArchitectureError, RuntimeError, ValueError, TypeError, AttributeError, IndexError):
-        return None  # one of them is no network of these tensors; whether the other runs is asked when it is loaded
+        return None  # one of the two does not fit; loading shows whether the other runs
     if apart <= _SAME:
         return None
     first, second = (invisible(each) for each in nets)

@@ -1,4 +1,4 @@
-"""The options about a foreign file."""
+"""What the user states about a foreign file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,10 +11,11 @@ from certcli.system.errors import Refused, UsageError
 
 @dataclass(frozen=True)
 class Hints:
-    """What the user says about a foreign file: --arch, --arch-arg, --mean, --std.
+    """The architecture, its arguments and the pixel statistics of a foreign file.
 
-    as_stated: whether that and config.json are believed where the tensors fit another network too.
-    weights: which are read of a file that holds raw and averaged weights.
+    Attributes:
+        as_stated: Believe these and config.json where the tensors fit another network too.
+        weights: The weights to read of a file that holds raw and averaged ones.
     """
 
     arch: str | None = None
@@ -33,7 +34,7 @@ class Hints:
 
     @property
     def given(self) -> list[str]:
-        """The options that say something about the network, as they are spelled."""
+        """Return the options that are given, as spelled on the command line."""
         named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std}
         arguments = [f"--arch-arg {key}" for key in self.arch_args]
         return [option for option, value in named.items() if value] + arguments

@@ -1,7 +1,7 @@
-"""Checkpoints that certvit did not write: a downloaded file, a folder from the hub, a timm or hf-hub name.
+"""Checkpoints from any source: certvit's own files, downloaded files, folders from the hub, timm and hf-hub names.
 
-Heads, mean or standard deviation cannot be read off tensors: what was taken from where is told with the checkpoint
-(`Opened.reading`), what is missing is named, and where a file fits two networks the user is asked.
+Tensors do not show heads, mean or standard deviation. `OpenCheckpoint.reading` holds the origin of each; a file that lacks
+one, or that fits two networks, is refused.
 """
 
 from collections.abc import Mapping
@@ -72,12 +72,12 @@ def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
         return _from_hub(source.partition(":")[2], hints)
     if is_name(source) and timm.is_model(source):
         return _from_timm(source, hints)
-    wanted = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
-    raise CheckpointError(f"no file {source}", f"{_nearest(source)}{wanted}")
+    hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
+    raise CheckpointError(f"no file {source}", f"{_nearest(source)}{hint}")
 
 
 def _nearest(source: str) -> str:
-    """The file beside it, or timm's name, that was probably meant."""
+    """Return a question for the closest name of a file or a timm model, or ""."""
     path = Path(source)
     files = {file.name: str(file) for file in path.parent.glob("*.safetensors")} if path.parent.is_dir() else {}
     near = [files[name] for name in get_close_matches(path.name, files, 1)]
@@ -100,7 +100,8 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     found = _of_timm(path, tensors, hints) if converted is None else _as_timm(converted)
     names = [Fact("names", f"without '{prefix}'", "the file")] if prefix else []
     reading = replace(found.reading, facts=(*found.reading.facts, *names))
-    record = reading.noted(replace(found.record, foreign=_short(metadata)))
+    texts = {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
+    record = reading.noted(replace(found.record, foreign=texts))
     return build.with_network(Checkpoint(found.tensors, record), found.net, reading)
 
 
@@ -188,15 +189,11 @@ _MISSING_HINT = (
 )
 
 
-def _short(metadata: Mapping[str, str]) -> dict[str, str]:
-    """What a foreign file says of itself, without texts of a length that no record may hold."""
-    return {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
-
-
 def _from_hub(name: str, hints: Hints) -> OpenCheckpoint:
-    """The files of a hub's repository through the same door as a downloaded folder: timm would also unpickle what it holds.
+    """Fetch a hub's repository and read it like a downloaded folder; timm would also unpickle files.
 
-    name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.
+    Args:
+        name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
@@ -221,18 +218,18 @@ def _from_hub(name: str, hints: Hints) -> OpenCheckpoint:
             raise
         except Exception as failure:  # every network and hub library has its own exceptions
             raise CheckpointError(
-                f"cannot fetch '{one_line(name)}' from the hub ({offline or _said(failure)})",
+                f"cannot fetch '{one_line(name)}' from the hub ({offline or _reason(failure)})",
                 "check the name and the network; the repository needs config.json and model.safetensors",
             ) from failure
     return _from_file(path, hints)
 
 
-def _said(failure: Exception) -> str:
+def _reason(failure: Exception) -> str:
     return f"{type(failure).__name__}: {one_line(failure)[:120]}"
 
 
 def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
-    """Pretrained weights through timm's own loader."""
+    """Fetch pretrained weights through timm's loader."""
     if name.startswith("certvit_"):
         raise CheckpointError(f"{name} has no published weights", f"certvit init {name} -o {name}.safetensors")
     with cache_if_unreachable() as offline:
@@ -240,7 +237,7 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
             net = timm.create_model(name, pretrained=True, **arch_arguments(hints.arch_args)).eval()
         except Exception as failure:  # every network and hub library has its own exceptions
             raise CheckpointError(
-                f"timm cannot fetch '{name}' ({offline or _said(failure)})",
+                f"timm cannot fetch '{name}' ({offline or _reason(failure)})",
                 "check the name and the network, or download it and give the folder",
             ) from failure
     about: Any = net.pretrained_cfg or {}

@@ -16,6 +16,7 @@ from certcli.cli.shared.output import Gate
 from certcli.system.processes import require_one, team
 
 if TYPE_CHECKING:
+    from certcli.checkpoint.file import Checkpoint
     from certcli.evaluation.sizes import Size
 
 RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
@@ -198,10 +199,11 @@ def certify(
         sink.note(f"wrote {wanted.html}")
     if output.output is not None:
         about = {"dataset": images.name, "split": images.split, "limit": data.limit, "seed": data.seed}
+        written: Checkpoint = checkpoint
         for result in reversed(results):  # the first named comes last, where `log` looks for it
             evidence = view.evidence(result, images)
-            checkpoint = checkpoint.with_evidence("certify", {**about, "method": result.certifier.method}, evidence)
-        output.write(checkpoint, output.output)
+            written = written.with_evidence("certify", {**about, "method": result.certifier.method}, evidence)
+        output.write(written, output.output)
         sink.note(f"wrote {output.output}")
     gate.enforce()
 
