@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from certcli.certify.patch import masks
 from certcli.certify.patch.ablation import Voting
-from certcli.certify.patch.defended import GreyPixels, KeptTokens, SeenPart, seen_part
 from certcli.certify.patch.double_masking import DoubleMasking
-from certcli.certify.patch.masks import Grid
 from certcli.certify.patch.passes import Passes
 from certcli.evaluation.sizes import Patch
 from certcli.models import build
+from certcli.models.seen_part import GreyPixels, KeptTokens, SeenPart, seen_part
+from certcli.models.views import Grid
 from certcli.system.errors import UsageError
 from tests.helpers.patches import GRID, ONE_IMAGE, pixel_model, shown
 

@@ -93,7 +93,7 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
         (("--patch", "2", "--method", "lipschitz"), "stands alone"),
         (("--patch", "2", "--procedure", "prayer"), "unknown procedure"),
         (("--patch", "2", "--procedure", "voting", "--bands", "rings"), "--bands of rings"),
-        (("--patch", "2", "--procedure", "voting", "--band-width", "9"), "--band-width 9"),
+        (("--patch", "2", "--procedure", "voting", "--band-width", "9"), "bands of 9 columns"),
         (("--patch", "2", "--hide", "faces"), "--hide faces"),
         (("--patch", "2", "--min-certified", "0.5@3"), "another patch"),
     ],
