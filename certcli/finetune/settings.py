@@ -19,8 +19,8 @@ CUTOUT = re.compile(r"cutout:([1-9][0-9]?)x([1-9][0-9]{0,4})")
 """How many squares, and their side in pixels."""
 BANDS = re.compile(r"bands:([1-9][0-9]{0,3})")
 """How many columns of cells stay: tokens, where they can be dropped."""
-GREEDY = re.compile(r"cutout-greedy:([12])x([1-9][0-9]{0,4})")
-"""As CUTOUT; more than two squares could hide a whole image."""
+SQUARES = re.compile(r"cutout-(random|greedy):([12])x([1-9][0-9]{0,4})")
+"""How the places are chosen; then as CUTOUT. Four squares could hide a whole image, and a certificate hides two."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "optimiser": OPTIMISERS,
@@ -153,7 +153,7 @@ class FinetuneSettings:
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
         for name in self.augment:
-            if name not in AUGMENTATIONS and not any(kind.fullmatch(name) for kind in (CUTOUT, BANDS, GREEDY)):
+            if name not in AUGMENTATIONS and not any(kind.fullmatch(name) for kind in (CUTOUT, BANDS, SQUARES)):
                 hint = f"any of: {','.join(AUGMENTATIONS)},cutout:2x128,bands:3,cutout-greedy:2x96"
                 raise UsageError(f"unknown augmentation '{name}'", hint)
         if self.msvp is not None and not all(0 <= weight < math.inf for weight in self.msvp):
@@ -163,7 +163,7 @@ class FinetuneSettings:
     @property
     def hiding(self) -> tuple[str, ...]:
         """The augmentations that hide a part of each image from the network."""
-        return tuple(name for name in self.augment if BANDS.fullmatch(name) or GREEDY.fullmatch(name))
+        return tuple(name for name in self.augment if BANDS.fullmatch(name) or SQUARES.fullmatch(name))
 
     def _require_sense(self) -> None:
         """Options that contradict each other."""

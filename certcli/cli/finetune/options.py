@@ -113,7 +113,7 @@ class Augmentation:
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Any of crop,flip,shift,cutout:2x128 (grey squares); parts of images: bands:3,cutout-greedy:2x96.",
+            help="Any of crop,flip,shift,cutout:2x128; parts of images: bands:3,cutout-random:2x96,cutout-greedy:2x96.",
         ),
     ] = None
     mixup: Annotated[float, typer.Option(help="Mixup with lambda ~ Beta(A, A); 0: none.")] = 0.0
