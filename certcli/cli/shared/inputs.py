@@ -224,6 +224,10 @@ def say_wider(before: Checkpoint, after: Checkpoint, sink: Sink) -> None:
 
 
 def remember_dataset(record: Record, images: Images) -> Record:
-    """The record with the name of the dataset (never a path) and its class names."""
-    names = None if images.classes[0].isdigit() else images.classes
+    """The record with the name of the dataset (never a path), and its class names where they are those of the network.
+
+    Ten synset folders beside 1,000 classes name ten of them, at other numbers.
+    """
+    named = len(images.classes) == record.classes and not images.classes[0].isdigit()
+    names = images.classes if named else None
     return replace(record, dataset=images.name, class_names=names)
