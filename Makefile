@@ -38,7 +38,7 @@ gpu: install
 
 # long campaigns beside the tests: hostile files, edited records, random networks with odd options, local certificates
 soundness: install
-	$(BIN)/python tests/soundness/fuzz.py --count 100000
+	$(BIN)/python -m tests.soundness.file_fuzz --count 100000
 	$(BIN)/python -m tests.soundness.evidence_fuzz --count 10000
 	$(BIN)/python -m tests.soundness.record_fuzz --count 20000
 	$(BIN)/python benchmarks/soundness.py --seconds 600
