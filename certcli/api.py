@@ -15,11 +15,11 @@ from certcli.attack.campaign import stages_of
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, curve
-from certcli.audit import gates as audit_gates
 from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
 from certcli.audit.compose import compose
-from certcli.audit.words import Typed
+from certcli.audit.gates import parse
+from certcli.audit.plan import Plan, Typed
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
 from certcli.certify.methods import certify as run_certifier
 from certcli.certify.methods import options_of, prepare
@@ -173,26 +173,25 @@ def audit(
     seconds: float = 120.0,
     fail_on: Sequence[str] = (),
     device: str = "cpu",
-    **asked: Any,
+    **options: Any,
 ) -> Audit:
-    """What `certvit audit` finds, in words and figures, within `seconds`. asked: fields of `audit.run.Asked`.
+    """What `certvit audit` finds, in words and figures, within `seconds`. options: fields of `audit.plan.Plan`.
 
     Gates are judged, not enforced: see `gate.passed`. Outside of the main thread a stage ends between its batches only.
     """
     opened = Opened(source, Reading(())) if isinstance(source, Checkpoint) else read(str(source))
-    checkpoint = opened.checkpoint
-    gates = [audit_gates.parse(text) for text in fail_on]
-    wanted = audit_gates.widened(audit_run.Asked(**asked), gates)
-    chosen = None if given is None else _images(checkpoint, given, labels).in_turn(wanted.seed)
+    checkpoint, where = opened.checkpoint, torch.device(device)
+    plan = Plan(gates=tuple(parse(text) for text in fail_on), budget=seconds, **options)
+    chosen = None if given is None else _images(checkpoint, given, labels).in_turn(plan.seed)
     clock = Clock(seconds)
 
     def calibration() -> Images:
-        return calibration_images(checkpoint.record, 8, wanted.seed, None, None)
+        return calibration_images(checkpoint.record, 8, plan.seed, None, None)
 
-    results = audit_run.run(checkpoint, chosen, calibration, wanted, torch.device(device), clock)
+    findings = audit_run.run(checkpoint, chosen, calibration, plan, where, clock)
     name = "checkpoint" if isinstance(source, Checkpoint) else str(source)
     typed = Typed(name, dataset=given if isinstance(given, str) else None)
-    return compose(opened, results, wanted, gates, clock, typed=typed, limit=None)
+    return compose(opened, findings, plan, clock, typed, where)
 
 
 def _images(checkpoint: Checkpoint, given: Data, labels: Labels) -> Images:
