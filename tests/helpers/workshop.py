@@ -56,7 +56,9 @@ class Workshop(type(Path())):  # type: ignore[misc]
         if path.stem != "init":
             parent, (name, *words) = STAGES[path.stem]
             command = (name, self / f"{parent}.safetensors", *words)
-        with TemporaryDirectory(dir=making) as folder:  # another process must not see a state of training beside its own
+        with TemporaryDirectory(
+            dir=making
+        ) as folder:  # another process must not see a state of training beside its own
             certvit(*command, "-o", Path(folder, path.name))
             Path(folder, path.name).replace(path)
         torch.set_rng_state(generators[0])
