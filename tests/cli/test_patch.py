@@ -16,6 +16,7 @@ from certcli.evaluation.sizes import Patch
 from certcli.images import datasets
 from certcli.system.errors import CertvitError, DataError, UsageError
 from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.workshop import shape
 
 CPU = torch.device("cpu")
 
@@ -88,7 +89,7 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
         ("--patch 2 --method lipschitz", "stands alone"),
         ("--patch 2 --procedure prayer", "unknown procedure"),
         ("--patch 2 --procedure voting --bands rings", "--bands of rings"),
-        ("--patch 2 --procedure voting --band-width 9", "--band-width 9"),
+        ("--patch 2 --procedure voting --band-width 9", "bands of 9 columns"),
         ("--patch 2 --hide faces", "--hide faces"),
         ("--patch 2 --min-certified 0.5@3", "another patch"),
     ],
@@ -98,6 +99,10 @@ def test_bad_input_is_one_clear_line(workshop: Path, words: str, named: str) -> 
     failure = certvit(*base, *words.split(), code=2).exception
     assert isinstance(failure, CertvitError)
     assert named in failure.message
+
+
+def test_a_patch_without_the_method_is_refused(workshop: Path) -> None:
+    certvit("certify", workshop / "certified.safetensors", "--dataset", "digits", "--patch", 2, code=2)
 
 
 def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:
@@ -115,6 +120,22 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
     bare = document("predict", network, tmp_path / "0.png")["predictions"]
     assert bare[0].keys() >= {"image", "prediction"}
     assert "proven" not in bare[0]
+
+
+def test_synset_folders_of_some_of_the_classes_lend_no_names(tmp_path: Path) -> None:
+    """Two folders beside 1,000 classes: class 1 of the network is not the second folder."""
+    start, tuned = tmp_path / "start.safetensors", tmp_path / "tuned.safetensors"
+    for number, synset in enumerate(("n01440764", "n03445777")):
+        (tmp_path / "images" / synset).mkdir(parents=True)
+        for index in range(6):
+            Image.new("L", (8, 8), 40 * (number + index)).save(tmp_path / "images" / synset / f"{index}.png")
+    certvit("init", "certvit_vit_digits", *shape(), "--classes", 1000, "-o", start)
+    words = ("--dataset", tmp_path / "images", "--loss", "ce", "--augment", "bands:1", "--steps", 1)
+    done = certvit("finetune", start, *words, "-o", tuned, "--json")
+    assert 0 <= json.loads(done.stdout.splitlines()[0])["masked"] <= 1
+    assert Checkpoint.read(tuned).record.class_names is None
+    found = document("predict", tuned, tmp_path / "images")["predictions"]
+    assert all("name" not in row for row in found)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from certcli.checkpoint.outputs import Outputs
     from certcli.checkpoint.record import Record
     from certcli.images.labelled import Images
+    from certcli.models.build import OpenCheckpoint
     from certcli.models.hints import Hints
-    from certcli.models.open import Opened
 
 
 @group("Checkpoints of others")
@@ -37,31 +37,33 @@ class Source:
     std: options.Std = None
     norm_eps: options.NormEps = None
     as_stated: options.AsStated = False
+    weights: options.Weights = None
 
     def hints(self) -> Hints:
-        return inputs.hints(self.arch, self.arch_arg, self.mean, self.std, self.norm_eps, self.as_stated)
+        return inputs.hints(self.arch, self.arch_arg, self.mean, self.std, self.norm_eps, self.as_stated, self.weights)
 
     def words(self) -> list[str]:
         """Return the options of this group as they are typed."""
-        given = {"--arch": self.arch, "--mean": self.mean, "--std": self.std, "--norm-eps": self.norm_eps}
+        named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std, "--norm-eps": self.norm_eps}
+        given = named | {"--weights": self.weights}
         pairs = [(name, str(value)) for name, value in given.items() if value is not None]
         pairs += [("--arch-arg", pair) for pair in self.arch_arg]
         return [word for pair in pairs for word in pair] + ["--as-stated"] * self.as_stated
 
-    def open(self, sink: Sink) -> Checkpoint:
+    def open(self, sink: Sink) -> OpenCheckpoint:
         """Return the checkpoint; the assumptions of its reading are printed, and stand in the document."""
-        opened = self.read(sink)
-        sink.assumes(opened.reading.line(), opened.reading.to_json())
-        return opened.checkpoint
+        checkpoint = self.read(sink)
+        sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
+        return checkpoint
 
-    def read(self, sink: Sink) -> Opened:
-        """Return the checkpoint with its assumptions, which are not printed yet."""
-        from certcli.models.open import read
+    def read(self, sink: Sink) -> OpenCheckpoint:
+        """Return the checkpoint with its assumptions, which the caller prints after other lines."""
+        from certcli.models.open import open_checkpoint
 
-        opened = read(self.ckpt, self.hints())
-        for doubt in opened.reading.doubts:
+        checkpoint = open_checkpoint(self.ckpt, self.hints())
+        for doubt in checkpoint.reading.doubts:
             sink.warn(doubt)
-        return opened
+        return checkpoint
 
 
 @group("Images")

@@ -90,11 +90,13 @@ def verify_checkpoints(
     read: Mapping[str, Checkpoint], options: VerifyOptions, gate: Gate, sink: Sink
 ) -> list[list[Claim]]:
     """Print and return the claims of each checkpoint; the gate demands that each of them is verified."""
+    from certcli.models.build import with_network
     from certcli.verification.claims import check, compare_lineages, verdict
 
     linked = list(compare_lineages(read))
     found = []
     for name, checkpoint in read.items():
+        checkpoint = with_network(checkpoint)
         again = certify_again(checkpoint, options, sink)
         claims = check(checkpoint, again, options.machine.pick(), measured=options.measured)
         claims += [claim for file, claim in linked if file == name]
