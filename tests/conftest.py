@@ -6,6 +6,7 @@ The process that hands tests to workers reads this file, too: torch is imported 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import signal
@@ -26,6 +27,11 @@ os.environ.pop("COLUMNS", None)
 
 def pytest_collectstart() -> None:
     _prepare()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # the half million objects of torch and of the tests: each full collection would walk over them
 
 
 @functools.cache

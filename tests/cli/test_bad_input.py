@@ -174,9 +174,9 @@ def test_a_read_only_folder(workshop: Path, tmp_path: Path, monkeypatch: pytest.
 
 def test_a_network_without_a_bound_certifies_nothing(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit 5 where a finite bound is demanded; a report that says why, and exit 0, where it is not."""
+    path = str(workshop / "plain.safetensors")
     monkeypatch.delitem(rules.modules, torch.nn.GELU)
     monkeypatch.delitem(rules.functions, torch.nn.functional.gelu)
-    path = str(workshop / "plain.safetensors")
     report = document("lipschitz", path, "--no-estimate")
     assert report["upper"] == "inf"
     assert "gelu" in report["why"]

@@ -187,8 +187,8 @@ def test_a_stdout_that_takes_nothing(
 ) -> None:
     """The work is done all the same: the checkpoint with its evidence is written, and a gate would be judged."""
     target = tmp_path / "written.safetensors"
-    monkeypatch.setattr(sys, "stdout", None if stream is None else stream())
     words = ["certvit", "lipschitz", str(workshop / "plain.safetensors"), "--no-estimate"]
+    monkeypatch.setattr(sys, "stdout", None if stream is None else stream())
     for more, expected in ((["-o", str(target)], code), (["--max", "1"], 7)):
         monkeypatch.setattr(sys, "argv", [*words, *more])
         with pytest.raises(SystemExit) as stop:
