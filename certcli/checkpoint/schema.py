@@ -76,6 +76,10 @@ class MixingArgs(StrictStruct):
     tokens: Annotated[int, Meta(ge=1, le=LARGEST_SIZE)]
 
 
+class EpsArgs(_Strict):
+    eps: Annotated[float, Meta(gt=0, le=1)]
+
+
 SURGERY: dict[str, type[Struct]] = {
     "l2-attention": NoArgs,
     "l2-untied-value-attention": NoArgs,
@@ -90,6 +94,7 @@ SURGERY: dict[str, type[Struct]] = {
     "weighted-block": NoArgs,
     "relu": NoArgs,
     "maxmin": NoArgs,
+    "norm-eps": EpsArgs,
     "flat-head": FlatHeadArgs,
 }
 """Arguments of every replacement of `certcli.nn.surgery`."""

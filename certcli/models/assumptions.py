@@ -85,6 +85,19 @@ def invisible(net: nn.Module) -> dict[str, str]:
     return shown
 
 
+def statistics_doubts(net: nn.Module, record: Record) -> list[str]:
+    """Return a sentence for each pixel statistic of a published network's size that is not timm's own for its name."""
+    own = getattr(net, "pretrained_cfg", None) or {}
+    if record.classes != own.get("num_classes"):
+        return []  # a head of one's own: trained on other images
+    pairs = ((name, getattr(record.input, name), own.get(name)) for name in ("mean", "std"))
+    return [
+        f"{name} {_numbers(given)} is not timm's own {_numbers(tuple(usual))} for {record.arch}"
+        for name, given, usual in pairs
+        if usual and len(usual) == len(given) and any(abs(a - b) > 5e-3 for a, b in zip(given, usual, strict=True))
+    ]
+
+
 def _numbers(values: tuple[float, ...]) -> str:
     return f"{values[0]:g}" if len(set(values)) == 1 else " ".join(f"{value:g}" for value in values)
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import timm
 from torch import Tensor, nn
 
 from certcli.checkpoint.record import InputSpec, Record
-from certcli.checkpoint.schema import LONGEST_RECORD, ConfigFields, decode_config, require_pixels
+from certcli.checkpoint.schema import LONGEST_RECORD, ConfigFields, PretrainedFields, decode_config, require_pixels
 from certcli.checkpoint.shards import INDEX
 from certcli.models import build
 from certcli.models.hints import Hints
@@ -135,18 +135,30 @@ def describe(path: Path, hints: Hints, config: ConfigFields | None, tensors: Map
         said = {"architecture": CONFIG, "mean": CONFIG, "std": CONFIG}
         said["view"] = CONFIG if config.pretrained_cfg.crop_pct is not None else "by default"
         origins = {**dict.fromkeys(config.model_args, CONFIG), **said, **origins}
-        record = _from_config(config_path(path), config, hints)
+        if config.pretrained_cfg == PretrainedFields():  # it names an architecture, and nothing of its images
+            origins |= dict.fromkeys(
+                {"mean", "std", "view"} - {key for key in ("mean", "std") if getattr(hints, key)}, TIMM
+            )
+            record, net = _from_hints(_as_hints(config, hints), tensors, path)
+        else:
+            record = _from_config(config_path(path), config, hints, tensors)
     else:
         origins = {"architecture": "--arch", "mean": TIMM, "std": TIMM, "view": TIMM} | origins
         record, net = _from_hints(hints, tensors, path)
     return Description(record, origins, net)
 
 
-def _from_config(config: Path, stated: ConfigFields, hints: Hints) -> Record:
+def _as_hints(stated: ConfigFields, hints: Hints) -> Hints:
+    """Return what config.json says as options would say it; the options themselves come first."""
+    classes = {} if stated.num_classes is None else {"num_classes": stated.num_classes}
+    return replace(hints, arch=stated.architecture, arch_args={**classes, **stated.model_args, **hints.arch_args})
+
+
+def _from_config(config: Path, stated: ConfigFields, hints: Hints, tensors: Mapping[str, Tensor]) -> Record:
     about = stated.pretrained_cfg
-    arguments = dict(stated.model_args)
+    arguments = {**stated.model_args, **hints.arch_args}
     if stated.num_classes is not None:
-        arguments.setdefault("num_classes", stated.num_classes)
+        arguments.setdefault("num_classes", _head_rows(tensors) or stated.num_classes)
     mean, std = hints.mean or about.mean, hints.std or about.std
     classes = arguments.get("num_classes", about.num_classes)
     needed = {"input_size": about.input_size, "mean": mean, "std": std, "num_classes": classes}
@@ -157,15 +169,21 @@ def _from_config(config: Path, stated: ConfigFields, hints: Hints) -> Record:
         raise CheckpointError(f"{config} cannot be used: num_classes is no number")
     assert about.input_size is not None
     spec = _input(about.input_size, mean or (), std or (), about.interpolation or "bicubic", about.crop_pct or 1.0)
-    return Record(stated.architecture, arguments | dict(hints.arch_args), spec, classes)
+    return Record(stated.architecture, arguments, spec, classes)
+
+
+def _head_rows(tensors: Mapping[str, Tensor]) -> int | None:
+    """Return the number of classes that the last layer's matrix shows."""
+    head = tensors.get("head.weight", tensors.get("head.fc.weight"))
+    return int(head.shape[0]) if head is not None and head.dim() else None
 
 
 def _from_hints(hints: Hints, tensors: Mapping[str, Tensor], path: Path) -> tuple[Record, nn.Module]:
     """Return record and network of `hints.arch`; mean, std, crop and interpolation are timm's unless given."""
     arguments = dict(hints.arch_args)
-    head = tensors.get("head.weight", tensors.get("head.fc.weight"))
-    if "num_classes" not in arguments and head is not None and head.dim():
-        arguments["num_classes"] = int(head.shape[0])
+    rows = _head_rows(tensors)
+    if "num_classes" not in arguments and rows is not None:
+        arguments["num_classes"] = rows
     assert hints.arch is not None
     net = build.create(hints.arch, arguments, initialise=False, like=tensors)
     config: Mapping[str, Any] = getattr(net, "pretrained_cfg", None) or {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.schema import require_statistics
@@ -15,6 +15,7 @@ class Hints:
 
     Attributes:
         as_stated: Believe these and config.json where the tensors fit another network too.
+        weights: The weights to read of a file that holds raw and averaged ones.
     """
 
     arch: str | None = None
@@ -22,6 +23,7 @@ class Hints:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     as_stated: bool = False
+    weights: Literal["raw", "ema"] | None = None
 
     def __post_init__(self) -> None:
         try:

@@ -5,13 +5,13 @@ one, or that fits two networks, is refused.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
 
@@ -24,14 +24,21 @@ from certcli.checkpoint.record import KEY, Record
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name
 from certcli.checkpoint.shards import INDEX, named, weights_in
 from certcli.models import build
-from certcli.models.assumptions import RECORD, reading_of, rival
+from certcli.models.appearance import appearance
+from certcli.models.assumptions import RECORD, reading_of, rival, statistics_doubts
 from certcli.models.build import OpenCheckpoint
 from certcli.models.config_json import config_beside, config_path, describe, require_consistent
+from certcli.models.converters import torchvision
+from certcli.models.converters.base import Converted
+from certcli.models.converters.original import filtered
+from certcli.models.converters.transformers import convert as convert_transformers
+from certcli.models.converters.transformers import is_transformers
+from certcli.models.converters.transformers_config import PIXELS
+from certcli.models.converters.wrapping import TORCH_SUFFIXES, read_torch, unwrapped
 from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable
+from certcli.models.reading import Fact
 from certcli.system.errors import ArchitectureError, CheckpointError, one_line
-
-_TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 
 
 def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
@@ -51,9 +58,12 @@ def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
         ) from failure
     if found and path.is_dir():
         weights = weights_in(path)
+        if weights is None and (path / "pytorch_model.bin").is_file():
+            weights = path / "pytorch_model.bin"
         if weights is None:
             raise CheckpointError(
-                f"folder {path} holds no model.safetensors, nor {INDEX} of several", "name the file itself"
+                f"folder {path} holds no model.safetensors, nor {INDEX} of several, nor pytorch_model.bin",
+                "name the file itself",
             )
         return _from_file(weights, hints)
     if found:
@@ -79,40 +89,88 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     metadata: dict[str, str] = {}
     if not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
-    if path.suffix in _TORCH_SUFFIXES:
-        tensors = _read_torch(path)
+    if path.suffix in TORCH_SUFFIXES:
+        tensors = read_torch(path, hints.weights)
     else:
         tensors, metadata = read_tensors(path)
     if KEY in metadata:
         return _with_record(Checkpoint(tensors, Record.from_json(metadata[KEY])), path, hints)
+    tensors, prefix = unwrapped(tensors, path, hints.weights)
+    converted = _converted(tensors, path, hints)
+    found = _of_timm(path, tensors, hints) if converted is None else _as_timm(converted)
+    names = [Fact("names", f"without '{prefix}'", "the file")] if prefix else []
+    reading = replace(found.reading, facts=(*found.reading.facts, *names))
+    texts = {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
+    record = reading.noted(replace(found.record, foreign=texts))
+    return build.with_network(Checkpoint(found.tensors, record), found.net, reading)
+
+
+def _converted(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converted | None:
+    """Return the file in timm's terms where its names are another library's, else None."""
+    if is_transformers(tensors):
+        return convert_transformers(tensors, path, hints)
+    family = torchvision.family_of(tensors)
+    return None if family is None else torchvision.convert(tensors, family, hints)
+
+
+def _as_timm(converted: Converted) -> OpenCheckpoint:
+    """Return the network of timm that computes the same function; ArchitectureError where a tensor is missing or left."""
+    record, tensors = converted.record, converted.tensors
+    net = build.build(record, like=tensors)
+    try:
+        build.require_fitting(net, tensors)
+    except ArchitectureError as failure:
+        raise ArchitectureError(
+            f"{converted.source}, by timm's names: {failure.message}", "its config may belong to another file"
+        ) from failure
+    reading = reading_of(net, record, converted.origins, f"{converted.source}, converted", converted.doubts)
+    return build.with_network(Checkpoint(tensors, record), net, reading)
+
+
+def _of_timm(path: Path, tensors: dict[str, Tensor], hints: Hints) -> OpenCheckpoint:
+    """Return the network of a file with timm's names, or those of the repository that timm took the network from."""
     config, doubts = config_beside(path, hints)
     if hints.arch is None and config is None:
-        raise ArchitectureError(f"{path} {_appearance(tensors)}", _MISSING_HINT)
+        raise ArchitectureError(f"{path} {appearance(tensors)}", _MISSING_HINT)
     description = describe(path, hints, config, tensors)
-    texts = {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
-    record = replace(description.record, foreign=texts)
+    record = description.record
     net = description.net or build.build(record, like=tensors)
-    try:
-        build.require_fitting(net, tensors)  # refuse now, not when it is loaded
-    except ArchitectureError as failure:
-        if hints.arch is None and not hints.arch_args:
-            raise ArchitectureError(
-                failure.message, f"does {config_path(path)} belong to another file? Name the architecture with --arch"
-            ) from failure
-        raise
+    fitting = _fitting(path, tensors, net, hints)
     if config is not None:
         require_consistent(config, net, config_path(path), hints)
     if not hints.as_stated:
-        why = rival(net, record, tensors, hints.arch_args)
+        why = rival(net, record, fitting, hints.arch_args)
         if why is not None:
             raise ArchitectureError(
                 f"which network is {path.name}? {why}",
                 "--as-stated if it was trained with these arguments; else leave them out",
             )
-        if config is not None and (why := rival(net, record, tensors, config.model_args)) is not None:
+        if config is not None and (why := rival(net, record, fitting, config.model_args)) is not None:
             doubts.append(f"config.json is believed: {why}")
+    doubts = doubts or statistics_doubts(net, record)
     reading = reading_of(net, record, description.origins, doubts=doubts)
-    return build.with_network(Checkpoint(tensors, reading.noted(record)), net, reading)
+    if fitting is not tensors:
+        fact = Fact("tensors", "renamed", "timm's filter for the original repository")
+        reading = replace(reading, facts=(*reading.facts, fact))
+    return build.with_network(Checkpoint(fitting, record), net, reading)
+
+
+def _fitting(path: Path, tensors: dict[str, Tensor], net: nn.Module, hints: Hints) -> dict[str, Tensor]:
+    """Return the tensors by the network's names, by timm's filter where they do not fit; refuse what would not load."""
+    try:
+        build.require_fitting(net, tensors)
+        return tensors
+    except ArchitectureError as failure:
+        found = filtered(tensors, net)
+        if found is not None:
+            with suppress(ArchitectureError):
+                build.require_fitting(net, found)
+                return found
+        if hints.arch is None and not hints.arch_args:
+            raise ArchitectureError(
+                failure.message, f"does {config_path(path)} belong to another file? Name the architecture with --arch"
+            ) from failure
+        raise
 
 
 def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> OpenCheckpoint:
@@ -129,43 +187,6 @@ _MISSING_HINT = (
     "put timm's config.json beside it, or pass --arch NAME, with --arch-arg num_heads=... --mean ... --std ... where it is "
     "not timm's own"
 )
-
-
-def _appearance(tensors: Mapping[str, Tensor]) -> str:
-    """Return what the tensors' names and shapes show and do not show."""
-    embedding, qkv = tensors.get("patch_embed.proj.weight"), tensors.get("blocks.0.attn.qkv.weight")
-    if embedding is None or qkv is None or embedding.dim() != 4:
-        known = ", ".join(sorted(tensors)[:2])
-        return f"has no certvit record, and its tensors ({known}, ...) are not those of a timm vision transformer"
-    width, channels, patch = embedding.shape[0], embedding.shape[1], embedding.shape[2]
-    depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
-    return (
-        f"looks like a timm vision transformer (width {width}, depth {depth}, patch {patch}, {channels} channels), but "
-        "its number of heads, mean and std cannot be known from its tensors"
-    )
-
-
-def _read_torch(path: Path) -> dict[str, Tensor]:
-    """Read a state dict from a .pth or .bin file, unpickling nothing but tensors."""
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as failure:  # on hostile bytes, the restricted unpickler raises errors of any type
-        raise CheckpointError(
-            f"{path} cannot be read as plain tensors ({one_line(failure)[:160]})",
-            "convert it to safetensors where it can be trusted",
-        ) from failure
-    for key in ("state_dict", "model"):
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
-            loaded = loaded[key]
-    if not isinstance(loaded, Mapping) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise CheckpointError(f"{path} is not a dictionary of tensors")
-    tensors = {str(name): value.detach() for name, value in loaded.items()}
-    for name, value in tensors.items():
-        plain = value.layout == torch.strided and not value.is_quantized and not value.is_meta and not value.is_nested
-        if not plain or value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise CheckpointError(f"tensor '{one_line(name)}' of {path} is not a plain tensor with values of its own")
-    require_numbers(tensors, path.name)
-    return tensors
 
 
 def _from_hub(name: str, hints: Hints) -> OpenCheckpoint:
@@ -185,6 +206,8 @@ def _from_hub(name: str, hints: Hints) -> OpenCheckpoint:
     with cache_if_unreachable() as offline:
         try:
             fetch("config.json")
+            with suppress(EntryNotFoundError):  # only transformers' repositories have it
+                fetch(PIXELS)
             try:
                 path = fetch("model.safetensors")
             except EntryNotFoundError:

@@ -28,6 +28,7 @@ from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin, TokenShi
 from certcli.system.errors import ArchitectureError
 
 _MNIST_STATISTICS = ((0.1307,), (0.3081,))
+_IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _CIFAR_STATISTICS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
@@ -51,11 +52,16 @@ def _network_arguments(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _vit(config: dict[str, Any], defaults: dict[str, Any], given: dict[str, Any]) -> nn.Module:
+def _vit(
+    config: dict[str, Any],
+    defaults: dict[str, Any],
+    given: dict[str, Any],
+    kind: type[VisionTransformer] = VisionTransformer,
+) -> nn.Module:
     channels, side, _ = config["input_size"]
     arguments = {"img_size": side, "in_chans": channels, "num_classes": config["num_classes"], **defaults}
     arguments |= _network_arguments(given)
-    net = VisionTransformer(**arguments)
+    net = kind(**arguments)
     net.pretrained_cfg = dict(config)  # type: ignore[assignment]
     return net
 
@@ -73,6 +79,23 @@ def _sized(
     net = make(channels=channels, side=side, classes=classes, **(shape | arguments))
     net.pretrained_cfg = {**config, "input_size": (channels, side, side)}  # type: ignore[assignment]
     return net
+
+
+class ClassAndMeanViT(VisionTransformer):
+    """A ViT whose head reads the class token beside the mean of the patches' tokens: (b, c, h, w) -> (b, k).
+
+    Source: the linear classifier of DINOv2 (Oquab et al. 2023), as transformers has it.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.global_pool = "token beside avg"
+        if self.num_classes:
+            self.head = nn.Linear(2 * self.embed_dim, self.num_classes)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        both = torch.cat([x[:, 0], x[:, self.num_prefix_tokens :].mean(dim=1)], dim=1)
+        return both if pre_logits else self.head(both)
 
 
 class SmallConvNet(nn.Module):
@@ -209,12 +232,17 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "vit_mnist": partial(_vit, _config(1, 28, 10, *_MNIST_STATISTICS), _shape(7, 128, 6, 4, 4.0)),
     "vit_cifar10": partial(_vit, _CIFAR10, _shape(4, 192, 6, 6, 3.0)),
     "vit_cifar100": partial(_vit, _config(3, 32, 100, *_CIFAR_STATISTICS), _shape(4, 192, 12, 6, 3.0)),
-    "vit_tinyimagenet": partial(
-        _vit, _config(3, 64, 200, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), _shape(4, 384, 12, 6, 3.0)
-    ),
+    "vit_tinyimagenet": partial(_vit, _config(3, 64, 200, *_IMAGENET_STATISTICS), _shape(4, 384, 12, 6, 3.0)),
     # VNN-COMP 2023; norm_layer=batchnorm for those whose BatchNorm is not folded into their weights
     "vit_ibp_3_3_8": partial(_vit, _COMPETITION, {**_COMPETITION_SHAPE, "patch_size": 8, "depth": 3, "num_heads": 3}),
     "vit_pgd_2_3_16": partial(_vit, _COMPETITION, {**_COMPETITION_SHAPE, "patch_size": 16, "depth": 2, "num_heads": 3}),
+    # DINOv2 of the small size with a linear classifier on class token and mean
+    "dinov2_classifier": partial(
+        _vit,
+        _config(3, 224, 1000, *_IMAGENET_STATISTICS),
+        {"patch_size": 14, "embed_dim": 384, "depth": 12, "num_heads": 6, "init_values": 1e-5},
+        kind=ClassAndMeanViT,
+    ),
     # (out, kernel, stride) of convolutions, widths of linear layers; 4c3f has 1,973,536 weights, as in CertViT's Table 1
     "4c3f": partial(_convnet, _config(*_GREY), [(32, 3, 1), (32, 4, 2), (64, 3, 1), (64, 4, 2)], [512, 512]),
     "6c2f": partial(

@@ -277,7 +277,8 @@ def test_files_of_the_hub_are_read_like_a_folder(room: Path, tiny: Checkpoint, m
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     config(tiny, lambda raw: None)
     assert open_checkpoint("hf-hub:owner/net@v1").record.arch == "certvit_vit_digits"
-    assert asked == [("owner/net", "config.json", "v1"), ("owner/net", "model.safetensors", "v1")]
+    files = ("config.json", "preprocessor_config.json", "model.safetensors")
+    assert asked == [("owner/net", file, "v1") for file in files]
     config(tiny, put("model_args", "checkpoint_path", value=EVIL))
     assert refused("hf-hub:owner/net").code == 3
 

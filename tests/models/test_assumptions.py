@@ -31,12 +31,13 @@ from tests.helpers.commands import console
 RGB = InputSpec((3, 32, 32), (0.5,) * 3, (0.5,) * 3)
 
 
-@pytest.mark.parametrize("norm", ["identity", "batchnorm"])
-def test_the_competitions_networks_load_by_name_and_have_bounds(norm: str) -> None:
-    arguments = {"norm_layer": norm, "depth": 1}
+@pytest.mark.parametrize(("norm", "fc_norm"), [("identity", False), ("batchnorm", False), ("batchnorm", True)])
+def test_the_competitions_networks_load_by_name_and_have_bounds(norm: str, fc_norm: bool) -> None:
+    arguments = {"norm_layer": norm, "depth": 1, "fc_norm": fc_norm}
     model = build.load(build.initialise("certvit_vit_pgd_2_3_16", arguments, RGB, 10, seed=0))
     names = build.tensors_of(model).keys()
     assert ("blocks.0.norm1.running_mean" in names) == (norm == "batchnorm")
+    assert ("fc_norm.running_mean" in names) == fc_norm
     assert not any(isinstance(module, nn.LayerNorm) for module in model.modules())
     assert prove(model, 10).upper.finite
     pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -66,6 +67,7 @@ def test_batch_norm_over_tokens_is_torchs() -> None:
             norm.bias.copy_(torch.linspace(3, -3, 6))
     assert torch.equal(ours(tokens), theirs(tokens.mT).mT), "in training"
     assert torch.equal(ours.running_var, theirs.running_var)  # type: ignore[arg-type]
+    assert torch.equal(ours(tokens[:, 0]), theirs(tokens[:, 0])), "a pooled token"
     torch.testing.assert_close(ours.eval()(tokens), theirs.eval()(tokens.mT).mT)
 
 

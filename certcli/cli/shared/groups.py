@@ -37,13 +37,20 @@ class Source:
     std: options.Std = None
     norm_eps: options.NormEps = None
     as_stated: options.AsStated = False
+    weights: options.Weights = None
 
     def hints(self) -> Hints:
-        return inputs.hints(self.arch, self.arch_arg, self.mean, self.std, self.norm_eps, self.as_stated)
+        return inputs.hints(self.arch, self.arch_arg, self.mean, self.std, self.norm_eps, self.as_stated, self.weights)
 
     def words(self) -> list[str]:
         """What was said about the network beside its name, to be typed again."""
-        given = {"--arch": self.arch, "--mean": self.mean, "--std": self.std, "--norm-eps": self.norm_eps}
+        given = {
+            "--arch": self.arch,
+            "--mean": self.mean,
+            "--std": self.std,
+            "--norm-eps": self.norm_eps,
+            "--weights": self.weights,
+        }
         found = [part for name, value in given.items() if value is not None for part in (name, str(value))]
         found += [part for pair in self.arch_arg for part in ("--arch-arg", pair)]
         return found + ["--as-stated"] * self.as_stated
