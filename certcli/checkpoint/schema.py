@@ -76,7 +76,7 @@ class MixingArgs(StrictStruct):
     tokens: Annotated[int, Meta(ge=1, le=LARGEST_SIZE)]
 
 
-class EpsArgs(_Strict):
+class EpsArgs(StrictStruct):
     eps: Annotated[float, Meta(gt=0, le=1)]
 
 

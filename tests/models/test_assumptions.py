@@ -24,6 +24,7 @@ from certcli.models import build
 from certcli.models.assumptions import OWN, RECORD
 from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
+from certcli.models.weights import load_weights
 from certcli.nn.norms import TokenBatchNorm
 from certcli.system.errors import ArchitectureError
 from tests.helpers.commands import console
@@ -52,7 +53,7 @@ def test_the_same_network_from_words() -> None:
     }  # fmt: skip
     made = build.initialise("certvit_vit_pgd_2_3_16", {}, RGB, 10, seed=0)
     spoken = build.create("vit_tiny_patch16_224", words, initialise=False)
-    build.load_weights(spoken, made.tensors)
+    load_weights(spoken, made.tensors)
     named = build.load(made)
     pixels = torch.rand(2, 3, 32, 32)
     assert torch.equal(named.net(pixels), spoken(pixels))
