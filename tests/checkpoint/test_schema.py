@@ -151,7 +151,7 @@ RECORDS: list[tuple[str, Callable[[Raw], Any], int, str]] = [
 
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a pickle that betrays whoever opens it."""
+    """A folder with a pickle that leaves a file behind when it is opened."""
     (tmp_path / EVIL).write_bytes(pickle.dumps(Evil()))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
@@ -297,7 +297,7 @@ def test_numbers_words_and_lists_of_an_architecture_pass() -> None:
         arch_arguments({"proj_drop_path_file": 0})
 
 
-def test_what_is_written_is_read(tiny: Checkpoint, tmp_path: Path) -> None:
+def test_an_unreadable_record_is_not_written(tiny: Checkpoint, tmp_path: Path) -> None:
     strange = Checkpoint(tiny.tensors, replace(tiny.record, dataset="/mnt/photos"))
     with pytest.raises(CheckpointError, match="dataset"):
         strange.write(tmp_path / "a.safetensors")

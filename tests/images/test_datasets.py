@@ -26,7 +26,7 @@ def test_digits_split_is_fixed_and_disjoint() -> None:
     parts = {split: datasets.load("digits", DIGITS, split) for split in ("train", "val", "test")}
     assert {split: len(images) for split, images in parts.items()} == {"train": 1261, "val": 140, "test": 396}
     seen = [tuple(image.flatten().tolist()) for part in parts.values() for image in part.tensors()[0]]
-    assert len(set(seen)) == len(seen), "an image stands in two places"
+    assert len(set(seen)) == len(seen), "an image is in two splits"
     for part in parts.values():
         counts = torch.bincount(part.labels, minlength=10)
         assert int(counts.max() - counts.min()) <= 0.1 * len(part)
@@ -57,7 +57,7 @@ def test_batches_cover_everything_once_in_order() -> None:
     assert torch.equal(indices, torch.arange(140))
 
 
-def test_images_of_another_size_are_resized_and_said_so() -> None:
+def test_images_of_another_size_are_resized_with_a_note() -> None:
     images = datasets.load("digits", COLOUR, "val")
     pixels, _ = images.tensors()
     assert pixels.shape[1:] == (3, 16, 16)
@@ -86,14 +86,14 @@ def test_threads_that_read_ahead_change_nothing(tmp_path: Path) -> None:
     def pixels(workers: int) -> torch.Tensor:
         images = datasets.load(str(folder), COLOUR).select([8, 2, 2, 7, 0, 1]).read_by(workers)
         found = [images.fetch([4])]
-        images.expect([0, 1])  # of which the second alone is then wanted, and others
+        images.expect([0, 1])  # then only the second is fetched, with others
         found += [images.fetch([1, 3]), *(batch for _, batch, _ in images.batches(4))]
         return torch.cat(found)
 
     for workers in (1, 3):
         assert torch.equal(pixels(workers), pixels(0))
     images = datasets.load(str(folder), COLOUR).read_by(2)
-    images.expect([9])  # the broken one: whoever never asks for it never hears of it
+    images.expect([9])  # the broken one raises only where it is fetched
     assert len(images.fetch([8])) == 1
     for _ in range(2):
         with pytest.raises(DataError, match="zz"):
@@ -113,8 +113,8 @@ def test_folder_with_splits(tmp_path: Path) -> None:
         datasets.load(root, COLOUR, "holdout")
 
 
-def test_a_folder_is_named_as_itself_whatever_its_splits(tmp_path: Path) -> None:
-    """Not "val": a record of two datasets that are both called val says nothing."""
+def test_a_folder_has_its_own_name_in_every_split(tmp_path: Path) -> None:
+    """Not the split's: two datasets would share the name "val" in records."""
     root = tmp_path / "flowers"
     for split in ("train", "val"):
         make_folder(root / split, {"a": 2, "b": 2})
@@ -177,7 +177,7 @@ def refuse_other_classes(tmp_path: Path) -> None:
         (refuse_other_classes, "10 classes"),
     ],
 )
-def test_refusals_name_what_is_wrong(tmp_path: Path, attempt, named: str) -> None:  # type: ignore[no-untyped-def]
+def test_refusals_name_the_problem(tmp_path: Path, attempt, named: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(DataError) as caught:
         attempt(tmp_path)
     assert named in caught.value.message
