@@ -19,12 +19,7 @@ REPLACEMENTS = Registry(
         "tied L2 attention with values of their own: a bound on tokens of bounded norm only",
         "the form that CertViT publishes",
     ),
-    Entry(
-        "scsa-attention",
-        "certcli.nn.scsa_attention:build",
-        "scaled cosine similarity attention",
-        "Qi et al. 2023",
-    ),
+    Entry("scsa-attention", "certcli.nn.scsa_attention:build", "scaled cosine similarity attention", "Qi et al. 2023"),
     Entry(
         "lnorm-attention",
         "certcli.nn.lnorm_attention:build",

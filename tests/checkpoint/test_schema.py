@@ -173,7 +173,9 @@ def refused(source: str = "m.safetensors", hints: Hints | None = None) -> Certvi
     return caught.value
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "null", "{", "[" * 100_000, '{"schema":1}', '{"schema":1e400}', "\ufffd"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", "null", "{", "[" * 100_000, '{"schema":1}', '{"schema":1e400}', "\ufffd"]
+)
 def test_a_text_that_is_no_record(room: Path, tiny: Checkpoint, text: str) -> None:
     safetensors.torch.save_file(dict(tiny.tensors), "m.safetensors", {"certvit": text})
     assert refused().code == 3

@@ -1,5 +1,6 @@
 """Datasets: fixed splits, fixed order, honest labels, clear refusals."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -132,53 +133,28 @@ def test_synset_folders_are_mapped_to_imagenet_indices(tmp_path: Path) -> None:
         datasets.require_classes(datasets.load(str(tmp_path / "odd"), COLOUR), 1000)
 
 
-def refuse_missing(tmp_path: Path) -> None:
-    datasets.load(str(tmp_path / "nowhere"), COLOUR)
+def spoilt(folder: Path, spoil: Callable[[Path], object]) -> str:
+    make_folder(folder, {"a": 1, "b": 1})
+    spoil(folder)
+    return str(folder)
 
 
-def refuse_empty_class(tmp_path: Path) -> None:
-    make_folder(tmp_path / "e", {"a": 1})
-    (tmp_path / "e" / "b").mkdir()
-    datasets.load(str(tmp_path / "e"), COLOUR)
+REFUSED: dict[str, Callable[[Path], object]] = {
+    "nowhere": lambda here: datasets.load(str(here / "nowhere"), COLOUR),
+    "holds no images": lambda here: datasets.load(spoilt(here, lambda folder: (folder / "c").mkdir()), COLOUR),
+    "no class folders": lambda here: datasets.load(str(here), COLOUR),
+    "0.png": lambda here: datasets.load(
+        spoilt(here, lambda folder: (folder / "a" / "0.png").write_bytes(b"no image")), COLOUR
+    ).tensors(),
+    "--data-dir": lambda here: datasets.load("torch/mnist", DIGITS),
+    "MNIST": lambda here: datasets.load("torch/mnist", DIGITS, "test", here),
+    "10 classes": lambda here: datasets.require_classes(datasets.load("digits", DIGITS), 100),
+}
 
 
-def refuse_no_classes(tmp_path: Path) -> None:
-    (tmp_path / "none").mkdir()
-    datasets.load(str(tmp_path / "none"), COLOUR)
-
-
-def refuse_broken_image(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "broken", {"a": 1, "b": 1})
-    (folder / "a" / "0.png").write_bytes(b"not an image")
-    datasets.load(str(folder), COLOUR).tensors()
-
-
-def refuse_without_data_dir(tmp_path: Path) -> None:
-    datasets.load("torch/mnist", DIGITS)
-
-
-def refuse_absent_files(tmp_path: Path) -> None:
-    datasets.load("torch/mnist", DIGITS, "test", tmp_path)
-
-
-def refuse_other_classes(tmp_path: Path) -> None:
-    datasets.require_classes(datasets.load("digits", DIGITS), 100)
-
-
-@pytest.mark.parametrize(
-    ("attempt", "named"),
-    [
-        (refuse_missing, "nowhere"),
-        (refuse_empty_class, "holds no images"),
-        (refuse_no_classes, "no class folders"),
-        (refuse_broken_image, "0.png"),
-        (refuse_without_data_dir, "--data-dir"),
-        (refuse_absent_files, "MNIST"),
-        (refuse_other_classes, "10 classes"),
-    ],
-)
-def test_refusals_name_the_problem(tmp_path: Path, attempt, named: str) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("named", REFUSED)
+def test_refusals_name_the_problem(tmp_path: Path, named: str) -> None:
     with pytest.raises(DataError) as caught:
-        attempt(tmp_path)
+        REFUSED[named](tmp_path)
     assert named in caught.value.message
     assert caught.value.code == 6
