@@ -15,7 +15,7 @@ from certcli.system.processes import ALONE, Team
 SLOPE_IMAGES = 8
 """Images at most on which a slope is measured."""
 LOOSE = 3.0
-"""log10 of a bound from which on it is said what makes it large."""
+"""log10 of a bound from which on the answer names the layers that make it large."""
 NEGLIGIBLE = 0.002
 """log10 below which a factor is none."""
 DRIVER_SHARE = 0.2
@@ -123,10 +123,10 @@ def slope(model: PixelModel, images: Images, seed: int, part: StageTime, team: T
     if not found:
         return None
     lowers, seen, seconds = zip(*found, strict=True)
-    return Slope(lower=max(lowers), images=sum(seen), of=_told(images), seconds=max(seconds))
+    return Slope(lower=max(lowers), images=sum(seen), of=_images_of(images), seconds=max(seconds))
 
 
-def _told(images: Images) -> str:
+def _images_of(images: Images) -> str:
     return f"{images.name} ({images.split})"
 
 
@@ -144,4 +144,4 @@ def _slope(model: PixelModel, few: Images, seed: int, part: StageTime) -> Slope 
     except OutOfTime:
         if not seen:
             return None
-    return Slope(lower=best, images=seen, of=_told(few), seconds=round(time.perf_counter() - started, 2))
+    return Slope(lower=best, images=seen, of=_images_of(few), seconds=round(time.perf_counter() - started, 2))

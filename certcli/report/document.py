@@ -24,7 +24,7 @@ class _Part(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Share(_Part):
-    """hits of images; interval: 95 %, Clopper and Pearson, for the share among all images of which these are a sample."""
+    """hits of images; interval: 95 %, Clopper and Pearson, for the share among all images that these are a sample of."""
 
     hits: Natural
     images: Natural
@@ -172,7 +172,7 @@ class ImageRow(_Part):
 
 
 class Skipped(_Part):
-    """What was not done, and why: nothing is said about it. for_time: more time would have done it."""
+    """A stage that was not done, and why. for_time: more time would have done it."""
 
     stage: str
     why: str

@@ -55,7 +55,7 @@ LARGE, SMALL = (3, 224, 224), (1, 8, 8)
         (
             found(42, 45),
             LARGE,
-            ["fooled by changes nobody sees: 42 of 45", "nothing useful can be proven about it as it is"],
+            ["fooled by changes nobody sees: 42 of 45", "nothing useful was proven about it as it is"],
         ),
         (found(42, 45), SMALL, ["changes of 3.8 grey levels a pixel value: 42 of 45"]),
         (found(0, 45), LARGE, ["PGD fooled none of 45", "which proves nothing"]),
