@@ -34,7 +34,7 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
         examples=[pictures["scale"]] if "scale" in pictures else [],
         verdict=audit.verdict,
         doubts=audit.doubts,
-        gates=[(row.passed, row.reason) for row in audit.gate.judged],
+        gates=[(row.passed, row.reason.rpartition(": ")[0] or row.reason) for row in audit.gate.judged],
         tables=[table for table in _tables(audit) if table.rows],
         curves=list(curves(audit)),
         curve_note=NOTE,

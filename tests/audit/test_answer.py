@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from timm.data.constants import IMAGENET_DEFAULT_MEAN
@@ -15,6 +16,7 @@ from certcli.audit.plan import Plan
 from certcli.evaluation.doubts import statistics_doubt
 from certcli.images.labelled import Images
 from certcli.models.build import PixelNormalize
+from certcli.report.compare import changes
 from certcli.report.document import AttackShares, Audit, CertifiedShares, Dataset, ProvenBound, Share, from_json
 from certcli.report.published import markdown, nearest, published
 from certcli.system.errors import DataError
@@ -152,6 +154,19 @@ def test_two_audits_are_compared_where_they_are_alike(workshop: Path, folder: Pa
         refused = attempt(*words[:-1], tmp_path / name)
         assert isinstance(refused.exception, DataError)
         assert "no document of an audit" in refused.exception.message
+
+
+def test_attacks_with_other_settings_are_not_compared(certified_audit: dict[str, Any]) -> None:
+    before = from_json(json.dumps(certified_audit))
+    assert before.attack is not None
+    attack = msgspec.structs.replace(before.attack, settings={**before.attack.settings, "seed": 1})
+    rows = changes(before, msgspec.structs.replace(before, attack=attack, clean=None))
+    assert {row.figure for row in rows if row.why == "attacks with other settings"} == {
+        "after fgsm at 0.05",
+        "after fgsm at 0.3",
+    }
+    assert [row.why for row in rows if row.figure == "clean"] == ["measured in one of the two audits only"]
+    assert all(row.alike for row in rows if row.figure.startswith("certified"))
 
 
 def test_a_document_names_date_machine_and_attention(folder: Path, certified_audit: dict[str, Any]) -> None:
