@@ -14,15 +14,16 @@ from certcli.audit.findings import Findings
 from certcli.audit.plan import Plan, Typed, reproduce
 from certcli.checkpoint.record import versions
 from certcli.evaluation.doubts import accuracy_doubts
-from certcli.models.open import Opened
+from certcli.models.build import OpenCheckpoint
 from certcli.report.document import Audit, LineageStep, Machine, Network
 
 
-def compose(opened: Opened, findings: Findings, plan: Plan, clock: Clock, typed: Typed, device: torch.device) -> Audit:
+def compose(
+    checkpoint: OpenCheckpoint, findings: Findings, plan: Plan, clock: Clock, typed: Typed, device: torch.device
+) -> Audit:
     """Return the document. Documents travel, so they name files without their folders."""
-    checkpoint, clean = opened.checkpoint, findings.clean
-    record, size = checkpoint.record, checkpoint.record.input.size
-    doubts = [*findings.seen, *opened.reading.doubts]
+    record, size, clean = checkpoint.record, checkpoint.record.input.size, findings.clean
+    doubts = [*findings.seen, *checkpoint.reading.doubts]
     doubts += [] if clean is None else accuracy_doubts(clean.hits, clean.images, checkpoint)
     named = typed.travelling()
     same = ("bound", "slope", "dataset", "clean", "certificates", "attack", "patched", "patch_attack", "skipped")
@@ -37,7 +38,7 @@ def compose(opened: Opened, findings: Findings, plan: Plan, clock: Clock, typed:
             classes=record.classes,
             input=list(size),
             parameters=findings.parameters,
-            reading=opened.reading.to_json(),
+            reading=checkpoint.reading.to_json(),
             path=path_in_repository(Path(typed.source)),
         ),
         headline=headline.headline(findings, plan, size),

@@ -9,7 +9,7 @@ from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models.build import PixelModel
-from certcli.report.document import Block, ProvenBound, Slope
+from certcli.report.document import Block, GlobalBound, Slope
 from certcli.system.processes import ALONE, Team
 
 SLOPE_IMAGES = 8
@@ -22,7 +22,7 @@ DRIVER_SHARE = 0.2
 """Of the bound's logarithm, that a kind of layer must have to be named."""
 
 
-def bound(model: PixelModel, classes: int, part: StageTime) -> tuple[ProvenBound, NetworkBound]:
+def bound(model: PixelModel, classes: int, part: StageTime) -> tuple[GlobalBound, NetworkBound]:
     """The proven bound. OutOfTime when it is not finished in its time."""
     started = time.perf_counter()
     with part.ended():
@@ -30,10 +30,10 @@ def bound(model: PixelModel, classes: int, part: StageTime) -> tuple[ProvenBound
     return found(proven, time.perf_counter() - started), proven
 
 
-def found(proven: NetworkBound, seconds: float) -> ProvenBound:
+def found(proven: NetworkBound, seconds: float) -> GlobalBound:
     """A bound as the document has it."""
     finite = proven.upper.finite
-    return ProvenBound(
+    return GlobalBound(
         **bound_document(proven.upper) | ({} if finite else {"upper_text": "none"}),
         why=proven.bound.why,
         drivers=drivers(proven) if finite else "",

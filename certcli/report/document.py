@@ -70,7 +70,7 @@ class Block(_Part):
     why: str
 
 
-class ProvenBound(_Part):
+class GlobalBound(_Part):
     """The proven bound |f(x) - f(y)| <= upper |x - y|, pixel l2, for all images in [0, 1]."""
 
     upper: Annotated[float, Meta(ge=0)] | Literal["inf"]
@@ -235,7 +235,7 @@ class Audit(_Part):
     verdict: list[str]
     doubts: list[str]
     next: list[str]
-    bound: ProvenBound | None
+    bound: GlobalBound | None
     slope: Slope | None
     dataset: Dataset | None
     clean: Share | None

@@ -13,11 +13,11 @@ from certcli.audit.exhibits import moved
 from certcli.audit.findings import Findings
 from certcli.audit.headline import grey_levels, headline, scale
 from certcli.audit.plan import Plan
-from certcli.evaluation.doubts import statistics_doubt
+from certcli.evaluation.doubts import better_statistics
 from certcli.images.labelled import Images
 from certcli.models.build import PixelNormalize
 from certcli.report.compare import changes
-from certcli.report.document import AttackShares, Audit, CertifiedShares, Dataset, ProvenBound, Share, from_json
+from certcli.report.document import AttackShares, Audit, CertifiedShares, Dataset, GlobalBound, Share, from_json
 from certcli.report.published import markdown, nearest, published
 from certcli.system.errors import DataError
 from tests.audit.conftest import QUICK
@@ -25,7 +25,7 @@ from tests.helpers.commands import attempt, certvit, document
 
 ROOT = Path(__file__).parents[2]
 DATASET = Dataset(name="d", split="test", images=60, digest="0" * 64)
-BOUND = ProvenBound(
+BOUND = GlobalBound(
     upper=1e19, upper_finite=True, log10_upper=19.0, upper_text="1e+19", why="", drivers="", blocks=[], seconds=0.0
 )
 SAME: dict[str, Any] = {"dataset": DATASET, "arithmetic": "", "title": "", "statement": "", "seconds": 0.0}
@@ -129,11 +129,11 @@ def test_other_pixel_statistics_that_fit_better_are_named() -> None:
         return torch.tensor([[0.0, 1.0]] if fits else [[1.0, 0.0]]).expand(len(batch), 2)
 
     model.forward = classify
-    said = statistics_doubt(model, images, [False] * 40)
+    said = better_statistics(model, images, [False] * 40)
     assert said is not None
     assert "with ImageNet's pixel statistics it is right on 40 of 40 images" in said
     assert float(model.normalize.mean[0]) == 0.5
-    assert statistics_doubt(model, images, [True] * 40) is None
+    assert better_statistics(model, images, [True] * 40) is None
 
 
 def test_two_audits_are_compared_where_they_are_alike(workshop: Path, folder: Path, tmp_path: Path) -> None:

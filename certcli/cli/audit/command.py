@@ -41,7 +41,7 @@ def audit(
     from certcli.cli.shared.inputs import calibration_images
     from certcli.evaluation.records import digested
     from certcli.evaluation.seen import doubts
-    from certcli.models.open import read
+    from certcli.models.open import open_checkpoint
     from certcli.report.compare import changes
 
     plan = wanted.plan(data.seed, machine.batch_size, data.limit)
@@ -50,8 +50,7 @@ def audit(
     view.require_formats(reports.report)
     earlier = None if reports.compare is None else view.earlier(reports.compare)
     sink, device = talk.sink(), machine.pick()
-    opened = read(source.ckpt, source.hints())
-    checkpoint = opened.checkpoint
+    checkpoint = open_checkpoint(source.ckpt, source.hints())
     images = _images(checkpoint.record, data, sink)
     images = None if images is None else digested(images, team())
 
@@ -70,13 +69,13 @@ def audit(
     dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
     folder = None if data.data_dir is None else str(data.data_dir)
     typed = Typed(source.ckpt, source.words(), dataset, folder, data.split)
-    document = compose(opened, findings, plan, clock, typed, device)
+    document = compose(checkpoint, findings, plan, clock, typed, device)
     if earlier is not None:
         document.changes = changes(earlier, document)
     gate = view.gate_of(document)
     # the document names files without their folders; a terminal as they were typed here
     further, again = next_steps(findings, plan, typed), reproduce(plan, findings.precision, typed)
-    view.show(document, further, again, opened.reading.line(), sink)
+    view.show(document, further, again, checkpoint.reading.line(), sink)
     names = [] if images is None else class_names(images, checkpoint.record.classes, checkpoint.record.class_names)
     view.write(document, findings, checkpoint, reports, output, names, plan, sink)
     gate.enforce()
