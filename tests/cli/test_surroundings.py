@@ -18,7 +18,7 @@ from certcli.checkpoint.schema import ReportFields, decode
 from certcli.checkpoint.shards import ENDING, MOST_FILES
 from certcli.images import datasets
 from certcli.report import canvas
-from certcli.report.page import Page, render
+from certcli.report.page import HtmlPage, render
 from certcli.system import processes
 from certcli.system.errors import DataError, Refused, UsageError, plain
 from tests.helpers.commands import console
@@ -124,7 +124,7 @@ HOSTILE = "a\x1b[31m\x00\u202eb\u2066<script>"
 
 
 def test_no_page_has_control_or_direction_characters() -> None:
-    shown = render(Page(HOSTILE, HOSTILE, [HOSTILE], doubts=[HOSTILE], facts=[HOSTILE]))
+    shown = render(HtmlPage(HOSTILE, HOSTILE, [HOSTILE], doubts=[HOSTILE], facts=[HOSTILE]))
     assert all(c.isprintable() or c == "\n" for c in shown)
     assert "\\u202eb" in shown
     assert "<script>" not in shown
