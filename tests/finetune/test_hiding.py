@@ -1,5 +1,8 @@
 """Training behind masks runs the certifier's passes, on the parts of images that were named."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import timm
 import torch
@@ -17,7 +20,14 @@ from tests.helpers.patches import pixel_model
 
 def tokens() -> PixelModel:
     torch.manual_seed(0)
-    shape = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 5}
+    shape: dict[str, Any] = {
+        "img_size": 16,
+        "patch_size": 4,
+        "embed_dim": 24,
+        "depth": 2,
+        "num_heads": 2,
+        "num_classes": 5,
+    }
     return pixel_model(timm.create_model("vit_tiny_patch16_224", **shape), (3, 16, 16))
 
 
@@ -30,7 +40,7 @@ IMAGES = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("network", [tokens, flat])
-def test_a_training_pass_is_the_pass_of_the_certifier(network: type) -> None:
+def test_a_training_pass_is_the_pass_of_the_certifier(network: Callable[[], PixelModel]) -> None:
     """Bit for bit, in batches of one size; and no gradient reaches the pixels that are hidden."""
     model = network()
     cell = defended(model, Patches(["2"], "voting", band_width=1)).passes.part.grid.cell
