@@ -8,10 +8,10 @@ from torch import Tensor
 
 from certcli.constrain.methods import PENALTIES
 from certcli.constrain.one_group import GroupSolution, State, one_group
-from certcli.constrain.options import Options
 from certcli.constrain.projection import ROUNDING, Eigenbasis, eigenbasis, project, pull_inside
 from certcli.constrain.prox import Penalty
 from certcli.constrain.relu import RectifiedStatistics
+from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.statistics import LayerStatistics, energy
 
 ROUNDS = 15
@@ -42,7 +42,7 @@ class ConstrainedMatrix:
 
 
 def constrain_matrix(
-    statistics: LayerStatistics, options: Options, basis: Eigenbasis | None = None
+    statistics: LayerStatistics, settings: ConstrainSettings, basis: Eigenbasis | None = None
 ) -> ConstrainedMatrix:
     """Douglas-Rachford: P = prox(Z), Q = proj_C(2P - Z), Z <- Z + relaxation (Q - P); the result is P pulled inside, or Q.
 
@@ -56,24 +56,24 @@ def constrain_matrix(
 
     Source: CertViT, Algorithm 1; Combettes & Pesquet 2007.
     """
-    basis = eigenbasis(statistics.gram, options.ridge) if basis is None else basis
-    radii = options.eta * options.eta * statistics.energies
-    penalty = penalty_of(statistics, options)
+    basis = eigenbasis(statistics.gram, settings.ridge) if basis is None else basis
+    radii = settings.eta * settings.eta * statistics.energies
+    penalty = penalty_of(statistics, settings)
     if float(radii.max()) == 0.0 or not bool(statistics.weight.any()):
         norm = float(penalty.value(statistics.weight))
         run = GroupSolution(statistics.weight.clone(), None, 0, 0.0, norm, norm)
     elif isinstance(statistics, RectifiedStatistics):
-        run = _rectified(statistics, radii, basis.ridge, penalty, options)
+        run = _rectified(statistics, radii, basis.ridge, penalty, settings)
     elif len(radii) == 1:
-        run = one_group(statistics.weight, basis, float(radii[0]), penalty, options, None, ends=False)
+        run = one_group(statistics.weight, basis, float(radii[0]), penalty, settings, None, ends=False)
     else:
-        run = _many_groups(statistics, radii, basis.ridge, penalty, options)
+        run = _many_groups(statistics, radii, basis.ridge, penalty, settings)
     error = float(statistics.relative_errors(run.weight).max())
     return ConstrainedMatrix(
         weight=run.weight,
         iterations=run.iterations,
         primal_residual=run.residual,
-        feasible=error <= options.eta * (1 + 1e-9),
+        feasible=error <= settings.eta * (1 + 1e-9),
         objective=run.objective,
         lower=run.lower,
         rank=basis.rank,
@@ -82,14 +82,14 @@ def constrain_matrix(
     )
 
 
-def penalty_of(statistics: LayerStatistics, options: Options) -> Penalty:
-    """Return the norm that is minimised for this layer: head by head where the options ask for it."""
-    penalty: Penalty = PENALTIES.load(options.prox)
-    return penalty.blockwise(statistics.blocks if options.per_head else 1)
+def penalty_of(statistics: LayerStatistics, settings: ConstrainSettings) -> Penalty:
+    """Return the norm that is minimised for this layer: head by head where the settings ask for it."""
+    penalty: Penalty = PENALTIES.load(settings.prox)
+    return penalty.blockwise(statistics.blocks if settings.per_head else 1)
 
 
 def _many_groups(
-    statistics: LayerStatistics, radii: Tensor, ridge: float, penalty: Penalty, options: Options
+    statistics: LayerStatistics, radii: Tensor, ridge: float, penalty: Penalty, settings: ConstrainSettings
 ) -> GroupSolution:
     """max over weights w of min L(W) subject to sum_j w_j c_j(W) / r_j <= 1 with sum w = 1: strong duality.
 
@@ -106,15 +106,15 @@ def _many_groups(
     lower, iterations, power, worst = 0.0, 0, 3.0, math.inf
     for _ in range(ROUNDS):
         basis = eigenbasis((grams * (weights / radii)[:, None, None]).sum(0), ridge)
-        run = one_group(centre, basis, 1.0, penalty, options, state)
+        run = one_group(centre, basis, 1.0, penalty, settings, state)
         state, lower, iterations = run.state, max(lower, run.lower), iterations + run.iterations
         ratios = energy(run.weight - centre, grams) / radii
-        inside, _ = project(run.weight, centre, grams, radii, max_steps=5 * len(radii), tolerance=options.tolerance)
+        inside, _ = project(run.weight, centre, grams, radii, max_steps=5 * len(radii), tolerance=settings.tolerance)
         inside = pull_inside(inside, centre, grams, radii)
         objective = float(penalty.value(inside))
         if best is None or objective < best.objective:
             best = GroupSolution(inside, state, 0, float((inside - run.weight).norm() / centre.norm()), objective, 0.0)
-        if best.objective <= (1 + 3 * options.tolerance) * lower:
+        if best.objective <= (1 + 3 * settings.tolerance) * lower:
             break
         power = power / 2 if float(ratios.max()) > worst else min(6.0, 1.2 * power)
         worst = float(ratios.max())
@@ -125,7 +125,7 @@ def _many_groups(
 
 
 def _rectified(
-    statistics: RectifiedStatistics, radii: Tensor, ridge: float, penalty: Penalty, options: Options
+    statistics: RectifiedStatistics, radii: Tensor, ridge: float, penalty: Penalty, settings: ConstrainSettings
 ) -> GroupSolution:
     """min L(W) subject to h_j(W) <= r_j for the one-sided distances h_j of `relu`: rounds on inner ellipsoids.
 
@@ -152,7 +152,7 @@ def _rectified(
         if size > 0:
             slack = (1.0 - float((errors * shares).sum()) - added * float(moved.square().sum())) / 2
             lower = max(lower, (-float((gradient * ahead).sum()) - slack) / size)
-        if best.objective <= (1 + options.tolerance) * lower or iterations >= options.iterations:
+        if best.objective <= (1 + settings.tolerance) * lower or iterations >= settings.iterations:
             return replace(best, iterations=iterations, lower=lower)
         cross = (seen.crosses[active] * shares[:, None, None]).sum(0) @ basis.vectors
         offset = torch.where(basis.values > 0, cross / basis.values, torch.zeros_like(cross))
@@ -161,7 +161,7 @@ def _rectified(
             ahead, momentum = best.weight, 1.0
             continue
         # without a tolerance: a round that ends too early stands still
-        inner = replace(options, iterations=min(ROUND_ITERATIONS, options.iterations - iterations), tolerance=0.0)
+        inner = replace(settings, iterations=min(ROUND_ITERATIONS, settings.iterations - iterations), tolerance=0.0)
         run = one_group(centre + offset @ basis.vectors.mT, basis, radius, penalty, inner, state)
         state, iterations, inside = run.state, iterations + run.iterations, run.weight
         if len(scale) > 1:

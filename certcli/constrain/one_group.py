@@ -24,9 +24,9 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from certcli.constrain.options import Options
 from certcli.constrain.projection import Eigenbasis, pull_to, shrinkage
 from certcli.constrain.prox import Penalty
+from certcli.constrain.settings import ConstrainSettings
 
 CHECK_EVERY = 10
 """Iterations after which a run that has not met is judged in float64 all the same, by Q and Y = -(Q - W0) G as well."""
@@ -80,7 +80,7 @@ def one_group(
     basis: Eigenbasis,
     radius: float,
     penalty: Penalty,
-    options: Options,
+    settings: ConstrainSettings,
     state: State | None,
     *,
     ends: bool = True,
@@ -91,9 +91,9 @@ def one_group(
     is F R there, F (out, in) of orthonormal columns: every iterate is F times a square matrix, which is all that is
     iterated. Large matrices are iterated in float32. ends: the result tells its state, for a neighbour to start from.
     """
-    inside, frame = _framed(centre, basis, radius, penalty, options)
+    inside, frame = _framed(centre, basis, radius, penalty, settings)
     exact = inside.centre
-    single = exact.numel() >= SINGLE_FROM and options.tolerance >= SINGLE_GAP
+    single = exact.numel() >= SINGLE_FROM and settings.tolerance >= SINGLE_GAP
     fast = inside.to(torch.float32) if single else inside
     prox = penalty.prox_of_a_run()
     if state is None:
@@ -101,18 +101,18 @@ def one_group(
     else:
         known = state.matrix @ basis.vectors
         begun, pace = (known if frame is None else frame.mT @ known).to(fast.centre), state.strength
-    asked = options.tolerance * (_CAUTION if single else 1.0)
+    asked = settings.tolerance * (_CAUTION if single else 1.0)
     best, lower, proven = (math.inf, exact), 0.0, 0.0
     for iteration, current, strength, step in _iterates(fast, prox, begun, pace):
         lower = max(lower, step.lower)
-        last, met = iteration >= options.iterations, fast.upper(step) <= (1.0 + asked) * lower
+        last, met = iteration >= settings.iterations, fast.upper(step) <= (1.0 + asked) * lower
         if last or met or iteration % CHECK_EVERY == 0:
             judged = inside.step(current.double(), strength, penalty.prox)
             best, proven = inside.better(best, judged.share * judged.moved), max(proven, judged.lower)
             if not met:
                 best = inside.better(best, judged.projected)
                 proven = max(proven, inside.lower(-judged.projected * basis.values))
-            if last or best[0] <= (1.0 + options.tolerance) * proven:
+            if last or best[0] <= (1.0 + settings.tolerance) * proven:
                 break
             asked = asked / 2 if met else asked
     objective, moved = best
@@ -125,48 +125,48 @@ def one_group(
     return GroupSolution(back(exact + moved), ended, iteration, residual, objective, proven)
 
 
-def roughly(centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, options: Options) -> Tensor:
-    """`one_group` to the options' tolerance as float32 sees it, judged by nothing else: for a trial that is not written.
+def roughly(centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings) -> Tensor:
+    """`one_group` to the settings' tolerance as float32 sees it, judged by nothing else: for a trial that is not written.
 
     centre (out, in) float64 -> float32. In units of |W0|_F and of G's mean eigenvalue: float32 ends at 1e38.
     """
     size, unit = float(centre.norm()), float(basis.values.mean())
     single = replace(basis, values=(basis.values / unit).float(), vectors=basis.vectors.float())
-    inside, frame = _framed((centre / size).float(), single, radius / (size * size * unit), penalty, options)
+    inside, frame = _framed((centre / size).float(), single, radius / (size * size * unit), penalty, settings)
     prox, lower = penalty.prox_of_a_run(), 0.0
     for iteration, _, _, step in _iterates(inside, prox, inside.centre, inside.strength(prox)):
         lower = max(lower, step.lower)
-        if iteration >= options.iterations or inside.upper(step) <= (1.0 + options.tolerance) * lower:
+        if iteration >= settings.iterations or inside.upper(step) <= (1.0 + settings.tolerance) * lower:
             break
     found = inside.centre + step.share * step.moved
     return (found if frame is None else frame @ found) @ (size * single.vectors.mT)
 
 
 def _framed(
-    centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, options: Options
+    centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
 ) -> "tuple[_Ellipsoid, Tensor | None]":
     """The ellipsoid in the eigenbasis, and F where it is seen in the column space of W0: a matrix there is F times it."""
     turned, frame = centre @ basis.vectors, None
     if penalty.left_invariant and len(turned) > turned.shape[1]:
         frame, turned = torch.linalg.qr(turned)
-    return _Ellipsoid(turned, basis, radius, penalty, options, not penalty.right_invariant), frame
+    return _Ellipsoid(turned, basis, radius, penalty, settings, not penalty.right_invariant), frame
 
 
 def _iterates(
     inside: "_Ellipsoid", prox: Callable[[Tensor, float], Tensor], current: Tensor, strength: float
 ) -> "Iterator[tuple[int, Tensor, float, _Iterate]]":
     """Number, Z, strength and step of each iteration, without end."""
-    options = inside.options
+    settings = inside.settings
     for iteration in count(1):
         step = inside.step(current, strength, prox)
         yield iteration, current, strength, step
-        factor = balance(step.pull, step.moved, _BALANCE * options.beta) if iteration in TURNS else 1.0
+        factor = balance(step.pull, step.moved, _BALANCE * settings.beta) if iteration in TURNS else 1.0
         factor = min(factor, inside.ceiling / strength)
         if not 0.5 <= factor <= 2.0:
             near = step.moved + inside.centre
             current, strength = near + factor * (current - near), factor * strength
         else:
-            current = current + options.relaxation * step.change
+            current = current + settings.relaxation * step.change
 
 
 def balance(pull: float, moved: Tensor, aim: float) -> float:
@@ -199,7 +199,7 @@ class _Ellipsoid:
     basis: Eigenbasis
     radius: float
     penalty: Penalty
-    options: Options
+    settings: ConstrainSettings
     turned: bool
 
     def to(self, dtype: torch.dtype) -> "_Ellipsoid":
@@ -226,7 +226,7 @@ class _Ellipsoid:
     def strength(self, prox: Callable[[Tensor, float], Tensor]) -> float:
         """Where prox(W0) has (PACE beta)^2 times the allowed squared error, up to `_NEAR`; at most a quarter of all of it."""
         everything = self.energy(self.centre)
-        aim = min((PACE * self.options.beta) ** 2 * self.radius, everything / 4)
+        aim = min((PACE * self.settings.beta) ** 2 * self.radius, everything / 4)
         # a first guess from |W0|^2 / L(W0) <= |W0|*; on layers of ViT-Tiny it is right up to a factor of four
         strength = float(self.centre.square().sum()) / self.whole * (aim / everything) ** 0.75
         strength = min(self.ceiling, strength)
@@ -243,7 +243,7 @@ class _Ellipsoid:
     @cached_property
     def ceiling(self) -> float:
         """No strength is above it: see `Penalty.pace`."""
-        return self.options.beta * self.penalty.pace * float(self.penalty.dual(self.back(self.centre)))
+        return self.settings.beta * self.penalty.pace * float(self.penalty.dual(self.back(self.centre)))
 
     def step(self, state: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]) -> _Iterate:
         """P = prox(Z), Q = projection of 2 P - Z, and what P proves."""

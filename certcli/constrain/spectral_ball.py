@@ -8,9 +8,9 @@ from torch import Tensor
 
 from certcli.constrain.douglas_rachford import ConstrainedMatrix
 from certcli.constrain.one_group import TURNS, State, balance
-from certcli.constrain.options import Options
 from certcli.constrain.projection import Eigenbasis, eigenbasis
 from certcli.constrain.prox import clip, singular_values
+from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.statistics import LayerStatistics, energy
 
 RELAXATION = 1.5
@@ -72,15 +72,15 @@ def least_squares_on_ball(
             state = state + RELAXATION * ((moved - normal) / (1.0 + strength * values) - moved)
 
 
-def constrain_ball(statistics: LayerStatistics, options: Options) -> ConstrainedMatrix:
+def constrain_ball(statistics: LayerStatistics, settings: ConstrainSettings) -> ConstrainedMatrix:
     """The Pareto front from the other side: the least radius whose best fit has relative error eta.
 
     Several groups are fitted together and each must hold; `lower` is then unknown (0).
     """
-    basis = eigenbasis(statistics.gram, options.ridge)
+    basis = eigenbasis(statistics.gram, settings.ridge)
     centre = statistics.weight @ basis.vectors
     single = len(statistics.grams) == 1
-    target = options.eta * options.eta * float(statistics.energies[0]) if single else None
+    target = settings.eta * settings.eta * float(statistics.energies[0]) if single else None
     tolerance = 1e-6 if single else 1e-4  # no early decision is known for several groups
     ended: State | None = None
 
@@ -92,16 +92,16 @@ def constrain_ball(statistics: LayerStatistics, options: Options) -> Constrained
         within = target is None or found.error <= target
         return found.matrix @ basis.vectors.mT, found.iterations, within, single and found.lower > (target or 0.0)
 
-    return _search(statistics, options.eta, basis, fit)
+    return _search(statistics, settings.eta, basis, fit)
 
 
-def constrain_clip(statistics: LayerStatistics, options: Options) -> ConstrainedMatrix:
+def constrain_clip(statistics: LayerStatistics, settings: ConstrainSettings) -> ConstrainedMatrix:
     """W = W0 with its singular values cut at the lowest level of relative error at most eta; nothing is re-fitted.
 
     A ridge changes nothing here, there is no fit to regularise.
     """
-    basis = eigenbasis(statistics.gram, options.ridge)
-    return _search(statistics, options.eta, basis, lambda radius: (clip(statistics.weight, radius), 1, True, False))
+    basis = eigenbasis(statistics.gram, settings.ridge)
+    return _search(statistics, settings.eta, basis, lambda radius: (clip(statistics.weight, radius), 1, True, False))
 
 
 def _search(

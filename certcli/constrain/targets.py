@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from certcli.constrain.douglas_rachford import constrain_matrix
 from certcli.constrain.methods import PENALTIES
-from certcli.constrain.options import Options
 from certcli.constrain.parallel import cast_inside, constrain_layer
 from certcli.constrain.projection import eigenbasis
+from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.statistics import LayerStatistics
 from certcli.system.errors import UsageError
 
@@ -42,18 +42,18 @@ class Point:
     error: float
 
 
-def pareto(statistics: LayerStatistics, options: Options, etas: Sequence[float] = ETAS) -> tuple[Point, ...]:
+def pareto(statistics: LayerStatistics, settings: ConstrainSettings, etas: Sequence[float] = ETAS) -> tuple[Point, ...]:
     """Return (norm, error) of one layer for each eta, errors ascending, the untouched layer (before, 0) first.
 
     Norms are proven upper bounds of the matrices as they would be written, at most CURVE_GAP above the least where the
     iterations suffice; points that do not lower the norm are left out. All etas share one eigenbasis. Errors as in
     `constrain_layer`.
     """
-    options = replace(options, prox=SAME.get(options.prox, options.prox), tolerance=CURVE_GAP)
+    settings = replace(settings, prox=SAME.get(settings.prox, settings.prox), tolerance=CURVE_GAP)
     points = [Point(statistics.before, 0.0)]
-    basis = eigenbasis(statistics.gram, options.ridge) if options.prox in PENALTIES else None
+    basis = eigenbasis(statistics.gram, settings.ridge) if settings.prox in PENALTIES else None
     for eta in sorted(etas):
-        at_eta = replace(options, eta=eta)
+        at_eta = replace(settings, eta=eta)
         if basis is None:
             norm = constrain_layer(statistics, at_eta).after
         else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.constrain.network import LayerCalibration, constrain_to, network_upper, write
-from certcli.constrain.options import Options
+from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.statistics import collect
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models import build
@@ -56,7 +56,7 @@ def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.M
     for hook in hooks:
         hook.remove()
     calibration = LayerCalibration(swin, paths, [IMAGES[:3], IMAGES[3:]])
-    results = list(constrain_to(calibration, Options()))
+    results = list(constrain_to(calibration, ConstrainSettings()))
     assert [result.path for result in results] == paths
     before = network_upper(swin, (3, 32, 32), 5)
     for result in results:

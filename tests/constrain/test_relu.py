@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from certcli.constrain.methods import PENALTIES
 from certcli.constrain.network import LayerCalibration, constrain_to, rectified_paths
-from certcli.constrain.options import Options
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
+from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.statistics import energy
 from certcli.system.errors import UsageError
 from tests.helpers.commands import attempt, certvit, document
@@ -160,7 +160,11 @@ def test_where_it_applies_is_read_from_the_graph(net: Net) -> None:
     with pytest.raises(UsageError, match="no distance"):
         rectified_paths(net, (1, 6, 6), ["conv"], "euclid")
     with pytest.raises(UsageError, match="does not go with 'ball'"):
-        list(constrain_to(LayerCalibration(net, ["conv"], BATCHES, rectified=frozenset(["conv"])), Options("ball")))
+        list(
+            constrain_to(
+                LayerCalibration(net, ["conv"], BATCHES, rectified=frozenset(["conv"])), ConstrainSettings("ball")
+            )
+        )
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from certcli.constrain.network import LayerCalibration, budget, curves, meet_target, network_upper
-from certcli.constrain.options import Options
 from certcli.constrain.parallel import LayerResult
+from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.statistics import collect
 from certcli.constrain.targets import CURVE_GAP, OutOfReach, Point, allocate, log10_product, pareto
 from certcli.lipschitz.numerics.spectral import spectral_norm
@@ -56,7 +56,7 @@ def test_a_target_under_another_bound_and_one_out_of_reach() -> None:
 def test_a_curve_promises_what_its_layer_keeps(name: str, groups: int) -> None:
     """Warm starts and a wider gap cost at most that gap, and never promise less than the layer reaches."""
     statistics, _ = layer(groups=groups)
-    curve = pareto(statistics, Options(name, iterations=1000), (0.05, 0.2, 0.6))
+    curve = pareto(statistics, ConstrainSettings(name, iterations=1000), (0.05, 0.2, 0.6))
     assert [point.error for point in curve] == [0.0, 0.05, 0.2, 0.6]
     assert curve[0].norm == spectral_norm(statistics.weight)
     for point in curve[1:]:
@@ -68,7 +68,7 @@ def test_a_curve_promises_what_its_layer_keeps(name: str, groups: int) -> None:
 
 def test_layers_run_at_their_share_meet_the_target() -> None:
     statistics = collect(small_net(), IMAGES.split(4), PATHS)
-    curves = {path: pareto(one, Options(), (0.02, 0.1, 0.3, 0.7)) for path, one in statistics.items()}
+    curves = {path: pareto(one, ConstrainSettings(), (0.02, 0.1, 0.3, 0.7)) for path, one in statistics.items()}
     for curve in curves.values():
         assert all(first.norm > last.norm and first.error < last.error for first, last in pairwise(curve))
     whole = math.prod(curve[0].norm for curve in curves.values())
@@ -92,7 +92,7 @@ def chain() -> nn.Sequential:
 def search(model: nn.Module, target: float) -> list[LayerResult]:
     images = torch.rand(60, 1, 4, 4, generator=torch.Generator().manual_seed(1))
     calibration = LayerCalibration(model, ["1", "3"], images.split(20))
-    options = Options()
+    options = ConstrainSettings()
     return meet_target(calibration, (1, 4, 4), 3, dict(curves(calibration, options)), target, options)
 
 

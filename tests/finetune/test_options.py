@@ -1,5 +1,6 @@
 """Each option of training does what its source says, changes the run, and is gone on with bit for bit."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -252,6 +253,9 @@ def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, ma
     [
         {"augment": ("rotate",)},
         {"project": "cube"},
+        {"project": "ball", "project_radius": 0.0},
+        {"project": "ball", "project_radius": math.inf},
+        {"project": "ball", "project_radius": math.nan},
         {"project": "ball", "optimiser": "stiefel"},
         {"precision": "fp16", "sam": 0.1},
         {"precision": "fp8"},
@@ -261,6 +265,7 @@ def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, ma
         {"adaptive_sam": True},
         {"ema": 1.0},
         {"msvp": (1.0, -1.0, 0.0)},
+        {"msvp": (1.0, math.nan, 0.0)},
         {"accumulate": 0},
         {"schedule": "linear"},
         {"steps": 0},

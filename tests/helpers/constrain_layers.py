@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from certcli.constrain.layers import refusal
-from certcli.constrain.options import Options
 from certcli.constrain.parallel import LayerResult, constrain_layer
+from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.statistics import LayerStatistics
 
 ROUNDING = 1e-9
@@ -49,7 +49,7 @@ def measured_errors(weight: Tensor, original: Tensor, columns: Tensor) -> Tensor
 
 
 def constrain(statistics: LayerStatistics, **options: Any) -> LayerResult:
-    return constrain_layer(statistics, Options(**options))
+    return constrain_layer(statistics, ConstrainSettings(**options))
 
 
 def constrainable(model: nn.Module) -> list[str]:
