@@ -24,6 +24,7 @@ import statistics as average
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +39,15 @@ from certcli.constrain.parallel import constrain_layer
 from certcli.constrain.projection import Eigenbasis, _outer_step, eigenbasis, shrinkage
 from certcli.constrain.prox import l1
 from certcli.constrain.settings import ConstrainSettings
-from certcli.constrain.statistics import LayerStatistics, collect, energy
+from certcli.constrain.statistics import LayerStatistics, collect_in_passes, energy
 
 ETAS = (0.05, 0.1, 0.2, 0.4)
+
+
+def collect(model: torch.nn.Module, batches: Any, paths: list[str], **options: Any) -> dict[str, LayerStatistics]:
+    """Return the statistics of all passes."""
+    passes = collect_in_passes(model, batches, paths, **options)
+    return {path: layer.widened() for part in passes for path, layer in part.items()}
 
 
 def constrainable(model: torch.nn.Module) -> list[str]:

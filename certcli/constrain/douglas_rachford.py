@@ -25,9 +25,13 @@ ROUND_ITERATIONS = 10
 class ConstrainedMatrix:
     """A constrained matrix and how far its computation went.
 
-    weight (out, in) float64, feasible; primal_residual |Q - P|_F / |W0|_F; objective L(weight) and `lower`, a lower limit
-    (in floating point) of L over all feasible matrices, from the dual: objective / lower - 1 is the optimality gap. rank,
-    ridge and basis are those of the statistics.
+    Args:
+        weight: (out, in) float64.
+        primal_residual: |Q - P|_F / |W0|_F.
+        objective: L(weight).
+        lower: a lower limit, in floating point, of L over all feasible matrices, from the dual; objective / lower - 1 is
+            the optimality gap.
+        rank, ridge, basis: those of the statistics.
     """
 
     weight: Tensor
@@ -44,17 +48,16 @@ class ConstrainedMatrix:
 def constrain_matrix(
     statistics: LayerStatistics, settings: ConstrainSettings, basis: Eigenbasis | None = None
 ) -> ConstrainedMatrix:
-    """Douglas-Rachford: P = prox(Z), Q = proj_C(2P - Z), Z <- Z + relaxation (Q - P); the result is P pulled inside, or Q.
+    """Run Douglas-Rachford: P = prox(Z), Q = proj_C(2P - Z), Z <- Z + relaxation (Q - P); return P pulled inside, or Q.
 
     The strength of the prox is at most beta * pace * |W0|* with the dual norm of W0, so that one beta suits all layers. A
-    converged result does not depend on beta. Directions that no calibration token excites are free: W has the least norm
-    there, see `rank`; a ridge adds its share of the mean eigenvalue to G, which is stricter and so stays feasible. Several
-    groups are one group with weights, found by ascent on the dual (`_many_groups`).
+    converged result does not depend on beta. W is free in directions that no calibration token excites, and has the least
+    norm there; a ridge adds its share of the mean eigenvalue to G, which is stricter. Several groups are one group with
+    weights, found by ascent on the dual (`_many_groups`).
+    Source: CertViT, Algorithm 1; Combettes & Pesquet 2007.
 
     Args:
         basis: that of the sum of the Gram matrices, where it is known already.
-
-    Source: CertViT, Algorithm 1; Combettes & Pesquet 2007.
     """
     basis = eigenbasis(statistics.gram, settings.ridge) if basis is None else basis
     radii = settings.eta * settings.eta * statistics.energies
@@ -91,12 +94,12 @@ def penalty_of(statistics: LayerStatistics, settings: ConstrainSettings) -> Pena
 def _many_groups(
     statistics: LayerStatistics, radii: Tensor, ridge: float, penalty: Penalty, settings: ConstrainSettings
 ) -> GroupSolution:
-    """max over weights w of min L(W) subject to sum_j w_j c_j(W) / r_j <= 1 with sum w = 1: strong duality.
+    """Solve max over weights w of min L(W) subject to sum_j w_j c_j(W) / r_j <= 1 with sum w = 1, by strong duality.
 
-    Each inner problem has one group, with Gram matrix sum_j w_j G_j / r_j, whose ellipsoid holds the intersection, so
-    its lower limit holds too. A group over its limit gains weight. The point is then projected onto the intersection
-    by Algorithm 2. This needs a few exact solutions where Algorithm 2 inside every Douglas-Rachford step needs
-    hundreds of cuts, and stalls when it is stopped early.
+    Each inner problem has one group with Gram matrix sum_j w_j G_j / r_j. Its ellipsoid contains the intersection, so its
+    lower limit holds. A group over its limit gains weight. Algorithm 2 then projects the point onto the intersection. This
+    takes a few exact solutions; Algorithm 2 inside every Douglas-Rachford step takes hundreds of cuts, and stalls when it
+    stops early.
     """
     centre, active = statistics.weight, radii > 0
     grams, radii = statistics.grams[active], radii[active]
@@ -127,10 +130,10 @@ def _many_groups(
 def _rectified(
     statistics: RectifiedStatistics, radii: Tensor, ridge: float, penalty: Penalty, settings: ConstrainSettings
 ) -> GroupSolution:
-    """min L(W) subject to h_j(W) <= r_j for the one-sided distances h_j of `relu`: rounds on inner ellipsoids.
+    """Minimise L(W) subject to h_j(W) <= r_j for the one-sided distances h_j of `relu`, in rounds on inner ellipsoids.
 
     The ellipsoid of any point V lies inside the set, so V runs ahead of W with Nesterov's momentum, restarted where L
-    grows. The lower limit is that of the half-space {h(V) + <grad h(V), U - V> <= r}, which holds every feasible U.
+    grows. The lower limit is that of the half-space {h(V) + <grad h(V), U - V> <= r}, which contains every feasible U.
     Groups are weighted as in `_many_groups`, and W is pulled inside: W0 + s (W - W0) has h <= s^2 h(W), because
     z <= s z(W) where W0 gives z0 <= 0.
     """

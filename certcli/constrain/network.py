@@ -100,13 +100,11 @@ class LayerCalibration:
             yield
         self._seen = grams
 
-    def layers(self) -> Iterator[LayerStatistics]:
-        """Yield each layer's statistics in order, without layers that the forward pass does not call as modules."""
-        for part in self.parts():
-            yield from part
-
     def parts(self) -> Iterator[Iterator[LayerStatistics]]:
-        """Yield the statistics pass by pass: the network runs between two parts, never while one is read."""
+        """Yield the statistics of the layers that the forward pass calls, pass by pass.
+
+        The network runs between two parts, never while one is read.
+        """
         if self._kept is not None or not self.own:
             yield map(self._one, self._kept or [])
             return
@@ -162,15 +160,10 @@ def network_upper(model: Any, size: tuple[int, ...], classes: int) -> Real:
     return bound_network(model, size, classes).upper
 
 
-def _pack_curve(found: tuple[str, tuple[Point, ...]]) -> Packed:
-    return found[0], [(point.norm, point.error) for point in found[1]], None
-
-
-def _unpack_curve(path: str, points: Any, weight: Tensor | None) -> tuple[str, tuple[Point, ...]]:
-    return path, tuple(Point(*point) for point in points)
-
-
-@for_all(_pack_curve, _unpack_curve)
+@for_all(
+    lambda found: (found[0], [(point.norm, point.error) for point in found[1]], None),
+    lambda path, points, _: (path, tuple(Point(*point) for point in points)),
+)
 def curves(calibration: LayerCalibration, settings: ConstrainSettings) -> Iterator[tuple[str, tuple[Point, ...]]]:
     """Yield each layer's path and Pareto curve (proven norm against output error), in order."""
 
@@ -220,12 +213,7 @@ def constrain_to(
             yield replace(result, weight=spool.keep(result.weight), basis=None)
 
 
-def _unpack_trial(path: str, plain: Any, weight: Tensor | None) -> tuple[str, Tensor]:
-    assert weight is not None
-    return path, weight
-
-
-@for_all(lambda found: (found[0], None, found[1]), _unpack_trial)
+@for_all(lambda found: (found[0], None, found[1]), lambda path, _, weight: (path, weight))
 def try_at(
     calibration: LayerCalibration, settings: ConstrainSettings, bases: dict[str, Eigenbasis] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -313,12 +301,14 @@ def meet_target(
         etas = {path: curve[-1].error for path, curve in found.items()}
         exhausted = trial == TRIALS - 1 or aim <= 0
         if not exhausted:
-            chosen = calibration.team.agree(partial(_within, model, size, classes, found, aim))
+            chosen = calibration.team.agree(partial(_etas_within, model, size, classes, found, aim))
             exhausted, etas = chosen is None, etas if chosen is None else chosen
         results = list(constrain_to(calibration, settings, etas))
         write(model, {result.path: result.weight for result in results})
-        upper = calibration.team.agree(lambda: _beyond(model, size, classes, target))
-        if upper is None:
+        met, upper = calibration.team.agree(
+            lambda: [(bound := network_upper(model, size, classes)) <= target, bound.log10()]
+        )
+        if met:
             return results
         write(model, originals)
         least = min(least, (upper, max(etas.values(), default=0.0)))
@@ -329,16 +319,11 @@ def meet_target(
     raise OutOfReach(target, *least)
 
 
-def _within(
+def _etas_within(
     model: nn.Module, size: tuple[int, ...], classes: int, found: Mapping[str, tuple[Point, ...]], aim: float
 ) -> dict[str, float] | None:
+    """Return the etas of `budget`, or None where the aim is out of reach."""
     try:
         return budget(model, size, classes, found, aim)
     except OutOfReach:
         return None
-
-
-def _beyond(model: nn.Module, size: tuple[int, ...], classes: int, target: float) -> float | None:
-    """Return log10 of the proven bound, or None where it meets the target."""
-    upper = network_upper(model, size, classes)
-    return None if upper <= target else upper.log10()

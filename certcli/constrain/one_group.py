@@ -1,4 +1,4 @@
-"""Douglas-Rachford on one ellipsoid, min L(W) subject to tr((W - W0) G (W - W0)^T) <= r, with both limits for free.
+"""Douglas-Rachford on one ellipsoid, min L(W) subject to tr((W - W0) G (W - W0)^T) <= r, with both limits at each step.
 
 With P = prox(Z) the matrix Y = (Z - P) / strength is a subgradient of L at P. So its dual norm is at most 1, L(P) = <Y, P>,
 and each iteration knows, from sums over entries alone,
@@ -6,13 +6,13 @@ and each iteration knows, from sums over entries alone,
     from below   <Y, W0> - sqrt(r tr(Y G^-1 Y^T))      (the least <Y, W> over the ellipsoid: Cauchy & Schwarz)
     from above   s L(P) + (1 - s) L(W0)                (W0 + s (P - W0), with the largest s <= 1 inside the ellipsoid).
 
-It ends at the first iteration at which they meet; before, singular values were needed for either limit, and could be paid
-for at every tenth iteration only. What is returned is judged once more, in float64 and with an exact proximal step.
+It ends at the first iteration at which they meet. The result is judged once more, in float64 and with an exact proximal
+step.
 
-Pace. The strength is at first that at which P = prox(W0) leaves the ellipsoid 1.5 times over. Later it is changed until
-|Z - P| is about |P - W0|, which is where each of ViT-Tiny's layers is fastest: 3 to 18 iterations for errors from 0.8 to
-10 %, where one share of |W0|* for all layers and errors took 10 to 100. Z' = P + k (Z - P) goes with k times the strength
-and has the same P, so that nothing is lost by a change.
+The strength begins where P = prox(W0) leaves the ellipsoid 1.5 times over. Later it changes until |Z - P| is about
+|P - W0|, where each of ViT-Tiny's layers is fastest: 3 to 18 iterations for errors from 0.8 to 10 %; one share of |W0|* for
+all layers and errors took 10 to 100. Z' = P + k (Z - P) with k times the strength has the same P, so that a change loses
+nothing.
 """
 
 import math
@@ -29,27 +29,27 @@ from certcli.constrain.prox import Penalty
 from certcli.constrain.settings import ConstrainSettings
 
 CHECK_EVERY = 10
-"""Iterations after which a run that has not met is judged in float64 all the same, by Q and Y = -(Q - W0) G as well."""
+"""Iterations between two float64 judgements, by Q and Y = -(Q - W0) G as well, of a run whose limits have not met."""
 
 SINGLE_FROM = 2**15
-"""Entries of a matrix from which it is iterated in float32, which takes half the time."""
+"""Least number of entries of a matrix that is iterated in float32, which takes half the time."""
 
 SINGLE_GAP = 1e-4
-"""Smallest tolerance that float32, with its rounding of 1e-7 an operation, is trusted to reach."""
+"""Smallest tolerance that float32 reaches, whose rounding is 1e-7 an operation."""
 
 PACE = 150.0
 """The strength at which prox(W0) has `(PACE beta)^2` times the allowed squared error; 1.5^2 at the default beta of 0.01."""
 
 _NEAR = 2.5
-"""The strength is looked for up to this factor: the number of iterations does not change much within it."""
+"""The search for the strength ends within this factor, in which the number of iterations hardly changes."""
 
-_PROBES = 6  # most looks for it
+_PROBES = 6  # most steps of that search
 
 _BALANCE = 80.0
-"""|Z - P| / |P - W0| is brought to this times beta, 0.8 at the default, if it is off by more than a factor of two."""
+"""|Z - P| / |P - W0| over beta (0.8 at the default), restored where it is off by more than a factor of two."""
 
 TURNS = (3, 6, 12, 24, 48, 96)
-"""The iterations at which it is."""
+"""The iterations that restore it."""
 
 _CAUTION = 0.8
 """Share of the tolerance that the gap must meet in float32, so that it holds in float64 as well."""
@@ -57,7 +57,7 @@ _CAUTION = 0.8
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Z (out, in), and the strength that belongs to it: where a run ended, for one on a neighbouring ellipsoid."""
+    """Z (out, in) and its strength at the end of a run, from which a run on a neighbouring ellipsoid starts."""
 
     matrix: Tensor
     strength: float
@@ -85,11 +85,15 @@ def one_group(
     *,
     ends: bool = True,
 ) -> GroupSolution:
-    """argmin L(W) over tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in) float64.
+    """Minimise L(W) over tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in) float64.
 
-    An invariant penalty runs in the eigenbasis of G, where the projection scales columns and no product is left. A tall W0
-    is F R there, F (out, in) of orthonormal columns: every iterate is F times a square matrix, which is all that is
-    iterated. Large matrices are iterated in float32. ends: the result tells its state, for a neighbour to start from.
+    An invariant penalty runs in the eigenbasis of G, where the projection scales columns and needs no product. A tall W0
+    is F R there with orthonormal columns F (out, in), and only square matrices R are iterated. Large matrices are iterated
+    in float32.
+
+    Args:
+        state: the end of a run on a neighbouring ellipsoid.
+        ends: whether the result holds its own end.
     """
     inside, frame = _framed(centre, basis, radius, penalty, settings)
     exact = inside.centre
@@ -126,9 +130,9 @@ def one_group(
 
 
 def roughly(centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings) -> Tensor:
-    """`one_group` to the settings' tolerance as float32 sees it, judged by nothing else: for a trial that is not written.
+    """Solve `one_group` in float32 to the settings' tolerance, without judging the result: for a trial.
 
-    centre (out, in) float64 -> float32. In units of |W0|_F and of G's mean eigenvalue: float32 ends at 1e38.
+    centre (out, in) float64 -> float32. The units are |W0|_F and G's mean eigenvalue, because float32 ends at 1e38.
     """
     size, unit = float(centre.norm()), float(basis.values.mean())
     single = replace(basis, values=(basis.values / unit).float(), vectors=basis.vectors.float())
@@ -145,7 +149,7 @@ def roughly(centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, 
 def _framed(
     centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
 ) -> "tuple[_Ellipsoid, Tensor | None]":
-    """The ellipsoid in the eigenbasis, and F where it is seen in the column space of W0: a matrix there is F times it."""
+    """Return the ellipsoid in the eigenbasis, and F where its matrices are those of the column space of W0."""
     turned, frame = centre @ basis.vectors, None
     if penalty.left_invariant and len(turned) > turned.shape[1]:
         frame, turned = torch.linalg.qr(turned)
@@ -155,7 +159,7 @@ def _framed(
 def _iterates(
     inside: "_Ellipsoid", prox: Callable[[Tensor, float], Tensor], current: Tensor, strength: float
 ) -> "Iterator[tuple[int, Tensor, float, _Iterate]]":
-    """Number, Z, strength and step of each iteration, without end."""
+    """Yield number, Z, strength and step of each iteration, without end."""
     settings = inside.settings
     for iteration in count(1):
         step = inside.step(current, strength, prox)
@@ -170,7 +174,7 @@ def _iterates(
 
 
 def balance(pull: float, moved: Tensor, aim: float) -> float:
-    """What the strength should be multiplied by, from 0.1 to 10, for |Z - P| to be `aim` times |P - W0|."""
+    """Return the factor of the strength, from 0.1 to 10, that makes |Z - P| `aim` times |P - W0|."""
     return min(10.0, max(0.1, aim * float(moved.norm()) / max(pull, 1e-300)))
 
 
@@ -187,7 +191,7 @@ class _Iterate:
 
     @property
     def projected(self) -> Tensor:
-        """Q - W0."""
+        """Return Q - W0."""
         return self.moved + self.change
 
 
@@ -208,7 +212,7 @@ class _Ellipsoid:
         return replace(self, centre=self.centre.to(dtype), basis=basis)
 
     def back(self, matrix: Tensor) -> Tensor:
-        """In the basis in which L is known."""
+        """Return the matrix in the basis in which L is known."""
         return matrix @ self.basis.vectors.mT if self.turned else matrix
 
     def near(self, matrix: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]) -> Tensor:
@@ -220,11 +224,14 @@ class _Ellipsoid:
 
     @cached_property
     def whole(self) -> float:
-        """L(W0)."""
+        """Return L(W0)."""
         return float(self.penalty.value(self.back(self.centre)))
 
     def strength(self, prox: Callable[[Tensor, float], Tensor]) -> float:
-        """Where prox(W0) has (PACE beta)^2 times the allowed squared error, up to `_NEAR`; at most a quarter of all of it."""
+        """Return the strength, up to `_NEAR`, at which prox(W0) has (PACE beta)^2 times the allowed squared error.
+
+        The aim is at most a quarter of the squared error of W = 0.
+        """
         everything = self.energy(self.centre)
         aim = min((PACE * self.settings.beta) ** 2 * self.radius, everything / 4)
         # a first guess from |W0|^2 / L(W0) <= |W0|*; on layers of ViT-Tiny it is right up to a factor of four
@@ -242,15 +249,15 @@ class _Ellipsoid:
 
     @cached_property
     def ceiling(self) -> float:
-        """No strength is above it: see `Penalty.pace`."""
+        """Return the largest strength: see `Penalty.pace`."""
         return self.settings.beta * self.penalty.pace * float(self.penalty.dual(self.back(self.centre)))
 
     def step(self, state: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]) -> _Iterate:
-        """P = prox(Z), Q = projection of 2 P - Z, and what P proves."""
+        """Return P = prox(Z), Q = projection of 2 P - Z, and the limits that follow from P."""
         near = self.near(state, strength, prox)
         normal = state - near
         size = float((normal * near).sum()) / strength
-        moved = near.sub_(self.centre)  # in place, here and below: matrices of the layer's size are what memory goes to
+        moved = near.sub_(self.centre)  # in place, here and below: matrices of the layer's size take most memory
         energy = self.energy(moved)
         share = min(1.0, math.sqrt(self.radius / energy)) if energy > 0 else 1.0
         change = moved - normal
@@ -260,20 +267,22 @@ class _Ellipsoid:
         return _Iterate(moved, share, size, pull, change, self.lower(normal, strength))
 
     def upper(self, step: _Iterate) -> float:
-        """L of the feasible point that the step found, from above."""
+        """Return an upper limit of L at the feasible point of the step."""
         return step.share * step.size + (1.0 - step.share) * self.whole
 
     def better(self, best: tuple[float, Tensor], moved: Tensor) -> tuple[float, Tensor]:
-        """The lesser of `best` and (L(W), W - W0) for a W that rounding may have left outside."""
+        """Return the lesser of `best` and (L(W), W - W0) for a W that rounding may have left outside."""
         moved = pull_to(moved, self.basis, self.radius)
         objective = float(self.penalty.value(self.back(self.centre + moved)))
         return (objective, moved) if objective < best[0] else best
 
     def lower(self, normal: Tensor, strength: float | None = None) -> float:
-        """min over the ellipsoid of <Y, W>, Y = normal / strength: <Y, W0> - sqrt(r tr(Y G^-1 Y^T)), at most min L.
+        """Return the least <Y, W> over the ellipsoid, Y = normal / strength: <Y, W0> - sqrt(r tr(Y G^-1 Y^T)) <= min L.
 
-        `strength` is at least the dual norm of `normal`; None: it is measured. Columns on which G is zero are left out, which
-        makes an invariant dual norm no larger; another one is measured again.
+        Columns on which G is zero are left out, which makes an invariant dual norm no larger; another one is measured again.
+
+        Args:
+            strength: at least the dual norm of `normal`; None: that norm.
         """
         values = self.basis.values
         if not bool(values[-1] > 0):

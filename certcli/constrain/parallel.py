@@ -27,15 +27,19 @@ MOST_WORKERS = 8
 
 @dataclass(frozen=True, eq=False)
 class LayerResult:
-    """One constrained layer, as it would be written: `weight` has the parameter's own shape and dtype.
+    """One constrained layer; `weight` has the parameter's own shape and dtype.
 
-    before, after: proven upper bounds of the layer's norm; for a zero-padded convolution that of the operator on images
-    of this size. `surrogate`: its windows overlap, and what was minimised is the norm of its reshaped out x (in * kh *
-    kw) matrix, which times sqrt(ceil(kernel / stride)) an axis bounds the operator's. error: largest relative output
-    error over the groups, after the cast to the parameter's dtype, by `distance` ("plain", or "relu": one-sided);
-    held_out_error on images that took no part. `gap`: how far the norm that was minimised may lie above the least
-    possible one (0.001 = 0.1 %), None when unknown. `ridge`: the isotropic part of the statistics, as a share of their mean
-    eigenvalue. `basis` of the statistics: for this layer at another eta.
+    Args:
+        before, after: proven upper bounds of the layer's norm; for a zero-padded convolution, of the operator on images of
+            this size.
+        error: largest relative output error over the groups, after the cast to the parameter's dtype.
+        held_out_error: the same on images that took no part.
+        gap: how far the minimised norm may lie above the least possible one (0.001 = 0.1 %); None when unknown.
+        ridge: isotropic part of the statistics, as a share of their mean eigenvalue.
+        distance: "plain", or "relu": one-sided.
+        surrogate: the windows overlap; the minimised norm is that of the reshaped out x (in * kh * kw) matrix, which times
+            sqrt(ceil(kernel / stride)) an axis bounds the operator's.
+        basis: that of the statistics, for this layer at another eta.
     """
 
     path: str

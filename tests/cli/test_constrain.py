@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from certcli.checkpoint.file import Checkpoint
 from certcli.constrain.network import LayerCalibration, constrain_to, network_upper, write
 from certcli.constrain.settings import ConstrainSettings
-from certcli.constrain.statistics import collect
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models import build
 from certcli.system.errors import CertvitError, DataError
 from tests.helpers.commands import attempt, certvit, document
-from tests.helpers.constrain_layers import constrainable
+from tests.helpers.constrain_layers import collect, constrainable
 
 IMAGES = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 

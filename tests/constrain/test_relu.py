@@ -14,7 +14,7 @@ from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.statistics import energy
 from certcli.system.errors import UsageError
 from tests.helpers.commands import attempt, certvit, document
-from tests.helpers.constrain_layers import constrain
+from tests.helpers.constrain_layers import collect, constrain
 from tests.helpers.workshop import shape
 
 ROUNDING = 1e-9
@@ -49,7 +49,7 @@ def net() -> Net:
 
 def rectified(net: Net, path: str, groups: int = 1, memory: int | None = None) -> RectifiedStatistics:
     calibration = LayerCalibration(net, [path], BATCHES, BATCHES[:1], groups, memory, frozenset([path]))
-    (layer,) = calibration.layers()
+    ((layer,),) = map(list, calibration.parts())
     assert isinstance(layer, RectifiedStatistics)
     return layer
 
@@ -128,7 +128,7 @@ def test_it_reaches_the_optimum_and_lies_below_the_plain_one(net: Net) -> None:
     found = constrain(layer, eta=0.2, iterations=2000)
     assert found.gap is not None
     assert found.gap <= 2e-3
-    plain = constrain(LayerCalibration(net, ["conv"], BATCHES).layers().__next__(), eta=0.2)
+    plain = constrain(collect(net, BATCHES, ["conv"])["conv"], eta=0.2)
     error = float(layer.relative_errors(plain.weight.flatten(1)).max())
     again = constrain(layer, eta=error, iterations=2000)
     assert again.after < plain.after

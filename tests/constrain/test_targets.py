@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from itertools import pairwise, product
 
 import pytest
@@ -11,11 +12,10 @@ from torch import nn
 from certcli.constrain.network import LayerCalibration, budget, curves, meet_target, network_upper
 from certcli.constrain.parallel import LayerResult
 from certcli.constrain.settings import ConstrainSettings
-from certcli.constrain.statistics import collect
-from certcli.constrain.targets import CURVE_GAP, OutOfReach, Point, allocate, log10_product, pareto
+from certcli.constrain.targets import CURVE_GAP, OutOfReach, Point, allocate, pareto
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.system.errors import UsageError
-from tests.helpers.constrain_layers import IMAGES, PATHS, constrain, layer, small_net
+from tests.helpers.constrain_layers import IMAGES, PATHS, collect, constrain, layer, small_net
 
 # Targets
 
@@ -26,9 +26,13 @@ CURVES = {
 }
 
 
+def log10_product(norms: Mapping[str, float]) -> float:
+    return math.log10(math.prod(norms.values()))
+
+
 @pytest.mark.parametrize("target", [40.0, 36.0, 30.0, 20.0, 10.0, 3.0, 2.001])
 def test_a_target_is_met_at_the_least_error(target: float) -> None:
-    chosen = allocate(CURVES, target)
+    chosen = allocate(CURVES, target, log10_product)
     reached = log10_product({path: point.norm for path, point in chosen.items()})
     assert reached <= math.log10(target)
     if target < 36:
@@ -46,9 +50,9 @@ def test_a_target_under_another_bound_and_one_out_of_reach() -> None:
     chosen = allocate(CURVES, 40.0, residual)  # type: ignore[arg-type]
     assert math.prod(1 + point.norm for point in chosen.values()) == pytest.approx(40.0, rel=1e-4)
     with pytest.raises(OutOfReach, match=r"the least is 10\^0.30, at an output error of up to 60 %"):
-        allocate(CURVES, 1.9)
+        allocate(CURVES, 1.9, log10_product)
     with pytest.raises(UsageError, match="positive"):
-        allocate(CURVES, 0.0)
+        allocate(CURVES, 0.0, log10_product)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -72,7 +76,7 @@ def test_layers_run_at_their_share_meet_the_target() -> None:
     for curve in curves.values():
         assert all(first.norm > last.norm and first.error < last.error for first, last in pairwise(curve))
     whole = math.prod(curve[0].norm for curve in curves.values())
-    chosen = allocate(curves, whole / 10)
+    chosen = allocate(curves, whole / 10, log10_product)
     etas = {path: point.error for path, point in chosen.items() if point.error > 0}
     norms = {path: curve[0].norm for path, curve in curves.items()}
     norms |= {path: constrain(statistics[path], eta=eta).after for path, eta in etas.items()}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from certcli.constrain.layers import refusal
 from certcli.constrain.parallel import LayerResult, constrain_layer
 from certcli.constrain.settings import ConstrainSettings
-from certcli.constrain.statistics import LayerStatistics
+from certcli.constrain.statistics import LayerStatistics, collect_in_passes
 
 ROUNDING = 1e-9
 """Relative: float64 sums of some hundred terms, and singular values taken through a Gram matrix, err below 1e-12."""
@@ -46,6 +46,12 @@ def measured_errors(weight: Tensor, original: Tensor, columns: Tensor) -> Tensor
     """The definition, from the activations themselves."""
     change = (weight.double() - original) @ columns
     return change.flatten(1).norm(dim=1) / (original @ columns).flatten(1).norm(dim=1)
+
+
+def collect(model: nn.Module, batches: Any, paths: list[str], **options: Any) -> dict[str, LayerStatistics]:
+    """Return the statistics of all passes."""
+    passes = collect_in_passes(model, batches, paths, **options)
+    return {path: layer.widened() for part in passes for path, layer in part.items()}
 
 
 def constrain(statistics: LayerStatistics, **options: Any) -> LayerResult:
