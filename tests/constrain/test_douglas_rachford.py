@@ -37,7 +37,7 @@ from tests.helpers.constrain_layers import (
 SHAPES = {"tall": (12, 9, 80), "wide": (6, 14, 90), "square": (10, 10, 60)}
 
 
-@pytest.mark.parametrize("eta", [0.05, 0.1, 0.2, 0.4])
+@pytest.mark.parametrize("eta", [0.05, 0.4])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_spectral_prox_reaches_the_pareto_front(shape: tuple[int, int, int], eta: float) -> None:
     """Two algorithms with nothing in common meet: the least norm at an error, the least error at that norm."""
@@ -74,8 +74,7 @@ def test_a_trial_is_about_the_weight(shape: tuple[int, int, int], eta: float) ->
     assert torch.allclose(other / small, weight, rtol=0, atol=1e-5 * float(weight.abs().max()))
 
 
-@pytest.mark.parametrize("beta", [0.003, 0.03])
-@pytest.mark.parametrize("relaxation", [0.8, 1.8])
+@pytest.mark.parametrize(("beta", "relaxation"), [(0.003, 1.8), (0.03, 0.8)])
 @pytest.mark.parametrize("name", PENALTIES.names())
 def test_a_converged_result_does_not_depend_on_beta(name: str, relaxation: float, beta: float) -> None:
     statistics, _ = layer()
@@ -96,8 +95,9 @@ def massive(outputs: int, inputs: int) -> LayerStatistics:
     return replace(statistics, grams=statistics.grams + 30 * direction @ direction.mT)
 
 
-@pytest.mark.parametrize("eta", [0.01, 0.1])
-@pytest.mark.parametrize("shape", [(60, 40), (40, 60), (190, 180), (180, 190), (500, 80)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "eta"), [((60, 40), 0.01), ((40, 60), 0.1), ((190, 180), 0.1), ((180, 190), 0.01), ((500, 80), 0.1)]
+)
 def test_a_few_iterations_suffice_and_float64_judges_them(shape: tuple[int, int], eta: float) -> None:
     """The strength suits layer and error, and both limits are known at each iteration: seen were 3 to 16."""
     for statistics in (layer(*shape, 3 * shape[1])[0], massive(*shape)):
@@ -113,12 +113,11 @@ def test_a_few_iterations_suffice_and_float64_judges_them(shape: tuple[int, int]
         assert exact.lower <= result.objective * (1 + ROUNDING)
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "groups"), [(torch.float64, 3), (torch.float32, 1), (torch.bfloat16, 3)])
 @pytest.mark.parametrize("name", METHODS.names())
 def test_what_is_written_is_feasible_for_every_group(name: str, dtype: torch.dtype, groups: int) -> None:
     statistics, columns = layer(groups=groups, dtype=dtype)
-    for eta in (0.01, 0.1, 0.5):
+    for eta in (0.01, 0.5):
         result = constrain(statistics, prox=name, eta=eta, iterations=300)
         assert result.weight.dtype == dtype
         assert result.feasible

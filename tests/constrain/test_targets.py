@@ -30,7 +30,7 @@ def log10_product(norms: Mapping[str, float]) -> float:
     return math.log10(math.prod(norms.values()))
 
 
-@pytest.mark.parametrize("target", [40.0, 36.0, 30.0, 20.0, 10.0, 3.0, 2.001])
+@pytest.mark.parametrize("target", [40.0, 36.0, 30.0, 10.0, 2.001])
 def test_a_target_is_met_at_the_least_error(target: float) -> None:
     chosen = allocate(CURVES, target, log10_product)
     reached = log10_product({path: point.norm for path, point in chosen.items()})
@@ -109,7 +109,7 @@ def test_a_target_of_a_network_holds_for_its_proven_bound() -> None:
         assert torch.equal(model.get_submodule(result.path).weight, result.weight)
 
 
-@pytest.mark.parametrize("optimistic", [1.0, 1e-3, 1e-9], ids=["at once", "after a trial", "after several"])
+@pytest.mark.parametrize("optimistic", [1.0, 1e-9], ids=["at once", "after several"])
 def test_a_target_out_of_reach_names_the_least_proven_bound(optimistic: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the search believes in it at first: scaled layers promise more than constrained ones keep."""
     model = chain()
