@@ -47,7 +47,7 @@ class Preview:
 
 def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True) -> Preview:
     """Return the plan with its figures, without images. ArchitectureError names an unknown part."""
-    record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
+    record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
     teacher = build.load(checkpoint)
     if settings.refit:
         student, _ = perform_surgery(record, settings, teacher)

@@ -55,7 +55,7 @@ class Adapter:
         lots = 1 if device.type == "cuda" else LOTS if photograph_sized(images) else FEW
         self.lots = Lots(len(images), team, lots)
         self.images = {lot: images[order[self.lots.images(lot)]].to(device) for lot in self.lots.own}
-        self.record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
+        self.record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
         self.teacher = build.load(checkpoint, device, torch.float32)  # the student has no digits beyond float32
         self.student, scales = perform_surgery(self.record, settings, self.teacher)
         family = family_of(self.teacher.net)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Generator, Tensor, nn
@@ -9,6 +10,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax, softmax
 
 from certcli.finetune.adversarial import Adversary
 from certcli.finetune.augment import Mix, augment, mix
+from certcli.finetune.hiding import Hiding
 from certcli.finetune.losses import LOSSES
 from certcli.finetune.losses.chain import ChainBound
 from certcli.finetune.settings import FinetuneSettings
@@ -22,8 +24,9 @@ class Batch:
     """The images of one gradient, after augmentation.
 
     Args:
-        adversarial: attacked images, which replace the clean ones; with TRADES both count.
         taught: the teacher's logits.
+        adversarial: attacked images, which replace the clean ones; with TRADES both count.
+        views: the visible part of each image (b, rows, columns); None: all of it.
     """
 
     images: Tensor
@@ -31,6 +34,7 @@ class Batch:
     mix: Mix | None
     taught: Tensor | None
     adversarial: Tensor | None = None
+    views: Tensor | None = None
 
 
 class Objective:
@@ -58,13 +62,17 @@ class Objective:
         self.device = next(model.parameters()).device
         self.loss: Callable[..., Tensor] = LOSSES.load(settings.loss)
         self.adversary = None if settings.adversarial == "none" else Adversary(model, settings, generator)
+        self.hiding = Hiding(model, settings.hiding, generator) if settings.hiding else None
         if settings.precision == "fp16" and self.device.type != "cuda":
             raise UsageError(f"--precision fp16 needs a CUDA device, not {self.device.type}", "--precision bf16")
         if teacher is not None:
             _require_same_task(model, teacher, classes)
 
     def prepare(self, train: Images, positions: Tensor, share: float) -> Batch:
-        """Fetch, augment, mix and attack the images at these positions, at this share of the training."""
+        """Fetch, augment, mix, mask and attack the images at these positions, at this share of the training.
+
+        The teacher sees whole images.
+        """
         settings = self.settings
         images = sent(train.fetch(positions.tolist()), self.device)
         labels = sent(train.labels[positions], self.device)
@@ -78,31 +86,56 @@ class Objective:
             with torch.no_grad():
                 taught = self.teacher(images).float()
         batch = Batch(images, labels, mixed, taught)
+        if self.hiding is not None:
+            batch = replace(batch, views=self._views(self.hiding, batch))
         if self.adversary is None:
             return batch
         return replace(batch, adversarial=self._attacked(self.adversary, batch, share))
 
+    def _views(self, hiding: Hiding, batch: Batch) -> Tensor:
+        """Draw the part of each image that the network sees."""
+
+        def losses(views: Tensor) -> Tensor:
+            logits = self.forward(batch.images, views)
+            return self._mixed(batch, lambda labels: cross_entropy(logits, labels, reduction="none"))
+
+        was_training = self.model.training
+        self.model.eval()
+        views = hiding.draw(batch.images, losses)
+        self.model.train(was_training)
+        return views
+
     def _attacked(self, adversary: Adversary, batch: Batch, share: float) -> Tensor:
+        forward = partial(self.forward, views=batch.views)
         if self.settings.adversarial == "trades":
             was_training = self.model.training
             self.model.eval()
             with torch.no_grad():
-                clean = self.forward(batch.images)
+                clean = forward(batch.images)
             self.model.train(was_training)
-            return adversary.attack(self.forward, batch.images, lambda logits: _divergence(logits, clean), share)
+            return adversary.attack(forward, batch.images, lambda logits: _divergence(logits, clean), share)
 
         def error(logits: Tensor) -> Tensor:
             return self._mixed(batch, lambda labels: cross_entropy(logits, labels, reduction="sum"))
 
-        return adversary.attack(self.forward, batch.images, error, share)
+        return adversary.attack(forward, batch.images, error, share)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the logits in float32 or wider; the network runs in the precision of the settings."""
+    def forward(self, images: Tensor, views: Tensor | None = None) -> Tensor:
+        """Return the logits of the images, or of their `views`, in float32 or wider.
+
+        The network runs in the precision of the settings.
+        """
+
+        def run() -> Tensor:
+            if views is None or self.hiding is None:
+                return self.model(images)
+            return self.hiding.logits(images, views)
+
         if self.settings.precision == "float32":
-            return self.model(images)
+            return run()
         dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float16
         with torch.autocast(self.device.type, dtype):
-            logits = self.model(images)
+            logits = run()
         return logits.float()
 
     def value(self, batch: Batch, pairs: Callable[[], Tensor | None], epsilon: float) -> Tensor:
@@ -119,7 +152,7 @@ class Objective:
         beside = settings.adversarial == "trades"
         moved = batch.adversarial
         images = batch.images if moved is None or beside else moved
-        logits = self.forward(images)
+        logits = self.forward(images, batch.views)
         if self.chain is None:
             constants = pairs()
             loss = self._mixed(
@@ -128,7 +161,7 @@ class Objective:
         else:
             loss = self._through_chain(self.chain, batch, images, logits, epsilon)
         if beside and moved is not None:
-            loss = loss + settings.trades_beta / len(logits) * _divergence(self.forward(moved), logits)
+            loss = loss + settings.trades_beta / len(logits) * _divergence(self.forward(moved, batch.views), logits)
         if batch.taught is not None:
             heat, weight = settings.distill_temperature, settings.distill_weight
             apart = _divergence(logits / heat, batch.taught / heat) / len(logits)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from certcli.evaluation.radii import parse_radius
 from certcli.finetune.budget import parse_duration
-from certcli.finetune.losses import LOSSES, NEEDS_PAIRS
+from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
 from certcli.system.registry import one_of
@@ -16,6 +16,10 @@ from certcli.system.registry import one_of
 AUGMENTATIONS = ("crop", "flip", "shift")
 CUTOUT = re.compile(r"cutout:([1-9][0-9]?)x([1-9][0-9]{0,4})")
 """Number of squares, and their side in pixels."""
+BANDS = re.compile(r"bands:([1-9][0-9]{0,3})")
+"""Number of visible columns of cells: of tokens, where these can be dropped."""
+SQUARES = re.compile(r"cutout-(random|greedy):([12])x([1-9][0-9]{0,4})")
+"""The choice of places; then as CUTOUT. Four squares could hide a whole image, and a certificate hides two."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "optimiser": ("adamw", "sgd", "stiefel"),
@@ -163,7 +167,7 @@ class FinetuneSettings:
     augment: Annotated[
         tuple[str, ...] | None,
         _augmentation(
-            "Any of crop,flip,shift,cutout:2x128 (grey squares).",
+            "Any of crop,flip,shift,cutout:2x128; parts of images: bands:3,cutout-random:2x96,cutout-greedy:2x96.",
             metavar="LIST",
             read=lambda text: tuple(name for name in text.split(",") if name) or None,
         ),
@@ -236,37 +240,36 @@ class FinetuneSettings:
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
         for name in self.augment or ():
-            if name not in AUGMENTATIONS and not CUTOUT.fullmatch(name):
-                raise UsageError(f"unknown augmentation '{name}'", f"any of: {','.join(AUGMENTATIONS)},cutout:2x128")
+            if name not in AUGMENTATIONS and not any(kind.fullmatch(name) for kind in (CUTOUT, BANDS, SQUARES)):
+                hint = f"any of: {','.join(AUGMENTATIONS)},cutout:2x128,bands:3,cutout-greedy:2x96"
+                raise UsageError(f"unknown augmentation '{name}'", hint)
         if self.msvp is not None and not all(0 <= weight < math.inf for weight in self.msvp):
             raise UsageError(f"--msvp {self.msvp} holds a number that is not finite and >= 0")
         if self.time_budget is not None:
             parse_duration(self.time_budget)
-        for contradiction, message, hint in (
-            (
-                self.project is not None and self.optimiser == "stiefel",
-                "--project would undo what stiefel keeps orthogonal",
-                "--optimiser adamw, or no --project",
-            ),
-            (
-                self.precision == "fp16" and self.sam > 0,
-                "--sam needs gradients that do not overflow: not with fp16",
-                "--precision bf16",
-            ),
-            (
-                self.adversarial == "none" and (self.ard > 0 or self.prm > 0),
-                "--ard and --prm weaken an attack, and there is none",
-                "--adversarial pgd",
-            ),
-            (
-                self.adversarial != "none" and self.noise > 0,
-                "--noise leaves the box of images that an attack starts from",
-                "one of the two",
-            ),
-            (self.adaptive_sam and self.sam == 0, "--adaptive-sam needs a radius", "--sam 0.5"),
-        ):
-            if contradiction:
-                raise UsageError(message, hint)
+        self._require_agreement()
+
+    @property
+    def hiding(self) -> tuple[str, ...]:
+        """Return the augmentations that hide a part of each image from the network."""
+        return tuple(name for name in self.augment or () if BANDS.fullmatch(name) or SQUARES.fullmatch(name))
+
+    def _require_agreement(self) -> None:
+        """Raise UsageError for options that contradict each other."""
+        if self.hiding and self.loss in NEEDS_CHAIN:
+            raise UsageError(f"--loss {self.loss} bounds whole images: not with {self.hiding[0]}", "--loss ce")
+        if self.hiding and self.checkpointing:
+            raise UsageError(f"--checkpointing does not reach passes behind masks: not with {self.hiding[0]}")
+        if self.project is not None and self.optimiser == "stiefel":
+            raise UsageError("--project would undo what stiefel keeps orthogonal", "--optimiser adamw, or no --project")
+        if self.precision == "fp16" and self.sam > 0:
+            raise UsageError("--sam needs gradients that do not overflow: not with fp16", "--precision bf16")
+        if self.adversarial == "none" and (self.ard > 0 or self.prm > 0):
+            raise UsageError("--ard and --prm weaken an attack, and there is none", "--adversarial pgd")
+        if self.adversarial != "none" and self.noise > 0:
+            raise UsageError("--noise leaves the box of images that an attack starts from", "one of the two")
+        if self.adaptive_sam and self.sam == 0:
+            raise UsageError("--adaptive-sam needs a radius", "--sam 0.5")
 
     def parameters(self) -> dict[str, object]:
         """Return what the lineage records: the settings that are on, without the seed, which has its own place there."""

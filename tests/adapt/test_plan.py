@@ -179,7 +179,7 @@ def test_every_family_keeps_its_answers_under_the_goal_keep(name: str) -> None:
 def test_what_cannot_be_replaced_is_said_in_a_line(name: str) -> None:
     """Which network, which attention, where; and what serves it."""
     with pytest.raises(ArchitectureError) as refusal:
-        plan(make(name).record, CERTIFY)
+        plan(make(name), CERTIFY)
     assert "it does not know how the blocks of" in refusal.value.message
     assert "\n" not in refusal.value.message
     assert "--goal keep" in refusal.value.hint
@@ -188,7 +188,7 @@ def test_what_cannot_be_replaced_is_said_in_a_line(name: str) -> None:
 @pytest.mark.parametrize("name", ["levit_128s", "certvit_4c3f"])
 def test_a_network_without_layernorms_has_nothing_to_keep(name: str) -> None:
     with pytest.raises(ArchitectureError, match="no LayerNorm over the last dimension"):
-        plan(_ready_made(name).record, AdaptSettings())
+        plan(_ready_made(name), AdaptSettings())
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -203,7 +203,7 @@ def test_every_family_becomes_lipschitz(name: str, norm: str) -> None:
     result = adapter.result()  # which folds norms
     fitted = error_of(adapter, images)
     assert fitted < 0.7 * surgery_alone
-    assert {item.path for item in plan(original.record, settings)} == {item.path for item in result.record.surgery}
+    assert {item.path for item in plan(original, settings)} == {item.path for item in result.record.surgery}
     assert all(record.error < 1 for record in records)  # 1 is the error of an output of zeros
     model = build.load(result)
     with torch.no_grad():
@@ -333,7 +333,7 @@ def test_every_combination_runs_and_is_bounded(
     found = bound_network(model, result.record.input.size, 10)
     assert found.upper.finite, found.bound.why
     assert isinstance(model.net.blocks[0].attn, L2Attention)
-    assert {item.path for item in plan(plain.record, settings)} == {item.path for item in result.record.surgery}
+    assert {item.path for item in plan(plain, settings)} == {item.path for item in result.record.surgery}
     assert result.record.lineage[-1].command == "adapt"
 
 
@@ -369,13 +369,13 @@ def _ready_made(arch: str, **arguments: Any) -> Checkpoint:
 )
 def test_what_is_not_known_is_refused_by_name(arch: str, arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ArchitectureError, match=named):
-        plan(_ready_made(arch, **arguments).record, CERTIFY)
+        plan(_ready_made(arch, **arguments), CERTIFY)
 
 
 def test_refusals(plain: Checkpoint, images: Tensor) -> None:
     _, adapted = run(plain, AdaptSettings("certify", epochs=-1), images[:8])
     with pytest.raises(ArchitectureError, match="adapted network"):
-        plan(adapted.record, CERTIFY)
+        plan(adapted, CERTIFY)
     with pytest.raises(DataError, match="calibration image"):
         Adapter(plain, CERTIFY, images[:0], CPU)
     for wrong in (

@@ -66,7 +66,7 @@ def adapt(
     path = output.target("adapt", source.ckpt, source, data, state=KEY)
     state_path = beside(path, "state")
     checkpoint = source.open(sink)
-    plan(checkpoint.record, settings)  # refuses parts that cannot be replaced before any image is read
+    plan(checkpoint, settings)  # refuses parts that cannot be replaced before any image is read
     images = data.images(checkpoint.record, sink)
     seen, unseen = hold_out(images)
     if settings.keep is None and not settings.refit:

@@ -169,7 +169,8 @@ class Training:
                 self.sink.record(asdict(epoch))
                 estimate = epoch.certified_estimate
                 certified = "" if estimate is None else f", about {percent(estimate)} certified"
-                remark = f"loss {epoch.loss:.3f}, clean {percent(epoch.clean)}{certified}"
+                masked = "" if epoch.masked is None else f", in part {percent(epoch.masked)}"
+                remark = f"loss {epoch.loss:.3f}, clean {percent(epoch.clean)}{masked}{certified}"
                 bar.advance(0, remark)
                 if not sys.stderr.isatty() and time.perf_counter() - self.remarked >= REMARK_SECONDS:
                     self.remarked = time.perf_counter()
