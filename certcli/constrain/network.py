@@ -213,7 +213,12 @@ def constrain_to(
             yield replace(result, weight=spool.keep(result.weight), basis=None)
 
 
-@for_all(lambda found: (found[0], None, found[1]), lambda path, _, weight: (path, weight))
+def _unpack_trial(path: str, plain: Any, weight: Tensor | None) -> tuple[str, Tensor]:
+    assert weight is not None
+    return path, weight
+
+
+@for_all(lambda found: (found[0], None, found[1]), _unpack_trial)
 def try_at(
     calibration: LayerCalibration, settings: ConstrainSettings, bases: dict[str, Eigenbasis] | None = None
 ) -> Iterator[tuple[str, Tensor]]:

@@ -19,12 +19,12 @@ _TOLERATED = 0.01
 
 
 def l1(matrix: Tensor, strength: float) -> Tensor:
-    """sign(v) max(|v| - strength, 0): prox of strength * sum |w|. Source: CertViT, Algorithm 1."""
+    """Return sign(v) max(|v| - strength, 0), the prox of strength * sum |w|. Source: CertViT, Algorithm 1."""
     return matrix.sign() * (matrix.abs() - strength).clamp_min(0)
 
 
 def spectral(matrix: Tensor, strength: float) -> Tensor:
-    """s_i -> min(s_i, tau) with sum_i (s_i - tau)_+ = strength: prox of strength * |W|_2 (zero if sum s_i <= strength).
+    """Map s_i -> min(s_i, tau) with sum_i (s_i - tau)_+ = strength: prox of strength * |W|_2 (0 if sum s_i <= strength).
 
     Source: Moreau, W - projection of W onto the nuclear-norm ball of radius `strength`.
     """
@@ -83,13 +83,13 @@ class LeadingSpectral:
 
 
 def nuclear(matrix: Tensor, strength: float) -> Tensor:
-    """s_i -> max(s_i - strength, 0): prox of strength * sum s_i. Source: Cai, Candes & Shen 2010, Theorem 2.1."""
+    """Map s_i -> max(s_i - strength, 0): prox of strength * sum s_i. Source: Cai, Candes & Shen 2010, Theorem 2.1."""
     vectors, values = _left_singular(matrix)
     return _rescale(matrix, vectors, values, values.clamp_max(strength))
 
 
 def clip(matrix: Tensor, radius: float) -> Tensor:
-    """s_i -> min(s_i, radius): projection onto the spectral ball {|W|_2 <= radius}."""
+    """Map s_i -> min(s_i, radius): projection onto the spectral ball {|W|_2 <= radius}."""
     vectors, values = _left_singular(matrix)
     return _rescale(matrix, vectors, values, (values - radius).clamp_min(0))
 
