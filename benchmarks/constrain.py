@@ -24,6 +24,7 @@ import statistics as average
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +35,19 @@ import timm  # isort: skip
 
 from certcli.constrain.layers import refusal
 from certcli.constrain.methods import METHODS
-from certcli.constrain.options import Options
 from certcli.constrain.parallel import constrain_layer
 from certcli.constrain.projection import Eigenbasis, _outer_step, eigenbasis, shrinkage
 from certcli.constrain.prox import l1
-from certcli.constrain.statistics import LayerStatistics, collect, energy
+from certcli.constrain.settings import ConstrainSettings
+from certcli.constrain.statistics import LayerStatistics, collect_in_passes, energy
 
 ETAS = (0.05, 0.1, 0.2, 0.4)
+
+
+def collect(model: torch.nn.Module, batches: Any, paths: list[str], **options: Any) -> dict[str, LayerStatistics]:
+    """Return the statistics of all passes."""
+    passes = collect_in_passes(model, batches, paths, **options)
+    return {path: layer.widened() for part in passes for path, layer in part.items()}
 
 
 def constrainable(model: torch.nn.Module) -> list[str]:
@@ -161,7 +168,7 @@ def steps(model: torch.nn.Module, images: Tensor, path: str, eta: float, code_sc
     basis = eigenbasis(gram)
     exact = seconds(lambda: project_one(start.double(), centre, basis, budget), 15)
     begun = clock()
-    result = constrain_layer(layer, Options(eta=eta))
+    result = constrain_layer(layer, ConstrainSettings(eta=eta))
     whole = clock() - begun
     total = taken * (passes + step)
 
@@ -196,7 +203,7 @@ def norms(layers: dict[str, LayerStatistics], etas: tuple[float, ...], names: li
         cells = []
         for name in names:
             begun = time.perf_counter()
-            results = [constrain_layer(layer, Options(name, eta=eta)) for layer in layers.values()]
+            results = [constrain_layer(layer, ConstrainSettings(name, eta=eta)) for layer in layers.values()]
             spent = time.perf_counter() - begun
             assert all(result.feasible for result in results)
             ratio = math.exp(average.fmean(math.log(result.after / result.before) for result in results))
@@ -216,7 +223,7 @@ def network(model: torch.nn.Module, images: Tensor, batch: int) -> None:
     layers = collect(model, images.split(batch), constrainable(model))
     collecting = time.perf_counter() - begun
     begun, worked = time.perf_counter(), clock()
-    results = [constrain_layer(layer, Options()) for layer in layers.values()]
+    results = [constrain_layer(layer, ConstrainSettings()) for layer in layers.values()]
     solving, worked = time.perf_counter() - begun, clock() - worked
     gaps = [result.gap for result in results if result.gap is not None]
     print(f"\nwhole network: {len(results)} layers, {len(images)} images, {torch.get_num_threads()} threads")
@@ -233,7 +240,7 @@ def precision(model: torch.nn.Module, images: Tensor, batch: int, layers: dict[s
         gram = sum(
             (part.T @ part).double() for part in (capture(model, path, images) for images in images.split(batch))
         )
-        result = constrain_layer(replace(layer, grams=gram[None], held_out=None), Options(eta=0.01))
+        result = constrain_layer(replace(layer, grams=gram[None], held_out=None), ConstrainSettings(eta=0.01))
         change = result.weight.double().flatten(1) - layer.weight
         made = float((energy(change, layer.grams)[0] / layer.energies[0]).sqrt())
         lowest = float(torch.linalg.eigvalsh(gram)[0] / torch.linalg.eigvalsh(layer.grams[0])[0])

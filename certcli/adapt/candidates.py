@@ -1,4 +1,4 @@
-"""Options for one part of a network, each placed by a call: a higher floor, or an attention of smaller constant."""
+"""Candidate changes of one part of a network, each placed by a call: a higher floor, or an attention of smaller constant."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -23,20 +23,21 @@ TRIAL_ATTENTIONS = ("scsa", "l2")
 """The values of `--attention` that are tried."""
 
 FLOOR = "floor"
-"""The kind of an option that raises a floor."""
+"""The kind of a candidate that raises a floor."""
 
 _RIDGE = 1e-4
 
 
 @dataclass(frozen=True)
-class Option:
+class Candidate:
     """One possible change of the part at `path`.
 
     Args:
         kind: FLOOR, or the name of a replacement; `family` names it in words.
         digits: log10 of the factor by which the network's bound falls.
         place: makes the change.
-        error: |z - z0|_F / |z0|_F of the logits z with this option alone.
+        error: |z - z0|_F / |z0|_F of the logits z with this change alone.
+        floor: the new floor of a norm.
     """
 
     path: str
@@ -46,8 +47,9 @@ class Option:
     place: Callable[[], Any]
     error: float = 0.0
     family: str = ""
+    floor: float = 0.0
 
-    def to_json(self, placed: Mapping[str, "Option"]) -> dict[str, Any]:
+    def to_json(self, placed: Mapping[str, "Candidate"]) -> dict[str, Any]:
         return {
             "path": self.path,
             "change": self.change,
@@ -86,15 +88,15 @@ def record_inputs(
             handle.remove()
 
 
-def floor_options(path: str, norm: FloorNorm, inputs: PartInputs) -> Iterator[Option]:
+def floor_candidates(path: str, norm: FloorNorm, inputs: PartInputs) -> Iterator[Candidate]:
     """Yield floors at quantiles of the deviations that lie above the present floor."""
     order, present = torch.cat(inputs.deviations).sort().values, float(norm.floor)
     for share in QUANTILES:
         floor = float(order[int(share * (len(order) - 1))])
         if floor > present:
             family = f"floor above {100 * share:.0f} % of rows"
-            place = partial(norm.floor.fill_, floor)
-            yield Option(path, FLOOR, f"floor {floor:.3g}", math.log10(floor / present), place, family=family)
+            digits, place = math.log10(floor / present), partial(norm.floor.fill_, floor)
+            yield Candidate(path, FLOOR, f"floor {floor:.3g}", digits, place, family=family, floor=floor)
 
 
 def new_attention(attention: str, old: nn.Module) -> Any:

@@ -5,6 +5,9 @@ and s_{k+1} = s_k / (1 - t), the old x + g(x) is (1 - t) y + t f(y) for f(y) = g
 again after a norm that divides.
 """
 
+import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
+
+# isort: split
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -30,7 +30,7 @@ class Distiller:
         self.batches = -(-lots.count // self.batch_size)
         self.epoch = 0
         self.parameters = list(student.net.parameters())
-        steps = settings.distill_epochs * self.batches
+        steps = settings.distill * self.batches
         self.optimiser, self.schedule = make_optimiser(self.parameters, settings.lr, steps)
         some = next(iter(images.values()))
         self.cast = mixed_precision(some.device, some[0].numel())
@@ -40,7 +40,7 @@ class Distiller:
         """Train for the remaining epochs, and yield the relative logit error after each."""
         for parameter in self.parameters:
             parameter.requires_grad_(True)
-        while self.epoch < self.settings.distill_epochs:
+        while self.epoch < self.settings.distill:
             loss, error = self._pass()
             for _ in range(_TRIES):
                 if loss < _WORSE * self.best_loss:
@@ -50,7 +50,7 @@ class Distiller:
             self.epoch += 1
             if loss < self.best_loss:
                 self.best, self.best_loss = state_of(self.student.net), loss
-            if self.epoch == self.settings.distill_epochs:
+            if self.epoch == self.settings.distill:
                 self.student.net.load_state_dict(self.best)
                 _, error = self.judge()
             yield error

@@ -4,6 +4,9 @@ A block of every family has norm1, attn, norm2 and mlp. Its stream is (b, n, d),
 branch of the normed stream.
 """
 
+import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
+
+# isort: split
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -19,7 +19,7 @@ from certcli.adapt.streams import AdaptedPart
 from certcli.adapt.trade import Trade, search_moves
 from certcli.adapt.trials import Trials
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Replacement
+from certcli.checkpoint.record import Record, Replacement
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.models import build
 from certcli.system.errors import DataError
@@ -29,7 +29,7 @@ from certcli.system.processes import ALONE, Team
 class Keeper:
     """Own the original network (teacher) and the changed one (student); `run` changes it, `result` is its checkpoint.
 
-    Unless `choose_by` is called, only norms change, and on the calibration images these act as before.
+    Unless `choose_by` is called, only norms change, and on the calibration images they act as before.
 
     Args:
         images: calibration pixels (n, c, h, w), float in [0, 1] or uint8.
@@ -46,31 +46,35 @@ class Keeper:
         if not len(images):
             raise DataError("adapt needs at least one calibration image")
         self.checkpoint, self.settings, self.team = checkpoint, settings, team
-        self.keep = 1.0
         self.reference: ReferenceLogits | None = None
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
         self.images = images[order].to(device)
         self.record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
         self.teacher = build.load(checkpoint, device, torch.float32)
-        self.student = with_unit_floors(checkpoint, self.record.surgery, self.teacher)
+        self.student = with_unit_floors(self.record, self.teacher)
         self.identity = identity(checkpoint.digest, settings, images)
         self.records: list[AdaptedPart] = []
         self.trade = Trade()
         self._trials: Trials | None = None
 
-    def choose_by(self, reference: ReferenceLogits | None, keep: float) -> None:
-        """Let `run` change more, as long as the share `keep` of first choices stays.
+    def choose_by(self, reference: ReferenceLogits | None) -> None:
+        """Let `run` change more, as long as the share `settings.keep` of first choices stays.
 
         Args:
             reference: the original logits of other images; None except in the leading process.
         """
-        self.reference, self.keep = reference, keep
+        self.reference = reference
         self._trials = Trials(self.student, self.images, self.settings.batch_size, self.team)
+
+    @property
+    def keep(self) -> float:
+        """Return the share of first choices that must stay."""
+        return 1.0 if self._trials is None or self.settings.keep is None else self.settings.keep
 
     @property
     def steps(self) -> int:
         """Return an upper limit of the number of steps that `run` yields."""
-        return 1 if self._trials is None else 2 + self._trials.most
+        return 1 if self._trials is None else 2 + self._trials.most_candidates
 
     def run(self) -> Iterator[str]:
         """Change the student, and yield a remark after each step."""
@@ -78,12 +82,12 @@ class Keeper:
         yield "floors"
         if self._trials is None:
             return
-        for option in self._trials.run():
-            yield f"{option.path}, {option.change}: logits off by {100 * option.error:.2g} %"
+        for candidate in self._trials.run():
+            yield f"{candidate.path}, {candidate.change}: logits off by {100 * candidate.error:.2g} %"
         moves = self._trials.moves()
         rungs, taken = search_moves(moves, self._trials, self.reference, self.keep)
         placed = self._trials.place(moves[:taken])
-        self.trade = Trade(tuple(self._trials.options), placed, tuple(rungs))
+        self.trade = Trade(tuple(self._trials.candidates), placed, tuple(rungs))
         self.records = [
             replace(record, after=f"FloorNorm, {placed[record.path].change}", error=placed[record.path].error)
             if record.path in placed
@@ -91,15 +95,15 @@ class Keeper:
             for record in self.records
         ]
         self.records += [
-            AdaptedPart(path, type(self.teacher.net.get_submodule(path)).__name__, option.change, option.error)
-            for path, option in placed.items()
-            if option.kind != FLOOR
+            AdaptedPart(path, type(self.teacher.net.get_submodule(path)).__name__, candidate.change, candidate.error)
+            for path, candidate in placed.items()
+            if candidate.kind != FLOOR
         ]
         yield f"{len(placed)} parts changed"
 
     def result(self) -> Checkpoint:
         """Return the adapted checkpoint."""
-        replaced = [Replacement(o.path, o.kind) for o in self.trade.placed.values() if o.kind != FLOOR]
+        replaced = [Replacement(each.path, each.kind) for each in self.trade.placed.values() if each.kind != FLOOR]
         parameters: dict[str, Any] = {
             **self.settings.parameters(),
             "calibration_images": len(self.images),
@@ -110,11 +114,8 @@ class Keeper:
         return self.checkpoint.derive(tensors, "adapt", parameters, self.settings.seed, surgery=surgery)
 
 
-def with_unit_floors(
-    checkpoint: Checkpoint, surgery: tuple[Replacement, ...], teacher: build.PixelModel
-) -> build.PixelModel:
-    """Return the network after `surgery`: floors of 1 in its norms, every other tensor as in the teacher."""
-    record = replace(checkpoint.record, surgery=surgery)
+def with_unit_floors(record: Record, teacher: build.PixelModel) -> build.PixelModel:
+    """Return the network after the record's surgery: floors of 1 in its norms, every other tensor as in the teacher."""
     net = build.build(record, initialise=True).requires_grad_(False)
     tensors = dict(teacher.net.state_dict())
     for name, value in net.state_dict().items():

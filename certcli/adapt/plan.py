@@ -1,7 +1,6 @@
 """Decide which module is replaced by which: before any computation, printable, stored as the record's surgery."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -69,14 +68,12 @@ def _norm_plan(parent: nn.Module, path: str, name: str, settings: AdaptSettings)
 
 
 def _block_plan(step: Section, settings: AdaptSettings, attention_args: Mapping[str, Any]) -> list[Replacement]:
+    """Return the replacements of one block."""
     path, block = step.path, step.module
     found = [*_norm_plan(block, f"{path}.norm1", "norm1", settings)]
     found += _norm_plan(block, f"{path}.norm2", "norm2", settings)
-    attention, activation, residual = (
-        ATTENTIONS[settings.attention],
-        ACTIVATIONS[settings.activation],
-        RESIDUALS[settings.residual],
-    )
+    attention, activation = ATTENTIONS[settings.attention], ACTIVATIONS[settings.activation]
+    residual = RESIDUALS[settings.residual]
     if attention is not None:
         found.append(Replacement(f"{path}.attn", attention, attention_args))
     if activation is not None:
@@ -99,11 +96,3 @@ def _try_out(net: nn.Module, replacements: Sequence[Replacement]) -> None:
             build.replace_module(net, item)
         except ArchitectureError as refusal:
             raise ArchitectureError(f"{item.path or 'the network'}: {refusal.message}", refusal.hint) from refusal
-
-
-def with_folded_norms(surgery: Sequence[Replacement], paths: Sequence[str]) -> tuple[Replacement, ...]:
-    """Return the surgery with identities for the centre norms at `paths`."""
-    return tuple(
-        replace(item, kind="identity") if item.path in paths and item.kind == "center-norm" else item
-        for item in surgery
-    )

@@ -1,7 +1,7 @@
 """Preview an adaptation: replaced modules, and parameters, multiply-adds and bounds before and after."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from certcli.adapt.plan import plan
 from certcli.adapt.run import perform_surgery
 from certcli.adapt.settings import AdaptSettings
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Replacement
 from certcli.lipschitz.network import prove
 from certcli.models import build
 
@@ -48,23 +47,17 @@ class Preview:
 
 def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True) -> Preview:
     """Return the plan with its figures, without images. ArchitectureError names an unknown part."""
-    replacements = plan(checkpoint, settings)
+    record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
     teacher = build.load(checkpoint)
     if settings.refit:
-        student, _ = perform_surgery(checkpoint, settings, teacher)
+        student, _ = perform_surgery(record, settings, teacher)
     else:
-        student = with_unit_floors(checkpoint, replacements, teacher)
-    return Preview(
-        tuple(_change(item, teacher.net, student.net) for item in replacements),
-        _cost(teacher, checkpoint, bounds),
-        _cost(student, checkpoint, bounds),
-    )
-
-
-def _change(item: Replacement, old: nn.Module, new: nn.Module) -> Change:
-    path = item.path if item.path else "head"
-    before, after = (type(net.get_submodule(path)).__name__ for net in (old, new))
-    return Change(path, before, after)
+        student = with_unit_floors(record, teacher)
+    changes = []
+    for path in (item.path or "head" for item in record.surgery):
+        before, after = (type(net.get_submodule(path)).__name__ for net in (teacher.net, student.net))
+        changes.append(Change(path, before, after))
+    return Preview(tuple(changes), _cost(teacher, checkpoint, bounds), _cost(student, checkpoint, bounds))
 
 
 def grouped(changes: Sequence[Change]) -> list[tuple[str, int, str, str]]:

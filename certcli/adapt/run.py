@@ -13,13 +13,14 @@ from certcli.adapt.families import Half, family_of, token_counts
 from certcli.adapt.fit import Fitter
 from certcli.adapt.lots import FEW, LOTS, Lots
 from certcli.adapt.pixels import photograph_sized
-from certcli.adapt.plan import plan, with_folded_norms
+from certcli.adapt.plan import plan
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import fold_center_norm
 from certcli.adapt.state import AdaptState, identity
 from certcli.adapt.streams import AdaptedPart
 from certcli.adapt.trade import Trade
 from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import Record
 from certcli.models import build
 from certcli.nn.norms import CenterNorm
 from certcli.system.errors import CheckpointError, DataError, one_line
@@ -56,7 +57,7 @@ class Adapter:
         self.images = {lot: images[order[self.lots.images(lot)]].to(device) for lot in self.lots.own}
         self.record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
         self.teacher = build.load(checkpoint, device, torch.float32)  # the student has no digits beyond float32
-        self.student, scales = perform_surgery(checkpoint, settings, self.teacher)
+        self.student, scales = perform_surgery(self.record, settings, self.teacher)
         family = family_of(self.teacher.net)
         self.fitter = Fitter(self.teacher, self.student, family, scales, settings, self.images, self.lots)
         self.identity = identity(checkpoint.digest, settings, images)
@@ -67,7 +68,11 @@ class Adapter:
     @property
     def steps(self) -> int:
         """Return about the number of records of a whole run: sections of the body, the end, epochs of distillation."""
-        return len(self.fitter.family.body(self.student.net)) + 1 + self.settings.distill_epochs
+        return self._fitting_steps + self.settings.distill
+
+    @property
+    def _fitting_steps(self) -> int:
+        return len(self.fitter.family.body(self.student.net)) + 1
 
     @property
     def steps_done(self) -> int:
@@ -79,14 +84,13 @@ class Adapter:
         if self.settings.epochs < 0:
             return
         self.fitter.agree_on(self.student.net)
-        whole = len(self.fitter.family.body(self.student.net)) + 1
-        if state is None or state.done < whole:
+        if state is None or state.done < self._fitting_steps:
             self.fitter.advance(0 if state is None else state.done)
             for records in self.fitter.run():
                 self.records += records
                 yield from records
         self.fitter.forget()
-        if self.settings.distill_epochs > 0:
+        if self.settings.distill > 0:
             self.distiller = Distiller(self.teacher, self.student, self.settings, self.images, self.lots)
             if state is not None and state.epoch > 0:
                 self.distiller.restore(dict(state.distiller), state.epoch)
@@ -98,10 +102,9 @@ class Adapter:
 
     def state(self) -> AdaptState:
         """Return the state between two records: everything that the next step depends on."""
-        position, whole = self.fitter.position, len(self.fitter.family.body(self.student.net)) + 1
         return AdaptState(
             identity=self.identity,
-            done=whole if self.distiller is not None else position,
+            done=self.fitter.position if self.distiller is None else self._fitting_steps,
             epoch=0 if self.distiller is None else self.distiller.epoch,
             records=[asdict(record) for record in self.records],
             net=build.tensors_of(self.student),
@@ -124,18 +127,18 @@ class Adapter:
 
     def result(self) -> Checkpoint:
         """Return the adapted checkpoint; --norm fold multiplies centre norms into the next linear maps."""
-        record = self.record
+        surgery = self.record.surgery
         if self.settings.norm == "fold":
-            record = replace(record, surgery=with_folded_norms(record.surgery, _fold_norms(self.student.net)))
+            folded = _fold_norms(self.student.net)
+            surgery = tuple(replace(item, kind="identity") if item.path in folded else item for item in surgery)
         parameters: dict[str, Any] = {**self.settings.parameters(), "calibration_images": self.lots.count}
         return self.checkpoint.derive(
-            build.tensors_of(self.student), "adapt", parameters, self.settings.seed, surgery=record.surgery
+            build.tensors_of(self.student), "adapt", parameters, self.settings.seed, surgery=surgery
         )
 
 
-def perform_surgery(checkpoint: Checkpoint, settings: AdaptSettings, teacher: build.PixelModel) -> tuple[Any, Scales]:
-    """Return the network after surgery and the scales of its stream; each new part starts from the old weights."""
-    record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
+def perform_surgery(record: Record, settings: AdaptSettings, teacher: build.PixelModel) -> tuple[Any, Scales]:
+    """Return the network after the record's surgery and the scales of its stream; new parts start from the old weights."""
     device = next(teacher.parameters()).device
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(settings.seed)  # for weights without a start

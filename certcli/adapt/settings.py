@@ -1,9 +1,11 @@
-"""The settings of adapt: which parts are replaced, and how the new parts are fitted to the old ones."""
+"""The settings of adapt, which are also its options. Importing this file imports no torch."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
 from certcli.system.errors import UsageError
+from certcli.system.options import Option
 from certcli.system.registry import one_of
 
 ATTENTIONS = {
@@ -20,43 +22,93 @@ ATTENTIONS = {
 NORMS = {"center": "center-norm", "floor": "floor-norm", "fold": "center-norm", "keep": None}
 RESIDUALS = {"convex": "convex-block", "weighted": "weighted-block", "keep": None}
 ACTIVATIONS = {"keep": None, "maxmin": "maxmin", "relu": "relu"}
-DISTILL = 5
-EPOCHS = 3
+GOALS = {"keep": ("keep", "floor", "keep"), "certify": ("l2", "center", "convex")}
+"""--goal -> attention, norm and residual where no option names them.
+
+keep: the network keeps its answers. A floor bounds the rows that dot-product attention reads, which makes it Lipschitz.
+certify: parts of small constants, for networks that are then trained against their bound.
+"""
+EPOCHS, DISTILL = 3, 5
+
+_fitting = partial(Option, panel="Fitting")
+
+
+def _widths(text: str) -> tuple[int, ...] | None:
+    """Return the widths of --head: None for "keep", () for "flat"."""
+    if text in ("keep", "flat"):
+        return None if text == "keep" else ()
+    try:
+        widths = tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        widths = ()
+    if not widths or any(width < 2 or width % 2 for width in widths):
+        raise UsageError(f"--head '{text}' is neither keep, flat nor even widths", "--head flat, or --head 128,128")
+    return widths
 
 
 @dataclass(frozen=True)
 class AdaptSettings:
-    """Which parts are replaced, and how the new parts are fitted to the old ones.
+    """The parts that are replaced, and how the new parts are fitted to the old ones.
+
+    Where a part is None the goal names it. Named parts win over the goal, and then the new parts are fitted.
 
     Args:
+        keep: None where the images decide.
         head: None keeps the head; a tuple of widths puts the tokens side by side into a MaxMin MLP of these widths
             (() is one linear layer).
         epochs: AdamW epochs a block after the closed forms; 0 takes closed forms only, -1 starts from the weights alone
             and needs no images.
-        distill: epochs of end-to-end training on the old logits; None means 5, or 0 where `epochs` is not positive.
-        lr: relative to the size of each tensor.
-        norm_floor: the floor of --norm floor; None takes the 5 % quantile of each layer's deviations on the calibration
-            images.
         refit: False where floors below every deviation seen are the only change, which leaves nothing to fit.
 
     Raises:
         UsageError: a value is unknown or out of its range.
     """
 
-    attention: str = "l2"
-    norm: str = "center"
-    residual: str = "convex"
-    activation: str = "keep"
-    head: tuple[int, ...] | None = None
-    epochs: int = EPOCHS
-    distill: int | None = None
-    lr: float = 5e-3
+    panel: ClassVar[str] = "Surgery"
+    goal: Annotated[
+        str, Option("keep: the network keeps its answers; certify: parts for training against the bound.")
+    ] = "keep"
+    keep: Annotated[
+        float | None,
+        Option(
+            "With --goal keep: share of first choices to keep while more parts change for a lower bound. 0.98 with "
+            "--dataset; else 1, which changes norms alone."
+        ),
+    ] = None
+    attention: Annotated[
+        str, Option("l2 (Kim et al., tied), l2-untied-value, scsa, lnorm, conv, orthogonal; keep or dp.")
+    ] = None  # type: ignore[assignment]
+    norm: Annotated[
+        str, Option("center, floor (LayerNorm above a floor), fold (center, multiplied into the next map), keep.")
+    ] = None  # type: ignore[assignment]
+    norm_floor: Annotated[
+        float | None, Option("Floor of --norm floor. Default: each layer's 5 % quantile on the images.")
+    ] = None
+    residual: Annotated[str, Option("convex: (1-t)x + t f; weighted: x + a f; or keep.")] = None  # type: ignore[assignment]
+    activation: Annotated[str, Option("keep, or of slope 1: relu, maxmin (loses no gradient norm).")] = "keep"
+    head: Annotated[
+        tuple[int, ...] | None,
+        Option("'flat', or widths such as 128,128: tokens side by side into a MaxMin MLP.", read=_widths),
+    ] = None
+    epochs: Annotated[
+        int, _fitting("AdamW epochs a block; 0: closed forms only; -1: no images. 3, or 0 where only norms change.")
+    ] = None  # type: ignore[assignment]
+    distill: Annotated[int, _fitting("Final epochs on the old network's logits; 5, or 0 without --epochs.")] = None  # type: ignore[assignment]
+    lr: Annotated[float, _fitting("Learning rate, relative to the size of each tensor.")] = 5e-3
     batch_size: int = 64
     seed: int = 0
-    norm_floor: float | None = None
-    refit: bool = True
+    refit: bool = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        if self.goal not in GOALS:
+            raise UsageError(f"unknown --goal '{self.goal}'", one_of(self.goal, GOALS))
+        attention, norm, residual = GOALS[self.goal]
+        self._default(attention=attention, norm=norm, residual=residual)
+        others = self.residual == self.activation == "keep" and self.head is None
+        floors_alone = others and self.attention in ("keep", "dp") and self.norm == "floor" and self.norm_floor is None
+        self._default(refit=not (self.goal == "keep" and floors_alone and self.epochs is None))
+        self._default(epochs=EPOCHS if self.refit else 0)
+        self._default(distill=DISTILL if self.epochs > 0 else 0)
         for name, value, known in (
             ("--attention", self.attention, ATTENTIONS),
             ("--norm", self.norm, NORMS),
@@ -65,49 +117,32 @@ class AdaptSettings:
         ):
             if value not in known:
                 raise UsageError(f"unknown {name} '{value}'", one_of(value, known))
-        if self.epochs < -1 or self.distill_epochs < 0 or self.lr <= 0 or self.batch_size < 1:
+        if self.epochs < -1 or self.distill < 0 or self.lr <= 0 or self.batch_size < 1:
             raise UsageError("--epochs must be at least -1, --distill at least 0, --lr and --batch-size positive")
+        if self.distill > 0 and not self.refit:
+            raise UsageError("--distill trains new parts, and --goal keep alone fits none", "--epochs 3 --distill 5")
         if self.norm_floor is not None and not (self.norm == "floor" and 0 < self.norm_floor < float("inf")):
             raise UsageError("--norm-floor needs --norm floor and a positive number", "--norm floor --norm-floor 0.5")
+        if self.keep is not None:
+            from certcli.evaluation.fidelity import check_keep  # which imports torch
 
-    @property
-    def distill_epochs(self) -> int:
-        if self.distill is not None:
-            return self.distill
-        return DISTILL if self.epochs > 0 else 0
+            check_keep(self.keep)
+            if self.refit:
+                raise UsageError(
+                    "--keep belongs to --goal keep, which chooses the parts itself",
+                    "drop --keep, or the options that name parts",
+                )
 
-    @property
-    def only_floors(self) -> bool:
-        """Return whether norms with floors are the only replacement."""
-        kept = self.attention in ("keep", "dp") and self.residual == self.activation == "keep" and self.head is None
-        return kept and self.norm == "floor"
+    def _default(self, **values: Any) -> None:
+        """Set the fields that are None."""
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
 
     def parameters(self) -> dict[str, Any]:
         """Return what the lineage records, and what a resumed run must share with the run that it continues."""
-        values = asdict(self)
-        del values["seed"]
-        values["distill"] = self.distill_epochs
-        values["head"] = None if self.head is None else list(self.head)
-        if self.norm_floor is None:
-            del values["norm_floor"]
-        if self.refit:
-            del values["refit"]
-        return values
-
-
-GOALS = {
-    "keep": AdaptSettings("keep", "floor", "keep", epochs=0, refit=False),
-    "certify": AdaptSettings("l2", "center", "convex"),
-}
-"""--goal -> the settings that it implies.
-
-keep: the network keeps its answers. A floor bounds the rows that dot-product attention reads, which makes it Lipschitz.
-certify: parts of small constants, for networks that are then trained against their bound.
-"""
-
-
-def settings_for(goal: str) -> AdaptSettings:
-    """Return the settings that a goal implies. UsageError for an unknown goal."""
-    if goal not in GOALS:
-        raise UsageError(f"unknown --goal '{goal}'", f"one of: {', '.join(GOALS)}")
-    return GOALS[goal]
+        left_out = {"seed", "goal", "keep"}
+        left_out |= {"norm_floor"} if self.norm_floor is None else set()
+        left_out |= {"refit"} if self.refit else set()
+        values = {name: value for name, value in asdict(self).items() if name not in left_out}
+        return {**values, "head": None if self.head is None else list(self.head)}

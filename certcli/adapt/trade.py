@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from certcli.adapt.candidates import FLOOR, Option
+from certcli.adapt.candidates import FLOOR, Candidate
 from certcli.adapt.trials import Move, Trials
 from certcli.evaluation.evidence import Rung
 from certcli.evaluation.fidelity import Fidelity, ReferenceLogits, allowed_share, keeps_enough
@@ -26,20 +26,20 @@ _NEAR = 1.15
 
 @dataclass(frozen=True)
 class Trade:
-    """The options tried, the option placed at each changed path, and the rungs measured on the choosing images."""
+    """The candidates tried, the one placed at each changed path, and the rungs measured on the choosing images."""
 
-    options: tuple[Option, ...] = ()
-    placed: Mapping[str, Option] = field(default_factory=dict)
+    candidates: tuple[Candidate, ...] = ()
+    placed: Mapping[str, Candidate] = field(default_factory=dict)
     rungs: tuple[Rung, ...] = ()
 
     def summary(self) -> list[tuple[str, ...]]:
         """Return a table row for each family: tried, placed, mean digits, logit error, digits per squared error."""
         rows: list[tuple[str, ...]] = []
-        for family in dict.fromkeys(option.family for option in self.options):
-            members = [option for option in self.options if option.family == family]
-            digits = sum(option.digits for option in members) / len(members)
-            square = sum(option.error**2 for option in members) / len(members)
-            taken = sum(self.placed.get(option.path) is option for option in members)
+        for family in dict.fromkeys(candidate.family for candidate in self.candidates):
+            members = [candidate for candidate in self.candidates if candidate.family == family]
+            digits = sum(member.digits for member in members) / len(members)
+            square = sum(member.error**2 for member in members) / len(members)
+            taken = sum(self.placed.get(member.path) is member for member in members)
             worth = f"{1e-2 * digits / square:.1f}" if square > 0 else "-"
             rows.append((family, str(len(members)), str(taken), f"{digits:.2f}", f"{100 * square**0.5:.1f} %", worth))
         return rows
@@ -102,8 +102,8 @@ def search_moves(
     return [replace(rung, taken=count == best) for count, rung in sorted(rungs.items())], best
 
 
-def _rung(count: int, placed: Mapping[str, Option], upper: float, fidelity: Fidelity) -> Rung:
-    floors = sum(option.kind == FLOOR for option in placed.values())
+def _rung(count: int, placed: Mapping[str, Candidate], upper: float, fidelity: Fidelity) -> Rung:
+    floors = sum(candidate.kind == FLOOR for candidate in placed.values())
     return Rung(
         changes=count,
         floors=floors,

@@ -1,6 +1,6 @@
-"""Try each option of each part alone, and measure the network's logits.
+"""Try each candidate change of each part alone, and measure the network's logits.
 
-An option raises a norm's floor to a quantile of its deviations, or replaces dot-product attention by a fitted attention
+A candidate raises a norm's floor to a quantile of its deviations, or replaces dot-product attention by a fitted attention
 of smaller constant. The segments before the changed part are not computed again.
 """
 
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from certcli.adapt.candidates import (
     QUANTILES,
     TRIAL_ATTENTIONS,
-    Option,
+    Candidate,
     PartInputs,
     fit_attention,
-    floor_options,
+    floor_candidates,
     new_attention,
     record_inputs,
     replacement,
@@ -31,22 +31,22 @@ from certcli.nn.norms import FloorNorm
 from certcli.system.processes import ALONE, Team
 
 COMPARED_IMAGES, FITTING_IMAGES = 12, 48
-"""Images whose logits are compared, and images that give quantiles and closed forms."""
+"""Number of images whose logits are compared, and of images that give quantiles and closed forms."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """The step of one part to its next option: the digits it gains and the squared logit error it adds."""
+    """The step of one part to its next candidate: the digits that it gains and the squared logit error that it adds."""
 
-    option: Option
+    candidate: Candidate
     digits: float
     cost: float
 
 
 Piece = tuple[int, str, str]
 """One unit of work: index of the segment, path of the part, name of the attention ("" for the floors of a norm)."""
-Place = tuple[int, int, int]
-"""The rank of an option among all: segment, part in the order of calls, option of the part."""
+Order = tuple[int, int, int]
+"""The place of a candidate among all: segment, part in the order of calls, candidate of the part."""
 
 
 class SegmentRunner:
@@ -80,35 +80,32 @@ class SegmentRunner:
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of one option: its place, the attention's name ("" for a floor), the process that tried it."""
+    """A measured candidate, its place, the attention's name ("" for a floor), and the process that tried it."""
 
-    place: Place
-    option: Option
+    order: Order
+    candidate: Candidate
     name: str
     rank: int
-    floor: float = 0.0
 
     def to_plain(self) -> list[Any]:
-        """Return values that JSON can hold: all but the call that places the option."""
-        place: Any = self.option.place
-        floor = 0.0 if self.name else float(place.args[0]) if isinstance(place, partial) else self.floor
-        values = [getattr(self.option, name) for name in _PLAIN_FIELDS]
-        return [list(self.place), values, self.name, self.rank, floor]
+        """Return values that JSON can hold: all but the call that places the candidate."""
+        return [list(self.order), [getattr(self.candidate, name) for name in _PLAIN_FIELDS], self.name, self.rank]
 
     @staticmethod
     def of(plain: list[Any]) -> "Trial":
-        place, values, name, rank, floor = plain
-        option = Option(**dict(zip(_PLAIN_FIELDS, values, strict=True)), place=lambda: None)
-        return Trial(tuple(place), option, name, rank, floor)
+        """Return the trial of these values; its candidate cannot be placed."""
+        order, values, name, rank = plain
+        candidate = Candidate(**dict(zip(_PLAIN_FIELDS, values, strict=True)), place=lambda: None)
+        return Trial(tuple(order), candidate, name, rank)
 
 
-_PLAIN_FIELDS = ("path", "kind", "change", "digits", "error", "family")
+_PLAIN_FIELDS = ("path", "kind", "change", "digits", "error", "family", "floor")
 
 
 class Trials:
-    """Try every option of every part of `student`, whose floors already lie below every deviation seen.
+    """Try every candidate of every part of `student`, whose floors already lie below every deviation seen.
 
-    Several processes share the options, and all learn every result: the same errors, the same attentions to the bit.
+    Several processes share the candidates, and all get every result: the same errors, the same attentions to the bit.
     """
 
     def __init__(self, student: Any, images: Tensor, batch_size: int, team: Team = ALONE) -> None:
@@ -116,17 +113,17 @@ class Trials:
         self.fitting, self.compared = images[:FITTING_IMAGES], images[-COMPARED_IMAGES:]
         self.norms = {path: part for path, part in student.net.named_modules() if isinstance(part, FloorNorm)}
         self.attentions = replaceable_attentions(student.net)
-        self.options: list[Option] = []
+        self.candidates: list[Candidate] = []
         self.undo: dict[str, Callable[[], Any]] = {}
 
     @property
-    def most(self) -> int:
-        """Return an upper limit of the number of options."""
+    def most_candidates(self) -> int:
+        """Return an upper limit of the number of candidates."""
         return len(self.norms) * len(QUANTILES) + len(self.attentions) * len(TRIAL_ATTENTIONS)
 
     @torch.no_grad()
-    def run(self) -> Iterator[Option]:
-        """Try every option alone, from the first part to the last; the leader yields each."""
+    def run(self) -> Iterator[Candidate]:
+        """Try every candidate alone, from the first part to the last; the leader yields each."""
         self.undo = {path: partial(norm.floor.fill_, float(norm.floor)) for path, norm in self.norms.items()}
         self.undo |= {path: partial(self._put, path, old) for path, old in self.attentions.items()}
         parts, fitted = {**self.norms, **self.attentions}, dict[tuple[str, str], nn.Module]()
@@ -148,15 +145,15 @@ class Trials:
         work = self.team.deal(pieces, lambda piece: list(self._try(runner, piece, fitted)), pack=pack, unpack=unpack)
         for _, some in work:
             trials += some
-            yield from (trial.option for trial in some)
-        trials.sort(key=lambda trial: trial.place)
+            yield from (trial.candidate for trial in some)
+        trials.sort(key=lambda trial: trial.order)
         if self.team.several:
             known = unpack(self.team.agree(lambda: pack(trials)))
-            trials = [replace(trial, option=self._placeable(trial, fitted)) for trial in known]
-        self.options = [trial.option for trial in trials]
+            trials = [replace(trial, candidate=self._placeable(trial, fitted)) for trial in known]
+        self.candidates = [trial.candidate for trial in trials]
 
     def _try(self, runner: SegmentRunner, piece: Piece, fitted: dict[tuple[str, str], nn.Module]) -> Iterator[Trial]:
-        """Try the options of one piece, and store an attention that this process fits in `fitted`."""
+        """Try the candidates of one piece, and store an attention that this process fits in `fitted`."""
         number, path, name = piece
         inputs = runner.inputs_at(number)
         if path not in inputs:
@@ -165,25 +162,25 @@ class Trials:
             new = fitted[path, name] = fit_attention(name, self.attentions[path], inputs[path])
             place = partial(self._put, path, new)
             kind, change = replacement(name), type(new).__name__
-            options = [Option(path, kind, change, 1.0, place, family=f"{name} attention")]
+            candidates = [Candidate(path, kind, change, 1.0, place, family=f"{name} attention")]
         else:
-            options = list(floor_options(path, self.norms[path], inputs[path]))
-        for index, option in enumerate(options):
-            option.place()
-            measured = replace(option, error=runner.error())
+            candidates = list(floor_candidates(path, self.norms[path], inputs[path]))
+        for index, candidate in enumerate(candidates):
+            candidate.place()
+            measured = replace(candidate, error=runner.error())
             self.undo[path]()
             order = (number, list(inputs).index(path), TRIAL_ATTENTIONS.index(name) if name else index)
             yield Trial(order, measured, name, self.team.rank)
 
-    def _placeable(self, trial: Trial, fitted: Mapping[tuple[str, str], nn.Module]) -> Option:
-        """Return the option with a call that places it here; an attention's weights come from its own process."""
-        path, name = trial.option.path, trial.name
+    def _placeable(self, trial: Trial, fitted: Mapping[tuple[str, str], nn.Module]) -> Candidate:
+        """Return the candidate with a call that places it here; an attention's weights come from its own process."""
+        path, name = trial.candidate.path, trial.name
         if not name:
-            return replace(trial.option, place=partial(self.norms[path].floor.fill_, trial.floor))
+            return replace(trial.candidate, place=partial(self.norms[path].floor.fill_, trial.candidate.floor))
         new = fitted[path, name] if (path, name) in fitted else new_attention(name, self.attentions[path])
         for tensor in (*new.parameters(), *new.buffers()):
             self.team.spread(tensor, trial.rank)
-        return replace(trial.option, place=partial(self._put, path, new))
+        return replace(trial.candidate, place=partial(self._put, path, new))
 
     def _put(self, path: str, attention: nn.Module) -> None:
         parent, _, name = path.rpartition(".")
@@ -192,20 +189,20 @@ class Trials:
     def moves(self) -> list[Move]:
         """Return the moves, the cheapest digit first. All parts of a kind are measured together for its gain."""
         gains = self._gains()
-        self.options = [replace(option, digits=option.digits * gains[option.kind]) for option in self.options]
+        self.candidates = [replace(each, digits=each.digits * gains[each.kind]) for each in self.candidates]
         moves: list[Move] = []
-        for path in dict.fromkeys(option.path for option in self.options):
-            moves += hull([option for option in self.options if option.path == path])
+        for path in dict.fromkeys(candidate.path for candidate in self.candidates):
+            moves += hull([candidate for candidate in self.candidates if candidate.path == path])
         return sorted(moves, key=lambda move: move.cost / move.digits)
 
     def _gains(self) -> dict[str, float]:
-        """Return, for each kind, the digits that the bound gains per digit claimed, all its options placed; >= 0."""
-        kinds = list(dict.fromkeys(option.kind for option in self.options))
-        chosen = {kind: {option.path: option for option in self.options if option.kind == kind} for kind in kinds}
+        """Return, for each kind, the digits that the bound gains per digit claimed, all its candidates placed; >= 0."""
+        kinds = list(dict.fromkeys(candidate.kind for candidate in self.candidates))
+        chosen = {kind: {each.path: each for each in self.candidates if each.kind == kind} for kind in kinds}
 
         def log10_with(kind: str) -> float:
-            for option in chosen.get(kind, {}).values():
-                option.place()
+            for candidate in chosen.get(kind, {}).values():
+                candidate.place()
             after = self.log10_upper()
             for path in chosen.get(kind, {}):
                 self.undo[path]()
@@ -213,7 +210,7 @@ class Trials:
 
         uppers = [upper for _, upper in self.team.deal(["", *kinds], log10_with)]  # "": the network as it is
         before, *after = self.team.agree(lambda: uppers)
-        claimed = [sum(option.digits for option in some.values()) for some in chosen.values()]
+        claimed = [sum(candidate.digits for candidate in some.values()) for some in chosen.values()]
         return {
             kind: max(0.0, before - upper) / digits if digits > 0 and before < float("inf") else 0.0
             for kind, upper, digits in zip(kinds, after, claimed, strict=True)
@@ -222,23 +219,23 @@ class Trials:
     def log10_upper(self) -> float:
         return trial_upper(self.student, self.student.input_size).log10()
 
-    def place(self, moves: Sequence[Move]) -> dict[str, Option]:
-        """Place exactly these moves, and return the option that each changed path then has."""
+    def place(self, moves: Sequence[Move]) -> dict[str, Candidate]:
+        """Place exactly these moves, and return the candidate that each changed path then has."""
         for undo in self.undo.values():
             undo()
-        placed = {move.option.path: move.option for move in moves}
-        for option in placed.values():
-            option.place()
+        placed = {move.candidate.path: move.candidate for move in moves}
+        for candidate in placed.values():
+            candidate.place()
         return placed
 
 
-def hull(options: Sequence[Option]) -> list[Move]:
+def hull(candidates: Sequence[Candidate]) -> list[Move]:
     """Return one part's moves at rising cost per digit: the lower convex hull of (digits, error^2)."""
 
     def slope(old: tuple[float, float, int], new: tuple[float, float, int]) -> float:
         return (new[1] - old[1]) / (new[0] - old[0])
 
-    points = sorted((option.digits, option.error**2, n) for n, option in enumerate(options) if option.digits > 0)
+    points = sorted((each.digits, each.error**2, n) for n, each in enumerate(candidates) if each.digits > 0)
     corners: list[tuple[float, float, int]] = [(0.0, 0.0, -1)]
     for point in points:
         if point[0] <= corners[-1][0]:
@@ -246,4 +243,4 @@ def hull(options: Sequence[Option]) -> list[Move]:
         while len(corners) > 1 and slope(corners[-2], corners[-1]) >= slope(corners[-1], point):
             corners.pop()
         corners.append(point)
-    return [Move(options[new[2]], new[0] - old[0], max(0.0, new[1] - old[1])) for old, new in pairwise(corners)]
+    return [Move(candidates[new[2]], new[0] - old[0], max(0.0, new[1] - old[1])) for old, new in pairwise(corners)]

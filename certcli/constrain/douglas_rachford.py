@@ -8,10 +8,10 @@ from torch import Tensor
 
 from certcli.constrain.methods import PENALTIES
 from certcli.constrain.one_group import GroupSolution, State, one_group
-from certcli.constrain.options import Options
 from certcli.constrain.projection import ROUNDING, Eigenbasis, eigenbasis, project, pull_inside
 from certcli.constrain.prox import Penalty
 from certcli.constrain.relu import RectifiedStatistics
+from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.statistics import LayerStatistics, energy
 
 ROUNDS = 15
@@ -25,9 +25,13 @@ ROUND_ITERATIONS = 10
 class ConstrainedMatrix:
     """A constrained matrix and how far its computation went.
 
-    weight (out, in) float64, feasible; primal_residual |Q - P|_F / |W0|_F; objective L(weight) and `lower`, a lower limit
-    (in floating point) of L over all feasible matrices, from the dual: objective / lower - 1 is the optimality gap. rank,
-    ridge and basis are those of the statistics.
+    Args:
+        weight: (out, in) float64.
+        primal_residual: |Q - P|_F / |W0|_F.
+        objective: L(weight).
+        lower: a lower limit, in floating point, of L over all feasible matrices, from the dual; objective / lower - 1 is
+            the optimality gap.
+        rank, ridge, basis: those of the statistics.
     """
 
     weight: Tensor
@@ -42,38 +46,37 @@ class ConstrainedMatrix:
 
 
 def constrain_matrix(
-    statistics: LayerStatistics, options: Options, basis: Eigenbasis | None = None
+    statistics: LayerStatistics, settings: ConstrainSettings, basis: Eigenbasis | None = None
 ) -> ConstrainedMatrix:
-    """Douglas-Rachford: P = prox(Z), Q = proj_C(2P - Z), Z <- Z + relaxation (Q - P); the result is P pulled inside, or Q.
+    """Run Douglas-Rachford: P = prox(Z), Q = proj_C(2P - Z), Z <- Z + relaxation (Q - P); return P pulled inside, or Q.
 
     The strength of the prox is at most beta * pace * |W0|* with the dual norm of W0, so that one beta suits all layers. A
-    converged result does not depend on beta. Directions that no calibration token excites are free: W has the least norm
-    there, see `rank`; a ridge adds its share of the mean eigenvalue to G, which is stricter and so stays feasible. Several
-    groups are one group with weights, found by ascent on the dual (`_many_groups`).
+    converged result does not depend on beta. W is free in directions that no calibration token excites, and has the least
+    norm there; a ridge adds its share of the mean eigenvalue to G, which is stricter. Several groups are one group with
+    weights, found by ascent on the dual (`_many_groups`).
+    Source: CertViT, Algorithm 1; Combettes & Pesquet 2007.
 
     Args:
         basis: that of the sum of the Gram matrices, where it is known already.
-
-    Source: CertViT, Algorithm 1; Combettes & Pesquet 2007.
     """
-    basis = eigenbasis(statistics.gram, options.ridge) if basis is None else basis
-    radii = options.eta * options.eta * statistics.energies
-    penalty = penalty_of(statistics, options)
+    basis = eigenbasis(statistics.gram, settings.ridge) if basis is None else basis
+    radii = settings.eta * settings.eta * statistics.energies
+    penalty = penalty_of(statistics, settings)
     if float(radii.max()) == 0.0 or not bool(statistics.weight.any()):
         norm = float(penalty.value(statistics.weight))
         run = GroupSolution(statistics.weight.clone(), None, 0, 0.0, norm, norm)
     elif isinstance(statistics, RectifiedStatistics):
-        run = _rectified(statistics, radii, basis.ridge, penalty, options)
+        run = _rectified(statistics, radii, basis.ridge, penalty, settings)
     elif len(radii) == 1:
-        run = one_group(statistics.weight, basis, float(radii[0]), penalty, options, None, ends=False)
+        run = one_group(statistics.weight, basis, float(radii[0]), penalty, settings, None, ends=False)
     else:
-        run = _many_groups(statistics, radii, basis.ridge, penalty, options)
+        run = _many_groups(statistics, radii, basis.ridge, penalty, settings)
     error = float(statistics.relative_errors(run.weight).max())
     return ConstrainedMatrix(
         weight=run.weight,
         iterations=run.iterations,
         primal_residual=run.residual,
-        feasible=error <= options.eta * (1 + 1e-9),
+        feasible=error <= settings.eta * (1 + 1e-9),
         objective=run.objective,
         lower=run.lower,
         rank=basis.rank,
@@ -82,21 +85,21 @@ def constrain_matrix(
     )
 
 
-def penalty_of(statistics: LayerStatistics, options: Options) -> Penalty:
-    """Return the norm that is minimised for this layer: head by head where the options ask for it."""
-    penalty: Penalty = PENALTIES.load(options.prox)
-    return penalty.blockwise(statistics.blocks if options.per_head else 1)
+def penalty_of(statistics: LayerStatistics, settings: ConstrainSettings) -> Penalty:
+    """Return the norm that is minimised for this layer: head by head where the settings ask for it."""
+    penalty: Penalty = PENALTIES.load(settings.prox)
+    return penalty.blockwise(statistics.blocks if settings.per_head else 1)
 
 
 def _many_groups(
-    statistics: LayerStatistics, radii: Tensor, ridge: float, penalty: Penalty, options: Options
+    statistics: LayerStatistics, radii: Tensor, ridge: float, penalty: Penalty, settings: ConstrainSettings
 ) -> GroupSolution:
-    """max over weights w of min L(W) subject to sum_j w_j c_j(W) / r_j <= 1 with sum w = 1: strong duality.
+    """Solve max over weights w of min L(W) subject to sum_j w_j c_j(W) / r_j <= 1 with sum w = 1, by strong duality.
 
-    Each inner problem has one group, with Gram matrix sum_j w_j G_j / r_j, whose ellipsoid holds the intersection, so
-    its lower limit holds too. A group over its limit gains weight. The point is then projected onto the intersection
-    by Algorithm 2. This needs a few exact solutions where Algorithm 2 inside every Douglas-Rachford step needs
-    hundreds of cuts, and stalls when it is stopped early.
+    Each inner problem has one group with Gram matrix sum_j w_j G_j / r_j. Its ellipsoid contains the intersection, so its
+    lower limit holds. A group over its limit gains weight. Algorithm 2 then projects the point onto the intersection. This
+    takes a few exact solutions; Algorithm 2 inside every Douglas-Rachford step takes hundreds of cuts, and stalls when it
+    stops early.
     """
     centre, active = statistics.weight, radii > 0
     grams, radii = statistics.grams[active], radii[active]
@@ -106,15 +109,15 @@ def _many_groups(
     lower, iterations, power, worst = 0.0, 0, 3.0, math.inf
     for _ in range(ROUNDS):
         basis = eigenbasis((grams * (weights / radii)[:, None, None]).sum(0), ridge)
-        run = one_group(centre, basis, 1.0, penalty, options, state)
+        run = one_group(centre, basis, 1.0, penalty, settings, state)
         state, lower, iterations = run.state, max(lower, run.lower), iterations + run.iterations
         ratios = energy(run.weight - centre, grams) / radii
-        inside, _ = project(run.weight, centre, grams, radii, max_steps=5 * len(radii), tolerance=options.tolerance)
+        inside, _ = project(run.weight, centre, grams, radii, max_steps=5 * len(radii), tolerance=settings.tolerance)
         inside = pull_inside(inside, centre, grams, radii)
         objective = float(penalty.value(inside))
         if best is None or objective < best.objective:
             best = GroupSolution(inside, state, 0, float((inside - run.weight).norm() / centre.norm()), objective, 0.0)
-        if best.objective <= (1 + 3 * options.tolerance) * lower:
+        if best.objective <= (1 + 3 * settings.tolerance) * lower:
             break
         power = power / 2 if float(ratios.max()) > worst else min(6.0, 1.2 * power)
         worst = float(ratios.max())
@@ -125,12 +128,12 @@ def _many_groups(
 
 
 def _rectified(
-    statistics: RectifiedStatistics, radii: Tensor, ridge: float, penalty: Penalty, options: Options
+    statistics: RectifiedStatistics, radii: Tensor, ridge: float, penalty: Penalty, settings: ConstrainSettings
 ) -> GroupSolution:
-    """min L(W) subject to h_j(W) <= r_j for the one-sided distances h_j of `relu`: rounds on inner ellipsoids.
+    """Minimise L(W) subject to h_j(W) <= r_j for the one-sided distances h_j of `relu`, in rounds on inner ellipsoids.
 
     The ellipsoid of any point V lies inside the set, so V runs ahead of W with Nesterov's momentum, restarted where L
-    grows. The lower limit is that of the half-space {h(V) + <grad h(V), U - V> <= r}, which holds every feasible U.
+    grows. The lower limit is that of the half-space {h(V) + <grad h(V), U - V> <= r}, which contains every feasible U.
     Groups are weighted as in `_many_groups`, and W is pulled inside: W0 + s (W - W0) has h <= s^2 h(W), because
     z <= s z(W) where W0 gives z0 <= 0.
     """
@@ -152,7 +155,7 @@ def _rectified(
         if size > 0:
             slack = (1.0 - float((errors * shares).sum()) - added * float(moved.square().sum())) / 2
             lower = max(lower, (-float((gradient * ahead).sum()) - slack) / size)
-        if best.objective <= (1 + options.tolerance) * lower or iterations >= options.iterations:
+        if best.objective <= (1 + settings.tolerance) * lower or iterations >= settings.iterations:
             return replace(best, iterations=iterations, lower=lower)
         cross = (seen.crosses[active] * shares[:, None, None]).sum(0) @ basis.vectors
         offset = torch.where(basis.values > 0, cross / basis.values, torch.zeros_like(cross))
@@ -161,7 +164,7 @@ def _rectified(
             ahead, momentum = best.weight, 1.0
             continue
         # without a tolerance: a round that ends too early stands still
-        inner = replace(options, iterations=min(ROUND_ITERATIONS, options.iterations - iterations), tolerance=0.0)
+        inner = replace(settings, iterations=min(ROUND_ITERATIONS, settings.iterations - iterations), tolerance=0.0)
         run = one_group(centre + offset @ basis.vectors.mT, basis, radius, penalty, inner, state)
         state, iterations, inside = run.state, iterations + run.iterations, run.weight
         if len(scale) > 1:

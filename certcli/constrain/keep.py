@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from certcli.constrain.network import LayerCalibration, constrain_to, try_at, write
-from certcli.constrain.options import Options
 from certcli.constrain.parallel import LayerResult
 from certcli.constrain.projection import Eigenbasis
+from certcli.constrain.settings import ConstrainSettings
 from certcli.evaluation.fidelity import Fidelity, ReferenceLogits, allowed_share, check_keep, keeps_enough
 from certcli.images.calibration import PHOTOGRAPHS
 from certcli.images.labelled import Images
@@ -66,7 +66,7 @@ class KeepResult:
 
 def constrain_keeping(
     calibration: LayerCalibration,
-    options: Options,
+    settings: ConstrainSettings,
     keep: float,
     reference: ReferenceLogits,
     report: Callable[[float, str], None] = lambda *_: None,
@@ -108,7 +108,7 @@ def constrain_keeping(
 
     def trial(eta: float) -> tuple[bool, float]:
         weights = {}
-        for path, weight in try_at(calibration, replace(options, eta=eta, tolerance=ROUGH), bases):
+        for path, weight in try_at(calibration, replace(settings, eta=eta, tolerance=ROUGH), bases):
             weights[path] = weight
             report(eta, path)
         return judged(weights, eta)
@@ -116,7 +116,7 @@ def constrain_keeping(
     eta = search(trial)
     for turn in range(1, ROUNDS + 1):
         results = []
-        for result in constrain_to(calibration, replace(options, eta=eta), bases=bases):
+        for result in constrain_to(calibration, replace(settings, eta=eta), bases=bases):
             results.append(result)
             report(eta, result.path)
         enough, aim = judged({result.path: result.weight for result in results}, eta)

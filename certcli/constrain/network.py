@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.mapped import Spool
 from certcli.constrain.layers import Batches
-from certcli.constrain.options import Options
 from certcli.constrain.parallel import LayerResult, constrain_layer, side_by_side, try_layer, workers_for
 from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
+from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.shared_layers import Packed, for_all, share_of
 from certcli.constrain.statistics import LayerStatistics, bytes_of, collect_in_passes, gather_grams, work_bytes
 from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
@@ -100,13 +100,11 @@ class LayerCalibration:
             yield
         self._seen = grams
 
-    def layers(self) -> Iterator[LayerStatistics]:
-        """Yield each layer's statistics in order, without layers that the forward pass does not call as modules."""
-        for part in self.parts():
-            yield from part
-
     def parts(self) -> Iterator[Iterator[LayerStatistics]]:
-        """Yield the statistics pass by pass: the network runs between two parts, never while one is read."""
+        """Yield the statistics of the layers that the forward pass calls, pass by pass.
+
+        The network runs between two parts, never while one is read.
+        """
         if self._kept is not None or not self.own:
             yield map(self._one, self._kept or [])
             return
@@ -162,20 +160,15 @@ def network_upper(model: Any, size: tuple[int, ...], classes: int) -> Real:
     return bound_network(model, size, classes).upper
 
 
-def _pack_curve(found: tuple[str, tuple[Point, ...]]) -> Packed:
-    return found[0], [(point.norm, point.error) for point in found[1]], None
-
-
-def _unpack_curve(path: str, points: Any, weight: Tensor | None) -> tuple[str, tuple[Point, ...]]:
-    return path, tuple(Point(*point) for point in points)
-
-
-@for_all(_pack_curve, _unpack_curve)
-def curves(calibration: LayerCalibration, options: Options) -> Iterator[tuple[str, tuple[Point, ...]]]:
+@for_all(
+    lambda found: (found[0], [(point.norm, point.error) for point in found[1]], None),
+    lambda path, points, _: (path, tuple(Point(*point) for point in points)),
+)
+def curves(calibration: LayerCalibration, settings: ConstrainSettings) -> Iterator[tuple[str, tuple[Point, ...]]]:
     """Yield each layer's path and Pareto curve (proven norm against output error), in order."""
 
     def one(layer: LayerStatistics) -> tuple[str, tuple[Point, ...]]:
-        return layer.path, pareto(layer, options)
+        return layer.path, pareto(layer, settings)
 
     for part in calibration.parts():
         yield from side_by_side(one, part, calibration.workers)
@@ -194,11 +187,11 @@ def _unpack_result(path: str, plain: Any, weight: Tensor | None) -> LayerResult:
 @for_all(_pack_result, _unpack_result)
 def constrain_to(
     calibration: LayerCalibration,
-    options: Options,
+    settings: ConstrainSettings,
     etas: Mapping[str, float] | None = None,
     bases: dict[str, Eigenbasis] | None = None,
 ) -> Iterator[LayerResult]:
-    """Constrain each layer at the options' eta, or at its own (0: leave it). The model does not change: see `write`.
+    """Constrain each layer at the settings' eta, or at its own (0: leave it). The model does not change: see `write`.
 
     Large weights are mapped from files (`certcli.checkpoint.mapped`).
 
@@ -208,11 +201,11 @@ def constrain_to(
     spool = Spool()
 
     def eta_of(layer: LayerStatistics) -> float:
-        return options.eta if etas is None else etas[layer.path]
+        return settings.eta if etas is None else etas[layer.path]
 
     def one(layer: LayerStatistics) -> LayerResult:
         basis = None if bases is None else bases.get(layer.path)
-        return constrain_layer(layer, replace(options, eta=eta_of(layer)), basis, keep_basis=bases is not None)
+        return constrain_layer(layer, replace(settings, eta=eta_of(layer)), basis, keep_basis=bases is not None)
 
     for part in calibration.parts():
         for result in side_by_side(one, (layer for layer in part if eta_of(layer) > 0), calibration.workers):
@@ -227,13 +220,13 @@ def _unpack_trial(path: str, plain: Any, weight: Tensor | None) -> tuple[str, Te
 
 @for_all(lambda found: (found[0], None, found[1]), _unpack_trial)
 def try_at(
-    calibration: LayerCalibration, options: Options, bases: dict[str, Eigenbasis] | None = None
+    calibration: LayerCalibration, settings: ConstrainSettings, bases: dict[str, Eigenbasis] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield path and weight of each layer, close to the result of `constrain_to` (`try_layer`): for trials only."""
     spool = Spool()
 
     def one(layer: LayerStatistics) -> tuple[str, Tensor, Eigenbasis | None]:
-        weight, basis = try_layer(layer, options, None if bases is None else bases.get(layer.path))
+        weight, basis = try_layer(layer, settings, None if bases is None else bases.get(layer.path))
         return layer.path, weight, basis if bases is not None else None
 
     for part in calibration.parts():
@@ -295,7 +288,7 @@ def meet_target(
     classes: int,
     found: Mapping[str, tuple[Point, ...]],
     target: float,
-    options: Options,
+    settings: ConstrainSettings,
 ) -> list[LayerResult]:
     """Constrain and write until the PROVEN bound of the result is at most `target`.
 
@@ -313,12 +306,14 @@ def meet_target(
         etas = {path: curve[-1].error for path, curve in found.items()}
         exhausted = trial == TRIALS - 1 or aim <= 0
         if not exhausted:
-            chosen = calibration.team.agree(partial(_within, model, size, classes, found, aim))
+            chosen = calibration.team.agree(partial(_etas_within, model, size, classes, found, aim))
             exhausted, etas = chosen is None, etas if chosen is None else chosen
-        results = list(constrain_to(calibration, options, etas))
+        results = list(constrain_to(calibration, settings, etas))
         write(model, {result.path: result.weight for result in results})
-        upper = calibration.team.agree(lambda: _beyond(model, size, classes, target))
-        if upper is None:
+        met, upper = calibration.team.agree(
+            lambda: [(bound := network_upper(model, size, classes)) <= target, bound.log10()]
+        )
+        if met:
             return results
         write(model, originals)
         least = min(least, (upper, max(etas.values(), default=0.0)))
@@ -329,16 +324,11 @@ def meet_target(
     raise OutOfReach(target, *least)
 
 
-def _within(
+def _etas_within(
     model: nn.Module, size: tuple[int, ...], classes: int, found: Mapping[str, tuple[Point, ...]], aim: float
 ) -> dict[str, float] | None:
+    """Return the etas of `budget`, or None where the aim is out of reach."""
     try:
         return budget(model, size, classes, found, aim)
     except OutOfReach:
         return None
-
-
-def _beyond(model: nn.Module, size: tuple[int, ...], classes: int, target: float) -> float | None:
-    """Return log10 of the proven bound, or None where it meets the target."""
-    upper = network_upper(model, size, classes)
-    return None if upper <= target else upper.log10()

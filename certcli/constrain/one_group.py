@@ -1,4 +1,4 @@
-"""Douglas-Rachford on one ellipsoid, min L(W) subject to tr((W - W0) G (W - W0)^T) <= r, with both limits for free.
+"""Douglas-Rachford on one ellipsoid, min L(W) subject to tr((W - W0) G (W - W0)^T) <= r, with both limits at each step.
 
 With P = prox(Z) the matrix Y = (Z - P) / strength is a subgradient of L at P. So its dual norm is at most 1, L(P) = <Y, P>,
 and each iteration knows, from sums over entries alone,
@@ -6,13 +6,13 @@ and each iteration knows, from sums over entries alone,
     from below   <Y, W0> - sqrt(r tr(Y G^-1 Y^T))      (the least <Y, W> over the ellipsoid: Cauchy & Schwarz)
     from above   s L(P) + (1 - s) L(W0)                (W0 + s (P - W0), with the largest s <= 1 inside the ellipsoid).
 
-It ends at the first iteration at which they meet; before, singular values were needed for either limit, and could be paid
-for at every tenth iteration only. What is returned is judged once more, in float64 and with an exact proximal step.
+It ends at the first iteration at which they meet. The result is judged once more, in float64 and with an exact proximal
+step.
 
-Pace. The strength is at first that at which P = prox(W0) leaves the ellipsoid 1.5 times over. Later it is changed until
-|Z - P| is about |P - W0|, which is where each of ViT-Tiny's layers is fastest: 3 to 18 iterations for errors from 0.8 to
-10 %, where one share of |W0|* for all layers and errors took 10 to 100. Z' = P + k (Z - P) goes with k times the strength
-and has the same P, so that nothing is lost by a change.
+The strength begins where P = prox(W0) leaves the ellipsoid 1.5 times over. Later it changes until |Z - P| is about
+|P - W0|, where each of ViT-Tiny's layers is fastest: 3 to 18 iterations for errors from 0.8 to 10 %; one share of |W0|* for
+all layers and errors took 10 to 100. Z' = P + k (Z - P) with k times the strength has the same P, so that a change loses
+nothing.
 """
 
 import math
@@ -24,32 +24,32 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from certcli.constrain.options import Options
 from certcli.constrain.projection import Eigenbasis, pull_to, shrinkage
 from certcli.constrain.prox import Penalty
+from certcli.constrain.settings import ConstrainSettings
 
 CHECK_EVERY = 10
-"""Iterations after which a run that has not met is judged in float64 all the same, by Q and Y = -(Q - W0) G as well."""
+"""Iterations between two float64 judgements, by Q and Y = -(Q - W0) G as well, of a run whose limits have not met."""
 
 SINGLE_FROM = 2**15
-"""Entries of a matrix from which it is iterated in float32, which takes half the time."""
+"""Least number of entries of a matrix that is iterated in float32, which takes half the time."""
 
 SINGLE_GAP = 1e-4
-"""Smallest tolerance that float32, with its rounding of 1e-7 an operation, is trusted to reach."""
+"""Smallest tolerance that float32 reaches, whose rounding is 1e-7 an operation."""
 
 PACE = 150.0
 """The strength at which prox(W0) has `(PACE beta)^2` times the allowed squared error; 1.5^2 at the default beta of 0.01."""
 
 _NEAR = 2.5
-"""The strength is looked for up to this factor: the number of iterations does not change much within it."""
+"""The search for the strength ends within this factor, in which the number of iterations hardly changes."""
 
-_PROBES = 6  # most looks for it
+_PROBES = 6  # most steps of that search
 
 _BALANCE = 80.0
-"""|Z - P| / |P - W0| is brought to this times beta, 0.8 at the default, if it is off by more than a factor of two."""
+"""|Z - P| / |P - W0| over beta (0.8 at the default), restored where it is off by more than a factor of two."""
 
 TURNS = (3, 6, 12, 24, 48, 96)
-"""The iterations at which it is."""
+"""The iterations that restore it."""
 
 _CAUTION = 0.8
 """Share of the tolerance that the gap must meet in float32, so that it holds in float64 as well."""
@@ -57,7 +57,7 @@ _CAUTION = 0.8
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Z (out, in), and the strength that belongs to it: where a run ended, for one on a neighbouring ellipsoid."""
+    """Z (out, in) and its strength at the end of a run, from which a run on a neighbouring ellipsoid starts."""
 
     matrix: Tensor
     strength: float
@@ -80,20 +80,24 @@ def one_group(
     basis: Eigenbasis,
     radius: float,
     penalty: Penalty,
-    options: Options,
+    settings: ConstrainSettings,
     state: State | None,
     *,
     ends: bool = True,
 ) -> GroupSolution:
-    """argmin L(W) over tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in) float64.
+    """Minimise L(W) over tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in) float64.
 
-    An invariant penalty runs in the eigenbasis of G, where the projection scales columns and no product is left. A tall W0
-    is F R there, F (out, in) of orthonormal columns: every iterate is F times a square matrix, which is all that is
-    iterated. Large matrices are iterated in float32. ends: the result tells its state, for a neighbour to start from.
+    An invariant penalty runs in the eigenbasis of G, where the projection scales columns and needs no product. A tall W0
+    is F R there with orthonormal columns F (out, in), and only square matrices R are iterated. Large matrices are iterated
+    in float32.
+
+    Args:
+        state: the end of a run on a neighbouring ellipsoid.
+        ends: whether the result holds its own end.
     """
-    inside, frame = _framed(centre, basis, radius, penalty, options)
+    inside, frame = _framed(centre, basis, radius, penalty, settings)
     exact = inside.centre
-    single = exact.numel() >= SINGLE_FROM and options.tolerance >= SINGLE_GAP
+    single = exact.numel() >= SINGLE_FROM and settings.tolerance >= SINGLE_GAP
     fast = inside.to(torch.float32) if single else inside
     prox = penalty.prox_of_a_run()
     if state is None:
@@ -101,18 +105,18 @@ def one_group(
     else:
         known = state.matrix @ basis.vectors
         begun, pace = (known if frame is None else frame.mT @ known).to(fast.centre), state.strength
-    asked = options.tolerance * (_CAUTION if single else 1.0)
+    asked = settings.tolerance * (_CAUTION if single else 1.0)
     best, lower, proven = (math.inf, exact), 0.0, 0.0
     for iteration, current, strength, step in _iterates(fast, prox, begun, pace):
         lower = max(lower, step.lower)
-        last, met = iteration >= options.iterations, fast.upper(step) <= (1.0 + asked) * lower
+        last, met = iteration >= settings.iterations, fast.upper(step) <= (1.0 + asked) * lower
         if last or met or iteration % CHECK_EVERY == 0:
             judged = inside.step(current.double(), strength, penalty.prox)
             best, proven = inside.better(best, judged.share * judged.moved), max(proven, judged.lower)
             if not met:
                 best = inside.better(best, judged.projected)
                 proven = max(proven, inside.lower(-judged.projected * basis.values))
-            if last or best[0] <= (1.0 + options.tolerance) * proven:
+            if last or best[0] <= (1.0 + settings.tolerance) * proven:
                 break
             asked = asked / 2 if met else asked
     objective, moved = best
@@ -125,52 +129,52 @@ def one_group(
     return GroupSolution(back(exact + moved), ended, iteration, residual, objective, proven)
 
 
-def roughly(centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, options: Options) -> Tensor:
-    """`one_group` to the options' tolerance as float32 sees it, judged by nothing else: for a trial that is not written.
+def roughly(centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings) -> Tensor:
+    """Solve `one_group` in float32 to the settings' tolerance, without judging the result: for a trial.
 
-    centre (out, in) float64 -> float32. In units of |W0|_F and of G's mean eigenvalue: float32 ends at 1e38.
+    centre (out, in) float64 -> float32. The units are |W0|_F and G's mean eigenvalue, because float32 ends at 1e38.
     """
     size, unit = float(centre.norm()), float(basis.values.mean())
     single = replace(basis, values=(basis.values / unit).float(), vectors=basis.vectors.float())
-    inside, frame = _framed((centre / size).float(), single, radius / (size * size * unit), penalty, options)
+    inside, frame = _framed((centre / size).float(), single, radius / (size * size * unit), penalty, settings)
     prox, lower = penalty.prox_of_a_run(), 0.0
     for iteration, _, _, step in _iterates(inside, prox, inside.centre, inside.strength(prox)):
         lower = max(lower, step.lower)
-        if iteration >= options.iterations or inside.upper(step) <= (1.0 + options.tolerance) * lower:
+        if iteration >= settings.iterations or inside.upper(step) <= (1.0 + settings.tolerance) * lower:
             break
     found = inside.centre + step.share * step.moved
     return (found if frame is None else frame @ found) @ (size * single.vectors.mT)
 
 
 def _framed(
-    centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, options: Options
+    centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
 ) -> "tuple[_Ellipsoid, Tensor | None]":
-    """The ellipsoid in the eigenbasis, and F where it is seen in the column space of W0: a matrix there is F times it."""
+    """Return the ellipsoid in the eigenbasis, and F where its matrices are those of the column space of W0."""
     turned, frame = centre @ basis.vectors, None
     if penalty.left_invariant and len(turned) > turned.shape[1]:
         frame, turned = torch.linalg.qr(turned)
-    return _Ellipsoid(turned, basis, radius, penalty, options, not penalty.right_invariant), frame
+    return _Ellipsoid(turned, basis, radius, penalty, settings, not penalty.right_invariant), frame
 
 
 def _iterates(
     inside: "_Ellipsoid", prox: Callable[[Tensor, float], Tensor], current: Tensor, strength: float
 ) -> "Iterator[tuple[int, Tensor, float, _Iterate]]":
-    """Number, Z, strength and step of each iteration, without end."""
-    options = inside.options
+    """Yield number, Z, strength and step of each iteration, without end."""
+    settings = inside.settings
     for iteration in count(1):
         step = inside.step(current, strength, prox)
         yield iteration, current, strength, step
-        factor = balance(step.pull, step.moved, _BALANCE * options.beta) if iteration in TURNS else 1.0
+        factor = balance(step.pull, step.moved, _BALANCE * settings.beta) if iteration in TURNS else 1.0
         factor = min(factor, inside.ceiling / strength)
         if not 0.5 <= factor <= 2.0:
             near = step.moved + inside.centre
             current, strength = near + factor * (current - near), factor * strength
         else:
-            current = current + options.relaxation * step.change
+            current = current + settings.relaxation * step.change
 
 
 def balance(pull: float, moved: Tensor, aim: float) -> float:
-    """What the strength should be multiplied by, from 0.1 to 10, for |Z - P| to be `aim` times |P - W0|."""
+    """Return the factor of the strength, from 0.1 to 10, that makes |Z - P| `aim` times |P - W0|."""
     return min(10.0, max(0.1, aim * float(moved.norm()) / max(pull, 1e-300)))
 
 
@@ -187,7 +191,7 @@ class _Iterate:
 
     @property
     def projected(self) -> Tensor:
-        """Q - W0."""
+        """Return Q - W0."""
         return self.moved + self.change
 
 
@@ -199,7 +203,7 @@ class _Ellipsoid:
     basis: Eigenbasis
     radius: float
     penalty: Penalty
-    options: Options
+    settings: ConstrainSettings
     turned: bool
 
     def to(self, dtype: torch.dtype) -> "_Ellipsoid":
@@ -208,7 +212,7 @@ class _Ellipsoid:
         return replace(self, centre=self.centre.to(dtype), basis=basis)
 
     def back(self, matrix: Tensor) -> Tensor:
-        """In the basis in which L is known."""
+        """Return the matrix in the basis in which L is known."""
         return matrix @ self.basis.vectors.mT if self.turned else matrix
 
     def near(self, matrix: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]) -> Tensor:
@@ -220,13 +224,16 @@ class _Ellipsoid:
 
     @cached_property
     def whole(self) -> float:
-        """L(W0)."""
+        """Return L(W0)."""
         return float(self.penalty.value(self.back(self.centre)))
 
     def strength(self, prox: Callable[[Tensor, float], Tensor]) -> float:
-        """Where prox(W0) has (PACE beta)^2 times the allowed squared error, up to `_NEAR`; at most a quarter of all of it."""
+        """Return the strength, up to `_NEAR`, at which prox(W0) has (PACE beta)^2 times the allowed squared error.
+
+        The aim is at most a quarter of the squared error of W = 0.
+        """
         everything = self.energy(self.centre)
-        aim = min((PACE * self.options.beta) ** 2 * self.radius, everything / 4)
+        aim = min((PACE * self.settings.beta) ** 2 * self.radius, everything / 4)
         # a first guess from |W0|^2 / L(W0) <= |W0|*; on layers of ViT-Tiny it is right up to a factor of four
         strength = float(self.centre.square().sum()) / self.whole * (aim / everything) ** 0.75
         strength = min(self.ceiling, strength)
@@ -242,15 +249,15 @@ class _Ellipsoid:
 
     @cached_property
     def ceiling(self) -> float:
-        """No strength is above it: see `Penalty.pace`."""
-        return self.options.beta * self.penalty.pace * float(self.penalty.dual(self.back(self.centre)))
+        """Return the largest strength: see `Penalty.pace`."""
+        return self.settings.beta * self.penalty.pace * float(self.penalty.dual(self.back(self.centre)))
 
     def step(self, state: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]) -> _Iterate:
-        """P = prox(Z), Q = projection of 2 P - Z, and what P proves."""
+        """Return P = prox(Z), Q = projection of 2 P - Z, and the limits that follow from P."""
         near = self.near(state, strength, prox)
         normal = state - near
         size = float((normal * near).sum()) / strength
-        moved = near.sub_(self.centre)  # in place, here and below: matrices of the layer's size are what memory goes to
+        moved = near.sub_(self.centre)  # in place, here and below: matrices of the layer's size take most memory
         energy = self.energy(moved)
         share = min(1.0, math.sqrt(self.radius / energy)) if energy > 0 else 1.0
         change = moved - normal
@@ -260,20 +267,22 @@ class _Ellipsoid:
         return _Iterate(moved, share, size, pull, change, self.lower(normal, strength))
 
     def upper(self, step: _Iterate) -> float:
-        """L of the feasible point that the step found, from above."""
+        """Return an upper limit of L at the feasible point of the step."""
         return step.share * step.size + (1.0 - step.share) * self.whole
 
     def better(self, best: tuple[float, Tensor], moved: Tensor) -> tuple[float, Tensor]:
-        """The lesser of `best` and (L(W), W - W0) for a W that rounding may have left outside."""
+        """Return the lesser of `best` and (L(W), W - W0) for a W that rounding may have left outside."""
         moved = pull_to(moved, self.basis, self.radius)
         objective = float(self.penalty.value(self.back(self.centre + moved)))
         return (objective, moved) if objective < best[0] else best
 
     def lower(self, normal: Tensor, strength: float | None = None) -> float:
-        """min over the ellipsoid of <Y, W>, Y = normal / strength: <Y, W0> - sqrt(r tr(Y G^-1 Y^T)), at most min L.
+        """Return the least <Y, W> over the ellipsoid, Y = normal / strength: <Y, W0> - sqrt(r tr(Y G^-1 Y^T)) <= min L.
 
-        `strength` is at least the dual norm of `normal`; None: it is measured. Columns on which G is zero are left out, which
-        makes an invariant dual norm no larger; another one is measured again.
+        Columns on which G is zero are left out, which makes an invariant dual norm no larger; another one is measured again.
+
+        Args:
+            strength: at least the dual norm of `normal`; None: that norm.
         """
         values = self.basis.values
         if not bool(values[-1] > 0):

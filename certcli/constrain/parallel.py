@@ -13,9 +13,9 @@ from torch import Tensor
 from certcli.constrain.douglas_rachford import constrain_matrix, penalty_of
 from certcli.constrain.methods import METHODS, PENALTIES
 from certcli.constrain.one_group import roughly
-from certcli.constrain.options import Options
 from certcli.constrain.projection import Eigenbasis, eigenbasis
 from certcli.constrain.relu import RectifiedStatistics
+from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.statistics import LayerStatistics
 from certcli.system.errors import UsageError
 
@@ -27,15 +27,19 @@ MOST_WORKERS = 8
 
 @dataclass(frozen=True, eq=False)
 class LayerResult:
-    """One constrained layer, as it would be written: `weight` has the parameter's own shape and dtype.
+    """One constrained layer; `weight` has the parameter's own shape and dtype.
 
-    before, after: proven upper bounds of the layer's norm; for a zero-padded convolution that of the operator on images
-    of this size. `surrogate`: its windows overlap, and what was minimised is the norm of its reshaped out x (in * kh *
-    kw) matrix, which times sqrt(ceil(kernel / stride)) an axis bounds the operator's. error: largest relative output
-    error over the groups, after the cast to the parameter's dtype, by `distance` ("plain", or "relu": one-sided);
-    held_out_error on images that took no part. `gap`: how far the norm that was minimised may lie above the least
-    possible one (0.001 = 0.1 %), None when unknown. `ridge`: the isotropic part of the statistics, as a share of their mean
-    eigenvalue. `basis` of the statistics: for this layer at another eta.
+    Args:
+        before, after: proven upper bounds of the layer's norm; for a zero-padded convolution, of the operator on images of
+            this size.
+        error: largest relative output error over the groups, after the cast to the parameter's dtype.
+        held_out_error: the same on images that took no part.
+        gap: how far the minimised norm may lie above the least possible one (0.001 = 0.1 %); None when unknown.
+        ridge: isotropic part of the statistics, as a share of their mean eigenvalue.
+        distance: "plain", or "relu": one-sided.
+        surrogate: the windows overlap; the minimised norm is that of the reshaped out x (in * kh * kw) matrix, which times
+            sqrt(ceil(kernel / stride)) an axis bounds the operator's.
+        basis: that of the statistics, for this layer at another eta.
     """
 
     path: str
@@ -87,7 +91,7 @@ def side_by_side(work: Callable[[LayerStatistics], T], layers: Iterable[LayerSta
 
 
 def constrain_layer(
-    layer: LayerStatistics, options: Options, basis: Eigenbasis | None = None, *, keep_basis: bool = True
+    layer: LayerStatistics, settings: ConstrainSettings, basis: Eigenbasis | None = None, *, keep_basis: bool = True
 ) -> LayerResult:
     """Constrain one layer, cast the result to the parameter's dtype, and measure what was cast.
 
@@ -96,16 +100,16 @@ def constrain_layer(
         keep_basis: the result holds the basis, which takes as much memory as the layer's Gram matrix.
     """
     begun = time.perf_counter()
-    if options.prox in PENALTIES:
-        result = constrain_matrix(layer, options, basis)
+    if settings.prox in PENALTIES:
+        result = constrain_matrix(layer, settings, basis)
     elif isinstance(layer, RectifiedStatistics):
         hint = f"--prox {', '.join(PENALTIES.names())}"
-        raise UsageError(f"the one-sided distance does not go with '{options.prox}'", hint)
+        raise UsageError(f"the one-sided distance does not go with '{settings.prox}'", hint)
     else:
-        result = METHODS.load(options.prox)(layer, options)
+        result = METHODS.load(settings.prox)(layer, settings)
     if not keep_basis:
         result, basis = replace(result, basis=None), None
-    cast, error = cast_inside(layer, result.weight, options.eta)
+    cast, error = cast_inside(layer, result.weight, settings.eta)
     return LayerResult(
         path=layer.path,
         kind=layer.kind,
@@ -114,10 +118,10 @@ def constrain_layer(
         after=layer.norm(cast),
         error=error,
         held_out_error=layer.held_out_error(cast.flatten(1)),
-        eta=options.eta,
+        eta=settings.eta,
         iterations=result.iterations,
         primal_residual=result.primal_residual,
-        feasible=error <= options.eta,
+        feasible=error <= settings.eta,
         gap=result.objective / result.lower - 1 if result.lower > 0 else None,
         rank=result.rank,
         inputs=layer.weight.shape[1],
@@ -129,23 +133,25 @@ def constrain_layer(
     )
 
 
-def try_layer(layer: LayerStatistics, options: Options, basis: Eigenbasis | None) -> tuple[Tensor, Eigenbasis | None]:
+def try_layer(
+    layer: LayerStatistics, settings: ConstrainSettings, basis: Eigenbasis | None
+) -> tuple[Tensor, Eigenbasis | None]:
     """Return a weight close to that of `constrain_layer`, for a trial, and the basis of the statistics.
 
     With one group it takes a third of the iterations and no float64 product: the weight is within the tolerance of the
     least norm as float32 sees it, and is not measured.
     """
-    by_head = options.per_head and layer.blocks > 1
+    by_head = settings.per_head and layer.blocks > 1
     rectified = isinstance(layer, RectifiedStatistics)
-    if options.prox not in PENALTIES or by_head or len(layer.grams) > 1 or rectified:
-        result = constrain_layer(layer, options, basis)
+    if settings.prox not in PENALTIES or by_head or len(layer.grams) > 1 or rectified:
+        result = constrain_layer(layer, settings, basis)
         return result.weight, result.basis
-    basis = eigenbasis(layer.gram, options.ridge) if basis is None else basis
-    radius = options.eta * options.eta * float(layer.energies)
+    basis = eigenbasis(layer.gram, settings.ridge) if basis is None else basis
+    radius = settings.eta * settings.eta * float(layer.energies)
     if radius == 0.0 or not bool(layer.weight.any()):
         found = layer.weight.float()
     else:
-        found = roughly(layer.weight, basis, radius, penalty_of(layer, options), options)
+        found = roughly(layer.weight, basis, radius, penalty_of(layer, settings), settings)
     return found.to(layer.dtype).reshape(layer.shape), basis
 
 

@@ -14,7 +14,7 @@ from certcli.constrain.statistics import energy
 from certcli.system.errors import CertvitError
 
 ROUNDING = 1e-13
-"""Relative shrinking that lets a projected point satisfy its constraint in spite of the rounding of the projection."""
+"""Relative shrinking, so that a projected point satisfies its constraint in spite of the projection's rounding."""
 
 
 RANK_DEFICIENT_RIDGE = 0.1
@@ -35,11 +35,13 @@ class Eigenbasis:
 
 
 def eigenbasis(gram: Tensor, ridge: float | None = None) -> Eigenbasis:
-    """Eigendecomposition of G, regularised: (in, in) -> Eigenbasis. `ridge` None: only where G is rank-deficient.
+    """Return the regularised eigendecomposition of G: (in, in) -> Eigenbasis.
 
-    Eigenvalues below in * 2^-52 of the largest are rounding errors of the decomposition and count as zero: the
-    constraint says nothing about these directions, W is free there. A ridge makes the constraint stricter, never
-    looser, because G + c I >= G.
+    Eigenvalues below in * 2^-52 of the largest are rounding errors of the decomposition and count as zero: W is free in
+    these directions. A ridge makes the constraint stricter, because G + c I >= G.
+
+    Args:
+        ridge: None: RANK_DEFICIENT_RIDGE where G is rank-deficient, else 0.
     """
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(-1), vectors.flip(-1)
@@ -52,9 +54,9 @@ def eigenbasis(gram: Tensor, ridge: float | None = None) -> Eigenbasis:
 
 
 def multiplier(energies: np.ndarray, values: np.ndarray, radius: float, start: float = 0.0) -> float:
-    """The t >= 0 with sum_k energies_k / (1 + t values_k)^2 = radius, from the left; 0 when t = 0 is within.
+    """Return the t >= 0 with sum_k energies_k / (1 + t values_k)^2 = radius, from the left; 0 where t = 0 is within.
 
-    Newton's method on t -> (sum)^(-1/2), which is concave and increasing: from any start the iterates reach the left
+    Newton's method runs on t -> (sum)^(-1/2), which is concave and increasing: from any start the iterates reach the left
     of the root in one step and then increase to it. Source: More & Sorensen 1983.
     """
     if energies.sum() <= radius:
@@ -75,10 +77,12 @@ def multiplier(energies: np.ndarray, values: np.ndarray, radius: float, start: f
 
 
 def shrinkage(displacement: Tensor, basis: Eigenbasis, radius: float, start: float = 0.0) -> tuple[Tensor, float]:
-    """Column factors f_k = 1 / (1 + t lambda_k) of the exact projection D U -> (D U) diag(f), and t.
+    """Return the column factors f_k = 1 / (1 + t lambda_k) of the exact projection D U -> (D U) diag(f), and t.
 
-    `displacement` is D U, already in the eigenbasis: (out, in) -> (in,). Null directions keep their factor 1: the
-    constraint leaves W free there. radius = 0 sends every other column to zero.
+    Null directions have factor 1, because W is free there. radius = 0 sends every other column to zero.
+
+    Args:
+        displacement: D U, in the eigenbasis: (out, in).
     """
     values = basis.values.cpu().numpy()
     squares = (displacement * displacement).sum(0).cpu().numpy()
@@ -94,7 +98,7 @@ def shrinkage(displacement: Tensor, basis: Eigenbasis, radius: float, start: flo
 
 
 def pull_to(displacement: Tensor, basis: Eigenbasis, radius: float) -> Tensor:
-    """s D with the largest s <= 1 inside the ellipsoid, D (out, in) in the eigenbasis: what rounding left outside."""
+    """Return s D with the largest s <= 1 inside the ellipsoid, for a D (out, in) that rounding left outside."""
     total = float((displacement * displacement * basis.values).sum())
     if total <= radius * (1.0 - ROUNDING):
         return displacement
@@ -112,10 +116,14 @@ def project(
 ) -> tuple[Tensor, int]:
     """Project V onto the intersection over groups, by outer approximation (Algorithm 2): (W, steps).
 
-    `grams` (groups, in, in), `radii` (groups,) positive. Each step cuts with the half-space of one violated group, in
-    turn, and projects the starting point onto the intersection of that half-space and the one that the current point
-    defines. It ends when each group holds to `tolerance` (relative) or after `max_steps`; W may violate a group by
-    what is left, see `pull_inside`. Source: CertViT, Algorithm 2, with the signs of Combettes 2003, Theorem 3.
+    Each step cuts with the half-space of one violated group, in turn, and projects the starting point onto the
+    intersection of that half-space and the one that the current point defines. It ends when each group holds to
+    `tolerance` (relative) or after `max_steps`; then W may still violate a group, see `pull_inside`.
+    Source: CertViT, Algorithm 2, with the signs of Combettes 2003, Theorem 3.
+
+    Args:
+        grams: (groups, in, in).
+        radii: (groups,), positive.
     """
     start = matrix - centre
     current = start
@@ -152,7 +160,7 @@ def _outer_step(start: Tensor, current: Tensor, cut: Tensor) -> Tensor:
 
 
 def pull_inside(matrix: Tensor, centre: Tensor, grams: Tensor, radii: Tensor) -> Tensor:
-    """W0 + s (W - W0) with the largest s <= 1 that meets every constraint: the set is convex and holds W0."""
+    """Return W0 + s (W - W0) with the largest s <= 1 that meets every constraint: the set is convex and contains W0."""
     excess = float((energy(matrix - centre, grams) / radii).max())
     if excess <= 1.0:
         return matrix

@@ -1,8 +1,8 @@
 """Proximal maps of matrix norms, batched over leading dimensions: (..., n, m) -> (..., n, m), float64 advised.
 
-prox_g(V) = argmin_W g L(W) + |W - V|_F^2 / 2 for a norm L and a strength g >= 0. All singular value work goes through
-the Gram matrix of the short side: the eigenvalue routine of a 192 x 192 matrix is 5 times faster than the singular
-value routine of 192 x 768, and the singular values above the level, the only ones used, keep full accuracy.
+prox_g(V) = argmin_W g L(W) + |W - V|_F^2 / 2 for a norm L and a strength g >= 0. Singular values come from the Gram matrix
+of the short side: eigenvalues of a 192 x 192 matrix take a fifth of the time of singular values of a 192 x 768 matrix, and
+the singular values above the level, the only ones used, keep full accuracy.
 """
 
 from collections.abc import Callable
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 _SPARE = 4
-"""Leading vectors beyond those in use without which a call starts afresh: a value that rises must be seen."""
+"""Leading vectors beyond those in use, so that a rising value is seen; with fewer a call starts afresh."""
 
 _TOLERATED = 0.01
-"""Relative error of a proximal step by subspace iteration above which it is made exactly."""
+"""Largest relative error of a proximal step by subspace iteration; above it the step is exact."""
 
 
 def l1(matrix: Tensor, strength: float) -> Tensor:
-    """sign(v) max(|v| - strength, 0): prox of strength * sum |w|. Source: CertViT, Algorithm 1."""
+    """Return sign(v) max(|v| - strength, 0), the prox of strength * sum |w|. Source: CertViT, Algorithm 1."""
     return matrix.sign() * (matrix.abs() - strength).clamp_min(0)
 
 
 def spectral(matrix: Tensor, strength: float) -> Tensor:
-    """s_i -> min(s_i, tau) with sum_i (s_i - tau)_+ = strength: prox of strength * |W|_2 (zero if sum s_i <= strength).
+    """Map s_i -> min(s_i, tau) with sum_i (s_i - tau)_+ = strength: prox of strength * |W|_2 (0 if sum s_i <= strength).
 
     Source: Moreau, W - projection of W onto the nuclear-norm ball of radius `strength`.
     """
@@ -34,15 +34,14 @@ def spectral(matrix: Tensor, strength: float) -> Tensor:
 
 
 class LeadingSpectral:
-    """`spectral` for matrices that follow each other closely, by one step of subspace iteration instead of all values.
+    """`spectral` for matrices that follow each other closely, by one step of subspace iteration.
 
     Only the singular values above the level matter: 1 to 15 % of them where constraining changes little. Their vectors,
     and half as many more, start from those of the call before: Z <- W W^T V, orthogonalised, then the exact map on the
-    Rayleigh-Ritz values. Where the residual of the vectors would move the result by more than 1 % of |W - prox(W)|,
-    where all the vectors turn out to be needed, or a quarter of the short side, the call is `spectral`'s.
-    An error of this size is harmless in Douglas-Rachford, whose projection is exact and whose gap is measured: on the
-    layers of a ViT-Tiny it took the same number of iterations to objectives equal to 1e-4.
-    Source: Halko, Martinsson & Tropp 2011, Algorithm 4.4, with a warm start.
+    Rayleigh-Ritz values. The call is exact where the residual of the vectors would move the result by more than 1 % of
+    |W - prox(W)|, or where it needs all vectors or a quarter of the short side. Douglas-Rachford tolerates such an error,
+    because its projection is exact and its gap measured: on the layers of a ViT-Tiny it took the same number of iterations
+    to objectives equal to 1e-4. Source: Halko, Martinsson & Tropp 2011, Algorithm 4.4, with a warm start.
     """
 
     def __init__(self) -> None:
@@ -84,25 +83,25 @@ class LeadingSpectral:
 
 
 def nuclear(matrix: Tensor, strength: float) -> Tensor:
-    """s_i -> max(s_i - strength, 0): prox of strength * sum s_i. Source: Cai, Candes & Shen 2010, Theorem 2.1."""
+    """Map s_i -> max(s_i - strength, 0): prox of strength * sum s_i. Source: Cai, Candes & Shen 2010, Theorem 2.1."""
     vectors, values = _left_singular(matrix)
     return _rescale(matrix, vectors, values, values.clamp_max(strength))
 
 
 def clip(matrix: Tensor, radius: float) -> Tensor:
-    """s_i -> min(s_i, radius): projection onto the spectral ball {|W|_2 <= radius}."""
+    """Map s_i -> min(s_i, radius): projection onto the spectral ball {|W|_2 <= radius}."""
     vectors, values = _left_singular(matrix)
     return _rescale(matrix, vectors, values, (values - radius).clamp_min(0))
 
 
 def singular_values(matrix: Tensor) -> Tensor:
-    """Singular values, descending: (..., n, m) -> (..., min(n, m)). A floating-point estimate, not a bound."""
+    """Return singular values, descending: (..., n, m) -> (..., min(n, m)). They are estimates, not bounds."""
     short = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
     return torch.linalg.eigvalsh(short @ short.mT).flip(-1).clamp_min(0).sqrt()
 
 
 def _level(values: Tensor, strength: float) -> tuple[Tensor, int]:
-    """tau >= 0 with sum_i (s_i - tau)_+ = strength, 0 if there is none, and how many values (at most) lie above it.
+    """Return tau >= 0 with sum_i (s_i - tau)_+ = strength (0 if there is none), and the most values above it.
 
     `values` (..., n) descending -> (..., 1).
     """
@@ -113,19 +112,19 @@ def _level(values: Tensor, strength: float) -> tuple[Tensor, int]:
 
 
 def _kept(count: int) -> int:
-    """How many leading vectors to remember when `count` are in use."""
+    """Return the number of leading vectors to remember when `count` are in use."""
     return count + max(2 * _SPARE, count // 2)
 
 
 def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Singular vectors of the short side, and the singular values, both in descending order."""
+    """Return the singular vectors of the short side and the singular values, descending."""
     short = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
     squares, vectors = torch.linalg.eigh(short @ short.mT)
     return vectors.flip(-1), squares.flip(-1).clamp_min(0).sqrt()
 
 
 def _rescale(matrix: Tensor, vectors: Tensor, values: Tensor, removed: Tensor) -> Tensor:
-    """W - sum_i (removed_i / s_i) u_i u_i^T W: each singular value loses its share, only those that lose are touched."""
+    """Return W - sum_i (removed_i / s_i) u_i u_i^T W: each singular value loses its share."""
     count = int((removed > 0).sum(-1).max())
     if count == 0:
         return matrix.clone()
@@ -144,10 +143,12 @@ def _rescale(matrix: Tensor, vectors: Tensor, values: Tensor, removed: Tensor) -
 class Penalty:
     """A norm L on matrices with its prox, its value and its dual norm |Y|* = sup {<Y, W> : L(W) <= 1}.
 
-    right_invariant: L(W V) = L(W) for orthogonal V, which lets Douglas-Rachford run in the eigenbasis of the Gram matrix,
-    where the projection scales columns. left_invariant: L(U W) = L(W) for orthogonal U, which lets it run in the column
-    space of W0. pace: the strength is at most beta * pace * |W0|*, chosen on the layers of a ViT-Tiny at errors of 10 % and
-    more. sequence: makes a cheaper prox with a memory, for one matrix after another.
+    Args:
+        right_invariant: L(W V) = L(W) for orthogonal V: Douglas-Rachford can run in the eigenbasis of the Gram matrix,
+            where the projection scales columns.
+        left_invariant: L(U W) = L(W) for orthogonal U: it can run in the column space of W0.
+        pace: the strength is at most beta * pace * |W0|*; chosen on the layers of a ViT-Tiny at errors of 10 % and more.
+        sequence: makes a cheaper prox with a memory, for one matrix after another.
     """
 
     name: str
@@ -208,5 +209,5 @@ L1 = Penalty(
 
 
 def per_head(matrix: Tensor, blocks: int) -> Tensor:
-    """(blocks * r, m) -> (blocks, r, m): the rows of a q/k/v matrix grouped in heads, as the maps above take them."""
+    """Group the rows of a q/k/v matrix in heads, as the maps above take them: (blocks * r, m) -> (blocks, r, m)."""
     return matrix.unflatten(-2, (blocks, matrix.shape[-2] // blocks)) if blocks > 1 else matrix

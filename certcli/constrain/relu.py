@@ -1,4 +1,4 @@
-"""The paper's one-sided distance for layers followed by ReLU, exact: the signs are streamed, no Gram form holds them.
+"""The paper's one-sided distance for layers followed by ReLU, computed from streamed signs: no Gram form holds them.
 
 y = max(W0 x + b, 0) is the proximal map of the indicator f of [0, inf), and df(y) is {0} where y > 0, (-inf, 0] where
 y = 0. The squared distance of z - y to df(y), z = W x + b, summed over tokens and outputs, is
@@ -115,7 +115,11 @@ class StreamedInputs:
 class SignPass:
     """The sums of one pass over the inputs for a matrix W, one entry for each group j.
 
-    errors h_j(W); gradients (groups, out, in), half the gradient of h_j; shifts |E_j|^2; crosses E_j X_j^T.
+    Args:
+        errors: h_j(W).
+        gradients: (groups, out, in), half the gradient of h_j.
+        shifts: |E_j|^2.
+        crosses: E_j X_j^T.
     """
 
     errors: Tensor
@@ -172,7 +176,7 @@ class RectifiedStatistics(LayerStatistics):
         return float(error_ratio(self._errors(self.held_out_inputs, weight), self._held_out_energy).max())
 
     def at(self, weight: Tensor) -> SignPass:
-        """h and its majorant at W, from one pass."""
+        """Return h and its majorant at W, from one pass."""
         count = len(self.grams)
         errors, shifts = (torch.zeros(count, dtype=torch.float64, device=weight.device) for _ in range(2))
         gradients, crosses = torch.zeros(count, *weight.shape).to(weight), torch.zeros(count, *weight.shape).to(weight)
@@ -210,7 +214,7 @@ class RectifiedStatistics(LayerStatistics):
     def _compare(
         self, inputs: StreamedInputs | None, weight: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]
     ) -> None:
-        """see(group, x, W0 x + b, W x + b) for pieces of the inputs small enough that a few copies cost little."""
+        """Call see(group, x, W0 x + b, W x + b) for pieces of the inputs so small that a few copies cost little."""
         assert inputs is not None
         both = torch.cat([self.weight, weight]).mT.contiguous()
         outputs = len(weight)

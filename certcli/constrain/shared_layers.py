@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from certcli.system.processes import Team
 
 Item = TypeVar("Item")
-Options = ParamSpec("Options")
+Arguments = ParamSpec("Arguments")
 Packed = tuple[str, Any, Tensor | None]
 """Path, plain values, the weight where there is one."""
 
@@ -48,7 +48,7 @@ def share_of(model: nn.Module, paths: Sequence[str], team: Team) -> list[str]:
 def for_all(
     pack: Callable[[Item], Packed], unpack: Callable[[str, Any, Tensor | None], Item]
 ) -> Callable[
-    [Callable[Concatenate[Any, Options], Iterator[Item]]], Callable[Concatenate[Any, Options], Iterator[Item]]
+    [Callable[Concatenate[Any, Arguments], Iterator[Item]]], Callable[Concatenate[Any, Arguments], Iterator[Item]]
 ]:
     """Decorate a generator over this process's layers so that it yields the results of all layers.
 
@@ -56,11 +56,11 @@ def for_all(
     """
 
     def decorate(
-        work: Callable[Concatenate[Any, Options], Iterator[Item]],
-    ) -> Callable[Concatenate[Any, Options], Iterator[Item]]:
+        work: Callable[Concatenate[Any, Arguments], Iterator[Item]],
+    ) -> Callable[Concatenate[Any, Arguments], Iterator[Item]]:
         @wraps(work)
-        def all_of(split: Split, *args: Options.args, **options: Options.kwargs) -> Iterator[Item]:
-            own = work(split, *args, **options)
+        def all_of(split: Split, *args: Arguments.args, **named: Arguments.kwargs) -> Iterator[Item]:
+            own = work(split, *args, **named)
             if not split.team.several:
                 yield from own
                 return

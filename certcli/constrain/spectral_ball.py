@@ -8,18 +8,18 @@ from torch import Tensor
 
 from certcli.constrain.douglas_rachford import ConstrainedMatrix
 from certcli.constrain.one_group import TURNS, State, balance
-from certcli.constrain.options import Options
 from certcli.constrain.projection import Eigenbasis, eigenbasis
 from certcli.constrain.prox import clip, singular_values
+from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.statistics import LayerStatistics, energy
 
 RELAXATION = 1.5
-"""Of Douglas-Rachford here: of 1.2, 1.5 and 1.8 the fewest iterations on most layers of a ViT-Tiny."""
+"""lambda of Douglas-Rachford here: of 1.2, 1.5 and 1.8 it takes the fewest iterations on most layers of a ViT-Tiny."""
 
 
 @dataclass(frozen=True, eq=False)
 class BallFit:
-    """A point of the ball, its squared error, and a lower limit of the squared error over the whole ball. state: its end."""
+    """A point of the ball, its squared error, a lower limit of the squared error over the ball, and the end of the run."""
 
     matrix: Tensor
     error: float
@@ -38,13 +38,16 @@ def least_squares_on_ball(
     tolerance: float = 1e-6,
     target: float | None = None,
 ) -> BallFit:
-    """argmin sum_k values_k |W_k - centre_k|^2 subject to |W|_2 <= radius, columns k in the eigenbasis of G.
+    """Minimise sum_k values_k |W_k - centre_k|^2 subject to |W|_2 <= radius, columns k in the eigenbasis of G.
 
-    Douglas-Rachford: P = clip(Z), then the proximal map of the error, which scales columns. Y = (Z - P) / strength lies in
-    the ball's normal cone at P, so the squared error over the ball is at least 2 <Y, centre - P> - tr(Y G^-1 Y^T)
-    (Fenchel; columns on which G is zero are left out of Y in all but <Y, P> = radius |Y|_nuclear). Ends when both meet to
-    `tolerance`, or, with a `target`, as soon as it is decided whether the ball holds a point of at most that squared error.
-    It starts where a fit at another radius ended. Source: Combettes & Pesquet 2007.
+    Douglas-Rachford takes P = clip(Z), then the proximal map of the error, which scales columns. Y = (Z - P) / strength
+    lies in the ball's normal cone at P, so the squared error over the ball is at least 2 <Y, centre - P> - tr(Y G^-1 Y^T)
+    (Fenchel; columns on which G is zero are left out of Y in all but <Y, P> = radius |Y|_nuclear). It ends when both meet
+    to `tolerance`. Source: Combettes & Pesquet 2007.
+
+    Args:
+        start: the end of a fit at another radius.
+        target: end as soon as it is decided whether the ball contains a point of at most this squared error.
     """
     seen = values > 0
     inverse = torch.where(seen, 1.0 / values, torch.zeros_like(values))
@@ -72,15 +75,15 @@ def least_squares_on_ball(
             state = state + RELAXATION * ((moved - normal) / (1.0 + strength * values) - moved)
 
 
-def constrain_ball(statistics: LayerStatistics, options: Options) -> ConstrainedMatrix:
-    """The Pareto front from the other side: the least radius whose best fit has relative error eta.
+def constrain_ball(statistics: LayerStatistics, settings: ConstrainSettings) -> ConstrainedMatrix:
+    """Find the least radius whose best fit has relative error eta: the Pareto front from the other side.
 
     Several groups are fitted together and each must hold; `lower` is then unknown (0).
     """
-    basis = eigenbasis(statistics.gram, options.ridge)
+    basis = eigenbasis(statistics.gram, settings.ridge)
     centre = statistics.weight @ basis.vectors
     single = len(statistics.grams) == 1
-    target = options.eta * options.eta * float(statistics.energies[0]) if single else None
+    target = settings.eta * settings.eta * float(statistics.energies[0]) if single else None
     tolerance = 1e-6 if single else 1e-4  # no early decision is known for several groups
     ended: State | None = None
 
@@ -92,16 +95,13 @@ def constrain_ball(statistics: LayerStatistics, options: Options) -> Constrained
         within = target is None or found.error <= target
         return found.matrix @ basis.vectors.mT, found.iterations, within, single and found.lower > (target or 0.0)
 
-    return _search(statistics, options.eta, basis, fit)
+    return _search(statistics, settings.eta, basis, fit)
 
 
-def constrain_clip(statistics: LayerStatistics, options: Options) -> ConstrainedMatrix:
-    """W = W0 with its singular values cut at the lowest level of relative error at most eta; nothing is re-fitted.
-
-    A ridge changes nothing here, there is no fit to regularise.
-    """
-    basis = eigenbasis(statistics.gram, options.ridge)
-    return _search(statistics, options.eta, basis, lambda radius: (clip(statistics.weight, radius), 1, True, False))
+def constrain_clip(statistics: LayerStatistics, settings: ConstrainSettings) -> ConstrainedMatrix:
+    """Cut the singular values of W0 at the lowest level of relative error at most eta, without a fit or a ridge."""
+    basis = eigenbasis(statistics.gram, settings.ridge)
+    return _search(statistics, settings.eta, basis, lambda radius: (clip(statistics.weight, radius), 1, True, False))
 
 
 def _search(
@@ -110,8 +110,11 @@ def _search(
     basis: Eigenbasis,
     fit: Callable[[float], tuple[Tensor, int, bool, bool]],
 ) -> ConstrainedMatrix:
-    """Bisection on the radius, to 1e-3 of it; the upper end is feasible. `fit` -> (W, iterations, within its own
-    limit, proven infeasible)."""
+    """Bisect the radius to 1e-3 of it; the upper end is feasible.
+
+    Args:
+        fit: radius -> (W, iterations, within its own limit, proven infeasible).
+    """
     radii = eta * eta * statistics.energies
     top = float(singular_values(statistics.weight)[0]) if bool((radii > 0).any()) else 0.0
     low, high, lower, iterations, best = 0.0, top, 0.0, 0, statistics.weight.clone()

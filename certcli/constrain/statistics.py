@@ -4,11 +4,10 @@ A layer with weight W0 (out x in) and calibration inputs X_j (in x T_j, a column
 |W X_j - W0 X_j|_F^2 = tr(D G_j D^T) with D = W - W0. The cross moments H_j = W0 G_j and energies S_j = tr(W0 G_j W0^T)
 follow from G_j, because the layer's outputs are its own. A convolution is the matrix over its unfolded patches.
 
-All tokens: the Gram matrices are accumulated in float64 from inputs cast to float64 (exact), so that "the error is at
-most eta" is true to a dozen digits whatever the number of tokens.
-A sample of tokens: at most so many of each image, drawn anew for each batch; products are taken in the inputs' own
-precision and summed in float64. Both cost a fraction. Float32 products alone (benchmarks/constrain.py, precision) miss an
-allowed error of 0.1 % on ViT-Tiny by at most 3e-4 of it, in the patch embedding, whose Gram matrix has condition 3e7.
+With all tokens, the inputs are cast to float64, so that "the error is at most eta" is true to a dozen digits. A sample of
+tokens, drawn anew for each batch, costs a fraction; its products have the inputs' own precision and are summed in float64.
+Float32 products (benchmarks/constrain.py, precision) miss an allowed error of 0.1 % on ViT-Tiny by at most 3e-4 of it, in
+the patch embedding, whose Gram matrix has condition 3e7.
 """
 
 import contextlib
@@ -42,10 +41,16 @@ from certcli.system.errors import DataError, UsageError
 class LayerStatistics:
     """Sufficient statistics of one layer for `groups` mini-batches j of T_j tokens.
 
-    weight (out, in) float64 (see `widened`), a convolution's as out x (in * kh * kw); grams (groups, in, in) float64,
-    G_j = X_j X_j^T; tokens (groups,) float64, T_j; kind "linear" | "conv"; held_out (in, in) or None, the Gram matrix of
-    images that take no part in the constraint, float32 where tokens are sampled: it is only reported; shape and dtype are
-    the parameter's own; conv: see `layers.geometry`; blocks: see `layers.attention_blocks`.
+    Args:
+        weight: (out, in) float64 (see `widened`); a convolution's as out x (in * kh * kw).
+        grams: (groups, in, in) float64, G_j = X_j X_j^T.
+        tokens: (groups,) float64, T_j.
+        kind: "linear" or "conv".
+        shape, dtype: those of the parameter.
+        held_out: (in, in), the Gram matrix of images that take no part in the constraint; float32 where tokens are sampled,
+            because it is only reported.
+        conv: see `layers.geometry`.
+        blocks: see `layers.attention_blocks`.
     """
 
     path: str
@@ -162,10 +167,21 @@ def collect_in_passes(
 ) -> Iterator[dict[str, LayerStatistics]]:
     """Yield the statistics of as many layers as fit the limit, one forward pass over `batches` each time.
 
-    The caller calls `widened` on one layer at a time. The model must not change before the last pass. In a network with a
-    trunk, each pass resumes where the one before stopped (`trunk`).
-    Arguments and errors as in `collect`; several passes need `batches` that can be iterated again (a list, a loader, or a
-    function that returns an iterator).
+    G_j is the sum of x x^T over the tokens of mini-batch group j; batch number b belongs to group b mod `groups`. Memory:
+    8 * (groups + held out) * in^2 bytes a layer, plus 64 MiB. The caller calls `widened` on one layer at a time. The model
+    must not change before the last pass. In a network with a trunk, each pass resumes where the one before stopped
+    (`trunk`). A path that the forward pass never calls as a module (weights used functionally) is absent.
+
+    Args:
+        batches: tensors of images, or tuples whose first floating-point tensor holds images. Several passes need a list, a
+            loader, or a function that returns an iterator.
+        sample: most tokens of an image that count (None: all, in float64); the first one, a class token where there is
+            one, always does.
+        held_out: the Gram matrices of the held-out images, where they are known already (`gather_grams`).
+
+    Raises:
+        UsageError: training mode, a module that cannot be constrained, shared weights, or batches that end.
+        DataError: NaN or infinite input of a layer, too few batches.
     """
     copies = groups + (held_out_batches is not None)
     passes = passes_within(model, paths, copies=copies, memory_limit_bytes=memory_limit_bytes)
@@ -180,46 +196,6 @@ def collect_in_passes(
         yield _collect(model, streams, part, groups, held_out_streams, sample, held_out, following)
 
 
-def collect(
-    model: nn.Module,
-    batches: Batches,
-    paths: Sequence[str],
-    *,
-    groups: int = 1,
-    memory_limit_bytes: int | None = None,
-    held_out_batches: Batches | None = None,
-    sample: int | None = None,
-    held_out: Mapping[str, Tensor] | None = None,
-) -> dict[str, LayerStatistics]:
-    """G_j = sum over tokens of x x^T for each layer and mini-batch group j, from one streamed pass.
-
-    sample: at most so many tokens of each image count (None: all, in float64); the first, a class token where there is
-    one, always does. held_out: the Gram matrices of the held-out images, where they are known already (`gathered`).
-
-    A batch is a tensor of images, or a tuple whose first floating-point tensor is one; batch number b belongs to
-    group b mod `groups`. Memory: 8 * (groups + held out) * in^2 bytes a layer, plus 64 MiB; with `memory_limit_bytes` the
-    layers are gathered in several passes that fit it, but all of them are returned: use `collect_in_passes` to
-    constrain and free one pass before the next. A path that the forward pass never called as a module (weights used
-    functionally) is absent from the result: the caller must say so. Raises UsageError (training mode, a module that
-    cannot be constrained, shared weights) and DataError (NaN or infinite input of a layer, too few batches).
-    """
-    if memory_limit_bytes is not None:
-        parts = collect_in_passes(
-            model,
-            batches,
-            paths,
-            groups=groups,
-            memory_limit_bytes=memory_limit_bytes,
-            held_out_batches=held_out_batches,
-            sample=sample,
-            held_out=held_out,
-        )
-        return {path: found.widened() for part in parts for path, found in part.items()}
-    held_out_streams = None if held_out_batches is None else ResumedStream(model, held_out_batches, None)
-    found = _collect(model, ResumedStream(model, batches, None), paths, groups, held_out_streams, sample, held_out)
-    return {path: layer.widened() for path, layer in found.items()}
-
-
 def _collect(
     model: nn.Module,
     streams: ResumedStream,
@@ -228,9 +204,9 @@ def _collect(
     held_out_streams: ResumedStream | None,
     sample: int | None,
     held_out: Mapping[str, Tensor] | None,
-    following: Sequence[str] = (),
+    following: Sequence[str],
 ) -> dict[str, LayerStatistics]:
-    """`collect` in one pass; the weights are the model's own. following: the layers of the next one."""
+    """Return the statistics of one pass; the weights share the model's memory. following: the layers of the next pass."""
     _check(model, paths, groups)
     sums, count = _accumulate(streams, paths, following, groups, sample)
     if count < groups:

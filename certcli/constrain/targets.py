@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from certcli.constrain.douglas_rachford import constrain_matrix
 from certcli.constrain.methods import PENALTIES
-from certcli.constrain.options import Options
 from certcli.constrain.parallel import cast_inside, constrain_layer
 from certcli.constrain.projection import eigenbasis
+from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.statistics import LayerStatistics
 from certcli.system.errors import UsageError
 
@@ -42,18 +42,18 @@ class Point:
     error: float
 
 
-def pareto(statistics: LayerStatistics, options: Options, etas: Sequence[float] = ETAS) -> tuple[Point, ...]:
+def pareto(statistics: LayerStatistics, settings: ConstrainSettings, etas: Sequence[float] = ETAS) -> tuple[Point, ...]:
     """Return (norm, error) of one layer for each eta, errors ascending, the untouched layer (before, 0) first.
 
     Norms are proven upper bounds of the matrices as they would be written, at most CURVE_GAP above the least where the
     iterations suffice; points that do not lower the norm are left out. All etas share one eigenbasis. Errors as in
     `constrain_layer`.
     """
-    options = replace(options, prox=SAME.get(options.prox, options.prox), tolerance=CURVE_GAP)
+    settings = replace(settings, prox=SAME.get(settings.prox, settings.prox), tolerance=CURVE_GAP)
     points = [Point(statistics.before, 0.0)]
-    basis = eigenbasis(statistics.gram, options.ridge) if options.prox in PENALTIES else None
+    basis = eigenbasis(statistics.gram, settings.ridge) if settings.prox in PENALTIES else None
     for eta in sorted(etas):
-        at_eta = replace(options, eta=eta)
+        at_eta = replace(settings, eta=eta)
         if basis is None:
             norm = constrain_layer(statistics, at_eta).after
         else:
@@ -64,24 +64,22 @@ def pareto(statistics: LayerStatistics, options: Options, etas: Sequence[float] 
     return tuple(points)
 
 
-def log10_product(norms: Mapping[str, float]) -> float:
-    """Return log10 of the product of the norms; -inf when one is zero."""
-    return sum(math.log10(norm) if norm > 0 else -math.inf for norm in norms.values())
-
-
 def allocate(
-    curves: Mapping[str, Sequence[Point]],
-    target: float,
-    log10_bound: Callable[[Mapping[str, float]], float] = log10_product,
+    curves: Mapping[str, Sequence[Point]], target: float, log10_bound: Callable[[Mapping[str, float]], float]
 ) -> dict[str, Point]:
-    """min sum_l error_l^2 subject to bound(norms) <= target over the layers' Pareto curves: path -> Point.
+    """Minimise sum_l error_l^2 subject to bound(norms) <= target over the layers' Pareto curves: path -> Point.
 
-    `curves` as from `pareto`, `target` > 0; `log10_bound` gives log10 of the network's bound for given norms and must
-    not fall when a norm grows. For the product, the default, the answer is optimal on the convex hulls of the curves in
-    the plane of log norm and squared error; for other bounds the same order of steps is kept. `error` is the eta to run
-    the layer with (0: leave it as it is). Between two samples norm and error are interpolated, and the least norm at an
-    error is convex in the error, so the layer reaches the Point's norm up to the optimality gap of its solution.
-    OutOfReach with the least bound and its error where that is above the target.
+    A Point's `error` is the eta of its layer (0: leave it). For the product of the norms the answer is optimal on the
+    convex hulls of the curves in the plane of log norm and squared error; other bounds take the same order of steps.
+    Between two samples norm and error are interpolated. The least norm at an error is convex in the error, so the layer
+    reaches the Point's norm up to the optimality gap of its solution.
+
+    Args:
+        curves: those of `pareto`.
+        log10_bound: log10 of the network's bound for given norms, which must not fall when a norm grows.
+
+    Raises:
+        OutOfReach: the least bound is above the target; it is named with its error.
     """
     if not target > 0:
         raise UsageError(f"the target must be positive, not {target:g}")

@@ -1,14 +1,14 @@
-"""Training images moved to where the network errs, on the fly: FGSM, PGD, and the inner maximisation of TRADES.
+"""Attack training images on the fly: FGSM, PGD, and the inner maximisation of TRADES.
 
-Images stay in [0, 1]. The network is attacked in eval mode, and left in the mode it was in. ARD and PRM (Mo et al. 2022)
-make the attacks of the first epochs weaker and more varied.
+Images stay in [0, 1]. The network is attacked in eval mode. ARD and PRM (Mo et al. 2022) make the attacks of the first
+epochs weaker and more varied.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from certcli.evaluation.threat import Threat
 from certcli.finetune.settings import FinetuneSettings
@@ -24,7 +24,11 @@ TRADES_START = 1e-3
 
 
 class Adversary:
-    """Finds x' in the ball of `settings` around x that makes a loss large. Errors: UsageError for ARD / PRM without parts."""
+    """Find x' in the ball of `settings` around x that makes a loss large.
+
+    Raises:
+        UsageError: the network has no attention for ARD, or no patch embedding for PRM.
+    """
 
     def __init__(self, model: PixelModel, settings: FinetuneSettings, generator: Generator) -> None:
         self.model, self.settings, self.generator = model, settings, generator
@@ -36,19 +40,27 @@ class Adversary:
         self.attentions = [module for path, module in model.net.named_modules() if path.split(".")[-1] == "attn"]
         if settings.ard > 0 and not self.attentions:
             raise UsageError("--ard drops the gradients of attention, and the network has none named 'attn'")
-        self.patch = _patch_size(model.net) if settings.prm > 0 else (1, 1)
+        self.patch = (1, 1)
+        if settings.prm > 0:
+            size = getattr(getattr(model.net, "patch_embed", None), "patch_size", None)
+            if size is None:
+                raise UsageError("--prm masks patches, and the network has no patch embedding")
+            self.patch = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
     def share_left(self, share: float) -> float:
-        """Factor of ARD's and PRM's probabilities at this share of the training: from 1 to 0 over `mask_decay`."""
+        """Return the factor of ARD's and PRM's probabilities at this share of the training: 1 to 0 over `mask_decay`."""
         decay = self.settings.mask_decay
         return 1.0 if decay == 0 else max(0.0, 1 - share / decay)
 
     def attack(
         self, forward: Callable[[Tensor], Tensor], images: Tensor, loss: Callable[[Tensor], Tensor], share: float
     ) -> Tensor:
-        """Steepest ascent of loss(forward(x')), projected after every step: (b, c, h, w) -> (b, c, h, w).
+        """Climb loss(forward(x')) by steepest ascent, projected after every step: (b, c, h, w) -> (b, c, h, w).
 
-        forward: pixels -> logits in float32; loss: logits -> (), a sum over images. share: of the training done so far.
+        Args:
+            forward: pixels -> logits in float32.
+            loss: logits -> (), a sum over images.
+            share: the share of the training done so far.
         """
         left, was_training = self.share_left(share), self.model.training
         if self.settings.adversarial == "trades":
@@ -68,22 +80,19 @@ class Adversary:
         return moved
 
     def _masked(self, moved: Tensor, images: Tensor, left: float) -> Tensor:
-        """PRM: each patch of each image loses its perturbation with probability prm * left."""
+        """Take the perturbation from each patch of each image with probability prm * left (PRM)."""
         probability = self.settings.prm * left
         if probability == 0:
             return moved
         b, _, h, w = images.shape
         rows, columns = -(-h // self.patch[0]), -(-w // self.patch[1])
-        kept = torch.rand(b, 1, rows, columns, generator=self.generator).to(images.device) >= probability
-        kept = kept.repeat_interleave(self.patch[0], 2).repeat_interleave(self.patch[1], 3)[:, :, :h, :w]
-        return torch.where(kept, moved, images)
+        perturbed = torch.rand(b, 1, rows, columns, generator=self.generator).to(images.device) >= probability
+        perturbed = perturbed.repeat_interleave(self.patch[0], 2).repeat_interleave(self.patch[1], 3)[:, :, :h, :w]
+        return torch.where(perturbed, moved, images)
 
     @contextmanager
     def _attention_dropped(self, left: float) -> Iterator[None]:
-        """ARD: with probability ard * left each attention passes its value on, and no gradient back.
-
-        The skip connection around it carries the gradient past. Hooks are gone when the block ends, whatever happens.
-        """
+        """Drop the gradient of each attention with probability ard * left, but not its value (ARD)."""
         probability = self.settings.ard * left
         handles = []
         if probability > 0:
@@ -98,11 +107,3 @@ class Adversary:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _patch_size(net: nn.Module) -> tuple[int, int]:
-    size = getattr(getattr(net, "patch_embed", None), "patch_size", None)
-    if size is None:
-        raise UsageError("--prm masks patches, and the network has no patch embedding")
-    height, width = (size, size) if isinstance(size, int) else size
-    return int(height), int(width)

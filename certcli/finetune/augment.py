@@ -1,7 +1,7 @@
-"""Training images moved, mirrored and mixed, in pixel space, with every draw from the run's own generator.
+"""Move, mirror and mix training images in pixel space, with every draw from the run's own generator.
 
-timm's and torchvision's transforms draw from global generators, which a resumed run could not put back; the rules below
-are theirs (random crop with padding, horizontal flip, Mixup and CutMix of a batch with itself in reverse order).
+The rules are those of timm's and torchvision's transforms, which draw from global generators: a resumed run could not
+restore these.
 """
 
 from dataclasses import dataclass
@@ -22,16 +22,17 @@ SHIFT_SHARE = 1 / 14
 
 @dataclass(frozen=True)
 class Mix:
-    """How a batch was mixed with its reverse: weight of the image's own label, the rest for its partner's (b,)."""
+    """A batch mixed with its reverse: the weight of each image's own label, and the labels that get the rest (b,)."""
 
     weight: float
     partners: Tensor
 
 
 def translate(images: Tensor, reach: int, mode: str, generator: Generator) -> Tensor:
-    """Every image moved by its own random (dy, dx), |dy|, |dx| <= reach: (b, c, h, w) -> (b, c, h, w).
+    """Move every image by its own random (dy, dx), |dy|, |dx| <= reach: (b, c, h, w) -> (b, c, h, w).
 
-    mode: what comes in over the edge, "constant" (black) or "replicate".
+    Args:
+        mode: the pixels beyond the edge, "constant" (black) or "replicate".
     """
     b, _, h, w = images.shape
     wide = pad(images, (reach,) * 4, mode=mode)
@@ -44,15 +45,18 @@ def translate(images: Tensor, reach: int, mode: str, generator: Generator) -> Te
 
 
 def flip(images: Tensor, generator: Generator) -> Tensor:
-    """Every image mirrored left to right with probability 1/2."""
+    """Mirror every image left to right with probability 1/2."""
     mirrored = torch.rand(len(images), generator=generator).to(images.device) < 0.5
     return torch.where(mirrored.view(-1, 1, 1, 1), images.flip(3), images)
 
 
 def cutout(images: Tensor, squares: int, side: int, grey: Tensor, generator: Generator) -> Tensor:
-    """Every image with as many grey squares at its own random places, all of them inside: (b, c, h, w) -> (b, c, h, w).
+    """Put grey squares on every image at its own random places, all of them inside: (b, c, h, w) -> (b, c, h, w).
 
-    grey: (1, c, 1, 1) or a number. Source: DeVries and Taylor 2017; two squares as in Xiang et al. 2022, PatchCleanser.
+    Source: DeVries and Taylor 2017; two squares as in Xiang et al. 2022, PatchCleanser.
+
+    Args:
+        grey: (1, c, 1, 1).
     """
     b, _, h, w = images.shape
     if side > min(h, w):
@@ -66,7 +70,7 @@ def cutout(images: Tensor, squares: int, side: int, grey: Tensor, generator: Gen
 
 
 def augment(images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Generator) -> Tensor:
-    """The named augmentations in a fixed order: crop, shift, flip, cutout."""
+    """Apply the named augmentations in a fixed order: crop, shift, flip, cutout."""
     side = min(images.shape[2:])
     if "crop" in names:
         images = translate(images, max(1, round(CROP_SHARE * side)), "constant", generator)
@@ -80,10 +84,10 @@ def augment(images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Gen
 
 
 def mix(images: Tensor, labels: Tensor, settings: FinetuneSettings, generator: Generator) -> tuple[Tensor, Mix | None]:
-    """The batch mixed with itself in reverse order, by Mixup or CutMix (either with probability 1/2 when both are on).
+    """Mix the batch with itself in reverse order, by Mixup or CutMix (either with probability 1/2 when both are on).
 
-    Mixup: x <- lam x + (1 - lam) x', lam ~ Beta(a, a) (Zhang et al. 2018). CutMix: a box of x' with area 1 - lam replaces
-    that of x, and lam is then taken from the box as it was clipped by the edges (Yun et al. 2019).
+    Mixup is x <- lam x + (1 - lam) x' with lam ~ Beta(a, a) (Zhang et al. 2018). CutMix replaces a box of x of area
+    1 - lam by that of x', and takes lam from the box as the edges clip it (Yun et al. 2019).
     """
     if settings.mixup == 0 and settings.cutmix == 0:
         return images, None

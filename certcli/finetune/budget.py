@@ -1,4 +1,4 @@
-"""A time budget becomes a number of steps, once: `--time-budget 10m` is planned from a few measured steps."""
+"""Turn a time budget (`--time-budget 10m`) into a number of steps, from a few measured ones."""
 
 import re
 import statistics
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from certcli.system.errors import UsageError
 
 MARGIN = 0.95
-"""Share of the budget that is planned for: steps vary, and reading the clock is not free."""
+"""Share of the budget that the plan fills: steps vary, and reading the clock is not free."""
 EVALUATION_SHARE = 0.1
-"""Validation may take this share of the time; beyond it a sample of the validation images must do."""
+"""Validation on all images may take this share of the time; else a sample of them validates."""
 FEWEST_VALIDATION_IMAGES = 500
 WARM_UP_STEPS = 2
 MEASURED_STEPS = (5, 40)
-"""At least, and at most; between them measuring stops after `MEASURED_SHARE` of the budget."""
+"""The fewest and the most; between them measuring stops after `MEASURED_SHARE` of the budget."""
 MEASURED_SHARE = 0.02
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -23,7 +23,7 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds: of a step, of validating one image, of saving the state, of the final bound, of a certificate."""
+    """Seconds of a step, of validating one image, of saving the state, of the final bound, and of a certificate."""
 
     step: float
     image: float
@@ -34,14 +34,14 @@ class Costs:
 
 @dataclass(frozen=True)
 class Plan:
-    """steps: optimiser steps in all; validation_limit: None for all validation images."""
+    """The optimiser steps of the whole run, and the number of validation images; None: all."""
 
     steps: int
     validation_limit: int | None
 
 
 def parse_duration(text: str) -> float:
-    """Seconds: "90", "90s", "10m", "1.5h". UsageError for anything else."""
+    """Return the seconds of "90", "90s", "10m" or "1.5h". UsageError for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip().lower())
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if seconds <= 0:
@@ -50,7 +50,7 @@ def parse_duration(text: str) -> float:
 
 
 def measure_steps(step: Callable[[], object], budget: float) -> float:
-    """Mean seconds of a training step after a warm-up: the mean, not the median, is what many steps add up to."""
+    """Return the mean seconds of a training step after a warm-up: many steps add up to the mean, not to the median."""
     for _ in range(WARM_UP_STEPS):
         step()
     fewest, most = MEASURED_STEPS
@@ -63,11 +63,15 @@ def measure_steps(step: Callable[[], object], budget: float) -> float:
 
 
 def affordable_steps(available: float, costs: Costs, batches: int, validation: int) -> Plan:
-    """The most steps with  steps * step + epochs * (evaluation + saving) + proof <= MARGIN * available, at least one.
+    """Return the most steps with steps * step + epochs * (evaluation + saving) + proof <= MARGIN * available, at least 1.
 
-    available: seconds left of the budget; batches: steps an epoch; validation: images. Each epoch, also a begun one, is
-    evaluated and saved once. When validation would take more than a tenth of the time, so few images are used that it
-    does not, but not fewer than 500 where there are so many.
+    Each epoch, also a begun one, is evaluated and saved once. Where validation on all images would take more than a tenth
+    of the time, the plan takes fewer images, but at least 500.
+
+    Args:
+        available: seconds left of the budget.
+        batches: steps an epoch.
+        validation: number of validation images.
     """
     left = max(0.0, available * MARGIN - costs.bound)
     epochs = max(1.0, left / (batches * costs.step))

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, to validate and keep in place of the last iterate."""
+"""An exponential moving average of the weights, which is validated and written in place of the last iterate."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,10 +15,10 @@ _RETRACTIONS = 12
 
 
 class Average:
-    """a <- d_n a + (1 - d_n) w after step n, with d_n = min(decay, (1 + n) / (10 + n)) so that early steps are forgotten.
+    """a <- d_n a + (1 - d_n) w after step n; d_n = min(decay, (1 + n) / (10 + n)) forgets the early steps.
 
-    Buffers that are not floating point are taken as they are. The average of orthogonal matrices is none: it is
-    retracted whenever it is put to use, never where it is stored. Of sharded weights each process averages its own rows.
+    Buffers of integers are copied. An average of orthogonal matrices is not orthogonal: it is retracted where it is used,
+    not where it is stored. Each process averages its own rows of sharded weights.
     """
 
     def __init__(self, net: nn.Module, decay: float) -> None:
@@ -38,7 +38,7 @@ class Average:
 
     @contextmanager
     def applied(self, net: nn.Module, orthogonal: Sequence[Tensor]) -> Iterator[None]:
-        """`net` holds the average inside the block, its own weights after it. orthogonal: its parameters to retract."""
+        """Give `net` the average inside the block, with its `orthogonal` parameters retracted, and its own weights after."""
         held = {name: value.detach().clone() for name, value in net.state_dict().items()}
         _assign(net, self.weights)
         with torch.no_grad():

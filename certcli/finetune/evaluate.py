@@ -1,4 +1,4 @@
-"""How good the weights are on validation images, by the training-time estimate of the bound."""
+"""Judge weights on validation images by the training-time estimate of the bound."""
 
 import math
 from collections.abc import Callable
@@ -13,9 +13,10 @@ from certcli.system.processes import ALONE, Team
 
 @dataclass(frozen=True)
 class Quality:
-    """Clean accuracy, share certified *by the estimate*, and the estimated constant; None without a bound.
+    """Clean accuracy, the share certified *by the estimate*, and the estimated constant; None without a bound.
 
-    masked: accuracy where a part of each image is seen, of runs that train on parts; the weights are then chosen by it.
+    Args:
+        masked: accuracy on parts of images, for runs that train on parts; the weights are then chosen by it.
     """
 
     clean: float
@@ -30,7 +31,7 @@ class Quality:
 
 
 Gains = Callable[[Tensor, Tensor], Tensor]
-"""(images (b, c, h, w), labels (b,)) -> the most that each z_j - z_y can grow within the radius, (b, k)."""
+"""(images (b, c, h, w), labels (b,)) -> largest growth of each z_j - z_y within the radius, (b, k)."""
 
 
 def evaluate(
@@ -44,11 +45,14 @@ def evaluate(
     team: Team = ALONE,
     in_step: bool = False,
 ) -> Quality:
-    """Share of images whose every margin z_y - z_j exceeds epsilon K_jy, with the estimated pair constants K (k, k).
+    """Return accuracy and the share of images whose every margin z_y - z_j exceeds epsilon K_jy.
 
-    gains: in place of epsilon K_jy, from losses that look at each image's neighbourhood. Several processes take a batch
-    each, and all learn what the leader has: patience and the best epoch hang on it. in_step: each pass takes all of them
-    (weights shared out), so none goes ahead.
+    Several processes take a batch each. All get the leader's result, which decides on patience and the best epoch.
+
+    Args:
+        pairs: estimated pair constants K (k, k).
+        gains: takes the place of epsilon K_jy, for losses that look at each image's neighbourhood.
+        in_step: every pass needs all processes (sharded weights), so that none may go ahead.
     """
     if gains is None and pairs is not None:
         moved = epsilon * pairs.double()
@@ -70,17 +74,15 @@ def evaluate(
         return right, robust
 
     starts = range(0, len(images), batch_size)
-    found = _in_step(starts, judge, team) if in_step else [row for _, row in team.deal(starts, judge)]
+    if in_step:
+        mine = []
+        for turn in range(team.rank, len(starts) + team.rank, team.size):
+            row = judge(starts[min(turn, len(starts) - 1)])  # a process without a batch left repeats the last one
+            if turn < len(starts):
+                mine.append(row)
+        found = [row for rows in team.everyone(mine) for row in rows]
+    else:
+        found = [row for _, row in team.deal(starts, judge)]
     norm = None if pairs is None else float(pairs.max())
     right, robust, norm = team.agree(lambda: [*(sum(column) for column in zip(*found, strict=True)), norm])
     return Quality(right / len(images), None if gains is None else robust / len(images), norm)
-
-
-def _in_step(starts: range, judge: Callable[[int], tuple[int, int]], team: Team) -> list[list[int]]:
-    """What is found of every batch, as many of them at a time as there are processes; left over, one takes the last again."""
-    mine = []
-    for turn in range(team.rank, len(starts) + team.rank, team.size):
-        found = judge(starts[min(turn, len(starts) - 1)])
-        if turn < len(starts):
-            mine.append(found)
-    return [row for rows in team.everyone(mine) for row in rows]

@@ -1,4 +1,4 @@
-"""Training behind masks: each image is seen in part, by the very passes that a certificate against patches makes."""
+"""Training behind masks: the network sees a part of each image, in the passes of a certificate against patches."""
 
 from collections.abc import Callable
 from itertools import combinations_with_replacement
@@ -13,11 +13,14 @@ from certcli.models.views import band_views, square_views
 
 
 class Hiding:
-    """Draws a view for each image, and runs the network on what it shows: tokens are dropped where that is possible.
+    """Draw a view for each image, and run the network on the visible part; tokens are dropped where that is possible.
 
-    names: "bands:W" (a random band of W columns of cells stays), "cutout-random:NxS" (N squares of S pixels are hidden) and
-    "cutout-greedy:NxS" (each where the loss is then largest). Of several names each batch takes one. UsageError where the
-    image is too small.
+    Args:
+        names: "bands:W" (a random band of W columns of cells stays), "cutout-random:NxS" (N squares of S pixels are hidden)
+            and "cutout-greedy:NxS" (each where the loss is then largest). Each batch takes one of them.
+
+    Raises:
+        UsageError: the image is too small.
     """
 
     def __init__(self, model: PixelModel, names: tuple[str, ...], generator: Generator) -> None:
@@ -32,11 +35,14 @@ class Hiding:
 
     @torch.no_grad()
     def draw(self, images: Tensor, losses: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return a view of each image (b, c, h, w): (b, rows, columns). losses: views -> the loss of each image (b,).
+        """Return a view of each image (b, c, h, w): (b, rows, columns).
 
-        Greedy squares come one after the other, each the worst of all places beside those before it: 9 passes a square.
+        Greedy squares come one after the other, each at the worst place beside those before it: 9 passes a square.
         Source: Saha et al. 2023, Revisiting image classifier training for improved certified robust defense against
         adversarial patches (greedy cutout).
+
+        Args:
+            losses: views -> the loss of each image (b,).
         """
         kind = int(torch.randint(len(self.bands) + len(self.squares), (), generator=self.generator))
         if kind < len(self.bands):

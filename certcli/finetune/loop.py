@@ -1,12 +1,12 @@
-"""The training loop: a generator of records, resumable after every epoch, the best weights by validation kept.
+"""The training loop: a generator of records that can resume after every epoch, and holds the best weights by validation.
 
-What the records call an estimate is one: pair constants by power iteration, which approaches norms from below. Proven
-numbers are computed once, at the end, by the caller.
+The records' estimates come from power iteration, which approaches norms from below. The caller proves the bound at the end.
 """
 
 import copy
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -41,13 +41,13 @@ from certcli.system.errors import CheckpointError, DataError, NoBoundError, one_
 from certcli.system.processes import ALONE, Team
 
 AVERAGE_ITERATIONS = 10
-"""Power iterations from the vectors of the weights in training to those of their average, once an epoch."""
+"""Power iterations, once an epoch, from the singular vectors of the weights in training to those of their average."""
 
 RETRACTIONS = 6
-"""Cubic steps after an epoch, to float precision: the estimate takes these norms for 1, and any epoch may be the best."""
+"""Cubic steps after an epoch, to float precision: the estimate counts these norms as 1, and any epoch may be the best."""
 
 CONTENT = 1024
-"""Images of each set whose pixels stand in a run's identity."""
+"""Number of images of each set whose pixels are part of a run's identity."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Epoch:
 
 
 def identity(parent_digest: str, settings: FinetuneSettings, *sets: Images) -> str:
-    """What a resumed run must have in common with the one it goes on with: the function, the settings, the images.
+    """Return a digest of the starting weights, the settings and the images, which a resumed run must share.
 
-    Of the images every label, and the pixels of CONTENT of each set: a pass over all of a large set would take an epoch.
+    It covers all labels, and the pixels of CONTENT images of each set: reading all of a large set would take an epoch.
     """
     content = [[images.name, tensors_digest({"": images.labels}), images.limit(CONTENT).digest] for images in sets]
     text = json.dumps([parent_digest, settings.parameters(), settings.seed, content], sort_keys=True, default=str)
@@ -80,9 +80,13 @@ def identity(parent_digest: str, settings: FinetuneSettings, *sets: Images) -> s
 
 
 class Trainer:
-    """Owns the model while it learns. `run` yields an `Epoch` after each, `state` is what `--resume` needs.
+    """Train a model: `run` yields an `Epoch` after each, `state` and `restore` serve `--resume`.
 
-    sharded: the model's weights are shared out among the processes (`share_out`); all make the same calls then.
+    Args:
+        sharded: the processes share the model's weights (`share_out`), and all make the same calls.
+
+    Raises:
+        NoBoundError: the loss needs a bound, and the network has none.
     """
 
     def __init__(
@@ -109,7 +113,16 @@ class Trainer:
             orthogonalise(model.net)
             self.orthogonal = orthogonal_parameters(model.net)
         self.arithmetic = self._arithmetic()
-        self.trace = self._trace() if settings.loss in NEEDS_PAIRS else None
+        self.trace: Trace | None = None
+        if settings.loss in NEEDS_PAIRS:
+            try:
+                self.trace = trace_network(model, model.input_size)
+                propagate(self.trace, TrainableArithmetic(self.device))
+            except (NoRule, Untraceable) as reason:
+                raise NoBoundError(
+                    f"the loss '{settings.loss}' needs a bound and there is none: {reason}",
+                    "adapt the network first (`certvit adapt`), or train with --loss ce",
+                ) from reason
         if settings.checkpointing:
             checkpoint_activations(model.net)
         self.shares = Shares(model.parameters(), team) if sharded else None
@@ -118,7 +131,7 @@ class Trainer:
         self.rates = Rates(self.optimisers, settings)
         drop = settings.loss == "local-lip"
         self.chain = ChainBound(model, lambda: self.arithmetic, drop=drop) if settings.loss in NEEDS_CHAIN else None
-        # the order of the images, which is one for all processes, is drawn from the run's own generator
+        # the run's own generator draws the order of the images, the same in all processes
         draws = torch.Generator() if team.several else self.generator
         self.objective = Objective(model, settings, draws, teacher, classes, self.chain)
         self.descent = Descent(model, settings, self.objective, self.optimisers, self.pairs, team, self.shares)
@@ -129,44 +142,44 @@ class Trainer:
         orthogonal = frozenset(map(id, self.orthogonal))
         return TrainableArithmetic(self.device, iterations=iterations, orthogonal=orthogonal)
 
-    def _trace(self) -> Trace:
-        try:
-            traced = trace_network(self.model, self.model.input_size)
-            propagate(traced, TrainableArithmetic(self.device))
-        except (NoRule, Untraceable) as reason:
-            raise NoBoundError(
-                f"the loss '{self.settings.loss}' needs a bound and there is none: {reason}",
-                "adapt the network first (`certvit adapt`), or train with --loss ce",
-            ) from reason
-        return traced
-
     def pairs(self) -> Tensor | None:
-        """Estimated pair constants (k, k), with gradient; None for losses that need none."""
+        """Return the estimated pair constants (k, k), with gradient; None for losses that need none."""
         if self.trace is None:
             return None
         return pair_constants(propagate(self.trace, self.arithmetic), self.classes)
 
     def total_steps(self, train: Images) -> int:
-        """Optimiser steps of the whole run."""
+        """Return the optimiser steps of the whole run."""
         return self.settings.steps or self.settings.epochs * self.batches(train)
 
     def batches(self, train: Images) -> int:
-        """Optimiser steps of one epoch."""
+        """Return the optimiser steps of one epoch."""
         return -(-len(train) // (self.settings.batch_size * self.settings.accumulate))
 
     def run(
         self, train: Images, validation: Images, watch: Callable[[int, float], None] = lambda step, loss: None
     ) -> Iterator[Epoch]:
-        """Train to the end of the schedule. Diverged stops it with the last good weights still in `best_net`.
+        """Train to the end of the schedule, or until patience runs out.
 
-        watch is called after every optimiser step with the number of steps made and the step's loss.
+        Args:
+            watch: called after every optimiser step with the number of steps and the epoch's mean loss.
+
+        Raises:
+            DataError: a label is outside the classes.
+            Diverged: the loss or the weights are not finite; `best_net` holds the best weights before that.
         """
         settings = self.settings
         for images in (train, validation):
-            self._require_labels(images)
+            low, high = int(images.labels.min()), int(images.labels.max())
+            if low < 0 or high >= self.classes:
+                raise DataError(
+                    f"label {low if low < 0 else high} of {images.name} ({images.split}) is outside the network's "
+                    f"{self.classes} classes",
+                    "use the dataset that the network was made for",
+                )
         validation = validation.limit(settings.validation_limit, settings.seed)
-        total = self.total_steps(train)
-        while self.step < total and not self._out_of_patience():
+        total, patience = self.total_steps(train), math.inf if settings.patience is None else settings.patience
+        while self.step < total and self.epoch - max(self.best_epoch, 0) < patience:
             started, losses, seen, before = time.perf_counter(), 0.0, 0, self.step
             self.model.train()
             held = self.model.net.state_dict().values()
@@ -186,7 +199,7 @@ class Trainer:
             self._require_finite_weights()
             elapsed = time.perf_counter() - started
             quality, net = self.evaluate(validation)
-            improved = quality.score >= self.best  # of equals the later one, which saw more of the schedule
+            improved = quality.score >= self.best  # among equals the later one, which saw more of the schedule
             if improved:
                 self.best, self.best_epoch, self.best_net = quality.score, self.epoch, net
             yield Epoch(
@@ -202,20 +215,8 @@ class Trainer:
                 masked=quality.masked,
             )
 
-    def _out_of_patience(self) -> bool:
-        patience = self.settings.patience
-        return patience is not None and self.epoch - max(self.best_epoch, 0) >= patience
-
-    def _require_labels(self, images: Images) -> None:
-        low, high = int(images.labels.min()), int(images.labels.max())
-        if low < 0 or high >= self.classes:
-            raise DataError(
-                f"label {low if low < 0 else high} of {images.name} ({images.split}) is outside the network's "
-                f"{self.classes} classes",
-                "use the dataset that the network was made for",
-            )
-
     def _require_finite_weights(self) -> None:
+        """Raise Diverged, in all processes, with the name of the first weight that is not finite."""
         held = self.model.net.state_dict().items()
         bad = [
             name
@@ -237,22 +238,21 @@ class Trainer:
         return loss
 
     def evaluate(self, images: Images) -> tuple[Quality, dict[str, Stored]]:
-        """The quality of the weights as they would be kept (the average, where there is one), and those weights."""
-        batch = max(self.settings.batch_size, 256)
+        """Return the quality of the weights that would be written (the average, where there is one), and these weights."""
         with torch.no_grad():
             if self.average is None:
-                return self._quality(images, batch), self._net_state()
+                return self._quality(images), self._net_state()
             with self.average.applied(self.model.net, self.orthogonal):
                 live, self.arithmetic = self.arithmetic, self._arithmetic(AVERAGE_ITERATIONS)
                 self.arithmetic.vectors = dict(live.vectors)
                 try:
-                    return self._quality(images, batch), self._net_state()
+                    return self._quality(images), self._net_state()
                 finally:
                     self.arithmetic = live
 
-    def _quality(self, images: Images, batch: int) -> Quality:
-        """By the estimate that the loss reads."""
-        chain, epsilon = self.chain, self.settings.epsilon
+    def _quality(self, images: Images) -> Quality:
+        """Judge the weights by the estimate that the loss reads."""
+        chain, epsilon, batch = self.chain, self.settings.epsilon, max(self.settings.batch_size, 256)
         gains = None if chain is None else lambda pixels, labels: chain.gains(pixels, epsilon)(labels)
         in_step = self.shares is not None
         forward = self.objective.forward if in_step else self.model  # sharded weights are gathered in one precision
@@ -267,23 +267,24 @@ class Trainer:
         return found
 
     def last_net(self) -> dict[str, Stored]:
-        """The weights as they stand now: the average, where one is kept."""
+        """Return the present weights, or their average where there is one."""
         if self.average is None:
             return self._net_state()
         with self.average.applied(self.model.net, self.orthogonal):
             return self._net_state()
 
     def whole(self, net: Mapping[str, Stored]) -> dict[str, Tensor]:
-        """The tensors of a checkpoint. Where they are shared out they come together one by one, for the leader alone, who
-        maps what is much (`Spool`).
-        """
+        """Return the tensors of a checkpoint; sharded ones are gathered in the leader, mapped from files (`Spool`)."""
         return shards.whole(net, self.team, Spool().keep)
 
     def plan(self, train: Images, validation: Images, budget: float, around: Costs) -> None:
-        """Resolve a time budget (seconds left of it) into `settings.steps`, and `validation_limit` where it must be.
+        """Turn a time budget into `settings.steps` and, where time is short, `validation_limit`.
 
-        A few steps and a little validation are measured, and what they changed is put back. around: saving, bound and
-        certificate, as the caller measured them.
+        It measures a few steps and a little validation, and restores the state before them.
+
+        Args:
+            budget: seconds left.
+            around: seconds of saving, bound and certificate.
         """
         started, before = time.perf_counter(), copy.deepcopy(self.state())
         size = self.settings.batch_size * self.settings.accumulate
@@ -302,10 +303,10 @@ class Trainer:
         self.settings = replace(self.settings, steps=made.steps, validation_limit=made.validation_limit)
 
     def _net_state(self) -> dict[str, Stored]:
-        return {name: shards.kept(value) for name, value in self.model.net.state_dict().items()}
+        return {name: shards.stored_copy(value) for name, value in self.model.net.state_dict().items()}
 
     def state(self) -> TrainingState:
-        """Everything the next epoch depends on."""
+        """Return everything that the next epoch depends on."""
         parts: dict[str, dict[str, Any]] = {**self.descent.state()}
         optimisers = [optimiser.state_dict() for optimiser in self.optimisers]
         if self.shares is not None:
@@ -329,26 +330,23 @@ class Trainer:
         )
 
     def restore(self, state: TrainingState) -> None:
-        """Go on after `state`, bit for bit on a CPU. CheckpointError when it is that of another network."""
+        """Continue after `state`, bit for bit on a CPU. CheckpointError for the state of another network."""
+        held = self.model.net.state_dict()
         try:
-            self._restore(state)
+            self.settings = replace(self.settings, steps=state.steps, validation_limit=state.validation_limit)
+            self.epoch, self.step = state.epoch, state.step
+            best = {name: shards.stored_as(value, state.best_net[name], self.team) for name, value in held.items()}
+            self.best, self.best_epoch, self.best_net = state.best, state.best_epoch, best
+            for name, value in held.items():
+                shards.put(value, state.net[name], self.team)
+            for optimiser, stored in zip(self.optimisers, state.optimisers, strict=True):
+                optimiser.load_state_dict(stored if self.shares is None else self.shares.own_of(stored))
+            self.arithmetic.vectors = {name: value.to(self.device) for name, value in state.vectors.items()}
+            self.generator.set_state(state.generator)
+            self.descent.load(state.parts)
+            if self.average is not None:
+                self.average.load(state.parts["average"], self.team)
         except (KeyError, RuntimeError, TypeError, ValueError) as failure:
             raise CheckpointError(
                 f"the state does not fit this run ({one_line(failure)})", "drop --resume"
             ) from failure
-
-    def _restore(self, state: TrainingState) -> None:
-        self.settings = replace(self.settings, steps=state.steps, validation_limit=state.validation_limit)
-        self.epoch, self.step = state.epoch, state.step
-        held = self.model.net.state_dict()
-        best = {name: shards.kept_of(value, state.best_net[name], self.team) for name, value in held.items()}
-        self.best, self.best_epoch, self.best_net = state.best, state.best_epoch, best
-        for name, value in held.items():
-            shards.put(value, state.net[name], self.team)
-        for optimiser, stored in zip(self.optimisers, state.optimisers, strict=True):
-            optimiser.load_state_dict(stored if self.shares is None else self.shares.own_of(stored))
-        self.arithmetic.vectors = {name: value.to(self.device) for name, value in state.vectors.items()}
-        self.generator.set_state(state.generator)
-        self.descent.load(state.parts)
-        if self.average is not None:
-            self.average.load(state.parts["average"], self.team)

@@ -1,7 +1,6 @@
-"""From training images to the number that is minimised: augmentation, attack, forward pass, loss, distillation."""
+"""Turn training images into the loss: augmentation, attack, forward pass, loss, distillation."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,23 +21,31 @@ from certcli.system.errors import ArchitectureError, UsageError
 
 @dataclass(frozen=True)
 class Batch:
-    """What one gradient is taken of. adversarial: None, or images that replace the clean ones (TRADES: stand beside).
+    """The images of one gradient, after augmentation.
 
-    views: None, or the part of each image that is seen, (b, rows, columns).
+    Args:
+        taught: the teacher's logits.
+        adversarial: attacked images, which replace the clean ones; with TRADES both count.
+        views: the visible part of each image (b, rows, columns); None: all of it.
     """
 
     images: Tensor
     labels: Tensor
     mix: Mix | None
-    adversarial: Tensor | None
     taught: Tensor | None
+    adversarial: Tensor | None = None
     views: Tensor | None = None
 
 
 class Objective:
-    """The loss of a batch, from the pair constants. Draws only from `generator`, so that a run can be gone on with.
+    """The loss of a batch, from the pair constants. It draws from `generator` alone, so that a run can be resumed.
 
-    chain: for the losses that follow each image's neighbourhood through a chain of layers.
+    Args:
+        chain: for the losses that follow each image's neighbourhood through a chain of layers.
+
+    Raises:
+        UsageError: the device lacks the precision.
+        ArchitectureError: the teacher has other images or classes.
     """
 
     def __init__(
@@ -62,11 +69,13 @@ class Objective:
             _require_same_task(model, teacher, classes)
 
     def prepare(self, train: Images, positions: Tensor, share: float) -> Batch:
-        """Fetch, move, mix, hide, attack. share: of the training done so far. A teacher sees whole images."""
+        """Fetch, augment, mix, mask and attack the images at these positions, at this share of the training.
+
+        The teacher sees whole images.
+        """
         settings = self.settings
         images = sent(train.fetch(positions.tolist()), self.device)
         labels = sent(train.labels[positions], self.device)
-        mixed: Mix | None = None
         if settings.augment:
             images = augment(images, settings.augment, self.model.normalize.mean, self.generator)
         images, mixed = mix(images, labels, settings, self.generator)
@@ -76,7 +85,7 @@ class Objective:
         if self.teacher is not None:
             with torch.no_grad():
                 taught = self.teacher(images).float()
-        batch = Batch(images, labels, mixed, None, taught)
+        batch = Batch(images, labels, mixed, taught)
         if self.hiding is not None:
             batch = replace(batch, views=self._views(self.hiding, batch))
         if self.adversary is None:
@@ -84,18 +93,26 @@ class Objective:
         return replace(batch, adversarial=self._attacked(self.adversary, batch, share))
 
     def _views(self, hiding: Hiding, batch: Batch) -> Tensor:
+        """Draw the part of each image that the network sees."""
+
         def losses(views: Tensor) -> Tensor:
             logits = self.forward(batch.images, views)
             return self._mixed(batch, lambda labels: cross_entropy(logits, labels, reduction="none"))
 
-        with _in_eval_mode(self.model):
-            return hiding.draw(batch.images, losses)
+        was_training = self.model.training
+        self.model.eval()
+        views = hiding.draw(batch.images, losses)
+        self.model.train(was_training)
+        return views
 
     def _attacked(self, adversary: Adversary, batch: Batch, share: float) -> Tensor:
         forward = partial(self.forward, views=batch.views)
         if self.settings.adversarial == "trades":
-            with torch.no_grad(), _in_eval_mode(self.model):
+            was_training = self.model.training
+            self.model.eval()
+            with torch.no_grad():
                 clean = forward(batch.images)
+            self.model.train(was_training)
             return adversary.attack(forward, batch.images, lambda logits: _divergence(logits, clean), share)
 
         def error(logits: Tensor) -> Tensor:
@@ -104,7 +121,10 @@ class Objective:
         return adversary.attack(forward, batch.images, error, share)
 
     def forward(self, images: Tensor, views: Tensor | None = None) -> Tensor:
-        """Logits in float32 (or wider), the network itself in the precision asked for; of what `views` show, if any."""
+        """Return the logits of the images, or of their `views`, in float32 or wider.
+
+        The network runs in the precision of the settings.
+        """
 
         def run() -> Tensor:
             if views is None or self.hiding is None:
@@ -119,11 +139,14 @@ class Objective:
         return logits.float()
 
     def value(self, batch: Batch, pairs: Callable[[], Tensor | None], epsilon: float) -> Tensor:
-        """The mean loss of the batch: (). pairs() gives the pair constants (k, k), and is called once.
+        """Return the mean loss of the batch: ().
 
-        TRADES: loss(clean) + beta KL(p(clean) || p(adversarial)) (Zhang et al. 2019). A mixed batch: the two labels'
-        losses, weighted. With a teacher: (1 - a) loss + a T^2 KL(p_teacher || p), both at temperature T (Hinton et al.
+        TRADES takes loss(clean) + beta KL(p(clean) || p(adversarial)) (Zhang et al. 2019). A mixed batch weights the losses
+        of its two labels. A teacher makes it (1 - a) loss + a T^2 KL(p_teacher || p), both at temperature T (Hinton et al.
         2015).
+
+        Args:
+            pairs: gives the pair constants (k, k); called once.
         """
         settings = self.settings
         beside = settings.adversarial == "trades"
@@ -146,7 +169,7 @@ class Objective:
         return loss
 
     def _through_chain(self, chain: ChainBound, batch: Batch, images: Tensor, logits: Tensor, epsilon: float) -> Tensor:
-        """a CE(z) + (1 - a) CE(worst logits) where a falls to 0 as the radius rises to its end, as in the papers' code."""
+        """Return a CE(z) + (1 - a) CE(worst logits); a falls to 0 as the radius rises to its end, as in the papers' code."""
         slopes, smoothing = chain.slopes(images, epsilon), self.settings.label_smoothing
         worst = self._mixed(batch, lambda labels: self.loss(logits, labels, slopes(labels), epsilon, smoothing))
         share = 1.0 if self.settings.epsilon == 0 else epsilon / self.settings.epsilon
@@ -163,18 +186,8 @@ class Objective:
 
 
 def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
-    """KL(softmax(reference) || softmax(logits)), summed over images: (b, k) x 2 -> ()."""
+    """Return KL(softmax(reference) || softmax(logits)), summed over images: (b, k) x 2 -> ()."""
     return kl_div(log_softmax(logits, dim=1), softmax(reference, dim=1), reduction="sum")
-
-
-@contextlib.contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def _require_same_task(model: PixelModel, teacher: PixelModel, classes: int) -> None:
@@ -194,7 +207,7 @@ def _require_same_task(model: PixelModel, teacher: PixelModel, classes: int) -> 
 
 
 def checkpoint_activations(net: nn.Module) -> None:
-    """Recompute activations in the backward pass instead of keeping them, by timm's own switch."""
+    """Recompute activations in the backward pass, by timm's own switch. UsageError for a network without it."""
     switch = getattr(net, "set_grad_checkpointing", None)
     if switch is None:
         raise UsageError(f"--checkpointing: {type(net).__name__} has no set_grad_checkpointing", "leave it out")

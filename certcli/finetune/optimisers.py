@@ -16,15 +16,15 @@ SCALAR_RATE = 10.0
 def make_optimisers(
     parameters: Iterable[Tensor], orthogonal: list[nn.Parameter], settings: FinetuneSettings
 ) -> list[torch.optim.Optimizer]:
-    """AdamW or SGD on everything; with `stiefel` Adam on what is free and StiefelMuon on the orthogonal matrices."""
+    """Return AdamW or SGD for everything; with `stiefel`, StiefelMuon for the orthogonal matrices and Adam for the rest."""
     held = set(map(id, orthogonal))
     free = [p for p in parameters if p.requires_grad and id(p) not in held]
     if settings.optimiser == "sgd":
         return [torch.optim.SGD(free, lr=settings.lr, momentum=0.9, weight_decay=settings.weight_decay)]
     if settings.optimiser == "adamw":
         return [torch.optim.AdamW(free, lr=settings.lr, weight_decay=settings.weight_decay)]
-    # the free part (biases, residual weights, head) carries the network's scale: decay would fight the margin
-    # residual weights enter the bound as products over all blocks: they must move as fast as the margin does
+    # The free part (biases, residual weights, head) carries the network's scale: decay would fight the margin.
+    # Residual weights enter the bound as products over all blocks: they must move as fast as the margin does.
     groups = [
         {"params": [p for p in free if p.dim() > 0], "lr": settings.lr},
         {"params": [p for p in free if p.dim() == 0], "lr": SCALAR_RATE * settings.lr},
@@ -34,10 +34,10 @@ def make_optimisers(
 
 
 class Rates:
-    """The learning rates of all groups at a share of the run: linear warm-up, then the schedule.
+    """The learning rates of all groups: a linear warm-up, then the schedule.
 
-    cosine: to a thousandth; it must finish, certified accuracy comes in its last third. steps: a tenth after 7/8 of the
-    run, a hundredth after 19/20 (the schedule of Mo et al. 2022 for 40 epochs).
+    "cosine" falls to a thousandth; it must finish, because certified accuracy comes in its last third. "steps" falls to a
+    tenth after 7/8 of the run and to a hundredth after 19/20 (the schedule of Mo et al. 2022 for 40 epochs).
     """
 
     def __init__(self, optimisers: list[torch.optim.Optimizer], settings: FinetuneSettings) -> None:
@@ -45,6 +45,7 @@ class Rates:
         self.base = [[group["lr"] for group in optimiser.param_groups] for optimiser in optimisers]
 
     def set(self, share: float) -> None:
+        """Set the rates for this share of the run."""
         warm = 1.0 if self.settings.warmup == 0 else min(1.0, share / self.settings.warmup + 1e-3)
         if self.settings.schedule == "cosine":
             fall = 0.5 * (1 + math.cos(math.pi * share))

@@ -1,4 +1,4 @@
-"""Weights pulled back to a spectral norm after every step of the optimiser."""
+"""Weights divided down to a spectral norm after every step of the optimiser."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -7,44 +7,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.stiefel import last_layer
 from certcli.lipschitz.numerics.convolution_estimate import Geometry, convolution_estimate
 from certcli.lipschitz.numerics.power import block_norms
-from certcli.system.errors import ArchitectureError, UsageError
-
-PROJECTIONS = ("ball", "spectral")
+from certcli.system.errors import ArchitectureError
 
 
 class WeightProjection:
     """W <- W / max(1, sigma(W) / radius) for "ball", W <- W radius / sigma(W) for "spectral", after each step.
 
-    For linear layers and convolutions but the last layer (exclude_last), biases as they are. sigma is that of the
-    operator: of a convolution with its padding and stride, on the images that it saw in the forward pass before. It is an
-    estimate from below by one power iteration a step, so norms may exceed the radius slightly: what a network certifies
-    is proven afterwards. state() is what `load` needs to go on bit for bit.
+    It changes the weights of linear layers and convolutions except the last layer. sigma is the norm of the operator: for
+    a convolution with its padding and stride, on images of the size that the forward pass before had. One power iteration
+    a step estimates it from below, so norms may exceed the radius slightly; the bound is proven afterwards.
     Source: Gouk et al. 2021, algorithm 2 ("ball"); Miyato et al. 2018, with the operator's own norm ("spectral").
+
+    Raises:
+        ArchitectureError: no layer can be projected, or a convolution's padding has no known norm.
     """
 
-    def __init__(self, net: nn.Module, kind: str, radius: float, exclude_last: bool = True) -> None:
-        if kind not in PROJECTIONS:
-            raise UsageError(f"unknown projection '{kind}'", f"one of: {', '.join(PROJECTIONS)}")
-        if not 0 < radius < float("inf"):
-            raise UsageError(f"the projection needs a finite radius above 0, not {radius}")
-        self.kind, self.radius = kind, radius
+    def __init__(self, net: nn.Module, settings: FinetuneSettings) -> None:
+        self.settings = settings
         self._vectors: dict[str, Tensor] = {}
-        self._matrices: dict[tuple[int, int], list[tuple[str, Tensor]]] = defaultdict(list)
+        self._matrices: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         self._convolutions: dict[str, Any] = {}
         self._sizes: dict[str, tuple[int, ...]] = {}
-        last = last_layer(net) if exclude_last else None
+        last = last_layer(net)
         for path, module in net.named_modules():
             if module is last:
                 continue
             if isinstance(module, nn.Linear):
-                self._matrices[module.out_features, module.in_features].append((path, module.weight))
+                self._matrices[module.out_features, module.in_features].append(module.weight)
             elif isinstance(module, (nn.Conv1d, nn.Conv2d)):
                 self._add_convolution(path, module)
-        self.names = [path for group in self._matrices.values() for path, _ in group] + list(self._convolutions)
-        if not self.names:
+        if not self._matrices and not self._convolutions:
             raise ArchitectureError("there is no linear layer or convolution to project", "drop --project")
 
     def _add_convolution(self, path: str, module: Any) -> None:
@@ -52,7 +48,7 @@ class WeightProjection:
             raise ArchitectureError(f"{path}: a convolution with this padding has no norm to project by")
         if tuple(module.kernel_size) == tuple(module.stride) and not any(module.padding) and module.groups == 1:
             weight = module.weight
-            self._matrices[(weight.shape[0], weight[0].numel())].append((path, weight))
+            self._matrices[(weight.shape[0], weight[0].numel())].append(weight)
             return
         self._convolutions[path] = module
 
@@ -65,10 +61,10 @@ class WeightProjection:
     @torch.no_grad()
     def after_step(self) -> None:
         """Rescale every weight in place."""
-        for shape, members in self._matrices.items():
-            blocks = torch.stack([weight.flatten(1) for _, weight in members])
+        for shape, weights in self._matrices.items():
+            blocks = torch.stack([weight.flatten(1) for weight in weights])
             factors = self._factors(block_norms(blocks, self._vectors, f"{shape[0]}x{shape[1]}"))
-            for (_, weight), factor in zip(members, factors.unbind(), strict=True):
+            for weight, factor in zip(weights, factors.unbind(), strict=True):
                 weight.mul_(factor)
         for path, size in self._sizes.items():
             module = self._convolutions[path]
@@ -78,11 +74,11 @@ class WeightProjection:
             module.weight.mul_(self._factors(norm).to(module.weight))
 
     def _factors(self, norms: Tensor) -> Tensor:
-        scaled = norms / self.radius
-        return 1 / (scaled.clamp_min(1.0) if self.kind == "ball" else scaled.clamp_min(1e-12))
+        scaled = norms / self.settings.project_radius
+        return 1 / scaled.clamp_min(1.0 if self.settings.project == "ball" else 1e-12)
 
     def state(self) -> dict[str, Tensor]:
-        """The singular vectors that the next step starts from."""
+        """Return the singular vectors that the next step starts from."""
         return dict(self._vectors)
 
     def load(self, state: Mapping[str, Tensor]) -> None:

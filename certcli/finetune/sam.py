@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation: the gradient is taken at the worst weights nearby, the step is made where one stands."""
+"""Sharpness-aware minimisation: the gradient comes from the worst weights nearby, and moves the current weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def length_of(parts: Sequence[Tensor]) -> Tensor:
-    """The l2 norm of all of them together: ()."""
+    """Return the l2 norm of all the tensors together: ()."""
     return torch.stack([part.norm() for part in parts]).norm()
 
 
@@ -19,12 +19,13 @@ def climbed(
     adaptive: bool = False,
     length_of: Callable[[Sequence[Tensor]], Tensor] = length_of,
 ) -> Iterator[None]:
-    """w -> w + rho g / |g|_2 inside the block, the very same w after it.
+    """Move w to w + rho g / |g|_2 inside the block, g the parameters' gradients, and back to the same bits after it.
 
-    g: the gradients the parameters hold, |.|_2 over all of them together. adaptive: w + rho w^2 g / |w g|_2, which does
-    not change when a layer is scaled up and the next one down. Orthogonal matrices are moved in the ambient space.
-    length_of: |.|_2 of a list of tensors, where other processes hold more of them.
-    Source: Foret et al. 2021, eq. 2; adaptive: Kwon et al. 2021, eq. 6.
+    Orthogonal matrices move in the ambient space. Source: Foret et al. 2021, eq. 2; adaptive: Kwon et al. 2021, eq. 6.
+
+    Args:
+        adaptive: w + rho w^2 g / |w g|_2, which does not change when a layer is scaled up and the next one down.
+        length_of: the l2 norm of a list of tensors, where other processes hold parts of them.
     """
     held = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters]
     moving = [(parameter, w, gradient) for parameter, w, gradient in held if gradient is not None]

@@ -1,34 +1,33 @@
-"""What a training run is: every number that decides its result, and nothing else."""
+"""The settings of a training run, which are also its options. Importing this file imports no torch."""
 
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, ClassVar
 
-from certcli.finetune.losses import LOSSES, NEEDS_CHAIN
-from certcli.finetune.projections import PROJECTIONS
+from certcli.evaluation.radii import parse_radius
+from certcli.finetune.budget import parse_duration
+from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.system.errors import UsageError
+from certcli.system.options import Option
 from certcli.system.registry import one_of
 
-OPTIMISERS = ("adamw", "sgd", "stiefel")
-SCHEDULES = ("cosine", "steps")
-PRECISIONS = ("float32", "bf16", "fp16")
-ADVERSARIES = ("none", "fgsm", "pgd", "trades")
-NORMS = ("l2", "linf")
 AUGMENTATIONS = ("crop", "flip", "shift")
 CUTOUT = re.compile(r"cutout:([1-9][0-9]?)x([1-9][0-9]{0,4})")
-"""How many squares, and their side in pixels."""
+"""Number of squares, and their side in pixels."""
 BANDS = re.compile(r"bands:([1-9][0-9]{0,3})")
-"""How many columns of cells stay: tokens, where they can be dropped."""
+"""Number of visible columns of cells: of tokens, where these can be dropped."""
 SQUARES = re.compile(r"cutout-(random|greedy):([12])x([1-9][0-9]{0,4})")
-"""How the places are chosen; then as CUTOUT. Four squares could hide a whole image, and a certificate hides two."""
+"""The choice of places; then as CUTOUT. Four squares could hide a whole image, and a certificate hides two."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "optimiser": OPTIMISERS,
-    "schedule": SCHEDULES,
-    "precision": PRECISIONS,
-    "adversarial": ADVERSARIES,
-    "attack_norm": NORMS,
-    "project": PROJECTIONS,
+    "optimiser": ("adamw", "sgd", "stiefel"),
+    "schedule": ("cosine", "steps"),
+    "precision": ("float32", "bf16", "fp16"),
+    "adversarial": ("none", "fgsm", "pgd", "trades"),
+    "attack_norm": ("l2", "linf"),
+    "project": ("ball", "spectral"),
 }
 RANGES: dict[str, tuple[float, float]] = {
     "epsilon": (0.0, 1e6),
@@ -79,67 +78,155 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "validation_limit": (),
     "time_budget": (),
 }
-"""Options that the lineage names only when they are on, each with the options that mean something only beside it."""
+"""Settings that the lineage names only when they are on, each with the settings that have a meaning only then."""
+
+_length = partial(Option, panel="Length of the run")
+_optimiser = partial(Option, panel="Optimiser")
+_augmentation = partial(Option, panel="Augmentation")
+_norms = partial(Option, panel="Norms of the weights")
+_teacher = partial(Option, panel="Teacher")
+_attack = partial(Option, panel="Attacks on training images")
+
+
+def _three_weights(text: str) -> tuple[float, float, float]:
+    """Return the weights of query, key and value from one number or three."""
+    try:
+        weights = [float(part) for part in text.split(",")]
+        query, key, value = weights * 3 if len(weights) == 1 else weights
+    except ValueError as failure:
+        raise UsageError(
+            f"--msvp '{text}' is neither one number nor three", "--msvp 1e-4 or --msvp 1e-4,1e-4,2e-4"
+        ) from failure
+    return query, key, value
 
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """epsilon: pixel l2 radius of the losses that read the bound; it ramps from 20 % (0 for those through a
-    chain) over the first `ramp` of the steps.
+    """Everything that decides the result of a training run; fields without an `Option` come from elsewhere.
 
-    lr: of AdamW / SGD (with `stiefel`: of biases, residual weights and head); stiefel_lr: of the orthogonal matrices.
-    steps: optimiser steps in all, in place of `epochs`. One step reads accumulate x batch_size images. teacher: digest
-    of the teacher's tensors. ard, prm: shares at the start; they fall to 0 over the first `mask_decay` of the steps
-    (0: they stay). time_budget: as typed; what it resolved to stands in `steps` and `validation_limit`.
+    Args:
+        epsilon: rises from 20 % of its value (from 0 for losses through a chain) over the first `ramp` of the steps.
+        optimiser, lr, attack_epsilon: None becomes the default that the option's help states.
+        batch_size: images of one gradient; one step takes `accumulate` gradients.
+        teacher: digest of the teacher's tensors.
+        time_budget: as typed; a planned run holds the result in `steps` and `validation_limit`.
+
+    Raises:
+        UsageError: a value is unknown or out of its range, or two options contradict each other.
     """
 
-    loss: str = "margin"
-    epsilon: float = 0.5
-    epochs: int = 20
-    batch_size: int = 128
-    optimiser: str = "adamw"
-    lr: float = 1e-3
-    stiefel_lr: float = 0.05
-    weight_decay: float = 0.05
-    warmup: float = 0.02
-    ramp: float = 0.3
-    label_smoothing: float = 0.0
-    noise: float = 0.0
-    patience: int | None = None
-    steps: int | None = None
-    accumulate: int = 1
-    schedule: str = "cosine"
-    clip_grad: float | None = None
-    augment: tuple[str, ...] = ()
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mix_probability: float = 1.0
-    msvp: tuple[float, float, float] | None = None
-    project: str | None = None
-    project_radius: float = 1.0
-    sam: float = 0.0
-    adaptive_sam: bool = False
-    ema: float = 0.0
+    panel: ClassVar[str] = "Objective"
+    loss: Annotated[
+        str, Option("ce; certified training: margin, gloro, lmt, emma, trades, hinge-kr; chains: bcp, local-lip.")
+    ] = "margin"
+    epsilon: Annotated[
+        float, Option("Radius to certify, pixel l2: 0.5 or 36/255.", ("--epsilon", "-e"), "R", parse_radius)
+    ] = 0.5
+    ramp: Annotated[float, Option("Share of the steps in which epsilon rises to its value.")] = 0.3
+    label_smoothing: Annotated[float, Option("Label smoothing of the cross entropy.")] = 0.0
+
+    epochs: Annotated[int, _length("Passes over the training images; the schedule ends with them.")] = 40
+    steps: Annotated[int | None, _length("Optimiser steps in all, in place of --epochs.")] = None
+    time_budget: Annotated[
+        str | None, _length("Train as long as fits, the final proof included: 90s, 10m, 1h.", metavar="TIME")
+    ] = None
+    patience: Annotated[int | None, _length("Stop after this many epochs without improvement.")] = None
+
+    optimiser: Annotated[
+        str,
+        _optimiser(
+            "adamw, sgd, or stiefel (matrices kept orthogonal; the default of losses that need a bound).",
+            ("--optimiser", "--optimizer"),
+        ),
+    ] = None  # type: ignore[assignment]
+    lr: Annotated[
+        float,
+        _optimiser("Learning rate. Default: 0.01 with stiefel (biases, residual weights, head), otherwise 0.001."),
+    ] = None  # type: ignore[assignment]
+    stiefel_lr: Annotated[float, _optimiser("Learning rate of the orthogonal matrices.")] = 0.05
+    weight_decay: Annotated[float, _optimiser("Weight decay of adamw and sgd.")] = 0.05
+    schedule: Annotated[
+        str, _optimiser("cosine, or steps (a tenth after 7/8 of the run, a hundredth after 19/20).")
+    ] = "cosine"
+    warmup: Annotated[float, _optimiser("Share of the steps with a rising learning rate.")] = 0.02
+    clip_grad: Annotated[float | None, _optimiser("Largest length of the gradient, all parameters together.")] = None
+    accumulate: Annotated[int, _optimiser("Batches whose gradients make one step.", metavar="N")] = 1
+    precision: Annotated[
+        str, _optimiser("Precision of the network: float32, bf16 or fp16; the bound stays float32.")
+    ] = "float32"
+    checkpointing: Annotated[
+        bool, _optimiser("Recompute activations instead of keeping them.", ("--checkpointing",))
+    ] = False
+    sam: Annotated[float, _optimiser("Radius of sharpness-aware minimisation; 0: none.", metavar="RHO")] = 0.0
+    adaptive_sam: Annotated[bool, _optimiser("Measure RHO relative to each weight's size.", ("--adaptive-sam",))] = (
+        False
+    )
+    ema: Annotated[float, _optimiser("Decay of a moving average of the weights; 0: none.", metavar="DECAY")] = 0.0
+
+    noise: Annotated[float, _augmentation("Standard deviation of Gaussian pixel noise on training images.")] = 0.0
+    augment: Annotated[
+        tuple[str, ...] | None,
+        _augmentation(
+            "Any of crop,flip,shift,cutout:2x128; parts of images: bands:3,cutout-random:2x96,cutout-greedy:2x96.",
+            metavar="LIST",
+            read=lambda text: tuple(name for name in text.split(",") if name) or None,
+        ),
+    ] = None
+    mixup: Annotated[float, _augmentation("Mixup with lambda ~ Beta(A, A); 0: none.")] = 0.0
+    cutmix: Annotated[float, _augmentation("CutMix with lambda ~ Beta(A, A); 0: none.")] = 0.0
+    mix_probability: Annotated[float, _augmentation("Share of the batches that are mixed.")] = 1.0
+
+    msvp: Annotated[
+        tuple[float, float, float] | None,
+        _norms(
+            "Penalty on the spectral norms of query, key and value, per head.",
+            metavar="L|Lq,Lk,Lv",
+            read=_three_weights,
+        ),
+    ] = None
+    project: Annotated[
+        str | None, _norms("After each step bring norms to the radius: ball (larger norms only) or spectral (all).")
+    ] = None
+    project_radius: Annotated[float, _norms("Largest spectral norm that --project leaves.")] = 1.0
+
+    distill_weight: Annotated[float, _teacher("Share of the teacher in the loss.")] = 0.5
+    distill_temperature: Annotated[float, _teacher("Temperature of both answers.")] = 2.0
+
+    adversarial: Annotated[str, _attack("none, fgsm, pgd or trades: train on images attacked on the fly.")] = "none"
+    attack_norm: Annotated[str, _attack("Norm of the training attack: linf or l2.")] = "linf"
+    attack_epsilon: Annotated[
+        float, _attack("Radius of the attack. Default: 8/255 in linf, --epsilon in l2.", metavar="R", read=parse_radius)
+    ] = None  # type: ignore[assignment]
+    attack_steps: Annotated[int, _attack("Steps of pgd and trades.")] = 10
+    attack_step_size: Annotated[
+        float | None,
+        _attack("Size of a step. Default: 2.5 radii over all steps, fgsm 1.25.", metavar="A", read=parse_radius),
+    ] = None
+    trades_beta: Annotated[float, _attack("Weight of the divergence in --adversarial trades.")] = 6.0
+    ard: Annotated[
+        float, _attack("At first, the attack misses the gradient of each attention with probability P.", metavar="P")
+    ] = 0.0
+    prm: Annotated[
+        float, _attack("At first, the attack loses its perturbation on a share P of the patches.", metavar="P")
+    ] = 0.0
+    mask_decay: Annotated[float, _attack("Share of the steps in which --ard and --prm fall to 0; 0: they stay.")] = 0.25
+
+    validation_limit: Annotated[
+        int | None, Option("Validate on a seeded, class-balanced sample.", metavar="N", panel="Images")
+    ] = None
     teacher: str | None = None
-    distill_weight: float = 0.5
-    distill_temperature: float = 2.0
-    precision: str = "float32"
-    checkpointing: bool = False
-    adversarial: str = "none"
-    attack_norm: str = "linf"
-    attack_epsilon: float = 8 / 255
-    attack_steps: int = 10
-    attack_step_size: float | None = None
-    trades_beta: float = 6.0
-    ard: float = 0.0
-    prm: float = 0.0
-    mask_decay: float = 0.25
-    validation_limit: int | None = None
-    time_budget: str | None = None
+    batch_size: int = 128
     seed: int = 0
 
     def __post_init__(self) -> None:
         LOSSES[self.loss]
+        if self.optimiser is None:
+            orthogonal = self.loss in NEEDS_PAIRS and self.project is None
+            object.__setattr__(self, "optimiser", "stiefel" if orthogonal else "adamw")
+        if self.lr is None:
+            object.__setattr__(self, "lr", 0.01 if self.optimiser == "stiefel" else 0.001)
+        if self.attack_epsilon is None:
+            object.__setattr__(self, "attack_epsilon", 8 / 255 if self.attack_norm == "linf" else self.epsilon)
         for name, known in CHOICES.items():
             value = getattr(self, name)
             if value is not None and value not in known:
@@ -152,21 +239,23 @@ class FinetuneSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-        for name in self.augment:
+        for name in self.augment or ():
             if name not in AUGMENTATIONS and not any(kind.fullmatch(name) for kind in (CUTOUT, BANDS, SQUARES)):
                 hint = f"any of: {','.join(AUGMENTATIONS)},cutout:2x128,bands:3,cutout-greedy:2x96"
                 raise UsageError(f"unknown augmentation '{name}'", hint)
         if self.msvp is not None and not all(0 <= weight < math.inf for weight in self.msvp):
             raise UsageError(f"--msvp {self.msvp} holds a number that is not finite and >= 0")
-        self._require_sense()
+        if self.time_budget is not None:
+            parse_duration(self.time_budget)
+        self._require_agreement()
 
     @property
     def hiding(self) -> tuple[str, ...]:
-        """The augmentations that hide a part of each image from the network."""
-        return tuple(name for name in self.augment if BANDS.fullmatch(name) or SQUARES.fullmatch(name))
+        """Return the augmentations that hide a part of each image from the network."""
+        return tuple(name for name in self.augment or () if BANDS.fullmatch(name) or SQUARES.fullmatch(name))
 
-    def _require_sense(self) -> None:
-        """Options that contradict each other."""
+    def _require_agreement(self) -> None:
+        """Raise UsageError for options that contradict each other."""
         if self.hiding and self.loss in NEEDS_CHAIN:
             raise UsageError(f"--loss {self.loss} bounds whole images: not with {self.hiding[0]}", "--loss ce")
         if self.hiding and self.checkpointing:
@@ -183,7 +272,7 @@ class FinetuneSettings:
             raise UsageError("--adaptive-sam needs a radius", "--sam 0.5")
 
     def parameters(self) -> dict[str, object]:
-        """For the lineage: what is on, without the seed, which has its own place there."""
+        """Return what the lineage records: the settings that are on, without the seed, which has its own place there."""
         hidden = {"seed"} | ({"epochs"} if self.steps is not None else set())
         for switch, dependants in SWITCHES.items():
             if getattr(self, switch) == type(self).__dataclass_fields__[switch].default:

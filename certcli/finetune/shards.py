@@ -1,8 +1,8 @@
-"""Weights shared out among processes: each keeps its rows of every weight, of its gradient and of its optimiser state.
+"""Sharded weights: each process keeps its rows of every weight, of its gradient and of its optimiser state.
 
-What a pass needs is gathered block by block and let go again (PyTorch's FSDP2, `fully_shard`). A sharded parameter is a
-DTensor whose rows are dealt as `torch.chunk` deals them; here it is met by `own` (the rows held by this process, sharing
-their memory) and by `Rows` (a copy of them that knows the shape of the whole).
+PyTorch's FSDP2 (`fully_shard`) gathers the weights block by block for a pass, and frees them again. A sharded parameter is
+a DTensor, its rows dealt as `torch.chunk` deals them. `own` gives this process's rows in the same memory, `Rows` is a copy
+of them with the shape of the whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from certcli.system.processes import Team
 
 OPTION = "--shard-weights"
 OPTIMISERS = ("adamw", "sgd")
-"""Those whose step looks at each number of a weight by itself."""
+"""Optimisers whose step treats each number of a weight by itself."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Rows:
 
     @property
     def like(self) -> Tensor:
-        """The whole, without its numbers."""
+        """Return a tensor of the whole's shape and dtype, without memory."""
         return torch.empty(self.shape, dtype=self.rows.dtype, device="meta")
 
 
@@ -42,7 +42,7 @@ Stored = Tensor | Rows
 
 
 def require_shardable(settings: FinetuneSettings, team: Team) -> None:
-    """UsageError for what reads whole matrices: bounds, penalties on norms, projections, Stiefel steps."""
+    """Raise UsageError for settings that read whole matrices: bounds, penalties on norms, projections, Stiefel steps."""
     if not team.several:
         raise UsageError(
             f"{OPTION} shares the weights out among processes, and there is one",
@@ -66,11 +66,14 @@ def require_shardable(settings: FinetuneSettings, team: Team) -> None:
 
 
 def share_out(model: PixelModel, device: torch.device, team: Team, precision: str = "float32") -> None:
-    """Shard every block and what is left beside the blocks; onto `device`, block by block.
+    """Shard every block, then the rest of the network, onto `device`.
 
-    Each process copies its own rows alone: of weights that are mapped from a file no more is read. With bf16 what is
-    gathered are bfloat16 copies, and what is kept, and added up, is float32. Errors: ArchitectureError for a network whose
-    weights cannot be dealt so.
+    Each process reads only its own rows of weights that are mapped from a file. With bf16 the gathered copies are
+    bfloat16; the rows and the sums of gradients stay float32.
+
+    Raises:
+        ArchitectureError: the network's weights cannot be sharded.
+        UsageError: this PyTorch cannot average on the device.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -87,28 +90,28 @@ def share_out(model: PixelModel, device: torch.device, team: Team, precision: st
     policy = MixedPrecisionPolicy()
     if precision == "bf16":  # autocast stays on: it decides in which type each operation runs
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+
+    def without_view(module: nn.Module, inputs: Any, output: Any) -> Any:
+        # an operation in place on a view (Swin's windows) would lose the hook that gathers the block in the backward pass
+        return output.clone() if isinstance(output, Tensor) and output._is_view() else output
+
     for part in [*blocks(model.net), model.net]:
-        part.register_forward_hook(_no_view)
+        part.register_forward_hook(without_view)
         fully_shard(part, mesh=mesh, mp_policy=policy)
     model.normalize.to(device)
     _require_called(model, device, precision)
 
 
-def _no_view(module: nn.Module, given: Any, output: Any) -> Any:
-    """Operations in place on a view would lose what gathers the block again on the way back (windows of Swin)."""
-    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
-
-
 def blocks(net: nn.Module) -> list[nn.Module]:
-    """The members of lists of modules that are no single layers, inner ones first: transformer blocks, stages."""
+    """Return the members of module lists that have modules of their own (transformer blocks, stages), inner ones first."""
     lists = (module for module in net.modules() if isinstance(module, (nn.Sequential, nn.ModuleList)))
-    found = {member: None for group in lists for member in group if next(member.children(), None) is not None}
-    kept = [member for member in found if not isinstance(member, (nn.Sequential, nn.ModuleList))]
-    return [member for member in reversed(kept) if next(member.parameters(), None) is not None]
+    members = {member: None for group in lists for member in group if next(member.children(), None) is not None}
+    whole = [member for member in members if not isinstance(member, (nn.Sequential, nn.ModuleList))]
+    return [member for member in reversed(whole) if next(member.parameters(), None) is not None]
 
 
 def _require_average(team: Team, device: torch.device) -> None:
-    """UsageError where this PyTorch cannot deal averages on such a device, as an older gloo cannot."""
+    """Raise UsageError where this PyTorch cannot deal averages on the device, as an older gloo cannot."""
     given = torch.zeros(team.size, device=device)
     try:
         with warnings.catch_warnings():
@@ -133,14 +136,14 @@ def _require_rows(net: nn.Module) -> None:
 
 
 def _require_called(model: PixelModel, device: torch.device, precision: str) -> None:
-    """ArchitectureError where a block's weights are read past its call, which is when they are gathered."""
+    """Raise ArchitectureError where the network reads a block's weights outside its call: only a call gathers them."""
     weight = next(model.parameters())
     try:
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             model(torch.zeros(1, *model.input_size, dtype=weight.dtype, device=device))
     except (RuntimeError, TypeError, AssertionError) as failure:
         if any(word in f"{type(failure).__name__} {failure}" for word in ("gloo", "NCCL", "Dist")):
-            raise  # another process is gone
+            raise  # another process has ended
         raise ArchitectureError(
             f"{OPTION}: the network does not run with its weights shared out ({one_line(failure)})",
             f"leave {OPTION} out",
@@ -153,12 +156,12 @@ def is_sharded(value: Tensor) -> bool:
 
 
 def own(value: Tensor) -> Tensor:
-    """This process's rows of a sharded tensor, sharing their memory; any other tensor as it is."""
+    """Return this process's rows of a sharded tensor, in the same memory; any other tensor as it is."""
     return value.detach().to_local() if is_sharded(value) else value  # type: ignore[attr-defined]
 
 
 def let_go(net: nn.Module) -> None:
-    """What a pass without gradients gathered and keeps is given back: the next one gathers the weights as they are then."""
+    """Free the weights that a pass without gradients gathered and holds, so that the next pass gathers the new ones."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in net.modules():
@@ -166,14 +169,14 @@ def let_go(net: nn.Module) -> None:
             module.reshard()
 
 
-def kept(value: Tensor) -> Stored:
-    """A copy on the CPU; of a sharded tensor, of this process's rows."""
+def stored_copy(value: Tensor) -> Stored:
+    """Return a copy on the CPU; for a sharded tensor, of this process's rows."""
     copy = own(value).detach().cpu().clone()
     return Rows(copy, value.shape) if is_sharded(value) else copy
 
 
-def kept_of(value: Tensor, stored: Stored, team: Team) -> Stored:
-    """The same of numbers that were stored for `value`, whole or as rows."""
+def stored_as(value: Tensor, stored: Stored, team: Team) -> Stored:
+    """Return `stored`, whole or rows, in the form that `stored_copy(value)` has."""
     if isinstance(stored, Rows) or not is_sharded(value):
         return stored
     return Rows(_rows(stored, team).clone(), value.shape)
@@ -181,7 +184,7 @@ def kept_of(value: Tensor, stored: Stored, team: Team) -> Stored:
 
 @torch.no_grad()
 def put(value: Tensor, stored: Stored, team: Team) -> None:
-    """`value` becomes what is stored for it, whole or as rows. RuntimeError where the shapes differ."""
+    """Copy `stored`, whole or rows, into `value`. RuntimeError where the shapes differ."""
     if stored.shape != value.shape:
         raise RuntimeError(f"{tuple(stored.shape)} is stored where {tuple(value.shape)} is expected")
     here = own(value)
@@ -197,9 +200,10 @@ def _rows(whole: Tensor, team: Team) -> Tensor:
 
 
 def whole(stored: Mapping[str, Stored], team: Team, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """The tensors of which each process stored its rows, one after the other, for the leader; nothing for the others.
+    """Return the whole tensors in the leader, gathered one after the other; an empty dict in the other processes.
 
-    keep: what the leader does with each before the next one comes.
+    Args:
+        keep: applied by the leader to each tensor before the next one comes.
     """
     found: dict[str, Tensor] = {}
     for name, value in stored.items():
@@ -210,7 +214,7 @@ def whole(stored: Mapping[str, Stored], team: Team, keep: Callable[[Tensor], Ten
 
 
 class Shares:
-    """What an optimiser moves in place of sharded parameters: this process's rows as plain tensors, in the same memory."""
+    """This process's rows of sharded parameters, as plain tensors in the same memory, for an optimiser to move."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], team: Team) -> None:
         self.team = team
@@ -222,12 +226,12 @@ class Shares:
             parameter.grad = rows.grad = None
 
     def collect(self) -> None:
-        """Gradients, which the backward pass added up over the processes and dealt, are handed to the rows."""
+        """Give the rows their gradients, which the backward pass averaged over the processes and dealt."""
         for parameter, rows in zip(self.parameters, self.rows, strict=True):
             rows.grad = None if parameter.grad is None else own(parameter.grad)
 
     def length(self, parts: Iterable[Tensor]) -> Tensor:
-        """The l2 norm of tensors of which each process holds rows: ()."""
+        """Return the l2 norm of tensors of which each process holds rows: ()."""
         squares = [part.norm().double() ** 2 for part in parts]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         self.team.add_up([total])
@@ -235,18 +239,18 @@ class Shares:
 
     @torch.no_grad()
     def clip(self, longest: float) -> None:
-        """As torch.nn.utils.clip_grad_norm_, of all rows of all processes."""
+        """Do what torch.nn.utils.clip_grad_norm_ does, over the rows of all processes."""
         gradients = [rows.grad for rows in self.rows if rows.grad is not None]
         factor = (longest / (self.length(gradients) + 1e-6)).clamp_max(1.0)
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
 
     def stored(self, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimiser's state in which every tensor of rows knows the shape of the whole."""
+        """Return the optimiser's state with `Rows` in place of tensors of rows."""
         return self._changed(state, lambda tensor, like: Rows(tensor.detach().cpu(), like.shape))
 
     def own_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """This process's part of an optimiser's state with whole tensors. RuntimeError where it is another network's."""
+        """Return this process's part of an optimiser's state with whole tensors. RuntimeError for another network's."""
 
         def part(tensor: Tensor, like: Tensor) -> Tensor:
             if tensor.shape != like.shape:
@@ -256,7 +260,7 @@ class Shares:
         return self._changed(state, part)
 
     def _changed(self, state: dict[str, Any], change: Callable[[Tensor, Tensor], Any]) -> dict[str, Any]:
-        """The state with each tensor changed that belongs to a weight, given that weight; step counters stay."""
+        """Return the state with change(tensor, weight) for each weight's tensors; step counters stay."""
         entries = {
             index: {
                 name: change(value, self.parameters[index]) if isinstance(value, Tensor) and value.dim() > 0 else value

@@ -1,6 +1,6 @@
-"""The state of a training run on disk: enough to go on bit for bit. safetensors, written atomically, no pickle.
+"""The state of a training run on disk, from which it resumes bit for bit: safetensors, written atomically, no pickle.
 
-Of weights shared out among processes it holds the whole tensors too, so that any number of processes goes on with it.
+Sharded weights are stored as whole tensors, so that any number of processes can resume.
 """
 
 import json
@@ -26,10 +26,13 @@ PLAIN = ("identity", "epoch", "step", "best", "best_epoch", "steps", "validation
 
 @dataclass
 class TrainingState:
-    """identity: digest of the starting function, the settings and the images; a state of another run is refused.
+    """Everything that the next epoch depends on.
 
-    steps, validation_limit: what a time budget was resolved to. parts: tensors of what the options added, by part:
-    the averaged weights, the vectors of penalties and projections, the scale of half-precision gradients.
+    Args:
+        identity: digest of the starting weights, the settings and the images; the state of another run is refused.
+        steps, validation_limit: the plan of a time budget.
+        parts: tensors of optional parts, by name: the averaged weights, the vectors of penalties and projections, the
+            scale of half-precision gradients.
     """
 
     identity: str
@@ -48,9 +51,7 @@ class TrainingState:
 
 
 def save_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
-    """Written by the leader. All processes take part where the state is of weights shared out: whole tensors come together
-    one by one, and go straight into the file.
-    """
+    """Write the state in the leader. Sharded weights need all processes, and go into the file one whole tensor at a time."""
     tensors: dict[str, Stored] = {"generator": state.generator}
     tensors |= {f"net.{name}": value for name, value in state.net.items()}
     tensors |= {f"best.{name}": value for name, value in state.best_net.items()}
@@ -72,36 +73,34 @@ def save_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
     text = json.dumps(
         {**about, "optimisers": structure, "parts": sorted(state.parts)}, sort_keys=True, separators=(",", ":")
     )
-    if any(isinstance(value, Rows) for value in tensors.values()):
-        _write_together(path, tensors, {KEY: text}, team)
-    elif team.leads:
-        write_safetensors(
-            path, {name: value for name, value in tensors.items() if isinstance(value, Tensor)}, {KEY: text}, True
-        )
+    whole = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+    if len(whole) == len(tensors):
+        if team.leads:
+            write_safetensors(path, whole, {KEY: text}, True)
+        return
+    likes = {name: value.like if isinstance(value, Rows) else value for name, value in tensors.items()}
 
-
-def _write_together(path: Path, tensors: Mapping[str, Stored], metadata: dict[str, str], team: Team) -> None:
-    def wholes() -> Iterator[Tensor]:
+    def joined() -> Iterator[Tensor]:
         for name in in_file_order(likes):
             value = tensors[name]
             tensor = team.join(value.rows, value.shape) if isinstance(value, Rows) else value
             yield torch.empty(0) if tensor is None else tensor
 
-    likes = {name: value.like if isinstance(value, Rows) else value for name, value in tensors.items()}
-    coming = wholes()
+    coming = joined()
     try:
         if team.leads:
-            write_one_by_one(path, likes, coming, metadata)
+            write_one_by_one(path, likes, coming, {KEY: text})
         deque(coming, maxlen=0)
     except OutputError:
-        deque(coming, maxlen=0)  # the others are not left waiting
+        deque(coming, maxlen=0)  # so that the other processes do not wait
         raise
 
 
 def load_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
-    """The state at `path`; CheckpointError when it is unreadable or belongs to another run.
+    """Return the state at `path`. CheckpointError when it is unreadable or belongs to another run.
 
-    copy: else its tensors are mapped, for those who take rows of them alone.
+    Args:
+        copy: False: its tensors are mapped from the file, for processes that need only rows of them.
     """
     tensors, metadata = read_tensors(path)
     try:
@@ -125,11 +124,9 @@ def load_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
                 entries.setdefault(int(index) if index.isdecimal() else -1, {})[field_name] = value
         optimisers.append({"state": entries, "param_groups": optimiser.param_groups})
 
-    def of(prefix: str) -> Iterator[tuple[str, Tensor]]:
-        return ((name, value) for name, value in tensors.items() if name.startswith(prefix))
-
     def part(prefix: str) -> dict[str, Tensor]:
-        return {name[len(prefix) :]: value.clone() if copy else value for name, value in of(prefix)}
+        found = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+        return {name: value.clone() for name, value in found.items()} if copy else found
 
     return TrainingState(
         **{name: getattr(about, name) for name in PLAIN},

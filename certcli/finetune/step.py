@@ -1,8 +1,7 @@
-"""One optimiser step: the gradient of one or several batches, made sharp, clipped, applied, projected."""
+"""One optimiser step: the gradient of one or several batches, sharpened, clipped, applied; then the projection."""
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,14 +19,14 @@ from certcli.system.errors import CertvitError
 from certcli.system.processes import ALONE, Team
 
 _APART = 0x9E3779B97F4A7C15
-"""Between the seeds of two processes: far more than there are steps."""
+"""Difference of the seeds of two processes: far more than the number of steps."""
 
 START = 0.2
-"""Of the radius, where the ramp begins. Losses through a chain begin at 0 with cross entropy alone, as published."""
+"""Share of the radius at which the ramp begins. Losses through a chain begin at 0 with cross entropy, as published."""
 
 
 class Diverged(CertvitError):
-    """The loss or the weights became NaN or infinite; the last good weights are kept."""
+    """Raised when the loss or the weights become NaN or infinite; the best weights before that are kept."""
 
     code = 1
 
@@ -38,11 +37,13 @@ class Diverged(CertvitError):
 
 
 class Descent:
-    """Everything between a list of image positions and changed weights.
+    """Change the weights by the gradient of the loss at given images.
 
-    pairs() gives the trainable pair constants; it is called once a gradient, however many batches that gradient has. Of
-    several processes each takes its part of every batch; the gradients are added, and all make the same step.
-    shares: of weights that are shared out among them; each makes the step of its own rows.
+    Each of several processes takes its part of every batch. Their gradients are added, and all make the same step.
+
+    Args:
+        pairs: gives the trainable pair constants; called once a gradient, for all its batches.
+        shares: this process's rows of sharded weights; each process steps its own.
     """
 
     def __init__(
@@ -55,22 +56,32 @@ class Descent:
         team: Team = ALONE,
         shares: Shares | None = None,
     ) -> None:
-        self.model, self.settings, self.objective, self.team = model, settings, objective, team
-        self.shares = shares
+        self.settings, self.objective, self.team, self.shares = settings, objective, team, shares
         self.optimisers, self.pairs = optimisers, pairs
         self.parameters = [p for group in optimisers for part in group.param_groups for p in part["params"]]
         self.scaler = torch.amp.GradScaler("cuda", enabled=settings.precision == "fp16")
-        weights, kind = settings.msvp, settings.project
-        self.penalty = None if weights is None else SpectralPenalty(model.net, weights, per_head=True)
-        self.projection = None if kind is None else WeightProjection(model.net, kind, settings.project_radius)
+        self.penalty = None if settings.msvp is None else SpectralPenalty(model.net, settings.msvp)
+        self.projection = None if settings.project is None else WeightProjection(model.net, settings)
 
     def step(self, train: Images, positions: Tensor, share: float, where: str, number: int) -> float:
-        """The mean loss at these images, whose gradient has then been followed. Diverged when it is not finite."""
-        settings = self.settings
-        with _own_randomness(settings.seed, number, self.objective.device, self.team):
+        """Make step `number` at a share of the training, and return the mean loss before it.
+
+        Dropout draws from global generators. Inside, they depend on seed, step and process alone, so that a run can resume.
+
+        Args:
+            where: names the step in an error.
+
+        Raises:
+            Diverged: the loss is not finite.
+        """
+        settings, device = self.settings, self.objective.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed((settings.seed * 1_000_003 + number + self.team.rank * _APART) % 2**63)
             if self.team.several:  # the run's own generator orders the images, the same in all processes
                 self.objective.generator.manual_seed(torch.initial_seed())
-            epsilon = settings.epsilon * _ramp(settings.ramp, share, 0.0 if settings.loss in NEEDS_CHAIN else START)
+            start = 0.0 if settings.loss in NEEDS_CHAIN else START
+            ramp = 1.0 if settings.ramp == 0 else min(1.0, start + (1 - start) * share / settings.ramp)
+            epsilon = settings.epsilon * ramp
             batches = []
             for part in positions.split(settings.batch_size):
                 own, weight = self._own(part)
@@ -95,18 +106,18 @@ class Descent:
         return loss
 
     def expect(self, train: Images, *steps: Tensor) -> None:
-        """The positions of this step and of those that follow: their files are read meanwhile."""
+        """Let the files of this step's images and of the following steps' be read ahead."""
         parts = [part for positions in steps for part in positions.split(self.settings.batch_size)]
         train.expect([position for part in parts for position in self._own(part)[0].tolist()])
 
     def _own(self, part: Tensor) -> tuple[Tensor, float]:
-        """This process's images of a batch, and their weight in it; of too few images for all each takes all."""
+        """Return this process's images of a batch and their weight in it; where there are too few, all images."""
         size = self.team.size
         own = part.tensor_split(size)[self.team.rank] if len(part) >= size else part
         return own, len(own) / len(part) if len(part) >= size else 1 / size
 
     def _gradient(self, batches: list[tuple[Batch, float]], epsilon: float, where: str) -> float:
-        """Fill every `.grad` with the gradient of the mean over all images of all processes; returns that mean."""
+        """Set every `.grad` to the gradient of the mean loss over all images of all processes, and return that mean."""
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
         if self.shares is not None:
@@ -116,7 +127,7 @@ class Descent:
             if self.penalty is not None:
                 loss = loss + self.penalty()
             return self._backward(loss, where)
-        # the bound's graph is walked once: batches add to the gradient of its value, which is then passed on
+        # walk the bound's graph once: the batches add up the gradient of its value, which then goes through it
         pairs = self.pairs()
         leaf = None if pairs is None else pairs.detach().requires_grad_(True)
         total = 0.0
@@ -125,32 +136,31 @@ class Descent:
             total += self._backward(loss * weight, where)
         if pairs is not None and leaf is not None and leaf.grad is not None:
             pairs.backward(leaf.grad)
-        if self.penalty is not None:  # of the weights alone: each process gives its share of it
+        if self.penalty is not None:  # it reads the weights alone: each process adds its share
             total += self._backward(self.penalty() / self.team.size, where)
-        return self._added(total, where) if self.team.several else total
-
-    def _added(self, loss: float, where: str) -> float:
-        """Gradients and loss added up over the processes; all of them see whether that is finite."""
-        total = torch.tensor(loss, dtype=torch.float64)
+        if not self.team.several:
+            return total
+        added = torch.tensor(total, dtype=torch.float64)
         if self.shares is None:
-            self.team.add_up([total, *(p.grad for p in self.parameters if p.grad is not None)])
+            self.team.add_up([added, *(p.grad for p in self.parameters if p.grad is not None)])
         else:
-            self.team.add_up([total])
+            self.team.add_up([added])
             self.shares.collect()
-        _require_finite(float(total), where)
-        return float(total)
+        _require_finite(float(added), where)  # here, where all processes see it
+        return float(added)
 
     def _backward(self, loss: Tensor, where: str) -> float:
+        """Add the gradient of the loss to every `.grad`, and return the loss."""
         value = float(loss.detach())
         if not self.team.several:
             _require_finite(value, where)
         if self.shares is not None:
-            loss = loss * self.team.size  # what follows takes the mean over the processes
+            loss = loss * self.team.size  # the backward pass takes the mean over the processes
         self.scaler.scale(loss).backward()
         return value
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Vectors of the penalty and the projection, and the scale of half-precision gradients."""
+        """Return the vectors of the penalty and the projection, and the scale of half-precision gradients."""
         parts: dict[str, dict[str, Tensor]] = {}
         if self.penalty is not None:
             parts["penalty"] = self.penalty.state()
@@ -172,17 +182,3 @@ class Descent:
 def _require_finite(loss: float, where: str) -> None:
     if not math.isfinite(loss):
         raise Diverged(f"the loss became {loss} at {where}")
-
-
-def _ramp(ramp: float, share: float, start: float) -> float:
-    return 1.0 if ramp == 0 else min(1.0, start + (1 - start) * share / ramp)
-
-
-@contextlib.contextmanager
-def _own_randomness(seed: int, number: int, device: torch.device, team: Team) -> Iterator[None]:
-    """Dropout draws from global generators: inside the block they depend on seed, step and process alone, so a run can
-    resume.
-    """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed((seed * 1_000_003 + number + team.rank * _APART) % 2**63)
-        yield

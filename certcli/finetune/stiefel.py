@@ -1,16 +1,16 @@
-"""Matrices kept orthogonal while they learn: momentum on the Stiefel manifold, orthogonalised steps, cubic retraction.
+"""Keep matrices orthogonal in training: momentum on the Stiefel manifold, orthogonalised steps, cubic retraction.
 
 W (m, n) with m >= n and W^T W = I (else its transpose). One step:
   tangent projection   M <- M - W sym(W^T M)                        of the momentum M
   orthogonalised step  U = M Q, Q ~ (M^T M)^(-1/2) by four quintic Newton-Schulz steps on the small Gram matrix, and
                        U <- U - W sym(W^T U), for M Q need not be tangent
   retraction           W <- (W - lr U) / sqrt(1 + lr^2), and every `RETRACT_EVERY`th step W <- W (1.5 I - 0.5 W^T W)
-U is tangent with singular values near 1, so (W - lr U)^T (W - lr U) = I + lr^2 U^T U is near (1 + lr^2) I: what the
-division leaves, the next cubic step takes. Coefficients of the quintic: Jordan et al. 2024 (Muon). The cubic step is
-Newton-Schulz's for the polar factor.
+U is tangent with singular values near 1, so (W - lr U)^T (W - lr U) = I + lr^2 U^T U is near (1 + lr^2) I, and the cubic
+step removes the rest. Coefficients of the quintic: Jordan et al. 2024 (Muon). The cubic step is Newton-Schulz's for the
+polar factor.
 
-The products of a direction are made in bfloat16 where that is what the machine multiplies fastest (AMX, tensor cores);
-weights, momentum and every retraction stay in the parameters' own precision, so matrices end as orthogonal as they would.
+The products of a direction are in bfloat16 where the machine multiplies that fastest (AMX, tensor cores). Weights,
+momentum and every retraction keep the parameters' precision, so bfloat16 makes no matrix less orthogonal.
 """
 
 from collections import defaultdict
@@ -28,24 +28,24 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 _QUINTIC_STEPS = 4
 
 RETRACT_EVERY = 8
-"""Steps between two cubic retractions: 0.05 of lr leaves less than 1 % by then, of which the cubic step leaves 1e-4."""
+"""Steps between two cubic retractions: at lr 0.05 the error is below 1 % by then, and 1e-4 after the cubic step."""
 
 STACKED = 1 << 22
-"""Entries of equally shaped matrices that are moved together: more would only cost memory."""
+"""Most entries of equally shaped matrices that move together: more would only cost memory."""
 
 _HALF_WIDTH = 128
-"""From this n on a bfloat16 product is faster than a float32 one on a CPU with AMX, its conversions counted."""
+"""Least n at which a bfloat16 product, conversions included, beats a float32 one on a CPU with AMX."""
 
 
 def polar_factor(weight: Tensor) -> Tensor:
-    """The nearest matrix with orthonormal rows or columns: U V^T of the singular value decomposition."""
+    """Return the nearest matrix with orthonormal rows or columns: U V^T of the singular value decomposition."""
     flat = weight.detach().double().reshape(weight.shape[0], -1)
     left, _, right = torch.linalg.svd(flat, full_matrices=False)
     return (left @ right).reshape(weight.shape).to(weight)
 
 
 def retract(weight: Tensor, steps: int = 1) -> None:
-    """In place: `steps` cubic Newton-Schulz steps towards the polar factor."""
+    """Move the weight by `steps` cubic Newton-Schulz steps towards its polar factor, in place."""
     moved = _side_by_side([weight])
     for _ in range(steps):
         moved = _cubic(moved)
@@ -53,7 +53,7 @@ def retract(weight: Tensor, steps: int = 1) -> None:
 
 
 def orthogonal_parameters(net: nn.Module) -> list[nn.Parameter]:
-    """Weights of the linear layers and patch embeddings, all but the last layer, which stays free."""
+    """Return the weights of the linear layers and patch embeddings, without the last layer, which stays free."""
     last = last_layer(net)
     found = []
     for module in net.modules():
@@ -70,13 +70,13 @@ def orthogonal_parameters(net: nn.Module) -> list[nn.Parameter]:
 
 
 def last_layer(net: nn.Module) -> nn.Module | None:
-    """The classifier, whose rows set the margins."""
+    """Return the classifier, whose rows set the margins."""
     head: Any = getattr(net, "head", None)
     return head.out if isinstance(head, FlatHead) else head
 
 
 def orthogonalise(net: nn.Module) -> None:
-    """Every matrix becomes its polar factor, every centre norm plain centring (constant 1), for good."""
+    """Set every matrix to its polar factor, and fix every centre norm as plain centring (constant 1)."""
     with torch.no_grad():
         for weight in orthogonal_parameters(net):
             weight.copy_(polar_factor(weight))
@@ -87,7 +87,7 @@ def orthogonalise(net: nn.Module) -> None:
 
 
 class StiefelMuon(torch.optim.Optimizer):
-    """The update of the module's docstring for parameters that start orthogonal; equal shapes move as one batch."""
+    """The update of the module docstring, for parameters that start orthogonal; equal shapes move as one batch."""
 
     def __init__(self, parameters: Iterable[Tensor], lr: float, momentum: float = 0.9) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
@@ -107,13 +107,15 @@ class StiefelMuon(torch.optim.Optimizer):
                     self._update(parameters[start : start + together], group["lr"], group["momentum"])
 
     def _update(self, parameters: list[Tensor], lr: float, momentum: float) -> None:
-        """One step of matrices of one shape, side by side: (c, m, n)."""
+        """Step matrices of one shape, stacked: (c, m, n)."""
         states = [self.state[parameter] for parameter in parameters]
         weight = _side_by_side(parameters)
         moment = _side_by_side([parameter.grad for parameter in parameters])  # type: ignore[misc]
         if "momentum" in states[0]:
             moment = torch.add(moment, _side_by_side([state["momentum"] for state in states]), alpha=momentum)
-        fast = _product_dtype(weight)
+        large = weight.device.type != "cpu" or weight.shape[-1] >= _HALF_WIDTH
+        half = large and weight.dtype == torch.float32 and multiplies_bf16(weight.device)
+        fast = torch.bfloat16 if half else weight.dtype
         narrow = weight.to(fast)
         moment = _tangent(narrow, moment)
         step = states[0]["step"] + 1
@@ -122,23 +124,26 @@ class StiefelMuon(torch.optim.Optimizer):
         if step % RETRACT_EVERY == 0:
             weight = _cubic(weight)
         wide = len(parameters[0]) != weight.shape[1]
-        for parameter, state, found, kept in zip(parameters, states, weight, moment, strict=True):
+        for parameter, state, moved_weight, new in zip(parameters, states, weight, moment, strict=True):
             # in the parameter's own layout: products of other layouts may round otherwise after --resume
-            state["step"], state["momentum"] = step, (kept.T if wide else kept).contiguous()
-            parameter.copy_((found.T if wide else found).reshape(parameter.shape))
+            state["step"], state["momentum"] = step, (new.T if wide else new).contiguous()
+            parameter.copy_((moved_weight.T if wide else moved_weight).reshape(parameter.shape))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """ValueError for the state of an earlier version, whose momentum has another layout."""
+        """Load a state. ValueError for that of an earlier version, whose momentum has another layout."""
         if any("momentum_buffer" in state for state in state_dict["state"].values()):
             raise ValueError("it is that of an earlier version of the optimiser")
         super().load_state_dict(state_dict)
 
 
 def direction(tangent: Tensor, fast: torch.dtype) -> Tensor:
-    """T -> T Q with Q ~ (T^T T)^(-1/2), so that singular values come near 1: (c, m, n). fast: dtype of the products.
+    """Return T Q with Q ~ (T^T T)^(-1/2), whose singular values are near 1: (c, m, n).
 
-    The Gram matrix G is scaled by its trace and then by ||G^2||_F^(1/2) >= ||G||_2, a far closer bound of its norm where many
-    singular values are alike: the iteration starts as near to 1 as it can without another product.
+    The Gram matrix G is divided by its trace and then by ||G^2||_F^(1/2) >= ||G||_2, which bounds the norm far more closely
+    where many singular values are alike: the iteration starts near 1 without another product.
+
+    Args:
+        fast: dtype of the products.
     """
     narrow = tangent.to(fast)
     gram = narrow.mT @ narrow
@@ -160,35 +165,28 @@ def direction(tangent: Tensor, fast: torch.dtype) -> Tensor:
     return _times(narrow, whiten)
 
 
-def _product_dtype(weight: Tensor) -> torch.dtype:
-    """bfloat16 where the hardware has products of its own for it and the matrix is large enough, else the weight's own."""
-    large = weight.device.type != "cpu" or weight.shape[-1] >= _HALF_WIDTH
-    half = large and weight.dtype == torch.float32 and multiplies_bf16(weight.device)
-    return torch.bfloat16 if half else weight.dtype
-
-
 def _flat(weight: Tensor) -> Tensor:
     return weight.reshape(weight.shape[0], -1)
 
 
 def _side_by_side(weights: list[Tensor]) -> Tensor:
-    """Tensors of one shape as matrices (c, m, n) with m >= n; a view of a single one, where that can be."""
+    """Return tensors of one shape as matrices (c, m, n) with m >= n; where possible, a view of a single tensor."""
     flats = [_flat(weight) for weight in weights]
     stack = flats[0][None] if len(flats) == 1 else torch.stack(flats)
     return stack if stack.shape[1] >= stack.shape[2] else stack.mT
 
 
 def _tangent(weight: Tensor, given: Tensor) -> Tensor:
-    """X - W sym(W^T X), the products in the precision of W."""
+    """Return X - W sym(W^T X), the products in the precision of W."""
     inner = weight.mT @ given.to(weight)
     return given - _times(weight, (inner + inner.mT) / 2)
 
 
 def _times(tall: Tensor, small: Tensor) -> Tensor:
-    """The product, laid out in memory as `tall` is: entry by entry operations on mixed layouts take five times as long."""
+    """Return the product in the memory layout of `tall`: entrywise operations on mixed layouts take five times as long."""
     return tall @ small if tall.stride(-1) == 1 else (small.mT @ tall.mT).mT
 
 
 def _cubic(tall: Tensor) -> Tensor:
-    """One Newton-Schulz step towards the polar factor: W (1.5 I - 0.5 W^T W)."""
+    """Return W (1.5 I - 0.5 W^T W), one Newton-Schulz step towards the polar factor."""
     return 1.5 * tall - 0.5 * _times(tall, tall.mT @ tall)

@@ -12,9 +12,11 @@ class Option:
     Args:
         names: spellings, where the field's own name is not the only one.
         read: text to value; ValueError says what is wrong with the text.
+        panel: the panel of `--help`, where it is not that of the class.
     """
 
     help: str
     names: tuple[str, ...] = ()
     metavar: str | None = None
     read: Callable[[str], Any] | None = None
+    panel: str | None = None

@@ -1,5 +1,7 @@
 """Adaptation: the closed forms keep what they claim to keep, the plan is what is done, the result is what is recorded."""
 
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from certcli.adapt.families import family_of
 from certcli.adapt.keep import Keeper
 from certcli.adapt.plan import plan
 from certcli.adapt.run import Adapter
-from certcli.adapt.settings import ATTENTIONS, AdaptSettings, settings_for
+from certcli.adapt.settings import ATTENTIONS, AdaptSettings
 from certcli.adapt.start import (
     CenterStart,
     LeastSquares,
@@ -22,15 +24,15 @@ from certcli.adapt.start import (
 )
 from certcli.adapt.streams import AdaptedPart
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.adapt.command import Fitting, Surgery
 from certcli.images import datasets
-from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.network import bound_network, trial_upper
 from certcli.models import build
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.errors import ArchitectureError, DataError, UsageError
 
 CPU = torch.device("cpu")
+CERTIFY = AdaptSettings("certify")
 
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "deit-distilled": (
@@ -80,6 +82,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 """Families that `--goal keep` serves and whose attentions are not replaced: (name, arguments)."""
 
 
+@cache
 def make(name: str) -> Checkpoint:
     """Random weights, larger than those that timm starts from: the identity would be too easy to adapt."""
     arch, arguments = (SMALL | OTHERS)[name]
@@ -128,24 +131,32 @@ def logit_error(adapted: Checkpoint, original: Checkpoint, images: Tensor) -> fl
 
 def test_reparametrisations_keep_the_function(plain: Checkpoint, images: Tensor) -> None:
     """Weighted residuals start at a = 1, and a flat linear head copies pooling: nothing may change but rounding."""
-    settings = AdaptSettings("keep", "keep", "weighted", "keep", head=(), epochs=-1)
+    settings = AdaptSettings(norm="keep", residual="weighted", head=(), epochs=-1)
     _, surgery_only = run(plain, settings, images)
-    fitted = AdaptSettings("keep", "keep", "weighted", "keep", head=(), epochs=0)
+    fitted = AdaptSettings(norm="keep", residual="weighted", head=(), epochs=0)
     _, result = run(plain, fitted, images)
     for found in (surgery_only, result):
         assert torch.allclose(logits(found, images), logits(plain, images), atol=1e-3)
     assert surgery_only.tensors.keys() == result.tensors.keys()
 
 
+def error_of(adapter: Adapter, images: Tensor) -> float:
+    """Return the relative logit error of the new network as it is now."""
+    with torch.no_grad():
+        found, goal = adapter.student(images), adapter.teacher(images)
+    return float((found - goal).norm() / goal.norm())
+
+
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("residual", ["convex", "weighted", "keep"])
 def test_every_family_keeps_its_function_under_other_residuals(name: str, residual: str) -> None:
     """Only rounding, and for convex residuals LayerNorm's eps on a stream of half the size, may change anything."""
-    original = make(name)
-    images = pixels(original)
-    for epochs in (-1, 0):
-        _, result = run(original, AdaptSettings("dp", "keep", residual, epochs=epochs), images)
-        assert logit_error(result, original, images) < (1e-2 if residual == "convex" else 1e-4)
+    images = pixels(make(name))
+    adapter = Adapter(make(name), AdaptSettings(norm="keep", residual=residual, epochs=0), images, CPU)
+    limit = 1e-2 if residual == "convex" else 1e-4
+    assert error_of(adapter, images) < limit  # after surgery alone
+    list(adapter.run())
+    assert error_of(adapter, images) < limit
 
 
 @pytest.mark.parametrize("name", [*SMALL, *OTHERS])
@@ -153,10 +164,9 @@ def test_every_family_keeps_its_answers_under_the_goal_keep(name: str) -> None:
     """A finite bound, a smaller one, and the same function on the images whose deviations were seen."""
     original = make(name)
     images = pixels(original, 5)
-    records, result = run(original, settings_for("keep"), images)
-    before, after = (bound_network(build.load(each), each.record.input.size, 5).upper for each in (original, result))
-    assert after.finite
-    assert after < before
+    records, result = run(original, AdaptSettings(), images)
+    size = original.record.input.size
+    assert bound_network(build.load(result), size, 5).upper < trial_upper(build.load(original), size)
     assert {item.path for item in result.record.surgery} == {record.path for record in records}
     assert {item.kind for item in result.record.surgery} == {"floor-norm"}
     floors = [float(value) for key, value in result.tensors.items() if key.endswith("floor")]
@@ -169,7 +179,7 @@ def test_every_family_keeps_its_answers_under_the_goal_keep(name: str) -> None:
 def test_what_cannot_be_replaced_is_said_in_a_line(name: str) -> None:
     """Which network, which attention, where; and what serves it."""
     with pytest.raises(ArchitectureError) as refusal:
-        plan(make(name), settings_for("certify"))
+        plan(make(name), CERTIFY)
     assert "it does not know how the blocks of" in refusal.value.message
     assert "\n" not in refusal.value.message
     assert "--goal keep" in refusal.value.hint
@@ -178,7 +188,7 @@ def test_what_cannot_be_replaced_is_said_in_a_line(name: str) -> None:
 @pytest.mark.parametrize("name", ["levit_128s", "certvit_4c3f"])
 def test_a_network_without_layernorms_has_nothing_to_keep(name: str) -> None:
     with pytest.raises(ArchitectureError, match="no LayerNorm over the last dimension"):
-        plan(_ready_made(name), settings_for("keep"))
+        plan(_ready_made(name), AdaptSettings())
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -186,20 +196,25 @@ def test_a_network_without_layernorms_has_nothing_to_keep(name: str) -> None:
 def test_every_family_becomes_lipschitz(name: str, norm: str) -> None:
     """A finite bound, closer to the old function than surgery alone, the plan carried out."""
     original = make(name)
-    images = pixels(original)
-    settings = AdaptSettings("l2", norm, epochs=0, batch_size=10)
-    records, result = run(original, settings, images)
-    _, surgery = run(original, AdaptSettings("l2", norm, epochs=-1), images)
-    found = bound_network(build.load(result), result.record.input.size, 5)
-    assert found.upper.finite, found.bound.why
-    assert logit_error(result, original, images) < 0.7 * logit_error(surgery, original, images)
+    images, settings = pixels(original), AdaptSettings("certify", norm=norm, epochs=0, batch_size=10)
+    adapter = Adapter(original, settings, images, CPU)
+    surgery_alone = error_of(adapter, images)
+    records = list(adapter.run())
+    result = adapter.result()  # which folds norms
+    fitted = error_of(adapter, images)
+    assert fitted < 0.7 * surgery_alone
     assert {item.path for item in plan(original, settings)} == {item.path for item in result.record.surgery}
-    assert all(record.error < 1 for record in records)  # 1 is what no output at all would have
+    assert all(record.error < 1 for record in records)  # 1 is the error of an output of zeros
+    model = build.load(result)
+    with torch.no_grad():
+        assert torch.allclose(model(images), adapter.student(images), rtol=1e-3, atol=1e-3)
+    found = bound_network(model, result.record.input.size, 5)
+    assert found.upper.finite, found.bound.why
 
 
 def test_a_floor_that_is_given_is_the_floor() -> None:
     original = make("deit3")
-    _, result = run(original, AdaptSettings("keep", "floor", "keep", epochs=0, norm_floor=0.25), pixels(original))
+    _, result = run(original, AdaptSettings(epochs=0, norm_floor=0.25), pixels(original))
     floors = [float(value) for name, value in result.tensors.items() if name.endswith(".floor")]
     assert floors
     assert set(floors) == {0.25}
@@ -297,13 +312,21 @@ def test_centre_norm_start_beats_every_other_gain() -> None:
             norm.weight /= scale
 
 
-@pytest.mark.parametrize("norm", ["center", "floor", "keep"])
-@pytest.mark.parametrize("residual", ["convex", "weighted", "keep"])
-@pytest.mark.parametrize("head", [None, (), (16, 16)])
+HEADS: tuple[tuple[int, ...] | None, ...] = (None, (), (16, 16))
+PAIRS = [
+    (norm, residual, HEADS[(row + column) % 3])
+    for (row, norm), (column, residual) in product(
+        enumerate(("center", "floor", "keep")), enumerate(("convex", "weighted", "keep"))
+    )
+]
+"""Norm, residual, head: every pair of values of two of them."""
+
+
+@pytest.mark.parametrize(("norm", "residual", "head"), PAIRS)
 def test_every_combination_runs_and_is_bounded(
     plain: Checkpoint, images: Tensor, norm: str, residual: str, head: tuple[int, ...] | None
 ) -> None:
-    settings = AdaptSettings("l2", norm, residual, "maxmin", head, epochs=0)
+    settings = AdaptSettings("certify", norm=norm, residual=residual, activation="maxmin", head=head, epochs=0)
     parts, result = run(plain, settings, images[:64])
     assert any(part.path == "blocks.0" for part in parts)
     model = build.load(result)
@@ -317,15 +340,14 @@ def test_every_combination_runs_and_is_bounded(
 @pytest.mark.parametrize("attention", [name for name, kind in ATTENTIONS.items() if kind is not None])
 def test_every_attention_is_fitted(plain: Checkpoint, images: Tensor, attention: str) -> None:
     """Fitting on images leaves less error than surgery alone."""
-    errors = []
-    for epochs in (-1, 1):
-        _, result = run(plain, AdaptSettings(attention, "keep", "keep", epochs=epochs, distill=0), images)
-        errors.append(logit_error(result, plain, images))
-    assert errors[1] < errors[0]
+    adapter = Adapter(plain, AdaptSettings(attention=attention, norm="keep", epochs=1, distill=0), images, CPU)
+    surgery_alone = error_of(adapter, images)
+    list(adapter.run())
+    assert error_of(adapter, images) < surgery_alone
 
 
 def test_the_same_seed_gives_the_same_bytes(plain: Checkpoint, images: Tensor) -> None:
-    settings = AdaptSettings(head=(16,), epochs=1, distill=1)
+    settings = AdaptSettings("certify", head=(16,), epochs=1, distill=1)
     assert run(plain, settings, images[:64])[1].digest == run(plain, settings, images[:64])[1].digest
 
 
@@ -347,15 +369,15 @@ def _ready_made(arch: str, **arguments: Any) -> Checkpoint:
 )
 def test_what_is_not_known_is_refused_by_name(arch: str, arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ArchitectureError, match=named):
-        plan(_ready_made(arch, **arguments), AdaptSettings())
+        plan(_ready_made(arch, **arguments), CERTIFY)
 
 
 def test_refusals(plain: Checkpoint, images: Tensor) -> None:
-    _, adapted = run(plain, AdaptSettings(epochs=-1), images[:8])
+    _, adapted = run(plain, AdaptSettings("certify", epochs=-1), images[:8])
     with pytest.raises(ArchitectureError, match="adapted network"):
-        plan(adapted, AdaptSettings())
+        plan(adapted, CERTIFY)
     with pytest.raises(DataError, match="calibration image"):
-        Adapter(plain, AdaptSettings(), images[:0], CPU)
+        Adapter(plain, CERTIFY, images[:0], CPU)
     for wrong in (
         {"attention": "magic"},
         {"norm": "magic"},
@@ -366,16 +388,19 @@ def test_refusals(plain: Checkpoint, images: Tensor) -> None:
         {"norm": "floor", "norm_floor": -1.0},
     ):
         with pytest.raises(UsageError):
-            AdaptSettings(**wrong)  # type: ignore[arg-type]
+            AdaptSettings(**{"goal": "certify", **wrong})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "surgery", [{"head": "flat"}, {"activation": "relu"}, {"attention": "l2"}, {"norm_floor": 0.5}]
+    "named", [{"head": ()}, {"activation": "relu"}, {"attention": "l2"}, {"norm_floor": 0.5}, {"epochs": 0}], ids=str
 )
-def test_a_named_part_is_refitted_under_the_goal_keep(surgery: dict[str, Any]) -> None:
-    alone, named = (Surgery(**parts).settings(Fitting(), 64, 0) for parts in ({}, surgery))
+def test_a_named_part_is_refitted_under_the_goal_keep(named: dict[str, Any]) -> None:
+    alone, chosen = AdaptSettings(), AdaptSettings(**named)
     assert (alone.refit, alone.epochs) == (False, 0)
-    assert (named.refit, named.epochs) == (True, 3)
+    assert (chosen.refit, chosen.epochs) == (True, named.get("epochs", 3))
+    for wrong in ({**named, "keep": 0.9}, {"distill": 3}, {"keep": 0.0}):
+        with pytest.raises(UsageError):
+            AdaptSettings(**wrong)
 
 
 def test_a_family_runs_as_its_network_does() -> None:

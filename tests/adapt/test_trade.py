@@ -9,9 +9,9 @@ import torch
 from msgspec import to_builtins
 
 from certcli.adapt import trials
-from certcli.adapt.candidates import FLOOR, Option
+from certcli.adapt.candidates import FLOOR, Candidate
 from certcli.adapt.keep import Keeper
-from certcli.adapt.settings import settings_for
+from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.trials import Trials, hull
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.fidelity import ReferenceLogits
@@ -26,8 +26,8 @@ from tests.helpers.commands import attempt
 CPU = torch.device("cpu")
 
 
-def option(digits: float, error: float) -> Option:
-    return Option("a", FLOOR, "", digits, lambda: None, error)
+def candidate(digits: float, error: float) -> Candidate:
+    return Candidate("a", FLOOR, "", digits, lambda: None, error)
 
 
 def test_a_part_is_moved_on_at_a_rising_price() -> None:
@@ -35,16 +35,16 @@ def test_a_part_is_moved_on_at_a_rising_price() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         draws = torch.rand(6, 2, generator=generator).tolist()
-        options = [option(digits - 0.2, error) for digits, error in draws]
-        moves = hull(options)
+        candidates = [candidate(digits - 0.2, error) for digits, error in draws]
+        moves = hull(candidates)
         prices = [move.cost / move.digits for move in moves]
         assert prices == sorted(prices)
         digits = cost = 0.0
         for move in moves:
             digits, cost = digits + move.digits, cost + move.cost
-            assert digits == pytest.approx(move.option.digits)
-            assert cost >= move.option.error**2 * (1 - 1e-12)
-        assert digits == pytest.approx(max([0.0, *(each.digits for each in options)]))
+            assert digits == pytest.approx(move.candidate.digits)
+            assert cost >= move.candidate.error**2 * (1 - 1e-12)
+        assert digits == pytest.approx(max([0.0, *(each.digits for each in candidates)]))
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def split(plain: Checkpoint) -> Any:
 @pytest.mark.parametrize("keep", [0.97, 0.85])
 def test_more_is_changed_as_far_as_enough_is_kept(plain: Checkpoint, split: Any, keep: float) -> None:
     learnt, choosing = split
-    keeper = Keeper(plain, settings_for("keep"), learnt.tensors()[0], CPU)
-    keeper.choose_by(ReferenceLogits(keeper.teacher, choosing), keep)
+    keeper = Keeper(plain, AdaptSettings(keep=keep), learnt.tensors()[0], CPU)
+    keeper.choose_by(ReferenceLogits(keeper.teacher, choosing))
     list(keeper.run())
     rungs = keeper.trade.rungs
     taken = next(rung for rung in rungs if rung.taken)
@@ -80,7 +80,7 @@ def test_more_is_changed_as_far_as_enough_is_kept(plain: Checkpoint, split: Any,
 
 def test_trials_leave_the_network_as_it_was(plain: Checkpoint, split: Any) -> None:
     """Whatever is tried is taken back: after all trials every tensor is what it was."""
-    keeper = Keeper(plain, settings_for("keep"), split[0].tensors()[0], CPU)
+    keeper = Keeper(plain, AdaptSettings(), split[0].tensors()[0], CPU)
     list(keeper.run())
     before = {name: value.clone() for name, value in keeper.student.net.state_dict().items()}
     tried = Trials(keeper.student, keeper.images, 50)
@@ -97,8 +97,8 @@ def test_without_a_bound_nothing_is_traded(
     """No digits can be gained: the floors are all, and the record says None, which JSON can hold."""
     monkeypatch.setattr(trials, "trial_upper", lambda *_: INF)
     learnt, choosing = split
-    keeper = Keeper(plain, settings_for("keep"), learnt.tensors()[0], CPU)
-    keeper.choose_by(ReferenceLogits(keeper.teacher, choosing), 0.5)
+    keeper = Keeper(plain, AdaptSettings(keep=0.5), learnt.tensors()[0], CPU)
+    keeper.choose_by(ReferenceLogits(keeper.teacher, choosing))
     list(keeper.run())
     (rung,) = keeper.trade.rungs
     assert (rung.changes, rung.log10_upper, rung.taken) == (0, None, True)
@@ -107,7 +107,7 @@ def test_without_a_bound_nothing_is_traded(
 
 def test_the_command_shows_the_trade_and_records_it(workshop: Path, tmp_path: Path) -> None:
     output = tmp_path / "kept.safetensors"
-    words = ["adapt", str(workshop / "plain.safetensors"), "--dataset", "digits", "--limit", "200", "-o", str(output)]
+    words = ["adapt", str(workshop / "plain.safetensors"), "--dataset", "digits", "--limit", "100", "-o", str(output)]
     done = attempt(*words, "--json", "--quiet")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
@@ -120,7 +120,7 @@ def test_the_command_shows_the_trade_and_records_it(workshop: Path, tmp_path: Pa
     named = attempt(*words, "--norm-floor", "0.5", "--epochs", "-1", "--force", "--json", "--quiet")
     assert "trade" not in json.loads(named.stdout)
     adapted = Checkpoint.read(output).record.lineage[-1]
-    assert adapted.parameters["calibration_images"] == 160  # none of those that would choose is lost
+    assert adapted.parameters["calibration_images"] == 80  # none of those that would choose is lost
     for share, command in (("0", []), ("0.9", ["--goal", "certify"]), ("0.9", ["--attention", "l2"])):
         refused = attempt(*words, "--force", "--keep", share, *command)
         assert isinstance(refused.exception, UsageError)

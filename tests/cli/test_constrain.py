@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.constrain.network import LayerCalibration, constrain_to, network_upper, write
-from certcli.constrain.options import Options
-from certcli.constrain.statistics import collect
+from certcli.constrain.settings import ConstrainSettings
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models import build
 from certcli.system.errors import CertvitError, DataError
 from tests.helpers.commands import attempt, certvit, document, typed
-from tests.helpers.constrain_layers import constrainable
+from tests.helpers.constrain_layers import collect, constrainable
 
 IMAGES = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -48,7 +47,7 @@ def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.M
     for hook in hooks:
         hook.remove()
     calibration = LayerCalibration(swin, paths, [IMAGES[:3], IMAGES[3:]])
-    results = list(constrain_to(calibration, Options()))
+    results = list(constrain_to(calibration, ConstrainSettings()))
     assert [result.path for result in results] == paths
     before = network_upper(swin, (3, 32, 32), 5)
     for result in results:

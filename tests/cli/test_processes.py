@@ -18,7 +18,7 @@ from certcli.audit.clock import StageTime
 from certcli.audit.shared_stages import together as in_turns
 from certcli.checkpoint.file import Checkpoint, read_tensors
 from certcli.cli import main
-from certcli.cli.finetune.run import Training
+from certcli.cli.shared.output import Sink
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import DataError, Interrupted, UsageError
 from certcli.system.processes import ALONE, Ended, Team
@@ -185,11 +185,11 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
             ["FAIL", *CERTIFY, "--records", "failed.jsonl", "-q", "--json"],
         ]
         (two / "plan.json").write_text(json.dumps(plan))
-        say = Training._say
-        patch.setattr(Training, "_say", interrupt)
+        record = Sink.record
+        patch.setattr(Sink, "record", interrupt)
         assert isinstance(attempt(*FINETUNE, "-o", "resumed.safetensors").exception, Interrupted)
         assert isinstance(attempt(*SHARDED).exception, Interrupted)
-        patch.setattr(Training, "_say", say)
+        patch.setattr(Sink, "record", record)
         for name in ("resumed", "shared"):
             shutil.copy(f"{name}.state.safetensors", two)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

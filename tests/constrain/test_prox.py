@@ -27,7 +27,7 @@ MATRICES = {
 }
 
 
-@pytest.mark.parametrize("strength", [1e-3, 0.3, 2.0, 50.0])
+@pytest.mark.parametrize("strength", [1e-3, 0.3, 50.0])
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
 @pytest.mark.parametrize("name", PENALTIES.names())
 def test_prox_is_the_minimiser(name: str, matrix: Tensor, strength: float) -> None:

@@ -9,9 +9,19 @@ from torch import Tensor, nn
 
 from certcli.constrain import network
 from certcli.constrain.network import LayerCalibration, room_for
-from certcli.constrain.statistics import collect, collect_in_passes, passes_within
+from certcli.constrain.statistics import passes_within
 from certcli.system.errors import DataError, UsageError
-from tests.helpers.constrain_layers import IMAGES, PATHS, ROUNDING, Net, constrain, constrainable, gaussian, small_net
+from tests.helpers.constrain_layers import (
+    IMAGES,
+    PATHS,
+    ROUNDING,
+    Net,
+    collect,
+    constrain,
+    constrainable,
+    gaussian,
+    small_net,
+)
 
 # Statistics
 
@@ -87,13 +97,13 @@ def test_who_runs_the_held_out_images_anyway_gathers_their_statistics(net: Net) 
     def calibration(**options: Any) -> LayerCalibration:
         return LayerCalibration(net, PATHS, IMAGES.split(4), IMAGES[:6].split(3), sample=3, **options)
 
-    apart = {layer.path: layer for layer in calibration().layers()}
+    apart = {layer.path: layer for part in calibration().parts() for layer in part}
     handle = net.register_forward_hook(counted)
     shared = calibration()
     with shared.watching(), torch.inference_mode():
         for batch in IMAGES[:6].split(3):
             net(batch)
-    together = {layer.path: layer for layer in shared.layers()}
+    together = {layer.path: layer for part in shared.parts() for layer in part}
     assert calls == 2 + 3  # the held-out images once, the others once
     assert list(apart) == list(together)
     for path, layer in apart.items():
@@ -106,7 +116,7 @@ def test_who_runs_the_held_out_images_anyway_gathers_their_statistics(net: Net) 
     limited = calibration(memory_limit_bytes=2**20)
     with limited.watching():
         pass
-    assert all(layer.held_out is not None for layer in limited.layers())
+    assert all(layer.held_out is not None for part in limited.parts() for layer in part)
     handle.remove()
 
 
@@ -115,16 +125,9 @@ def test_a_memory_limit_splits_the_work_and_changes_nothing(net: Net) -> None:
     limit = 8 * 16 * 16  # fc2's own statistics
     assert passes_within(net, called, memory_limit_bytes=limit) == [["embed"], ["fc1"], ["fc2"], ["head"]]
     whole = collect(net, IMAGES.split(3), PATHS)
-    for parts in (
-        collect(net, lambda: iter(IMAGES.split(3)), PATHS, memory_limit_bytes=limit),
-        {
-            key: value
-            for part in collect_in_passes(net, IMAGES.split(3), PATHS, memory_limit_bytes=limit)
-            for key, value in part.items()
-        },
-    ):
-        assert list(parts) == list(whole)
-        assert all(torch.equal(parts[path].grams, whole[path].grams) for path in whole)
+    parts = collect(net, lambda: iter(IMAGES.split(3)), PATHS, memory_limit_bytes=limit)
+    assert list(parts) == list(whole)
+    assert all(torch.equal(parts[path].grams, whole[path].grams) for path in whole)
 
 
 def test_statistics_that_do_not_fit_are_made_in_passes(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from itertools import pairwise, product
 
 import pytest
@@ -9,13 +10,12 @@ import torch
 from torch import nn
 
 from certcli.constrain.network import LayerCalibration, budget, curves, meet_target, network_upper
-from certcli.constrain.options import Options
 from certcli.constrain.parallel import LayerResult
-from certcli.constrain.statistics import collect
-from certcli.constrain.targets import CURVE_GAP, OutOfReach, Point, allocate, log10_product, pareto
+from certcli.constrain.settings import ConstrainSettings
+from certcli.constrain.targets import CURVE_GAP, OutOfReach, Point, allocate, pareto
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.system.errors import UsageError
-from tests.helpers.constrain_layers import IMAGES, PATHS, constrain, layer, small_net
+from tests.helpers.constrain_layers import IMAGES, PATHS, collect, constrain, layer, small_net
 
 # Targets
 
@@ -26,9 +26,13 @@ CURVES = {
 }
 
 
-@pytest.mark.parametrize("target", [40.0, 36.0, 30.0, 20.0, 10.0, 3.0, 2.001])
+def log10_product(norms: Mapping[str, float]) -> float:
+    return math.log10(math.prod(norms.values()))
+
+
+@pytest.mark.parametrize("target", [40.0, 36.0, 30.0, 10.0, 2.001])
 def test_a_target_is_met_at_the_least_error(target: float) -> None:
-    chosen = allocate(CURVES, target)
+    chosen = allocate(CURVES, target, log10_product)
     reached = log10_product({path: point.norm for path, point in chosen.items()})
     assert reached <= math.log10(target)
     if target < 36:
@@ -46,9 +50,9 @@ def test_a_target_under_another_bound_and_one_out_of_reach() -> None:
     chosen = allocate(CURVES, 40.0, residual)  # type: ignore[arg-type]
     assert math.prod(1 + point.norm for point in chosen.values()) == pytest.approx(40.0, rel=1e-4)
     with pytest.raises(OutOfReach, match=r"the least is 10\^0.30, at an output error of up to 60 %"):
-        allocate(CURVES, 1.9)
+        allocate(CURVES, 1.9, log10_product)
     with pytest.raises(UsageError, match="positive"):
-        allocate(CURVES, 0.0)
+        allocate(CURVES, 0.0, log10_product)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -56,7 +60,7 @@ def test_a_target_under_another_bound_and_one_out_of_reach() -> None:
 def test_a_curve_promises_what_its_layer_keeps(name: str, groups: int) -> None:
     """Warm starts and a wider gap cost at most that gap, and never promise less than the layer reaches."""
     statistics, _ = layer(groups=groups)
-    curve = pareto(statistics, Options(name, iterations=1000), (0.05, 0.2, 0.6))
+    curve = pareto(statistics, ConstrainSettings(name, iterations=1000), (0.05, 0.2, 0.6))
     assert [point.error for point in curve] == [0.0, 0.05, 0.2, 0.6]
     assert curve[0].norm == spectral_norm(statistics.weight)
     for point in curve[1:]:
@@ -68,11 +72,11 @@ def test_a_curve_promises_what_its_layer_keeps(name: str, groups: int) -> None:
 
 def test_layers_run_at_their_share_meet_the_target() -> None:
     statistics = collect(small_net(), IMAGES.split(4), PATHS)
-    curves = {path: pareto(one, Options(), (0.02, 0.1, 0.3, 0.7)) for path, one in statistics.items()}
+    curves = {path: pareto(one, ConstrainSettings(), (0.02, 0.1, 0.3, 0.7)) for path, one in statistics.items()}
     for curve in curves.values():
         assert all(first.norm > last.norm and first.error < last.error for first, last in pairwise(curve))
     whole = math.prod(curve[0].norm for curve in curves.values())
-    chosen = allocate(curves, whole / 10)
+    chosen = allocate(curves, whole / 10, log10_product)
     etas = {path: point.error for path, point in chosen.items() if point.error > 0}
     norms = {path: curve[0].norm for path, curve in curves.items()}
     norms |= {path: constrain(statistics[path], eta=eta).after for path, eta in etas.items()}
@@ -92,7 +96,7 @@ def chain() -> nn.Sequential:
 def search(model: nn.Module, target: float) -> list[LayerResult]:
     images = torch.rand(60, 1, 4, 4, generator=torch.Generator().manual_seed(1))
     calibration = LayerCalibration(model, ["1", "3"], images.split(20))
-    options = Options()
+    options = ConstrainSettings()
     return meet_target(calibration, (1, 4, 4), 3, dict(curves(calibration, options)), target, options)
 
 
@@ -105,7 +109,7 @@ def test_a_target_of_a_network_holds_for_its_proven_bound() -> None:
         assert torch.equal(model.get_submodule(result.path).weight, result.weight)
 
 
-@pytest.mark.parametrize("optimistic", [1.0, 1e-3, 1e-9], ids=["at once", "after a trial", "after several"])
+@pytest.mark.parametrize("optimistic", [1.0, 1e-9], ids=["at once", "after several"])
 def test_a_target_out_of_reach_names_the_least_proven_bound(optimistic: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the search believes in it at first: scaled layers promise more than constrained ones keep."""
     model = chain()

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.constrain.statistics import collect
 from certcli.constrain.trunk import BEFORE, Trunk
+from tests.helpers.constrain_layers import collect
 
 WIDTH, BLOCKS = 8, 6
 IMAGES = torch.randn(10, WIDTH, generator=torch.Generator().manual_seed(3))

@@ -15,7 +15,7 @@ from certcli.cli.shared.fidelity import show
 from certcli.cli.shared.output import Sink
 from certcli.constrain import keep
 from certcli.constrain.network import LayerCalibration
-from certcli.constrain.options import Options
+from certcli.constrain.settings import ConstrainSettings
 from certcli.evaluation import fidelity
 from certcli.evaluation.fidelity import ERROR_SHARE, Fidelity, ReferenceLogits, known_labels
 from certcli.images import datasets
@@ -145,7 +145,7 @@ def test_what_is_written_keeps_enough_whatever_trials_said(share: float, monkeyp
     calibration = LayerCalibration(net, PATHS, IMAGES.split(4))
     originals = {path: net.get_submodule(path).weight.detach().clone() for path in PATHS}
     monkeypatch.setattr(keep, "try_at", lambda *_: iter(originals.items()))
-    found = keep.constrain_keeping(calibration, Options(ridge=0.3), share, judges)
+    found = keep.constrain_keeping(calibration, ConstrainSettings(ridge=0.3), share, judges)
     assert found.fidelity == judges.compare(judges.logits(net))
     assert found.fidelity.agreement >= share
     if not found.results:

@@ -91,13 +91,13 @@ def watched_hooks(model: nn.Module) -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["fgsm", "pgd", "trades"])
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 @pytest.mark.parametrize("masks", [{}, {"ard": 0.7, "prm": 0.5}], ids=["", "masked"])
-def test_attacked_images_stay_in_the_ball_and_cost_more(kind: str, norm: str, masks: dict, plain: Checkpoint) -> None:
+def test_attacked_images_stay_in_the_ball_and_cost_more(kind: str, norm: str, masks: dict, tiny: Checkpoint) -> None:
     radius = 0.5 if norm == "l2" else 0.1
     settings = FinetuneSettings(
         loss="ce", adversarial=kind, attack_norm=norm, attack_epsilon=radius, attack_steps=5, **masks
     )
-    model = build.load(plain).train()
-    images, labels = datasets.load("digits", plain.record.input, "train").limit(60).tensors()
+    model = build.load(tiny).train()
+    images, labels = datasets.load("digits", tiny.record.input, "train").limit(60).tensors()
     adversary = Adversary(model, settings, torch.Generator().manual_seed(0))
 
     def error(logits: Tensor) -> Tensor:
@@ -114,11 +114,11 @@ def test_attacked_images_stay_in_the_ball_and_cost_more(kind: str, norm: str, ma
         assert float(error(model(found))) > float(error(model(images)))
 
 
-def test_ard_drops_attention_gradients_and_prm_perturbations(plain: Checkpoint) -> None:
+def test_ard_drops_attention_gradients_and_prm_perturbations(tiny: Checkpoint) -> None:
     torch.manual_seed(0)
     images = torch.rand(3, 1, 8, 8)
     common = {"loss": "ce", "adversarial": "pgd", "mask_decay": 0.5, "attack_norm": "l2", "attack_steps": 3}
-    adversary = Adversary(build.load(plain), FinetuneSettings(**common, ard=1.0), torch.Generator())  # type: ignore[arg-type]
+    adversary = Adversary(build.load(tiny), FinetuneSettings(**common, ard=1.0), torch.Generator())  # type: ignore[arg-type]
     net = adversary.model.net
     pixels = images.clone().requires_grad_(True)
     with adversary._attention_dropped(1.0):
@@ -133,7 +133,7 @@ def test_ard_drops_attention_gradients_and_prm_perturbations(plain: Checkpoint) 
     assert torch.equal(dropped, pixels.grad)
     assert torch.equal(adversary.model(images), whole)  # values pass on, gradients do not
     assert [adversary.share_left(share) for share in (0.0, 0.25, 0.5, 0.9)] == [1.0, 0.5, 0.0, 0.0]
-    masking = Adversary(build.load(plain), FinetuneSettings(**common, prm=1.0), torch.Generator())  # type: ignore[arg-type]
+    masking = Adversary(build.load(tiny), FinetuneSettings(**common, prm=1.0), torch.Generator())  # type: ignore[arg-type]
     assert torch.equal(masking._masked(images + 0.1, images, 1.0), images)
     assert torch.equal(masking._masked(images + 0.1, images, 0.0), images + 0.1)
     half = masking._masked(images + 0.1, images, 0.5) != images

@@ -27,6 +27,14 @@ from certcli.models import build
 from certcli.system.errors import CheckpointError, NoBoundError, UsageError
 
 
+@pytest.fixture(scope="module")
+def lipschitz() -> Checkpoint:
+    """An untrained network with a bound."""
+    shape = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
+    spec = build.spec_of(build.create("certvit_lip_digits", shape, initialise=False))
+    return build.initialise("certvit_lip_digits", shape, spec, 10, 0)
+
+
 def small_sets(checkpoint: Checkpoint) -> tuple[datasets.Images, datasets.Images]:
     train = datasets.load("digits", checkpoint.record.input, "train").limit(256)
     return train, datasets.load("digits", checkpoint.record.input, "val").limit(60)
@@ -138,8 +146,8 @@ def test_directions_have_singular_values_near_one(shape: tuple[int, ...], fast: 
     assert not direction(torch.zeros(shape), fast).any()
 
 
-def test_orthogonalise_gives_norm_one_and_spares_the_last_layer(workshop: Path) -> None:
-    net = build.load(Checkpoint.read(workshop / "adapted.safetensors"), writable=True).net
+def test_orthogonalise_gives_norm_one_and_spares_the_last_layer(lipschitz: Checkpoint) -> None:
+    net = build.load(lipschitz, writable=True).net
     last = net.head.out.weight.clone()
     orthogonalise(net)
     assert torch.equal(net.head.out.weight, last)
@@ -166,12 +174,12 @@ def test_every_loss_falls_with_the_right_answer_and_has_gradients(name: str) -> 
             loss(right, labels, None, 0.1, 0.0)
 
 
-def test_the_trainable_estimate_approaches_the_proven_bound_from_below(certified: Checkpoint) -> None:
-    run = trainer(certified, optimiser="adamw")
+def test_the_trainable_estimate_approaches_the_proven_bound_from_below(lipschitz: Checkpoint) -> None:
+    run = trainer(lipschitz, optimiser="adamw")
     for _ in range(100):  # power iteration converges step by step, as it does in training
         estimated = run.pairs()
     assert estimated is not None
-    proven = bound_network(build.load(certified), certified.record.input.size, 10).pairs
+    proven = bound_network(build.load(lipschitz), lipschitz.record.input.size, 10).pairs
     assert proven is not None
     ratio = estimated.detach().double() / proven.clamp_min(1e-12)
     off_diagonal = ratio[~torch.eye(10, dtype=torch.bool)]
@@ -179,29 +187,22 @@ def test_the_trainable_estimate_approaches_the_proven_bound_from_below(certified
     assert float(off_diagonal.min()) >= 0.9
 
 
-def test_resuming_continues_bit_for_bit(workshop: Path, tmp_path: Path) -> None:
-    checkpoint = Checkpoint.read(workshop / "adapted.safetensors")
-    sets = small_sets(checkpoint)
-    whole = trainer(checkpoint, epochs=3)
-    records = list(whole.run(*sets))
-    assert tensors_digest(checkpoint.tensors) == tensors_digest(
-        Checkpoint.read(workshop / "adapted.safetensors").tensors
-    )
-    first = trainer(checkpoint, epochs=3)
-    stream = first.run(*sets)
+def test_resuming_continues_bit_for_bit(lipschitz: Checkpoint, tmp_path: Path) -> None:
+    sets, digest = small_sets(lipschitz), tensors_digest(lipschitz.tensors)
+    whole, second = (trainer(lipschitz, epochs=3) for _ in range(2))
+    stream = whole.run(*sets)
     next(stream)
-    save_state(tmp_path / "s.safetensors", first.state())
-    second = trainer(checkpoint, epochs=3)
+    save_state(tmp_path / "s.safetensors", whole.state())
+    rest = [record.loss for record in stream]
     second.restore(load_state(tmp_path / "s.safetensors", "test"))
-    rest = list(second.run(*sets))
-    assert [record.loss for record in rest] == [record.loss for record in records[1:]]
+    assert [record.loss for record in second.run(*sets)] == rest
     for name, value in whole.best_net.items():
         assert torch.equal(value, second.best_net[name]), name
+    assert tensors_digest(lipschitz.tensors) == digest
 
 
-def test_a_state_of_another_run_is_refused(workshop: Path, tmp_path: Path) -> None:
-    checkpoint = Checkpoint.read(workshop / "adapted.safetensors")
-    save_state(tmp_path / "s.safetensors", trainer(checkpoint).state())
+def test_a_state_of_another_run_is_refused(lipschitz: Checkpoint, tmp_path: Path) -> None:
+    save_state(tmp_path / "s.safetensors", trainer(lipschitz).state())
     with pytest.raises(CheckpointError, match="another starting checkpoint"):
         load_state(tmp_path / "s.safetensors", "other")
     (tmp_path / "s.safetensors").write_bytes(b"broken")
@@ -209,21 +210,21 @@ def test_a_state_of_another_run_is_refused(workshop: Path, tmp_path: Path) -> No
         load_state(tmp_path / "s.safetensors", "test")
 
 
-def test_a_loss_that_diverges_stops_and_keeps_the_last_good_weights(plain: Checkpoint) -> None:
+def test_a_loss_that_diverges_stops_and_keeps_the_last_good_weights(tiny: Checkpoint) -> None:
     run = Trainer(
-        build.load(plain, writable=True),
+        build.load(tiny, writable=True),
         FinetuneSettings(loss="ce", optimiser="sgd", lr=100.0, warmup=0.0, epochs=3),
         10,
         "x",
     )
     with pytest.raises(Diverged, match="at step"):
-        list(run.run(*small_sets(plain)))
+        list(run.run(*small_sets(tiny)))
     assert all(bool(torch.isfinite(value).all()) for value in run.best_net.values())
 
 
 def test_losses_that_need_a_bound_refuse_a_network_without_one() -> None:
-    net = build.create("certvit_4c3f", {}, initialise=False)
-    checkpoint = build.initialise("certvit_4c3f", {}, build.spec_of(net), 10, 0)
+    net = build.create("certvit_4c3f", {"img_size": 8}, initialise=False)
+    checkpoint = build.initialise("certvit_4c3f", {"img_size": 8}, build.spec_of(net), 10, 0)
     model = build.load(checkpoint)
     model.net.hidden = torch.nn.Sequential(torch.nn.Hardshrink(), *model.net.hidden)
     with pytest.raises(NoBoundError, match="needs a bound"):

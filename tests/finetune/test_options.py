@@ -1,5 +1,6 @@
 """Each option of training does what its source says, changes the run, and is gone on with bit for bit."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from certcli.finetune.stiefel import polar_factor
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system.errors import ArchitectureError, DataError, UsageError
+from tests.helpers.workshop import TINY
 
+Sets = tuple[datasets.Images, datasets.Images]
 LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
 
 
@@ -43,7 +46,7 @@ def trainer(checkpoint: Checkpoint, teacher: bool = False, **options: object) ->
 
 
 @pytest.fixture(scope="module")
-def sets(lipschitz: Checkpoint) -> tuple[datasets.Images, datasets.Images]:
+def sets(lipschitz: Checkpoint) -> Sets:
     spec = lipschitz.record.input
     return datasets.load("digits", spec, "train").limit(96), datasets.load("digits", spec, "val").limit(40)
 
@@ -82,47 +85,49 @@ OPTIONS: dict[str, dict] = {
 }
 
 
+def resumed(checkpoint: Checkpoint, sets: Sets, path: Path, **options: object) -> tuple[Trainer, Trainer]:
+    """Return a whole run of two epochs, and one that resumed after the first to the same losses."""
+    whole, second = trainer(checkpoint, **options), trainer(checkpoint, **options)
+    stream = whole.run(*sets)
+    next(stream)
+    save_state(path, whole.state())
+    rest = [record.loss for record in stream]
+    second.restore(load_state(path, "test"))
+    assert [record.loss for record in second.run(*sets)] == rest
+    return whole, second
+
+
+@pytest.fixture(scope="module")
+def without_options(sets: Sets) -> dict[str, Tensor]:
+    """The last weights of a run without any option."""
+    run = trainer(initialised("certvit_vit_digits", TINY))
+    list(run.run(*sets))
+    return run.whole(run.last_net())
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_changes_the_run_and_resumes_bit_for_bit(
-    name: str, tiny: Checkpoint, sets: tuple[datasets.Images, datasets.Images], tmp_path: Path
+    name: str, sets: Sets, without_options: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    options, plain_run = OPTIONS[name], trainer(tiny)
-    if name == "dropout":
-        tiny = initialised("certvit_vit_digits", {**tiny.record.arch_args, "proj_drop_rate": 0.2})
-    list(plain_run.run(*sets))
-    whole = trainer(tiny, **options)
-    records = list(whole.run(*sets))
-    assert any(not torch.equal(value, whole.last_net()[key]) for key, value in plain_run.last_net().items())
-    first = trainer(tiny, **options)
-    assert next(first.run(*sets)) != records[1]
-    save_state(tmp_path / "s.safetensors", first.state())
-    second = trainer(tiny, **options)
-    second.restore(load_state(tmp_path / "s.safetensors", "test"))
-    rest = list(second.run(*sets))
-    assert [record.loss for record in rest] == [record.loss for record in records[1:]]
-    for key, value in whole.last_net().items():
-        assert torch.equal(value, second.last_net()[key]), key
+    start = initialised("certvit_vit_digits", {**TINY, "proj_drop_rate": 0.2} if name == "dropout" else TINY)
+    whole, second = resumed(start, sets, tmp_path / "s.safetensors", **OPTIONS[name])
+    last, again = whole.last_net(), second.last_net()
+    assert any(not torch.equal(value, last[key]) for key, value in without_options.items())
+    assert all(torch.equal(value, again[key]) for key, value in last.items())
 
 
 @pytest.mark.parametrize("options", [{"sam": 0.1}, {"ema": 0.9}, {"accumulate": 3, "ema": 0.5}], ids=str)
 def test_options_beside_a_bound_and_orthogonal_matrices(
-    options: dict, lipschitz: Checkpoint, sets: tuple[datasets.Images, datasets.Images], tmp_path: Path
+    options: dict, lipschitz: Checkpoint, sets: Sets, tmp_path: Path
 ) -> None:
-    common = {"loss": "margin", "optimiser": "stiefel", "epochs": 2, **options}
-    whole = trainer(lipschitz, **common)
-    records = list(whole.run(*sets))
+    common = {"loss": "margin", "optimiser": "stiefel", **options}
+    whole, second = resumed(lipschitz, sets, tmp_path / "s.safetensors", **common)
     for weight in orthogonal_of(whole):
         size = torch.linalg.matrix_norm(weight.flatten(1).double(), 2)
         assert abs(float(size) - 1) < 1e-5  # float32 retraction: the estimate takes this norm for 1
-    first = trainer(lipschitz, **common)
-    next(first.run(*sets))
-    save_state(tmp_path / "s.safetensors", first.state())
-    second = trainer(lipschitz, **common)
-    second.restore(load_state(tmp_path / "s.safetensors", "test"))
-    assert next(second.run(*sets)).loss == records[1].loss
-    assert whole.last_net().keys() == second.last_net().keys()
-    for key, value in whole.last_net().items():
-        assert torch.equal(value, second.last_net()[key]), key
+    last, again = whole.last_net(), second.last_net()
+    assert last.keys() == again.keys()
+    assert all(torch.equal(value, again[key]) for key, value in last.items())
 
 
 def orthogonal_of(run: Trainer) -> list[Tensor]:
@@ -131,9 +136,7 @@ def orthogonal_of(run: Trainer) -> list[Tensor]:
     return [run.last_net()[name] for name in names]
 
 
-def test_accumulated_batches_have_the_gradient_of_one_large_batch(
-    lipschitz: Checkpoint, sets: tuple[datasets.Images, datasets.Images]
-) -> None:
+def test_accumulated_batches_have_the_gradient_of_one_large_batch(lipschitz: Checkpoint, sets: Sets) -> None:
     gradients = []
     for shape in ({"batch_size": 96}, {"batch_size": 32, "accumulate": 3}):
         run = trainer(lipschitz, loss="margin", optimiser="sgd", epochs=1, **shape)
@@ -144,9 +147,7 @@ def test_accumulated_batches_have_the_gradient_of_one_large_batch(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_scaled_gradients_make_the_same_steps(
-    accumulate: int, lipschitz: Checkpoint, sets: tuple[datasets.Images, datasets.Images]
-) -> None:
+def test_scaled_gradients_make_the_same_steps(accumulate: int, lipschitz: Checkpoint, sets: Sets) -> None:
     """fp16's scale is a power of two: in float32, where nothing overflows, it changes no bit of any step."""
     ends = []
     for scaled in (False, True):
@@ -165,9 +166,7 @@ def test_scaled_gradients_make_the_same_steps(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
-def test_precisions_on_a_gpu(
-    precision: str, lipschitz: Checkpoint, sets: tuple[datasets.Images, datasets.Images]
-) -> None:
+def test_precisions_on_a_gpu(precision: str, lipschitz: Checkpoint, sets: Sets) -> None:
     settings = FinetuneSettings(optimiser="stiefel", epochs=3, batch_size=32, lr=0.01, precision=precision)
     run = Trainer(build.load(lipschitz, "cuda", writable=True), settings, 10, "test")
     records = list(run.run(*sets))
@@ -210,9 +209,7 @@ def test_the_average_is_the_formula_and_is_retracted_in_use_only() -> None:
     assert torch.equal(average.weights["weight"], stored)
 
 
-def test_a_teacher_with_the_same_answers_adds_nothing(
-    tiny: Checkpoint, sets: tuple[datasets.Images, datasets.Images]
-) -> None:
+def test_a_teacher_with_the_same_answers_adds_nothing(tiny: Checkpoint, sets: Sets) -> None:
     run = trainer(tiny, lr=1e-12, epochs=1)
     run.objective.teacher = build.load(tiny)
     batch = run.objective.prepare(sets[0], torch.arange(32), 0.0)
@@ -230,9 +227,7 @@ def test_teachers_of_another_task_are_refused(tiny: Checkpoint) -> None:
             Trainer(build.load(tiny, writable=True), FinetuneSettings(loss="ce"), 10, "x", build.load(checkpoint))
 
 
-def test_checkpointing_gives_the_same_gradients(
-    tiny: Checkpoint, sets: tuple[datasets.Images, datasets.Images]
-) -> None:
+def test_checkpointing_gives_the_same_gradients(tiny: Checkpoint, sets: Sets) -> None:
     nets = []
     for checkpointing in (False, True):
         run = trainer(tiny, epochs=1, checkpointing=checkpointing)
@@ -266,6 +261,9 @@ def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, ma
         {"augment": ("bands:2",), "loss": "bcp"},
         {"augment": ("bands:2",), "checkpointing": True},
         {"project": "cube"},
+        {"project": "ball", "project_radius": 0.0},
+        {"project": "ball", "project_radius": math.inf},
+        {"project": "ball", "project_radius": math.nan},
         {"project": "ball", "optimiser": "stiefel"},
         {"precision": "fp16", "sam": 0.1},
         {"precision": "fp8"},
@@ -275,6 +273,7 @@ def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, ma
         {"adaptive_sam": True},
         {"ema": 1.0},
         {"msvp": (1.0, -1.0, 0.0)},
+        {"msvp": (1.0, math.nan, 0.0)},
         {"accumulate": 0},
         {"schedule": "linear"},
         {"steps": 0},
@@ -295,7 +294,7 @@ def test_the_lineage_names_what_is_on() -> None:
     assert "epochs" not in on
 
 
-def test_labels_outside_the_classes(tiny: Checkpoint, sets: tuple[datasets.Images, datasets.Images]) -> None:
+def test_labels_outside_the_classes(tiny: Checkpoint, sets: Sets) -> None:
     for wrong, named in ((10, "label 10"), (-1, "label -1")):
         labels = sets[0].labels.clone()
         labels[3] = wrong
@@ -303,9 +302,7 @@ def test_labels_outside_the_classes(tiny: Checkpoint, sets: tuple[datasets.Image
             list(trainer(tiny).run(replace(sets[0], labels=labels), sets[1]))
 
 
-def test_weights_that_become_nan_are_never_kept(
-    tiny: Checkpoint, sets: tuple[datasets.Images, datasets.Images]
-) -> None:
+def test_weights_that_become_nan_are_never_kept(tiny: Checkpoint, sets: Sets) -> None:
     """The loss of the last step may be finite and its gradient not: the epoch's weights are looked at before they count."""
     run = trainer(tiny, epochs=1)
     step = run.descent.step

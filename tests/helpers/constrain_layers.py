@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from certcli.constrain.layers import refusal
-from certcli.constrain.options import Options
 from certcli.constrain.parallel import LayerResult, constrain_layer
-from certcli.constrain.statistics import LayerStatistics
+from certcli.constrain.settings import ConstrainSettings
+from certcli.constrain.statistics import LayerStatistics, collect_in_passes
 
 ROUNDING = 1e-9
 """Relative: float64 sums of some hundred terms, and singular values taken through a Gram matrix, err below 1e-12."""
@@ -48,8 +48,14 @@ def measured_errors(weight: Tensor, original: Tensor, columns: Tensor) -> Tensor
     return change.flatten(1).norm(dim=1) / (original @ columns).flatten(1).norm(dim=1)
 
 
+def collect(model: nn.Module, batches: Any, paths: list[str], **options: Any) -> dict[str, LayerStatistics]:
+    """Return the statistics of all passes."""
+    passes = collect_in_passes(model, batches, paths, **options)
+    return {path: layer.widened() for part in passes for path, layer in part.items()}
+
+
 def constrain(statistics: LayerStatistics, **options: Any) -> LayerResult:
-    return constrain_layer(statistics, Options(**options))
+    return constrain_layer(statistics, ConstrainSettings(**options))
 
 
 def constrainable(model: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""`certvit adapt --dry-run`: what surgery would change and cost, with nothing changed, fitted or downloaded."""
+"""`certvit adapt --dry-run`: the changes that surgery would make and their costs; nothing is fitted or downloaded."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def open_for_plan(source: "Source", seed: int, sink: Sink) -> "Checkpoint":
-    """A checkpoint; a timm name gets random weights, since a plan is no reason to download any."""
+    """Return a checkpoint; a timm name gets random weights, because a plan needs no download."""
     from pathlib import Path
 
     import certcli.system.compat  # noqa: F401

@@ -21,40 +21,24 @@ PARTS_ALONE = "Adapted parts, with the change of the network's logits by each al
 
 KEEP = 0.98
 MOST_CHOOSING = 100
-"""Images that choose the changes: enough to tell 98 % from 93 %, in a third of the time that all would take."""
+"""Most images that choose the changes: enough to tell 98 % from 93 %, in a third of the time that all would take."""
 
 
-def check(keep: float | None, settings: "AdaptSettings") -> None:
-    """Raise UsageError for a share outside (0, 1], or a share beside named parts."""
-    from certcli.evaluation.fidelity import check_keep
-    from certcli.system.errors import UsageError
-
-    if keep is None:
-        return
-    check_keep(keep)
-    if settings.refit:
-        raise UsageError(
-            "--keep belongs to --goal keep, which chooses the parts itself",
-            "drop --keep, or the options that name parts",
-        )
-
-
-def default_keep(settings: "AdaptSettings", images: "Images", unseen: "Images") -> float:
-    """Return 0.98 for a dataset's images; 1 for synthetic or too few images, and where the parts are named."""
+def default_keep(images: "Images", unseen: "Images") -> float:
+    """Return 0.98 for a dataset's images; 1 for synthetic or too few images."""
     from certcli.images.calibration import PHOTOGRAPHS
 
-    return KEEP if len(unseen) and images.name != PHOTOGRAPHS and not settings.refit else 1.0
+    return KEEP if len(unseen) and images.name != PHOTOGRAPHS else 1.0
 
 
-def begin(
+def make_adapter(
     checkpoint: "Checkpoint",
     settings: "AdaptSettings",
     pixels: "torch.Tensor",
     device: "torch.device",
-    keep: float,
     choosing: "Images | None",
 ) -> "Adapter | Keeper":
-    """Return the adapter that the settings need."""
+    """Return the adapter that the settings need; `choosing`: images that judge further changes."""
     from certcli.adapt.keep import Keeper
     from certcli.adapt.run import Adapter
     from certcli.evaluation.fidelity import ReferenceLogits
@@ -64,7 +48,7 @@ def begin(
     keeper = Keeper(checkpoint, settings, pixels, device, team())
     if choosing is not None and len(choosing):
         some = choosing.limit(MOST_CHOOSING, settings.seed)
-        keeper.choose_by(ReferenceLogits(keeper.teacher, some) if team().leads else None, keep)
+        keeper.choose_by(ReferenceLogits(keeper.teacher, some) if team().leads else None)
     return keeper
 
 
@@ -99,6 +83,7 @@ def trade_document(trade: "Trade") -> dict[str, Any]:
 
 
 def show_trade(trade: "Trade", sink: Sink) -> None:
+    """Print the rungs and the candidates; nothing where no parts were chosen."""
     if not trade.rungs:
         return
     first = trade.rungs[0].log10_upper

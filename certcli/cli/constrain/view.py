@@ -1,4 +1,4 @@
-"""What `certvit constrain` chooses and reports: layers before and after, what did not converge."""
+"""The layers that `certvit constrain` chooses, and its report on them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ CONVERGED = 0.01
 
 
 def choose(model: "PixelModel", layers: Sequence[str], exclude: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """(full paths to constrain, those among the chosen that cannot be and why)."""
+    """Return the full paths of the layers to constrain, and the chosen layers that cannot be with the reasons."""
     from fnmatch import fnmatch
 
     from torch import nn
@@ -27,8 +27,8 @@ def choose(model: "PixelModel", layers: Sequence[str], exclude: Sequence[str]) -
     for name, module in model.net.named_modules():
         if not isinstance(module, (nn.Linear, nn.Conv2d)):
             continue
-        wanted = not layers or any(fnmatch(name, pattern) for pattern in layers)
-        if wanted and not any(fnmatch(name, pattern) for pattern in exclude):
+        included = not layers or any(fnmatch(name, pattern) for pattern in layers)
+        if included and not any(fnmatch(name, pattern) for pattern in exclude):
             reason = refusal(module)
             if reason is None:
                 paths.append(f"net.{name}" if name else "net")
@@ -40,7 +40,11 @@ def choose(model: "PixelModel", layers: Sequence[str], exclude: Sequence[str]) -
 
 
 def document(path: Path, before: Any, after: Any, kept: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
-    """The JSON report. kept: end to end; primal_residual, gap: how far from converged; error: see distance."""
+    """Return the JSON report. kept: the comparison end to end."""
+    fields = (
+        *("kind", "before", "after", "error", "held_out_error", "distance", "eta", "iterations"),
+        *("primal_residual", "gap", "feasible", "rank", "ridge", "seconds"),
+    )
     return {
         "output": str(path),
         "kept": dict(kept),
@@ -48,30 +52,12 @@ def document(path: Path, before: Any, after: Any, kept: Mapping[str, Any], resul
         **bound_document(after, "upper_after"),
         "clean_before": kept["accuracy_before"],
         "clean_after": kept["accuracy_after"],
-        "layers": [
-            {
-                "path": short(r.path),
-                "kind": r.kind,
-                "before": r.before,
-                "after": r.after,
-                "error": r.error,
-                "held_out_error": r.held_out_error,
-                "distance": r.distance,
-                "eta": r.eta,
-                "iterations": r.iterations,
-                "primal_residual": r.primal_residual,
-                "gap": r.gap,
-                "feasible": r.feasible,
-                "rank": r.rank,
-                "ridge": r.ridge,
-                "seconds": r.seconds,
-            }
-            for r in results
-        ],
+        "layers": [{"path": short(r.path), **{name: getattr(r, name) for name in fields}} for r in results],
     }
 
 
 def table(title: str, results: Sequence[Any], sink: Sink) -> None:
+    """Print a row for each layer; a gap below a tenth of a percent counts as none."""
     sink.table(
         title,
         ["layer", "before", "after", "error", "on others", "iterations", "gap"],
@@ -83,20 +69,15 @@ def table(title: str, results: Sequence[Any], sink: Sink) -> None:
                 percent(r.error) + ("" if r.feasible else " infeasible"),
                 percent(r.held_out_error),
                 str(r.iterations),
-                _gap(r.gap),
+                "-" if r.gap is None else "< 0.1 %" if r.gap < 0.001 else percent(r.gap),
             )
             for r in results
         ],
     )
 
 
-def _gap(gap: float | None) -> str:
-    """How far above the least norm at most; what is smaller than a tenth of a percent is as good as none."""
-    return "-" if gap is None else "< 0.1 %" if gap < 0.001 else percent(gap)
-
-
 def remarks(results: Sequence[Any], absent: Sequence[str], refused: Mapping[str, str], sink: Sink) -> None:
-    """Everything about the layers that a reader of the table must know."""
+    """Name the layers that did not change, lack images, did not converge, or have a surrogate norm."""
     if absent:
         sink.warn(f"never called as a module, hence unchanged: {', '.join(map(short, absent))}")
     for path, reason in refused.items():

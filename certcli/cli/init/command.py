@@ -1,4 +1,4 @@
-"""certvit init: a checkpoint from an architecture's name."""
+"""certvit init: make a checkpoint from an architecture's name."""
 
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @group()
 class Architecture:
-    """The network to be made."""
+    """The architecture, its weights and its input."""
 
     arch: Annotated[
         str,
@@ -31,6 +31,7 @@ class Architecture:
     seed: options.Seed = 0
 
     def build(self) -> "Checkpoint":
+        """Return the new checkpoint. UsageError for options that contradict published weights."""
         from certcli.cli.shared.inputs import hints, parse_arguments
         from certcli.models.build import initialise
         from certcli.models.open import open_checkpoint
@@ -54,11 +55,13 @@ class Architecture:
 )
 def init(architecture: Architecture, output: Output = Output(), talk: Talk = Talk()) -> None:
     """Write a new checkpoint: freshly initialised, or with timm's published weights."""
+    from certcli.models import build as models
+
     sink = talk.sink()
     arch = architecture.arch
     path = output.target("init", arch, architecture)
     made = architecture.build()
-    _require_running(made)
+    models.load(made)  # refuses, as every later command would, a network that does not map an image to its classes
     checkpoint = made.derive(
         made.tensors, "init", {"arch": arch, "pretrained": architecture.pretrained}, architecture.seed
     )
@@ -67,10 +70,3 @@ def init(architecture: Architecture, output: Output = Output(), talk: Talk = Tal
     count = sum(tensor.numel() for tensor in checkpoint.tensors.values())
     sink.document({"output": str(path), "arch": arch, "classes": checkpoint.record.classes, "parameters": count})
     sink.text(f"{path}: {arch}, {checkpoint.record.classes} classes, input {size}, {count:,} parameters")
-
-
-def _require_running(made: "Checkpoint") -> None:
-    """ArchitectureError, as every later command would raise it, for a network that does not map an image to its classes."""
-    from certcli.models import build as models
-
-    models.load(made)

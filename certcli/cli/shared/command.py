@@ -199,7 +199,7 @@ def _typer_hint(hint: Any, note: Option) -> Any:
 
     base = get_args(hint)[0]
     parser = None if note.read is None else parse
-    option = typer.Option(*note.names, help=note.help, metavar=note.metavar, parser=parser)
+    option = typer.Option(*note.names, help=note.help, metavar=note.metavar, parser=parser, rich_help_panel=note.panel)
     if parser is not None or get_origin(base) is Literal:  # Typer reads no union, and offers a Literal by its own rules
         base = str | None if type(None) in get_args(base) else str
     return Annotated[(base, option, *[Reads()] * (Path in get_args(base)))]

@@ -1,8 +1,8 @@
 """BCP and Local-Lip in training: how much other logits gain on the label's, image by image, in a chain of layers.
 
-A box (lo, hi) and a ball rho are carried from layer to layer as `certify.sequential` carries them for certificates, and the
-worst case is sought in their intersection. Here nothing is rounded and norms are power iterations with gradients: what is
-found approaches the certificate's numbers from below. It is minimised, never shown.
+A box (lo, hi) and a ball rho go from layer to layer as in the certificates (`certify.chains.sequential`), and the worst
+case lies in their intersection. Here nothing is rounded, and norms are power iterations with gradients: the gains approach
+the certificate's from below. They are minimised, never shown.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.models.build import PixelModel
 
 ITERATIONS = 4
-"""Power iterations on each image's own rows and columns, from the vectors of the whole matrix."""
+"""Power iterations on the rows and columns of each image, from the vectors of the whole matrix."""
 _HALVINGS = 14
 _LEAST = 1e-12
 
 
 def worst_logits(logits: Tensor, labels: Tensor, slopes: Tensor, epsilon: float, smoothing: float) -> Tensor:
-    """Cross entropy of z_j + epsilon s_j, s_j the most that z_j - z_y gains, over epsilon: (b, k), (b,), (b, k) -> ().
+    """Return the cross entropy of z_j + epsilon s_j, s_j = largest gain of z_j - z_y / epsilon: (b, k), (b,), (b, k) -> ().
 
     Sources: Lee, Lee & Park 2020 (BCP); Huang et al. 2021 (Local-Lip), whose network clips at learnt thresholds.
     """
@@ -33,7 +33,7 @@ def worst_logits(logits: Tensor, labels: Tensor, slopes: Tensor, epsilon: float,
 
 @dataclass
 class Reach:
-    """What the last layer's input can be near each image: x itself (b, n), x + d with lo <= d <= hi and |d| <= rho (b,)."""
+    """The values of a layer's input near each image: x + d with lo <= d <= hi and |d| <= rho; x (b, n), rho (b,)."""
 
     x: Tensor
     lo: Tensor
@@ -45,15 +45,19 @@ class Reach:
 
     @property
     def moving(self) -> Tensor:
-        """1 where an entry can move at all, else 0."""
+        """Return 1 where an entry can move, else 0."""
         return ((self.lo < 0) | (self.hi > 0)).to(self.x.dtype)
 
 
 class ChainBound:
-    """Gains of the other logits near images, with gradients to weights. NoBoundError where the network is no chain.
+    """Gains of the other logits near images, with gradients to weights.
 
-    drop: leave units that are constant near the image out of the linear layers' norms (Local-Lip); else BCP.
-    arithmetic: gives the one whose singular vectors are in use.
+    Args:
+        arithmetic: gives the arithmetic whose singular vectors are in use.
+        drop: leave units that are constant near the image out of the linear layers' norms (Local-Lip); else BCP.
+
+    Raises:
+        NoBoundError: the network is no chain.
     """
 
     def __init__(self, model: PixelModel, arithmetic: Callable[[], TrainableArithmetic], *, drop: bool) -> None:
@@ -61,25 +65,24 @@ class ChainBound:
         self.arithmetic, self.drop = arithmetic, drop
 
     def gains(self, pixels: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
-        """For images (b, c, h, w) and radius epsilon: labels (b,) -> the most that each z_j - z_y can grow (b, k)."""
+        """Return, for images (b, c, h, w) and a radius, labels (b,) -> largest growth of each z_j - z_y (b, k)."""
         reach = self.reach(pixels, epsilon)
         return lambda labels: self._gains(reach, labels)
 
     def slopes(self, pixels: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
-        """The same divided by the radius, as the loss takes it."""
+        """Return the gains divided by the radius, for the loss."""
         gains = self.gains(pixels, epsilon)
         return lambda labels: gains(labels) / max(epsilon, _LEAST)
 
     def reach(self, pixels: Tensor, epsilon: float) -> Reach:
-        """Of the last layer's input."""
+        """Return the reach of the last layer's input."""
         arithmetic = self.arithmetic()
         arithmetic.begin()
         radius = torch.full_like(pixels, epsilon)
         lo, hi = -torch.minimum(radius, pixels.clamp_min(0)), torch.minimum(radius, (1 - pixels).clamp_min(0))
         found = Reach(pixels, lo, hi, pixels.new_full((len(pixels),), epsilon))
-        waiting: tuple[LinearLayer, Tensor] | None = (
-            None  # a map whose norm waits for the mask after it, and the mask before it
-        )
+        # a map whose norm waits for the mask after it, and the mask before it
+        waiting: tuple[LinearLayer, Tensor] | None = None
         for step in self.body:
             if isinstance(step, LinearLayer):
                 before = found.moving
@@ -97,7 +100,7 @@ class ChainBound:
         return found
 
     def _ball(self, found: Reach, waiting: tuple[LinearLayer, Tensor], after: Tensor | None) -> Tensor:
-        """rho after a map: times its norm, and never above the length of the box's farthest corner."""
+        """Return rho after a map: rho times its norm, at most the distance of the box's farthest corner."""
         step, before = waiting
         arithmetic = self.arithmetic()
         norm = step.norm(arithmetic).to(found.x.dtype)
@@ -116,7 +119,7 @@ class ChainBound:
 
 
 def _mapped(found: Reach, step: LinearLayer, mask: Tensor | None) -> Reach:
-    """Interval arithmetic, and |d'_i| <= |w_i| rho of the columns that can move; rho is left as it is."""
+    """Return the reach after a map, from intervals and |d'_i| <= |w_i| rho over columns that can move; rho is the old one."""
     weight = step.weight.to(found.x.dtype)
     x = step.run(found.x, weight)
     x = x if step.bias is None else x + step.bias.to(x.dtype)
@@ -139,7 +142,7 @@ def _activated(found: Reach, step: Activation) -> Reach:
 
 
 def _masked_norms(weight: Tensor, before: Tensor, after: Tensor, start: Tensor | None) -> Tensor:
-    """About |D' W D|_2 of each image's masks (b, n) and (b, m): power iteration from `start`, (m,): (b,)."""
+    """Estimate |D' W D|_2 for each image's masks (b, n), (b, m) by power iteration from `start` (m,): (b,)."""
     with torch.no_grad():
         fixed = weight.detach()
         u = after if start is None else after * start
@@ -150,10 +153,10 @@ def _masked_norms(weight: Tensor, before: Tensor, after: Tensor, start: Tensor |
 
 
 def _largest(slopes: Tensor, farthest: Tensor, rho: Tensor) -> Tensor:
-    """max g.s over 0 <= s <= farthest, |s|_2 <= rho: (b, k, n), (b, k, n), (b, 1) -> (b, k).
+    """Return max g.s over 0 <= s <= farthest, |s|_2 <= rho: (b, k, n), (b, k, n), (b, 1) -> (b, k).
 
     Every t > 0 bounds it by sum_i max_{0 <= s <= farthest_i} (g_i s - s^2 / 2t) + rho^2 / 2t, and the gradient of the least
-    of these is that at its t. Beside it the box alone and the ball alone.
+    bound is the one at its t. The box alone and the ball alone are bounds, too.
     """
     ball, box = rho * (slopes.square().sum(-1) + _LEAST).sqrt(), (slopes * farthest).sum(-1)
     with torch.no_grad():

@@ -1,6 +1,7 @@
-"""Certified losses of the literature, each with one constant per pair of classes where the paper has one for all.
+"""Published certified losses, each with a constant for every pair of classes where the paper has one for all pairs.
 
-K_ij bounds the slope of z_i - z_j (pixel l2); y is the label, k the number of classes. Without pair constants: UsageError.
+K_ij bounds the slope of z_i - z_j (pixel l2); y is the label, k the number of classes. Each loss raises the errors of
+`worst_case.require_pairs`.
 """
 
 import math
@@ -14,17 +15,18 @@ from certcli.finetune.losses.worst_case import gains, require_pairs, shifted
 TRADES_WEIGHT = 1.0
 """lambda of `trades`. Source: the authors' code for Hu et al. 2023 (LiResNet)."""
 EMMA_FLOOR = 0.01
-"""Least share of the radius that `emma` asks of a pair, misclassified ones included. Source: the authors' code."""
+"""Least share of the radius that `emma` demands of a pair, misclassified ones included. Source: the authors' code."""
 HINGE_WEIGHT = 10.0
 """alpha of `hinge-kr`. Source: Serrurier et al. 2021, who take 10 to 20."""
 _LEAST_SLOPE = 1e-6  # a pair of classes whose difference does not depend on the image has no radius to divide by
 
 
 def gloro(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float) -> Tensor:
-    """Cross entropy over k + 1 classes, z_bot = max_{j != c} (z_j + epsilon K_jc), c the prediction: (b, k), (b,) -> ().
+    """Return the cross entropy over k + 1 classes, z_bot = max_{j != c} (z_j + epsilon K_jc): (b, k), (b,) -> ().
 
-    The extra class wins exactly where the prediction is not certified; the label is never it. `smoothing` spreads over the
-    k classes, so that the loss does not fall as epsilon rises. Source: Leino, Wang, Fredrikson 2021, section 3.
+    c is the prediction. The extra class wins exactly where the prediction is not certified, and is never the label.
+    `smoothing` spreads over the k classes, so that the loss does not fall as epsilon rises. Source: Leino, Wang,
+    Fredrikson 2021, section 3.
     """
     predicted = logits.detach().argmax(dim=1)
     worst = shifted(logits, gains(predicted, pairs, epsilon))
@@ -36,7 +38,7 @@ def gloro(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, 
 
 
 def lmt(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float) -> Tensor:
-    """Cross entropy of z_j + epsilon K_jy (K_yy = 0): (b, k), (b,) -> ().
+    """Return the cross entropy of z_j + epsilon K_jy (K_yy = 0): (b, k), (b,) -> ().
 
     The paper adds sqrt(2) epsilon L to every logit but the label's. Source: Tsuzuku, Sato, Sugiyama 2018, algorithm 1.
     """
@@ -45,10 +47,11 @@ def lmt(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, sm
 
 
 def emma(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float) -> Tensor:
-    """Cross entropy of z_j + epsilon_j K_jy, epsilon_j = epsilon clip((z_y - z_j) / (epsilon K_jy), 0.01, 1), detached.
+    """Return the cross entropy of z_j + epsilon_j K_jy: (b, k), (b,) -> ().
 
-    (b, k), (b,) -> (). Each pair is asked for the radius it has by now, at most epsilon: no sample is pushed at a margin
-    out of its reach. Source: Hu, Zou, Wang, Leino, Fredrikson 2023, section 4; the floor is in the authors' code.
+    epsilon_j = epsilon clip((z_y - z_j) / (epsilon K_jy), 0.01, 1), detached, is the radius that the pair has reached: no
+    sample is pushed at a margin out of its reach. Source: Hu, Zou, Wang, Leino, Fredrikson 2023, section 4; the floor is
+    in the authors' code.
     """
     full = gains(labels, pairs, epsilon)
     wide = logits.detach().double()
@@ -57,7 +60,7 @@ def emma(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, s
 
 
 def trades(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float) -> Tensor:
-    """Cross entropy + lambda KL(softmax(z) | softmax(z_j + epsilon K_jy)): (b, k), (b,) -> ().
+    """Return the cross entropy + lambda KL(softmax(z) | softmax(z_j + epsilon K_jy)): (b, k), (b,) -> ().
 
     The second term does not fall as epsilon rises (an exponential tilt) and is 0 at epsilon = 0. GloRo's own form compares
     with the k + 1 classes of `gloro`, which is not 0 there. Source: Leino et al. 2021 after Zhang et al. 2019.
@@ -71,11 +74,11 @@ def trades(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float,
 
 
 def hinge_kr(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float) -> Tensor:
-    """mean over j != y of alpha (epsilon - r_j)_+ - r_j, r_j = (z_y - z_j) / K_jy the radius of the pair: (b, k) -> ().
+    """Return the mean over j != y of alpha (epsilon - r_j)_+ - r_j, r_j = (z_y - z_j) / K_jy: (b, k), (b,) -> ().
 
-    The hinge asks every pair for the radius epsilon, the Kantorovich-Rubinstein term pulls the classes apart; in the paper
-    the network is 1-Lipschitz and both act on z itself. K is at least 1e-6; `smoothing` is not used. Unbounded below.
-    Source: Serrurier et al. 2021, eq. 10 and 12.
+    r_j is the radius of the pair. The hinge demands the radius epsilon of every pair, and the Kantorovich-Rubinstein term
+    pulls the classes apart; in the paper the network is 1-Lipschitz and both act on z itself. K is at least 1e-6;
+    `smoothing` is not used. The loss is unbounded below. Source: Serrurier et al. 2021, eq. 10 and 12.
     """
     slopes = require_pairs(pairs)[labels].clamp_min(_LEAST_SLOPE)
     wide = logits if logits.dtype == torch.float64 else logits.float()

@@ -1,4 +1,4 @@
-"""What every certified loss starts from: how much the other logits can gain on the label's within the radius."""
+"""How much the other logits can gain on the label's within the radius, from which every certified loss starts."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,11 @@ from torch import Tensor
 from certcli.system.errors import NoBoundError, UsageError
 
 LINEAR_UP_TO = 1e4
-"""Gains beyond this grow with their logarithm: no gap between logits is as large, and gradients stay within float32."""
+"""Gains beyond this count by their logarithm: no gap between logits is as large, and gradients stay within float32."""
 
 
 def require_pairs(pairs: Tensor | None) -> Tensor:
-    """Pair constants (k, k) in float64. UsageError without them, NoBoundError when they are beyond float64."""
+    """Return pair constants (k, k) in float64. UsageError without them, NoBoundError where they are not finite."""
     if pairs is None:
         raise UsageError("this loss needs a network whose bound can be trained", "run `certvit adapt` first")
     if not torch.isfinite(pairs.detach()).all():
@@ -22,12 +22,12 @@ def require_pairs(pairs: Tensor | None) -> Tensor:
 
 
 def gains(labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
-    """epsilon K_jy, the most that z_j - z_y can grow within `epsilon` (pixel l2): (b,), (k, k) -> (b, k) float64."""
+    """Return epsilon K_jy, which bounds the growth of z_j - z_y within `epsilon` (pixel l2): (b,), (k, k) -> (b, k)."""
     return epsilon * require_pairs(pairs)[labels]
 
 
 def shifted(logits: Tensor, gain: Tensor) -> Tensor:
-    """z_j + gain_j: (b, k), in at least float32. A gain g > 10,000 counts as 10,000 (1 + log(g / 10,000)).
+    """Return z_j + gain_j: (b, k), in at least float32. A gain g > 10,000 counts as 10,000 (1 + log(g / 10,000)).
 
     The gain of a network that was never trained for its bound can be 1e40; its logarithm still has a slope to descend.
     """

@@ -1,0 +1,61 @@
+"""The settings of Douglas-Rachford, most of which are options. Importing this file imports no torch."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from certcli.constrain.methods import METHODS
+from certcli.system.errors import UsageError
+from certcli.system.options import Option
+
+
+@dataclass(frozen=True)
+class ConstrainSettings:
+    """How every layer is constrained, under the paper's names.
+
+    Args:
+        prox: a name of `METHODS`.
+        beta: in (0, 1], in units of the strength at which prox(W0) uses up the allowed error (`one_group.PACE`). It sets
+            the pace of a run, not its converged result.
+        per_head: the penalty of q, k and v is the sum over heads. On ViT-Tiny at 10 % it lowers the heads' norms further
+            (to .65 against .87 of the old) and the whole matrix's less (.76 against .64).
+        ridge: isotropic part of the statistics, as a share of their mean eigenvalue, so that no direction moves freely.
+            None: only where the statistics are rank-deficient (`eigenbasis`).
+        eta: allowed relative output error |W X_j - W0 X_j|_F / |W0 X_j|_F of each group j, in (0, 1). The paper's absolute
+            eta_j is eta^2 |W0 X_j|^2 / T_j.
+        tolerance: optimality gap at which a run ends; three times that with several groups.
+
+    Raises:
+        UsageError: an option is out of its range.
+    """
+
+    panel: ClassVar[str] = "Method"
+    prox: Annotated[str, Option("spectral, l1 (the paper's), nuclear, clip, ball.")] = "spectral"
+    beta: Annotated[float, Option("Strength of the proximal map, the same scale for every layer.")] = 0.01
+    relaxation: Annotated[float, Option("lambda of Douglas-Rachford, in (0, 2).")] = 1.2
+    iterations: Annotated[int, Option("Maximum of iterations a layer.")] = 200
+    per_head: Annotated[bool, Option("Penalise q, k and v head by head.", ("--per-head",))] = False
+    ridge: Annotated[
+        float | None,
+        Option(
+            "Isotropic part of the statistics, a share of their mean: no direction moves freely.",
+            metavar="SHARE",
+            read=lambda text: float(text) or None,
+        ),
+    ] = None
+    eta: float = 0.1
+    tolerance: float = 1e-3
+
+    def __post_init__(self) -> None:
+        METHODS[self.prox]
+        if not 0 < self.eta < 1:
+            hint = "0.1 allows each layer 10 % of output error"
+            raise UsageError(f"eta must lie between 0 and 1, not {self.eta:g}", hint)
+        if not 0 < self.beta <= 1:
+            raise UsageError(f"beta must lie between 0 and 1, not {self.beta:g}", "0.01 is the default")
+        if not 0 < self.relaxation < 2:
+            hint = "1.2 is the paper's value"
+            raise UsageError(f"the relaxation must lie between 0 and 2, not {self.relaxation:g}", hint)
+        if self.iterations < 1:
+            raise UsageError(f"--iterations must be at least 1, not {self.iterations}")
+        if self.ridge is not None and not 0 <= self.ridge < float("inf"):
+            raise UsageError(f"--ridge must be a finite number of at least 0, not {self.ridge:g}", "0.3 is the default")
