@@ -11,7 +11,7 @@ TORCH_INDEX ?=
 # one command and one index: a torchvision built for another torch breaks every `import timm` outside certvit
 TORCH := "torch>=2.6,<2.14" torchvision $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install demo test test-elsewhere test-min check gpu soundness docs tutorial release-check clean
+.PHONY: install demo test test-elsewhere test-min check gpu soundness docs test-converters tutorial release-check clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -68,14 +68,21 @@ gpu: install
 
 # long campaigns beside the tests: hostile files, edited records, random networks with odd options, local certificates
 soundness: install
-	$(BIN)/python tests/soundness/fuzz.py --count 100000
+	$(BIN)/python -m tests.soundness.file_fuzz --count 100000
 	$(BIN)/python -m tests.soundness.evidence_fuzz --count 10000
 	$(BIN)/python -m tests.soundness.record_fuzz --count 20000
 	$(BIN)/python benchmarks/soundness.py --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --programs --seconds 600
 
-# mermaid's script from npm, where there is one, so that the site needs no internet; tools of its own: mkdocs-material wants requests >= 2.33, torchattacks pins 2.25; certvit's packages come after them
+# the logits that tests/models/test_converters.py holds converted networks to, asked of transformers itself
+test-converters:
+	$(PYTHON) -m venv $(VENV)/transformers
+	$(VENV)/transformers/bin/pip install --quiet "torch>=2.6,<2.14" "transformers>=4.44" safetensors numpy
+	$(VENV)/transformers/bin/python tests/models/transformers_logits.py
+
+# mermaid's script from npm, where there is one, so that the site needs no internet. Tools of its own: mkdocs-material
+# wants requests >= 2.33, torchattacks pins 2.25; certvit's packages come after them
 docs: install
 	$(PYTHON) -m venv $(VENV)/docs
 	$(VENV)/docs/bin/pip install --quiet "mkdocs-material>=9.5,<10" "mkdocs>=1.6,<2" latex2mathml

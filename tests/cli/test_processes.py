@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as distributed
 
-from certcli.audit.clock import Part
+from certcli.audit.clock import StageTime
 from certcli.audit.shared_stages import together as in_turns
 from certcli.checkpoint.file import Checkpoint, read_tensors
 from certcli.cli import main
@@ -27,6 +27,8 @@ from tests.helpers.several import kept
 
 CERTIFY = ["certify", "certified.safetensors", "--batch-size", "32", "-e", "0.1"]
 SMOOTHING = [*CERTIFY, "--method", "smoothing", "--limit", "9", "-n", "100", "--n0", "20", "--sigma", "0.1"]
+PATCH = ["certify", "plain.safetensors", "--dataset", "digits", "--limit", "40", "--method", "patch", "--patch", "1"]
+PATCH += ["--hide", "pixels"]
 ATTACK = ["attack", "plain.safetensors", "-a", "pgd-3", "-a", "margin-pgd-3", "-e", "0.3", "-e", "1", "--limit", "90"]
 ATTACK += ["--batch-size", "20"]
 FINETUNE = ["finetune", "certified.safetensors", "--dataset", "digits", "--loss", "margin", "-e", "0.2", "--json", "-q"]
@@ -57,7 +59,7 @@ CONSTRAIN = {
 }
 CONSTRAIN["met"] += ["--layers", "*mlp*"]
 """Commands by the name of their output."""
-RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "attack": ATTACK}
+RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "patch": PATCH, "attack": ATTACK}
 """Commands by the name of their file of records."""
 
 
@@ -156,7 +158,7 @@ def test_a_stage_of_an_audit_ends_for_all_alike() -> None:
     """What lies behind a piece that was broken off is dropped; what one process refuses, all refuse."""
 
     def late(team: Team) -> tuple[list[int], bool]:
-        return in_turns(team, Part(0.0 if team.rank == 1 else 60.0), lambda: team.rank)
+        return in_turns(team, StageTime(0.0 if team.rank == 1 else 60.0), lambda: team.rank)
 
     assert together(3, late) == [([0], True)] * 3
 
@@ -165,7 +167,7 @@ def test_a_stage_of_an_audit_ends_for_all_alike() -> None:
             raise DataError("image 7 is broken", "remove it")
         return team.rank
 
-    found = together(3, lambda team: in_turns(team, Part(60.0), lambda: refused(team)))
+    found = together(3, lambda team: in_turns(team, StageTime(60.0), lambda: refused(team)))
     assert [(type(one), one.message, one.hint) for one in found] == [(DataError, "image 7 is broken", "remove it")] * 3
 
 
@@ -210,7 +212,7 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         script = Path(__file__).parents[1] / "helpers" / "several.py"
         with (two / "stdout").open("w") as out, (two / "stderr").open("w") as err:
             running = subprocess.Popen([*torchrun, script, "plan.json", "."], cwd=two, stdout=out, stderr=err)
-            for name in ("smoothing", "attack"):
+            for name in ("smoothing", "patch", "attack"):
                 certvit(*RECORDS[name], "--records", f"{name}.jsonl", "-q")
             for name, words in CONSTRAIN.items():
                 certvit(*words, "-o", f"{name}.safetensors", "-q")
@@ -229,10 +231,10 @@ def test_two_processes_write_the_bytes_of_one(both: tuple[Path, Path, str]) -> N
     one, two, said = both
     for rank in (0, 1):
         codes = json.loads((two / f"codes.{rank}.json").read_text())
-        assert codes == [0] * 13 + [6], said
+        assert codes == [0] * 14 + [6], said
     for name in RECORDS:
         texts = [(folder / f"{name}.jsonl").read_text() for folder in (one, two)]
-        if name == "smoothing":  # what an image took is not what was found
+        if name in ("smoothing", "patch"):  # what an image took is not what was found
             texts = [re.sub(r', "seconds": [0-9.e-]+', "", text) for text in texts]
         assert texts[0] == texts[1], name
     assert (two / "resumed.jsonl").read_bytes() == (one / "certify.jsonl").read_bytes()
@@ -269,7 +271,7 @@ def test_two_processes_audit_as_one(both: tuple[Path, Path, str]) -> None:
     """All that fits into the budget; not what it took, nor how many images an attack takes together, which time decides."""
     one, two, _ = both
     alone = json.loads((one / "audit.json").read_text())
-    measured = ("seconds", "attack", "withstood", "norm", "adversarial_prediction", "verdict")
+    measured = ("seconds", "attack", "withstood", "norm", "adversarial_prediction", "verdict", "headline", "date")
     assert without(said_by(two, "audit"), *measured) == without(alone, *measured)
     found, wanted = said_by(two, "audit")["attack"], alone["attack"]
     assert found["clean"] == wanted["clean"]
