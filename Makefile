@@ -81,8 +81,8 @@ test-converters:
 	$(VENV)/transformers/bin/pip install --quiet "torch>=2.6,<2.14" "transformers>=4.44" safetensors numpy
 	$(VENV)/transformers/bin/python tests/models/transformers_logits.py
 
-# mermaid's script from npm, where there is one, so that the site needs no internet. Tools of its own: mkdocs-material
-# wants requests >= 2.33, torchattacks pins 2.25; certvit's packages come after them
+# tools of its own: mkdocs-material wants requests >= 2.33, torchattacks pins 2.25; certvit comes after them. The site
+# carries the script of mermaid, where npm has it, so that it needs no internet
 docs: install
 	$(PYTHON) -m venv $(VENV)/docs
 	$(VENV)/docs/bin/pip install --quiet "mkdocs-material>=9.5,<10" "mkdocs>=1.6,<2" latex2mathml

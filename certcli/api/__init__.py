@@ -5,15 +5,16 @@ pixels in [0, 1] and labels (n,), the name of a dataset, or what `images` return
 CertvitError.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from certcli.api.errors import require_known, speaks_python
+from certcli.api.errors import in_python, require_known, speaks_python
 from certcli.api.results import AttackCurve, AuditReport, Certificates, ProvenBound
 from certcli.attack.campaign import stages_of
 from certcli.attack.run import attack_images
@@ -68,8 +69,9 @@ def load(
     arch: str | None = None,
     arch_args: Mapping[str, Any] | None = None,
     as_stated: bool = False,
+    weights: Literal["raw", "ema"] | None = None,
 ) -> OpenCheckpoint:
-    """Open a network; its modules are built or copied once.
+    """Open a network; its modules are built or copied once. What casts doubt on reading a file is a warning.
 
     Args:
         source: A module in memory, a file, a folder, a timm or `hf-hub:` name.
@@ -77,8 +79,9 @@ def load(
         input_size: (c, h, w), for a module without a timm configuration.
         arch, arch_args: Name and arguments of the architecture, for a file without a record.
         as_stated: Believe `arch_args` and config.json where the tensors fit another network too.
+        weights: The weights to read of a file that holds raw and averaged ones.
     """
-    about_files = {"arch": arch, "arch_args": arch_args, "as_stated": as_stated or None}
+    about_files = {"arch": arch, "arch_args": arch_args, "as_stated": as_stated or None, "weights": weights}
     about_modules = {"mean": mean, "std": std, "input_size": input_size}
     if isinstance(source, Checkpoint):
         require_known(_given(about_files | about_modules), (), "load of an open network")
@@ -88,7 +91,11 @@ def load(
         return open_module(source, mean, std, input_size)
     if input_size is not None:
         raise UsageError("the input_size of a file is that of its architecture", "arch_args={'img_size': 224}")
-    return open_checkpoint(str(source), Hints(arch, arch_args or {}, per_channel(mean), per_channel(std), as_stated))
+    hints = Hints(arch, arch_args or {}, per_channel(mean), per_channel(std), as_stated, weights)
+    opened = open_checkpoint(str(source), hints)
+    for doubt in opened.reading.doubts:
+        warnings.warn(in_python(doubt), stacklevel=3)
+    return opened
 
 
 @speaks_python
@@ -235,21 +242,21 @@ def audit(
     Gates are judged, not enforced: see `gate.passed`. Outside the main thread a stage ends between its batches only.
 
     Args:
-        settings: Fields of `audit.plan.Plan`: radii, attacked, attacks, methods, sigma, patches, seed, batch_size, ...
+        settings: Fields of `audit.plan.Plan`: radii, attacks, methods, sigma, patches, seed, batch_size, ...
     """
-    checkpoint, place = load(source), torch.device(device)
-    require_known(settings, _names(Plan) - {"gates", "budget"}, "audit")
-    plan = Plan(gates=tuple(parse(text) for text in fail_on), budget=seconds, **settings)
+    checkpoint = load(source)
+    require_known(settings, _names(Plan), "audit")
+    plan = Plan(**{"gates": tuple(parse(text) for text in fail_on), "budget": seconds, **settings})
     judged = None if given is None else _images(checkpoint, given, labels).in_turn(plan.seed)
-    clock = Clock(seconds)
+    clock, where = Clock(plan.budget), torch.device(device)
 
     def calibration() -> Images:
         return calibration_images(checkpoint.record, 8, plan.seed, None, None)
 
-    findings = audit_run.run(checkpoint, judged, calibration, plan, place, clock)
+    findings = audit_run.run(checkpoint, judged, calibration, plan, where, clock)
     name = str(source) if isinstance(source, str | Path) else "checkpoint"
     typed = Typed(name, dataset=given if isinstance(given, str) else None)
-    found = compose(checkpoint, findings, plan, clock, typed, place)
+    found = compose(checkpoint, findings, plan, clock, typed, where)
     return AuditReport(**{name: getattr(found, name) for name in found.__struct_fields__})
 
 
