@@ -44,6 +44,7 @@ def _block(found: re.Match[str]) -> str:
 def tex(line: str) -> str:
     """One line of plain text -> TeX."""
     text = unicodedata.normalize("NFD", line.strip()).replace("sqrt(", "√(")
+    text = re.sub(r"√(?!\()([A-Za-z]+|.)", r"√(\1)", text)
     text = re.sub(r"(?<![A-Za-z_])([A-Za-z]{2,})(?=(.?))", _word, text)
     text = re.sub("(.)\u0304", r"\\bar{\1}", text)
     text = unicodedata.normalize("NFC", text)
@@ -59,9 +60,6 @@ def tex(line: str) -> str:
 def _roots(text: str) -> str:
     while (start := text.find("√")) >= 0:
         end, depth = start + 2, 1
-        if text[start + 1] != "(":
-            text = f"{text[:start]}\\sqrt{{{text[start + 1]}}}{text[end:]}"
-            continue
         while depth:
             depth += {"(": 1, ")": -1}.get(text[end], 0)
             end += 1
@@ -73,7 +71,7 @@ def _word(found: re.Match[str]) -> str:
     word, after = found.groups()
     if word in _COMMANDS:
         return f"\\{_COMMANDS[word]} "
-    if word.isupper():  # a product of matrices
+    if word.isupper() or (word[0].isupper() and len(word) == 2):  # a product
         return " ".join(word)
     if word[0] == "d" and len(word) == 2:  # a differential
         return f"d {word[1]}"
