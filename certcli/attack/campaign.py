@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from certcli.attack.certified_radii import Certified, require_correct, select
+from certcli.attack.certified_radii import CertifiedImage, require_correct, select
 from certcli.attack.presets import preset
-from certcli.attack.run import Attacked, attack_images
+from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.evaluation.radii import proven_radius, require_norm
 from certcli.evaluation.records import RecordFile, Run
@@ -130,7 +130,7 @@ class Task:
 
 
 def tasks_of(
-    stages: Sequence[Stage], images: Images, certificates: Mapping[int, Certified] | None = None
+    stages: Sequence[Stage], images: Images, certificates: Mapping[int, CertifiedImage] | None = None
 ) -> tuple[Task, ...]:
     """Stages on images. With certificates: only images certified beyond each radius, or all at their own radius.
 
@@ -235,7 +235,7 @@ class Campaign:
         rounds = [radii for _, radii in self.tasks[number].rounds(indices)]
         return [(number, radius, index) for radii in rounds for radius, index in zip(radii, indices, strict=True)]
 
-    def attack(self, portion: Portion, ahead: int = 1) -> list[Attacked]:
+    def attack(self, portion: Portion, ahead: int = 1) -> list[AttackRecord]:
         """Records of a portion; the one that is `ahead` of it is read meanwhile. Images go to the model's device and dtype.
 
         DataError when an image that is certified is misclassified as it stands.
@@ -245,7 +245,7 @@ class Campaign:
         pixels, labels = task.images.fetch(positions), task.images.labels[positions]
         task.images.expect_at(positions[0] + ahead * self.batch_size, self.batch_size)
         indices = task.images.indices[positions]
-        rows: list[Attacked] = []
+        rows: list[AttackRecord] = []
         for row in attack_images(
             self.model,
             [(indices, sent(pixels, like.device).to(like.dtype), labels)],
@@ -265,25 +265,25 @@ class Campaign:
 
     def run(
         self, file: RecordFile | None = None, team: Team = ALONE, aside: Callable[[], None] = lambda: None
-    ) -> Iterator[tuple[int, list[Attacked]]]:
+    ) -> Iterator[tuple[int, list[AttackRecord]]]:
         """(number of the task, records of one portion), in order; what `file` holds already is read, not attacked again.
 
         Only the leader of several processes is handed records, without images; what it does `aside` keeps the others from
         nothing.
         """
 
-        def known(portion: Portion) -> list[Attacked] | None:
+        def known(portion: Portion) -> list[AttackRecord] | None:
             earlier = file.take(self.keys(portion)) if file is not None else None
             return None if earlier is None else read_again(earlier, self.tasks[portion[0]].stage, file)
 
-        def find(portion: Portion) -> list[Attacked]:
+        def find(portion: Portion) -> list[AttackRecord]:
             return self.attack(portion, team.size)
 
-        def pack(rows: list[Attacked]) -> list[dict[str, Any]]:
+        def pack(rows: list[AttackRecord]) -> list[dict[str, Any]]:
             return [row.to_json() for row in rows]
 
-        def unpack(rows: list[dict[str, Any]]) -> list[Attacked]:
-            return [Attacked.from_json(row) for row in rows]
+        def unpack(rows: list[dict[str, Any]]) -> list[AttackRecord]:
+            return [AttackRecord.from_json(row) for row in rows]
 
         dealt = team.deal(self.portions, find, known, pack, unpack, aside)
         for (number, _), (new, rows) in zip(self.portions, dealt, strict=False):
@@ -292,7 +292,7 @@ class Campaign:
             yield number, rows
 
 
-def read_again(rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile | None) -> list[Attacked]:
+def read_again(rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile | None) -> list[AttackRecord]:
     """Records of a file as they were; DataError where one is of another norm or other attacks than the stage's."""
     labels = [entry.label for entry in stage.plan]
     for row in rows:
@@ -301,7 +301,7 @@ def read_again(rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile
             raise DataError(
                 f"{file.path if file else 'the file'} contradicts itself: {told}", "attack again, without --resume"
             )
-    return [Attacked.from_json(row) for row in rows]
+    return [AttackRecord.from_json(row) for row in rows]
 
 
 def checked_batch(task: Task, count: int, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.attack.run import Attacked, attack_images
+from certcli.attack.crafting import undisturbed
+from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import undisturbed
 from certcli.evaluation.threat import Threat
 from certcli.system.errors import DataError
 
@@ -178,7 +178,7 @@ def _exceeds(difference: int, images: int) -> bool:
     return difference >= _RISE_IMAGES and difference > _RISE_SHARE * images
 
 
-def certified_above_attacked(records: Iterable[Attacked], radii: Mapping[int, float]) -> Flag:
+def certified_above_attacked(records: Iterable[AttackRecord], radii: Mapping[int, float]) -> Flag:
     """Is |x' - x|_2 < the certified l2 radius for some image? `radii`: image index -> certified radius, pixel l2.
 
     Records of either norm count, by the l2 norm of what they found. Misclassified images carry no counterexample.

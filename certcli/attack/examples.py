@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from certcli.attack.run import Attacked
+from certcli.attack.run import AttackRecord
 from certcli.system.errors import DataError
 
 
-def collect(records: Iterable[Attacked], *, only_successes: bool = True) -> dict[str, Tensor]:
+def collect(records: Iterable[AttackRecord], *, only_successes: bool = True) -> dict[str, Tensor]:
     """Records with kept images -> tensors by name, one row an image, in the order of the records.
 
     images, adversarial, perturbations (n, c, h, w); labels, predictions, adversarial_predictions, indices (n,) int64;
@@ -20,7 +20,7 @@ def collect(records: Iterable[Attacked], *, only_successes: bool = True) -> dict
     records of one image (a curve) the first success is kept, that of the smallest radius. DataError when a record has
     no images (`keep_images=True` keeps them) or nothing is left.
     """
-    kept: dict[int, Attacked] = {}
+    kept: dict[int, AttackRecord] = {}
     for record in records:
         if record.index in kept and (kept[record.index].fell or not record.fell):
             continue

@@ -15,7 +15,7 @@ _SHRINKS = 16
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """What is true of a batch after an attack; every tensor has one row an image.
 
     success: the image was classified correctly, and a point inside ball and box is not. robust: it was, and none was
@@ -82,7 +82,7 @@ def judge(
     *,
     prediction: Tensor | None = None,
     samples: int = 1,
-) -> Verdict:
+) -> Judgement:
     """Is argmax f(x') != y for the clipped x' with |x' - x| <= radius? images, adversarial (b, c, h, w), labels (b,).
 
     `prediction` (b,) spares the forward pass on the clean images when their classes are known already; `samples`
@@ -104,7 +104,7 @@ def judge(
     success = success & (found != labels)
     point = torch.where(_rows(success, images), point, images)
     norm = torch.where(success, image_norms(point.double() - images.double(), threat.norm), float("inf"))
-    return Verdict(
+    return Judgement(
         success=success,
         robust=correct & ~success,
         adversarial=point,
@@ -119,11 +119,11 @@ def refine(
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
-    verdict: Verdict,
+    verdict: Judgement,
     threat: Threat,
     steps: int = 12,
     samples: int = 1,
-) -> Verdict:
+) -> Judgement:
     """Bisection of the segment from image to adversarial point: the smaller norm at which the label still flips.
 
     Each of the `steps` halves the interval (12: a 4,096th of the segment). Every point kept was judged itself, so the
@@ -151,7 +151,7 @@ def refine(
         best = torch.where(_rows(better, clean), trial.adversarial, best)
         norm = torch.where(better, trial.norm, norm)
         found = torch.where(better, trial.adversarial_prediction, found)
-    return Verdict(
+    return Judgement(
         verdict.success,
         verdict.robust,
         verdict.adversarial.index_copy(0, rows, best),

@@ -35,7 +35,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Patched:
+class PatchRecord:
     """One image. found: the class of the patched image, None where no patch was found; corner: its place."""
 
     index: int
@@ -67,13 +67,13 @@ def attack_patches(
     patch: Patch,
     settings: AttackSettings,
     places: Sequence[Corner] | None = None,
-) -> list[Patched]:
+) -> list[PatchRecord]:
     """One row an image (b, c, h, w) in [0, 1]. Images that are misclassified as they stand are not attacked.
 
     Every place is tried by a few steps; the full attack then runs at those with the largest margin lost, with restarts. All
     that is found is judged as it is, clipped to patch and box. Several patches at once are looked for one by one.
     """
-    found = [Patched(*row) for row in zip(indices, labels, target.classify(images), strict=True)]
+    found = [PatchRecord(*row) for row in zip(indices, labels, target.classify(images), strict=True)]
     chosen = list(places or corners(patch, (images.shape[-2], images.shape[-1])))
     lost = torch.full((len(found), len(chosen)), -torch.inf)
 

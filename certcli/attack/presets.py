@@ -9,7 +9,7 @@ from certcli.system.registry import one_of
 
 
 @dataclass(frozen=True)
-class Part:
+class PresetPart:
     """Attacks that share one threat. `attack_images(..., part.plan, part.threat, ..., independent=True)` runs them."""
 
     threat: Threat
@@ -26,7 +26,7 @@ class Preset:
     name: str
     summary: str
     source: str
-    parts: tuple[Part, ...]
+    parts: tuple[PresetPart, ...]
     open_choices: str
 
     def at(self, radius: float) -> "Preset":
@@ -35,8 +35,8 @@ class Preset:
         return replace(self, parts=moved)
 
 
-def _part(norm: Norm, radius: float, *names: str | Planned, step_size: float | None = None) -> Part:
-    return Part(Threat(norm, radius), planned_attacks(names, AttackSettings(step_size=step_size)))
+def _part(norm: Norm, radius: float, *names: str | Planned, step_size: float | None = None) -> PresetPart:
+    return PresetPart(Threat(norm, radius), planned_attacks(names, AttackSettings(step_size=step_size)))
 
 
 _CAUCHY_CW = Planned(

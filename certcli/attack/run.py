@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.catalogue import ATTACKS, DETERMINISTIC, L2_ONLY
-from certcli.attack.judge import Verdict, judge, predict, refine
+from certcli.attack.catalogue import ATTACKS
+from certcli.attack.crafting import seeded
+from certcli.attack.judge import Judgement, judge, predict, refine
 from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
-from certcli.attack.torchattacks_model import seeded
 from certcli.evaluation.threat import Norm, Threat, image_norms
 from certcli.images.labelled import Batch
 from certcli.system.errors import DataError, UsageError
 
 
 @dataclass(frozen=True)
-class Attacked:
+class AttackRecord:
     """One image at one radius. `kind` is the norm's name, `epsilon` the radius in pixel units.
 
     robust: per attack, did the image withstand it? False for a misclassified image; None where the attack was not run,
@@ -57,15 +57,15 @@ class Attacked:
         return {name: getattr(self, name) for name in _STORED}
 
     @staticmethod
-    def from_json(row: Mapping[str, Any]) -> "Attacked":
+    def from_json(row: Mapping[str, Any]) -> "AttackRecord":
         """Inverse of `to_json`; DataError when the row is no such record."""
         try:
-            return Attacked(**{name: row[name] for name in _STORED})
+            return AttackRecord(**{name: row[name] for name in _STORED})
         except KeyError as failure:
             raise DataError(f"a record lacks {failure}", "certvit attack ... --records FILE writes them") from failure
 
 
-_STORED = tuple(item.name for item in fields(Attacked) if item.name not in ("image", "adversarial"))
+_STORED = tuple(item.name for item in fields(AttackRecord) if item.name not in ("image", "adversarial"))
 
 
 def attack_images(
@@ -79,7 +79,7 @@ def attack_images(
     refine_steps: int = 0,
     source: nn.Module | None = None,
     keep_images: bool = False,
-) -> Iterator[Attacked]:
+) -> Iterator[AttackRecord]:
     """One record an image and threat: is there an attack among `names` with argmax f(x') != y, |x' - x| <= radius?
 
     Misclassified images are not attacked; an image that one attack breaks is not shown to the next, unless
@@ -93,10 +93,10 @@ def attack_images(
     threats = [threats] if isinstance(threats, Threat) else threats
     planned = planned_attacks(names, settings)
     for entry in planned:
-        if threats[0].norm != "l2" and entry.attack in L2_ONLY:
-            raise UsageError(
-                f"{entry.attack} is an attack in l2, not in {threats[0].norm}", "margin-pgd and fab know both norms"
-            )
+        norms = ATTACKS[entry.attack].norms
+        if threats[0].norm not in norms:
+            told = f"{entry.attack} is an attack in {' and '.join(norms)}, not in {threats[0].norm}"
+            raise UsageError(told, "margin-pgd and fab know both norms")
     for kind in (model, source):
         if kind is not None and kind.training:
             raise UsageError("the model is in training mode", "call model.eval() before an attack")
@@ -154,7 +154,7 @@ class _Standing:
         standing = [row for row, passed in enumerate(self.outcome[label]) if passed is not False]
         return standing if independent else [row for row in standing if self.broken_by[row] is None]
 
-    def _verdict(self, rows: Tensor, candidates: Tensor, limit: Threat) -> Verdict:
+    def _verdict(self, rows: Tensor, candidates: Tensor, limit: Threat) -> Judgement:
         images, labels, before = self.images[rows], self.labels[rows], self.prediction[rows]
         with seeded(images, self.seed):  # a random net draws in the verdict too
             verdict = judge(self.model, images, labels, candidates, limit, prediction=before, samples=self.samples)
@@ -169,7 +169,7 @@ class _Standing:
         for row in standing:
             outcome[row] = True
         settings = entry.settings if source is None else replace(entry.settings, stop_early=False)
-        for restart in range(1 if entry.attack in DETERMINISTIC else settings.restarts):
+        for restart in range(settings.restarts if ATTACKS[entry.attack].random else 1):
             if not standing:
                 return
             rows = torch.tensor(standing, device=self.images.device)
@@ -185,7 +185,7 @@ class _Standing:
             self._note(rows, verdict, entry.label)
             standing = [row for row in standing if outcome[row]]
 
-    def _note(self, rows: Tensor, verdict: Verdict, label: str) -> None:
+    def _note(self, rows: Tensor, verdict: Judgement, label: str) -> None:
         for row in rows[verdict.success].tolist():
             self.outcome[label][row] = False
             self.broken_by[row] = self.broken_by[row] or label
@@ -194,13 +194,13 @@ class _Standing:
         self.adversarial[rows[nearer]] = verdict.adversarial[nearer]
         self.found[rows[nearer]] = verdict.adversarial_prediction[nearer]
 
-    def records(self, indices: Tensor, threat: Threat, keep_images: bool) -> Iterator[Attacked]:
+    def records(self, indices: Tensor, threat: Threat, keep_images: bool) -> Iterator[AttackRecord]:
         lengths = image_norms(self.adversarial.double() - self.images.double(), "l2").tolist()
         norms, radii = self.norm.tolist(), threat.radii(self.images).tolist()
         labels, predictions, found = self.labels.tolist(), self.prediction.tolist(), self.found.tolist()
         for row, index in enumerate(indices.tolist()):
             fallen = norms[row] < float("inf")
-            yield Attacked(
+            yield AttackRecord(
                 index=index,
                 label=labels[row],
                 prediction=predictions[row],

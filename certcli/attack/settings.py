@@ -107,5 +107,6 @@ def planned_attacks(names: Sequence[str | Planned], settings: AttackSettings) ->
 def _parse(name: str, settings: AttackSettings) -> Planned:
     counted = re.fullmatch(r"(.+)-(\d+)", name)
     if name in ATTACKS or counted is None:
-        return Planned(name, name, settings)
+        label = ATTACKS[name].name
+        return Planned(label, label, settings)
     return Planned(name, counted[1], replace(settings, steps=int(counted[2])))

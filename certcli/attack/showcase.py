@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.campaign import Stage
-from certcli.attack.run import Attacked, attack_images
+from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.threat import Norm, Threat, image_norms
 from certcli.images.labelled import Images
@@ -40,7 +40,7 @@ class Exhibit:
         return self.adversarial_prediction != self.prediction
 
 
-def choose(records: Sequence[Attacked], network: str, count: int = ROWS) -> list[Exhibit]:
+def choose(records: Sequence[AttackRecord], network: str, count: int = ROWS) -> list[Exhibit]:
     """The first `count` images that fell, in the order of the records, each at the radius where it fell first."""
     chosen: dict[int, Exhibit] = {}
     for record in records:

@@ -18,7 +18,7 @@ from certcli.evaluation.sizes import Kind, Patch, Size, read_size
 from certcli.system.errors import Refused
 
 MOST_RADII = 256
-_TOKEN = Meta(pattern=r"\A[a-z0-9][a-z0-9_.:#+\-]*(, [a-z0-9][a-z0-9_.:#+\-]*)*\Z", max_length=256)
+_TOKEN = Meta(pattern=r"\A[a-z0-9][A-Za-z0-9_.:=,#+\-]*(, [a-z0-9][A-Za-z0-9_.:=,#+\-]*)*\Z", max_length=256)
 
 ImageCount = Annotated[int, Meta(ge=1, le=MOST_IMAGES)]
 Tried = Annotated[int, Meta(ge=0, le=MOST_IMAGES)]

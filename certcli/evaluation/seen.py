@@ -50,12 +50,12 @@ class Seen:
 
     @property
     def sampled(self) -> float:
-        """Share of the step's images that are listed."""
+        """SeenShare of the step's images that are listed."""
         return min(1.0, len(self.listed) / self.images)
 
 
 @dataclass(frozen=True)
-class Share:
+class SeenShare:
     """How many of `of` images a network has seen. exactly: or estimated from a sample of what it has seen."""
 
     kind: str
@@ -108,7 +108,7 @@ def seen_by(record: Record) -> list[Seen]:
     return found
 
 
-def shares(seen: Sequence[Seen], images: Images) -> list[Share]:
+def shares(seen: Sequence[Seen], images: Images) -> list[SeenShare]:
     """Of training and of calibration images, the share among these; kinds without one are left out."""
     found = []
     for kind in (TRAINED, CALIBRATED):
@@ -122,7 +122,7 @@ def shares(seen: Sequence[Seen], images: Images) -> list[Share]:
         count = min(len(images), round(sum(weights)))
         if count:
             exactly = all(step.sampled == 1 for step in steps)
-            found.append(Share(kind, count, len(images), exactly))
+            found.append(SeenShare(kind, count, len(images), exactly))
     return found
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from certcli.attack.crafting import Watched
 from certcli.attack.judge import judge, refine, tuck_in
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Watched
 from certcli.evaluation.threat import Norm, Threat, image_norms
 from certcli.system.errors import ArchitectureError, DataError
 from tests.helpers.attack_nets import NORMS, ROUNDING, batches, exact_distances, labelled, linear, perceptron, pictures

@@ -10,7 +10,7 @@ from certcli.attack import checks, examples
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.families.margin import lost_margin
 from certcli.attack.presets import PRESETS, preset
-from certcli.attack.run import Attacked, attack_images
+from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, planned_attacks
 from certcli.attack.summary import curve, robust_accuracy
 from certcli.evaluation.threat import Norm, Threat, growing, image_norms
@@ -74,7 +74,7 @@ def test_a_curve_falls_and_carries_what_fell() -> None:
     assert robust[0] > robust[-1]
     assert all(summary.attacks["pgd"] <= summary.attacks["fgsm"] for summary in summaries)
     assert any(record.robust["fgsm"] is False for record in records)
-    first: dict[int, Attacked] = {}
+    first: dict[int, AttackRecord] = {}
     for record in records:
         if record.broken_by == "fgsm":
             assert record.robust == {"fgsm": False, "pgd": None}

@@ -6,11 +6,11 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
+from certcli.attack.crafting import Watched
 from certcli.attack.families.saga import FLOOR, rollout
 from certcli.attack.judge import judge
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Watched
 from certcli.evaluation.threat import Threat
 from certcli.nn.l2_attention import build
 from certcli.system.errors import UsageError

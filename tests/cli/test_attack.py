@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from certcli.attack import campaign
 from certcli.attack.campaign import stages_of, tasks_of
 from certcli.attack.catalogue import ATTACKS
-from certcli.attack.certified_radii import Certified
+from certcli.attack.certified_radii import CertifiedImage
 from certcli.attack.checks import CHECKS
 from certcli.attack.presets import PRESETS
 from certcli.attack.run import attack_images
@@ -303,7 +303,7 @@ def test_certificates_that_speak_of_something_else_are_refused(
 def test_an_unbounded_certificate_is_attacked_in_the_whole_box(plain: Checkpoint) -> None:
     images = datasets.load("digits", plain.record.input, "test").select([3, 5])
     certificates = {
-        i: Certified(i, int(images.labels[n]), float("inf"), images.digests[i])
+        i: CertifiedImage(i, int(images.labels[n]), float("inf"), images.digests[i])
         for n, i in enumerate(images.indices.tolist())
     }
     (task,) = tasks_of(stages_of([], None, None, [], AttackSettings(), certified=True), images, certificates)

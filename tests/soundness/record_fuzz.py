@@ -21,7 +21,7 @@ from unittest import mock
 from certcli.attack.campaign import Campaign, run_of, stages_of, tasks_of
 from certcli.attack.findings import findings_of
 from certcli.attack.resumed import attack_again
-from certcli.attack.run import Attacked
+from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
 from certcli.certify import methods
 from certcli.checkpoint.file import Checkpoint
@@ -115,7 +115,7 @@ class Runs:
     def attack(self, share: float, every: bool) -> list[float]:
         """Clean, and robust at each radius."""
         about = run_of(self.tasks, self.settings, BATCH, self.net.digest, self.images)
-        rows: dict[int, list[Attacked]] = {}
+        rows: dict[int, list[AttackRecord]] = {}
         keys, resume = ("task", "epsilon", "index"), self.path.exists()
         with RecordFile(self.path, about, self.images, keys, resume=resume) as file:
             for number, part in self.campaign.run(file):

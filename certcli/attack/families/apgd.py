@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
+from certcli.attack.crafting import Successes, Watched, climb_with, count_classes
 from certcli.attack.families.gradient import cross_entropy
 from certcli.attack.families.margin import lost_margin, targeted_margin
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Successes, Watched, climb_with, count_classes
 from certcli.evaluation.threat import Threat, per_image
 
 APGD_STEPS = 100  # Croce & Hein's; torchattacks' default, in its AutoAttack too, is 10

@@ -5,13 +5,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from certcli.attack.crafting import count_classes, seeded
 from certcli.attack.families.apgd import apgd_ce, apgd_targeted
 from certcli.attack.families.fab import fab_within
 from certcli.attack.families.margin import lost_margin
 from certcli.attack.families.square import square
 from certcli.attack.judge import judge, tuck_in
 from certcli.attack.settings import AttackSettings, Craft
-from certcli.attack.torchattacks_model import count_classes, seeded
 from certcli.evaluation.threat import Threat
 
 PARTS: tuple[Craft, ...] = (apgd_ce, apgd_targeted, fab_within, square)

@@ -9,9 +9,9 @@ slope of 1e-6. The box is therefore held by projection, the first of the three w
 import torch
 from torch import Tensor, nn
 
+from certcli.attack.crafting import Watched, craft_with
 from certcli.attack.families.margin import lost_margin
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Watched, craft_with
 from certcli.evaluation.threat import Threat, image_norms
 
 CW_STEPS = 100
@@ -39,15 +39,7 @@ def carlini_wagner(
             weight = torch.where(high < _LARGEST_C, (low + high) / 2, (10 * weight).clamp_max(_LARGEST_C))
         return best
 
-    return craft_with(
-        lambda _, net: lambda images, labels: search(net, images, labels),
-        model,
-        images,
-        labels,
-        threat,
-        settings,
-        watch=False,
-    )
+    return craft_with(search, model, images, labels, threat, settings, watch=False)
 
 
 def _minimise(

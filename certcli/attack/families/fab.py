@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from certcli.attack.crafting import Successes, Watched, climb_with, count_classes
 from certcli.attack.families.apgd import aimed
 from certcli.attack.families.margin import targeted_margin
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Successes, Watched, climb_with, count_classes
 from certcli.evaluation.threat import Norm, Threat, image_norms, per_image
 
 FAB_STEPS = 100  # Croce & Hein's; torchattacks' default is 10

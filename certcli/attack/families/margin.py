@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from certcli.attack.crafting import Watched, count_classes, craft_with
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Watched, count_classes, craft_with
 from certcli.evaluation.threat import Threat
 
 MARGIN_STEPS = 40
@@ -103,12 +103,4 @@ def ascend(
             point = threat.project(point + alpha * fall * threat.steepest(gradient), images)
         return peak
 
-    return craft_with(
-        lambda _, net: lambda images, labels: climb(net, images, labels),
-        model,
-        images,
-        labels,
-        threat,
-        settings,
-        watch=samples == 1,
-    )
+    return craft_with(climb, model, images, labels, threat, settings, watch=samples == 1)

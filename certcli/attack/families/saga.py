@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from certcli.attack.crafting import seeded
 from certcli.attack.families.gradient import PGD_STEPS, cross_entropy
 from certcli.attack.families.margin import ascend
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import seeded
 from certcli.evaluation.threat import Threat
 from certcli.system.errors import UsageError
 

@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from certcli.attack.crafting import Successes, Watched, climb_with
 from certcli.attack.families.apgd import standing
 from certcli.attack.families.margin import lost_margin
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Successes, Watched, climb_with
 from certcli.evaluation.threat import Threat, image_norms, per_image
 from certcli.system.errors import UsageError
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from certcli.certify.patch.options import Patches
 from certcli.cli.attack import patches as patch_attacked
 from certcli.cli.attack import run
-from certcli.cli.attack.options import Attacks, Chosen, Results
+from certcli.cli.attack.options import AttackOutput, Attacks, Chosen
 from certcli.cli.shared import inputs
 from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import Machine, Output, Source, Talk
@@ -32,7 +32,7 @@ def attack(
     chosen: Chosen = Chosen(),
     patches: Patches = Patches(),
     machine: Machine = Machine(),
-    results: Results = Results(),
+    results: AttackOutput = AttackOutput(),
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:

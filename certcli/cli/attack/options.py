@@ -20,6 +20,31 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
 
 
+def list_attacks(context: typer.Context, given: bool) -> None:
+    """Print every attack, certvit's own and those of torchattacks, with norms, and arguments with their defaults."""
+    from certcli.attack.catalogue import ATTACKS
+    from certcli.attack.torchattacks_spec import PREFIX, names, signature
+    from certcli.cli.shared.output import Sink
+
+    if not given:
+        return
+    sink = Sink(as_json=False, quiet=False)
+    sink.table(
+        "Attacks", ["--attack", "norm", "what it does"], [(a.name, " ".join(a.norms), a.summary) for a in ATTACKS]
+    )
+    try:
+        theirs = [(PREFIX + name, signature(name)) for name in names()]
+    except UsageError as failure:
+        sink.text(f"{failure.message}: {failure.hint}")
+    else:
+        sink.table(
+            f"Attacks of torchattacks, as {PREFIX}NAME,argument=value",
+            ["--attack", "norm", "measured in", "arguments and their defaults"],
+            [(name, " ".join(s.norms), " ".join(s.measures) or "-", s.words()) for name, s in theirs],
+        )
+    raise typer.Exit
+
+
 @group("Attacks")
 class Attacks:
     """Which attacks run, at which radii, and what they may spend."""
@@ -27,9 +52,15 @@ class Attacks:
     attacks: Annotated[
         list[str],
         typer.Option(
-            "--attack", "-a", help="fgsm, pgd-50, margin-pgd, cw, autoattack, ...; may be repeated. Default: pgd."
+            "--attack",
+            "-a",
+            help="fgsm, pgd-50, margin-pgd, autoattack, torchattacks:Jitter,steps=20, ...; may be repeated. Default: pgd.",
         ),
     ] = field(default_factory=list)
+    listed: Annotated[
+        bool,
+        typer.Option("--list", is_eager=True, callback=list_attacks, help="Show all attacks and exit."),
+    ] = False
     preset: Annotated[str | None, typer.Option(help="A paper's evaluation: certvit, specformer-standard, ...")] = None
     epsilon: Annotated[
         list[float],
@@ -113,7 +144,7 @@ class Chosen(Evaluation):
 
 
 @group("Output")
-class Results:
+class AttackOutput:
     """What is written beside the document, and what it must meet."""
 
     minimum: Annotated[

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from certcli.attack.settings import AttackSettings
     from certcli.certify.patch.options import Patches
     from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.attack.options import Attacks, Chosen, Results
+    from certcli.cli.attack.options import AttackOutput, Attacks, Chosen
     from certcli.cli.shared.groups import Machine, Source
     from certcli.evaluation.records import RecordFile
     from certcli.evaluation.resumed import Resumed
@@ -32,7 +32,7 @@ ATTACK = "margin-pgd"
 MOST_AT_ONCE = 16
 
 
-def require(wanted: Attacks, chosen: Chosen, patches: Patches, results: Results) -> bool:
+def require(wanted: Attacks, chosen: Chosen, patches: Patches, results: AttackOutput) -> bool:
     """Whether patches are looked for; UsageError for options of balls beside them, and for options of patches without."""
     if wanted.norm != "patch":
         if patches.patches or wanted.defence != "none":
@@ -62,7 +62,7 @@ def attack(
     chosen: Chosen,
     patches: Patches,
     machine: Machine,
-    results: Results,
+    results: AttackOutput,
     force: bool,
     sink: Sink,
 ) -> None:
@@ -139,7 +139,7 @@ class _Piece:
     find: Callable[[], list[Row]]
 
 
-def _again(read: Sequence[_Piece], first: Sequence[Row], patch: str, results: Results) -> Resumed:
+def _again(read: Sequence[_Piece], first: Sequence[Row], patch: str, results: AttackOutput) -> Resumed:
     """Some of the pieces that were read, attacked again; DataError when one does not agree. first: records at the size of the
     gate.
     """

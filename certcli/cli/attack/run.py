@@ -15,14 +15,14 @@ from certcli.system.processes import team
 
 if TYPE_CHECKING:
     from certcli.attack.campaign import Task
-    from certcli.attack.certified_radii import Certified
+    from certcli.attack.certified_radii import CertifiedImage
     from certcli.attack.checks import Flag
     from certcli.attack.findings import Findings
-    from certcli.attack.run import Attacked
+    from certcli.attack.run import AttackRecord
     from certcli.attack.settings import AttackSettings
     from certcli.attack.showcase import Exhibit
     from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.attack.options import Results
+    from certcli.cli.attack.options import AttackOutput
     from certcli.images.labelled import Images
 
 _BUG = (
@@ -39,7 +39,7 @@ class Session:
     images: Images
     tasks: Sequence[Task]
     settings: AttackSettings
-    certificates: Mapping[int, Certified] | None
+    certificates: Mapping[int, CertifiedImage] | None
     machine: Machine
     told: Mapping[str, Any]
     sink: Sink
@@ -52,8 +52,8 @@ class Session:
         return load(checkpoint, self.machine.pick())
 
     def run(
-        self, crafted_on: Checkpoint | None, results: Results, force: bool, checks: bool, every: bool
-    ) -> tuple[Findings, dict[int, list[Attacked]]] | None:
+        self, crafted_on: Checkpoint | None, results: AttackOutput, force: bool, checks: bool, every: bool
+    ) -> tuple[Findings, dict[int, list[AttackRecord]]] | None:
         """The findings, and the records by number of the task; written to `--records` as they are found. None for a process
         that leads no others: what it found is theirs.
 
@@ -68,7 +68,7 @@ class Session:
         batch_size = self.machine.batch_size
         model = self.load(self.checkpoint)
         crafter = None if crafted_on is None else self.load(crafted_on)
-        found: dict[int, list[Attacked]] = {}
+        found: dict[int, list[AttackRecord]] = {}
         spent = (self.tasks, self.settings, batch_size)
         campaign = Campaign(model, *spent, crafter, self.told["refine"], team().leads and results.keeps_images)
         if not team().leads:
@@ -113,8 +113,8 @@ class Session:
 
     def show(
         self,
-        found: Mapping[int, Sequence[Attacked]],
-        results: Results,
+        found: Mapping[int, Sequence[AttackRecord]],
+        results: AttackOutput,
         compared: Checkpoint | None,
         name: str,
         force: bool,

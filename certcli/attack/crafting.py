@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,12 +15,6 @@ from certcli.system.errors import UsageError
 
 class AllSolved(Exception):
     """Every row of the batch is solved: there is nothing left to attack. Never leaves `craft_with`."""
-
-
-def library() -> ModuleType:
-    """torchattacks, behind the shim that lets its torchvision import."""
-    import_module("certcli.system.compat")
-    return import_module("torchattacks")
 
 
 class Successes:
@@ -164,7 +156,7 @@ def _unfused(model: nn.Module) -> Iterator[None]:
 
 
 def craft_with(
-    build: Callable[[Callable[[], ModuleType], Watched], Any],
+    search: Callable[[Watched, Tensor, Tensor], Tensor],
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
@@ -173,9 +165,10 @@ def craft_with(
     *,
     watch: bool = True,
 ) -> Tensor:
-    """Run the attack that `build(library, watched model)` returns: (b, c, h, w) -> (b, c, h, w), to be judged.
+    """Run `search` on the watched model: images (b, c, h, w), labels (b,) -> points (b, c, h, w), to be judged.
 
-    `watch=False` is for attacks that look for the smallest perturbation, which must not stop at the first.
+    Args:
+        watch: False for attacks that look for the smallest perturbation, which must not stop at the first success.
     """
     images, labels = images.detach(), labels.to(images.device)
     if not len(images) or threat.radius == 0:
@@ -184,7 +177,7 @@ def craft_with(
     slow = settings.precision == "bf16" and images.device.type == "cpu"
     with undisturbed(model, images, settings.draw), _unfused(model) if slow else nullcontext():
         try:
-            adversarial = build(library, watched)(images, labels)
+            adversarial = search(watched, images, labels)
         except AllSolved:
             adversarial = images
     return watched.harvest(adversarial.detach())
@@ -207,10 +200,10 @@ def climb_with(
     """Run an attack that keeps its own books: (b, c, h, w), (b,) -> (b, c, h, w), to be judged."""
     successes = Successes(model, images, labels, threat) if watch and settings.stops else None
 
-    def build(_: Any, net: Watched) -> Any:
-        return lambda images, labels: climb(net, successes, images, labels)
+    def search(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
+        return climb(net, successes, images, labels)
 
-    end = craft_with(build, model, images, labels, threat, settings, watch=False)
+    end = craft_with(search, model, images, labels, threat, settings, watch=False)
     return end if successes is None else successes.harvest(end)
 
 
