@@ -27,8 +27,8 @@ from certcli.certify.patch.options import Patches
 from certcli.certify.predicting import Prediction, Predictor
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
-from certcli.evaluation.sizes import Size
-from certcli.evaluation.threat import growing
+from certcli.evaluation.region import growing
+from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.images.calibration import calibration_images
 from certcli.images.labelled import Images
@@ -124,9 +124,9 @@ def certify(
     return [row for rows in run_certifier(certifier, chosen, batch_size) for row in rows]
 
 
-def shares(certificates: Sequence[Certificate], sizes: Sequence[Size]) -> CertifiedAccuracy:
-    """Certified accuracy at each radius or `Patch`, with 95 % intervals."""
-    return certified_accuracy(certificates, sizes)
+def shares(certificates: Sequence[Certificate], threats: Sequence[float | Patch | Threat]) -> CertifiedAccuracy:
+    """Certified accuracy against each `Threat`, with 95 % intervals; a number is a radius in l2."""
+    return certified_accuracy(certificates, [Threat.of(threat) for threat in threats])
 
 
 def predict(

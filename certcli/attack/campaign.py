@@ -14,7 +14,7 @@ from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.evaluation.radii import proven_radius, require_norm
 from certcli.evaluation.records import RecordFile, Run
-from certcli.evaluation.threat import Norm, Threat
+from certcli.evaluation.region import Norm, Region
 from certcli.images.labelled import Images, sent
 from certcli.system.errors import DataError, UsageError
 from certcli.system.processes import ALONE, Team
@@ -62,7 +62,7 @@ def stages_of(
     """
     chosen = tuple(sorted(set(radii)))
     for radius in chosen:
-        Threat("l2", radius)  # refuses what is no radius
+        Region("l2", radius)  # refuses what is no radius
     if preset_name is not None:
         return _preset_stages(preset_name, names, norm, chosen, settings, certified)
     require_norm(norm or "l2")
@@ -89,7 +89,7 @@ def _preset_stages(
         raise UsageError(
             f"the preset {name} has {len(wanted.parts)} parts with radii of their own", "leave out --epsilon"
         )
-    return tuple(Stage(part.threat.norm, radii or (part.threat.radius,), part.plan, True) for part in wanted.parts)
+    return tuple(Stage(part.region.norm, radii or (part.region.radius,), part.plan, True) for part in wanted.parts)
 
 
 def in_norm(stages: Sequence[Stage], norm: Norm, asked: str | None) -> tuple[Stage, ...]:
@@ -120,13 +120,13 @@ class Task:
         for start in range(0, len(self.images), batch_size):
             yield list(range(start, min(start + batch_size, len(self.images))))
 
-    def rounds(self, indices: Sequence[int]) -> list[tuple[Threat, list[float]]]:
-        """The threats to the images of one batch, in order, and the radius of each image under them."""
+    def rounds(self, indices: Sequence[int]) -> list[tuple[Region, list[float]]]:
+        """The regions to the images of one batch, in order, and the radius of each image under them."""
         norm = self.stage.norm
         if self.own is not None:
             radii = [self.own[index] for index in indices]
-            return [(Threat.each(norm, radii), radii)]
-        return [(Threat(norm, radius), [radius] * len(indices)) for radius in self.stage.radii]
+            return [(Region.each(norm, radii), radii)]
+        return [(Region(norm, radius), [radius] * len(indices)) for radius in self.stage.radii]
 
 
 def tasks_of(
@@ -250,7 +250,7 @@ class Campaign:
             self.model,
             [(indices, sent(pixels, like.device).to(like.dtype), labels)],
             task.stage.plan,
-            [threat for threat, _ in task.rounds(indices.tolist())],
+            [region for region, _ in task.rounds(indices.tolist())],
             self.settings,
             independent=task.stage.independent,
             refine_steps=self.refine_steps,

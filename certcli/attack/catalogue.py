@@ -141,3 +141,6 @@ ATTACKS = AttackRegistry(
         "Croce & Hein 2020, Reliable evaluation of adversarial robustness",
     ),
 )
+
+PATCH_ATTACK = "margin-pgd"
+"""What climbs on the pixels of a patch."""

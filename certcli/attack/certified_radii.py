@@ -8,7 +8,7 @@ from typing import get_args
 from certcli.attack.run import AttackRecord
 from certcli.evaluation.radii import confidence
 from certcli.evaluation.records import PIXELS, read_records, require_same_images, require_same_network
-from certcli.evaluation.threat import Norm
+from certcli.evaluation.region import Norm
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError, UsageError, one_line
 

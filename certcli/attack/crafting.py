@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from certcli.attack.judge import judge
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.region import Region
 from certcli.system.errors import UsageError
 
 
@@ -20,8 +20,8 @@ class AllSolved(Exception):
 class Successes:
     """Which images of a batch were seen to fall, and where: what flips is judged at once, by the model itself."""
 
-    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor, threat: Threat) -> None:
-        self._model, self._threat = model, threat
+    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor, region: Region) -> None:
+        self._model, self._threat = model, region
         self._images, self._labels = images.detach(), labels.to(images.device)
         self.solved = torch.zeros(len(images), dtype=torch.bool, device=images.device)
         self.count = 0
@@ -72,7 +72,7 @@ class Watched(nn.Module):
         model: nn.Module,
         images: Tensor,
         labels: Tensor,
-        threat: Threat,
+        region: Region,
         watching: bool,
         precision: str = "float32",
     ) -> None:
@@ -81,7 +81,7 @@ class Watched(nn.Module):
         self._hidden = (model,)
         self._images, self._watching = images, watching
         self._half = precision == "bf16"
-        self._successes = Successes(model, images, labels, threat)
+        self._successes = Successes(model, images, labels, region)
         self._all = torch.arange(len(images), device=images.device)
         self._rows, self._known = self._all, 0  # those that stand, as of so many that fell
         self._last: Tensor | None = None
@@ -160,7 +160,7 @@ def craft_with(
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
-    threat: Threat,
+    region: Region,
     settings: AttackSettings,
     *,
     watch: bool = True,
@@ -171,9 +171,9 @@ def craft_with(
         watch: False for attacks that look for the smallest perturbation, which must not stop at the first success.
     """
     images, labels = images.detach(), labels.to(images.device)
-    if not len(images) or threat.radius == 0:
+    if not len(images) or region.radius == 0:
         return images.clone()
-    watched = Watched(model, images, labels, threat, watch and settings.stops, settings.precision)
+    watched = Watched(model, images, labels, region, watch and settings.stops, settings.precision)
     slow = settings.precision == "bf16" and images.device.type == "cpu"
     with undisturbed(model, images, settings.draw), _unfused(model) if slow else nullcontext():
         try:
@@ -192,18 +192,18 @@ def climb_with(
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
-    threat: Threat,
+    region: Region,
     settings: AttackSettings,
     *,
     watch: bool = True,
 ) -> Tensor:
     """Run an attack that keeps its own books: (b, c, h, w), (b,) -> (b, c, h, w), to be judged."""
-    successes = Successes(model, images, labels, threat) if watch and settings.stops else None
+    successes = Successes(model, images, labels, region) if watch and settings.stops else None
 
     def search(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
         return climb(net, successes, images, labels)
 
-    end = craft_with(search, model, images, labels, threat, settings, watch=False)
+    end = craft_with(search, model, images, labels, region, settings, watch=False)
     return end if successes is None else successes.harvest(end)
 
 

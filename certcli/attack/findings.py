@@ -14,8 +14,8 @@ from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, curve, robust_accuracy
 from certcli.evaluation.radii import radius_key
+from certcli.evaluation.region import Region
 from certcli.evaluation.resumed import Resumed
-from certcli.evaluation.threat import Threat
 
 MODEL_CHECKED, ATTACK_CHECKED = 32, (8, 32)
 """Images that the checks of the model, and at least and at most those of the attacks (a tenth of all, between)."""
@@ -37,7 +37,7 @@ def inspect(
     least, most = ATTACK_CHECKED
     count = min(most, max(least, len(task.images) // 10))
     pixels, labels = checked_batch(task, count, settings.seed, like)
-    return flags + checks.inspect_attacks(model, pixels, labels, Threat(task.stage.norm, radii[0]), settings)
+    return flags + checks.inspect_attacks(model, pixels, labels, Region(task.stage.norm, radii[0]), settings)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from certcli.evaluation.threat import Threat, image_norms
+from certcli.evaluation.region import Region, image_norms
 from certcli.system.errors import ArchitectureError, DataError
 
 # A float32 sum image + delta rounds by up to 6e-8 a pixel, so a point on the sphere may come to lie just outside it.
@@ -20,7 +20,7 @@ class Judgement:
 
     success: the image was classified correctly, and a point inside ball and box is not. robust: it was, and none was
     shown. adversarial: that point, else the image itself. prediction, adversarial_prediction: classes of the image and
-    of `adversarial`. norm: |adversarial - image| in the threat's norm, float64; 0 for an image that is misclassified
+    of `adversarial`. norm: |adversarial - image| in the region's norm, float64; 0 for an image that is misclassified
     as it stands, inf where nothing was found.
     """
 
@@ -52,24 +52,24 @@ def predict(model: nn.Module, images: Tensor, samples: int = 1) -> Tensor:
     return logits.argmax(dim=1)
 
 
-def tuck_in(adversarial: Tensor, images: Tensor, threat: Threat) -> Tensor:
-    """Nearest point of ball and box that `Threat.contains` accepts: (b, c, h, w) x 2 -> (b, c, h, w).
+def tuck_in(adversarial: Tensor, images: Tensor, region: Region) -> Tensor:
+    """Nearest point of ball and box that `Region.contains` accepts: (b, c, h, w) x 2 -> (b, c, h, w).
 
     Points with a NaN or infinite pixel become the image itself. Clipping rounds, and may leave a point 1e-8 outside the
     ball; there the perturbation is shrunk by a factor slightly below 1 until it is inside.
     """
     finite = adversarial.isfinite().flatten(1).all(dim=1)
     point = torch.where(_rows(finite, images), adversarial.to(images.dtype), images)
-    point = threat.project(point, images)
+    point = region.project(point, images)
     shrink = _FIRST_SHRINK
     for _ in range(_SHRINKS):
-        inside = threat.contains(point, images)
+        inside = region.contains(point, images)
         if inside.all():
             return point
         shrunk = (images + (point - images) * (1 - shrink)).clamp(0.0, 1.0)
         point = torch.where(_rows(inside, images), point, shrunk)
         shrink *= 2
-    return torch.where(_rows(threat.contains(point, images), images), point, images)
+    return torch.where(_rows(region.contains(point, images), images), point, images)
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ def judge(
     images: Tensor,
     labels: Tensor,
     adversarial: Tensor,
-    threat: Threat,
+    region: Region,
     *,
     prediction: Tensor | None = None,
     samples: int = 1,
@@ -97,13 +97,13 @@ def judge(
     if prediction is None:
         prediction = predict(model, images, samples)
     correct = prediction == labels
-    point = tuck_in(adversarial.detach().to(images.device), images, threat)
-    success = correct & threat.contains(point, images)
+    point = tuck_in(adversarial.detach().to(images.device), images, region)
+    success = correct & region.contains(point, images)
     found = prediction.clone()
     found[success] = predict(model, point[success], samples)
     success = success & (found != labels)
     point = torch.where(_rows(success, images), point, images)
-    norm = torch.where(success, image_norms(point.double() - images.double(), threat.norm), float("inf"))
+    norm = torch.where(success, image_norms(point.double() - images.double(), region.norm), float("inf"))
     return Judgement(
         success=success,
         robust=correct & ~success,
@@ -120,7 +120,7 @@ def refine(
     images: Tensor,
     labels: Tensor,
     verdict: Judgement,
-    threat: Threat,
+    region: Region,
     steps: int = 12,
     samples: int = 1,
 ) -> Judgement:
@@ -142,7 +142,7 @@ def refine(
             clean,
             wanted,
             clean + delta * _rows(middle, clean).to(clean.dtype),
-            threat,
+            region,
             prediction=verdict.prediction[rows],
             samples=samples,
         )

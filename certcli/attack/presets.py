@@ -3,16 +3,16 @@
 from dataclasses import dataclass, replace
 
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
-from certcli.evaluation.threat import Norm, Threat
+from certcli.evaluation.region import Norm, Region
 from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
 
 
 @dataclass(frozen=True)
 class PresetPart:
-    """Attacks that share one threat. `attack_images(..., part.plan, part.threat, ..., independent=True)` runs them."""
+    """Attacks that share one region. `attack_images(..., part.plan, part.region, ..., independent=True)` runs them."""
 
-    threat: Threat
+    region: Region
     plan: tuple[Planned, ...]
 
 
@@ -31,12 +31,12 @@ class Preset:
 
     def at(self, radius: float) -> "Preset":
         """The same attacks at another radius, in pixel units."""
-        moved = tuple(replace(part, threat=replace(part.threat, radius=radius)) for part in self.parts)
+        moved = tuple(replace(part, region=replace(part.region, radius=radius)) for part in self.parts)
         return replace(self, parts=moved)
 
 
 def _part(norm: Norm, radius: float, *names: str | Planned, step_size: float | None = None) -> PresetPart:
-    return PresetPart(Threat(norm, radius), planned_attacks(names, AttackSettings(step_size=step_size)))
+    return PresetPart(Region(norm, radius), planned_attacks(names, AttackSettings(step_size=step_size)))
 
 
 _CAUCHY_CW = Planned(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from certcli.audit.run import Asked, Results
 from certcli.evaluation.radii import proven_percent, radius_key
 from certcli.evaluation.records import require_radii
-from certcli.evaluation.sizes import ANY_IMAGE, Patch
+from certcli.evaluation.threat import Threat
 from certcli.report.document import Gate, Judged, Share
 from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
@@ -69,7 +69,7 @@ def parse(text: str) -> FailOn:
     if quantity == AGAINST:
         if size is None:
             raise UsageError(f"--fail-on '{text}': patched needs a patch", EXAMPLE)
-        Patch.read(size, ANY_IMAGE)
+        Threat.read(size, "patch")
     elif match["patch"] is not None:
         raise UsageError(f"--fail-on '{text}': {quantity} speaks of no patch", EXAMPLE)
     elif (match["radius"] is not None) != (quantity in AT_A_RADIUS):
@@ -141,7 +141,7 @@ def judge(
         elif gate.patch is not None:
             why = missing("images", "clean", "patch")
             if patched is not None:
-                share = patched.certified.get(str(Patch.read(gate.patch, image)))
+                share = patched.certified.get(Threat.read(gate.patch, "patch", image).key)
                 by = f" by {patched.procedure} (proof)"
         else:
             at = radius_key(gate.radius or 0.0)

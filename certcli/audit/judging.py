@@ -20,8 +20,8 @@ from certcli.audit.shared_stages import together
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import describe
-from certcli.evaluation.sizes import Patch
-from certcli.evaluation.threat import growing
+from certcli.evaluation.region import growing
+from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images, sent
 from certcli.models.build import PixelModel
 from certcli.report.document import Attacked, Certified, Dataset, Patched, Share
@@ -148,9 +148,10 @@ def certified(
     seconds: float,
 ) -> Certified:
     """The shares of these certificates, as the document has them."""
-    result = certified_accuracy(rows, radii)
+    threats = [Threat("l2", radius) for radius in radii]
+    result = certified_accuracy(rows, threats)
     count = len(rows)
-    hits = {radius_key(radius): sum(row.holds_at(radius) for row in rows) for radius in radii}
+    hits = {threat.key: sum(row.holds_at(threat) for row in rows) for threat in threats}
     return Certified(
         method=certifier.method,
         promise=certifier.promise,
@@ -182,7 +183,9 @@ def patched(
         statement=certifier.statement,
         dataset=dataset_of(first(images, count)),
         clean=Share.of(sum(row.correct for row in rows), count),
-        certified={str(size): Share.of(sum(row.holds_at(size) for row in rows), count) for size in sizes},
+        certified={
+            str(patch): Share.of(sum(row.holds_at(Threat("patch", patch)) for row in rows), count) for patch in sizes
+        },
         parameters=dict(certifier.parameters),
         seconds=round(seconds, 2),
     )
@@ -248,8 +251,8 @@ class Attacking:
                 return []
             pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
             batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
-            plan, threats = self.stage.plan, growing("l2", self.radii)
-            mine.extend(attack_images(self.model, batch, plan, threats, self.settings, keep_images=True))
+            plan, regions = self.stage.plan, growing("l2", self.radii)
+            mine.extend(attack_images(self.model, batch, plan, regions, self.settings, keep_images=True))
             return mine
 
         def pack(rows: list[AttackRecord]) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.doubts import order_doubt
 from certcli.evaluation.radii import radius_key
+from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.network import NetworkBound
@@ -257,7 +258,7 @@ class _Stages:
             return False
         rows = self._certify(certifier, 0.3, "the network itself", self.asked.radii)
         correct, least = sum(row.correct for row in rows), self.asked.least
-        return sum(row.holds_at(least) for row in rows) > USEFUL * correct if rows else False
+        return sum(row.holds_at(Threat("l2", least)) for row in rows) > USEFUL * correct if rows else False
 
     def _refusal(self, proven: tuple[Any, NetworkBound] | None) -> str | None:
         """Why no certificate of the bound is tried."""
@@ -407,7 +408,7 @@ class _Stages:
             results.patched = judging.patched(going.certifier, rows, self.images, sizes, going.seconds)
             for row in rows:
                 kept = results.rows.setdefault(row.index, {"index": row.index, "label": row.label})
-                kept["proven"] = [str(size) for size in sizes if row.holds_at(size)]
+                kept["proven"] = [str(size) for size in sizes if row.holds_at(Threat("patch", size))]
             return
         results.certificates.append(judging.certified(going.certifier, rows, self.images, radii, about, going.seconds))
         results.radii[method] = [row.radius if row.correct else -1.0 for row in rows]

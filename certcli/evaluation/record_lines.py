@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from certcli.checkpoint.schema import MOST_CLASSES, Dataset, Digest, Json, Name, Text, decode, require_bounded
 from certcli.evaluation.intervals import MOST_DRAWS
 from certcli.evaluation.radii import Norm
-from certcli.evaluation.sizes import Kind
+from certcli.evaluation.threat import Kind
 from certcli.system.errors import DataError, Refused
 
 LONGEST_LINE = 2**20

@@ -15,7 +15,7 @@ from certcli.attack.settings import AttackSettings, planned_attacks
 from certcli.attack.torchattacks_spec import names, signature
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import decode_evidence
-from certcli.evaluation.threat import Norm, Threat
+from certcli.evaluation.region import Norm, Region
 from certcli.system.errors import UsageError
 from tests.helpers.attack_nets import labelled
 from tests.helpers.commands import attempt, certvit, document
@@ -48,12 +48,12 @@ def test_found_images_lie_in_the_ball_are_judged_anew_and_follow_the_seed(
     colour: tuple[nn.Module, torch.Tensor, torch.Tensor], name: str, norm: Norm
 ) -> None:
     model, images, labels = colour
-    threat, settings = Threat(norm, 1.5 if norm == "l2" else 0.1), AttackSettings(seed=3)
+    region, settings = Region(norm, 1.5 if norm == "l2" else 0.1), AttackSettings(seed=3)
     before, drawn = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
 
     def run() -> list[AttackRecord]:
         batch = [(torch.arange(2), images, labels)]
-        return list(attack_images(model, batch, [short(name)], threat, settings, keep_images=True))
+        return list(attack_images(model, batch, [short(name)], region, settings, keep_images=True))
 
     np.random.seed(5)
     records = run()
@@ -64,7 +64,7 @@ def test_found_images_lie_in_the_ball_are_judged_anew_and_follow_the_seed(
     for record, again in zip(records, run(), strict=True):
         assert record == again
         assert torch.equal(record.adversarial, again.adversarial)
-        assert threat.contains(record.adversarial[None], record.image[None]).all()
+        assert region.contains(record.adversarial[None], record.image[None]).all()
         with torch.no_grad():
             assert int(model(record.adversarial[None]).argmax()) == record.adversarial_prediction
         assert record.fell is (record.adversarial_prediction != record.label)
@@ -73,10 +73,10 @@ def test_found_images_lie_in_the_ball_are_judged_anew_and_follow_the_seed(
 def test_most_attacks_find_something(colour: tuple[nn.Module, torch.Tensor, torch.Tensor]) -> None:
     """A wrong call would leave the images as they are, which the law over all attacks lets pass."""
     model, images, labels = colour
-    threat = Threat("linf", 0.2)
+    region = Region("linf", 0.2)
     for name in ("PGD", "APGD", "Jitter", "FAB", "MIFGSM"):
         batch = [(torch.arange(2), images, labels)]
-        assert all(row.fell for row in attack_images(model, batch, [f"torchattacks:{name}"], threat, AttackSettings()))
+        assert all(row.fell for row in attack_images(model, batch, [f"torchattacks:{name}"], region, AttackSettings()))
 
 
 def test_a_failure_of_the_library_is_one_line() -> None:
@@ -84,7 +84,7 @@ def test_a_failure_of_the_library_is_one_line() -> None:
     model, images = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).eval(), torch.rand(1, 1, 8, 8)
     batch = [(torch.arange(1), images, labelled(model, images))]
     with pytest.raises(UsageError, match="torchattacks:TIFGSM fails on these images: RuntimeError"):
-        list(attack_images(model, batch, ["torchattacks:TIFGSM"], Threat("linf", 0.1), AttackSettings()))
+        list(attack_images(model, batch, ["torchattacks:TIFGSM"], Region("linf", 0.1), AttackSettings()))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_the_radius_of_each_image_and_a_step_that_follows_it(
     monkeypatch.setattr(torchattacks.PGD, "__init__", noted)
     model, images, labels = colour
     batch = [(torch.arange(2), images, labels)]
-    list(attack_images(model, batch, ["torchattacks:PGD"], Threat.each("linf", [0.02, 0.001]), AttackSettings(steps=4)))
+    list(attack_images(model, batch, ["torchattacks:PGD"], Region.each("linf", [0.02, 0.001]), AttackSettings(steps=4)))
     assert sorted(called) == [(0.001, 0.00025, 4), (0.02, 0.005, 4)]
 
 

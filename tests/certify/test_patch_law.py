@@ -17,7 +17,7 @@ from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.options import Patches
 from certcli.certify.patch.passes import Passes
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch, Threat
 from tests.helpers.patches import GRID, pixel_model, places
 
 CPU = torch.device("cpu")
@@ -109,6 +109,6 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
     target = Target(lambda corner: TouchedPasses(certifier, patch, corner), certifier.predict)
     chosen = places_of(patch, (8, 8))[::9]
     found = attack_patches(target, range(24), pixels, labels.tolist(), patch, AttackSettings(steps=8), chosen)
-    held = [row.index for row in rows if row.holds_at(patch)]
+    held = [row.index for row in rows if row.holds_at(Threat.of(patch))]
     assert [row.index for row in found if row.index in held and not row.withstood] == []
     assert held

@@ -13,7 +13,7 @@ from certcli.certify.patch.defended import GreyPixels, KeptTokens, SeenPart, see
 from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.masks import Grid
 from certcli.certify.patch.passes import Passes
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 from certcli.models import build
 from certcli.system.errors import UsageError
 from tests.helpers.patches import GRID, ONE_IMAGE, pixel_model, shown

@@ -12,7 +12,7 @@ from certcli.certify.patch.ablation import stays, winner
 from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.masks import Grid
 from certcli.certify.patch.passes import Answer, Passes
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 from tests.helpers.patches import GRID, ONE_IMAGE, places, shown
 
 

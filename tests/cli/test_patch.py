@@ -6,21 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from certcli.certify.methods import prepare
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.main import app
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.evidence import decode_evidence
+from certcli.evaluation.threat import Patch, Threat
 from certcli.system.errors import CertvitError, DataError, UsageError
+from tests.helpers.commands import attempt, document
 
 CPU = torch.device("cpu")
-
-
-def certvit(*words: object) -> Any:
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def test_the_method_by_its_name(plain: Checkpoint) -> None:
@@ -33,8 +29,8 @@ def test_the_method_by_its_name(plain: Checkpoint) -> None:
     for row in rows:
         assert isinstance(row, PatchCertificate)
         assert PatchCertificate.from_json(json.loads(json.dumps(row.to_json()))) == row
-        assert not row.holds_at(0.25)
-        assert row.holds_at(Patch(2, 2)) <= row.holds_at(Patch(1, 1))
+        assert not row.holds_at(Threat("l2", 0.25))
+        assert row.holds_at(Threat.of(Patch(2, 2))) <= row.holds_at(Threat.of(Patch(1, 1)))
     again = prepare("patch", plain, CPU, Patches.of(certifier.parameters))
     assert again.parameters == certifier.parameters
 
@@ -44,24 +40,22 @@ def test_the_command_its_records_and_their_check(workshop: Path, tmp_path: Path,
     records, network = tmp_path / "r.jsonl", workshop / "plain.safetensors"
     words = ("certify", network, "--dataset", "digits", "--limit", 40, "--method", "patch", "--procedure", procedure)
     words = (*words, "--band-width", 1, "--patch", "1", "--patch", "2x1", *["--hide", "pixels"] * (procedure[0] == "d"))
-    done = certvit(*words, "--records", records, "--json")
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
-    assert set(document["certified"]) == {"1x1", "2x1"}
-    assert document["norm"] == "patch"
-    assert document["determinism"]["compared"] > 0
+    found = document(*words, "--records", records)
+    assert set(found["certified"]) == {"1x1", "2x1"}
+    assert found["norm"] == "patch"
+    assert found["determinism"]["compared"] > 0
     rows = [json.loads(line) for line in records.read_text().splitlines()[1:]]
     share = sum("2x1" in row["proven"] and row["prediction"] == row["label"] for row in rows) / 40
-    assert document["certified"]["2x1"] == share
+    assert found["certified"]["2x1"] == share
     assert all("radius" not in row for row in rows)
     if procedure == "voting":
-        assert all(sum(row["counts"].values()) == len(row["votes"]) == document["passes"] for row in rows)
-    assert certvit("certify", network, "--dataset", "digits", "--verify", records).exit_code == 0
+        assert all(sum(row["counts"].values()) == len(row["votes"]) == found["passes"] for row in rows)
+    assert attempt("certify", network, "--dataset", "digits", "--verify", records).exit_code == 0
     forged = records.read_text().replace('"proven": []', '"proven": ["2x1", "1x1"]')
     assert forged != records.read_text()
     records.write_text(forged)
-    assert certvit("certify", network, "--dataset", "digits", "--verify", records).exception.code == 7
-    assert certvit(*words, "--min-certified", "0.99@2x1").exception.code == 7
+    assert attempt("certify", network, "--dataset", "digits", "--verify", records).exception.code == 7
+    assert attempt(*words, "--min-certified", "0.99@2x1").exception.code == 7
 
 
 @pytest.mark.parametrize(
@@ -100,14 +94,14 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
 )
 def test_bad_input_is_one_clear_line(workshop: Path, words: tuple[str, ...], told: str) -> None:
     base = ("certify", workshop / "plain.safetensors", "--dataset", "digits", "--limit", 4, "--method", "patch")
-    done = certvit(*base, *words)
+    done = attempt(*base, *words)
     assert isinstance(done.exception, CertvitError), done.output
     assert done.exception.code == 2
     assert told in done.exception.message
 
 
 def test_a_patch_without_the_method_is_refused(workshop: Path) -> None:
-    done = certvit("certify", workshop / "certified.safetensors", "--dataset", "digits", "--patch", 2)
+    done = attempt("certify", workshop / "certified.safetensors", "--dataset", "digits", "--patch", 2)
     assert isinstance(done.exception, UsageError)
 
 
@@ -120,7 +114,7 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
     images = datasets.load("digits", Checkpoint.read(network).record.input, "test").select(range(6))
     for index, pixels in enumerate(images.fetch(range(6))):
         Image.fromarray((pixels[0] * 255).round().byte().numpy()).save(tmp_path / f"{index}.png")
-    done = certvit("predict", network, tmp_path, "--defence", "patch", "--prove", *words, "--json")
+    done = attempt("predict", network, tmp_path, "--defence", "patch", "--prove", *words, "--json")
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["predictions"]
     assert [Path(row["image"]).name for row in rows] == [f"{index}.png" for index in range(6)]
@@ -129,7 +123,7 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
     tops = certifier.predict(stored)
     assert [row["prediction"] for row in rows] == tops
     assert [row["proven"] for row in rows] == [list(one.proven) for one in certifier.batch(range(6), stored, tops)]
-    bare = json.loads(certvit("predict", network, tmp_path / "0.png", "--json").stdout)["predictions"]
+    bare = json.loads(attempt("predict", network, tmp_path / "0.png", "--json").stdout)["predictions"]
     assert bare[0].keys() >= {"image", "prediction"}
     assert "proven" not in bare[0]
 
@@ -149,35 +143,94 @@ def test_predict_refuses_in_one_line(workshop: Path, tmp_path: Path, words: tupl
     from PIL import Image
 
     Image.new("L", (8, 8)).save(tmp_path / "0.png")
-    done = certvit("predict", workshop / "plain.safetensors", tmp_path / "0.png", *words)
+    done = attempt("predict", workshop / "plain.safetensors", tmp_path / "0.png", *words)
     assert isinstance(done.exception, CertvitError), done.output
     assert done.exception.code == code
 
 
-def test_the_attack_command(workshop: Path, tmp_path: Path) -> None:
-    network, records, certificates = workshop / "plain.safetensors", tmp_path / "a.jsonl", tmp_path / "c.jsonl"
-    base = (network, "--dataset", "digits", "--limit", 12)
-    words = ("attack", *base, "--norm", "patch", "--patch", "2", "--steps", 5)
-    done = certvit(*words, "--records", records, "--json")
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def attacked(
+    workshop: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[object, ...], Path, dict[str, Any]]:
+    """The words of an attack with patches, its records, and its document."""
+    records = tmp_path_factory.mktemp("attacked") / "a.jsonl"
+    words = ("attack", workshop / "plain.safetensors", "--dataset", "digits", "--limit", 12, "--norm", "patch")
+    words = (*words, "--patch", "2", "--patch", "1", "--steps", 5, "--records", records)
+    return words, records, document(*words)
+
+
+def test_attacks_with_patches_write_records_like_others(
+    attacked: tuple[tuple[object, ...], Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    words, records, found = attacked
     rows = [json.loads(line) for line in records.read_text().splitlines()[1:]]
-    assert document["robust"]["2x2"] == sum(row["robust"]["margin-pgd"] for row in rows) / 12
-    assert document["robust"]["2x2"] < document["clean"]  # a plain network falls
-    whole = records.read_bytes()
-    records.write_bytes(whole[: whole.index(b"\n") + 1])
-    assert certvit(*words, "--records", records, "--resume").exit_code == 0
-    assert records.read_bytes() == whole
-    defended = ("--hide", "pixels", "--masks", 4)
+    left = {key: sum(row["robust"]["margin-pgd"] for row in rows if row["patch"] == key) for key in ("1x1", "2x2")}
+    assert found["robust"] == {key: count / 12 for key, count in left.items()}
+    assert found["robust"]["2x2"] < found["clean"]  # a plain network falls
+    whole, copy = records.read_bytes(), tmp_path / "a.jsonl"
+    copy.write_bytes(whole[: whole.index(b"\n") + 1])
+    assert attempt(*words[:-1], copy, "--resume").exit_code == 0
+    assert copy.read_bytes() == whole
+
+
+def test_attacks_with_patches_become_evidence(
+    attacked: tuple[tuple[object, ...], Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    words, _, found = attacked
+    out = tmp_path / "o.safetensors"
+    again = document(*words, "--resume", "-o", out)
+    assert again["resumed"] == {"records": 24, "computed_again": 24}
+    evidence = decode_evidence(Checkpoint.read(out).record.evidence[-1])
+    assert [(part.patch, part.robust) for part in evidence.result.parts] == list(found["robust"].items())
+    assert evidence.result.threat == Threat("patch", Patch(1, 1))
+    assert f"withstand patch 1x1 {100 * found['robust']['1x1']:.1f} %" in attempt("log", out).stdout.replace("\n", " ")
+
+
+FORGED: dict[str, dict[str, Any]] = {
+    "withstood": {"robust": {"margin-pgd": True}, "corner": None},
+    "another attack": {"robust": {"pgd": True}},
+    "another patch": {"patch": "3x3"},
+    "pixels": {"pixels": "0" * 16},
+    "another corner": {"corner": [0, 0]},
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_forged_records_of_patches_are_computed_again(
+    attacked: tuple[tuple[object, ...], Path, dict[str, Any]], tmp_path: Path, kind: str
+) -> None:
+    """Those of images that fell are edited; where the line itself is possible, only attacking again tells."""
+    words, records, _ = attacked
+    path = tmp_path / "a.jsonl"
+    head, *rows = map(json.loads, records.read_text().splitlines())
+    victim = next(row for row in rows if row["corner"] not in (None, [0, 0]))
+    label = victim["label"]
+    victim.update(FORGED[kind])
+    if kind == "withstood":
+        victim.update(adversarial_prediction=label)
+    path.write_text("".join(json.dumps(row) + "\n" for row in [head, *rows]))
+    failure = attempt(*words[:-1], path, "--resume").exception
+    if kind == "another patch":  # the record that is missing there is found anew
+        assert failure is None
+        assert path.read_bytes() == records.read_bytes()
+    else:
+        assert isinstance(failure, DataError), failure
+
+
+def test_a_certified_image_is_not_broken_by_patches(workshop: Path, tmp_path: Path) -> None:
+    certificates = tmp_path / "c.jsonl"
     base = (workshop / "certified.safetensors", "--dataset", "digits", "--limit", 5)
-    done = certvit("certify", *base, "--method", "patch", "--patch", "1", *defended, "--records", certificates)
-    assert done.exit_code == 0, done.output
-    done = certvit("attack", *base, "--norm", "patch", "--steps", 3, "--only-certified", certificates, "--json")
+    defended = ("--method", "patch", "--patch", "1", "--hide", "pixels", "--masks", 4)
+    assert attempt("certify", *base, *defended, "--records", certificates).exit_code == 0
+    done = attempt("attack", *base, "--norm", "patch", "--steps", 3, "--only-certified", certificates, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["robust"] == {"1x1": 1.0}
+    checked = document("certify", *base, "--verify", certificates)
+    rows = [json.loads(line) for line in certificates.read_text().splitlines()[1:]]
+    assert checked["attacked"] == sum(bool(row["proven"]) for row in rows) > 0
     for wrong in (
         ("--norm", "l2", "--patch", "2"),
         ("--norm", "patch"),
         ("--norm", "patch", "--patch", "2", "-e", "1"),
     ):
-        assert isinstance(certvit("attack", *base, *wrong).exception, UsageError)
+        assert isinstance(attempt("attack", *base, *wrong).exception, UsageError)

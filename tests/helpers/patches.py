@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from certcli.certify.patch.masks import Grid
 from certcli.checkpoint.record import InputSpec
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 from certcli.models import build
 
 GRID = Grid(4, 5, (1, 1))

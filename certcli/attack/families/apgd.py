@@ -10,7 +10,7 @@ from certcli.attack.crafting import Successes, Watched, climb_with, count_classe
 from certcli.attack.families.gradient import cross_entropy
 from certcli.attack.families.margin import lost_margin, targeted_margin
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.threat import Threat, per_image
+from certcli.evaluation.region import Region, per_image
 
 APGD_STEPS = 100  # Croce & Hein's; torchattacks' default, in its AutoAttack too, is 10
 MOMENTUM, RISES = 0.75, 0.75
@@ -26,15 +26,15 @@ TargetLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """logits (r, k), labels (r,), targets (r,) -> (r,). Positive once the target has overtaken the label."""
 
 
-def apgd_ce(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+def apgd_ce(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
     """PGD of the cross entropy with self-chosen step sizes, 100 steps: (b, c, h, w), (b,) -> (b, c, h, w).
 
     Source: Croce & Hein 2020, Algorithm 1.
     """
-    return _untargeted(lambda z, y, _: cross_entropy(z, y), model, images, labels, threat, settings)
+    return _untargeted(lambda z, y, _: cross_entropy(z, y), model, images, labels, region, settings)
 
 
-def apgd_dlr(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+def apgd_dlr(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
     """APGD of (max_{j != y} z_j - z_y) / (z_(1) - z_(3)), 100 steps: (b, c, h, w), (b,) -> (b, c, h, w).
 
     The ratio needs a third class; with 2 its numerator, the margin, is used. Source: Croce & Hein 2020, Eq. 6.
@@ -46,10 +46,10 @@ def apgd_dlr(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, s
         top = logits.topk(3, dim=1).values
         return lost_margin(logits, labels) / (top[:, 0] - top[:, 2] + 1e-12)
 
-    return _untargeted(ratio, model, images, labels, threat, settings)
+    return _untargeted(ratio, model, images, labels, region, settings)
 
 
-def apgd_targeted(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+def apgd_targeted(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
     """APGD of (z_t - z_y) / (z_(1) - (z_(3) + z_(4)) / 2), 100 steps for each of the likeliest wrong classes t.
 
     (b, c, h, w), (b,) -> (b, c, h, w). At most `targets` classes (torchattacks would try all k - 1), several at once
@@ -64,13 +64,13 @@ def apgd_targeted(model: nn.Module, images: Tensor, labels: Tensor, threat: Thre
         generator = torch.Generator().manual_seed(settings.draw)
         for _, owner, aims in aimed(net, successes, images, labels, targets):
             end, value = _ascend(
-                net, successes, images, labels, threat, settings, targeted_ratio, generator, owner, aims
+                net, successes, images, labels, region, settings, targeted_ratio, generator, owner, aims
             )
             higher = value > height
             best[higher], height[higher] = end[higher], value[higher]
         return best
 
-    return climb_with(climb, model, images, labels, threat, settings)
+    return climb_with(climb, model, images, labels, region, settings)
 
 
 def targeted_ratio(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
@@ -103,14 +103,14 @@ def standing(successes: Successes | None, images: Tensor) -> Tensor:
 
 
 def _untargeted(
-    loss: TargetLoss, model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings
+    loss: TargetLoss, model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
     def climb(net: Watched, successes: Successes | None, images: Tensor, labels: Tensor) -> Tensor:
         owner = torch.arange(len(images), device=images.device)
         generator = torch.Generator().manual_seed(settings.draw)
-        return _ascend(net, successes, images, labels, threat, settings, loss, generator, owner, None)[0]
+        return _ascend(net, successes, images, labels, region, settings, loss, generator, owner, None)[0]
 
-    return climb_with(climb, model, images, labels, threat, settings)
+    return climb_with(climb, model, images, labels, region, settings)
 
 
 @dataclass
@@ -141,7 +141,7 @@ def _ascend(
     successes: Successes | None,
     images: Tensor,
     labels: Tensor,
-    threat: Threat,
+    region: Region,
     settings: AttackSettings,
     loss: TargetLoss,
     generator: torch.Generator,
@@ -171,7 +171,7 @@ def _ascend(
         return value, gradient
 
     aims = labels[owner] if targets is None else targets
-    clean, limit = images[owner], threat.of(owner)
+    clean, limit = images[owner], region.of(owner)
     start = torch.zeros(len(owner), device=images.device, dtype=images.dtype)
     if targets is not None and settings.give_up:
         with torch.no_grad():
@@ -200,7 +200,7 @@ def _ascend(
             runs, fallen = runs.keep(~successes.solved[runs.owner]), successes.count
         if not len(runs.owner):
             break
-        clean, limit = images[runs.owner], threat.of(runs.owner)
+        clean, limit = images[runs.owner], region.of(runs.owner)
         ahead = limit.project(runs.point + runs.step * limit.steepest(runs.gradient), clean)
         share = MOMENTUM if turn else 1.0
         ahead = runs.point + share * (ahead - runs.point) + (1 - share) * (runs.point - runs.before)
@@ -229,14 +229,14 @@ def _ascend(
     return end, height
 
 
-def _on_the_sphere(images: Tensor, threat: Threat, generator: torch.Generator) -> Tensor:
+def _on_the_sphere(images: Tensor, region: Region, generator: torch.Generator) -> Tensor:
     """A point drawn from the ball's surface, clipped to the box: (b, c, h, w) -> same."""
-    draw = torch.randn if threat.norm == "l2" else torch.rand
+    draw = torch.randn if region.norm == "l2" else torch.rand
     delta = draw(images.shape, generator=generator).to(images.device, images.dtype)
-    if threat.norm == "linf":
+    if region.norm == "linf":
         delta = 2 * delta - 1
-    length = delta.flatten(1).norm(dim=1) if threat.norm == "l2" else delta.flatten(1).abs().amax(dim=1)
-    return threat.project(images + delta * per_image(threat.radii(images) / length, images), images)
+    length = delta.flatten(1).norm(dim=1) if region.norm == "l2" else delta.flatten(1).abs().amax(dim=1)
+    return region.project(images + delta * per_image(region.radii(images) / length, images), images)
 
 
 def _rows(values: Tensor, like: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from certcli.attack.crafting import Watched, craft_with
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.threat import Threat, image_norms, per_image
+from certcli.evaluation.region import Region, image_norms, per_image
 
 DEEPFOOL_STEPS = 50
 OVERSHOOT = 0.02
@@ -13,7 +13,7 @@ LEAD = 1e-5
 """Relative. A smaller lead would not survive the verdict, which sees the image in a batch of another size."""
 
 
-def deepfool(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+def deepfool(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
     """x + 1.02 sum_i |f_j| / |w_j|^2 w_j, at each step i for the nearest linearised boundary j: (b, c, h, w), (b,) -> same.
 
     f_j = z_j - z_y with gradient w_j, over the likeliest `targets` wrong classes j, 50 steps; the radius plays no part.
@@ -47,4 +47,4 @@ def deepfool(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, s
             rows = rows[near]
         return end
 
-    return craft_with(search, model, images, labels, threat, settings, watch=False)
+    return craft_with(search, model, images, labels, region, settings, watch=False)

@@ -11,7 +11,7 @@ from torch import OutOfMemoryError, Tensor, nn
 from certcli.attack.crafting import Watched, count_classes, craft_with
 from certcli.attack.settings import AttackSettings
 from certcli.attack.torchattacks_spec import BUDGET, Spec, library, signature
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.region import Region
 from certcli.system.errors import CertvitError, UsageError, one_line
 
 JSMA_ENTRIES = 4096
@@ -19,7 +19,7 @@ JSMA_ENTRIES = 4096
 
 
 def craft(
-    spec: Spec, model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings
+    spec: Spec, model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
     """Run the attack on all images that share a radius: (b, c, h, w), (b,) -> (b, c, h, w), to be judged.
 
@@ -30,11 +30,11 @@ def craft(
         UsageError: the attack fails on this network or these images.
     """
     found = images.detach().clone()
-    radii = threat.radii(images)
+    radii = region.radii(images)
     for radius in radii.unique().tolist():
         rows = (radii == radius).nonzero().flatten()
         if radius > 0:
-            values = _arguments(spec, threat, radius, settings, model, images)
+            values = _arguments(spec, region, radius, settings, model, images)
 
             def run(net: Watched, images: Tensor, labels: Tensor, values: dict[str, Any] = values) -> Tensor:
                 with contextlib.redirect_stdout(io.StringIO()), _numpy_seeded(settings.draw):
@@ -46,7 +46,7 @@ def craft(
                 return points
 
             try:
-                part = images[rows], labels.to(images.device)[rows], threat.of(rows)
+                part = images[rows], labels.to(images.device)[rows], region.of(rows)
                 found[rows] = craft_with(run, model, *part, settings, watch=False).to(found.dtype)
             except (CertvitError, OutOfMemoryError):
                 raise
@@ -59,7 +59,7 @@ def craft(
 
 
 def _arguments(
-    spec: Spec, threat: Threat, radius: float, settings: AttackSettings, model: nn.Module, images: Tensor
+    spec: Spec, region: Region, radius: float, settings: AttackSettings, model: nn.Module, images: Tensor
 ) -> dict[str, Any]:
     """What the attack is called with: arguments that are ours, defaults that follow the budget, and those that were given."""
     if spec.name == "JSMA" and images[0].numel() > JSMA_ENTRIES:
@@ -68,7 +68,7 @@ def _arguments(
     ours = {
         "eps": radius,
         "max_epsilon": radius,
-        "norm": {"l2": "L2", "linf": "Linf"}[threat.norm],
+        "norm": {"l2": "L2", "linf": "Linf"}[region.norm],
         "seed": settings.draw,
         "n_classes": count_classes(model, images, settings),
         "n_queries": settings.queries,

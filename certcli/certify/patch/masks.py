@@ -12,7 +12,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 from certcli.system.errors import UsageError
 
 Interval = tuple[int, int]

@@ -47,9 +47,7 @@ def attack(
     output.claim(source, wanted, chosen, results)
     if patch_attacked.require(wanted, chosen, patches, results):
         require_one("patches are looked for", "certvit attack --norm patch without torchrun")
-        if output.output is not None:
-            raise UsageError("--output keeps no result of --norm patch yet", "--records FILE.jsonl, or --json")
-        patch_attacked.attack(source, wanted, chosen, patches, machine, results, output.force, talk.sink())
+        patch_attacked.attack(source, wanted, chosen, patches, machine, results, output, talk.sink())
         return
     sink, gate = talk.sink(), Gate()
     settings, stages = wanted.plan(chosen.seed, chosen.only_certified is not None)

@@ -83,13 +83,13 @@ class AuditOptions:
         from certcli.audit.gates import widened
         from certcli.audit.run import AUTO, Asked
         from certcli.evaluation.records import require_radii
-        from certcli.evaluation.sizes import ANY_IMAGE, Patch
+        from certcli.evaluation.threat import Threat
 
         for method in self.methods:
             if method not in METHODS:
                 raise UsageError(f"an audit knows no method '{method}'", one_of(method, METHODS))
         for patch in self.patches:
-            Patch.read(patch, ANY_IMAGE)
+            Threat.read(patch, "patch")
         chosen = require_radii(self.epsilon)
         if self.precision not in (AUTO, *PRECISIONS):
             raise UsageError(f"unknown precision '{self.precision}'", one_of(self.precision, (AUTO, *PRECISIONS)))

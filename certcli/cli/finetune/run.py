@@ -11,7 +11,8 @@ from certcli.checkpoint.outputs import discard_state, last_command, remove, requ
 from certcli.cli.shared.groups import beside
 from certcli.cli.shared.inputs import return_large_blocks, say_wider
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation.radii import proven_percent, proven_radius, radius_key
+from certcli.evaluation.radii import proven_percent, proven_radius
+from certcli.evaluation.threat import Threat
 from certcli.system.processes import require_one, team
 
 if TYPE_CHECKING:
@@ -283,11 +284,11 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
         clean = plain_accuracy(load_double(checkpoint), validation)
         return {"dataset": describe(validation), "clean": clean, "certified": 0.0, **bound_document(INF)}
     rows = [row for batch in certify(certifier, validation, 256) for row in batch]
-    found = certified_accuracy(rows, [epsilon])
+    found = certified_accuracy(rows, [Threat("l2", epsilon)])
     bound = certifier.about["bound"]
     return {
         "dataset": describe(validation),
         "clean": found.clean,
-        "certified": found.certified[radius_key(epsilon)],
+        "certified": found.certified[Threat("l2", epsilon)],
         **bound,
     }

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation.radii import attacked_radius, confidence, proven_percent, proven_radius
-from certcli.evaluation.sizes import proven_size
+from certcli.evaluation.radii import confidence, proven_percent, proven_radius
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -96,7 +95,7 @@ def _bound_of(result: Any) -> str:
 
 
 def _certify(result: Any, about: Any) -> str:
-    shares = ", ".join(f"{proven_percent(share)} at {proven_size(key)}" for key, share in result.certified.items())
+    shares = ", ".join(f"{proven_percent(share)} at {threat.proven()}" for threat, share in result.shares)
     norm = {"l2": "", "linf": " (radii linf)", "patch": " (patches, pixels)"}[result.norm]
     told = f"{_images(result)}: clean {percent(result.clean)}, certified {shares}{norm}"
     promise = _chance(result) or "proven"
@@ -121,7 +120,7 @@ def _chance(result: Any) -> str:
 def _attack(result: Any, about: Any) -> str:
     each = ", ".join(f"{name} {percent(share)}" for name, share in result.attacks.items())
     flags = f"; checks raised: {len(result.flags)}" if result.flags else ""
-    radius = f"{result.norm} {attacked_radius(result.epsilon)}"
+    radius = f"{result.norm} {result.threat.attacked()}"
     told = f"{_images(result)}: clean {percent(result.clean)}, withstand {radius} {percent(result.robust)}"
     return f"{told} (measured; {each}){flags}"
 
@@ -255,20 +254,23 @@ def _clean(found: Found) -> _Cell | None:
 
 def _attacked(found: Found) -> _Cell | None:
     result = _result(found, "attack")
-    return None if result is None else _Cell(percent(result.robust), result.images, attacked_radius(result.epsilon))
+    if result is None:
+        return None
+    norm = "" if result.norm == "l2" else f"{result.norm} "
+    return _Cell(percent(result.robust), result.images, norm + result.threat.attacked())
 
 
 def _certified(found: Sequence[Found], kind: str) -> list[_Cell | None]:
     """Of each file the share at the size that most can be shown at, else at its smallest; threats of this kind alone."""
     results = [result if (result := _result(each, "certify")) and result.norm == kind else None for each in found]
-    shown = Counter(size for result in results if result is not None for size, _ in result.sizes)
+    shown = Counter(threat for result in results if result is not None for threat, _ in result.shares)
     cells: list[_Cell | None] = []
     for result in results:
         if result is None:
             cells.append(None)
             continue
-        size, share = min(result.sizes, key=lambda one: (-shown[one[0]], one[0]))
-        cells.append(_Cell(proven_percent(share), result.images, proven_size(size), _chance(result)))
+        threat, share = min(result.shares, key=lambda one: (-shown[one[0]], one[0]))
+        cells.append(_Cell(proven_percent(share), result.images, threat.proven(), _chance(result)))
     return cells
 
 

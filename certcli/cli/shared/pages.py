@@ -6,8 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius
-from certcli.evaluation.sizes import proven_size
+from certcli.evaluation.radii import proven_percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
     from certcli.checkpoint.record import Evidence
     from certcli.cli.certify.run import Result
+    from certcli.evaluation.threat import Threat
     from certcli.images.labelled import Images
     from certcli.report.page import Curve, Page, Table
     from certcli.verification.claims import Claim
@@ -29,7 +29,7 @@ def write(page: Page, path: Path) -> None:
 
 def certify_page(
     results: Sequence[Result],
-    attacked: Mapping[float, Mapping[int, bool]],
+    attacked: Mapping[Threat, Mapping[int, bool]],
     checkpoint: Checkpoint,
     name: str,
     images: Images,
@@ -57,26 +57,27 @@ def certify_page(
         label = f"{certifier.method} ({promise}), n = {count}{cut}"
         if not of_patches:  # shares at patches are no curve over radii
             curves.append(Curve(label, "proven" if proof else "probability", steps(radii)))
-        for size, share in found.certified.items():
-            low, high = found.intervals[size]
+        for threat, share in found.certified.items():
+            low, high = found.intervals[threat.key]
             told = f"{100 * low:.1f} to {100 * high:.1f}"
             what = f"certified, {certifier.method}"
-            rows.append([what, proven_size(size), proven_percent(share), told, str(count), promise])
+            rows.append([what, threat.proven(), proven_percent(share), told, str(count), promise])
         least = next(iter(found.certified))
         about = certifier.title[:1].upper() + certifier.title[1:]
         against = (
-            f"against every patch of {least} pixels" if of_patches else f"at {certifier.norm} {proven_radius(least)}"
+            f"against every patch of {least.key} pixels" if of_patches else f"at {certifier.norm} {least.proven()}"
         )
         verdict.append(
             f"{certifier.method} certifies {round(found.certified[least] * count)} of {count} images "
             f"({proven_percent(found.certified[least])}) {against}, {promise}. {about}."
         )
     if attacked:
-        shares = sorted((radius, sum(left.values()) / len(left)) for radius, left in attacked.items())
+        shares = sorted((threat, sum(left.values()) / len(left)) for threat, left in attacked.items())
         count = len(next(iter(attacked.values())))
-        curves.append(Curve(f"attacked (measured), n = {count}", "attacked", shares, marked=True))
-        low, left = shares[-1]
-        told = f"{percent(left)} of {count} of these images at l2 {attacked_radius(low)}"
+        points = [(threat.radius, share) for threat, share in shares]
+        curves.append(Curve(f"attacked (measured), n = {count}", "attacked", points, marked=True))
+        largest, left = shares[-1]
+        told = f"{percent(left)} of {count} of these images at {largest.norm} {largest.attacked()}"
         verdict.append(f"Attacks left {told}, as their records say.")
     said = [[result.certifier.method, result.certifier.statement] for result in results]
     columns = ["share of the images", "patch" if of_patches else "radius", "share", "95 % interval", "n", "holds"]
