@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,8 +10,11 @@ from torch import Tensor, nn
 
 from certcli.attack.judge import judge
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Region
+from certcli.evaluation.region import Region, along
 from certcli.system.errors import UsageError
+
+ENTRIES = 2**17
+"""Pixels of one batch up to which several targets are attacked at once: small networks spend their time in calls."""
 
 
 class AllSolved(Exception):
@@ -49,7 +53,7 @@ class Successes:
 
     def harvest(self, adversarial: Tensor) -> Tensor:
         """The kept point of each solved image, the attack's own answer for the rest: (b, c, h, w) -> (b, c, h, w)."""
-        solved = self.solved.view(-1, *[1] * (adversarial.dim() - 1))
+        solved = along(self.solved, adversarial)
         return torch.where(solved, self._kept, adversarial.to(self._kept.dtype))
 
 
@@ -183,12 +187,43 @@ def craft_with(
     return watched.harvest(adversarial.detach())
 
 
-Climb = Callable[[Watched, Successes | None, Tensor, Tensor], Tensor]
-"""net, successes, images, labels -> points. Without successes nothing may stop early: the end of the run is judged."""
+@dataclass(frozen=True)
+class Search:
+    """What an attack that keeps its own books works on: images (b, c, h, w), labels (b,), the watched network, random draws.
+
+    successes: None where nothing may stop early, because only the end of the run is judged.
+    """
+
+    net: Watched
+    successes: Successes | None
+    images: Tensor
+    labels: Tensor
+    region: Region
+    settings: AttackSettings
+    generator: torch.Generator
+
+    def standing(self) -> Tensor:
+        """Return the positions of the images that have not fallen."""
+        everyone = torch.arange(len(self.images), device=self.images.device)
+        return everyone if self.successes is None else everyone[~self.successes.solved]
+
+    def aimed(self, targets: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield runs against the `targets` likeliest wrong classes, as many classes m at once as are small.
+
+        (r,) images that have not fallen, (m r,) the image and (m r,) the class of each run, of which each class has r.
+        """
+        with torch.no_grad():
+            others = self.net(self.images).scatter(1, self.labels[:, None], float("-inf"))
+        ranked = others.topk(targets, dim=1).indices
+        many = max(1, min(targets, ENTRIES // max(1, self.images.numel())))
+        for part in ranked.split(many, dim=1) if targets else ():
+            rows = self.standing()
+            if len(rows):
+                yield rows, rows.repeat(part.shape[1]), part[rows].T.reshape(-1)
 
 
 def climb_with(
-    climb: Climb,
+    climb: Callable[[Search], Tensor],
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
@@ -199,11 +234,12 @@ def climb_with(
 ) -> Tensor:
     """Run an attack that keeps its own books: (b, c, h, w), (b,) -> (b, c, h, w), to be judged."""
     successes = Successes(model, images, labels, region) if watch and settings.stops else None
+    generator = torch.Generator().manual_seed(settings.draw)
 
-    def search(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
-        return climb(net, successes, images, labels)
+    def run(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
+        return climb(Search(net, successes, images, labels, region, settings, generator))
 
-    end = craft_with(search, model, images, labels, region, settings, watch=False)
+    end = craft_with(run, model, images, labels, region, settings, watch=False)
     return end if successes is None else successes.harvest(end)
 
 
@@ -213,3 +249,8 @@ def count_classes(model: nn.Module, images: Tensor, settings: AttackSettings) ->
         return settings.classes
     with seeded(images, settings.draw), torch.no_grad():
         return int(model(images[:1]).shape[1])
+
+
+def count_targets(model: nn.Module, images: Tensor, settings: AttackSettings) -> int:
+    """Return how many wrong classes a targeted attack tries: `targets`, at most all; 0 without images."""
+    return min(settings.targets, count_classes(model, images, settings) - 1) if len(images) else 0

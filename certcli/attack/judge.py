@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from certcli.evaluation.region import Region, image_norms
+from certcli.evaluation.region import Region, along, image_norms, per_image
 from certcli.system.errors import ArchitectureError, DataError
 
 # A float32 sum image + delta rounds by up to 6e-8 a pixel, so a point on the sphere may come to lie just outside it.
@@ -59,7 +59,7 @@ def tuck_in(adversarial: Tensor, images: Tensor, region: Region) -> Tensor:
     ball; there the perturbation is shrunk by a factor slightly below 1 until it is inside.
     """
     finite = adversarial.isfinite().flatten(1).all(dim=1)
-    point = torch.where(_rows(finite, images), adversarial.to(images.dtype), images)
+    point = torch.where(along(finite, images), adversarial.to(images.dtype), images)
     point = region.project(point, images)
     shrink = _FIRST_SHRINK
     for _ in range(_SHRINKS):
@@ -67,9 +67,9 @@ def tuck_in(adversarial: Tensor, images: Tensor, region: Region) -> Tensor:
         if inside.all():
             return point
         shrunk = (images + (point - images) * (1 - shrink)).clamp(0.0, 1.0)
-        point = torch.where(_rows(inside, images), point, shrunk)
+        point = torch.where(along(inside, images), point, shrunk)
         shrink *= 2
-    return torch.where(_rows(region.contains(point, images), images), point, images)
+    return torch.where(along(region.contains(point, images), images), point, images)
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ def judge(
     found = prediction.clone()
     found[success] = predict(model, point[success], samples)
     success = success & (found != labels)
-    point = torch.where(_rows(success, images), point, images)
+    point = torch.where(along(success, images), point, images)
     norm = torch.where(success, image_norms(point.double() - images.double(), region.norm), float("inf"))
     return Judgement(
         success=success,
@@ -141,14 +141,14 @@ def refine(
             model,
             clean,
             wanted,
-            clean + delta * _rows(middle, clean).to(clean.dtype),
+            clean + delta * per_image(middle, clean),
             region,
             prediction=verdict.prediction[rows],
             samples=samples,
         )
         high, low = torch.where(trial.success, middle, high), torch.where(trial.success, low, middle)
         better = trial.success & (trial.norm < norm)
-        best = torch.where(_rows(better, clean), trial.adversarial, best)
+        best = torch.where(along(better, clean), trial.adversarial, best)
         norm = torch.where(better, trial.norm, norm)
         found = torch.where(better, trial.adversarial_prediction, found)
     return Judgement(
@@ -159,7 +159,3 @@ def refine(
         verdict.adversarial_prediction.index_copy(0, rows, found),
         verdict.norm.index_copy(0, rows, norm),
     )
-
-
-def _rows(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(-1, *[1] * (like.dim() - 1))

@@ -1,6 +1,6 @@
 """The evaluations of the papers by name: which attacks, at which radius, with which budget."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.evaluation.region import Norm, Region
@@ -28,11 +28,6 @@ class Preset:
     source: str
     parts: tuple[PresetPart, ...]
     open_choices: str
-
-    def at(self, radius: float) -> "Preset":
-        """The same attacks at another radius, in pixel units."""
-        moved = tuple(replace(part, region=replace(part.region, radius=radius)) for part in self.parts)
-        return replace(self, parts=moved)
 
 
 def _part(norm: Norm, radius: float, *names: str | Planned, step_size: float | None = None) -> PresetPart:

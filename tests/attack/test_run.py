@@ -134,7 +134,6 @@ def test_presets_run(name: str) -> None:
         short = [replace(entry, settings=replace(entry.settings, steps=2)) for entry in part.plan]
         records = attack_images(model, data, short, part.region, AttackSettings(), independent=True)
         assert list(robust_accuracy(records).attacks) == [entry.label for entry in part.plan]
-    assert all(part.region.radius == 1.58 for part in preset(name).at(1.58).parts)
 
 
 def test_preset_radii_are_the_papers() -> None:
@@ -245,8 +244,6 @@ def test_examples_are_proofs_by_themselves() -> None:
     with torch.no_grad():
         assert (model(saved["adversarial"]).argmax(dim=1) != saved["labels"]).all()
     assert torch.equal(saved["perturbations"], saved["adversarial"] - saved["images"])
-    everything = examples.collect(records, only_successes=False)
-    assert sorted(everything["indices"].tolist()) == list(range(12))
     with pytest.raises(DataError, match="carry no images"):
         examples.collect(attack_images(model, batches(images, labels), ["pgd"], region, SHORT))
     with pytest.raises(DataError, match="nothing to save"):

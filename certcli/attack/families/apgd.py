@@ -1,16 +1,16 @@
 """APGD of Croce and Hein, for any loss that has a row an image and for several targets of an image at once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.crafting import Successes, Watched, climb_with, count_classes
+from certcli.attack.crafting import Search, climb_with, count_targets
 from certcli.attack.families.gradient import cross_entropy
 from certcli.attack.families.margin import lost_margin, targeted_margin
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Region, per_image
+from certcli.evaluation.region import Region, along, per_image
 
 APGD_STEPS = 100  # Croce & Hein's; torchattacks' default, in its AutoAttack too, is 10
 MOMENTUM, RISES = 0.75, 0.75
@@ -19,9 +19,6 @@ FIRST, SHORTER, SHORTEST = (
     0.03,
     0.06,
 )  # of the steps: the first stretch between checkpoints, its decrease, its end
-ENTRIES = 2**17
-"""Pixels of one batch up to which several targets are attacked at once: small networks spend their time in calls."""
-
 TargetLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """logits (r, k), labels (r,), targets (r,) -> (r,). Positive once the target has overtaken the label."""
 
@@ -57,15 +54,12 @@ def apgd_targeted(model: nn.Module, images: Tensor, labels: Tensor, region: Regi
     left at a checkpoint where the loss has come less than half the way from its value at the image to 0.
     Source: Croce & Hein 2020, Eq. 7.
     """
-    targets = min(settings.targets, count_classes(model, images, settings) - 1) if len(images) else 0
+    targets = count_targets(model, images, settings)
 
-    def climb(net: Watched, successes: Successes | None, images: Tensor, labels: Tensor) -> Tensor:
-        best, height = images.clone(), torch.full_like(images[:, 0, 0, 0], float("-inf"))
-        generator = torch.Generator().manual_seed(settings.draw)
-        for _, owner, aims in aimed(net, successes, images, labels, targets):
-            end, value = _ascend(
-                net, successes, images, labels, region, settings, targeted_ratio, generator, owner, aims
-            )
+    def climb(search: Search) -> Tensor:
+        best, height = search.images.clone(), torch.full_like(search.images[:, 0, 0, 0], float("-inf"))
+        for _, owner, classes in search.aimed(targets):
+            end, value = _ascend(search, targeted_ratio, owner, classes)
             higher = value > height
             best[higher], height[higher] = end[higher], value[higher]
         return best
@@ -82,33 +76,11 @@ def targeted_ratio(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
     return margin / (top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + 1e-12)
 
 
-def aimed(
-    net: Watched, successes: Successes | None, images: Tensor, labels: Tensor, targets: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Runs against the likeliest wrong classes, as many at once as are small: (r,) images that have not fallen, (m r,)
-    the image and (m r,) the class of each run, of which each class has r."""
-    with torch.no_grad():
-        ranked = net(images).scatter(1, labels[:, None], float("-inf")).topk(targets, dim=1).indices
-    many = max(1, min(targets, ENTRIES // max(1, images.numel())))
-    for part in ranked.split(many, dim=1) if targets else ():
-        rows = standing(successes, images)
-        if len(rows):
-            yield rows, rows.repeat(part.shape[1]), part[rows].T.reshape(-1)
-
-
-def standing(successes: Successes | None, images: Tensor) -> Tensor:
-    """Positions of the images that have not fallen."""
-    everyone = torch.arange(len(images), device=images.device)
-    return everyone if successes is None else everyone[~successes.solved]
-
-
 def _untargeted(
     loss: TargetLoss, model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    def climb(net: Watched, successes: Successes | None, images: Tensor, labels: Tensor) -> Tensor:
-        owner = torch.arange(len(images), device=images.device)
-        generator = torch.Generator().manual_seed(settings.draw)
-        return _ascend(net, successes, images, labels, region, settings, loss, generator, owner, None)[0]
+    def climb(search: Search) -> Tensor:
+        return _ascend(search, loss, torch.arange(len(search.images), device=search.images.device), None)[0]
 
     return climb_with(climb, model, images, labels, region, settings)
 
@@ -136,22 +108,13 @@ class _Runs:
         return _Runs(*(getattr(self, item.name)[rows] for item in fields(self)))
 
 
-def _ascend(
-    net: Watched,
-    successes: Successes | None,
-    images: Tensor,
-    labels: Tensor,
-    region: Region,
-    settings: AttackSettings,
-    loss: TargetLoss,
-    generator: torch.Generator,
-    owner: Tensor,
-    targets: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _ascend(search: Search, loss: TargetLoss, owner: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
     """One run for each entry of `owner`: the points (b, c, h, w) of the largest loss of each image, and that loss (b,).
 
     With `successes` a run ends where any of its image has succeeded, and the points of those that remain are returned.
     """
+    net, successes, settings = search.net, search.successes, search.settings
+    images, labels, region = search.images, search.labels, search.region
     end, height = images.clone(), torch.full_like(images[:, 0, 0, 0], float("-inf"))
     steps = settings.steps or APGD_STEPS
     first, shorter, shortest = (max(int(share * steps), 1) for share in (FIRST, SHORTER, SHORTEST))
@@ -176,7 +139,7 @@ def _ascend(
     if targets is not None and settings.give_up:
         with torch.no_grad():
             start = loss(net(images[owner]), labels[owner], aims)
-    point = _on_the_sphere(clean, limit, generator)
+    point = _on_the_sphere(clean, limit, search.generator)
     value, gradient = slope(point, owner, aims)
     runs = _Runs(
         owner,
@@ -209,17 +172,17 @@ def _ascend(
         runs.rises = runs.rises + (value > runs.value)
         runs.value = value
         higher = value > runs.best_value
-        runs.best = torch.where(_rows(higher, clean), runs.point, runs.best)
-        runs.best_gradient = torch.where(_rows(higher, clean), runs.gradient, runs.best_gradient)
+        runs.best = torch.where(along(higher, clean), runs.point, runs.best)
+        runs.best_gradient = torch.where(along(higher, clean), runs.gradient, runs.best_gradient)
         runs.best_value = torch.where(higher, value, runs.best_value)
         left -= 1
         if left == 0:
             stuck = (runs.rises <= RISES * stretch) | (~runs.halved & (runs.earlier >= runs.best_value))
             runs.halved, runs.earlier = stuck, runs.best_value
             runs.rises = torch.zeros_like(runs.rises)
-            runs.step = torch.where(_rows(stuck, clean), runs.step / 2, runs.step)
-            runs.point = torch.where(_rows(stuck, clean), runs.best, runs.point)
-            runs.gradient = torch.where(_rows(stuck, clean), runs.best_gradient, runs.gradient)
+            runs.step = torch.where(along(stuck, clean), runs.step / 2, runs.step)
+            runs.point = torch.where(along(stuck, clean), runs.best, runs.point)
+            runs.gradient = torch.where(along(stuck, clean), runs.best_gradient, runs.gradient)
             stretch = left = max(stretch - shorter, shortest)
             if targets is not None and settings.give_up and successes is not None:
                 runs = runs.keep(-runs.best_value <= runs.best_value - runs.start)
@@ -237,7 +200,3 @@ def _on_the_sphere(images: Tensor, region: Region, generator: torch.Generator) -
         delta = 2 * delta - 1
     length = delta.flatten(1).norm(dim=1) if region.norm == "l2" else delta.flatten(1).abs().amax(dim=1)
     return region.project(images + delta * per_image(region.radii(images) / length, images), images)
-
-
-def _rows(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(-1, *[1] * (like.dim() - 1))

@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.crafting import Successes, Watched, climb_with, count_classes
-from certcli.attack.families.apgd import aimed
+from certcli.attack.crafting import Search, climb_with, count_targets
 from certcli.attack.families.margin import targeted_margin
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Norm, Region, image_norms, per_image
+from certcli.evaluation.region import Norm, Region, along, image_norms, per_image
 
 FAB_STEPS = 100  # Croce & Hein's; torchattacks' default is 10
 OVERSHOOT, BACK, PULL = 1.05, 0.9, 0.1  # eta, beta, alpha_max
@@ -37,13 +36,13 @@ def fab_within(model: nn.Module, images: Tensor, labels: Tensor, region: Region,
 def _run(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings, *, within: bool
 ) -> Tensor:
-    targets = min(settings.targets, count_classes(model, images, settings) - 1) if len(images) else 0
+    targets = count_targets(model, images, settings)
 
-    def climb(net: Watched, successes: Successes | None, images: Tensor, labels: Tensor) -> Tensor:
-        best, least = images.clone(), torch.full((len(images),), float("inf"), device=images.device).double()
-        generator = torch.Generator().manual_seed(settings.draw)
-        for rows, owner, aims in aimed(net, successes, images, labels, targets):
-            found, length = _search(net, successes, images, labels, region, settings, generator, owner, aims)
+    def climb(search: Search) -> Tensor:
+        best = search.images.clone()
+        least = torch.full((len(best),), float("inf"), device=best.device).double()
+        for rows, owner, classes in search.aimed(targets):
+            found, length = _search(search, owner, classes)
             for points, norms in zip(found.split(len(rows)), length.split(len(rows)), strict=True):
                 nearer = norms < least[rows]
                 best[rows[nearer]], least[rows[nearer]] = points[nearer], norms[nearer]
@@ -53,24 +52,16 @@ def _run(
 
 
 @torch.no_grad()
-def _search(
-    net: Watched,
-    successes: Successes | None,
-    images: Tensor,
-    labels: Tensor,
-    region: Region,
-    settings: AttackSettings,
-    generator: torch.Generator,
-    owner: Tensor,
-    targets: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _search(search: Search, owner: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """One run for each entry of `owner`: the nearest success (r, c, h, w) and its norm (r,), inf where there is none."""
+    net, successes, settings = search.net, search.successes, search.settings
+    images, labels, region = search.images, search.labels, search.region
     steps = settings.steps or FAB_STEPS
     nearest = images[owner]
     least = torch.full((len(owner),), float("inf"), dtype=torch.float64, device=images.device)
     point = nearest.clone()
     if settings.restart:
-        drawn = region.of(owner).random_point(nearest, generator)
+        drawn = region.of(owner).random_point(nearest, search.generator)
         point = nearest + (drawn - nearest) / 2
     rows = torch.arange(len(owner), device=images.device)
     look, earlier = max(1, int(LOOK * steps)), least.clone()
@@ -104,7 +95,7 @@ def _search(
             # the norm of NaN is never the least
             nearer = (won & (length > 0) & (length < least[rows])).nonzero().flatten()
             nearest[rows[nearer]], least[rows[nearer]] = point[nearer], length[nearer]
-            point = torch.where(_rows(won, clean), clean + (point - clean) * BACK, point)
+            point = torch.where(along(won, clean), clean + (point - clean) * BACK, point)
         if settings.give_up and successes is not None and (step + 1) % look == 0:
             found, limit = least[rows], region.of(at).radii(clean)
             pace = (earlier[rows] - found).nan_to_num(posinf=float("inf"), nan=float("inf")) * (steps - step - 1) / look
@@ -141,7 +132,3 @@ def projection(points: Tensor, normal: Tensor, level: Tensor, norm: Norm) -> Ten
     time = (goal - before) / running.gather(1, stretch).clamp_min(1e-30)
     d = torch.minimum(time * pace, room).where(size > 0, 0.0) * w.sign()
     return d.view_as(points)
-
-
-def _rows(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(-1, *[1] * (like.dim() - 1))

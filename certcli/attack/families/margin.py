@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.crafting import Watched, count_classes, craft_with
+from certcli.attack.crafting import Watched, count_targets, craft_with
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Region
+from certcli.evaluation.region import Region, along
 
 MARGIN_STEPS = 40
 RowLoss = Callable[[Tensor, Tensor], Tensor]
@@ -34,7 +34,7 @@ def margin_pgd(model: nn.Module, images: Tensor, labels: Tensor, region: Region,
     the largest logit need not belong to the nearest class; once the `targets` are used up, restarts start at random.
     Source: Carlini & Wagner 2017 (the loss), Madry et al. 2018 (the ascent), Gowal et al. 2019 (the targets).
     """
-    targets = min(settings.targets, count_classes(model, images, settings) - 1) if len(images) else 0
+    targets = count_targets(model, images, settings)
     return ascend(
         model,
         images,
@@ -94,7 +94,7 @@ def ascend(
             if weights is not None:
                 gradient = gradient * weights
             point, higher = point.detach(), value > height
-            peak = torch.where(higher.view(-1, *[1] * (images.dim() - 1)), point, peak)
+            peak = torch.where(along(higher, images), point, peak)
             height = torch.where(higher, value, height)
             # a pixel at the edge of the box cannot follow: without it the step keeps its length in l2
             blocked = ((point <= 0) & (gradient < 0)) | ((point >= 1) & (gradient > 0))

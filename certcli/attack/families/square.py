@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.crafting import Successes, Watched, climb_with
-from certcli.attack.families.apgd import standing
+from certcli.attack.crafting import Search, climb_with
 from certcli.attack.families.margin import lost_margin
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.region import Region, image_norms, per_image
@@ -36,10 +35,11 @@ def square(model: nn.Module, images: Tensor, labels: Tensor, region: Region, set
         )
 
     @torch.no_grad()
-    def climb(net: Watched, successes: Successes | None, images: Tensor, labels: Tensor) -> Tensor:
-        draw = _Draw(images, settings.draw)
+    def climb(search: Search) -> Tensor:
+        net, successes, images, labels = search.net, search.successes, search.images, search.labels
+        draw = _Draw(images, search.generator)
         propose, first = (_circle, _tiles) if region.norm == "l2" else (_stripe, _stripes)
-        rows = standing(successes, images)
+        rows = search.standing()
         reached = torch.full_like(images[:, 0, 0, 0], float("-inf"))
         best = first(images, region, draw)
         start = lost_margin(net(images), labels) if settings.give_up else reached
@@ -71,10 +71,10 @@ def square(model: nn.Module, images: Tensor, labels: Tensor, region: Region, set
 
 
 class _Draw:
-    """Random numbers from one seed, on the images' device; shapes and devices of `like`."""
+    """Random numbers on the images' device; shapes and devices of `like`."""
 
-    def __init__(self, like: Tensor, seed: int) -> None:
-        self.like, self._generator = like, torch.Generator().manual_seed(seed)
+    def __init__(self, like: Tensor, generator: torch.Generator) -> None:
+        self.like, self._generator = like, generator
         self._patches: dict[int, tuple[Tensor, Tensor]] = {}
 
     def signs(self, *shape: int) -> Tensor:
