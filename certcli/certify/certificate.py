@@ -218,18 +218,23 @@ class CertifiedAccuracy:
     """
 
     clean: float
-    certified: dict[Threat, float]
+    certified: dict[str, float]
     average_radius: float | None
     images: int
     method: str
     failure: float
     intervals: dict[str, Interval]
+    threats: tuple[Threat, ...]
     abstained: float = 0.0
 
+    def against(self, threat: Threat) -> float:
+        """Return the share certified against one of the threats; TypeError for a threat of another norm."""
+        one_norm([threat, *self.threats])
+        return self.certified[threat.key]
+
     def to_json(self) -> dict[str, Any]:
-        """All fields, threats as their keys; no mean radius of patches."""
-        found = {name: value for name, value in vars(self).items() if value is not None}
-        return {**found, "certified": {threat.key: share for threat, share in self.certified.items()}}
+        """All fields but the threats, which `certified` spells; no mean radius of patches."""
+        return {name: value for name, value in asdict(self).items() if value is not None and name != "threats"}
 
 
 def certified_accuracy(certificates: Sequence[Certificate], threats: Sequence[Threat]) -> CertifiedAccuracy:
@@ -244,7 +249,8 @@ def certified_accuracy(certificates: Sequence[Certificate], threats: Sequence[Th
     held = {threat: sum(certificate.holds_at(threat) for certificate in certificates) for threat in threats}
     return CertifiedAccuracy(
         clean=clean / count,
-        certified={threat: hits / count for threat, hits in held.items()},
+        certified={threat.key: hits / count for threat, hits in held.items()},
+        threats=tuple(threats),
         average_radius=None if of_patches else sum(finite) / len(finite) if finite else 0.0,
         images=count,
         method=certificates[0].method,

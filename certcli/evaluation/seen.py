@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import SEEN, Record
-from certcli.checkpoint.schema import LONGEST_TEXT, Dataset, Text, convert
+from certcli.checkpoint.schema import LONGEST_TEXT, Dataset, StrictStruct, Text, convert
 from certcli.images.labelled import Images
 from certcli.system.errors import Refused
 
@@ -27,7 +27,7 @@ KINDS = {"finetune": TRAINED, "adapt": CALIBRATED, "constrain": CALIBRATED}
 """What each command does with its images."""
 
 
-class _SeenFields(Struct, forbid_unknown_fields=True):
+class _SeenFields(StrictStruct):
     dataset: Dataset
     split: Text
     images: Annotated[int, Meta(ge=1, le=2**53)]

@@ -2,7 +2,7 @@
 
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from certcli.cli.shared.groups import Evaluation, Machine, Output, Source, Talk
 from certcli.cli.shared.output import Gate
 from certcli.evaluation.threat import Threat
 from certcli.system.processes import require_one, team
+
+if TYPE_CHECKING:
+    from certcli.checkpoint.file import Checkpoint
 
 RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
 """Radii at which certified accuracy is shown where none is asked for."""
@@ -133,8 +136,7 @@ def certify(
         require_one("auto chooses by trying", "certvit certify ... --limit 50 says what it chooses; name that")
     output.claim(source, wanted, smoothing, data)
     sink = talk.sink()
-    opened = source.read(sink)
-    checkpoint = opened.checkpoint
+    checkpoint = source.read(sink)
     if patched:
         image = checkpoint.record.input.size[1:]
         named = [Threat("patch", patch) for patch in patches.sizes(image)]
@@ -143,7 +145,7 @@ def certify(
     demand = replace(demand, every=output.output is not None)
     images = digested(data.images(checkpoint.record, sink), team())
     seen = inputs.say_seen(checkpoint.record, images, sink)
-    sink.assumes(opened.reading.line(), opened.reading.to_json())
+    sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     attacked = run.attacked_shares(wanted.attack_records, checkpoint.digest, images, local.norm)
     methods, reason, effort = run.settle(wanted.methods, checkpoint, machine, images, radii, sink)
     given = {
@@ -188,10 +190,11 @@ def certify(
         sink.note(f"wrote {wanted.html}")
     if output.output is not None:
         about = {"dataset": images.name, "split": images.split, "limit": data.limit, "seed": data.seed}
+        written: Checkpoint = checkpoint
         for result in reversed(results):  # the first named comes last, where `log` looks for it
             evidence = view.evidence(result, images)
-            checkpoint = checkpoint.with_evidence("certify", {**about, "method": result.certifier.method}, evidence)
-        output.write(checkpoint, output.output)
+            written = written.with_evidence("certify", {**about, "method": result.certifier.method}, evidence)
+        output.write(written, output.output)
         sink.note(f"wrote {output.output}")
     gate.enforce()
 

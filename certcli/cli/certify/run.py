@@ -38,7 +38,7 @@ class Demand:
     every: bool = False
 
     def ask(self, found: CertifiedAccuracy, gate: Gate) -> None:
-        reached = found.certified[self.threat]
+        reached = found.against(self.threat)
         told = f"certified accuracy {proven_percent(reached)} at {self.threat.proven()}"
         gate.demand(reached >= self.share, GateError(f"{told} is below --min-certified {self.share:g}"))
 

@@ -62,7 +62,7 @@ def table(results: Sequence[Result], images: Images, attacked: dict[Threat, dict
 
 
 def _side_by_side(results: Sequence[Result], where: str, left: Mapping[Threat, float], sink: Sink) -> None:
-    threats = list(results[0].found.certified)
+    threats = results[0].found.threats
     columns = [f"certified at {threat.proven()}" for threat in threats]
     untouched = next((share for threat, share in left.items() if threat.size == 0), None)
     above = ("attack", "measured", percent(untouched), *(percent(left.get(threat)) for threat in threats), "-", "-")
@@ -76,7 +76,7 @@ def _side_by_side(results: Sequence[Result], where: str, left: Mapping[Threat, f
                     result.certifier.method,
                     result.certifier.promise,
                     percent(result.found.clean),
-                    *(proven_percent(result.found.certified[threat]) for threat in threats),
+                    *(proven_percent(result.found.against(threat)) for threat in threats),
                     proven_radius(result.found.average_radius or 0.0, 4),
                     "-" if result.seconds is None else f"{result.seconds:.3g}",
                 )
@@ -98,7 +98,7 @@ def _table(result: Result, where: str, left: Mapping[Threat, float], sink: Sink)
     untouched = next((share for threat, share in left.items() if threat.size == 0), None)
     rows = [
         row("clean", "clean", untouched, percent(found.clean)),
-        *(row(t.proven(), t.key, left.get(t), proven_percent(share)) for t, share in found.certified.items()),
+        *(row(t.proven(), t.key, left.get(t), proven_percent(found.against(t))) for t in found.threats),
     ]
     beside = ["after attacks"] if left else []
     of_patches = result.certifier.norm == "patch"

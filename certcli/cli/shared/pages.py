@@ -57,19 +57,19 @@ def certify_page(
         label = f"{certifier.method} ({promise}), n = {count}{cut}"
         if not of_patches:  # shares at patches are no curve over radii
             curves.append(Curve(label, "proven" if proof else "probability", steps(radii)))
-        for threat, share in found.certified.items():
+        for threat in found.threats:
             low, high = found.intervals[threat.key]
             told = f"{100 * low:.1f} to {100 * high:.1f}"
             what = f"certified, {certifier.method}"
-            rows.append([what, threat.proven(), proven_percent(share), told, str(count), promise])
-        least = next(iter(found.certified))
+            rows.append([what, threat.proven(), proven_percent(found.against(threat)), told, str(count), promise])
+        least = found.threats[0]
         about = certifier.title[:1].upper() + certifier.title[1:]
         against = (
             f"against every patch of {least.key} pixels" if of_patches else f"at {certifier.norm} {least.proven()}"
         )
         verdict.append(
-            f"{certifier.method} certifies {round(found.certified[least] * count)} of {count} images "
-            f"({proven_percent(found.certified[least])}) {against}, {promise}. {about}."
+            f"{certifier.method} certifies {round(found.against(least) * count)} of {count} images "
+            f"({proven_percent(found.against(least))}) {against}, {promise}. {about}."
         )
     if attacked:
         shares = sorted((threat, sum(left.values()) / len(left)) for threat, left in attacked.items())
