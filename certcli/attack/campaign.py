@@ -37,7 +37,7 @@ class Stage:
     independent: bool
 
     def with_draws(self, seed: int, classes: int, precision: str = "float32") -> "Stage":
-        """The same stage with the seed of its draws, the crafting precision, and k, else asked of the model."""
+        """The same stage with the seed of its draws, the crafting precision, and k, else read off the model."""
         known = [
             replace(entry, settings=replace(entry.settings, seed=seed, classes=classes, precision=precision, restart=0))
             for entry in self.plan
@@ -80,22 +80,22 @@ def _preset_stages(
     settings: AttackSettings,
     certified: bool,
 ) -> tuple[Stage, ...]:
-    wanted = preset(name)
+    paper = preset(name)
     if names or norm is not None or certified:
         raise UsageError(f"the preset {name} fixes attacks, norm and images", "leave out either it or the other option")
     if settings != AttackSettings(seed=settings.seed, precision=settings.precision):
         raise UsageError(f"the preset {name} fixes what its attacks may spend", "or name the attacks with --attack")
-    if radii and len(wanted.parts) > 1:
+    if radii and len(paper.parts) > 1:
         raise UsageError(
-            f"the preset {name} has {len(wanted.parts)} parts with radii of their own", "leave out --epsilon"
+            f"the preset {name} has {len(paper.parts)} parts with radii of their own", "leave out --epsilon"
         )
-    return tuple(Stage(part.region.norm, radii or (part.region.radius,), part.plan, True) for part in wanted.parts)
+    return tuple(Stage(part.region.norm, radii or (part.region.radius,), part.plan, True) for part in paper.parts)
 
 
-def in_norm(stages: Sequence[Stage], norm: Norm, asked: str | None) -> tuple[Stage, ...]:
-    """The stages in the norm that certificates speak of; UsageError where another was asked for."""
-    if asked not in (None, norm):
-        raise UsageError(f"the certified radii are {norm} radii, they bound no attack in {asked}", "leave out --norm")
+def in_norm(stages: Sequence[Stage], norm: Norm, named: str | None) -> tuple[Stage, ...]:
+    """The stages in the norm that certificates speak of; UsageError where another was named."""
+    if named not in (None, norm):
+        raise UsageError(f"the certified radii are {norm} radii, they bound no attack in {named}", "leave out --norm")
     return tuple(replace(stage, norm=norm) for stage in stages)
 
 
@@ -297,9 +297,9 @@ def read_again(rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile
     labels = [entry.label for entry in stage.plan]
     for row in rows:
         if row["kind"] != stage.norm or list(row["robust"]) != labels:
-            told = f"image {row['index']} was attacked in {row['kind']} by {', '.join(row['robust'])}"
+            statement = f"image {row['index']} was attacked in {row['kind']} by {', '.join(row['robust'])}"
             raise DataError(
-                f"{file.path if file else 'the file'} contradicts itself: {told}", "attack again, without --resume"
+                f"{file.path if file else 'the file'} contradicts itself: {statement}", "attack again, without --resume"
             )
     return [AttackRecord.from_json(row) for row in rows]
 

@@ -135,14 +135,14 @@ def undisturbed(model: nn.Module, images: Tensor, seed: int) -> Iterator[None]:
     """
     if model.training:
         raise UsageError("the model is in training mode", "call model.eval() before an attack")
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        for parameter in wanted:
+        for parameter in trainable:
             parameter.requires_grad_(False)
         with seeded(images, seed), torch.enable_grad():
             yield
     finally:
-        for parameter in wanted:
+        for parameter in trainable:
             parameter.requires_grad_(True)
 
 

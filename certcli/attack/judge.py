@@ -132,7 +132,7 @@ def refine(
     rows = verdict.success.nonzero().flatten()
     if not len(rows):
         return verdict
-    clean, wanted, best = images[rows], labels.to(images.device)[rows], verdict.adversarial[rows]
+    clean, truth, best = images[rows], labels.to(images.device)[rows], verdict.adversarial[rows]
     norm, found = verdict.norm[rows], verdict.adversarial_prediction[rows]
     delta, low, high = best - clean, torch.zeros_like(norm), torch.ones_like(norm)
     for _ in range(steps):
@@ -140,7 +140,7 @@ def refine(
         trial = judge(
             model,
             clean,
-            wanted,
+            truth,
             clean + delta * per_image(middle, clean),
             region,
             prediction=verdict.prediction[rows],

@@ -18,7 +18,7 @@ class PresetPart:
 
 @dataclass(frozen=True)
 class Preset:
-    """A paper's evaluation. The papers report each attack alone, so its parts are meant to run `independent`.
+    """A paper's evaluation. The papers report each attack alone, so its parts are run with `independent`.
 
     open_choices says what the paper leaves unsaid and what is done here.
     """

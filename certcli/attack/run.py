@@ -95,8 +95,8 @@ def attack_images(
     for entry in planned:
         norms = ATTACKS[entry.attack].norms
         if regions[0].norm not in norms:
-            told = f"{entry.attack} is an attack in {' and '.join(norms)}, not in {regions[0].norm}"
-            raise UsageError(told, "margin-pgd and fab know both norms")
+            message = f"{entry.attack} is an attack in {' and '.join(norms)}, not in {regions[0].norm}"
+            raise UsageError(message, "margin-pgd and fab know both norms")
     for kind in (model, source):
         if kind is not None and kind.training:
             raise UsageError("the model is in training mode", "call model.eval() before an attack")

@@ -318,13 +318,13 @@ def as_json(entry: Evidence, network: str) -> Json:
 
     network: digest of the checkpoint that holds the entry; nothing is recomputed of an entry about another network.
     """
-    told: Json = {"command": command_of(entry), "digest": entry.digest}
+    about: Json = {"command": command_of(entry), "digest": entry.digest}
     try:
         found = decode_evidence(entry)
     except Refused as refusal:
-        return {**told, "understood": False, "why": f"not understood, not shown: {refusal}"[:300]}
+        return {**about, "understood": False, "why": f"not understood, not shown: {refusal}"[:300]}
     return {
-        **told,
+        **about,
         "understood": True,
         "parameters": msgspec.to_builtins(found.parameters),
         "result": msgspec.to_builtins(found.result),

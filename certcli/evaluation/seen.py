@@ -146,11 +146,11 @@ def doubts(record: Record, images: Images) -> tuple[dict[str, Any], list[str]]:
     """Shares of seen images for a document, and sentences about them."""
     seen = seen_by(record)
     found = shares(seen, images)
-    said = [f"{share}: their figures are not those of new images" for share in found]
+    sentences = [f"{share}: their figures are not those of new images" for share in found]
     old = unlisted(seen, images)
     if old is not None and not any(share.kind == TRAINED for share in found):
-        said.append(
+        sentences.append(
             f"the network was trained on {old.images:,} images of {old.dataset}; its file does not say which: some of these "
             "may be among them"
         )
-    return {share.kind: {"images": share.images, "exact": share.exactly} for share in found}, said
+    return {share.kind: {"images": share.images, "exact": share.exactly} for share in found}, sentences

@@ -115,8 +115,3 @@ def test_half_precision_crafts_points_that_the_model_itself_confirms(name: str) 
     verdict = judge(model, images, labels, points, region)
     with torch.no_grad():
         assert (model(verdict.adversarial[verdict.success]).argmax(1) != labels[verdict.success]).all()
-
-
-def test_an_unknown_precision_is_refused() -> None:
-    with pytest.raises(UsageError, match="unknown precision 'fp8'"):
-        AttackSettings(precision="fp8")

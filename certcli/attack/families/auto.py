@@ -47,15 +47,15 @@ def _ensemble(model: nn.Module, images: Tensor, labels: Tensor, region: Region, 
     for part in PARTS:
         if not len(standing):
             break
-        left, wanted, limit = images[standing], labels[standing], region.of(standing)
-        candidates = tuck_in(part(model, left, wanted, limit, settings), left, limit)
+        left, truth, limit = images[standing], labels[standing], region.of(standing)
+        candidates = tuck_in(part(model, left, truth, limit, settings), left, limit)
         with seeded(left, settings.draw), torch.no_grad():
-            value = lost_margin(model(candidates), wanted)
+            value = lost_margin(model(candidates), truth)
         higher = value > height[standing]
         best[standing[higher]], height[standing[higher]] = candidates[higher], value[higher]
         if settings.stop_early:  # else (transfer) the crafting model cannot say what is solved
             with seeded(left, settings.draw):
-                verdict = judge(model, left, wanted, candidates, limit, prediction=wanted, samples=settings.samples)
+                verdict = judge(model, left, truth, candidates, limit, prediction=truth, samples=settings.samples)
             best[standing[verdict.success]] = candidates[verdict.success]
             standing = standing[~verdict.success]
     return best

@@ -72,10 +72,10 @@ def _search(search: Search, owner: Tensor, targets: Tensor) -> tuple[Tensor, Ten
         if not len(rows):
             break
         at = owner[rows]
-        clean, wanted = images[at], labels[at]
+        clean, truth = images[at], labels[at]
         with torch.enable_grad():
             there = point.clone().requires_grad_(True)
-            margin = targeted_margin(net(there), wanted, targets[rows])
+            margin = targeted_margin(net(there), truth, targets[rows])
             gradient = torch.autograd.grad(margin.sum(), there)[0]
         margin = margin.detach()
         ahead = projection(point, gradient, margin, region.norm)
@@ -86,7 +86,7 @@ def _search(search: Search, owner: Tensor, targets: Tensor) -> tuple[Tensor, Ten
         pull = per_image((moved / (moved + straight)).clamp(0.0, PULL), clean)
         point = ((point + OVERSHOOT * ahead) * (1 - pull) + (clean + OVERSHOOT * home) * pull).clamp(0.0, 1.0)
         logits = net(point)
-        won = (logits.argmax(dim=1) != wanted) & logits.isfinite().all(dim=1)
+        won = (logits.argmax(dim=1) != truth) & logits.isfinite().all(dim=1)
         if won.any():
             length = image_norms(point.double() - clean.double(), region.norm)
             if successes is not None:
@@ -111,7 +111,7 @@ def projection(points: Tensor, normal: Tensor, level: Tensor, norm: Norm) -> Ten
     """The smallest d with normal . d = -level and points + d in the box: (b, c, h, w) x 2, (b,) -> (b, c, h, w).
 
     d_i = s sign(w_i) min(t c_i, room_i) with c_i = |w_i| for l2, 1 for linf, so that normal . d grows with t, linear
-    between the t at which a pixel reaches the box; these are sorted, and the stretch with the wanted value solved. Where
+    between the t at which a pixel reaches the box; these are sorted, and the stretch with the required value solved. Where
     the box ends before, every pixel goes as far as it can.
     """
     x, w = points.flatten(1), normal.flatten(1)

@@ -128,7 +128,7 @@ class Attacks:
 
 
 @group("Images")
-class Chosen(Evaluation):
+class AttackedImages(Evaluation):
     """The images that are attacked."""
 
     per_class: Annotated[int | None, typer.Option(min=1, help="Use K seeded images of every class.")] = None
@@ -169,7 +169,7 @@ class AttackOutput:
     def keeps_images(self) -> bool:
         return self.save_examples is not None or self.gallery is not None
 
-    def check(self, chosen: Chosen) -> None:
+    def check(self, data: AttackedImages) -> None:
         """UsageError on wishes that contradict, before any work."""
         if self.resume and self.keeps_images:
             raise UsageError(
@@ -177,5 +177,5 @@ class AttackOutput:
             )
         if self.compare is not None and self.gallery is None:
             raise UsageError("--compare is drawn in the gallery", "--gallery FILE.png")
-        if chosen.limit is not None and chosen.per_class is not None:
+        if data.limit is not None and data.per_class is not None:
             raise UsageError("--limit and --per-class are two ways to choose images", "use one of them")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from certcli.attack.settings import AttackSettings
     from certcli.certify.patch.options import Patches
     from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.attack.options import AttackOutput, Attacks, Chosen
+    from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
     from certcli.cli.shared.groups import Machine, Output, Source
     from certcli.evaluation.records import RecordFile
     from certcli.evaluation.resumed import Resumed
@@ -32,23 +32,23 @@ Row = dict[str, Any]
 MOST_AT_ONCE = 16
 
 
-def require(wanted: Attacks, chosen: Chosen, patches: Patches, results: AttackOutput) -> bool:
+def require(attacks: Attacks, data: AttackedImages, patches: Patches, results: AttackOutput) -> bool:
     """Whether patches are looked for; UsageError for options of balls beside them, and for options of patches without."""
-    if wanted.norm != "patch":
-        if patches.patches or wanted.defence != "none":
+    if attacks.norm != "patch":
+        if patches.patches or attacks.defence != "none":
             raise UsageError("--patch and --defence are for --norm patch", "certvit attack ... --norm patch --patch 32")
         return False
-    if wanted.defence not in ("none", "patch"):
-        raise UsageError(f"--defence {wanted.defence}: one of none, patch")
+    if attacks.defence not in ("none", "patch"):
+        raise UsageError(f"--defence {attacks.defence}: one of none, patch")
     beside: dict[str, Any] = {
-        "epsilon": wanted.epsilon,
-        "preset": wanted.preset,
-        "source": wanted.crafted_on,
-        "refine": wanted.refine,
-        "step-size": wanted.step_size,
+        "epsilon": attacks.epsilon,
+        "preset": attacks.preset,
+        "source": attacks.crafted_on,
+        "refine": attacks.refine,
+        "step-size": attacks.step_size,
         "save-examples": results.save_examples,
         "gallery": results.gallery,
-        "attack": [name for name in wanted.attacks if name != ATTACK],
+        "attack": [name for name in attacks.attacks if name != ATTACK],
     }
     for name, value in beside.items():
         if value:
@@ -58,8 +58,8 @@ def require(wanted: Attacks, chosen: Chosen, patches: Patches, results: AttackOu
 
 def attack(
     source: Source,
-    wanted: Attacks,
-    chosen: Chosen,
+    attacks: Attacks,
+    data: AttackedImages,
     patches: Patches,
     machine: Machine,
     results: AttackOutput,
@@ -71,15 +71,15 @@ def attack(
     from certcli.evaluation.records import RecordFile, Run, describe
 
     checkpoint = source.open(sink)
-    images, device = chosen.images(checkpoint.record, sink), machine.pick()
-    defence, defended = wanted.defence, patches
+    images, device = data.images(checkpoint.record, sink), machine.pick()
+    defence, defended = attacks.defence, patches
     certified: dict[str, list[int]] | None = None
-    if chosen.only_certified is not None:
-        defended, certified = _certified(chosen.only_certified, checkpoint, images)
+    if data.only_certified is not None:
+        defended, certified = _certified(data.only_certified, checkpoint, images)
         patches, defence = replace(patches, patches=patches.patches or list(certified)), "patch"
     sizes = sorted(set(patches.sizes(checkpoint.record.input.size[1:])))
     targets, procedure = _targets(defence, checkpoint, device, defended, sizes)
-    budget: dict[str, Any] = {"steps": wanted.steps, "restarts": wanted.restarts, "seed": chosen.seed}
+    budget: dict[str, Any] = {"steps": attacks.steps, "restarts": attacks.restarts, "seed": data.seed}
     settings = AttackSettings(**budget)
     about = {"defence": defence, **procedure, **budget, "certified_only": certified is not None}
     spelled = [str(patch) for patch in sizes]
@@ -174,15 +174,15 @@ def _compute_again(read: Sequence[_Batch], first: Sequence[Row], results: Attack
     held = [sum(row["robust"][ATTACK] for row in batch.rows if row["patch"] == patch) for batch in read]
     elsewhere = sum(row["robust"][ATTACK] for row in first) - sum(held)
     demanded = Demanded(results.minimum or 0.0, len(first), elsewhere, every)
-    chosen = [read[place] for place in to_compute_again(held, demanded, usual(len(read)))]
-    for batch in chosen:
+    again = [read[place] for place in to_compute_again(held, demanded, usual(len(read)))]
+    for batch in again:
         for stated, now in zip(batch.rows, batch.find(), strict=True):
             if any(stated[name] != value for name, value in now.items()):
                 raise DataError(
                     f"the record of image {stated['index']} at {stated['patch']} in {results.records} does not agree",
                     "it was edited, or written on a machine that computes otherwise: leave out --resume",
                 )
-    return Resumed(sum(len(batch.rows) for batch in read), sum(len(batch.rows) for batch in chosen))
+    return Resumed(sum(len(batch.rows) for batch in read), sum(len(batch.rows) for batch in again))
 
 
 def _attacked(
@@ -253,5 +253,5 @@ def _certified(path: Path, checkpoint: Checkpoint, images: Images) -> tuple[Patc
 
 
 def _those(images: Images, indices: list[int]) -> Images:
-    chosen = set(indices)
-    return images.select([place for place, index in enumerate(images.indices.tolist()) if index in chosen])
+    attacked = set(indices)
+    return images.select([place for place, index in enumerate(images.indices.tolist()) if index in attacked])

@@ -33,7 +33,7 @@ _BUG = (
 
 @dataclass(frozen=True)
 class Session:
-    """One run of the command: the network, the images, and what is done to them. told: facts for header and document."""
+    """One run of the command: the network, the images, and what is done to them. facts: for header and document."""
 
     checkpoint: Checkpoint
     images: Images
@@ -41,7 +41,7 @@ class Session:
     settings: AttackSettings
     certificates: Mapping[int, CertifiedImage] | None
     machine: Machine
-    told: Mapping[str, Any]
+    facts: Mapping[str, Any]
     sink: Sink
 
     def load(self, checkpoint: Checkpoint) -> Any:
@@ -70,11 +70,11 @@ class Session:
         crafter = None if crafted_on is None else self.load(crafted_on)
         found: dict[int, list[AttackRecord]] = {}
         spent = (self.tasks, self.settings, batch_size)
-        campaign = Campaign(model, *spent, crafter, self.told["refine"], team().leads and results.keeps_images)
+        campaign = Campaign(model, *spent, crafter, self.facts["refine"], team().leads and results.keeps_images)
         if not team().leads:
             list(campaign.run(team=team()))
             return None
-        run = run_of(*spent, self.checkpoint.digest, self.images, **self.told)
+        run = run_of(*spent, self.checkpoint.digest, self.images, **self.facts)
         with RecordFile(
             results.records,
             run,
@@ -109,7 +109,7 @@ class Session:
         from certcli.evaluation.records import describe
 
         about = {"schema": 1, "command": "attack", "checkpoint": self.checkpoint.digest}
-        return {**about, "dataset": describe(self.images), **findings.to_json(), **self.told}
+        return {**about, "dataset": describe(self.images), **findings.to_json(), **self.facts}
 
     def show(
         self,
@@ -152,8 +152,8 @@ def gate_of(findings: Findings, minimum: float | None, gate: Gate) -> None:
     if minimum is not None:
         first = findings.first
         reached = f"robust accuracy {percent(first.robust)} at {attacked_radius(first.epsilon)}"
-        told = f"{reached} is below --min-robust {minimum:g}"
-        gate.demand(first.robust >= minimum, GateError(told))
+        failure = f"{reached} is below --min-robust {minimum:g}"
+        gate.demand(first.robust >= minimum, GateError(failure))
 
 
 def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified: bool) -> None:
@@ -189,9 +189,9 @@ def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str) -
     from certcli.report.gallery import Picture, draw_gallery
 
     def picture(shown: Exhibit) -> Picture:
-        told = f"{shown.kind} {shown.norm:.3g}"
+        caption = f"{shown.kind} {shown.norm:.3g}"
         if not shown.crafted_here:
-            told = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"
+            caption = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"
         return Picture(
             image=shown.image,
             adversarial=shown.adversarial,
@@ -200,7 +200,7 @@ def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str) -
             clean_right=shown.prediction == shown.label,
             found_class=names[shown.adversarial_prediction],
             found_right=shown.adversarial_prediction == shown.label,
-            norm=told,
+            norm=caption,
         )
 
     title = f"{about}: {len(rows)} attacked images\nimage, perturbation, their sum; classes in blue where right"
