@@ -24,10 +24,11 @@ def library() -> ModuleType:
     import_module("certcli.system.compat")
     try:
         return import_module("torchattacks")
-    except ImportError as failure:
-        raise UsageError(
-            f"torchattacks cannot be imported ({failure})", "pip install torchattacks, or one of certvit's own attacks"
-        ) from failure
+    except ModuleNotFoundError as failure:
+        if failure.name != "torchattacks":
+            raise
+        hint = "pip install --no-deps torchattacks; only torchattacks:NAME needs it"
+        raise UsageError("this attack runs code of torchattacks, which is not installed", hint) from failure
 
 
 @dataclass(frozen=True)

@@ -42,13 +42,13 @@ class Clock:
         """Seconds for work: the end of the budget belongs to writing."""
         return max(0.0, self.budget * (1 - FINISHING) - self.spent)
 
-    def part(self, share: float) -> "Part":
+    def part(self, share: float) -> "StageTime":
         """A stage that may take this share of what is left. All processes ask."""
-        return Part(self.team.agree(lambda: share * self.left))
+        return StageTime(self.team.agree(lambda: share * self.left))
 
 
 @dataclass
-class Part:
+class StageTime:
     """One stage's seconds, counted from its beginning."""
 
     seconds: float

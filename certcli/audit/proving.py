@@ -3,13 +3,13 @@
 import time
 from collections.abc import Iterator
 
-from certcli.audit.clock import OutOfTime, Part
+from certcli.audit.clock import OutOfTime, StageTime
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models.build import PixelModel
-from certcli.report.document import Block, Found, Slope
+from certcli.report.document import Block, ProvenBound, Slope
 from certcli.system.processes import ALONE, Team
 
 SLOPE_IMAGES = 8
@@ -22,7 +22,7 @@ DRIVER_SHARE = 0.2
 """Of the bound's logarithm, that a kind of layer must have to be named."""
 
 
-def bound(model: PixelModel, classes: int, part: Part) -> tuple[Found, NetworkBound]:
+def bound(model: PixelModel, classes: int, part: StageTime) -> tuple[ProvenBound, NetworkBound]:
     """The proven bound. OutOfTime when it is not finished in its time."""
     started = time.perf_counter()
     with part.ended():
@@ -30,10 +30,10 @@ def bound(model: PixelModel, classes: int, part: Part) -> tuple[Found, NetworkBo
     return found(proven, time.perf_counter() - started), proven
 
 
-def found(proven: NetworkBound, seconds: float) -> Found:
+def found(proven: NetworkBound, seconds: float) -> ProvenBound:
     """A bound as the document has it."""
     finite = proven.upper.finite
-    return Found(
+    return ProvenBound(
         **bound_document(proven.upper) | ({} if finite else {"upper_text": "none"}),
         why=proven.bound.why,
         drivers=drivers(proven) if finite else "",
@@ -109,7 +109,7 @@ def _why(proven: NetworkBound, path: str) -> str:
     return "; ".join(f"{charge.path} {charge.constant}: {charge.why}" for charge in largest)
 
 
-def slope(model: PixelModel, images: Images, seed: int, part: Part, team: Team = ALONE) -> Slope | None:
+def slope(model: PixelModel, images: Images, seed: int, part: StageTime, team: Team = ALONE) -> Slope | None:
     """The steepest slope found at a few images, one by one, until the time is over; None when not one was finished.
 
     Of several processes all but the leader measure, who is busy with the proof meanwhile.
@@ -130,7 +130,7 @@ def _told(images: Images) -> str:
     return f"{images.name} ({images.split})"
 
 
-def _slope(model: PixelModel, few: Images, seed: int, part: Part) -> Slope | None:
+def _slope(model: PixelModel, few: Images, seed: int, part: StageTime) -> Slope | None:
     device = next(model.parameters()).device
     started = time.perf_counter()
     seen, best = 0, 0.0

@@ -6,7 +6,7 @@ The leader's clock rules (`Clock.part`); what it decides by it the others are to
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from certcli.audit.clock import OutOfTime, Part
+from certcli.audit.clock import OutOfTime, StageTime
 from certcli.system.errors import ArchitectureError, CertvitError, DataError, NoBoundError, UsageError
 from certcli.system.processes import Team
 
@@ -17,7 +17,7 @@ REFUSALS = {kind.__name__: kind for kind in (UsageError, ArchitectureError, NoBo
 
 def together(
     team: Team,
-    part: Part,
+    part: StageTime,
     work: Callable[[], Piece],
     pack: Callable[[Piece], Any] = lambda found: found,
     unpack: Callable[[Any], Piece] = lambda plain: plain,

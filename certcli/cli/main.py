@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from functools import wraps
 from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from certcli import __version__
 from certcli.cli.adapt import command as adapt
@@ -19,6 +21,7 @@ from certcli.cli.attack import command as attack
 from certcli.cli.audit import command as audit
 from certcli.cli.certify import command as certify
 from certcli.cli.constrain import command as constrain
+from certcli.cli.doctor import command as doctor
 from certcli.cli.finetune import command as finetune
 from certcli.cli.init import command as init
 from certcli.cli.lipschitz import command as lipschitz
@@ -30,12 +33,40 @@ from certcli.cli.shared.streams import Interrupts, guarded
 from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
 
+NARROWEST = 60
+"""Characters a line that panels need; narrower, `--help` is plain lines, which break no option's name."""
+_columns = shutil.get_terminal_size().columns
+
+
+class _Untyped:
+    """Makes `--help` name no Python type beside arguments and flags. Other options have words of their own."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        found: list[Any] = super().get_params(context)  # type: ignore[misc]
+        for parameter in found:
+            if parameter.metavar is None or parameter.param_type_name == "argument":
+                parameter.display_type_rich = lambda ctx: None
+        return found
+
+
+class _Group(_Untyped, TyperGroup):
+    pass
+
+
+class _Command(_Untyped, TyperCommand):
+    pass
+
+
 app = typer.Typer(
     name="certvit",
-    help="Tells, with proof, how robust a vision transformer is, and makes it more robust.",
+    cls=_Group,
+    rich_markup_mode="rich" if _columns >= NARROWEST else None,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "terminal_width": max(_columns, 40) if _columns < NARROWEST else None,
+    },
 )
 
 
@@ -62,19 +93,20 @@ WIDEST = 10_000
 SPLIT = ("adapt", "constrain", "finetune", "lipschitz", "audit", "certify", "attack")
 """Commands that several processes share."""
 COMMANDS: dict[str, Callable[..., None]] = {
+    "audit": audit.audit,
+    "lipschitz": lipschitz.lipschitz,
+    "certify": certify.certify,
+    "attack": attack.attack,
+    "predict": predict.predict,
     "init": init.init,
     "adapt": adapt.adapt,
     "constrain": constrain.constrain,
     "finetune": finetune.finetune,
-    "lipschitz": lipschitz.lipschitz,
-    "audit": audit.audit,
-    "certify": certify.certify,
-    "attack": attack.attack,
-    "predict": predict.predict,
     "log": log.log,
+    "doctor": doctor.doctor,
 }
 for _name, _command in COMMANDS.items():
-    app.command(_name, epilog=getattr(_command, "epilog", None))(_interruptible(_name, _command))
+    app.command(_name, cls=_Command, epilog=getattr(_command, "epilog", None))(_interruptible(_name, _command))
 
 
 def _version(asked: bool) -> None:
@@ -86,12 +118,14 @@ def _version(asked: bool) -> None:
 @app.callback()
 def about(
     context: typer.Context,
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, metavar="", help="Show the version."
+    ),
 ) -> None:
     """Tells, with proof, how robust a vision transformer is, and makes it more robust.
 
-    A pipeline is a chain of commands over safetensors files: init, adapt, constrain, finetune; then lipschitz, certify and
-    attack say what the result is worth. Radii are l2 in pixel units, images in [0, 1].
+    Begin with audit: it answers in words, within minutes. lipschitz, certify and attack give its parts one by one.
+    init, adapt, constrain and finetune make a network that proofs can reach. Radii are l2 in pixel units, images in [0, 1].
     """
     settings.take(context)
 

@@ -150,7 +150,7 @@ class ClassAndMeanViT(VisionTransformer):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.global_pool = "token beside avg"
+        self.global_pool = "token beside avg"  # type: ignore[assignment]
         if self.num_classes:
             self.head = nn.Linear(2 * self.embed_dim, self.num_classes)
 

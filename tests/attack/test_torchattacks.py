@@ -173,5 +173,5 @@ def test_without_torchattacks_everything_else_works(workshop: Path, monkeypatch:
     document(*words, "-a", "deepfool", "-a", "pgd")
     failure = attempt(*words, "--norm", "linf", "-a", "torchattacks:Jitter").exception
     assert isinstance(failure, UsageError)
-    assert "pip install torchattacks" in failure.hint
-    assert "torchattacks cannot be imported" in certvit("attack", "--list").stdout
+    assert "pip install --no-deps torchattacks" in failure.hint
+    assert "torchattacks, which is not installed" in certvit("attack", "--list").stdout

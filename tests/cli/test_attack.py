@@ -21,7 +21,7 @@ from certcli.evaluation.region import Region, image_norms
 from certcli.images import datasets
 from certcli.images.labelled import Batch
 from certcli.models import build
-from certcli.report.gallery import Picture, draw_gallery
+from certcli.report.gallery import AttackedImage, draw_gallery
 from certcli.system.errors import CertvitError, DataError, UsageError
 from tests.helpers.commands import attempt, certvit, document
 
@@ -361,7 +361,7 @@ def test_a_gallery_is_drawn_alone_and_beside_another_network(net: Path, proven: 
 
 def test_a_gallery_of_colours(tmp_path: Path) -> None:
     image = torch.rand(3, 5, 5)
-    picture = Picture(image, image, "image 0", "a long name " * 5, True, "b", False, "l2 0")
+    picture = AttackedImage(image, image, "image 0", "a long name " * 5, True, "b", False, "l2 0")
     draw_gallery([[picture]], tmp_path / "g.png", "title")
     assert (tmp_path / "g.png").stat().st_size > 1000
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as distributed
 
-from certcli.audit.clock import Part
+from certcli.audit.clock import StageTime
 from certcli.audit.shared_stages import together as in_turns
 from certcli.checkpoint.file import Checkpoint, read_tensors
 from certcli.cli import main
@@ -158,7 +158,7 @@ def test_a_stage_of_an_audit_ends_for_all_alike() -> None:
     """What lies behind a piece that was broken off is dropped; what one process refuses, all refuse."""
 
     def late(team: Team) -> tuple[list[int], bool]:
-        return in_turns(team, Part(0.0 if team.rank == 1 else 60.0), lambda: team.rank)
+        return in_turns(team, StageTime(0.0 if team.rank == 1 else 60.0), lambda: team.rank)
 
     assert together(3, late) == [([0], True)] * 3
 
@@ -167,7 +167,7 @@ def test_a_stage_of_an_audit_ends_for_all_alike() -> None:
             raise DataError("image 7 is broken", "remove it")
         return team.rank
 
-    found = together(3, lambda team: in_turns(team, Part(60.0), lambda: refused(team)))
+    found = together(3, lambda team: in_turns(team, StageTime(60.0), lambda: refused(team)))
     assert [(type(one), one.message, one.hint) for one in found] == [(DataError, "image 7 is broken", "remove it")] * 3
 
 
@@ -271,7 +271,7 @@ def test_two_processes_audit_as_one(both: tuple[Path, Path, str]) -> None:
     """All that fits into the budget; not what it took, nor how many images an attack takes together, which time decides."""
     one, two, _ = both
     alone = json.loads((one / "audit.json").read_text())
-    measured = ("seconds", "attack", "withstood", "norm", "adversarial_prediction", "verdict")
+    measured = ("seconds", "attack", "withstood", "norm", "adversarial_prediction", "verdict", "headline", "date")
     assert without(said_by(two, "audit"), *measured) == without(alone, *measured)
     found, wanted = said_by(two, "audit")["attack"], alone["attack"]
     assert found["clean"] == wanted["clean"]

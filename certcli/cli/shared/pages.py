@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from certcli.evaluation.intervals import share_interval
 from certcli.evaluation.radii import proven_percent
 
 if TYPE_CHECKING:
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
     from certcli.cli.certify.run import Result
     from certcli.evaluation.threat import Threat
     from certcli.images.labelled import Images
-    from certcli.report.page import Curve, Page, Table
+    from certcli.report.page import HtmlPage, PlotLine, Table
     from certcli.verification.claims import Claim
 
 
-def write(page: Page, path: Path) -> None:
+def write(page: HtmlPage, path: Path) -> None:
     from certcli.report.formats import save
     from certcli.report.page import render
 
@@ -35,16 +36,16 @@ def certify_page(
     images: Images,
     again: str,
     doubts: Sequence[str] = (),
-) -> Page:
+) -> HtmlPage:
     """What was certified, with the curves over all judged images and, where it was attacked too, over those.
 
     again: the command that certifies it once more.
     """
-    from certcli.report.audit_page import NOTE, percent, steps
-    from certcli.report.page import Command, Curve, Page, Table
+    from certcli.report.audit_page import NOTE, steps
+    from certcli.report.page import Command, HtmlPage, Mark, PlotLine, Table
 
     of_patches = results[0].certifier.norm == "patch"
-    curves: list[Curve] = []
+    curves: list[PlotLine] = []
     rows: list[list[str]] = []
     verdict: list[str] = []
     for result in results:
@@ -56,7 +57,9 @@ def certify_page(
         cut = "" if enough is None else f", draws stopped beyond {enough:g}"
         label = f"{certifier.method} ({promise}), n = {count}{cut}"
         if not of_patches:  # shares at patches are no curve over radii
-            curves.append(Curve(label, "proven" if proof else "probability", steps(radii)))
+            stated = [(t.radius, found.against(t), *found.intervals[t.key]) for t in found.threats]
+            marks = [Mark(*row) for row in stated]
+            curves.append(PlotLine(label, "proven" if proof else "probability", steps(radii), marks))
         for threat in found.threats:
             low, high = found.intervals[threat.key]
             told = f"{100 * low:.1f} to {100 * high:.1f}"
@@ -74,14 +77,15 @@ def certify_page(
     if attacked:
         shares = sorted((threat, sum(left.values()) / len(left)) for threat, left in attacked.items())
         count = len(next(iter(attacked.values())))
-        points = [(threat.radius, share) for threat, share in shares]
-        curves.append(Curve(f"attacked (measured), n = {count}", "attacked", points, marked=True))
+        marks = [Mark(threat.radius, left, *share_interval(round(left * count), count)) for threat, left in shares]
+        points = [(threat.radius, left) for threat, left in shares]
+        curves.append(PlotLine(f"attacked (measured), n = {count}", "attacked", points, marks))
         largest, left = shares[-1]
-        told = f"{percent(left)} of {count} of these images at {largest.norm} {largest.attacked()}"
+        told = f"{round(left * count)} of {count} of these images at {largest.norm} {largest.attacked()}"
         verdict.append(f"Attacks left {told}, as their records say.")
     said = [[result.certifier.method, result.certifier.statement] for result in results]
     columns = ["share of the images", "patch" if of_patches else "radius", "share", "95 % interval", "n", "holds"]
-    return Page(
+    return HtmlPage(
         title=f"Certificates of {name}",
         subtitle=f"{checkpoint.record.arch}; {len(images)} images of {images.name} ({images.split})",
         verdict=verdict,
@@ -117,11 +121,11 @@ def lineage_tables(checkpoint: Checkpoint) -> list[Table]:
     return [Table("Lineage, as the file tells it", columns, rows)] if rows else []
 
 
-def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[Claim]]) -> Page:
+def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[Claim]]) -> HtmlPage:
     """Lineage and fresh evidence of each file; claims: of --verify, one list a file, or none. Nothing refuted is shown."""
     from certcli.cli.log.view import AS_STATED, sentence
     from certcli.evaluation.evidence import command_of
-    from certcli.report.page import Command, Page, Table
+    from certcli.report.page import Command, HtmlPage, Table
     from certcli.verification.claims import statuses
 
     verdict, tables, commands, curves = [], [], [], []
@@ -158,7 +162,7 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
         line = shlex.join(["certvit", "log", path.name, "--verify"])
         commands.append(Command("This proves and certifies the evidence again:", line))
     first = read[0][1].record
-    return Page(
+    return HtmlPage(
         title=read[0][0].name if len(read) == 1 else f"{len(read)} checkpoints",
         subtitle=f"{first.arch}, {first.classes} classes" if len(read) == 1 else "lineage and evidence",
         verdict=verdict,
@@ -170,10 +174,10 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
     )
 
 
-def _evidence_curves(name: str, fresh: Sequence[Evidence]) -> list[Curve]:
+def _evidence_curves(name: str, fresh: Sequence[Evidence]) -> list[PlotLine]:
     """Shares that evidence states, where it is understood and its radii are l2."""
     from certcli.evaluation.evidence import AttackResult, CertifyResult, understood
-    from certcli.report.page import Curve
+    from certcli.report.page import Mark, PlotLine
 
     found = []
     for entry in filter(None, map(understood, fresh)):
@@ -186,5 +190,6 @@ def _evidence_curves(name: str, fresh: Sequence[Evidence]) -> list[Curve]:
             continue
         told = f"{result.method if isinstance(result, CertifyResult) else 'attacked'}, n = {result.images}"
         points = sorted((float(key), share) for key, share in shares.items() if float(key) > 0)
-        found.append(Curve(f"{name} {told}".strip(), kind, [(0.0, result.clean), *points], marked=True))
+        points = [(0.0, result.clean), *points]
+        found.append(PlotLine(f"{name} {told}".strip(), kind, points, [Mark(*point) for point in points]))
     return found

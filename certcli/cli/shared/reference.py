@@ -31,7 +31,7 @@ def page(name: str, command: Callable[..., None], up: str = "") -> str:
     lines = list(_section(name, command, "#"))
     epilog = str(getattr(command, "epilog", ""))
     examples = [line.strip() for line in epilog.splitlines() if line.strip().startswith("certvit ")]
-    more = epilog.partition("More: docs/")[2].strip()
+    more = getattr(command, "page", "")
     lines += ["**Examples**", "", "```", *examples, "```", ""] if examples else []
     lines += [f"More: [{more}]({up}{more})", ""] if more else []
     return "\n".join(lines)
