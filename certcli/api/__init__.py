@@ -235,21 +235,21 @@ def audit(
     Gates are judged, not enforced: see `gate.passed`. Outside the main thread a stage ends between its batches only.
 
     Args:
-        settings: Fields of `audit.plan.Plan`: radii, attacked, attacks, methods, sigma, patches, seed, batch_size, ...
+        settings: Fields of `audit.plan.Plan`: radii, attacks, methods, sigma, patches, seed, batch_size, ...
     """
-    checkpoint, place = load(source), torch.device(device)
-    require_known(settings, _names(Plan) - {"gates", "budget"}, "audit")
-    plan = Plan(gates=tuple(parse(text) for text in fail_on), budget=seconds, **settings)
+    checkpoint = load(source)
+    require_known(settings, _names(Plan), "audit")
+    plan = Plan(**{"gates": tuple(parse(text) for text in fail_on), "budget": seconds, **settings})
     judged = None if given is None else _images(checkpoint, given, labels).in_turn(plan.seed)
-    clock = Clock(seconds)
+    clock, where = Clock(plan.budget), torch.device(device)
 
     def calibration() -> Images:
         return calibration_images(checkpoint.record, 8, plan.seed, None, None)
 
-    findings = audit_run.run(checkpoint, judged, calibration, plan, place, clock)
+    findings = audit_run.run(checkpoint, judged, calibration, plan, where, clock)
     name = str(source) if isinstance(source, str | Path) else "checkpoint"
     typed = Typed(name, dataset=given if isinstance(given, str) else None)
-    found = compose(checkpoint, findings, plan, clock, typed, place)
+    found = compose(checkpoint, findings, plan, clock, typed, where)
     return AuditReport(**{name: getattr(found, name) for name in found.__struct_fields__})
 
 

@@ -11,10 +11,10 @@ from certcli.report.document import Audit
 
 
 class Shown:
-    """The representations of a result: `title` in one line, and `rows` (the first one a header) below it."""
+    """The representations of a result: `headline` in one line, and `rows` (the first one a header) below it."""
 
     @property
-    def title(self) -> str:
+    def headline(self) -> str:
         raise NotImplementedError
 
     @property
@@ -22,7 +22,7 @@ class Shown:
         return ()
 
     def __repr__(self) -> str:
-        return f"<{self.title}>"
+        return f"<{self.headline}>"
 
     def _repr_html_(self) -> str:
         tags = ["th"] + ["td"] * (len(self.rows) - 1)
@@ -31,14 +31,14 @@ class Shown:
             for tag, row in zip(tags, self.rows)
         )
         table = f"<table>{''.join(rows)}</table>" if self.rows else ""
-        return f"<p>{escape(self.title)}</p>{table}"
+        return f"<p>{escape(self.headline)}</p>{table}"
 
 
 class ProvenBound(Shown, NetworkBound):
     """The proven bound |f(x) - f(y)| <= upper |x - y| of a network, pixel l2, for images in [0, 1]."""
 
     @property
-    def title(self) -> str:
+    def headline(self) -> str:
         if not self.upper.finite:
             return f"no finite bound: {self.bound.why}"
         return f"proven: |f(x) - f(y)| <= {self.upper} |x - y| for all images in [0, 1]"
@@ -53,7 +53,7 @@ class Certificates(Shown, list[Certificate]):
     """One certificate an image, in the order of the images."""
 
     @property
-    def title(self) -> str:
+    def headline(self) -> str:
         if not self:
             return "no certificates"
         right = sum(one.correct for one in self)
@@ -74,7 +74,7 @@ class AttackCurve(Shown, tuple[RobustAccuracy, ...]):
     """The accuracy that the attacks leave, one entry a radius, ascending."""
 
     @property
-    def title(self) -> str:
+    def headline(self) -> str:
         last = self[-1]
         left = ", ".join(f"{_percent(one.robust)} at {attacked_radius(one.epsilon)}" for one in self)
         return f"{last.images} images, {_percent(last.clean)} right; under {', '.join(last.attacks)} in {last.kind}: {left}"
@@ -88,12 +88,10 @@ class AttackCurve(Shown, tuple[RobustAccuracy, ...]):
         return [("radius", "robust", "95 % interval"), *shown]
 
 
-class AuditReport(Shown, Audit):
-    """The document of an audit: verdict, doubts, bound, certificates, attacks, gates."""
+class AuditReport(Audit, Shown):
+    """The document of an audit: headline, verdict, doubts, bound, certificates, attacks, gates."""
 
-    @property
-    def title(self) -> str:
-        return self.headline or " ".join(self.verdict[:1]) or "an audit without a verdict"
+    __repr__ = Shown.__repr__
 
     @property
     def rows(self) -> Sequence[Sequence[str]]:

@@ -28,13 +28,13 @@ from certcli.system.processes import ALONE, Team
 EXHIBITS = 6
 """Fooled images that are kept to be looked at."""
 BATCH_SHARE = 0.2
-"""Of an attack's time, that one batch may take: image by image a network computes several times more slowly."""
+"""Share of an attack's time that one batch may take: image by image a network computes several times more slowly."""
 LATER = 0.25
 """What a further radius costs beside the first, for a first guess: most images fall after a few steps."""
 PASSES_A_STEP = 3
 """A gradient costs about three forward passes."""
 STEPS = {"fgsm": 1, "pgd": 20, "eot-pgd": 200, "saga": 20, "margin-pgd": 40, "deepfool": 500, "cw": 900}
-"""Gradient steps of an attack by default, for a first guess; what is not named takes 1,000."""
+"""Gradient steps of an attack by default, for a first guess; other attacks take 1,000."""
 
 
 PATCHED = 50
@@ -42,7 +42,7 @@ PATCHED = 50
 
 
 class Attacking:
-    """The attacks in turn at ascending radii, image after image; `go` goes on where the last one ended.
+    """The attacks in turn at ascending radii, image after image; `go` continues where the last call ended.
 
     most: images at a time at most; fewer where a batch would take more than BATCH_SHARE of `seconds`. image_seconds: of a
     forward pass in float32.
@@ -124,7 +124,7 @@ class Attacking:
         return broken
 
     def exhibits(self) -> list[AttackRecord]:
-        """A few fooled images with their pixels, which come from the process that attacked them. All processes ask."""
+        """A few fooled images with their pixels, which come from the process that attacked them. All processes call it."""
         if not self.team.several:
             return [row for _, row in self._shown]
         found = []

@@ -1,4 +1,4 @@
-"""A time budget: what is left, what a stage may have, and an end to what does not stop by itself."""
+"""A time budget: the time left, the share of a stage, and an end to stages that do not stop by themselves."""
 
 import contextlib
 import signal
@@ -43,7 +43,7 @@ class Clock:
         return max(0.0, self.budget * (1 - FINISHING) - self.spent)
 
     def part(self, share: float) -> "StageTime":
-        """A stage that may take this share of what is left. All processes ask."""
+        """Return the time of a stage that may take this share of the rest. All processes call it."""
         return StageTime(self.team.agree(lambda: share * self.left))
 
 

@@ -22,8 +22,7 @@ def compose(
     checkpoint: OpenCheckpoint, findings: Findings, plan: Plan, clock: Clock, typed: Typed, device: torch.device
 ) -> Audit:
     """Return the document. Documents travel, so they name files without their folders."""
-    clean = findings.clean
-    record, size = checkpoint.record, checkpoint.record.input.size
+    record, size, clean = checkpoint.record, checkpoint.record.input.size, findings.clean
     doubts = [*findings.seen, *checkpoint.reading.doubts]
     doubts += [] if clean is None else accuracy_doubts(clean.hits, clean.images, checkpoint)
     named = typed.travelling()

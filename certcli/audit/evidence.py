@@ -18,8 +18,9 @@ def with_evidence(checkpoint: Checkpoint, audit: Audit, seed: int) -> Checkpoint
         }
         about: dict[str, Any] = {"images": 0 if audit.slope is None else audit.slope.images}
         checkpoint = checkpoint.with_evidence("lipschitz", about, result)
-    judged: list[CertifiedShares | PatchShares] = [*sorted(audit.certificates, key=_worth)]
-    for found in [*judged, *([] if audit.patched is None else [audit.patched])]:
+    shares: list[CertifiedShares | PatchShares] = [*sorted(audit.certificates, key=_worth)]
+    shares += [] if audit.patched is None else [audit.patched]
+    for found in shares:
         result = _certified(found)
         about = _images(found.dataset) | {"limit": found.dataset.images, "seed": seed, "method": result["method"]}
         checkpoint = checkpoint.with_evidence("certify", about, result)

@@ -16,20 +16,23 @@ EACH = "Each: the image, what changes (around grey, magnified), the changed imag
 
 
 def pictures_of(findings: Findings, names: Sequence[str], radius: float) -> dict[str, Gallery]:
-    """Return galleries under "scale", "patch" and "fooled". names: of the classes; radius: the smallest of the plan."""
-    found = {}
+    """Return galleries under "scale" and "fooled". names: of the classes; radius: the smallest of the plan."""
+    found: dict[str, Gallery] = {}
+    examples: list[Figure] = []
     if findings.sample is not None:
         image, levels = findings.sample, grey_levels(radius, findings.sample.shape)
         pair = [(data_uri(image), "an image"), (data_uri(moved(image, radius)), f"the image moved by l2 {radius:g}")]
         same = " After rounding to 8 bits the two are alike." if levels < 0.5 else ""
-        caption = f"An image, and the image with every pixel value moved by {levels:.2g} of 255 grey levels.{same}"
-        found["scale"] = Gallery(f"A change of l2 {radius:g}", "", [Figure(caption, pair, _large(image))])
+        caption = f"l2 {radius:g}: an image, and every pixel value moved by {levels:.2g} of 255 grey levels.{same}"
+        examples.append(Figure(caption, pair, _large(image)))
     if findings.patched_pair is not None and findings.patch_attack is not None:
         before, after = findings.patched_pair
         size = findings.patch_attack.patch.replace("x", " x ")
         pair = [(data_uri(before), "an image"), (data_uri(after), f"the image with a patch of {size} pixels")]
-        caption = "The patch, at this place, changes the class that the network gives, without masks."
-        found["patch"] = Gallery(f"A patch of {size} pixels", "", [Figure(caption, pair, _large(before))])
+        caption = f"A patch of {size} pixels: at this place it changes the class that the network gives without masks."
+        examples.append(Figure(caption, pair, _large(before)))
+    if examples:
+        found["scale"] = Gallery("What such changes look like", "", examples)
     if findings.exhibits:
         found["fooled"] = Gallery("Images that were fooled", EACH, [_fooled(row, names) for row in findings.exhibits])
     return found

@@ -7,10 +7,10 @@ from certcli.report.document import (
     AttackShares,
     CertifiedShares,
     Dataset,
+    GlobalBound,
     ImageRow,
     PatchAttack,
     PatchShares,
-    ProvenBound,
     Share,
     Skipped,
     Slope,
@@ -27,7 +27,7 @@ class Findings:
 
     parameters: int = 0
     changed: bool = False
-    bound: ProvenBound | None = None
+    bound: GlobalBound | None = None
     slope: Slope | None = None
     attention_weight: float | None = None
     dataset: Dataset | None = None

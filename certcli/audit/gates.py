@@ -1,4 +1,4 @@
-"""Gates of an audit: `certified@0.25<0.4` fails a network of which less than 40 % is certified at radius 0.25.
+"""Gates of an audit: `certified@0.25<0.4` fails where less than 40 % of the images are certified at radius 0.25.
 
     GATE = SHARE "@" RADIUS ("<" | "<=") NUMBER | "patched@" PATCH ("<" | "<=") NUMBER |
            "clean" ("<" | "<=") NUMBER | "upper" (">" | ">=") NUMBER
@@ -73,7 +73,7 @@ class FailOn:
 
 
 def parse(text: str) -> FailOn:
-    """UsageError names what is wrong with the expression, and what was probably meant."""
+    """Return the gate of an expression; UsageError names the mistake and the likely correction."""
     match = _FORM.fullmatch(text)
     if match is None:
         raise UsageError(f"--fail-on '{text}' is no gate", EXAMPLE)
@@ -88,8 +88,8 @@ def parse(text: str) -> FailOn:
     elif match["patch"] is not None:
         raise UsageError(f"--fail-on '{text}': {quantity} speaks of no patch", EXAMPLE)
     elif (match["radius"] is not None) != (quantity in AT_A_RADIUS):
-        told = "needs a radius" if quantity in AT_A_RADIUS else "has no radius"
-        raise UsageError(f"--fail-on '{text}': {quantity} {told}", EXAMPLE)
+        mistake = "needs a radius" if quantity in AT_A_RADIUS else "has no radius"
+        raise UsageError(f"--fail-on '{text}': {quantity} {mistake}", EXAMPLE)
     if sign[0] != (">" if quantity == "upper" else "<"):
         turned = text.replace(sign, sign.translate({ord("<"): ">", ord(">"): "<"}))
         raise UsageError(f"--fail-on '{text}' would fail a network for being better", f"did you mean '{turned}'?")
@@ -126,8 +126,8 @@ def _judged(gate: FailOn, findings: Findings, image: tuple[int, int]) -> GateRes
     if gate.quantity == "upper" and bound is not None:
         measured = math.inf if bound.upper == "inf" else float(bound.upper)
     if measured is None:
-        told = "; ".join(f"{item.stage}: {item.why}" for item in findings.skipped if item.stage in stages)
-        reason = f"{gate.requirement}, not measured ({told or 'nothing was found at this radius'}): failed"
+        why = "; ".join(f"{item.stage}: {item.why}" for item in findings.skipped if item.stage in stages)
+        reason = f"{gate.requirement}, not measured ({why or 'nothing was found at this radius'}): failed"
         return GateResult(fail_on=gate.text, passed=False, measured=None, reason=reason)
     if share is not None:
         low, high = share.interval

@@ -32,8 +32,8 @@ def headline(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
         )
     elif findings.patched is None or not any(kept.hits for kept in findings.patched.certified.values()):
         known = findings.bound is not None or any(found.failure == 0 for found in findings.certificates)
-        nothing = "nothing useful can be proven about it as it is"
-        parts.insert(1, nothing if known else "whether anything can be proven about it was not found out in the time")
+        nothing = "nothing useful was proven about it as it is"
+        parts.insert(1, nothing if known else "the time was too short to prove anything about it")
     text = "; ".join(filter(None, parts))
     return f"{text[:1].upper()}{text[1:]}."
 
@@ -57,9 +57,9 @@ def _attacked(findings: Findings, size: Sequence[int]) -> str:
 
 def _others(findings: Findings) -> list[str]:
     """Return what holds about other classifiers than the network itself: with noise, and behind masks."""
-    told = []
+    parts = []
     if findings.patched is not None:
-        told += [
+        parts += [
             f"behind masks, no {size.replace('x', ' x ')} patch changes the class of {part(kept.hits, kept.images, 'images')}"
             for size, kept in findings.patched.certified.items()
             if kept.hits
@@ -69,10 +69,10 @@ def _others(findings: Findings) -> list[str]:
             at = max(found.certified, key=float)
             kept = part(found.certified[at].hits, found.certified[at].images, "images")
             sure = confidence(found.failure, 100)
-            told.append(
+            parts.append(
                 f"with noise, {kept} keep their class at l2 {proven_radius(at)}, each with probability {sure} %"
             )
-    return told
+    return parts
 
 
 def grey_levels(radius: float, size: Sequence[int]) -> float:
@@ -83,9 +83,9 @@ def grey_levels(radius: float, size: Sequence[int]) -> float:
 def scale(plan: Plan, size: Sequence[int]) -> str:
     """Return how large the radii are."""
     radii = [radius for radius in plan.certified_radii if radius > 0] or [plan.least]
-    told = " and ".join(f"l2 {radius:g} is {grey_levels(radius, size):.2g}" for radius in radii)
+    levels = " and ".join(f"l2 {radius:g} is {grey_levels(radius, size):.2g}" for radius in radii)
     pixels = " x ".join(str(side) for side in size)
-    return f"How large is that? Spread over all {pixels} pixel values, {told} of 255 grey levels a value."
+    return f"How large is that? Spread over all {pixels} pixel values, {levels} of 255 grey levels each."
 
 
 def reference(size: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ from certcli.system.errors import DataError
 from certcli.system.processes import ALONE, Team
 
 CAREFUL = 1.25
-"""A batch is begun if so many times the seconds of the longest one are left."""
+"""A batch begins only if this multiple of the longest batch's seconds is left."""
 BF16_GAIN = 3.0
 """How much faster passes in bfloat16 are, for a first guess."""
 

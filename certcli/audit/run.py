@@ -12,7 +12,7 @@ from certcli.audit.plan import AUTO, Plan
 from certcli.audit.stages import Stages
 from certcli.certify.smoothing.functions import Classifier
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.doubts import chance_doubt, order_doubt, statistics_doubt
+from certcli.evaluation.doubts import better_statistics, chance_doubt, order_doubt
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import NetworkBound
 from certcli.models import build
@@ -134,7 +134,7 @@ def _classify(
     readings: list[str | None] = []
     if checkpoint.record.foreign and clock.team.leads:  # a file of certvit is read as it was trained
         with contextlib.suppress(OutOfTime), StageTime(0.1 * clock.left).ended():
-            for doubt in (order_doubt, statistics_doubt):
+            for doubt in (order_doubt, better_statistics):
                 readings.append(doubt(model, images, right[:READ_OTHERWISE]))
     findings.doubts += filter(None, readings)
     findings.failing = next(filter(None, [*findings.doubts, chance]), None)

@@ -16,29 +16,29 @@ LITTLE_ATTENTION = 0.01
 
 
 def verdict(findings: Findings, plan: Plan) -> list[str]:
-    """Return what is proven, what holds with probability, what attacks found and what is unknown, a sentence or two each."""
-    told = [_proof(findings, plan), *_patched(findings)]
-    told += [_smoothed(found) for found in findings.certificates if found.failure > 0]
+    """Return the proofs, the certificates by noise, the attacks and the gaps, a sentence or two each."""
+    sentences = [_proof(findings, plan), *_patched(findings)]
+    sentences += [_smoothed(found) for found in findings.certificates if found.failure > 0]
     if (attack := findings.attack) is not None:
         names = ", then ".join(name.upper() for name in attack.attacks)
         at, correct = list(attack.fooled)[-1], attack.clean.hits
         if correct:
-            told.append(f"{names} fooled {part(attack.fooled[at], correct)} at l2 {attacked_radius(at)}.")
+            sentences.append(f"{names} fooled {part(attack.fooled[at], correct)} at l2 {attacked_radius(at)}.")
         else:
-            told.append(f"Nothing to attack: none of {attack.clean.images} images is classified correctly.")
+            sentences.append(f"Nothing to attack: none of {attack.clean.images} images is classified correctly.")
     elif findings.clean is not None:
-        told.append(f"Correct without any attack: {counted(findings.clean, False)}. It was not attacked.")
+        sentences.append(f"Correct without any attack: {counted(findings.clean, False)}. It was not attacked.")
     if (tried := findings.patch_attack) is not None and tried.clean.hits:
         fell = part(tried.clean.hits - tried.robust.hits, tried.clean.hits)
-        told.append(f"Without masks, a patch of {_size_of(tried.patch)} pixels fooled {fell}.")
+        sentences.append(f"Without masks, a patch of {_size_of(tried.patch)} pixels fooled {fell}.")
     weight = findings.attention_weight
     if weight is not None and weight < LITTLE_ATTENTION:
-        told.append(
+        sentences.append(
             f"Attention hardly takes part: its largest weight in a residual sum is {weight:.2g} (a plain network has 1)."
         )
     if findings.dataset is None:
-        told.append("Without labelled images nothing can be said about accuracy, certified shares or attacks.")
-    return told
+        sentences.append("Without labelled images nothing can be said about accuracy, certified shares or attacks.")
+    return sentences
 
 
 def part(hits: int, images: int, noun: str = "correct images") -> str:
@@ -80,9 +80,9 @@ def _proof(findings: Findings, plan: Plan) -> str:
     if best is not None:
         by_bound = best.method == "lipschitz" and bound is not None
         way = f"the global bound is {bound.upper_text}" if by_bound and bound else "image by image"
-        told = f"Proven: {counted(best.certified[least])} keep their class under {every_change(least)} ({way})."
-        return told if by_bound or bound is None or not bound.upper_finite else (
-            f"{told} The global bound proves nothing: {large}."
+        sentence = f"Proven: {counted(best.certified[least])} keep their class under {every_change(least)} ({way})."
+        return sentence if by_bound or bound is None or not bound.upper_finite else (
+            f"{sentence} The global bound proves nothing: {large}."
         )  # fmt: skip
     if bound is None:
         return "The global bound was not finished in its time: whether there is a usable proof is not known."

@@ -1,4 +1,4 @@
-"""The command `certvit`: registers the commands, and turns every failure into one clear line and an exit code."""
+"""The program `certvit`: its commands, and one line and an exit code for each failure."""
 
 import contextlib
 import errno
@@ -71,7 +71,7 @@ app = typer.Typer(
 
 
 def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., None]:
-    """Ctrl-C as one of our errors: Typer would turn it into its own message and exit code 1."""
+    """Return the command with Ctrl-C as a CertvitError; Typer would print its own message and exit with 1."""
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -131,9 +131,9 @@ def about(
 
 
 def run(started: float | None = None) -> None:
-    """Parse and do; every way to end is one line and a documented exit code (docs/exit-codes.md).
+    """Run the command line; every failure is one line and a documented exit code (docs/exit-codes.md).
 
-    started: when the process began, on the clock of `time.perf_counter`.
+    started: the begin of the process, on the clock of `time.perf_counter`.
     """
     Sink.invocation = Invocation(started=started, silent=not _others().leads)
     with _usable_surroundings(), guarded() as out, Interrupts(terminated=_others().several) as interrupts:
@@ -146,7 +146,7 @@ def run(started: float | None = None) -> None:
 
 @contextlib.contextmanager
 def _usable_surroundings() -> Iterator[None]:
-    """Widths that none are are dropped; what libraries warn of (fonts, sizes of images, with paths) is not said."""
+    """Drop invalid widths of the terminal, and silence the warnings of libraries, which name their own files."""
     for name in ("COLUMNS", "LINES"):
         text = os.environ.get(name, "1")
         if not (text.isdecimal() and 0 < int(text[:9]) <= WIDEST):
@@ -162,7 +162,7 @@ def _usable_surroundings() -> Iterator[None]:
 def _run(interrupts: Interrupts) -> int:
     try:
         os.getcwd()
-    except OSError:  # what torch loads would end the process with a line of its own
+    except OSError:  # torch would end the process with a line of its own
         return _report("the working folder is gone", "cd to one that exists", UsageError.code)
     try:
         returned = app(prog_name="certvit", standalone_mode=False)
@@ -186,24 +186,20 @@ def _run(interrupts: Interrupts) -> int:
         if hasattr(failure, "format_message"):  # Typer's own: a wrong option, a missing argument
             return _usage(failure)
         if isinstance(failure, OSError) and failure.filename is not None:  # a path that no check foresaw
-            told = f"{one_line(failure.filename)}: {failure.strerror}"
-            return _report(told, "choose another", UsageError.code if failure.errno == errno.ENAMETOOLONG else 1)
+            reason = f"{one_line(failure.filename)}: {failure.strerror}"
+            return _report(reason, "choose another", UsageError.code if failure.errno == errno.ENAMETOOLONG else 1)
         reason = (str(failure).splitlines() or [""])[0][:300]
         if type(failure).__name__ == "OutOfMemoryError" or "can't allocate memory" in reason:  # torch's ways to say it
             return _report("out of memory", "try a smaller --batch-size or --limit", 1)
         if type(failure).__name__ == "DistBackendError" or ("gloo" in reason and _others().several):
-            return _report(
-                "another process ended without a word",
-                "killed, perhaps for want of memory? torchrun's own report says which; --resume goes on with what was saved",
-                1,
-            )
-        return _report(
-            f"a bug: {type(failure).__name__}: {reason}", "run again with CERTVIT_DEBUG=1 for a traceback", 1
-        )
+            hint = "killed, perhaps for want of memory? torchrun's report says which; --resume continues with saved results"
+            return _report("another process ended without a word", hint, 1)
+        hint = "run again with CERTVIT_DEBUG=1 for a traceback"
+        return _report(f"a bug: {type(failure).__name__}: {reason}", hint, 1)
 
 
 def _usage(failure: Any) -> int:
-    """A usage error as one line and the command whose help says more; help that was shown instead is no error to name."""
+    """Report a usage error and the command whose help explains it; return its exit code."""
     if type(failure).__name__ == "NoArgsIsHelpError":
         return UsageError.code
     context = getattr(failure, "ctx", None)
@@ -213,7 +209,7 @@ def _usage(failure: Any) -> int:
 
 
 def _others() -> Team:
-    """This process and the others; alone where the environment is not understood, which the command then says."""
+    """Return the team of processes; this process alone where the environment is invalid, which the command reports."""
     try:
         return team()
     except UsageError:
@@ -221,7 +217,7 @@ def _others() -> Team:
 
 
 def _report(message: str, hint: str, code: int) -> int:
-    """The one line, unless another process of the command has said why it failed; the exit code."""
+    """Print the one line, unless another process has printed its own; return the exit code."""
     ended = _others().fail(code)
     if ended is not None:
         return ended

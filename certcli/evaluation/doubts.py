@@ -114,7 +114,7 @@ def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | No
     )
 
 
-def statistics_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | None:
+def better_statistics(model: nn.Module, images: Images, right: list[bool]) -> str | None:
     """Return whether other pixel statistics in common use are right on significantly more of the images (a sign test).
 
     model.normalize holds `mean` and `std`, (c, 1, 1). right: of the first len(right) images, which the network as it is read

@@ -17,7 +17,7 @@ CONSTANTS = (
     "the constant is below 1."
 )
 Pictures = Mapping[str, Gallery]
-"""Pictures beside the answer under "scale" and "patch", and fooled images under "fooled"."""
+"""Pictures beside the answer under "scale", fooled images under "fooled"."""
 
 
 def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
@@ -31,10 +31,10 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
         headline=audit.headline,
         about=[line for line in (audit.scale, audit.reference) if line],
         next=audit.next,
-        examples=[pictures[name] for name in ("scale", "patch") if name in pictures],
+        examples=[pictures["scale"]] if "scale" in pictures else [],
         verdict=audit.verdict,
         doubts=audit.doubts,
-        gates=[(row.passed, row.reason) for row in audit.gate.judged],
+        gates=[(row.passed, row.reason.rpartition(": ")[0] or row.reason) for row in audit.gate.judged],
         tables=[table for table in _tables(audit) if table.rows],
         curves=list(curves(audit)),
         curve_note=NOTE,

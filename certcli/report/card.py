@@ -73,7 +73,7 @@ def as_card(audit: Audit) -> str:
     lines += ["| " + " | ".join(map(prose, row.cells)) + " |" for row in share_rows(audit)]
     if audit.bound is not None:
         lines += ["", f"Lipschitz bound (proven, pixel l2, images in [0, 1]): {prose(audit.bound.upper_text)}"]
-    lines += ["", f"Digest of the network: `{audit.checkpoint}`. Made by certvit; asked again by:", ""]
+    lines += ["", f"Digest of the network: `{audit.checkpoint}`. Made by certvit; repeated by:", ""]
     lines += [f"    {one_line(audit.reproduce)}", ""]
     return "\n".join(lines)
 

@@ -24,7 +24,7 @@ class _Part(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Share(_Part):
-    """hits of images; interval: 95 %, Clopper and Pearson, for the share among all images of which these are a sample."""
+    """hits of images; interval: 95 %, Clopper and Pearson, for the share among all images that these are a sample of."""
 
     hits: Natural
     images: Natural
@@ -70,7 +70,7 @@ class Block(_Part):
     why: str
 
 
-class ProvenBound(_Part):
+class GlobalBound(_Part):
     """The proven bound |f(x) - f(y)| <= upper |x - y|, pixel l2, for all images in [0, 1]."""
 
     upper: Annotated[float, Meta(ge=0)] | Literal["inf"]
@@ -172,7 +172,7 @@ class ImageRow(_Part):
 
 
 class Skipped(_Part):
-    """What was not done, and why: nothing is said about it. for_time: more time would have done it."""
+    """A stage that was not done, and why. for_time: more time would have done it."""
 
     stage: str
     why: str
@@ -235,7 +235,7 @@ class Audit(_Part):
     verdict: list[str]
     doubts: list[str]
     next: list[str]
-    bound: ProvenBound | None
+    bound: GlobalBound | None
     slope: Slope | None
     dataset: Dataset | None
     clean: Share | None

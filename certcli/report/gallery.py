@@ -32,7 +32,7 @@ def draw_gallery(rows: Sequence[Sequence[AttackedImage]], path: Path, title: str
     Each perturbation is drawn around grey, magnified until its largest change of a pixel fills the range.
     """
     networks = len(rows[0])
-    with figure(path, (1.0 + 2.1 * 3 * networks, 0.6 + 2.5 * len(rows)), title) as whole:
+    with figure(path, (1.0 + 2.1 * 3 * networks, 0.9 + 2.5 * len(rows)), title) as whole:
         canvas = whole.figure
         whole.remove()
         for pictures, axes in zip(rows, canvas.subplots(len(rows), 3 * networks, squeeze=False), strict=True):

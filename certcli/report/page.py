@@ -32,7 +32,7 @@ class Mark:
 class PlotLine:
     """kind: "proven", "probability" or "attacked". points: (radius, share), ascending; between two the curve is constant.
 
-    marks: shares that were asked for, drawn as dots with their intervals.
+    marks: shares at the radii of the plan, drawn as dots with their intervals.
     """
 
     label: str

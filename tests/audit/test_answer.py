@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from timm.data.constants import IMAGENET_DEFAULT_MEAN
@@ -12,10 +13,11 @@ from certcli.audit.exhibits import moved
 from certcli.audit.findings import Findings
 from certcli.audit.headline import grey_levels, headline, scale
 from certcli.audit.plan import Plan
-from certcli.evaluation.doubts import statistics_doubt
+from certcli.evaluation.doubts import better_statistics
 from certcli.images.labelled import Images
 from certcli.models.build import PixelNormalize
-from certcli.report.document import AttackShares, Audit, CertifiedShares, Dataset, ProvenBound, Share, from_json
+from certcli.report.compare import changes
+from certcli.report.document import AttackShares, Audit, CertifiedShares, Dataset, GlobalBound, Share, from_json
 from certcli.report.published import markdown, nearest, published
 from certcli.system.errors import DataError
 from tests.audit.conftest import QUICK
@@ -23,7 +25,7 @@ from tests.helpers.commands import attempt, certvit, document
 
 ROOT = Path(__file__).parents[2]
 DATASET = Dataset(name="d", split="test", images=60, digest="0" * 64)
-BOUND = ProvenBound(
+BOUND = GlobalBound(
     upper=1e19, upper_finite=True, log10_upper=19.0, upper_text="1e+19", why="", drivers="", blocks=[], seconds=0.0
 )
 SAME: dict[str, Any] = {"dataset": DATASET, "arithmetic": "", "title": "", "statement": "", "seconds": 0.0}
@@ -55,7 +57,7 @@ LARGE, SMALL = (3, 224, 224), (1, 8, 8)
         (
             found(42, 45),
             LARGE,
-            ["fooled by changes nobody sees: 42 of 45", "nothing useful can be proven about it as it is"],
+            ["fooled by changes nobody sees: 42 of 45", "nothing useful was proven about it as it is"],
         ),
         (found(42, 45), SMALL, ["changes of 3.8 grey levels a pixel value: 42 of 45"]),
         (found(0, 45), LARGE, ["PGD fooled none of 45", "which proves nothing"]),
@@ -127,11 +129,11 @@ def test_other_pixel_statistics_that_fit_better_are_named() -> None:
         return torch.tensor([[0.0, 1.0]] if fits else [[1.0, 0.0]]).expand(len(batch), 2)
 
     model.forward = classify
-    said = statistics_doubt(model, images, [False] * 40)
+    said = better_statistics(model, images, [False] * 40)
     assert said is not None
     assert "with ImageNet's pixel statistics it is right on 40 of 40 images" in said
     assert float(model.normalize.mean[0]) == 0.5
-    assert statistics_doubt(model, images, [True] * 40) is None
+    assert better_statistics(model, images, [True] * 40) is None
 
 
 def test_two_audits_are_compared_where_they_are_alike(workshop: Path, folder: Path, tmp_path: Path) -> None:
@@ -152,6 +154,19 @@ def test_two_audits_are_compared_where_they_are_alike(workshop: Path, folder: Pa
         refused = attempt(*words[:-1], tmp_path / name)
         assert isinstance(refused.exception, DataError)
         assert "no document of an audit" in refused.exception.message
+
+
+def test_attacks_with_other_settings_are_not_compared(certified_audit: dict[str, Any]) -> None:
+    before = from_json(json.dumps(certified_audit))
+    assert before.attack is not None
+    attack = msgspec.structs.replace(before.attack, settings={**before.attack.settings, "seed": 1})
+    rows = changes(before, msgspec.structs.replace(before, attack=attack, clean=None))
+    assert {row.figure for row in rows if row.why == "attacks with other settings"} == {
+        "after fgsm at 0.05",
+        "after fgsm at 0.3",
+    }
+    assert [row.why for row in rows if row.figure == "clean"] == ["measured in one of the two audits only"]
+    assert all(row.alike for row in rows if row.figure.startswith("certified"))
 
 
 def test_a_document_names_date_machine_and_attention(folder: Path, certified_audit: dict[str, Any]) -> None:

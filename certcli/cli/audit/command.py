@@ -93,7 +93,7 @@ def _images(record: Record, data: Evaluation, sink: Sink) -> Images | None:
         if data.dataset is not None:
             raise
         sink.warn(
-            f"the images that it was trained on are not here ({failure.message}): the audit goes on without images"
+            f"the images that it was trained on are not here ({failure.message}): the audit continues without images"
         )
         return None
     return images.select(range(len(images.limit(data.limit))))

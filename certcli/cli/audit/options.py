@@ -21,7 +21,7 @@ METHODS = ("lipschitz", "local", "patch", "smoothing")
 
 @group("Audit")
 class AuditOptions:
-    """What is asked, in how much time, and what the answer must meet."""
+    """The figures to find, the time for them, and the requirements."""
 
     time_budget: Annotated[
         str,

@@ -32,7 +32,7 @@ def require_formats(paths: Sequence[Path]) -> None:
 
 
 def earlier(path: Path) -> Audit:
-    """Read the document of an earlier audit; DataError names what is wrong with it."""
+    """Read the document of an earlier audit; DataError names its fault."""
     from certcli.report.document import from_json
     from certcli.system.errors import DataError, Refused
 

@@ -1,4 +1,4 @@
-"""Pages of `certify` and `log`: the same page as an audit's, with the parts that these commands know."""
+"""The HTML pages of `certify` and `log`, of the same parts as an audit's."""
 
 from __future__ import annotations
 
@@ -37,17 +37,15 @@ def certify_page(
     again: str,
     doubts: Sequence[str] = (),
 ) -> HtmlPage:
-    """What was certified, with the curves over all judged images and, where it was attacked too, over those.
+    """Return the page of certificates, with curves over the judged images and over the attacked ones.
 
-    again: the command that certifies it once more.
+    again: the command that certifies them once more.
     """
     from certcli.report.audit_page import NOTE, steps
     from certcli.report.page import Command, HtmlPage, Mark, PlotLine, Table
 
     of_patches = results[0].certifier.norm == "patch"
-    curves: list[PlotLine] = []
-    rows: list[list[str]] = []
-    verdict: list[str] = []
+    curves, rows, verdict = list[PlotLine](), list[list[str]](), list[str]()
     for result in results:
         certifier, found, count = result.certifier, result.found, len(result.rows)
         proof = certifier.promise == "proof"
@@ -57,22 +55,18 @@ def certify_page(
         cut = "" if enough is None else f", draws stopped beyond {enough:g}"
         label = f"{certifier.method} ({promise}), n = {count}{cut}"
         if not of_patches:  # shares at patches are no curve over radii
-            stated = [(t.radius, found.against(t), *found.intervals[t.key]) for t in found.threats]
-            marks = [Mark(*row) for row in stated]
+            marks = [Mark(t.radius, found.against(t), *found.intervals[t.key]) for t in found.threats]
             curves.append(PlotLine(label, "proven" if proof else "probability", steps(radii), marks))
         for threat in found.threats:
-            low, high = found.intervals[threat.key]
-            told = f"{100 * low:.1f} to {100 * high:.1f}"
-            what = f"certified, {certifier.method}"
-            rows.append([what, threat.proven(), proven_percent(found.against(threat)), told, str(count), promise])
+            interval = "{:.1f} to {:.1f}".format(*(100 * end for end in found.intervals[threat.key]))
+            share = proven_percent(found.against(threat))
+            rows.append([f"certified, {certifier.method}", threat.proven(), share, interval, str(count), promise])
         least = found.threats[0]
-        about = certifier.title[:1].upper() + certifier.title[1:]
-        against = (
-            f"against every patch of {least.key} pixels" if of_patches else f"at {certifier.norm} {least.proven()}"
-        )
+        held, about = found.against(least), certifier.title[:1].upper() + certifier.title[1:]
+        where = f"against every patch of {least.key} pixels" if of_patches else f"at {least.norm} {least.proven()}"
         verdict.append(
-            f"{certifier.method} certifies {round(found.against(least) * count)} of {count} images "
-            f"({proven_percent(found.against(least))}) {against}, {promise}. {about}."
+            f"{certifier.method} certifies {round(held * count)} of {count} images ({proven_percent(held)}) {where}, "
+            f"{promise}. {about}."
         )
     if attacked:
         shares = sorted((threat, sum(left.values()) / len(left)) for threat, left in attacked.items())
@@ -81,9 +75,9 @@ def certify_page(
         points = [(threat.radius, left) for threat, left in shares]
         curves.append(PlotLine(f"attacked (measured), n = {count}", "attacked", points, marks))
         largest, left = shares[-1]
-        told = f"{round(left * count)} of {count} of these images at {largest.norm} {largest.attacked()}"
-        verdict.append(f"Attacks left {told}, as their records say.")
-    said = [[result.certifier.method, result.certifier.statement] for result in results]
+        correct = f"{round(left * count)} of {count} of these images at {largest.norm} {largest.attacked()}"
+        verdict.append(f"Attacks left {correct}, as their records say.")
+    statements = [[result.certifier.method, result.certifier.statement] for result in results]
     columns = ["share of the images", "patch" if of_patches else "radius", "share", "95 % interval", "n", "holds"]
     return HtmlPage(
         title=f"Certificates of {name}",
@@ -91,7 +85,7 @@ def certify_page(
         verdict=verdict,
         tables=[
             Table("What was found", columns, rows, (1, 2, 3, 4)),
-            Table("What the certificates say", ["method", "promise"], said),
+            Table("What the certificates say", ["method", "promise"], statements),
             *lineage_tables(checkpoint),
         ],
         curves=curves,
@@ -109,7 +103,8 @@ def certify_page(
     )
 
 
-def lineage_tables(checkpoint: Checkpoint) -> list[Table]:
+def lineage_tables(checkpoint: Checkpoint, title: str = "Lineage, as the file tells it") -> list[Table]:
+    """Return the table of the steps; none where the file has no step."""
     from certcli.report.audit_page import short
     from certcli.report.page import Table
 
@@ -118,11 +113,11 @@ def lineage_tables(checkpoint: Checkpoint) -> list[Table]:
         for number, step in enumerate(checkpoint.record.lineage, 1)
     ]
     columns = ["step", "command", "seed", "parent", "parameters"]
-    return [Table("Lineage, as the file tells it", columns, rows)] if rows else []
+    return [Table(title, columns, rows)] if rows else []
 
 
 def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[Claim]]) -> HtmlPage:
-    """Lineage and fresh evidence of each file; claims: of --verify, one list a file, or none. Nothing refuted is shown."""
+    """Return the page of each file's lineage and fresh evidence, without refuted entries. claims: of --verify, by file."""
     from certcli.cli.log.view import AS_STATED, sentence
     from certcli.evaluation.evidence import command_of
     from certcli.report.page import Command, HtmlPage, Table
@@ -132,11 +127,8 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
     for number, (path, checkpoint) in enumerate(read):
         evidence = checkpoint.record.evidence
         checked = statuses(claims[number], len(evidence)) if claims else ["as stated"] * len(evidence)
-        fresh = [
-            (entry, status)
-            for entry, status in zip(evidence, checked, strict=True)
-            if entry.digest == checkpoint.digest
-        ]
+        pairs = zip(evidence, checked, strict=True)
+        fresh = [(entry, status) for entry, status in pairs if entry.digest == checkpoint.digest]
         stale = len(evidence) - len(fresh)
         steps = " → ".join(step.command for step in checkpoint.record.lineage) or "no step"
         about = f"; {stale} about other networks" if stale else ""
@@ -151,12 +143,9 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
             columns = ["command", "result", "checked"]
             tables.append(Table(f"Evidence of {path.name}", columns, rows, note=f"Evidence: {AS_STATED}."))
         if claims:
-            told = [[claim.entry, claim.claim, claim.status, claim.why] for claim in claims[number]]
-            tables.append(Table(f"Verification of {path.name}", ["entry", "claim", "status", "why"], told))
-        tables += [
-            Table(f"{path.name}: lineage, as the file tells it", part.columns, part.rows)
-            for part in lineage_tables(checkpoint)
-        ]
+            rows = [[claim.entry, claim.claim, claim.status, claim.why] for claim in claims[number]]
+            tables.append(Table(f"Verification of {path.name}", ["entry", "claim", "status", "why"], rows))
+        tables += lineage_tables(checkpoint, f"{path.name}: lineage, as the file tells it")
         shown = [entry for entry, status in fresh if status != "refuted"]
         curves += _evidence_curves(path.name if len(read) > 1 else "", shown)
         line = shlex.join(["certvit", "log", path.name, "--verify"])
@@ -175,7 +164,7 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
 
 
 def _evidence_curves(name: str, fresh: Sequence[Evidence]) -> list[PlotLine]:
-    """Shares that evidence states, where it is understood and its radii are l2."""
+    """Return the curves of the shares that evidence states at l2 radii."""
     from certcli.evaluation.evidence import AttackResult, CertifyResult, understood
     from certcli.report.page import Mark, PlotLine
 
@@ -188,8 +177,8 @@ def _evidence_curves(name: str, fresh: Sequence[Evidence]) -> list[PlotLine]:
             shares, kind = result.curve, "attacked"
         else:
             continue
-        told = f"{result.method if isinstance(result, CertifyResult) else 'attacked'}, n = {result.images}"
+        label = f"{result.method if isinstance(result, CertifyResult) else 'attacked'}, n = {result.images}"
         points = sorted((float(key), share) for key, share in shares.items() if float(key) > 0)
         points = [(0.0, result.clean), *points]
-        found.append(PlotLine(f"{name} {told}".strip(), kind, points, [Mark(*point) for point in points]))
+        found.append(PlotLine(f"{name} {label}".strip(), kind, points, [Mark(*point) for point in points]))
     return found
