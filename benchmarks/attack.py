@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from certcli.attack.crafting import library
 from certcli.attack.judge import judge
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, robust_accuracy
-from certcli.attack.torchattacks_model import library
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.region import Region
 from certcli.images import datasets
 from certcli.images.labelled import Batch
 from certcli.models import build
@@ -34,7 +34,7 @@ from certcli.models import build
 RADIUS = 0.2
 ENOUGH = 0.82  # on the 140 validation images; 75 % of the test images
 BATCH = 128
-Plain = Callable[[nn.Module, Threat], list[Callable[[Tensor, Tensor], Tensor]]]
+Plain = Callable[[nn.Module, Region], list[Callable[[Tensor, Tensor], Tensor]]]
 
 
 def train(seed: int) -> build.PixelModel:
@@ -58,18 +58,18 @@ def train(seed: int) -> build.PixelModel:
     return net.eval()
 
 
-def pgd(net: nn.Module, threat: Threat) -> Callable[[Tensor, Tensor], Tensor]:
-    return library().PGDL2(net, eps=threat.radius, alpha=2.5 * threat.radius / 20, steps=20)
+def pgd(net: nn.Module, region: Region) -> Callable[[Tensor, Tensor], Tensor]:
+    return library().PGDL2(net, eps=region.radius, alpha=2.5 * region.radius / 20, steps=20)
 
 
-def apgd(net: nn.Module, threat: Threat) -> Callable[[Tensor, Tensor], Tensor]:
-    return library().APGD(net, norm="L2", eps=threat.radius, steps=20)
+def apgd(net: nn.Module, region: Region) -> Callable[[Tensor, Tensor], Tensor]:
+    return library().APGD(net, norm="L2", eps=region.radius, steps=20)
 
 
 WORKLOADS: dict[str, tuple[list[str], int, Plain]] = {
-    "PGD-20, one run": (["pgd-20"], 1, lambda net, threat: [pgd(net, threat)]),
-    "PGD-20, 5 restarts": (["pgd-20"], 5, lambda net, threat: [pgd(net, threat)] * 5),
-    "PGD-20, then APGD-CE-20": (["pgd-20", "apgd-ce-20"], 1, lambda net, threat: [pgd(net, threat), apgd(net, threat)]),
+    "PGD-20, one run": (["pgd-20"], 1, lambda net, region: [pgd(net, region)]),
+    "PGD-20, 5 restarts": (["pgd-20"], 5, lambda net, region: [pgd(net, region)] * 5),
+    "PGD-20, then APGD-CE-20": (["pgd-20", "apgd-ce-20"], 1, lambda net, region: [pgd(net, region), apgd(net, region)]),
 }
 
 
@@ -87,9 +87,9 @@ def plainly(attacks: list[Callable[[Tensor, Tensor], Tensor]], net: nn.Module, b
     return robust / total
 
 
-def ensemble(net: nn.Module, threat: Threat, batches: list[Batch]) -> set[int]:
+def ensemble(net: nn.Module, region: Region, batches: list[Batch]) -> set[int]:
     """Standard AutoAttack from torchattacks' parts: indices of the images that withstand."""
-    lib, common = library(), {"norm": "L2", "eps": threat.radius}
+    lib, common = library(), {"norm": "L2", "eps": region.radius}
     robust: set[int] = set()
     for indices, images, labels in batches:
         with torch.no_grad():
@@ -103,7 +103,7 @@ def ensemble(net: nn.Module, threat: Threat, batches: list[Batch]) -> set[int]:
             if len(standing):
                 adversarial = attack(images[standing], labels[standing])
                 # FAB's points may lie beyond the radius: the verdict is ours on both sides
-                verdict = judge(net, images[standing], labels[standing], adversarial, threat)
+                verdict = judge(net, images[standing], labels[standing], adversarial, region)
                 standing = standing[~verdict.success]
         robust |= set(indices[standing.cpu()].tolist())
     return robust
@@ -113,13 +113,13 @@ def compare(net: nn.Module, batches: list[Batch], radii: list[float], clock: Cal
     """AutoAttack, three ways."""
     print(f"{'radius':>6} {'attack':22} {'withstand':>9} {'seconds':>8} {'times':>6}  differs from torchattacks on")
     for radius in radii:
-        threat, settings = Threat("l2", radius), AttackSettings()
+        region, settings = Region("l2", radius), AttackSettings()
 
-        def ours(name: str, threat: Threat = threat, settings: AttackSettings = settings) -> set[int]:
-            rows = attack_images(net, batches, [name], threat, settings)
+        def ours(name: str, region: Region = region, settings: AttackSettings = settings) -> set[int]:
+            rows = attack_images(net, batches, [name], region, settings)
             return {row.index for row in rows if row.withstood}
 
-        slow, first = timed(lambda threat=threat: ensemble(net, threat, batches), clock)
+        slow, first = timed(lambda region=region: ensemble(net, region, batches), clock)
         print(f"{radius:6g} {'torchattacks':22} {len(first):9} {slow:8.1f} {1:6.2f}", flush=True)
         for name in ("autoattack-full", "autoattack"):
             seconds, found = timed(lambda name=name, ours=ours: ours(name), clock)
@@ -150,7 +150,7 @@ def main() -> None:
     if options.autoattack:
         compare(net, batches, options.radii, clock)
         return
-    threat = Threat("l2", RADIUS)
+    region = Region("l2", RADIUS)
     print(f"{len(images)} test images, l2 radius {RADIUS}, batches of {BATCH}, {options.threads} thread(s)")
     print(
         f"{'workload':28} {'clean':>6} {'robust plain':>13} {'certvit':>8} {'plain s':>8} {'certvit s':>9} {'ratio':>6}"
@@ -159,10 +159,10 @@ def main() -> None:
         settings = AttackSettings(restarts=restarts)
 
         def ours(names: list[str] = names, settings: AttackSettings = settings) -> RobustAccuracy:
-            return robust_accuracy(attack_images(net, batches, names, threat, settings))
+            return robust_accuracy(attack_images(net, batches, names, region, settings))
 
         def theirs(plain: Plain = plain) -> float:
-            return plainly(plain(net, threat), net, batches)
+            return plainly(plain(net, region), net, batches)
 
         slow, fast = [], []
         for _ in range(2):

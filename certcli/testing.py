@@ -3,6 +3,7 @@
 from typing import Any
 
 from certcli import api
+from certcli.evaluation.threat import Threat
 from certcli.report.document import Share
 from certcli.system.errors import UsageError
 
@@ -23,7 +24,7 @@ def assert_certified(
     """
     _require_share(at_least)
     found = api.certify(network, images, labels, method=method, **options)
-    hits = sum(row.holds_at(radius) for row in found)
+    hits = sum(row.holds_at(Threat("l2", radius)) for row in found)
     share = Share.of(hits, len(found))
     low, high = share.interval
     assert share.share >= at_least, (

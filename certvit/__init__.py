@@ -15,7 +15,7 @@ from certcli.api import (
     shares,
     slope,
 )
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 from certcli.system.errors import CertvitError
 
 __all__ = [

@@ -33,8 +33,8 @@ from certcli.certify.patch.options import Patches
 from certcli.certify.predicting import Prediction, Predictor
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
-from certcli.evaluation.sizes import Size
-from certcli.evaluation.threat import growing
+from certcli.evaluation.region import growing
+from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.images.calibration import calibration_images
 from certcli.images.labelled import Images
@@ -180,9 +180,9 @@ def certify(
 
 
 @speaks_python
-def shares(certificates: Sequence[Certificate], sizes: Sequence[Size]) -> CertifiedAccuracy:
-    """Return the certified accuracy at each radius or `Patch`, with 95 % intervals."""
-    return certified_accuracy(certificates, sizes)
+def shares(certificates: Sequence[Certificate], sizes: Sequence[float | Patch | Threat]) -> CertifiedAccuracy:
+    """Return the certified accuracy at each radius (of l2, unless it is a `Threat`) or `Patch`, with 95 % intervals."""
+    return certified_accuracy(certificates, [Threat.of(size) for size in sizes])
 
 
 @speaks_python

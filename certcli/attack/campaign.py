@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from certcli.attack.certified_radii import Certified, require_correct, select
+from certcli.attack.certified_radii import CertifiedImage, require_correct, select
 from certcli.attack.presets import preset
-from certcli.attack.run import Attacked, attack_images
+from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.evaluation.radii import proven_radius, require_norm
 from certcli.evaluation.records import RecordFile, Run
-from certcli.evaluation.threat import Norm, Threat
+from certcli.evaluation.region import Norm, Region
 from certcli.images.labelled import Images, sent
 from certcli.system.errors import DataError, UsageError
 from certcli.system.processes import ALONE, Team
@@ -37,7 +37,7 @@ class Stage:
     independent: bool
 
     def with_draws(self, seed: int, classes: int, precision: str = "float32") -> "Stage":
-        """The same stage with the seed of its draws, the crafting precision, and k, else asked of the model."""
+        """The same stage with the seed of its draws, the crafting precision, and k, else read off the model."""
         known = [
             replace(entry, settings=replace(entry.settings, seed=seed, classes=classes, precision=precision, restart=0))
             for entry in self.plan
@@ -62,7 +62,7 @@ def stages_of(
     """
     chosen = tuple(sorted(set(radii)))
     for radius in chosen:
-        Threat("l2", radius)  # refuses what is no radius
+        Region("l2", radius)  # refuses what is no radius
     if preset_name is not None:
         return _preset_stages(preset_name, names, norm, chosen, settings, certified)
     require_norm(norm or "l2")
@@ -80,22 +80,22 @@ def _preset_stages(
     settings: AttackSettings,
     certified: bool,
 ) -> tuple[Stage, ...]:
-    wanted = preset(name)
+    paper = preset(name)
     if names or norm is not None or certified:
         raise UsageError(f"the preset {name} fixes attacks, norm and images", "leave out either it or the other option")
     if settings != AttackSettings(seed=settings.seed, precision=settings.precision):
         raise UsageError(f"the preset {name} fixes what its attacks may spend", "or name the attacks with --attack")
-    if radii and len(wanted.parts) > 1:
+    if radii and len(paper.parts) > 1:
         raise UsageError(
-            f"the preset {name} has {len(wanted.parts)} parts with radii of their own", "leave out --epsilon"
+            f"the preset {name} has {len(paper.parts)} parts with radii of their own", "leave out --epsilon"
         )
-    return tuple(Stage(part.threat.norm, radii or (part.threat.radius,), part.plan, True) for part in wanted.parts)
+    return tuple(Stage(part.region.norm, radii or (part.region.radius,), part.plan, True) for part in paper.parts)
 
 
-def in_norm(stages: Sequence[Stage], norm: Norm, asked: str | None) -> tuple[Stage, ...]:
-    """The stages in the norm that certificates speak of; UsageError where another was asked for."""
-    if asked not in (None, norm):
-        raise UsageError(f"the certified radii are {norm} radii, they bound no attack in {asked}", "leave out --norm")
+def in_norm(stages: Sequence[Stage], norm: Norm, named: str | None) -> tuple[Stage, ...]:
+    """The stages in the norm that certificates speak of; UsageError where another was named."""
+    if named not in (None, norm):
+        raise UsageError(f"the certified radii are {norm} radii, they bound no attack in {named}", "leave out --norm")
     return tuple(replace(stage, norm=norm) for stage in stages)
 
 
@@ -120,17 +120,17 @@ class Task:
         for start in range(0, len(self.images), batch_size):
             yield list(range(start, min(start + batch_size, len(self.images))))
 
-    def rounds(self, indices: Sequence[int]) -> list[tuple[Threat, list[float]]]:
-        """The threats to the images of one batch, in order, and the radius of each image under them."""
+    def rounds(self, indices: Sequence[int]) -> list[tuple[Region, list[float]]]:
+        """The regions to the images of one batch, in order, and the radius of each image under them."""
         norm = self.stage.norm
         if self.own is not None:
             radii = [self.own[index] for index in indices]
-            return [(Threat.each(norm, radii), radii)]
-        return [(Threat(norm, radius), [radius] * len(indices)) for radius in self.stage.radii]
+            return [(Region.each(norm, radii), radii)]
+        return [(Region(norm, radius), [radius] * len(indices)) for radius in self.stage.radii]
 
 
 def tasks_of(
-    stages: Sequence[Stage], images: Images, certificates: Mapping[int, Certified] | None = None
+    stages: Sequence[Stage], images: Images, certificates: Mapping[int, CertifiedImage] | None = None
 ) -> tuple[Task, ...]:
     """Stages on images. With certificates: only images certified beyond each radius, or all at their own radius.
 
@@ -235,7 +235,7 @@ class Campaign:
         rounds = [radii for _, radii in self.tasks[number].rounds(indices)]
         return [(number, radius, index) for radii in rounds for radius, index in zip(radii, indices, strict=True)]
 
-    def attack(self, portion: Portion, ahead: int = 1) -> list[Attacked]:
+    def attack(self, portion: Portion, ahead: int = 1) -> list[AttackRecord]:
         """Records of a portion; the one that is `ahead` of it is read meanwhile. Images go to the model's device and dtype.
 
         DataError when an image that is certified is misclassified as it stands.
@@ -245,12 +245,12 @@ class Campaign:
         pixels, labels = task.images.fetch(positions), task.images.labels[positions]
         task.images.expect_at(positions[0] + ahead * self.batch_size, self.batch_size)
         indices = task.images.indices[positions]
-        rows: list[Attacked] = []
+        rows: list[AttackRecord] = []
         for row in attack_images(
             self.model,
             [(indices, sent(pixels, like.device).to(like.dtype), labels)],
             task.stage.plan,
-            [threat for threat, _ in task.rounds(indices.tolist())],
+            [region for region, _ in task.rounds(indices.tolist())],
             self.settings,
             independent=task.stage.independent,
             refine_steps=self.refine_steps,
@@ -265,25 +265,25 @@ class Campaign:
 
     def run(
         self, file: RecordFile | None = None, team: Team = ALONE, aside: Callable[[], None] = lambda: None
-    ) -> Iterator[tuple[int, list[Attacked]]]:
+    ) -> Iterator[tuple[int, list[AttackRecord]]]:
         """(number of the task, records of one portion), in order; what `file` holds already is read, not attacked again.
 
         Only the leader of several processes is handed records, without images; what it does `aside` keeps the others from
         nothing.
         """
 
-        def known(portion: Portion) -> list[Attacked] | None:
+        def known(portion: Portion) -> list[AttackRecord] | None:
             earlier = file.take(self.keys(portion)) if file is not None else None
             return None if earlier is None else read_again(earlier, self.tasks[portion[0]].stage, file)
 
-        def find(portion: Portion) -> list[Attacked]:
+        def find(portion: Portion) -> list[AttackRecord]:
             return self.attack(portion, team.size)
 
-        def pack(rows: list[Attacked]) -> list[dict[str, Any]]:
+        def pack(rows: list[AttackRecord]) -> list[dict[str, Any]]:
             return [row.to_json() for row in rows]
 
-        def unpack(rows: list[dict[str, Any]]) -> list[Attacked]:
-            return [Attacked.from_json(row) for row in rows]
+        def unpack(rows: list[dict[str, Any]]) -> list[AttackRecord]:
+            return [AttackRecord.from_json(row) for row in rows]
 
         dealt = team.deal(self.portions, find, known, pack, unpack, aside)
         for (number, _), (new, rows) in zip(self.portions, dealt, strict=False):
@@ -292,16 +292,16 @@ class Campaign:
             yield number, rows
 
 
-def read_again(rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile | None) -> list[Attacked]:
+def read_again(rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile | None) -> list[AttackRecord]:
     """Records of a file as they were; DataError where one is of another norm or other attacks than the stage's."""
     labels = [entry.label for entry in stage.plan]
     for row in rows:
         if row["kind"] != stage.norm or list(row["robust"]) != labels:
-            told = f"image {row['index']} was attacked in {row['kind']} by {', '.join(row['robust'])}"
+            statement = f"image {row['index']} was attacked in {row['kind']} by {', '.join(row['robust'])}"
             raise DataError(
-                f"{file.path if file else 'the file'} contradicts itself: {told}", "attack again, without --resume"
+                f"{file.path if file else 'the file'} contradicts itself: {statement}", "attack again, without --resume"
             )
-    return [Attacked.from_json(row) for row in rows]
+    return [AttackRecord.from_json(row) for row in rows]
 
 
 def checked_batch(task: Task, count: int, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from certcli.attack.run import Attacked
+from certcli.attack.run import AttackRecord
 from certcli.evaluation.radii import confidence
 from certcli.evaluation.records import PIXELS, read_records, require_same_images, require_same_network
-from certcli.evaluation.threat import Norm
+from certcli.evaluation.region import Norm
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError, UsageError, one_line
 
 
 @dataclass(frozen=True)
-class Certified:
+class CertifiedImage:
     """An image that is classified correctly, provably, within `radius` (may be inf); pixels: its digest."""
 
     index: int
@@ -23,7 +23,7 @@ class Certified:
     pixels: str
 
 
-def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certified]]:
+def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, CertifiedImage]]:
     """Records of `certify` -> norm of their radii; index -> certificate, of correct predictions with a radius above 0.
 
     DataError when they are no such records, or of another network than `checkpoint` (its digest). UsageError for statements
@@ -37,7 +37,7 @@ def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certifi
             f"{path} certifies in a norm that no attack knows: {one_line(run.norm)[:40]}",
             "certify in l2 or linf; --norm patch attacks within patches",
         )
-    found: dict[int, Certified] = {}
+    found: dict[int, CertifiedImage] = {}
     for number, row in enumerate(rows, start=2):
         index, failure_share, radius = row["index"], row["failure"], float(row["radius"])
         if failure_share > 0:
@@ -48,11 +48,11 @@ def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certifi
         if index in found:
             raise DataError(f"{path} speaks twice of image {index}")
         if row["prediction"] == row["label"] and radius > 0:
-            found[index] = Certified(index, row["label"], radius, row[PIXELS])
+            found[index] = CertifiedImage(index, row["label"], radius, row[PIXELS])
     return norm, found
 
 
-def select(images: Images, certificates: Mapping[int, Certified], radius: float) -> Images:
+def select(images: Images, certificates: Mapping[int, CertifiedImage], radius: float) -> Images:
     """The images that are certified beyond `radius`; DataError when pixels or label disagree: these are other images."""
     require_same_images(
         ({"index": entry.index, "label": entry.label, PIXELS: entry.pixels} for entry in certificates.values()),
@@ -66,7 +66,7 @@ def select(images: Images, certificates: Mapping[int, Certified], radius: float)
     return images.select(positions)
 
 
-def require_correct(records: Iterable[Attacked]) -> None:
+def require_correct(records: Iterable[AttackRecord]) -> None:
     """DataError when a certified image is misclassified as it stands: the records are those of another checkpoint."""
     for record in records:
         if not record.correct:

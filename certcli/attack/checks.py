@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.attack.run import Attacked, attack_images
+from certcli.attack.crafting import undisturbed
+from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import undisturbed
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.region import Region
 from certcli.system.errors import DataError
 
 
@@ -131,7 +131,7 @@ def _randomness(logits: Tensor, again: Tensor) -> Flag:
 
 
 def inspect_attacks(
-    model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> tuple[Flag, ...]:
     """Flags about gradient attacks on one batch: FGSM and PGD alone at the radius, PGD at half and twice the radius.
 
@@ -143,7 +143,7 @@ def inspect_attacks(
     standing: dict[float, int] = {}
     single = 0
     for factor in (0.5, 1.0, 2.0):
-        wider = replace(threat, radius=threat.radius * factor)
+        wider = replace(region, radius=region.radius * factor)
         # a fixed step size would be another attack at another radius
         free = replace(settings, step_size=None if factor != 1.0 else settings.step_size)
         names = ("fgsm", "pgd") if factor == 1.0 else ("pgd",)
@@ -153,7 +153,7 @@ def inspect_attacks(
             single = sum(record.robust["fgsm"] is True for record in records)
     return (
         rising_accuracy({radius: count / len(images) for radius, count in standing.items()}, len(images)),
-        weak_iteration(single, standing[threat.radius], len(images)),
+        weak_iteration(single, standing[region.radius], len(images)),
     )
 
 
@@ -178,7 +178,7 @@ def _exceeds(difference: int, images: int) -> bool:
     return difference >= _RISE_IMAGES and difference > _RISE_SHARE * images
 
 
-def certified_above_attacked(records: Iterable[Attacked], radii: Mapping[int, float]) -> Flag:
+def certified_above_attacked(records: Iterable[AttackRecord], radii: Mapping[int, float]) -> Flag:
     """Is |x' - x|_2 < the certified l2 radius for some image? `radii`: image index -> certified radius, pixel l2.
 
     Records of either norm count, by the l2 norm of what they found. Misclassified images carry no counterexample.

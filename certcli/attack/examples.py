@@ -5,26 +5,23 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from certcli.attack.run import Attacked
+from certcli.attack.run import AttackRecord
 from certcli.system.errors import DataError
 
 
-def collect(records: Iterable[Attacked], *, only_successes: bool = True) -> dict[str, Tensor]:
+def collect(records: Iterable[AttackRecord]) -> dict[str, Tensor]:
     """Records with kept images -> tensors by name, one row an image, in the order of the records.
 
     images, adversarial, perturbations (n, c, h, w); labels, predictions, adversarial_predictions, indices (n,) int64;
     norms, l2_norms, epsilons (n,) float64. norms are measured in float64 on exactly the saved tensors, so the
     perturbation (a float32 difference, which rounds) is for the eye and `adversarial` for the proof.
 
-    `only_successes` drops images that withstood everything or were misclassified without any perturbation. Of several
-    records of one image (a curve) the first success is kept, that of the smallest radius. DataError when a record has
-    no images (`keep_images=True` keeps them) or nothing is left.
+    Only images that fell; of several records of one image (a curve) the first, that of the smallest radius. DataError
+    when a record has no images (`keep_images=True` keeps them) or nothing is left.
     """
-    kept: dict[int, Attacked] = {}
+    kept: dict[int, AttackRecord] = {}
     for record in records:
-        if record.index in kept and (kept[record.index].fell or not record.fell):
-            continue
-        if only_successes and not record.fell:
+        if record.index in kept or not record.fell:
             continue
         if record.image is None or record.adversarial is None:
             raise DataError("the records carry no images", "run the attack with keep_images=True")

@@ -9,13 +9,13 @@ from torch import nn
 
 from certcli.attack import checks
 from certcli.attack.campaign import Stage, Task, checked_batch
-from certcli.attack.certified_radii import Certified
-from certcli.attack.run import Attacked
+from certcli.attack.certified_radii import CertifiedImage
+from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, curve, robust_accuracy
 from certcli.evaluation.radii import radius_key
+from certcli.evaluation.region import Region
 from certcli.evaluation.resumed import Resumed
-from certcli.evaluation.threat import Threat
 
 MODEL_CHECKED, ATTACK_CHECKED = 32, (8, 32)
 """Images that the checks of the model, and at least and at most those of the attacks (a tenth of all, between)."""
@@ -37,11 +37,11 @@ def inspect(
     least, most = ATTACK_CHECKED
     count = min(most, max(least, len(task.images) // 10))
     pixels, labels = checked_batch(task, count, settings.seed, like)
-    return flags + checks.inspect_attacks(model, pixels, labels, Threat(task.stage.norm, radii[0]), settings)
+    return flags + checks.inspect_attacks(model, pixels, labels, Region(task.stage.norm, radii[0]), settings)
 
 
 @dataclass(frozen=True)
-class Part:
+class TaskSummary:
     """The summaries of one stage, one a radius, ascending. `own`: smallest, middle and largest radius of the images
     where each was attacked at its own; the summary then bears the smallest, which all of them were attacked at or beyond.
     """
@@ -73,20 +73,20 @@ class Part:
         ]
 
 
-def part_of(task: Task, records: Sequence[Attacked]) -> Part:
+def summary_of(task: Task, records: Sequence[AttackRecord]) -> TaskSummary:
     """Records of one task -> its shares. DataError when there is none."""
     if task.own is None:
-        return Part(task.stage, curve(records))
+        return TaskSummary(task.stage, curve(records))
     radii = sorted(task.own.values())
     summary = robust_accuracy([replace(record, epsilon=radii[0]) for record in records])
-    return Part(task.stage, (summary,), (radii[0], median_low(radii), radii[-1]))
+    return TaskSummary(task.stage, (summary,), (radii[0], median_low(radii), radii[-1]))
 
 
 @dataclass(frozen=True)
 class Findings:
     """The whole evaluation; `first` is what a gate and the short keys of the document speak of."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TaskSummary, ...]
     flags: tuple[checks.Flag, ...]
     resumed: Resumed | None = None
 
@@ -135,13 +135,13 @@ class Findings:
 
 def findings_of(
     tasks: Sequence[Task],
-    records: Mapping[int, Sequence[Attacked]],
+    records: Mapping[int, Sequence[AttackRecord]],
     flags: Sequence[checks.Flag],
-    certificates: Mapping[int, Certified] | None = None,
+    certificates: Mapping[int, CertifiedImage] | None = None,
 ) -> Findings:
     """Records by number of the task -> the outcome; with certificates, their records may hold no success at all."""
     if certificates is not None:
         every = [record for rows in records.values() for record in rows]
         radii = {index: certificate.radius for index, certificate in certificates.items()}
         flags = [*flags, checks.certified_above_attacked(every, radii)]
-    return Findings(tuple(part_of(task, records[number]) for number, task in enumerate(tasks)), tuple(flags))
+    return Findings(tuple(summary_of(task, records[number]) for number, task in enumerate(tasks)), tuple(flags))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from certcli.evaluation.threat import Threat, image_norms
+from certcli.evaluation.region import Region, along, image_norms, per_image
 from certcli.system.errors import ArchitectureError, DataError
 
 # A float32 sum image + delta rounds by up to 6e-8 a pixel, so a point on the sphere may come to lie just outside it.
@@ -15,12 +15,12 @@ _SHRINKS = 16
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """What is true of a batch after an attack; every tensor has one row an image.
 
     success: the image was classified correctly, and a point inside ball and box is not. robust: it was, and none was
     shown. adversarial: that point, else the image itself. prediction, adversarial_prediction: classes of the image and
-    of `adversarial`. norm: |adversarial - image| in the threat's norm, float64; 0 for an image that is misclassified
+    of `adversarial`. norm: |adversarial - image| in the region's norm, float64; 0 for an image that is misclassified
     as it stands, inf where nothing was found.
     """
 
@@ -52,24 +52,24 @@ def predict(model: nn.Module, images: Tensor, samples: int = 1) -> Tensor:
     return logits.argmax(dim=1)
 
 
-def tuck_in(adversarial: Tensor, images: Tensor, threat: Threat) -> Tensor:
-    """Nearest point of ball and box that `Threat.contains` accepts: (b, c, h, w) x 2 -> (b, c, h, w).
+def tuck_in(adversarial: Tensor, images: Tensor, region: Region) -> Tensor:
+    """Nearest point of ball and box that `Region.contains` accepts: (b, c, h, w) x 2 -> (b, c, h, w).
 
     Points with a NaN or infinite pixel become the image itself. Clipping rounds, and may leave a point 1e-8 outside the
     ball; there the perturbation is shrunk by a factor slightly below 1 until it is inside.
     """
     finite = adversarial.isfinite().flatten(1).all(dim=1)
-    point = torch.where(_rows(finite, images), adversarial.to(images.dtype), images)
-    point = threat.project(point, images)
+    point = torch.where(along(finite, images), adversarial.to(images.dtype), images)
+    point = region.project(point, images)
     shrink = _FIRST_SHRINK
     for _ in range(_SHRINKS):
-        inside = threat.contains(point, images)
+        inside = region.contains(point, images)
         if inside.all():
             return point
         shrunk = (images + (point - images) * (1 - shrink)).clamp(0.0, 1.0)
-        point = torch.where(_rows(inside, images), point, shrunk)
+        point = torch.where(along(inside, images), point, shrunk)
         shrink *= 2
-    return torch.where(_rows(threat.contains(point, images), images), point, images)
+    return torch.where(along(region.contains(point, images), images), point, images)
 
 
 @torch.no_grad()
@@ -78,11 +78,11 @@ def judge(
     images: Tensor,
     labels: Tensor,
     adversarial: Tensor,
-    threat: Threat,
+    region: Region,
     *,
     prediction: Tensor | None = None,
     samples: int = 1,
-) -> Verdict:
+) -> Judgement:
     """Is argmax f(x') != y for the clipped x' with |x' - x| <= radius? images, adversarial (b, c, h, w), labels (b,).
 
     `prediction` (b,) spares the forward pass on the clean images when their classes are known already; `samples`
@@ -97,14 +97,14 @@ def judge(
     if prediction is None:
         prediction = predict(model, images, samples)
     correct = prediction == labels
-    point = tuck_in(adversarial.detach().to(images.device), images, threat)
-    success = correct & threat.contains(point, images)
+    point = tuck_in(adversarial.detach().to(images.device), images, region)
+    success = correct & region.contains(point, images)
     found = prediction.clone()
     found[success] = predict(model, point[success], samples)
     success = success & (found != labels)
-    point = torch.where(_rows(success, images), point, images)
-    norm = torch.where(success, image_norms(point.double() - images.double(), threat.norm), float("inf"))
-    return Verdict(
+    point = torch.where(along(success, images), point, images)
+    norm = torch.where(success, image_norms(point.double() - images.double(), region.norm), float("inf"))
+    return Judgement(
         success=success,
         robust=correct & ~success,
         adversarial=point,
@@ -119,11 +119,11 @@ def refine(
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
-    verdict: Verdict,
-    threat: Threat,
+    verdict: Judgement,
+    region: Region,
     steps: int = 12,
     samples: int = 1,
-) -> Verdict:
+) -> Judgement:
     """Bisection of the segment from image to adversarial point: the smaller norm at which the label still flips.
 
     Each of the `steps` halves the interval (12: a 4,096th of the segment). Every point kept was judged itself, so the
@@ -132,7 +132,7 @@ def refine(
     rows = verdict.success.nonzero().flatten()
     if not len(rows):
         return verdict
-    clean, wanted, best = images[rows], labels.to(images.device)[rows], verdict.adversarial[rows]
+    clean, truth, best = images[rows], labels.to(images.device)[rows], verdict.adversarial[rows]
     norm, found = verdict.norm[rows], verdict.adversarial_prediction[rows]
     delta, low, high = best - clean, torch.zeros_like(norm), torch.ones_like(norm)
     for _ in range(steps):
@@ -140,18 +140,18 @@ def refine(
         trial = judge(
             model,
             clean,
-            wanted,
-            clean + delta * _rows(middle, clean).to(clean.dtype),
-            threat,
+            truth,
+            clean + delta * per_image(middle, clean),
+            region,
             prediction=verdict.prediction[rows],
             samples=samples,
         )
         high, low = torch.where(trial.success, middle, high), torch.where(trial.success, low, middle)
         better = trial.success & (trial.norm < norm)
-        best = torch.where(_rows(better, clean), trial.adversarial, best)
+        best = torch.where(along(better, clean), trial.adversarial, best)
         norm = torch.where(better, trial.norm, norm)
         found = torch.where(better, trial.adversarial_prediction, found)
-    return Verdict(
+    return Judgement(
         verdict.success,
         verdict.robust,
         verdict.adversarial.index_copy(0, rows, best),
@@ -159,7 +159,3 @@ def refine(
         verdict.adversarial_prediction.index_copy(0, rows, found),
         verdict.norm.index_copy(0, rows, norm),
     )
-
-
-def _rows(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(-1, *[1] * (like.dim() - 1))

@@ -8,14 +8,16 @@ Source: Karmon et al. 2018, LaVAN; places and restarts as in Xiang et al. 2022, 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from certcli.attack.catalogue import PATCH_ATTACK
 from certcli.attack.families.margin import lost_margin, margin_pgd
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.sizes import Patch
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.region import Region
+from certcli.evaluation.threat import Patch
 
 Corner = tuple[int, int]
 """(top, left) of a patch, pixels."""
@@ -35,9 +37,10 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Patched:
-    """One image. found: the class of the patched image, None where no patch was found; corner: its place."""
+class PatchRecord:
+    """One image at one size. found: the class of the patched image, None where no patch was found; corner: its place."""
 
+    patch: Patch
     index: int
     label: int
     prediction: int | None
@@ -48,6 +51,19 @@ class Patched:
     @property
     def withstood(self) -> bool:
         return self.prediction == self.label and self.corner is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record of a file."""
+        return {
+            "index": self.index,
+            "label": self.label,
+            "kind": "patch",
+            "patch": str(self.patch),
+            "prediction": self.prediction,
+            "adversarial_prediction": self.prediction if self.corner is None else self.found,
+            "robust": {PATCH_ATTACK: self.withstood},
+            "corner": None if self.corner is None else list(self.corner),
+        }
 
 
 def corners(patch: Patch, image: tuple[int, int], side: int = PLACES) -> list[Corner]:
@@ -67,13 +83,13 @@ def attack_patches(
     patch: Patch,
     settings: AttackSettings,
     places: Sequence[Corner] | None = None,
-) -> list[Patched]:
+) -> list[PatchRecord]:
     """One row an image (b, c, h, w) in [0, 1]. Images that are misclassified as they stand are not attacked.
 
     Every place is tried by a few steps; the full attack then runs at those with the largest margin lost, with restarts. All
     that is found is judged as it is, clipped to patch and box. Several patches at once are looked for one by one.
     """
-    found = [Patched(*row) for row in zip(indices, labels, target.classify(images), strict=True)]
+    found = [PatchRecord(patch, *row) for row in zip(indices, labels, target.classify(images), strict=True)]
     chosen = list(places or corners(patch, (images.shape[-2], images.shape[-1])))
     lost = torch.full((len(found), len(chosen)), -torch.inf)
 
@@ -84,12 +100,12 @@ def attack_patches(
             return
         part, corner = images[standing], chosen[place]
         truth = torch.tensor([found[row].label for row in standing], device=images.device)
-        threat = Threat.within(patch, [corner] * len(part), part)
+        region = Region.within(patch, [corner] * len(part), part)
         net = target.climbed(corner)
-        point = threat.project(margin_pgd(net, part, truth, threat, turn), part)
+        point = region.project(margin_pgd(net, part, truth, region, turn), part)
         with torch.no_grad():
             lost[standing, place] = torch.maximum(lost[standing, place], lost_margin(net(point), truth).float().cpu())
-        inside = threat.contains(point, part).tolist()
+        inside = region.contains(point, part).tolist()
         for row, top, held, image in zip(standing, target.classify(point), inside, point, strict=True):
             if held and top != found[row].label:
                 found[row] = replace(found[row], found=top, corner=corner, adversarial=image.cpu())

@@ -1,24 +1,24 @@
 """The evaluations of the papers by name: which attacks, at which radius, with which budget."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
-from certcli.evaluation.threat import Norm, Threat
+from certcli.evaluation.region import Norm, Region
 from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
 
 
 @dataclass(frozen=True)
-class Part:
-    """Attacks that share one threat. `attack_images(..., part.plan, part.threat, ..., independent=True)` runs them."""
+class PresetPart:
+    """Attacks that share one region. `attack_images(..., part.plan, part.region, ..., independent=True)` runs them."""
 
-    threat: Threat
+    region: Region
     plan: tuple[Planned, ...]
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A paper's evaluation. The papers report each attack alone, so its parts are meant to run `independent`.
+    """A paper's evaluation. The papers report each attack alone, so its parts are run with `independent`.
 
     open_choices says what the paper leaves unsaid and what is done here.
     """
@@ -26,17 +26,12 @@ class Preset:
     name: str
     summary: str
     source: str
-    parts: tuple[Part, ...]
+    parts: tuple[PresetPart, ...]
     open_choices: str
 
-    def at(self, radius: float) -> "Preset":
-        """The same attacks at another radius, in pixel units."""
-        moved = tuple(replace(part, threat=replace(part.threat, radius=radius)) for part in self.parts)
-        return replace(self, parts=moved)
 
-
-def _part(norm: Norm, radius: float, *names: str | Planned, step_size: float | None = None) -> Part:
-    return Part(Threat(norm, radius), planned_attacks(names, AttackSettings(step_size=step_size)))
+def _part(norm: Norm, radius: float, *names: str | Planned, step_size: float | None = None) -> PresetPart:
+    return PresetPart(Region(norm, radius), planned_attacks(names, AttackSettings(step_size=step_size)))
 
 
 _CAUCHY_CW = Planned(

@@ -6,7 +6,7 @@ An image is attacked together with its portion, from one seed, so a portion is t
 from collections.abc import Mapping, Sequence
 
 from certcli.attack.campaign import Campaign
-from certcli.attack.run import Attacked
+from certcli.attack.run import AttackRecord
 from certcli.evaluation.resumed import Demanded, Resumed, to_compute_again
 from certcli.system.errors import DataError
 
@@ -18,7 +18,7 @@ SAME = 1e-3
 
 def attack_again(
     campaign: Campaign,
-    found: Mapping[int, Sequence[Attacked]],
+    found: Mapping[int, Sequence[AttackRecord]],
     taken: int,
     minimum: float | None,
     every: bool,
@@ -29,7 +29,7 @@ def attack_again(
     found: all records, by number of the task. minimum: share of the first task's images that must withstand its smallest
     radius.
     """
-    read: list[list[Attacked]] = []
+    read: list[list[AttackRecord]] = []
     flat = iter(row for number in sorted(found) for row in found[number])
     for portion in campaign.portions:
         rows = [next(flat) for _ in campaign.keys(portion)]
@@ -39,7 +39,7 @@ def attack_again(
     first = campaign.tasks[0]
     own = first.own is not None
 
-    def holding(number: int, rows: Sequence[Attacked]) -> int:
+    def holding(number: int, rows: Sequence[AttackRecord]) -> int:
         at_smallest = own or min(first.stage.radii)
         return sum(row.withstood for row in rows if number == 0 and (own or row.epsilon == at_smallest))
 
@@ -59,7 +59,7 @@ def attack_again(
     return Resumed(sum(map(len, read)), again)
 
 
-def _agree(stated: Attacked, now: Attacked) -> bool:
+def _agree(stated: AttackRecord, now: AttackRecord) -> bool:
     near = all(
         (a is None) == (b is None) and abs((a or 0.0) - (b or 0.0)) <= SAME * (b or 0.0)
         for a, b in ((stated.norm, now.norm), (stated.l2, now.l2))
@@ -68,7 +68,7 @@ def _agree(stated: Attacked, now: Attacked) -> bool:
     return near and all(getattr(stated, name) == getattr(now, name) for name in names)
 
 
-def _told(row: Attacked) -> str:
+def _told(row: AttackRecord) -> str:
     if not row.correct:
         return f"class {row.prediction}"
     return "withstood" if row.norm is None else f"broken by {row.broken_by} at distance {row.norm:.4g}"

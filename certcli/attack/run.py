@@ -7,21 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.catalogue import ATTACKS, DETERMINISTIC, L2_ONLY
-from certcli.attack.judge import Verdict, judge, predict, refine
+from certcli.attack.catalogue import ATTACKS
+from certcli.attack.crafting import seeded
+from certcli.attack.judge import Judgement, judge, predict, refine
 from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
-from certcli.attack.torchattacks_model import seeded
-from certcli.evaluation.threat import Norm, Threat, image_norms
+from certcli.evaluation.region import Norm, Region, image_norms
 from certcli.images.labelled import Batch
 from certcli.system.errors import DataError, UsageError
 
 
 @dataclass(frozen=True)
-class Attacked:
+class AttackRecord:
     """One image at one radius. `kind` is the norm's name, `epsilon` the radius in pixel units.
 
     robust: per attack, did the image withstand it? False for a misclassified image; None where the attack was not run,
-    because an earlier one had broken the image. norm: smallest |x' - x| found in the threat's norm, None if none; 0 for
+    because an earlier one had broken the image. norm: smallest |x' - x| found in the region's norm, None if none; 0 for
     a misclassified image. l2: the same perturbation in l2. image, adversarial: (c, h, w) on the CPU, when kept.
     """
 
@@ -57,57 +57,57 @@ class Attacked:
         return {name: getattr(self, name) for name in _STORED}
 
     @staticmethod
-    def from_json(row: Mapping[str, Any]) -> "Attacked":
+    def from_json(row: Mapping[str, Any]) -> "AttackRecord":
         """Inverse of `to_json`; DataError when the row is no such record."""
         try:
-            return Attacked(**{name: row[name] for name in _STORED})
+            return AttackRecord(**{name: row[name] for name in _STORED})
         except KeyError as failure:
             raise DataError(f"a record lacks {failure}", "certvit attack ... --records FILE writes them") from failure
 
 
-_STORED = tuple(item.name for item in fields(Attacked) if item.name not in ("image", "adversarial"))
+_STORED = tuple(item.name for item in fields(AttackRecord) if item.name not in ("image", "adversarial"))
 
 
 def attack_images(
     model: nn.Module,
     batches: Iterable[Batch],
     names: Sequence[str | Planned],
-    threats: Threat | Sequence[Threat],
+    regions: Region | Sequence[Region],
     settings: AttackSettings,
     *,
     independent: bool = False,
     refine_steps: int = 0,
     source: nn.Module | None = None,
     keep_images: bool = False,
-) -> Iterator[Attacked]:
-    """One record an image and threat: is there an attack among `names` with argmax f(x') != y, |x' - x| <= radius?
+) -> Iterator[AttackRecord]:
+    """One record an image and region: is there an attack among `names` with argmax f(x') != y, |x' - x| <= radius?
 
     Misclassified images are not attacked; an image that one attack breaks is not shown to the next, unless
     `independent` asks for the share of each attack alone. `refine_steps` bisects each success towards its image.
     `source` crafts the images that `model` is tested on (transfer). A name may carry steps: "pgd-20".
 
-    Several threats are of one norm and grow (`growing`): what breaks an image at one radius breaks it at all larger
-    ones, so the curve falls by construction, and each image is attacked until its first failure only. A threat with a
+    Several regions are of one norm and grow (`growing`): what breaks an image at one radius breaks it at all larger
+    ones, so the curve falls by construction, and each image is attacked until its first failure only. A region with a
     radius for each image fits one batch only. UsageError when no attack is named or a model is in training mode.
     """
-    threats = [threats] if isinstance(threats, Threat) else threats
+    regions = [regions] if isinstance(regions, Region) else regions
     planned = planned_attacks(names, settings)
     for entry in planned:
-        if threats[0].norm != "l2" and entry.attack in L2_ONLY:
-            raise UsageError(
-                f"{entry.attack} is an attack in l2, not in {threats[0].norm}", "margin-pgd and fab know both norms"
-            )
+        norms = ATTACKS[entry.attack].norms
+        if regions[0].norm not in norms:
+            message = f"{entry.attack} is an attack in {' and '.join(norms)}, not in {regions[0].norm}"
+            raise UsageError(message, "margin-pgd and fab know both norms")
     for kind in (model, source):
         if kind is not None and kind.training:
             raise UsageError("the model is in training mode", "call model.eval() before an attack")
     for indices, images, labels in batches:
         labels = labels.to(images.device)
         batch = _Standing(model, images, labels, planned, settings, refine_steps)
-        for threat in threats:
-            batch.widen(threat, independent)
+        for region in regions:
+            batch.widen(region, independent)
             for entry in planned:
-                batch.attack(entry, threat, source, independent)
-            yield from batch.records(indices, threat, keep_images)
+                batch.attack(entry, region, source, independent)
+            yield from batch.records(indices, region, keep_images)
 
 
 class _Standing:
@@ -131,10 +131,10 @@ class _Standing:
         self.norm = torch.where(self.correct, float("inf"), 0.0).double()
         self.broken_by: list[str | None] = [None] * len(images)
         self.outcome = {entry.label: [None if right else False for right in self.correct.tolist()] for entry in planned}
-        self.reached: dict[str, tuple[Threat, Tensor]] = {}
+        self.reached: dict[str, tuple[Region, Tensor]] = {}
         """Of each attack: the last radius, and how far it came at it without success."""
 
-    def widen(self, threat: Threat, independent: bool) -> None:
+    def widen(self, region: Region, independent: bool) -> None:
         """A larger radius: what fell has fallen, what withstood the smaller one is open again, and may fall at once.
 
         Where an attack ended at the smaller radius, stretched to the new one, costs one forward pass to look at.
@@ -146,15 +146,15 @@ class _Standing:
             if standing and earlier.radius > 0:
                 rows = torch.tensor(standing, device=self.images.device)
                 clean = self.images[rows]
-                farther = clean + (points[rows] - clean) * (threat.radius / earlier.radius)
-                self._note(rows, self._verdict(rows, farther, threat.of(rows)), label)
+                farther = clean + (points[rows] - clean) * (region.radius / earlier.radius)
+                self._note(rows, self._verdict(rows, farther, region.of(rows)), label)
 
     def _open(self, label: str, independent: bool) -> list[int]:
         """Rows that this attack may still break."""
         standing = [row for row, passed in enumerate(self.outcome[label]) if passed is not False]
         return standing if independent else [row for row in standing if self.broken_by[row] is None]
 
-    def _verdict(self, rows: Tensor, candidates: Tensor, limit: Threat) -> Verdict:
+    def _verdict(self, rows: Tensor, candidates: Tensor, limit: Region) -> Judgement:
         images, labels, before = self.images[rows], self.labels[rows], self.prediction[rows]
         with seeded(images, self.seed):  # a random net draws in the verdict too
             verdict = judge(self.model, images, labels, candidates, limit, prediction=before, samples=self.samples)
@@ -162,30 +162,30 @@ class _Standing:
                 verdict = refine(self.model, images, labels, verdict, limit, self.refine_steps, self.samples)
         return verdict
 
-    def attack(self, entry: Planned, threat: Threat, source: nn.Module | None, independent: bool) -> None:
+    def attack(self, entry: Planned, region: Region, source: nn.Module | None, independent: bool) -> None:
         """Run one attack with its restarts on the rows that it may still break, and write down what it broke."""
         craft: Craft = ATTACKS.load(entry.attack)
         outcome, standing = self.outcome[entry.label], self._open(entry.label, independent)
         for row in standing:
             outcome[row] = True
         settings = entry.settings if source is None else replace(entry.settings, stop_early=False)
-        for restart in range(1 if entry.attack in DETERMINISTIC else settings.restarts):
+        for restart in range(settings.restarts if ATTACKS[entry.attack].random else 1):
             if not standing:
                 return
             rows = torch.tensor(standing, device=self.images.device)
             images, labels = self.images[rows], self.labels[rows]
             turn = replace(settings, restart=restart)
-            limit = threat.of(rows)
+            limit = region.of(rows)
             candidates = craft(source or self.model, images, labels, limit, turn)
             verdict = self._verdict(rows, candidates, limit)
             if restart == 0:
                 points = self.reached[entry.label][1] if entry.label in self.reached else self.images.clone()
                 points[rows] = candidates.to(points)
-                self.reached[entry.label] = (threat, points)
+                self.reached[entry.label] = (region, points)
             self._note(rows, verdict, entry.label)
             standing = [row for row in standing if outcome[row]]
 
-    def _note(self, rows: Tensor, verdict: Verdict, label: str) -> None:
+    def _note(self, rows: Tensor, verdict: Judgement, label: str) -> None:
         for row in rows[verdict.success].tolist():
             self.outcome[label][row] = False
             self.broken_by[row] = self.broken_by[row] or label
@@ -194,13 +194,13 @@ class _Standing:
         self.adversarial[rows[nearer]] = verdict.adversarial[nearer]
         self.found[rows[nearer]] = verdict.adversarial_prediction[nearer]
 
-    def records(self, indices: Tensor, threat: Threat, keep_images: bool) -> Iterator[Attacked]:
+    def records(self, indices: Tensor, region: Region, keep_images: bool) -> Iterator[AttackRecord]:
         lengths = image_norms(self.adversarial.double() - self.images.double(), "l2").tolist()
-        norms, radii = self.norm.tolist(), threat.radii(self.images).tolist()
+        norms, radii = self.norm.tolist(), region.radii(self.images).tolist()
         labels, predictions, found = self.labels.tolist(), self.prediction.tolist(), self.found.tolist()
         for row, index in enumerate(indices.tolist()):
             fallen = norms[row] < float("inf")
-            yield Attacked(
+            yield AttackRecord(
                 index=index,
                 label=labels[row],
                 prediction=predictions[row],
@@ -209,7 +209,7 @@ class _Standing:
                 norm=norms[row] if fallen else None,
                 l2=lengths[row] if fallen else None,
                 epsilon=radii[row],
-                kind=threat.norm,
+                kind=region.norm,
                 broken_by=self.broken_by[row],
                 image=self.images[row].cpu().clone() if keep_images else None,
                 adversarial=self.adversarial[row].cpu().clone() if keep_images else None,

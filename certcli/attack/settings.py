@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
-from certcli.evaluation.threat import Threat, per_image
+from certcli.evaluation.region import Region, per_image
 from certcli.system.errors import UsageError
 
 PRECISIONS = ("float32", "bf16")
@@ -69,17 +69,17 @@ class AttackSettings:
         """Whether a success ends a run. On a random net one lucky draw is none: the end is judged, on the average."""
         return self.stop_early and self.samples == 1
 
-    def step(self, threat: Threat, steps: int, images: Tensor) -> Tensor:
+    def step(self, region: Region, steps: int, images: Tensor) -> Tensor:
         """alpha, (b, 1, 1, 1): the given step size, else relative_step * radius / steps (2.5 is Madry et al.'s choice)."""
-        radii = threat.radii(images)
-        wanted = (
+        radii = region.radii(images)
+        lengths = (
             self.relative_step * radii / steps if self.step_size is None else torch.full_like(radii, self.step_size)
         )
-        return per_image(wanted, images)
+        return per_image(lengths, images)
 
 
-Craft = Callable[[nn.Module, Tensor, Tensor, Threat, AttackSettings], Tensor]
-"""model, images (b, c, h, w), labels (b,), threat, settings -> adversarial candidates (b, c, h, w), to be judged."""
+Craft = Callable[[nn.Module, Tensor, Tensor, Region, AttackSettings], Tensor]
+"""model, images (b, c, h, w), labels (b,), region, settings -> adversarial candidates (b, c, h, w), to be judged."""
 
 
 @dataclass(frozen=True)
@@ -107,5 +107,6 @@ def planned_attacks(names: Sequence[str | Planned], settings: AttackSettings) ->
 def _parse(name: str, settings: AttackSettings) -> Planned:
     counted = re.fullmatch(r"(.+)-(\d+)", name)
     if name in ATTACKS or counted is None:
-        return Planned(name, name, settings)
+        label = ATTACKS[name].name
+        return Planned(label, label, settings)
     return Planned(name, counted[1], replace(settings, steps=int(counted[2])))

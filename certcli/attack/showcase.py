@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.campaign import Stage
-from certcli.attack.run import Attacked, attack_images
+from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.threat import Norm, Threat, image_norms
+from certcli.evaluation.region import Norm, Region, image_norms
 from certcli.images.labelled import Images
 
 ROWS = 4
@@ -40,7 +40,7 @@ class Exhibit:
         return self.adversarial_prediction != self.prediction
 
 
-def choose(records: Sequence[Attacked], network: str, count: int = ROWS) -> list[Exhibit]:
+def choose(records: Sequence[AttackRecord], network: str, count: int = ROWS) -> list[Exhibit]:
     """The first `count` images that fell, in the order of the records, each at the radius where it fell first."""
     chosen: dict[int, Exhibit] = {}
     for record in records:
@@ -74,9 +74,9 @@ def beside(exhibits: Sequence[Exhibit], other: nn.Module, network: str, stage: S
     for shown in exhibits:
         pixels, point = (part[None].to(like.device, like.dtype) for part in (shown.image, shown.adversarial))
         batch = [(torch.tensor([shown.index]), pixels, torch.tensor([shown.label]))]
-        threat = Threat(shown.kind, shown.epsilon)
+        region = Region(shown.kind, shown.epsilon)
         settings = AttackSettings(seed=seed)
-        (record,) = attack_images(other, batch, stage.plan, threat, settings, keep_images=True)
+        (record,) = attack_images(other, batch, stage.plan, region, settings, keep_images=True)
         own = choose([record], network)
         if own:
             found += own

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from certcli.attack.run import Attacked
+from certcli.attack.run import AttackRecord
 from certcli.evaluation.intervals import Interval, share_interval
 from certcli.system.errors import DataError
 
@@ -27,7 +27,7 @@ class RobustAccuracy:
     median_norm: float | None
 
 
-def robust_accuracy(records: Iterable[Attacked]) -> RobustAccuracy:
+def robust_accuracy(records: Iterable[AttackRecord]) -> RobustAccuracy:
     """The summary of records of one radius; DataError when there is none, or when radii or attacks are mixed."""
     rows = list(records)
     if not rows:
@@ -54,9 +54,9 @@ def robust_accuracy(records: Iterable[Attacked]) -> RobustAccuracy:
     )
 
 
-def curve(records: Iterable[Attacked]) -> tuple[RobustAccuracy, ...]:
+def curve(records: Iterable[AttackRecord]) -> tuple[RobustAccuracy, ...]:
     """One summary a radius, ascending, from the records of `attack_images`."""
-    groups: dict[float, list[Attacked]] = {}
+    groups: dict[float, list[AttackRecord]] = {}
     for record in records:
         groups.setdefault(record.epsilon, []).append(record)
     return tuple(robust_accuracy(groups[radius]) for radius in sorted(groups))

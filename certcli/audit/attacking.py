@@ -10,8 +10,7 @@ from torch import Tensor
 
 from certcli.attack.campaign import stages_of
 from certcli.attack.patch import Target, attack_patches
-from certcli.attack.run import Attacked as AttackedImage
-from certcli.attack.run import attack_images
+from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import curve
 from certcli.audit.clock import OutOfTime, StageTime
@@ -19,8 +18,8 @@ from certcli.audit.findings import Findings
 from certcli.audit.judging import BF16_GAIN, CAREFUL, dataset_of, first, own
 from certcli.audit.shared_stages import together
 from certcli.evaluation.radii import radius_key
-from certcli.evaluation.sizes import Patch
-from certcli.evaluation.threat import growing
+from certcli.evaluation.region import growing
+from certcli.evaluation.threat import Patch
 from certcli.images.labelled import Images, sent
 from certcli.models.build import PixelModel
 from certcli.report.document import AttackShares, PatchAttack, Share
@@ -69,8 +68,8 @@ class Attacking:
         passes = PASSES_A_STEP * steps * settings.restarts * (1 + LATER * (len(radii) - 1))
         each = max(1e-9, image_seconds * passes / (BF16_GAIN if settings.precision == "bf16" else 1.0))
         self.size = max(1, min(most, int(BATCH_SHARE * seconds / each), -(-len(images) // team.size)))
-        self.records: list[AttackedImage] = []
-        self._shown: list[tuple[int, AttackedImage]] = []  # with the process that has its pixels
+        self.records: list[AttackRecord] = []
+        self._shown: list[tuple[int, AttackRecord]] = []  # with the process that has its pixels
         self.longest, self.seconds = 0.0, 0.0
 
     @property
@@ -94,23 +93,23 @@ class Attacking:
     def _batches(self, part: StageTime) -> bool:
         """A batch for each process; whether one of them was broken off."""
         began = time.perf_counter()
-        mine: list[AttackedImage] = []
+        mine: list[AttackRecord] = []
 
-        def find() -> list[AttackedImage]:
+        def find() -> list[AttackRecord]:
             positions = own(self.team, self.images, self.count, self.size)
             if not positions:
                 return []
             pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
             batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
-            plan, threats = self.stage.plan, growing("l2", self.radii)
-            mine.extend(attack_images(self.model, batch, plan, threats, self.settings, keep_images=True))
+            plan, regions = self.stage.plan, growing("l2", self.radii)
+            mine.extend(attack_images(self.model, batch, plan, regions, self.settings, keep_images=True))
             return mine
 
-        def pack(rows: list[AttackedImage]) -> list[dict[str, Any]]:
+        def pack(rows: list[AttackRecord]) -> list[dict[str, Any]]:
             return [row.to_json() for row in rows]
 
-        def unpack(rows: list[dict[str, Any]]) -> list[AttackedImage]:
-            return [AttackedImage.from_json(row) for row in rows]
+        def unpack(rows: list[dict[str, Any]]) -> list[AttackRecord]:
+            return [AttackRecord.from_json(row) for row in rows]
 
         found, broken = together(self.team, part, find, pack, unpack)
         for rank, rows in enumerate(found):
@@ -124,7 +123,7 @@ class Attacking:
             self.longest, self.seconds = max(self.longest, took), self.seconds + took
         return broken
 
-    def exhibits(self) -> list[AttackedImage]:
+    def exhibits(self) -> list[AttackRecord]:
         """A few fooled images with their pixels, which come from the process that attacked them. All processes call it."""
         if not self.team.several:
             return [row for _, row in self._shown]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from certcli.audit.findings import Findings
 from certcli.evaluation.radii import proven_percent, radius_key
-from certcli.evaluation.sizes import ANY_IMAGE, Patch
+from certcli.evaluation.threat import Threat
 from certcli.report.document import GateReport, GateResult, Share
 from certcli.report.shares import FEW
 from certcli.system.errors import UsageError
@@ -84,7 +84,7 @@ def parse(text: str) -> FailOn:
     if quantity == AGAINST:
         if size is None:
             raise UsageError(f"--fail-on '{text}': patched needs a patch", EXAMPLE)
-        Patch.read(size, ANY_IMAGE)
+        Threat.read(size, "patch")
     elif match["patch"] is not None:
         raise UsageError(f"--fail-on '{text}': {quantity} speaks of no patch", EXAMPLE)
     elif (match["radius"] is not None) != (quantity in AT_A_RADIUS):
@@ -154,7 +154,7 @@ def _share(gate: FailOn, findings: Findings, image: tuple[int, int]) -> tuple[Sh
         return share, "" if attack is None else f" after {', '.join(attack.attacks)}", (*needed, "attack")
     if gate.patch is not None:
         behind = findings.patched
-        share = None if behind is None else behind.certified.get(str(Patch.read(gate.patch, image)))
+        share = None if behind is None else behind.certified.get(Threat.read(gate.patch, "patch", image).key)
         return share, "" if behind is None else f" by {behind.procedure} (proof)", (*needed, "patch")
     at = radius_key(gate.radius or 0.0)
     reached = [

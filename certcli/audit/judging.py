@@ -16,8 +16,8 @@ from certcli.audit.findings import Findings
 from certcli.audit.shared_stages import together
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.certify.patch.certifier import PatchCertifier
-from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import describe
+from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images, sent
 from certcli.models.build import PixelModel
 from certcli.report.document import CertifiedShares, Dataset, PatchShares, Share
@@ -145,7 +145,9 @@ class Certifying:
         if isinstance(self.certifier, PatchCertifier):
             findings.patched = self._patch_shares(self.certifier)
             for row in rows:
-                by_index[row.index]["proven"] = [str(size) for size in self.certifier.patches if row.holds_at(size)]
+                by_index[row.index]["proven"] = [
+                    str(patch) for patch in self.certifier.patches if row.holds_at(Threat("patch", patch))
+                ]
             return
         findings.certificates.append(self._shares())
         for row in rows:
@@ -164,18 +166,20 @@ class Certifying:
             "seconds": round(self.seconds, 2),
         }
 
-    def _held(self, size: Any) -> Share:
-        return Share.of(sum(row.holds_at(size) for row in self.rows), len(self.rows))
+    def _held(self, threats: Sequence[Threat]) -> dict[str, Share]:
+        """The share certified against each threat."""
+        return {t.key: Share.of(sum(row.holds_at(t) for row in self.rows), len(self.rows)) for t in threats}
 
     def _shares(self) -> CertifiedShares:
-        result = certified_accuracy(self.rows, self.radii)
+        threats = [Threat("l2", radius) for radius in self.radii]
+        result = certified_accuracy(self.rows, threats)
         return CertifiedShares(
             method=self.certifier.method,
             promise=self.certifier.promise,
             failure=result.failure,
             domain=self.certifier.domain,
             about=self.about,
-            certified={radius_key(radius): self._held(radius) for radius in self.radii},
+            certified=self._held(threats),
             average_radius=result.average_radius or 0.0,
             abstained=result.abstained,
             **self._common(),
@@ -184,6 +188,6 @@ class Certifying:
     def _patch_shares(self, certifier: PatchCertifier) -> PatchShares:
         return PatchShares(
             procedure=str(certifier.parameters["procedure"]),
-            certified={str(size): self._held(size) for size in certifier.patches},
+            certified=self._held([Threat("patch", patch) for patch in certifier.patches]),
             **self._common(),
         )

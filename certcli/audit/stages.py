@@ -24,6 +24,7 @@ from certcli.certify.smoothing.functions import Classifier
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.network import NetworkBound
@@ -100,7 +101,7 @@ class Stages:
             self.findings.skip("lipschitz", failure.message)
             return False
         rows = self._certify(certifier, 0.3, self.plan.certified_radii)
-        held = sum(row.holds_at(self.plan.least) for row in rows)
+        held = sum(row.holds_at(Threat("l2", self.plan.least)) for row in rows)
         return held > USEFUL * sum(row.correct for row in rows)
 
     def _refusal(self, proven: Proven | None) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from certcli.evaluation.intervals import Interval, share_interval
 from certcli.evaluation.radii import proven_radius
-from certcli.evaluation.sizes import Kind, Patch, Size, size_key
+from certcli.evaluation.threat import Kind, Threat, one_norm
 from certcli.system.errors import DataError, NoBoundError, one_line
 
 AGAIN = 1e-6
@@ -46,9 +46,11 @@ class Certificate:
         """What cannot change the class: images within a radius, or patches, as they are spelled."""
         return self.radius
 
-    def holds_at(self, size: Size) -> bool:
-        """Certified and correct at this radius (0: correct); False for a threat that it does not speak of."""
-        return self.correct and isinstance(size, (int, float)) and (size == 0 or self.radius > size)
+    def holds_at(self, threat: Threat) -> bool:
+        """Certified and correct at this radius (0: correct); False against patches, of which it does not speak."""
+        return (
+            self.correct and isinstance(threat.size, (int, float)) and (threat.size == 0 or self.radius > threat.size)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """All fields; rung and seconds only where the method gives them. An infinite radius is "inf"."""
@@ -222,30 +224,40 @@ class CertifiedAccuracy:
     method: str
     failure: float
     intervals: dict[str, Interval]
+    threats: tuple[Threat, ...]
     abstained: float = 0.0
 
+    def against(self, threat: Threat) -> float:
+        """Return the share certified against one of the threats; TypeError for a threat of another norm."""
+        one_norm([threat, *self.threats])
+        return self.certified[threat.key]
+
     def to_json(self) -> dict[str, Any]:
-        """All fields; no mean radius of patches."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """All fields but the threats, which `certified` spells; no mean radius of patches."""
+        return {name: value for name, value in asdict(self).items() if value is not None and name != "threats"}
 
 
-def certified_accuracy(certificates: Sequence[Certificate], sizes: Sequence[Size]) -> CertifiedAccuracy:
-    """Certificates of one method -> shares at each radius or patch. DataError when there is none."""
+def certified_accuracy(certificates: Sequence[Certificate], threats: Sequence[Threat]) -> CertifiedAccuracy:
+    """Return the shares of one method against threats of one norm. DataError without certificates."""
     if not certificates:
         raise DataError("no image was certified")
     count = len(certificates)
     radii = [certificate.radius if certificate.correct else 0.0 for certificate in certificates]
     finite = [radius for radius in radii if math.isfinite(radius)]
     clean = sum(certificate.correct for certificate in certificates)
-    of_patches = any(isinstance(size, Patch) for size in sizes)
-    held = {size_key(size): sum(certificate.holds_at(size) for certificate in certificates) for size in sizes}
+    of_patches = bool(threats) and one_norm(threats) == "patch"
+    held = {threat: sum(certificate.holds_at(threat) for certificate in certificates) for threat in threats}
     return CertifiedAccuracy(
         clean=clean / count,
-        certified={name: hits / count for name, hits in held.items()},
+        certified={threat.key: hits / count for threat, hits in held.items()},
+        threats=tuple(threats),
         average_radius=None if of_patches else sum(finite) / len(finite) if finite else 0.0,
         images=count,
         method=certificates[0].method,
         failure=max(certificate.failure for certificate in certificates),
-        intervals={name: share_interval(hits, count) for name, hits in {"clean": clean, **held}.items()},
+        intervals={
+            "clean": share_interval(clean, count),
+            **{threat.key: share_interval(hits, count) for threat, hits in held.items()},
+        },
         abstained=sum(certificate.prediction is None for certificate in certificates) / count,
     )

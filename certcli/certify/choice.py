@@ -12,6 +12,7 @@ from certcli.certify.local_options import Local
 from certcli.certify.methods import certify, prepare
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.radii import proven_percent, proven_radius
+from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
 from certcli.models.build import load
 from certcli.system.errors import NoBoundError
@@ -64,7 +65,9 @@ def _bound(
     except NoBoundError as failure:
         return f"this network has no finite bound ({failure.message})", False, False
     sample = images.limit(TRIED)
-    found = certified_accuracy([row for rows in certify(certifier, sample, batch_size) for row in rows], [radius])
+    found = certified_accuracy(
+        [row for rows in certify(certifier, sample, batch_size) for row in rows], [Threat("l2", radius)]
+    )
     (share,) = found.certified.values()
     name = certifier.title.partition(",")[0]
     told = f"the {name} certifies {proven_percent(share)} of {len(sample)} images at {proven_radius(radius)}"
@@ -88,7 +91,7 @@ def _local(
         return failure.message, 0.0, math.inf
     seconds = (time.perf_counter() - started) / len(rows)
     right = [row for row in rows if row.correct]
-    held = sum(row.holds_at(radius) for row in right)
+    held = sum(row.holds_at(Threat("l2", radius)) for row in right)
     told = (
         f"local certificates hold at {proven_radius(radius)} for {held} of {len(right)} images tried ({_radii(right)})"
     )

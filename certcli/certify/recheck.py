@@ -1,4 +1,4 @@
-"""Records of certificates, checked against the network: found again, and attacked inside their radii."""
+"""Records of certificates, checked against the network: found again, and attacked inside what they claim."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,24 +6,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt
 from certcli.evaluation.records import Run
-from certcli.evaluation.threat import image_norms
+from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError
 
 FALSE_ALARM = 1e-4
 """Chance, at most, that a file whose statements are all true is refuted: shared equally by its tests, two a record."""
 
-Attack = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
-"""model, images (1, c, h, w), classes (1,), radius -> images within it (certifier's norm), hoped to be of another class."""
+Attack = Callable[[Certifier, Tensor, Tensor, Threat, int], Tensor]
+"""certifier, image (1, c, h, w), class (1,), threat, seed -> an image within the threat, hoped to be of another class."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One record and what became of it. attacked: whether an attack inside its radius was tried."""
+    """One record and what became of it. attacked: whether an attack inside what it claims was tried."""
 
     claim: Certificate
     status: str
@@ -74,7 +74,7 @@ def recheck(
         for row, claim in enumerate(part):
             why = plain[row]
             told = confirmed[row] if why is None else why
-            if told.status == "verified" and claim.radius > 0:
+            if told.status == "verified" and claim.held:
                 yield _attacked(certifier, claim, pixels[row : row + 1], told, doubt, attack)
             else:
                 yield Checked(claim, told.status, told.why)
@@ -103,16 +103,22 @@ def _attacked(
     certifier: Certifier, claim: Certificate, image: Tensor, told: Confirmation, doubt: Doubt, attack: Attack
 ) -> Checked:
     assert claim.prediction is not None
-    model, norm = certifier.attacked, certifier.norm
-    assert norm != "patch"  # a record about patches states no radius
-    weight = next(model.parameters(), image)
+    weight = next(certifier.attacked.parameters(), image)
     pixels = image.to(weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32)
     classes = torch.tensor([claim.prediction], device=pixels.device)
-    radius = min(claim.radius, math.sqrt(image.numel()) if norm == "l2" else 1.0)  # the box is no longer
-    found = attack(model, pixels, classes, radius)
-    length = float(image_norms(found.double() - pixels.double(), norm))
-    if length > radius or certifier.stands([claim], found, doubt)[0]:
-        return Checked(claim, "verified", f"{told.why}; no attack inside it succeeded", True)
-    return Checked(
-        claim, "refuted", f"an image at distance {length:.6g} is of another class (stated: {radius:.6g})", True
-    )
+    for threat in claimed_threats(claim, certifier, image.numel()):
+        found = attack(certifier, pixels, classes, threat, doubt.seed + claim.index)
+        if threat.allows(found[0], pixels[0]) and not certifier.stands([claim], found, doubt)[0]:
+            far = threat.norm if threat.norm == "patch" else f"{threat.norm} {threat.attacked()}"
+            within = f"within a patch of {threat.key}" if threat.norm == "patch" else f"within {far}"
+            return Checked(claim, "refuted", f"an image {within} is of another class", True)
+    return Checked(claim, "verified", f"{told.why}; no attack inside it succeeded", True)
+
+
+def claimed_threats(claim: Certificate, certifier: Certifier, entries: int) -> list[Threat]:
+    """Return the largest threats that the claim excludes. entries: of an image, whose box no longer radius leaves."""
+    if isinstance(claim.held, tuple):
+        patches = [Patch.from_key(key) for key in claim.held]
+        largest = [one for one in patches if not any(one != other and one.within(other) for other in patches)]
+        return [Threat("patch", patch) for patch in largest]
+    return [Threat(certifier.norm, min(claim.radius, math.sqrt(entries) if certifier.norm == "l2" else 1.0))]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.recheck import plainly_wrong
 from certcli.evaluation.resumed import Demanded, Resumed, to_compute_again, usual
-from certcli.evaluation.sizes import Size
+from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError
 
@@ -24,16 +24,16 @@ def find_again(
     certifier: Certifier,
     claims: Sequence[Certificate],
     images: Images,
-    size: Size,
+    threat: Threat,
     demanded: Demanded,
     batch_size: int,
     where: str,
 ) -> Resumed:
     """Some of the records of the first images, computed again (`to_compute_again`); DataError when one does not agree.
 
-    size: at which `demanded` counts images.
+    threat: at which `demanded` counts images.
     """
-    held = [int(claim.holds_at(size)) for claim in claims]
+    held = [int(claim.holds_at(threat)) for claim in claims]
     chosen = to_compute_again(held, demanded, usual(len(claims)))
     step = certifier.at_once or batch_size
     for start in range(0, len(chosen), step):

@@ -12,13 +12,13 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from certcli.checkpoint.record import Evidence
 from certcli.checkpoint.schema import Dataset, Digest, Json, Log10, Share, Text, convert
-from certcli.evaluation.radii import LARGEST, MOST_IMAGES, Norm, confidence, read_radius
-from certcli.evaluation.record_lines import PatchOptions
-from certcli.evaluation.sizes import Kind, Patch, Size, read_size
+from certcli.evaluation.radii import LARGEST, MOST_IMAGES, Norm, confidence
+from certcli.evaluation.record_lines import PatchKey, PatchOptions
+from certcli.evaluation.threat import Kind, Patch, Threat
 from certcli.system.errors import Refused
 
 MOST_RADII = 256
-_TOKEN = Meta(pattern=r"\A[a-z0-9][a-z0-9_.:#+\-]*(, [a-z0-9][a-z0-9_.:#+\-]*)*\Z", max_length=256)
+_TOKEN = Meta(pattern=r"\A[a-z0-9][A-Za-z0-9_.:=,#+\-]*(, [a-z0-9][A-Za-z0-9_.:=,#+\-]*)*\Z", max_length=256)
 
 ImageCount = Annotated[int, Meta(ge=1, le=MOST_IMAGES)]
 Tried = Annotated[int, Meta(ge=0, le=MOST_IMAGES)]
@@ -144,11 +144,9 @@ class CertifyResult(_Closed):
         return options.norm if isinstance(options, LocalOptions) else "patch" if self.method == "patch" else "l2"
 
     @property
-    def sizes(self) -> list[tuple[Size, float]]:
-        """Radii or patches, ascending, with the share certified there; Refused for what is no such size."""
-        norm = self.norm
-        found = [(read_size(key, norm), share) for key, share in self.certified.items()]
-        return sorted(found)
+    def shares(self) -> list[tuple[Threat, float]]:
+        """Threats, ascending, with the share certified against each; Refused for a key that spells no threat."""
+        return sorted((Threat.from_key(key, self.norm), share) for key, share in self.certified.items())
 
 
 class AttackParameters(_Closed):
@@ -157,7 +155,9 @@ class AttackParameters(_Closed):
     images: ImageCount | None = None
     attacks: list[list[Attacks]] = []
     radii: list[list[Radius]] = []
-    norm: list[Norm] = []
+    norm: list[Kind] = []
+    patches: list[PatchKey] = []
+    defence: PatchOptions | UnsetType = UNSET
     independent: list[bool] = []
     settings: Annotated[dict[Attacks, Setting], Meta(max_length=64)] = {}
     preset: Attacks | None = None
@@ -167,10 +167,9 @@ class AttackParameters(_Closed):
 
 
 class AttackPart(_Closed):
-    """One stage at one radius."""
+    """One stage at one radius, or at one size of patch."""
 
-    norm: Norm
-    epsilon: Radius
+    norm: Kind
     images: ImageCount
     clean: Share
     robust: Share
@@ -179,6 +178,16 @@ class AttackPart(_Closed):
     intervals: Annotated[dict[Attacks, tuple[Share, Share]], Meta(max_length=MOST_RADII)] = {}
     independent: bool = False
     own_radii: dict[Literal["smallest", "median", "largest"], Radius] | UnsetType = UNSET
+    epsilon: Radius | UnsetType = UNSET
+    patch: PatchKey | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        if (self.norm == "patch", self.norm == "patch") != (self.epsilon is UNSET, self.patch is not UNSET):
+            raise ValueError("a radius is stated of balls, and a patch of patches")
+
+    @property
+    def threat(self) -> Threat:
+        return Threat("patch", Patch.from_key(self.patch)) if self.patch else Threat(self.norm, self.epsilon or 0.0)
 
 
 class AttackFlag(_Closed):
@@ -309,13 +318,13 @@ def as_json(entry: Evidence, network: str) -> Json:
 
     network: digest of the checkpoint that holds the entry; nothing is recomputed of an entry about another network.
     """
-    told: Json = {"command": command_of(entry), "digest": entry.digest}
+    about: Json = {"command": command_of(entry), "digest": entry.digest}
     try:
         found = decode_evidence(entry)
     except Refused as refusal:
-        return {**told, "understood": False, "why": f"not understood, not shown: {refusal}"[:300]}
+        return {**about, "understood": False, "why": f"not understood, not shown: {refusal}"[:300]}
     return {
-        **told,
+        **about,
         "understood": True,
         "parameters": msgspec.to_builtins(found.parameters),
         "result": msgspec.to_builtins(found.result),
@@ -350,7 +359,7 @@ def _contradictions(entry: Decoded) -> Iterator[str]:
             if max(left) > count_of(part.clean, part.images):
                 yield "an attack leaves no more images than were right before it"
         for key, share in result.curve.items():
-            read_radius(key)
+            Threat.from_key(key, result.norm)
             if share > result.clean and not result.parts:
                 yield "an attack leaves no more images than were right before it"
     elif isinstance(result, KeptResult):
@@ -374,8 +383,8 @@ def _certify_contradictions(about: CertifyParameters, result: CertifyResult) -> 
     if isinstance(options, PatchOptions) and set(options.patches) != set(result.certified):
         yield "its parameters are about other patches"
     held = count_of(result.clean, images)
-    for size, share in result.sizes:
+    for threat, share in result.shares:
         if count_of(share, images) > held:
             yield "more images are certified at a larger radius, or than are classified correctly"
-        if not isinstance(size, Patch):
+        if threat.norm != "patch":
             held = count_of(share, images)

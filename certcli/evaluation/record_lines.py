@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from certcli.checkpoint.schema import MOST_CLASSES, Dataset, Digest, Json, Name, Text, decode, require_bounded
 from certcli.evaluation.intervals import MOST_DRAWS
 from certcli.evaluation.radii import Norm
-from certcli.evaluation.sizes import Kind
+from certcli.evaluation.threat import Kind
 from certcli.system.errors import DataError, Refused
 
 LONGEST_LINE = 2**20
@@ -32,18 +32,18 @@ Patches = Annotated[list[PatchKey], Meta(min_length=1, max_length=32)]
 Side = Annotated[int, Meta(ge=1, le=4096)]
 
 
-class _Strict(Struct, forbid_unknown_fields=True):
+class _Fields(Struct, forbid_unknown_fields=True):
     pass
 
 
-class ImagesFields(_Strict):
+class ImagesFields(_Fields):
     name: Dataset
     split: Text
     images: Annotated[int, Meta(ge=1, le=2**53)]
     digest: Digest
 
 
-class HeaderFields(_Strict):
+class HeaderFields(_Fields):
     """All that decides the records, and what was assumed in reading the network."""
 
     schema: Literal["certvit-records/1"]
@@ -61,7 +61,7 @@ class HeaderFields(_Strict):
         require_bounded(self.network)
 
 
-class CertificateFields(_Strict):
+class CertificateFields(_Fields):
     """A record of certify."""
 
     index: Index
@@ -79,7 +79,7 @@ class CertificateFields(_Strict):
             raise ValueError("it states a radius and no class")
 
 
-class AttackedFields(_Strict):
+class AttackedFields(_Fields):
     """A record of attack: misclassified, broken, or neither."""
 
     index: Index
@@ -110,7 +110,7 @@ class AttackedFields(_Strict):
             raise ValueError("prediction, robust, norm and broken_by contradict each other")
 
 
-class PatchCertificateFields(_Strict):
+class PatchCertificateFields(_Fields):
     """A record of certify against patches. counts: how many passes voted for each class."""
 
     index: Index
@@ -131,7 +131,7 @@ class PatchCertificateFields(_Strict):
             raise ValueError("its votes and their counts contradict each other")
 
 
-class PatchAttackedFields(_Strict):
+class PatchAttackedFields(_Fields):
     """A record of attack --norm patch. corner: (top, left) of a patch that breaks it."""
 
     index: Index
@@ -160,7 +160,7 @@ RECORDS: dict[tuple[str, bool], type[Struct]] = {
 """By command, and whether its threat is a patch."""
 
 
-class ProofParameters(_Strict):
+class ProofParameters(_Fields):
     promise: Text
     arithmetic: Text
     domain: Text
@@ -191,7 +191,7 @@ class SmoothingParameters(ProofParameters):
             raise ValueError("its seed is not below 2^64")
 
 
-class PatchOptions(_Strict):
+class PatchOptions(_Fields):
     """Parameters of a classifier that is defended against patches. cell: (height, width) of what is hidden together."""
 
     procedure: Literal["double-masking", "voting"]

@@ -162,15 +162,15 @@ class RecordFile:
         require_same_images(rows, self._images, path, all_of_them=True)
         self._earlier = rows
 
-    def take(self, wanted: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]] | None:
+    def take(self, keys: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]] | None:
         """The stored records with these keys, in order, or None when not all are there: find them, then `write`."""
         if not self._reading:
             return None
-        rows = self._earlier[self._taken : self._taken + len(wanted)]
-        if [tuple(row.get(key) for key in self._keys) for row in rows] != list(wanted):
+        rows = self._earlier[self._taken : self._taken + len(keys)]
+        if [tuple(row.get(key) for key in self._keys) for row in rows] != list(keys):
             self._drop()
             return None
-        self._taken += len(wanted)
+        self._taken += len(keys)
         return rows
 
     def _drop(self) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import SEEN, Record
-from certcli.checkpoint.schema import LONGEST_TEXT, Dataset, Text, convert
+from certcli.checkpoint.schema import LONGEST_TEXT, Dataset, StrictStruct, Text, convert
 from certcli.images.labelled import Images
 from certcli.system.errors import Refused
 
@@ -27,7 +27,7 @@ KINDS = {"finetune": TRAINED, "adapt": CALIBRATED, "constrain": CALIBRATED}
 """What each command does with its images."""
 
 
-class _SeenFields(Struct, forbid_unknown_fields=True):
+class _SeenFields(StrictStruct):
     dataset: Dataset
     split: Text
     images: Annotated[int, Meta(ge=1, le=2**53)]
@@ -50,12 +50,12 @@ class Seen:
 
     @property
     def sampled(self) -> float:
-        """Share of the step's images that are listed."""
+        """SeenShare of the step's images that are listed."""
         return min(1.0, len(self.listed) / self.images)
 
 
 @dataclass(frozen=True)
-class Share:
+class SeenShare:
     """How many of `of` images a network has seen. exactly: or estimated from a sample of what it has seen."""
 
     kind: str
@@ -108,7 +108,7 @@ def seen_by(record: Record) -> list[Seen]:
     return found
 
 
-def shares(seen: Sequence[Seen], images: Images) -> list[Share]:
+def shares(seen: Sequence[Seen], images: Images) -> list[SeenShare]:
     """Of training and of calibration images, the share among these; kinds without one are left out."""
     found = []
     for kind in (TRAINED, CALIBRATED):
@@ -122,7 +122,7 @@ def shares(seen: Sequence[Seen], images: Images) -> list[Share]:
         count = min(len(images), round(sum(weights)))
         if count:
             exactly = all(step.sampled == 1 for step in steps)
-            found.append(Share(kind, count, len(images), exactly))
+            found.append(SeenShare(kind, count, len(images), exactly))
     return found
 
 
@@ -146,11 +146,11 @@ def doubts(record: Record, images: Images) -> tuple[dict[str, Any], list[str]]:
     """Shares of seen images for a document, and sentences about them."""
     seen = seen_by(record)
     found = shares(seen, images)
-    said = [f"{share}: their figures are not those of new images" for share in found]
+    sentences = [f"{share}: their figures are not those of new images" for share in found]
     old = unlisted(seen, images)
     if old is not None and not any(share.kind == TRAINED for share in found):
-        said.append(
+        sentences.append(
             f"the network was trained on {old.images:,} images of {old.dataset}; its file does not say which: some of these "
             "may be among them"
         )
-    return {share.kind: {"images": share.images, "exact": share.exactly} for share in found}, said
+    return {share.kind: {"images": share.images, "exact": share.exactly} for share in found}, sentences

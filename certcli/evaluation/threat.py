@@ -1,128 +1,179 @@
-"""What an attacker may change: a ball of pixel-space radius around an image in the box [0, 1], or a patch of it."""
+"""How much an attacker may change, as one type: the radius of a ball in l2 or linf, or the size of a patch."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import total_ordering
+from typing import TYPE_CHECKING, Literal, get_args
 
-from certcli.evaluation.radii import Norm, require_norm
-from certcli.evaluation.sizes import Patch
-from certcli.system.errors import UsageError
+from certcli.evaluation.radii import (
+    Norm,
+    attacked_radius,
+    parse_radius,
+    proven_radius,
+    radius_key,
+    read_radius,
+    require_norm,
+)
+from certcli.system.errors import Refused, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Kind = Literal["l2", "linf", "patch"]
+ANY_IMAGE = (10**6, 10**6)
+"""(height, width) that every patch fits into: to read one before its image is known."""
 
 
-def image_norms(delta: Tensor, norm: Norm) -> Tensor:
-    """|delta|_2 or |delta|_inf of each image, in float64: (b, c, h, w) -> (b,)."""
-    flat = delta.double().flatten(1)
-    return flat.norm(dim=1) if norm == "l2" else flat.abs().amax(dim=1)
+@dataclass(frozen=True, order=True)
+class Patch:
+    """The size of `count` rectangles of pixels, which may lie anywhere in an image.
 
-
-def per_image(values: Tensor, like: Tensor) -> Tensor:
-    """One number an image, as a factor of its pixels: (b,) -> (b, 1, 1, 1), in the dtype of `like`."""
-    return values.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
-
-
-@dataclass(frozen=True)
-class Threat:
-    """All images x' in [0, 1] with |x' - x| <= radius (pixel units).
-
-    own: (b,) float64, a radius for each image of a batch, where they differ; `radius` is then the largest of them.
-    where: (b, 1, h, w) bool, the pixels that may change, where not all may: `Threat.within`.
+    Spelled "WIDTHxHEIGHT", several "COUNT:WIDTHxHEIGHT", in options, records and reports.
     """
 
-    norm: Norm
-    radius: float
-    own: Tensor | None = field(default=None, compare=False)
-    where: Tensor | None = field(default=None, compare=False)
-
-    @staticmethod
-    def within(patch: Patch, corners: Sequence[tuple[int, int]], images: Tensor) -> "Threat":
-        """Any pixels within one such patch of each image, at these corners (top, left): a ball of radius 1 in linf there."""
-        where = torch.zeros(len(images), 1, *images.shape[2:], dtype=torch.bool, device=images.device)
-        for row, (top, left) in enumerate(corners):
-            where[row, :, top : top + patch.height, left : left + patch.width] = True
-        return Threat("linf", 1.0, where=where)
-
-    @staticmethod
-    def each(norm: Norm, radii: Sequence[float]) -> "Threat":
-        """One radius for each image of a batch."""
-        checked = [Threat(norm, radius).radius for radius in radii]
-        return Threat(norm, max(checked), torch.tensor(checked, dtype=torch.float64))
-
-    def of(self, rows: Tensor) -> "Threat":
-        """The threat to the images of a batch at these positions (or under this mask)."""
-        own, where = (None if part is None else part[rows.to(part.device)] for part in (self.own, self.where))
-        return replace(self, own=own, where=where)
-
-    def radii(self, images: Tensor) -> Tensor:
-        """(b,) float64, on the images' device."""
-        if self.own is None:
-            return torch.full((len(images),), self.radius, dtype=torch.float64, device=images.device)
-        return self.own.to(images.device)
+    height: int
+    width: int
+    count: int = 1
 
     def __post_init__(self) -> None:
-        require_norm(self.norm)
-        if not 0 <= self.radius < float("inf"):
-            raise UsageError(f"radius {self.radius} is not a finite number >= 0")
+        if min(self.height, self.width, self.count) < 1:
+            raise UsageError(f"a patch of {self.width} x {self.height} pixels, {self.count} times, is none")
 
-    def project(self, adversarial: Tensor, images: Tensor) -> Tensor:
-        """Nearest point of the ball, then of the box: (b, c, h, w) x 2 -> (b, c, h, w).
+    def __str__(self) -> str:
+        return f"{self.count}:" * (self.count > 1) + f"{self.width}x{self.height}"
 
-        Clipping to the box after the ball keeps the point in the ball, because `images` lie in the box.
+    def within(self, other: Patch) -> bool:
+        """Return whether `other` allows all that this patch allows."""
+        return self.height <= other.height and self.width <= other.width and self.count <= other.count
+
+    @staticmethod
+    def read(text: str, image: tuple[int, int]) -> Patch:
+        """Read "32" (a square), "16x64" (width x height), "2%" (the square of at least that share), "2:32" (two of them).
+
+        Args:
+            image: (height, width).
+
+        Raises:
+            UsageError: the text is no patch, or its patch does not fit into the image.
         """
-        delta = adversarial - images
-        if self.norm == "linf":
-            limit = per_image(self.radii(images), images)
-            delta = torch.minimum(torch.maximum(delta, -limit), limit)
-        else:
-            length = image_norms(delta, "l2").clamp_min(1e-30)
-            delta = delta * per_image((self.radii(images) / length).clamp_max(1.0), delta)
-        point = (images + delta).clamp(0.0, 1.0)
-        return point if self.where is None else torch.where(self.where, point, images)
+        found = re.fullmatch(
+            r"(?:([0-9]{1,3}):)?(?:([0-9]{1,6})(?:x([0-9]{1,6}))?|([0-9]{1,3}(?:\.[0-9]{1,6})?)%)", text.strip()
+        )
+        if found is None:
+            raise UsageError(f"--patch '{text}' is no patch", "--patch 32, 16x64 (width x height), 2%, or 2:32 for two")
+        count, width, height, share = found.groups()
+        if share is not None:
+            width = str(math.ceil(math.sqrt(float(share) / 100 * image[0] * image[1])))
+        patch = Patch(int(height or width), int(width), int(count or 1))
+        if patch.height > image[0] or patch.width > image[1]:
+            raise UsageError(
+                f"--patch {text}: {patch.width} x {patch.height} pixels do not fit into an image of {image[1]} x {image[0]}",
+                "a smaller patch",
+            )
+        return patch
 
-    def random_start(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Where an ascent begins: (b, c, h, w) -> (b, c, h, w). linf: uniform in the ball; l2: direction and length are.
+    @staticmethod
+    def from_key(key: str) -> Patch:
+        """Read what `str` wrote; Refused for any other text, such as "32" or "032x32"."""
+        found = re.fullmatch(r"(?:([1-9][0-9]{0,2}):)?([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", key)
+        if found is not None and found[1] != "1":
+            return Patch(int(found[3]), int(found[2]), int(found[1] or 1))
+        raise Refused(f"'{key[:40]}' is no patch")
 
-        Nearly all of an l2 ball of many dimensions lies at its edge: an ascent from a uniform point of it begins as far
-        away as it may ever be, and breaks fewer images. Clipped to the box. Source: torchattacks' PGDL2.
+
+@total_ordering
+@dataclass(frozen=True)
+class Threat:
+    """All images in [0, 1] that an attacker may show in place of x: those within a ball, or with other pixels in a patch.
+
+    Threats of one norm have an order; comparing those of two norms is a TypeError.
+
+    Args:
+        norm: "l2" or "linf" of the change, or "patch".
+        size: a radius in pixel units, of a patch its `Patch`.
+    """
+
+    norm: Kind
+    size: float | Patch
+
+    def __post_init__(self) -> None:
+        if self.norm not in get_args(Kind) or (self.norm == "patch") is not isinstance(self.size, Patch):
+            raise TypeError(f"no threat: {self.norm} of {self.size!r}")
+        if not isinstance(self.size, Patch) and not 0 <= self.size < math.inf:
+            raise UsageError(f"radius {self.size} is not a finite number >= 0")
+
+    def __lt__(self, other: Threat) -> bool:
+        if self.norm != other.norm:
+            raise TypeError(f"threats in {self.norm} and in {other.norm} cannot be compared")
+        return self.size < other.size  # type: ignore[operator]
+
+    @staticmethod
+    def of(size: float | Patch | Threat, norm: Norm = "l2") -> Threat:
+        """Make a threat of a radius in `norm`, or of a patch."""
+        return size if isinstance(size, Threat) else Threat("patch" if isinstance(size, Patch) else norm, size)
+
+    @staticmethod
+    def read(text: str, norm: Kind, image: tuple[int, int] = ANY_IMAGE) -> Threat:
+        """Read what a person writes: "8/255", or a patch (`Patch.read`). UsageError for other texts."""
+        if norm == "patch":
+            return Threat(norm, Patch.read(text, image))
+        require_norm(norm)
+        try:
+            return Threat(norm, parse_radius(text))
+        except ValueError as failure:
+            raise UsageError(str(failure), "a radius in pixel units, such as 0.5 or 8/255") from failure
+
+    @staticmethod
+    def from_key(key: str, norm: Kind) -> Threat:
+        """Read what `key` wrote; Refused for any other text."""
+        return Threat(norm, Patch.from_key(key) if norm == "patch" else read_radius(key))
+
+    @property
+    def radius(self) -> float:
+        """The size of a ball; TypeError for a patch, which has none."""
+        if isinstance(self.size, Patch):
+            raise TypeError("a patch has no radius")
+        return self.size
+
+    @property
+    def key(self) -> str:
+        """The size as records and evidence spell it, which reads back to the same threat: "0.25", "32x32"."""
+        return str(self.size) if isinstance(self.size, Patch) else radius_key(self.size)
+
+    def proven(self, digits: int = 6) -> str:
+        """Spell a proven size for a screen: a radius never rounded up."""
+        return str(self.size) if isinstance(self.size, Patch) else proven_radius(self.size, digits)
+
+    def attacked(self, digits: int = 6) -> str:
+        """Spell the size of an attack for a screen: a radius never rounded down."""
+        return str(self.size) if isinstance(self.size, Patch) else attacked_radius(self.size, digits)
+
+    def allows(self, changed: Tensor, image: Tensor) -> bool:
+        """Return whether an attacker may show `changed` in place of `image`: (c, h, w) both, compared in float64.
+
+        Of several patches one is looked for.
         """
-        return self._drawn(images, generator, lambda share, pixels: share)
-
-    def random_point(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """A point drawn uniformly from the ball, clipped to the box: (b, c, h, w) -> (b, c, h, w)."""
-        return self._drawn(images, generator, lambda share, pixels: share ** (1 / pixels))
-
-    def _drawn(self, images: Tensor, generator: torch.Generator, length: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """length: in l2, of the step, as a share of the radius, from uniform numbers and the number of pixels."""
-        shape, device = images.shape, images.device
-        if self.norm == "linf":
-            delta = (2 * torch.rand(shape, generator=generator).to(device) - 1) * per_image(self.radii(images), images)
-        else:
-            delta = torch.randn(shape, generator=generator).to(device)
-            share = length(torch.rand(shape[0], generator=generator).to(device), delta[0].numel())
-            delta = delta * per_image(share * self.radii(images) / image_norms(delta, "l2").clamp_min(1e-30), delta)
-        return self.project(images + delta.to(images.dtype), images)
-
-    def steepest(self, gradient: Tensor) -> Tensor:
-        """Direction of norm 1 along which a linear function grows fastest: (b, c, h, w) -> (b, c, h, w)."""
-        if self.norm == "linf":
-            return gradient.sign()
-        return gradient / per_image(image_norms(gradient, "l2").clamp_min(1e-30), gradient)
-
-    def contains(self, adversarial: Tensor, images: Tensor) -> Tensor:
-        """Which images lie in the closed ball and in the box, by exact comparison: -> (b,) bool.
-
-        The difference is taken in float64, where it is exact for float32 pixels.
-        """
-        inside = image_norms(adversarial.double() - images.double(), self.norm) <= self.radii(images)
-        boxed = ((adversarial >= 0) & (adversarial <= 1)).flatten(1).all(dim=1)
-        if self.where is not None:
-            inside = inside & ((adversarial == images) | self.where).flatten(1).all(dim=1)
-        return inside & boxed
+        delta = changed.double() - image.double()
+        if bool(((changed < 0) | (changed > 1) | delta.isnan()).any()):
+            return False
+        if not isinstance(self.size, Patch):
+            return float(delta.norm() if self.norm == "l2" else delta.abs().max()) <= self.size
+        rows, columns = (delta != 0).any(dim=0).nonzero().T
+        if not len(rows):
+            return True
+        return all(
+            int(places.max() - places.min()) < side
+            for places, side in ((rows, self.size.height), (columns, self.size.width))
+        )
 
 
-def growing(norm: Norm, radii: Sequence[float]) -> list[Threat]:
-    """One threat a radius, ascending, each once. UsageError when there is none."""
-    if not radii:
-        raise UsageError("no radius was given")
-    return [Threat(norm, radius) for radius in sorted(set(radii))]
+def one_norm(threats: Iterable[Threat]) -> Kind:
+    """Return the norm that all threats share; TypeError where they have several, since their shares cannot be compared."""
+    norms = sorted({threat.norm for threat in threats})
+    if len(norms) != 1:
+        raise TypeError(f"shares at threats in {' and '.join(norms) or 'no norm'} cannot be compared")
+    return norms[0]

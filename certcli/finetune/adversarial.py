@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Generator, Tensor
 
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.region import Region
 from certcli.finetune.settings import FinetuneSettings
 from certcli.models.build import PixelModel
 from certcli.system.errors import UsageError
@@ -32,11 +32,11 @@ class Adversary:
 
     def __init__(self, model: PixelModel, settings: FinetuneSettings, generator: Generator) -> None:
         self.model, self.settings, self.generator = model, settings, generator
-        self.threat = Threat(settings.attack_norm, settings.attack_epsilon)  # type: ignore[arg-type]
+        self.region = Region(settings.attack_norm, settings.attack_epsilon)  # type: ignore[arg-type]
         self.steps = 1 if settings.adversarial == "fgsm" else settings.attack_steps
         reach = FGSM_STEP if settings.adversarial == "fgsm" else PGD_REACH
         given = settings.attack_step_size
-        self.step_size = reach * self.threat.radius / self.steps if given is None else given
+        self.step_size = reach * self.region.radius / self.steps if given is None else given
         self.attentions = [module for path, module in model.net.named_modules() if path.split(".")[-1] == "attn"]
         if settings.ard > 0 and not self.attentions:
             raise UsageError("--ard drops the gradients of attention, and the network has none named 'attn'")
@@ -65,16 +65,16 @@ class Adversary:
         left, was_training = self.share_left(share), self.model.training
         if self.settings.adversarial == "trades":
             start = TRADES_START * torch.randn(images.shape, generator=self.generator).to(images)
-            moved = self.threat.project(images + start, images)
+            moved = self.region.project(images + start, images)
         else:
-            moved = self.threat.random_start(images, self.generator)
+            moved = self.region.random_start(images, self.generator)
         self.model.eval()
         try:
             for _ in range(self.steps):
                 moved = self._masked(moved, images, left).detach().requires_grad_(True)
                 with self._attention_dropped(left), torch.enable_grad():
                     (gradient,) = torch.autograd.grad(loss(forward(moved)), moved)
-                moved = self.threat.project(moved.detach() + self.step_size * self.threat.steepest(gradient), images)
+                moved = self.region.project(moved.detach() + self.step_size * self.region.steepest(gradient), images)
         finally:
             self.model.train(was_training)
         return moved

@@ -26,7 +26,7 @@ from certcli.evaluation.evidence import (
 )
 from certcli.evaluation.intervals import share_interval
 from certcli.evaluation.radii import proven_radius
-from certcli.evaluation.sizes import Patch, Size, proven_size
+from certcli.evaluation.threat import Threat
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.lipschitz.numerics.real import Real
 from certcli.system.errors import CertvitError, Refused
@@ -184,8 +184,8 @@ def _training(checkpoint: Checkpoint, entry: Decoded, where: str, certify: Certi
     images = result.dataset if isinstance(result.dataset, JudgedImages) else None
     limit, digest = entry.parameters.images, None if images is None else images.digest
     wanted = Wanted("val", limit, steps[-1].seed if steps else 0, "lipschitz", {}, digest)
-    shares = [(entry.parameters.epsilon, result.certified)]
-    yield from _again(where, result.clean, shares, "l2", None, images, {}, wanted, certify)
+    shares = [(Threat("l2", entry.parameters.epsilon), result.certified)]
+    yield from _again(where, result.clean, shares, None, images, {}, wanted, certify)
 
 
 def _certified(about: Any, result: CertifyResult, where: str, certify: Certify) -> Iterator[Claim]:
@@ -203,21 +203,20 @@ def _certified(about: Any, result: CertifyResult, where: str, certify: Certify) 
     given = {name: value for name, value in stated["parameters"].items() if name != "noise"}
     wanted = Wanted(about.split, about.limit, about.seed, result.method, given, result.dataset.digest)
     mean = None if isinstance(result.average_radius, msgspec.UnsetType) else result.average_radius
-    yield from _again(where, result.clean, result.sizes, result.norm, mean, result.dataset, stated, wanted, certify)
+    yield from _again(where, result.clean, result.shares, mean, result.dataset, stated, wanted, certify)
 
 
 def _again(
     where: str,
     clean: float,
-    shares: Sequence[tuple[Size, float]],
-    norm: str,
+    shares: Sequence[tuple[Threat, float]],
     mean: float | None,
     images: JudgedImages | None,
     stated: Mapping[str, Any],
     wanted: Wanted,
     certify: Certify,
 ) -> Iterator[Claim]:
-    """Stated counts beside those of the images certified again. shares: (radius or patch, certified share)."""
+    """Stated counts beside those of the images certified again. shares: (threat, certified share)."""
     try:
         again = certify(wanted)
     except CertvitError as failure:
@@ -234,9 +233,9 @@ def _again(
         yield Claim(where, "how it was certified", "refuted", why)
         return
     yield Claim(where, f"clean {count_of(clean, total)} of {total}", *_judge(None, clean, again))
-    for size, share in shares:
-        told = f"certified {count_of(share, total)} of {total} at {norm} {proven_size(size)}"
-        yield Claim(where, told, *_judge(size, share, again))
+    for threat, share in shares:
+        told = f"certified {count_of(share, total)} of {total} at {threat.norm} {threat.proven()}"
+        yield Claim(where, told, *_judge(threat, share, again))
     if mean is not None:
         whole = len(again.rows) == again.total  # who asks for a sample does not ask for what no sample can tell
         yield Claim(where, f"mean radius {proven_radius(mean)}", *_judge_mean(mean, again), asked=whole)
@@ -255,28 +254,28 @@ def _named(where: str, images: JudgedImages | None, again: Again, wanted: Wanted
     return Claim(where, told, "not checked", f"the same pixels and labels, in a folder that is named {here} here")
 
 
-def _judge(size: Size | None, share: float, again: Again) -> tuple[Status, str]:
-    """size: None for images that are right."""
-    hits, count = _hits(size, again.rows), len(again.rows)
+def _judge(threat: Threat | None, share: float, again: Again) -> tuple[Status, str]:
+    """threat: None for images that are right."""
+    hits, count = _hits(threat, again.rows), len(again.rows)
     stated = count_of(share, again.total)
     if count < again.total:
         low, high = share_interval(hits, count, SAMPLE_ALPHA)
-        wrong = share > high or (size is None and share < low)
+        wrong = share > high or (threat is None and share < low)
         interval = f"{hits} of a sample of {count} images: between {low:.4f} and {high:.4f} ({1 - SAMPLE_ALPHA:.1%})"
         return ("refuted" if wrong else "verified"), interval
-    wrong = stated != hits if size is None else stated > hits
+    wrong = stated != hits if threat is None else stated > hits
     return ("refuted" if wrong else "verified"), f"{hits} of all {count} images"
 
 
-def _hits(size: Size | None, rows: Sequence[tuple[bool, Held]]) -> int:
-    """Images that are right and, at a size, certified there; a radius at the very edge may round either way."""
-    if not size:
+def _hits(threat: Threat | None, rows: Sequence[tuple[bool, Held]]) -> int:
+    """Images that are right and certified against the threat; a radius at the very edge may round either way."""
+    if threat is None or threat.size == 0:
         return sum(correct for correct, _ in rows)
 
     def holds(found: Held) -> bool:
-        if isinstance(found, tuple) or isinstance(size, Patch):
-            return isinstance(found, tuple) and str(size) in found
-        return found * (1 + SLACK) > size
+        if isinstance(found, tuple) or not isinstance(threat.size, float):
+            return isinstance(found, tuple) and threat.key in found
+        return found * (1 + SLACK) > threat.size
 
     return sum(correct and holds(found) for correct, found in rows)
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from certcli.attack.crafting import Watched
 from certcli.attack.judge import judge, refine, tuck_in
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Watched
-from certcli.evaluation.threat import Norm, Threat, image_norms
+from certcli.evaluation.region import Norm, Region, image_norms
 from certcli.system.errors import ArchitectureError, DataError
 from tests.helpers.attack_nets import NORMS, ROUNDING, batches, exact_distances, labelled, linear, perceptron, pictures
 
@@ -20,12 +20,12 @@ def test_judge_clips_before_it_believes(norm: Norm) -> None:
     images = pictures(6)
     labels = labelled(model, images)
     distance = exact_distances(model, images, labels, norm)
-    threat = Threat(norm, float(distance.min()) * 0.99)
+    region = Region(norm, float(distance.min()) * 0.99)
     direction = (model[1].weight[1 - labels] - model[1].weight[labels]).detach().view_as(images)
     candidates = images + 100 * direction
     candidates[1, 0, 0, 0] = float("nan")
     candidates[2, 0, 0, 0] = float("inf")
-    verdict = judge(model, images, labels, candidates, threat)
+    verdict = judge(model, images, labels, candidates, region)
     assert verdict.robust.all()
     assert not verdict.success.any()
     assert torch.equal(verdict.adversarial, images)
@@ -37,11 +37,11 @@ def test_judge_clips_before_it_believes(norm: Norm) -> None:
 def test_tucked_points_are_inside_by_exact_comparison(norm: Norm, radius: float) -> None:
     """Float32 clipping leaves points 1e-8 outside; they come inside without giving up more than 1 part in 10,000."""
     images = torch.cat([pictures(20, size=16), pictures(20, seed=2, size=16).round()])
-    threat = Threat(norm, radius)
+    region = Region(norm, radius)
     generator = torch.Generator().manual_seed(0)
     away = images + 10 * torch.randn(images.shape, generator=generator)
-    point = tuck_in(away, images, threat)
-    assert threat.contains(point, images).all()
+    point = tuck_in(away, images, region)
+    assert region.contains(point, images).all()
     if norm == "linf" and 2 / 255 <= radius <= 0.5:
         # 3e-8 is the rounding of a pixel near 1: relative to the radius at most 4e-6, and shrinks double until they do
         assert (image_norms(point.double() - images.double(), norm) >= radius * (1 - 1e-4)).all()
@@ -49,21 +49,21 @@ def test_tucked_points_are_inside_by_exact_comparison(norm: Norm, radius: float)
 
 def test_judge_refuses_what_it_cannot_judge() -> None:
     images, labels = pictures(3), torch.zeros(3, dtype=torch.long)
-    threat = Threat("l2", 1.0)
+    region = Region("l2", 1.0)
     with pytest.raises(DataError, match="outside"):
-        judge(linear(2), images + 1, labels, images, threat)
+        judge(linear(2), images + 1, labels, images, region)
     with pytest.raises(DataError, match="disagree"):
-        judge(linear(2), images, labels[:2], images, threat)
+        judge(linear(2), images, labels[:2], images, region)
     for broken in (nn.Flatten(0), nn.Sequential(linear(2), nn.Threshold(1e9, float("nan")))):
         with pytest.raises(ArchitectureError):
-            judge(broken, images, labels, images, threat)
+            judge(broken, images, labels, images, region)
 
 
 def test_a_misclassified_image_is_not_robust_and_its_norm_is_zero() -> None:
     model = linear(2)
     images = pictures(3)
     labels = 1 - labelled(model, images)
-    verdict = judge(model, images, labels, images.round(), Threat("l2", 9.0))
+    verdict = judge(model, images, labels, images.round(), Region("l2", 9.0))
     assert not verdict.success.any()
     assert not verdict.robust.any()
     assert torch.equal(verdict.adversarial, images)
@@ -77,9 +77,9 @@ def test_refining_keeps_successes_and_finds_the_boundary() -> None:
     labels = labelled(model, images)
     distance = exact_distances(model, images, labels, "l2")
     direction = (model[1].weight[1 - labels] - model[1].weight[labels]).detach().view_as(images)
-    threat = Threat("l2", 3.0)
-    coarse = judge(model, images, labels, images + 3 * direction, threat)
-    fine = refine(model, images, labels, coarse, threat, steps=16)
+    region = Region("l2", 3.0)
+    coarse = judge(model, images, labels, images + 3 * direction, region)
+    fine = refine(model, images, labels, coarse, region, steps=16)
     assert coarse.success.any()
     assert torch.equal(coarse.success, fine.success)
     assert (fine.norm <= coarse.norm).all()
@@ -95,11 +95,11 @@ def test_solved_rows_cost_nothing_more() -> None:
     model.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     images = pictures(20)
     labels = labelled(model, images)
-    list(attack_images(model, batches(images, labels, 20), ["pgd"], Threat("l2", 1.0), AttackSettings(steps=20)))
+    list(attack_images(model, batches(images, labels, 20), ["pgd"], Region("l2", 1.0), AttackSettings(steps=20)))
     early = sum(rows)
     rows.clear()
     settings = AttackSettings(steps=20, stop_early=False)
-    list(attack_images(model, batches(images, labels, 20), ["pgd"], Threat("l2", 1.0), settings))
+    list(attack_images(model, batches(images, labels, 20), ["pgd"], Region("l2", 1.0), settings))
     assert early < 0.8 * sum(rows)
 
 
@@ -108,14 +108,14 @@ def test_watched_model_keeps_the_first_success_of_a_row() -> None:
     images = pictures(4)
     labels = labelled(model, images)
     direction = (model[1].weight[1 - labels] - model[1].weight[labels]).detach().view_as(images)
-    threat = Threat("l2", 5.0)
-    watched = Watched(model, images, labels, threat, True)
+    region = Region("l2", 5.0)
+    watched = Watched(model, images, labels, region, True)
     watched(images)
     flip = images.clone()
     flip[:2] = (images + 5 * direction).clamp(0, 1)[:2]
     watched(flip).detach().scatter_(1, labels[:, None], 1e9)  # some attacks write into the logits they get
     logits = watched(images)  # the solved rows rest on their last logits although their pixels went back
-    verdict = judge(model, images, labels, watched.harvest(images), threat)
+    verdict = judge(model, images, labels, watched.harvest(images), region)
     assert verdict.success.tolist() == [True, True, False, False]
     assert (logits.argmax(dim=1) != labels).tolist() == [True, True, False, False]
     watched.train()

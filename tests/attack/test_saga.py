@@ -6,12 +6,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
+from certcli.attack.crafting import Watched
 from certcli.attack.families.saga import FLOOR, rollout
 from certcli.attack.judge import judge
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Watched
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.region import Region
 from certcli.nn.l2_attention import build
 from certcli.system.errors import UsageError
 from tests.helpers.attack_nets import NORMS, SHORT, batches, labelled, perceptron, pictures
@@ -41,12 +41,12 @@ def test_saga_attacks_vits_of_either_attention(norm: str, l2: bool, pool: str) -
     model = small_vit(l2, pool)
     images = pictures(6)
     labels = labelled(model, images, wrong=1)
-    threat = Threat(norm, 3.0 if norm == "l2" else 0.6)
-    records = list(attack_images(model, batches(images, labels), ["saga"], threat, SHORT, keep_images=True))
+    region = Region(norm, 3.0 if norm == "l2" else 0.6)
+    records = list(attack_images(model, batches(images, labels), ["saga"], region, SHORT, keep_images=True))
     assert len(records) == 6
     assert any(record.fell for record in records)  # a random net at half of the box's diagonal
     for record in records:
-        assert threat.contains(record.adversarial[None], record.image[None]).all()
+        assert region.contains(record.adversarial[None], record.image[None]).all()
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -73,7 +73,7 @@ def test_rollout_is_the_product_of_half_attention_and_half_identity() -> None:
 def test_saga_refuses_a_net_without_attention(model: nn.Module) -> None:
     images = pictures(2)
     with pytest.raises(UsageError, match="saga needs"):
-        ATTACKS.load("saga")(model, images, labelled(model, images), Threat("l2", 0.5), SHORT)
+        ATTACKS.load("saga")(model, images, labelled(model, images), Region("l2", 0.5), SHORT)
 
 
 class Threshold(nn.Module):
@@ -93,13 +93,13 @@ def test_a_flip_in_half_precision_alone_is_no_success() -> None:
     model = Threshold(1.0).eval()
     images = torch.full((1, 1, 6, 6), 0.4995)
     labels = torch.zeros(1, dtype=torch.long)
-    threat = Threat("linf", 0.0004)
-    half = Watched(model, images, labels, threat, True, "bf16")
+    region = Region("linf", 0.0004)
+    half = Watched(model, images, labels, region, True, "bf16")
     nearly = images + 0.0004
     assert half(nearly)[0, 1] == 0.5  # rounded: 0.4999 has no neighbour nearer in bfloat16
     settings = AttackSettings(steps=4, precision="bf16")
     for name in ("fgsm", "pgd", "margin-pgd"):
-        (record,) = attack_images(model, batches(images, labels), [name], threat, settings)
+        (record,) = attack_images(model, batches(images, labels), [name], region, settings)
         assert record.withstood
 
 
@@ -108,15 +108,10 @@ def test_half_precision_crafts_points_that_the_model_itself_confirms(name: str) 
     model = small_vit()
     images = pictures(6)
     labels = labelled(model, images)
-    threat = Threat("l2", 3.0)
+    region = Region("l2", 3.0)
     settings = AttackSettings(steps=6, queries=20, searches=2, precision="bf16")
-    points = ATTACKS.load(name)(model, images, labels, threat, settings)
+    points = ATTACKS.load(name)(model, images, labels, region, settings)
     assert points.dtype == torch.float32
-    verdict = judge(model, images, labels, points, threat)
+    verdict = judge(model, images, labels, points, region)
     with torch.no_grad():
         assert (model(verdict.adversarial[verdict.success]).argmax(1) != labels[verdict.success]).all()
-
-
-def test_an_unknown_precision_is_refused() -> None:
-    with pytest.raises(UsageError, match="unknown precision 'fp8'"):
-        AttackSettings(precision="fp8")

@@ -21,6 +21,7 @@ from certcli.certify.local_options import Local
 from certcli.certify.methods import prepare
 from certcli.certify.smoothing.functions import Classifier
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.threat import Threat
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system.errors import GateError, UsageError
@@ -195,7 +196,7 @@ def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -
     proven = certifier.proven
     certifier.proven = lambda image, label, radius: tried.append(radius) or proven(image, label, radius)
     (found,) = certifier.batch(*given)
-    assert [found.holds_at(radius) for radius in (1e-4, 1e-3, 0.4)] == [True, True, False]
+    assert [found.holds_at(Threat("l2", radius)) for radius in (1e-4, 1e-3, 0.4)] == [True, True, False]
     assert len(tried) == 3
     (confirmed,) = certifier.confirm([found], given[1], Doubt(0, 1e-6))
     assert confirmed.status == "verified"

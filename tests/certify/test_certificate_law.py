@@ -25,8 +25,8 @@ from certcli.certify.patch.certifier import prepare as prepare_patch
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
-from certcli.evaluation.sizes import Patch
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.region import Region
+from certcli.evaluation.threat import Patch
 from certcli.models import build
 from certcli.nn.activations import MaxMin
 from certcli.nn.attention_weights import AttentionShape
@@ -204,8 +204,8 @@ def false_of_patches(certifier: Certifier, pixels: Tensor, rows: Sequence[Certif
                     torch.ones_like(image),
                     torch.rand(SIZE, generator=draw).double(),
                 ):
-                    threat = Threat.within(patch, [corner], image[None])
-                    nearby.append(threat.project(filled[None], image[None])[0])
+                    region = Region.within(patch, [corner], image[None])
+                    nearby.append(region.project(filled[None], image[None])[0])
             if set(certifier.predict(torch.stack(nearby))) != {row.prediction}:
                 found.append(row)
     return found

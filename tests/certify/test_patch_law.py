@@ -1,6 +1,8 @@
 """No patch, of extreme pixels or adaptive, changes a class that is certified."""
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 
 from certcli.attack.patch import Target, attack_patches
 from certcli.attack.settings import AttackSettings
+from certcli.certify.certificate import Certificate, Confirmation, Doubt
 from certcli.certify.methods import prepare
 from certcli.certify.patch.ablation import Voting
 from certcli.certify.patch.certifier import PatchCertifier
@@ -15,8 +18,11 @@ from certcli.certify.patch.climbed import TouchedPasses
 from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.options import Patches
 from certcli.certify.patch.passes import Passes
+from certcli.certify.recheck import recheck
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.sizes import Patch
+from certcli.cli.certify.verify import margin_attack
+from certcli.evaluation.threat import Patch, Threat
+from certcli.images import datasets
 from certcli.models.seen_part import GreyPixels
 from tests.helpers.patches import GRID, pixel_model, places
 
@@ -97,8 +103,6 @@ def test_a_patch_that_turns_the_network_is_found() -> None:
 @pytest.mark.parametrize("name", ["double-masking", "voting"])
 def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name: str) -> None:
     """At every place: PGD on the passes that see the patch, judged by the procedure itself."""
-    from certcli.images import datasets
-
     hide = "pixels" if name == "double-masking" else "auto"  # its flat head wants all tokens
     given = Patches(["1"], name, hide=hide, band_width=1, bands="blocks")
     certifier = prepare("patch", certified, CPU, given)
@@ -109,6 +113,29 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
     target = Target(lambda corner: TouchedPasses(certifier, patch, corner), certifier.predict)
     chosen = places_of(patch, (8, 8))[::9]
     found = attack_patches(target, range(24), pixels, labels.tolist(), patch, AttackSettings(steps=8), chosen)
-    held = [row.index for row in rows if row.holds_at(patch)]
+    held = [row.index for row in rows if row.holds_at(Threat.of(patch))]
     assert [row.index for row in found if row.index in held and not row.withstood] == []
     assert held
+
+
+class Credulous(PatchCertifier):
+    """It finds every claim again."""
+
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+        return [Confirmation("verified", "as it says")] * len(claims)
+
+
+def test_a_false_claim_about_a_patch_is_refuted_by_attack_alone(plain: Checkpoint) -> None:
+    """Masks for one pixel, claims about five by five: `certify --verify` attacks inside them."""
+    honest = prepare("patch", plain, CPU, Patches(["1"], hide="pixels"))
+    certifier = Credulous(honest.procedure, honest.passes, honest.patches)
+    images = datasets.load("digits", plain.record.input, "test").select(range(12))
+    pixels, labels = images.tensors()
+    claims = [
+        replace(row, proven=("1x1", "5x5")) for row in certifier.batch(images.indices.tolist(), pixels, labels.tolist())
+    ]
+    rows = list(recheck(certifier, claims, images, 5, margin_attack(1), 12))
+    assert all(row.attacked for row in rows)
+    refuted = [row for row in rows if row.status == "refuted"]
+    assert refuted
+    assert all("within a patch of 5x5 is of another class" in row.why for row in refuted)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from certcli.certify.patch import masks
 from certcli.certify.patch.double_masking import DoubleMasking
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 from certcli.models.views import Grid, band_views
 from certcli.system.errors import UsageError
 from tests.helpers.patches import places, shown

@@ -11,7 +11,7 @@ from certcli.certify.patch import masks
 from certcli.certify.patch.ablation import Voting
 from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.passes import Passes
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 from certcli.models import build
 from certcli.models.seen_part import GreyPixels, KeptTokens, SeenPart, seen_part
 from certcli.models.views import Grid

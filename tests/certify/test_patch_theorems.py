@@ -11,7 +11,7 @@ from certcli.certify.patch import masks
 from certcli.certify.patch.ablation import stays, winner
 from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.passes import Answer, Passes
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 from certcli.models.views import Grid, band_views
 from tests.helpers.patches import GRID, ONE_IMAGE, places, shown
 

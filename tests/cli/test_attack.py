@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from certcli.attack import campaign
 from certcli.attack.campaign import stages_of, tasks_of
 from certcli.attack.catalogue import ATTACKS
-from certcli.attack.certified_radii import Certified
+from certcli.attack.certified_radii import CertifiedImage
 from certcli.attack.checks import CHECKS
 from certcli.attack.presets import PRESETS
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.threat import Threat, image_norms
+from certcli.evaluation.region import Region, image_norms
 from certcli.images import datasets
 from certcli.images.labelled import Batch
 from certcli.models import build
@@ -94,7 +94,7 @@ def test_presets(net: Path, name: str) -> None:
     found = document("attack", net, "--preset", name, "--limit", 6, "--no-checks")
     wanted = PRESETS[name].parts
     parts = found["parts"] or [found]
-    assert [(part["norm"], part["epsilon"]) for part in parts] == [(p.threat.norm, p.threat.radius) for p in wanted]
+    assert [(part["norm"], part["epsilon"]) for part in parts] == [(p.region.norm, p.region.radius) for p in wanted]
     assert [set(part["attacks"]) for part in parts] == [{entry.label for entry in part.plan} for part in wanted]
     assert found["preset"] == name
     assert all(part["independent"] for part in parts)
@@ -298,7 +298,7 @@ def test_certificates_that_speak_of_something_else_are_refused(
 def test_an_unbounded_certificate_is_attacked_in_the_whole_box(plain: Checkpoint) -> None:
     images = datasets.load("digits", plain.record.input, "test").select([3, 5])
     certificates = {
-        i: Certified(i, int(images.labels[n]), float("inf"), images.digests[i])
+        i: CertifiedImage(i, int(images.labels[n]), float("inf"), images.digests[i])
         for n, i in enumerate(images.indices.tolist())
     }
     (task,) = tasks_of(stages_of([], None, None, [], AttackSettings(), certified=True), images, certificates)
@@ -331,7 +331,7 @@ def test_refining_finds_smaller_norms_of_the_same_successes(net: Path, tmp_path:
     assert fine["median_norm"] < coarse["median_norm"]
     norms = image_norms(near["adversarial"].double() - near["images"].double(), "l2")
     assert torch.equal(norms, near["norms"])
-    assert Threat("l2", 0.5).contains(near["adversarial"], near["images"]).all()
+    assert Region("l2", 0.5).contains(near["adversarial"], near["images"]).all()
 
 
 def test_a_gallery_is_drawn_alone_and_beside_another_network(net: Path, proven: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from certcli.attack.torchattacks_model import library
+from certcli.attack.torchattacks_spec import library
 from certcli.cli.main import COMMANDS, app
 from certcli.system.errors import UsageError
 from tests.helpers.commands import console, document
@@ -67,7 +67,7 @@ def test_without_torchattacks_one_line_says_what_needs_it(monkeypatch: pytest.Mo
             raise ModuleNotFoundError("No module named 'torchattacks'", name="torchattacks")
         return builtins.__import__(name, *rest)
 
-    monkeypatch.setattr("certcli.attack.torchattacks_model.import_module", absent)
+    monkeypatch.setattr("certcli.attack.torchattacks_spec.import_module", absent)
     with pytest.raises(UsageError, match="torchattacks, which is not installed") as refused:
         library()
     assert "pip install" in refused.value.hint

@@ -12,7 +12,8 @@ from certcli.certify.methods import prepare
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.evidence import decode_evidence
+from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.system.errors import CertvitError, DataError, UsageError
 from tests.helpers.commands import attempt, certvit, document
@@ -31,8 +32,8 @@ def test_the_method_by_its_name(plain: Checkpoint) -> None:
     for row in rows:
         assert isinstance(row, PatchCertificate)
         assert PatchCertificate.from_json(json.loads(json.dumps(row.to_json()))) == row
-        assert not row.holds_at(0.25)
-        assert row.holds_at(Patch(2, 2)) <= row.holds_at(Patch(1, 1))
+        assert not row.holds_at(Threat("l2", 0.25))
+        assert row.holds_at(Threat.of(Patch(2, 2))) <= row.holds_at(Threat.of(Patch(1, 1)))
     again = prepare("patch", plain, CPU, Patches.of(certifier.parameters))
     assert again.parameters == certifier.parameters
 
@@ -150,22 +151,89 @@ def test_predict_refuses_in_one_line(workshop: Path, tmp_path: Path, words: str,
     certvit("predict", workshop / "plain.safetensors", tmp_path / "0.png", *words.split(), code=code)
 
 
-def test_the_attack_command(workshop: Path, tmp_path: Path) -> None:
-    network, records, certificates = workshop / "plain.safetensors", tmp_path / "a.jsonl", tmp_path / "c.jsonl"
-    base = (network, "--dataset", "digits", "--limit", 12)
-    words = ("attack", *base, "--norm", "patch", "--patch", "2", "--steps", 5)
-    found = document(*words, "--records", records)
+@pytest.fixture(scope="module")
+def attacked(
+    workshop: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[object, ...], Path, dict[str, Any]]:
+    """The words of an attack with patches, its records, and its document."""
+    records = tmp_path_factory.mktemp("attacked") / "a.jsonl"
+    words = ("attack", workshop / "plain.safetensors", "--dataset", "digits", "--limit", 12, "--norm", "patch")
+    words = (*words, "--patch", "2", "--patch", "1", "--steps", 5, "--records", records)
+    return words, records, document(*words)
+
+
+def test_attacks_with_patches_write_records_like_others(
+    attacked: tuple[tuple[object, ...], Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    words, records, found = attacked
     rows = [json.loads(line) for line in records.read_text().splitlines()[1:]]
-    assert found["robust"]["2x2"] == sum(row["robust"]["margin-pgd"] for row in rows) / 12
+    left = {key: sum(row["robust"]["margin-pgd"] for row in rows if row["patch"] == key) for key in ("1x1", "2x2")}
+    assert found["robust"] == {key: count / 12 for key, count in left.items()}
     assert found["robust"]["2x2"] < found["clean"]  # a plain network falls
-    whole = records.read_bytes()
-    records.write_bytes(whole[: whole.index(b"\n") + 1])
-    certvit(*words, "--records", records, "--resume")
-    assert records.read_bytes() == whole
-    defended = ("--hide", "pixels", "--masks", 4)
+    whole, copy = records.read_bytes(), tmp_path / "a.jsonl"
+    copy.write_bytes(whole[: whole.index(b"\n") + 1])
+    assert attempt(*words[:-1], copy, "--resume").exit_code == 0
+    assert copy.read_bytes() == whole
+
+
+def test_attacks_with_patches_become_evidence(
+    attacked: tuple[tuple[object, ...], Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    words, _, found = attacked
+    out = tmp_path / "o.safetensors"
+    again = document(*words, "--resume", "-o", out)
+    assert again["resumed"] == {"records": 24, "computed_again": 24}
+    evidence = decode_evidence(Checkpoint.read(out).record.evidence[-1])
+    assert [(part.patch, part.robust) for part in evidence.result.parts] == list(found["robust"].items())
+    assert evidence.result.threat == Threat("patch", Patch(1, 1))
+    assert f"withstand patch 1x1 {100 * found['robust']['1x1']:.1f} %" in attempt("log", out).stdout.replace("\n", " ")
+
+
+FORGED: dict[str, dict[str, Any]] = {
+    "withstood": {"robust": {"margin-pgd": True}, "corner": None},
+    "another attack": {"robust": {"pgd": True}},
+    "another patch": {"patch": "3x3"},
+    "pixels": {"pixels": "0" * 16},
+    "another corner": {"corner": [0, 0]},
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_forged_records_of_patches_are_computed_again(
+    attacked: tuple[tuple[object, ...], Path, dict[str, Any]], tmp_path: Path, kind: str
+) -> None:
+    """Those of images that fell are edited; where the line itself is possible, only attacking again tells."""
+    words, records, _ = attacked
+    path = tmp_path / "a.jsonl"
+    head, *rows = map(json.loads, records.read_text().splitlines())
+    victim = next(row for row in rows if row["corner"] not in (None, [0, 0]))
+    label = victim["label"]
+    victim.update(FORGED[kind])
+    if kind == "withstood":
+        victim.update(adversarial_prediction=label)
+    path.write_text("".join(json.dumps(row) + "\n" for row in [head, *rows]))
+    failure = attempt(*words[:-1], path, "--resume").exception
+    if kind == "another patch":  # the record that is missing there is found anew
+        assert failure is None
+        assert path.read_bytes() == records.read_bytes()
+    else:
+        assert isinstance(failure, DataError), failure
+
+
+def test_a_certified_image_is_not_broken_by_patches(workshop: Path, tmp_path: Path) -> None:
+    certificates = tmp_path / "c.jsonl"
     base = (workshop / "certified.safetensors", "--dataset", "digits", "--limit", 5)
-    certvit("certify", *base, "--method", "patch", "--patch", "1", *defended, "--records", certificates)
-    found = document("attack", *base, "--norm", "patch", "--steps", 3, "--only-certified", certificates)
-    assert found["robust"] == {"1x1": 1.0}
-    for wrong in ("--norm l2 --patch 2", "--norm patch", "--norm patch --patch 2 -e 1"):
-        assert isinstance(attempt("attack", *base, *wrong.split()).exception, UsageError)
+    defended = ("--method", "patch", "--patch", "1", "--hide", "pixels", "--masks", 4)
+    assert attempt("certify", *base, *defended, "--records", certificates).exit_code == 0
+    done = attempt("attack", *base, "--norm", "patch", "--steps", 3, "--only-certified", certificates, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["robust"] == {"1x1": 1.0}
+    checked = document("certify", *base, "--verify", certificates)
+    rows = [json.loads(line) for line in certificates.read_text().splitlines()[1:]]
+    assert checked["attacked"] == sum(bool(row["proven"]) for row in rows) > 0
+    for wrong in (
+        ("--norm", "l2", "--patch", "2"),
+        ("--norm", "patch"),
+        ("--norm", "patch", "--patch", "2", "-e", "1"),
+    ):
+        assert isinstance(attempt("attack", *base, *wrong).exception, UsageError)

@@ -13,7 +13,7 @@ from certcli.attack.settings import AttackSettings
 from certcli.certify.lipschitz import LipschitzCertifier, certified_radii
 from certcli.certify.methods import certify
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.region import Region
 from certcli.images import datasets
 from certcli.lipschitz.measured.estimate import jacobian_norms
 from certcli.lipschitz.network import bound_network
@@ -89,8 +89,8 @@ def test_no_attack_succeeds_inside_a_certified_radius(certified: Checkpoint) -> 
             continue
         batch = [(images.indices[[position]], pixels[[position]].double(), labels[[position]])]
         settings = AttackSettings(steps=10, restarts=2, classes=10)
-        threat = Threat("l2", certificate.radius)
-        (record,) = attack_images(model, batch, ["margin-pgd", "fgsm"], threat, settings)
+        region = Region("l2", certificate.radius)
+        (record,) = attack_images(model, batch, ["margin-pgd", "fgsm"], region, settings)
         assert record.withstood, (certificate, record)
         attacked += 1
     assert attacked >= 3

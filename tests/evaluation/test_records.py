@@ -16,6 +16,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
 from certcli.evaluation.records import PIXELS, RecordFile, Run, read_records
 from certcli.evaluation.resumed import FEW
+from certcli.evaluation.threat import Threat
 from certcli.images import datasets
 from certcli.report import curve
 from certcli.system.errors import CertvitError, DataError, OutputError, UsageError
@@ -266,7 +267,7 @@ def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> N
     assert (found["promise"], found["method"], found["failure"]) == ("proof", "lipschitz", 0.0)
     assert found["bound"]["upper"] > 0
     certificates = [Certificate.from_json(row) for row in rows]
-    expected = certified_accuracy(certificates, [0.1, 0.3])
+    expected = certified_accuracy(certificates, [Threat("l2", 0.1), Threat("l2", 0.3)])
     assert found["certified"] == expected.certified
     assert found["intervals"]["0.3"] == list(share_interval(round(50 * expected.certified["0.3"]), 50))
     assert found["gate"] == {"passed": True, "reasons": []}
@@ -319,9 +320,9 @@ def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
         row = json.loads(json.dumps(certificate.to_json(), allow_nan=False))
         assert Certificate.from_json(row) == certificate
     rows = [Certificate(1, 1, None, 0.0, "smoothing", 0.001), Certificate(2, 1, 1, 0.5, "smoothing", 0.001)]
-    found = certified_accuracy(rows, [0.25, 0.5])
-    assert (found.clean, found.certified, found.abstained) == (0.5, {"0.25": 0.5, "0.5": 0.0}, 0.5)
-    assert found.failure == 0.001
+    found = certified_accuracy(rows, [Threat("l2", 0.25), Threat("l2", 0.5)]).to_json()
+    assert (found["clean"], found["certified"], found["abstained"]) == (0.5, {"0.25": 0.5, "0.5": 0.0}, 0.5)
+    assert found["failure"] == 0.001
     for wrong in ({"radius": -1}, {"radius": "nan"}, {"failure": 1}, {"label": "x"}):
         with pytest.raises(DataError):
             Certificate.from_json({**rows[1].to_json(), **wrong})

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.threat import Threat, image_norms
+from certcli.evaluation.region import Region, image_norms
 from certcli.finetune import augment as moves
 from certcli.finetune.adversarial import Adversary
 from certcli.finetune.settings import FinetuneSettings
@@ -105,9 +105,9 @@ def test_attacked_images_stay_in_the_ball_and_cost_more(kind: str, norm: str, ma
 
     with watched_hooks(model):
         found = adversary.attack(model, images, error, 0.0)
-    threat = Threat(norm, radius)  # type: ignore[arg-type]
+    region = Region(norm, radius)  # type: ignore[arg-type]
     # a step in float32 may pass the radius by its rounding
-    assert float(image_norms(found - images, threat.norm).max()) <= radius * (1 + 1e-5)
+    assert float(image_norms(found - images, region.norm).max()) <= radius * (1 + 1e-5)
     assert float(found.min()) >= 0
     assert float(found.max()) <= 1
     with torch.no_grad():

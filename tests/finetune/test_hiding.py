@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from certcli.certify.patch.certifier import defended
 from certcli.certify.patch.masks import square_masks
 from certcli.certify.patch.options import Patches
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 from certcli.finetune.hiding import Hiding
 from certcli.models.build import PixelModel
 from certcli.models.views import Grid, band_views, square_views

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.catalogue import ATTACKS, L2_ONLY, NEEDS_ATTENTION
+from certcli.attack.catalogue import ATTACKS
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.threat import Norm
+from certcli.evaluation.region import Norm
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")
-GENERAL = [name for name in ATTACKS.names() if name not in NEEDS_ATTENTION]
-CASES = [(name, norm) for name in GENERAL for norm in NORMS if norm == "l2" or name not in L2_ONLY]
+GENERAL = [attack.name for attack in ATTACKS if not attack.needs_attention]
+CASES = [(name, norm) for name in GENERAL for norm in ATTACKS[name].norms]
 SHORT = AttackSettings(steps=6, queries=20, searches=2, targets=4)
 # Float32 logits of size 1 carry errors of some 1e-7, the margins here are of size 0.1: a boundary may be off by 1e-5.
 ROUNDING = 1e-5

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint.record import InputSpec
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 from certcli.models import build
 from certcli.models.views import Grid
 

@@ -18,14 +18,15 @@ from unittest import mock
 from certcli.attack.campaign import Campaign, run_of, stages_of, tasks_of
 from certcli.attack.findings import findings_of
 from certcli.attack.resumed import attack_again
-from certcli.attack.run import Attacked
+from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
 from certcli.certify import methods
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.certify.run import Demand, run
+from certcli.cli.certify.run import CertifyRun, Demand, run
 from certcli.cli.shared.groups import Machine
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.records import RecordFile
+from certcli.evaluation.threat import Threat
 from certcli.images import datasets
 from certcli.models import build
 from tests.helpers.workshop import Workshop
@@ -100,18 +101,19 @@ class Runs:
 
     def certify(self, share: float, every: bool) -> list[float]:
         """Return the clean share, and the certified share at each radius."""
-        demand, sink = Demand(share, RADII[0], every), Sink(as_json=True, quiet=True)
+        threats, sink = [Threat("l2", radius) for radius in RADII], Sink(as_json=True, quiet=True)
         machine, resume = Machine(device="cpu", batch_size=BATCH), self.path.exists()
         with mock.patch.object(methods, "prepare", return_value=self.certifier):
-            given = ("lipschitz", self.net, self.images, {}, machine, RADII, self.path, resume, False, sink, demand)
-            found = run(*given)
+            demand = Demand(threats[0], share, every)
+            shared = CertifyRun(self.net, self.images, threats, demand, machine, sink)
+            found = run(shared, "lipschitz", None, self.path, resume)
         assert found is not None
         return [found.found.clean, *found.found.certified.values()]
 
     def attack(self, share: float, every: bool) -> list[float]:
         """Return the clean share, and the robust share at each radius."""
         about = run_of(self.tasks, self.settings, BATCH, self.net.digest, self.images)
-        rows: dict[int, list[Attacked]] = {}
+        rows: dict[int, list[AttackRecord]] = {}
         keys, resume = ("task", "epsilon", "index"), self.path.exists()
         with RecordFile(self.path, about, self.images, keys, resume=resume) as file:
             for number, part in self.campaign.run(file):

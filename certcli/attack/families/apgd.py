@@ -1,16 +1,16 @@
 """APGD of Croce and Hein, for any loss that has a row an image and for several targets of an image at once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 
+from certcli.attack.crafting import Search, climb_with, count_targets
 from certcli.attack.families.gradient import cross_entropy
 from certcli.attack.families.margin import lost_margin, targeted_margin
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Successes, Watched, climb_with, count_classes
-from certcli.evaluation.threat import Threat, per_image
+from certcli.evaluation.region import Region, along, per_image
 
 APGD_STEPS = 100  # Croce & Hein's; torchattacks' default, in its AutoAttack too, is 10
 MOMENTUM, RISES = 0.75, 0.75
@@ -19,22 +19,19 @@ FIRST, SHORTER, SHORTEST = (
     0.03,
     0.06,
 )  # of the steps: the first stretch between checkpoints, its decrease, its end
-ENTRIES = 2**17
-"""Pixels of one batch up to which several targets are attacked at once: small networks spend their time in calls."""
-
 TargetLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """logits (r, k), labels (r,), targets (r,) -> (r,). Positive once the target has overtaken the label."""
 
 
-def apgd_ce(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+def apgd_ce(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
     """PGD of the cross entropy with self-chosen step sizes, 100 steps: (b, c, h, w), (b,) -> (b, c, h, w).
 
     Source: Croce & Hein 2020, Algorithm 1.
     """
-    return _untargeted(lambda z, y, _: cross_entropy(z, y), model, images, labels, threat, settings)
+    return _untargeted(lambda z, y, _: cross_entropy(z, y), model, images, labels, region, settings)
 
 
-def apgd_dlr(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+def apgd_dlr(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
     """APGD of (max_{j != y} z_j - z_y) / (z_(1) - z_(3)), 100 steps: (b, c, h, w), (b,) -> (b, c, h, w).
 
     The ratio needs a third class; with 2 its numerator, the margin, is used. Source: Croce & Hein 2020, Eq. 6.
@@ -46,10 +43,10 @@ def apgd_dlr(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, s
         top = logits.topk(3, dim=1).values
         return lost_margin(logits, labels) / (top[:, 0] - top[:, 2] + 1e-12)
 
-    return _untargeted(ratio, model, images, labels, threat, settings)
+    return _untargeted(ratio, model, images, labels, region, settings)
 
 
-def apgd_targeted(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+def apgd_targeted(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
     """APGD of (z_t - z_y) / (z_(1) - (z_(3) + z_(4)) / 2), 100 steps for each of the likeliest wrong classes t.
 
     (b, c, h, w), (b,) -> (b, c, h, w). At most `targets` classes (torchattacks would try all k - 1), several at once
@@ -57,20 +54,17 @@ def apgd_targeted(model: nn.Module, images: Tensor, labels: Tensor, threat: Thre
     left at a checkpoint where the loss has come less than half the way from its value at the image to 0.
     Source: Croce & Hein 2020, Eq. 7.
     """
-    targets = min(settings.targets, count_classes(model, images, settings) - 1) if len(images) else 0
+    targets = count_targets(model, images, settings)
 
-    def climb(net: Watched, successes: Successes | None, images: Tensor, labels: Tensor) -> Tensor:
-        best, height = images.clone(), torch.full_like(images[:, 0, 0, 0], float("-inf"))
-        generator = torch.Generator().manual_seed(settings.draw)
-        for _, owner, aims in aimed(net, successes, images, labels, targets):
-            end, value = _ascend(
-                net, successes, images, labels, threat, settings, targeted_ratio, generator, owner, aims
-            )
+    def climb(search: Search) -> Tensor:
+        best, height = search.images.clone(), torch.full_like(search.images[:, 0, 0, 0], float("-inf"))
+        for _, owner, classes in search.aimed(targets):
+            end, value = _ascend(search, targeted_ratio, owner, classes)
             higher = value > height
             best[higher], height[higher] = end[higher], value[higher]
         return best
 
-    return climb_with(climb, model, images, labels, threat, settings)
+    return climb_with(climb, model, images, labels, region, settings)
 
 
 def targeted_ratio(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
@@ -82,35 +76,13 @@ def targeted_ratio(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
     return margin / (top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + 1e-12)
 
 
-def aimed(
-    net: Watched, successes: Successes | None, images: Tensor, labels: Tensor, targets: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Runs against the likeliest wrong classes, as many at once as are small: (r,) images that have not fallen, (m r,)
-    the image and (m r,) the class of each run, of which each class has r."""
-    with torch.no_grad():
-        ranked = net(images).scatter(1, labels[:, None], float("-inf")).topk(targets, dim=1).indices
-    many = max(1, min(targets, ENTRIES // max(1, images.numel())))
-    for part in ranked.split(many, dim=1) if targets else ():
-        rows = standing(successes, images)
-        if len(rows):
-            yield rows, rows.repeat(part.shape[1]), part[rows].T.reshape(-1)
-
-
-def standing(successes: Successes | None, images: Tensor) -> Tensor:
-    """Positions of the images that have not fallen."""
-    everyone = torch.arange(len(images), device=images.device)
-    return everyone if successes is None else everyone[~successes.solved]
-
-
 def _untargeted(
-    loss: TargetLoss, model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings
+    loss: TargetLoss, model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    def climb(net: Watched, successes: Successes | None, images: Tensor, labels: Tensor) -> Tensor:
-        owner = torch.arange(len(images), device=images.device)
-        generator = torch.Generator().manual_seed(settings.draw)
-        return _ascend(net, successes, images, labels, threat, settings, loss, generator, owner, None)[0]
+    def climb(search: Search) -> Tensor:
+        return _ascend(search, loss, torch.arange(len(search.images), device=search.images.device), None)[0]
 
-    return climb_with(climb, model, images, labels, threat, settings)
+    return climb_with(climb, model, images, labels, region, settings)
 
 
 @dataclass
@@ -136,22 +108,13 @@ class _Runs:
         return _Runs(*(getattr(self, item.name)[rows] for item in fields(self)))
 
 
-def _ascend(
-    net: Watched,
-    successes: Successes | None,
-    images: Tensor,
-    labels: Tensor,
-    threat: Threat,
-    settings: AttackSettings,
-    loss: TargetLoss,
-    generator: torch.Generator,
-    owner: Tensor,
-    targets: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _ascend(search: Search, loss: TargetLoss, owner: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
     """One run for each entry of `owner`: the points (b, c, h, w) of the largest loss of each image, and that loss (b,).
 
     With `successes` a run ends where any of its image has succeeded, and the points of those that remain are returned.
     """
+    net, successes, settings = search.net, search.successes, search.settings
+    images, labels, region = search.images, search.labels, search.region
     end, height = images.clone(), torch.full_like(images[:, 0, 0, 0], float("-inf"))
     steps = settings.steps or APGD_STEPS
     first, shorter, shortest = (max(int(share * steps), 1) for share in (FIRST, SHORTER, SHORTEST))
@@ -171,12 +134,12 @@ def _ascend(
         return value, gradient
 
     aims = labels[owner] if targets is None else targets
-    clean, limit = images[owner], threat.of(owner)
+    clean, limit = images[owner], region.of(owner)
     start = torch.zeros(len(owner), device=images.device, dtype=images.dtype)
     if targets is not None and settings.give_up:
         with torch.no_grad():
             start = loss(net(images[owner]), labels[owner], aims)
-    point = _on_the_sphere(clean, limit, generator)
+    point = _on_the_sphere(clean, limit, search.generator)
     value, gradient = slope(point, owner, aims)
     runs = _Runs(
         owner,
@@ -200,7 +163,7 @@ def _ascend(
             runs, fallen = runs.keep(~successes.solved[runs.owner]), successes.count
         if not len(runs.owner):
             break
-        clean, limit = images[runs.owner], threat.of(runs.owner)
+        clean, limit = images[runs.owner], region.of(runs.owner)
         ahead = limit.project(runs.point + runs.step * limit.steepest(runs.gradient), clean)
         share = MOMENTUM if turn else 1.0
         ahead = runs.point + share * (ahead - runs.point) + (1 - share) * (runs.point - runs.before)
@@ -209,17 +172,17 @@ def _ascend(
         runs.rises = runs.rises + (value > runs.value)
         runs.value = value
         higher = value > runs.best_value
-        runs.best = torch.where(_rows(higher, clean), runs.point, runs.best)
-        runs.best_gradient = torch.where(_rows(higher, clean), runs.gradient, runs.best_gradient)
+        runs.best = torch.where(along(higher, clean), runs.point, runs.best)
+        runs.best_gradient = torch.where(along(higher, clean), runs.gradient, runs.best_gradient)
         runs.best_value = torch.where(higher, value, runs.best_value)
         left -= 1
         if left == 0:
             stuck = (runs.rises <= RISES * stretch) | (~runs.halved & (runs.earlier >= runs.best_value))
             runs.halved, runs.earlier = stuck, runs.best_value
             runs.rises = torch.zeros_like(runs.rises)
-            runs.step = torch.where(_rows(stuck, clean), runs.step / 2, runs.step)
-            runs.point = torch.where(_rows(stuck, clean), runs.best, runs.point)
-            runs.gradient = torch.where(_rows(stuck, clean), runs.best_gradient, runs.gradient)
+            runs.step = torch.where(along(stuck, clean), runs.step / 2, runs.step)
+            runs.point = torch.where(along(stuck, clean), runs.best, runs.point)
+            runs.gradient = torch.where(along(stuck, clean), runs.best_gradient, runs.gradient)
             stretch = left = max(stretch - shorter, shortest)
             if targets is not None and settings.give_up and successes is not None:
                 runs = runs.keep(-runs.best_value <= runs.best_value - runs.start)
@@ -229,15 +192,11 @@ def _ascend(
     return end, height
 
 
-def _on_the_sphere(images: Tensor, threat: Threat, generator: torch.Generator) -> Tensor:
+def _on_the_sphere(images: Tensor, region: Region, generator: torch.Generator) -> Tensor:
     """A point drawn from the ball's surface, clipped to the box: (b, c, h, w) -> same."""
-    draw = torch.randn if threat.norm == "l2" else torch.rand
+    draw = torch.randn if region.norm == "l2" else torch.rand
     delta = draw(images.shape, generator=generator).to(images.device, images.dtype)
-    if threat.norm == "linf":
+    if region.norm == "linf":
         delta = 2 * delta - 1
-    length = delta.flatten(1).norm(dim=1) if threat.norm == "l2" else delta.flatten(1).abs().amax(dim=1)
-    return threat.project(images + delta * per_image(threat.radii(images) / length, images), images)
-
-
-def _rows(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(-1, *[1] * (like.dim() - 1))
+    length = delta.flatten(1).norm(dim=1) if region.norm == "l2" else delta.flatten(1).abs().amax(dim=1)
+    return region.project(images + delta * per_image(region.radii(images) / length, images), images)

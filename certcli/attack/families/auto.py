@@ -5,30 +5,30 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from certcli.attack.crafting import count_classes, seeded
 from certcli.attack.families.apgd import apgd_ce, apgd_targeted
 from certcli.attack.families.fab import fab_within
 from certcli.attack.families.margin import lost_margin
 from certcli.attack.families.square import square
 from certcli.attack.judge import judge, tuck_in
 from certcli.attack.settings import AttackSettings, Craft
-from certcli.attack.torchattacks_model import count_classes, seeded
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.region import Region
 
 PARTS: tuple[Craft, ...] = (apgd_ce, apgd_targeted, fab_within, square)
 
 
-def autoattack(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+def autoattack(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
     """AutoAttack whose parts leave hopeless runs: (b, c, h, w), (b,) -> same.
 
     As `autoattack_full`, but APGD-T leaves a target, and Square an image, that at a checkpoint has come less than half
     the way from its loss at the image to a success, and FAB a target whose boundary is more than twice the radius away
     after a fifth of its steps. What is left is no proof of anything: the rule is measured, in docs/attack.md.
     """
-    return _ensemble(model, images, labels, threat, replace(settings, give_up=True))
+    return _ensemble(model, images, labels, region, replace(settings, give_up=True))
 
 
 def autoattack_full(
-    model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
     """APGD-CE, APGD-T, FAB-T, Square in turn, each on what withstood the ones before: (b, c, h, w), (b,) -> same.
 
@@ -36,10 +36,10 @@ def autoattack_full(
     torchattacks' AutoAttack takes 10 steps, all k - 1 targets and the clock for a seed, and fails below 4 classes.
     Source: Croce & Hein 2020.
     """
-    return _ensemble(model, images, labels, threat, settings)
+    return _ensemble(model, images, labels, region, settings)
 
 
-def _ensemble(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+def _ensemble(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
     images, labels = images.detach(), labels.to(images.device)
     settings = replace(settings, classes=count_classes(model, images, settings)) if len(images) else settings
     best, standing = images.clone(), torch.arange(len(images), device=images.device)
@@ -47,15 +47,15 @@ def _ensemble(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, 
     for part in PARTS:
         if not len(standing):
             break
-        left, wanted, limit = images[standing], labels[standing], threat.of(standing)
-        candidates = tuck_in(part(model, left, wanted, limit, settings), left, limit)
+        left, truth, limit = images[standing], labels[standing], region.of(standing)
+        candidates = tuck_in(part(model, left, truth, limit, settings), left, limit)
         with seeded(left, settings.draw), torch.no_grad():
-            value = lost_margin(model(candidates), wanted)
+            value = lost_margin(model(candidates), truth)
         higher = value > height[standing]
         best[standing[higher]], height[standing[higher]] = candidates[higher], value[higher]
         if settings.stop_early:  # else (transfer) the crafting model cannot say what is solved
             with seeded(left, settings.draw):
-                verdict = judge(model, left, wanted, candidates, limit, prediction=wanted, samples=settings.samples)
+                verdict = judge(model, left, truth, candidates, limit, prediction=truth, samples=settings.samples)
             best[standing[verdict.success]] = candidates[verdict.success]
             standing = standing[~verdict.success]
     return best

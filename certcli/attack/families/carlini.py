@@ -9,10 +9,10 @@ slope of 1e-6. The box is therefore held by projection, the first of the three w
 import torch
 from torch import Tensor, nn
 
+from certcli.attack.crafting import Watched, craft_with
 from certcli.attack.families.margin import lost_margin
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Watched, craft_with
-from certcli.evaluation.threat import Threat, image_norms
+from certcli.evaluation.region import Region, image_norms
 
 CW_STEPS = 100
 _CHECKS = 10  # a row is given up when its loss has not fallen by 1e-4 of itself over a tenth of the steps
@@ -20,7 +20,7 @@ _LARGEST_C = 1e10
 
 
 def carlini_wagner(
-    model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
     """min |d|_2^2 + c max(z_y - max_j z_j, -kappa) over x + d in the box, c by binary search image by image.
 
@@ -39,15 +39,7 @@ def carlini_wagner(
             weight = torch.where(high < _LARGEST_C, (low + high) / 2, (10 * weight).clamp_max(_LARGEST_C))
         return best
 
-    return craft_with(
-        lambda _, net: lambda images, labels: search(net, images, labels),
-        model,
-        images,
-        labels,
-        threat,
-        settings,
-        watch=False,
-    )
+    return craft_with(search, model, images, labels, region, settings, watch=False)
 
 
 def _minimise(

@@ -1,63 +1,50 @@
-"""The attack of torchattacks that looks for the smallest perturbation: DeepFool."""
-
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+"""DeepFool: the smallest l2 perturbation, by steps to the nearest linearised boundary."""
 
 import torch
 from torch import Tensor, nn
 
+from certcli.attack.crafting import Watched, craft_with
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Watched, craft_with
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.region import Region, image_norms, per_image
 
 DEEPFOOL_STEPS = 50
-_STRETCHES = (0.02, 0.05, 0.1, 0.2, 0.5)
+OVERSHOOT = 0.02
+LEAD = 1e-5
+"""Relative. A smaller lead would not survive the verdict, which sees the image in a batch of another size."""
 
 
-class Shortlist(nn.Module):
-    """x -> (z_c)_{c in classes}: a k-class net seen through a few of its classes, the true one first."""
+def deepfool(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+    """x + 1.02 sum_i |f_j| / |w_j|^2 w_j, at each step i for the nearest linearised boundary j: (b, c, h, w), (b,) -> same.
 
-    def __init__(self, net: Watched, classes: Tensor) -> None:
-        super().__init__()
-        self.anchor = nn.Parameter(torch.zeros(0, device=classes.device), requires_grad=False)
-        self._hidden, self._classes = (net,), classes
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self._hidden[0](images)[:, self._classes]
-
-
-def deepfool(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
-    """x <- x + 1.02 |f_j| / |w_j|^2 w_j for the nearest linearised boundary j, 50 steps: (b, c, h, w), (b,) -> same.
-
-    The radius plays no part in the search. The likeliest `targets` wrong classes are tried, as in the paper: one
-    gradient a class and step, which torchattacks would take over all k. The paper overshoots the sum of the steps,
-    torchattacks each step alone, so with rounding or a pixel at 0 or 1 it can creep towards the boundary and never
-    cross: a run that ends before it is stretched, by the paper's 2 % first.
+    f_j = z_j - z_y with gradient w_j, over the likeliest `targets` wrong classes j, 50 steps; the radius plays no part.
     Source: Moosavi-Dezfooli et al. 2016, Alg. 2.
     """
-    steps = settings.steps or DEEPFOOL_STEPS
 
-    def single(lib: Callable[[], ModuleType], net: Shortlist, image: Tensor) -> Tensor:
-        first = torch.zeros(1, dtype=torch.long, device=image.device)
-        end = lib().DeepFool(net, steps=steps, overshoot=_STRETCHES[0])(image, first).detach()
-        for stretch in (0.0, *_STRETCHES):
-            point = (image + (1 + stretch) * (end - image)).clamp(0.0, 1.0)
-            logits = net(point)[0]
-            # a lead of rounding size would not survive the verdict, which sees the image in a batch of another size
-            if logits[1:].max() - logits[0] > 1e-5 * logits.abs().max():
-                return point
+    def search(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits = net(images).scatter(1, labels[:, None], float("inf"))
+        classes = logits.topk(min(settings.targets + 1, logits.shape[1]), dim=1).indices  # the true one first
+        end, moved = images.clone(), torch.zeros_like(images)
+        rows = torch.arange(len(images), device=images.device)
+        for step in range((settings.steps or DEEPFOOL_STEPS) + 1):  # the last turn only looks at the last point
+            point = (images[rows] + (1 + OVERSHOOT) * moved[rows]).clamp(0.0, 1.0).requires_grad_(True)
+            values = net(point).gather(1, classes[rows])
+            end[rows] = point.detach()
+            gaps = values[:, 1:] - values[:, :1]
+            lead = LEAD * values.detach().abs().amax(dim=1)
+            near = gaps.detach().amax(dim=1) <= lead
+            if step == (settings.steps or DEEPFOOL_STEPS) or not near.any():
+                break
+            slopes = torch.stack(
+                [torch.autograd.grad(gap.sum(), point, retain_graph=True)[0] for gap in gaps.unbind(1)]
+            )
+            lengths = torch.stack([image_norms(slope, "l2") for slope in slopes]).clamp_min(1e-30)  # (classes, rows)
+            nearest = (gaps.detach().T.abs() / lengths).argmin(dim=0)
+            at = torch.arange(len(rows), device=images.device)
+            # steps to the boundary itself would shrink without end and never cross it
+            factor = (gaps.detach()[at, nearest].abs() + 2 * lead) / lengths[nearest, at].square()
+            moved[rows] += slopes[nearest, at] * per_image(factor, images)
+            rows = rows[near]
         return end
 
-    def build(lib: Callable[[], ModuleType], net: Watched) -> Any:
-        def each(images: Tensor, labels: Tensor) -> Tensor:
-            with torch.no_grad():
-                logits = net(images)
-            ranked = logits.scatter(1, labels[:, None], float("inf")).argsort(dim=1, descending=True)
-            shortlists = ranked[:, : settings.targets + 1]
-            pairs = zip(images, shortlists, strict=True)
-            return torch.cat([single(lib, Shortlist(net, classes), image[None]) for image, classes in pairs])
-
-        return each
-
-    return craft_with(build, model, images, labels, threat, settings, watch=False)
+    return craft_with(search, model, images, labels, region, settings, watch=False)

@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.families.apgd import aimed
+from certcli.attack.crafting import Search, climb_with, count_targets
 from certcli.attack.families.margin import targeted_margin
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Successes, Watched, climb_with, count_classes
-from certcli.evaluation.threat import Norm, Threat, image_norms, per_image
+from certcli.evaluation.region import Norm, Region, along, image_norms, per_image
 
 FAB_STEPS = 100  # Croce & Hein's; torchattacks' default is 10
 OVERSHOOT, BACK, PULL = 1.05, 0.9, 0.1  # eta, beta, alpha_max
@@ -15,62 +14,54 @@ LOOK = 0.2
 """Share of the steps after which `give_up` asks, again and again, whether a run can still come within the radius."""
 
 
-def fab(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+def fab(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
     """Projections of x and of the image onto the linearised boundary to each likely class: (b, c, h, w), (b,) -> same.
 
     100 steps a target class, at most `targets` of them, the nearest success of all; the radius bounds random starts
     only. torchattacks would stop at the first target that succeeds within the radius, whatever the others offer.
     Source: Croce & Hein 2020, Algorithm 1 (FAB-T).
     """
-    return _run(model, images, labels, threat, settings, within=False)
+    return _run(model, images, labels, region, settings, within=False)
 
 
-def fab_within(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+def fab_within(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
     """FAB that ends at the first success within the radius: (b, c, h, w), (b,) -> same. A part of AutoAttack.
 
     With `give_up` a target is left after each fifth of the steps if what it found, or the linearised boundary where it
     found nothing, is more than twice the radius away, or would not come within it at the pace of that fifth.
     """
-    return _run(model, images, labels, threat, settings, within=True)
+    return _run(model, images, labels, region, settings, within=True)
 
 
 def _run(
-    model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings, *, within: bool
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings, *, within: bool
 ) -> Tensor:
-    targets = min(settings.targets, count_classes(model, images, settings) - 1) if len(images) else 0
+    targets = count_targets(model, images, settings)
 
-    def climb(net: Watched, successes: Successes | None, images: Tensor, labels: Tensor) -> Tensor:
-        best, least = images.clone(), torch.full((len(images),), float("inf"), device=images.device).double()
-        generator = torch.Generator().manual_seed(settings.draw)
-        for rows, owner, aims in aimed(net, successes, images, labels, targets):
-            found, length = _search(net, successes, images, labels, threat, settings, generator, owner, aims)
+    def climb(search: Search) -> Tensor:
+        best = search.images.clone()
+        least = torch.full((len(best),), float("inf"), device=best.device).double()
+        for rows, owner, classes in search.aimed(targets):
+            found, length = _search(search, owner, classes)
             for points, norms in zip(found.split(len(rows)), length.split(len(rows)), strict=True):
                 nearer = norms < least[rows]
                 best[rows[nearer]], least[rows[nearer]] = points[nearer], norms[nearer]
         return best
 
-    return climb_with(climb, model, images, labels, threat, settings, watch=within)
+    return climb_with(climb, model, images, labels, region, settings, watch=within)
 
 
 @torch.no_grad()
-def _search(
-    net: Watched,
-    successes: Successes | None,
-    images: Tensor,
-    labels: Tensor,
-    threat: Threat,
-    settings: AttackSettings,
-    generator: torch.Generator,
-    owner: Tensor,
-    targets: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _search(search: Search, owner: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """One run for each entry of `owner`: the nearest success (r, c, h, w) and its norm (r,), inf where there is none."""
+    net, successes, settings = search.net, search.successes, search.settings
+    images, labels, region = search.images, search.labels, search.region
     steps = settings.steps or FAB_STEPS
     nearest = images[owner]
     least = torch.full((len(owner),), float("inf"), dtype=torch.float64, device=images.device)
     point = nearest.clone()
     if settings.restart:
-        drawn = threat.of(owner).random_point(nearest, generator)
+        drawn = region.of(owner).random_point(nearest, search.generator)
         point = nearest + (drawn - nearest) / 2
     rows = torch.arange(len(owner), device=images.device)
     look, earlier = max(1, int(LOOK * steps)), least.clone()
@@ -81,32 +72,32 @@ def _search(
         if not len(rows):
             break
         at = owner[rows]
-        clean, wanted = images[at], labels[at]
+        clean, truth = images[at], labels[at]
         with torch.enable_grad():
             there = point.clone().requires_grad_(True)
-            margin = targeted_margin(net(there), wanted, targets[rows])
+            margin = targeted_margin(net(there), truth, targets[rows])
             gradient = torch.autograd.grad(margin.sum(), there)[0]
         margin = margin.detach()
-        ahead = projection(point, gradient, margin, threat.norm)
+        ahead = projection(point, gradient, margin, region.norm)
         # at the image the same hyperplane has the value of the linearised margin there
         level = margin + (gradient * (clean - point)).flatten(1).sum(dim=1)
-        home = projection(clean, gradient, level, threat.norm)
-        moved, straight = (image_norms(d, threat.norm).clamp_min(1e-8) for d in (ahead, home))
+        home = projection(clean, gradient, level, region.norm)
+        moved, straight = (image_norms(d, region.norm).clamp_min(1e-8) for d in (ahead, home))
         pull = per_image((moved / (moved + straight)).clamp(0.0, PULL), clean)
         point = ((point + OVERSHOOT * ahead) * (1 - pull) + (clean + OVERSHOOT * home) * pull).clamp(0.0, 1.0)
         logits = net(point)
-        won = (logits.argmax(dim=1) != wanted) & logits.isfinite().all(dim=1)
+        won = (logits.argmax(dim=1) != truth) & logits.isfinite().all(dim=1)
         if won.any():
-            length = image_norms(point.double() - clean.double(), threat.norm)
+            length = image_norms(point.double() - clean.double(), region.norm)
             if successes is not None:
-                inside = won & (length <= threat.of(at).radii(clean))
+                inside = won & (length <= region.of(at).radii(clean))
                 successes.note(at[inside], point[inside], logits[inside])
             # the norm of NaN is never the least
             nearer = (won & (length > 0) & (length < least[rows])).nonzero().flatten()
             nearest[rows[nearer]], least[rows[nearer]] = point[nearer], length[nearer]
-            point = torch.where(_rows(won, clean), clean + (point - clean) * BACK, point)
+            point = torch.where(along(won, clean), clean + (point - clean) * BACK, point)
         if settings.give_up and successes is not None and (step + 1) % look == 0:
-            found, limit = least[rows], threat.of(at).radii(clean)
+            found, limit = least[rows], region.of(at).radii(clean)
             pace = (earlier[rows] - found).nan_to_num(posinf=float("inf"), nan=float("inf")) * (steps - step - 1) / look
             near = (torch.where(found.isfinite(), found, straight) <= 2 * limit) & (
                 found.isinf() | (found - limit <= pace)
@@ -120,7 +111,7 @@ def projection(points: Tensor, normal: Tensor, level: Tensor, norm: Norm) -> Ten
     """The smallest d with normal . d = -level and points + d in the box: (b, c, h, w) x 2, (b,) -> (b, c, h, w).
 
     d_i = s sign(w_i) min(t c_i, room_i) with c_i = |w_i| for l2, 1 for linf, so that normal . d grows with t, linear
-    between the t at which a pixel reaches the box; these are sorted, and the stretch with the wanted value solved. Where
+    between the t at which a pixel reaches the box; these are sorted, and the stretch with the required value solved. Where
     the box ends before, every pixel goes as far as it can.
     """
     x, w = points.flatten(1), normal.flatten(1)
@@ -141,7 +132,3 @@ def projection(points: Tensor, normal: Tensor, level: Tensor, norm: Norm) -> Ten
     time = (goal - before) / running.gather(1, stretch).clamp_min(1e-30)
     d = torch.minimum(time * pace, room).where(size > 0, 0.0) * w.sign()
     return d.view_as(points)
-
-
-def _rows(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(-1, *[1] * (like.dim() - 1))

@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from certcli.attack.crafting import Watched, count_targets, craft_with
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Watched, count_classes, craft_with
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.region import Region, along
 
 MARGIN_STEPS = 40
 RowLoss = Callable[[Tensor, Tensor], Tensor]
@@ -26,7 +26,7 @@ def targeted_margin(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
     return (logits.gather(1, targets[:, None]) - logits.gather(1, labels[:, None])).squeeze(1)
 
 
-def margin_pgd(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+def margin_pgd(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
     """x <- P(x + alpha_t * steepest(grad (max_j z_j - z_y))), 40 steps: (b, c, h, w), (b,) -> (b, c, h, w).
 
     The margin is what a Lipschitz certificate bounds, and unlike the cross entropy it does not saturate when the net is
@@ -34,12 +34,12 @@ def margin_pgd(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat,
     the largest logit need not belong to the nearest class; once the `targets` are used up, restarts start at random.
     Source: Carlini & Wagner 2017 (the loss), Madry et al. 2018 (the ascent), Gowal et al. 2019 (the targets).
     """
-    targets = min(settings.targets, count_classes(model, images, settings) - 1) if len(images) else 0
+    targets = count_targets(model, images, settings)
     return ascend(
         model,
         images,
         labels,
-        threat,
+        region,
         settings,
         lost_margin,
         steps=settings.steps or MARGIN_STEPS,
@@ -53,7 +53,7 @@ def ascend(
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
-    threat: Threat,
+    region: Region,
     settings: AttackSettings,
     loss: RowLoss,
     *,
@@ -71,11 +71,11 @@ def ascend(
     `target_rank` r > 0 puts z_t - z_y in place of the loss, t the r-th likeliest wrong class at the image.
     Each row returns the point of its largest loss, or, with `stop_early` and one sample, the first judged success.
     """
-    alpha = settings.step(threat, steps, images)
+    alpha = settings.step(region, steps, images)
     generator = torch.Generator().manual_seed(settings.draw)
 
     def climb(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
-        point = threat.random_start(images, generator) if random_start else images
+        point = region.random_start(images, generator) if random_start else images
         peak, height = images.clone(), torch.full_like(labels, float("-inf"), dtype=images.dtype)
         value_of = loss
         if target_rank:
@@ -94,21 +94,13 @@ def ascend(
             if weights is not None:
                 gradient = gradient * weights
             point, higher = point.detach(), value > height
-            peak = torch.where(higher.view(-1, *[1] * (images.dim() - 1)), point, peak)
+            peak = torch.where(along(higher, images), point, peak)
             height = torch.where(higher, value, height)
             # a pixel at the edge of the box cannot follow: without it the step keeps its length in l2
             blocked = ((point <= 0) & (gradient < 0)) | ((point >= 1) & (gradient > 0))
             gradient = gradient.masked_fill(blocked, 0.0)
             fall = 1 - 0.9 * turn / steps if decay else 1.0
-            point = threat.project(point + alpha * fall * threat.steepest(gradient), images)
+            point = region.project(point + alpha * fall * region.steepest(gradient), images)
         return peak
 
-    return craft_with(
-        lambda _, net: lambda images, labels: climb(net, images, labels),
-        model,
-        images,
-        labels,
-        threat,
-        settings,
-        watch=samples == 1,
-    )
+    return craft_with(climb, model, images, labels, region, settings, watch=samples == 1)

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from certcli.attack.crafting import seeded
 from certcli.attack.families.gradient import PGD_STEPS, cross_entropy
 from certcli.attack.families.margin import ascend
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import seeded
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.region import Region
 from certcli.system.errors import UsageError
 
 FLOOR = 0.05  # least weight of a pixel: a patch that nobody attends to keeps a twentieth of its gradient
 
 
-def saga(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+def saga(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
     """x <- P(x + alpha * steepest(R(x) * grad CE)), R the attention rollout of the image: (b, c, h, w), (b,) -> same.
 
     R = prod_l (A_l / 2 + I / 2), A_l the attention of block l averaged over heads, the row of the class token (without
@@ -31,7 +31,7 @@ def saga(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, setti
         return images.clone()
     with torch.no_grad(), seeded(images, settings.draw):
         weights = rollout(model, images)
-    return ascend(model, images, labels, threat, settings, cross_entropy, steps=steps, weights=weights)
+    return ascend(model, images, labels, region, settings, cross_entropy, steps=steps, weights=weights)
 
 
 def rollout(model: nn.Module, images: Tensor) -> Tensor:

@@ -5,11 +5,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.families.apgd import standing
+from certcli.attack.crafting import Search, climb_with
 from certcli.attack.families.margin import lost_margin
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_model import Successes, Watched, climb_with
-from certcli.evaluation.threat import Threat, image_norms, per_image
+from certcli.evaluation.region import Region, image_norms, per_image
 from certcli.system.errors import UsageError
 
 SHARE = 0.8
@@ -20,7 +19,7 @@ LOOK = 0.2
 """Share of the queries after which `give_up` asks, again and again, whether an image is half way to its boundary."""
 
 
-def square(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, settings: AttackSettings) -> Tensor:
+def square(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
     """Random search over square patches of the sphere's surface, `queries` forward passes: (b, c, h, w) -> same.
 
     For l2 the published tiling needs square images of 5 x 5 pixels or more: UsageError otherwise. With `give_up` an image
@@ -29,23 +28,24 @@ def square(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, set
     Source: Andriushchenko et al. 2020, Algorithms 1-3.
     """
     height, width = images.shape[-2:]
-    if threat.norm == "l2" and (height != width or height < 5):
+    if region.norm == "l2" and (height != width or height < 5):
         raise UsageError(
             f"the Square attack in l2 needs square images of 5 pixels or more, not {height} x {width}",
             "--norm linf, or name other attacks",
         )
 
     @torch.no_grad()
-    def climb(net: Watched, successes: Successes | None, images: Tensor, labels: Tensor) -> Tensor:
-        draw = _Draw(images, settings.draw)
-        propose, first = (_circle, _tiles) if threat.norm == "l2" else (_stripe, _stripes)
-        rows = standing(successes, images)
+    def climb(search: Search) -> Tensor:
+        net, successes, images, labels = search.net, search.successes, search.images, search.labels
+        draw = _Draw(images, search.generator)
+        propose, first = (_circle, _tiles) if region.norm == "l2" else (_stripe, _stripes)
+        rows = search.standing()
         reached = torch.full_like(images[:, 0, 0, 0], float("-inf"))
-        best = first(images, threat, draw)
+        best = first(images, region, draw)
         start = lost_margin(net(images), labels) if settings.give_up else reached
         look, before = max(1, int(LOOK * settings.queries)), start
         for query in range(settings.queries + 1):
-            clean, limit = images[rows], threat.of(rows)
+            clean, limit = images[rows], region.of(rows)
             trial = best[rows]
             if query:
                 trial = propose(trial, clean, limit, draw, _side(query - 1, settings.queries, height * width))
@@ -67,14 +67,14 @@ def square(model: nn.Module, images: Tensor, labels: Tensor, threat: Threat, set
                 break
         return best
 
-    return climb_with(climb, model, images, labels, threat, settings)
+    return climb_with(climb, model, images, labels, region, settings)
 
 
 class _Draw:
-    """Random numbers from one seed, on the images' device; shapes and devices of `like`."""
+    """Random numbers on the images' device; shapes and devices of `like`."""
 
-    def __init__(self, like: Tensor, seed: int) -> None:
-        self.like, self._generator = like, torch.Generator().manual_seed(seed)
+    def __init__(self, like: Tensor, generator: torch.Generator) -> None:
+        self.like, self._generator = like, generator
         self._patches: dict[int, tuple[Tensor, Tensor]] = {}
 
     def signs(self, *shape: int) -> Tensor:
@@ -120,7 +120,7 @@ def _unit(delta: Tensor) -> Tensor:
     return delta / per_image(image_norms(delta, "l2").clamp_min(1e-12), delta)
 
 
-def _tiles(images: Tensor, threat: Threat, draw: _Draw) -> Tensor:
+def _tiles(images: Tensor, region: Region, draw: _Draw) -> Tensor:
     """Patches on a grid of 5 x 5 or so, each with a random sign in each channel."""
     delta, side = torch.zeros_like(images), images.shape[-1] // 5
     margin = (images.shape[-1] - side * 5) // 2
@@ -128,10 +128,10 @@ def _tiles(images: Tensor, threat: Threat, draw: _Draw) -> Tensor:
         for left in range(margin, images.shape[-1] - side + 1, side):
             patch = draw.patch(side) if side > 1 else torch.ones(1, 1, device=images.device, dtype=images.dtype)
             delta[:, :, top : top + side, left : left + side] += patch * draw.signs(*images.shape[:2], 1, 1)
-    return (images + _unit(delta) * per_image(threat.radii(images), images)).clamp(0.0, 1.0)
+    return (images + _unit(delta) * per_image(region.radii(images), images)).clamp(0.0, 1.0)
 
 
-def _circle(best: Tensor, images: Tensor, threat: Threat, draw: _Draw, side: int) -> Tensor:
+def _circle(best: Tensor, images: Tensor, region: Region, draw: _Draw, side: int) -> Tensor:
     """The norm that one window holds, and what the sphere has left, goes into a patch in another: Algorithm 3."""
     side = min(max(side, 3) | 1, images.shape[-1] - (1 - images.shape[-1] % 2))
     delta, channels = best - images, images.shape[1]
@@ -139,27 +139,27 @@ def _circle(best: Tensor, images: Tensor, threat: Threat, draw: _Draw, side: int
     union = torch.zeros(images.shape[-2:], dtype=images.dtype, device=images.device)
     union[rows, columns] = union[other_rows, other_columns] = 1.0
     held = (delta * union).square().flatten(1).sum(dim=1)
-    unused = (threat.radii(images).to(delta.dtype).square() - delta.square().flatten(1).sum(dim=1)).clamp_min(0)
+    unused = (region.radii(images).to(delta.dtype).square() - delta.square().flatten(1).sum(dim=1)).clamp_min(0)
     old = delta[:, :, rows, columns]
     fresh = draw.patch(side) * draw.signs(len(images), channels, 1, 1)
     fresh = fresh + old / (1e-12 + old.square().sum(dim=(-2, -1), keepdim=True).sqrt())
     fresh = fresh / (1e-12 + fresh.square().sum(dim=(-2, -1), keepdim=True).sqrt())
     delta[:, :, other_rows, other_columns] = 0.0
     delta[:, :, rows, columns] = fresh * (unused / channels + held).sqrt().view(-1, 1, 1, 1)
-    return (images + _unit(delta) * per_image(threat.radii(images), images)).clamp(0.0, 1.0)
+    return (images + _unit(delta) * per_image(region.radii(images), images)).clamp(0.0, 1.0)
 
 
-def _stripes(images: Tensor, threat: Threat, draw: _Draw) -> Tensor:
+def _stripes(images: Tensor, region: Region, draw: _Draw) -> Tensor:
     """Vertical stripes of random sign: Algorithm 2's start."""
     count, channels, _, width = images.shape
-    return (images + draw.signs(count, channels, 1, width) * per_image(threat.radii(images), images)).clamp(0.0, 1.0)
+    return (images + draw.signs(count, channels, 1, width) * per_image(region.radii(images), images)).clamp(0.0, 1.0)
 
 
-def _stripe(best: Tensor, images: Tensor, threat: Threat, draw: _Draw, side: int) -> Tensor:
+def _stripe(best: Tensor, images: Tensor, region: Region, draw: _Draw, side: int) -> Tensor:
     """One square at a corner of the linf ball, one sign a channel."""
     side = min(max(side, 1), *images.shape[-2:])
     rows, columns = draw.corner(side)
-    trial, radii = best.clone(), per_image(threat.radii(images), images)
+    trial, radii = best.clone(), per_image(region.radii(images), images)
     shift = 2 * radii * draw.signs(len(images), images.shape[1], 1, 1)
     trial[:, :, rows, columns] = trial[:, :, rows, columns] + shift
-    return threat.project(trial, images)
+    return region.project(trial, images)

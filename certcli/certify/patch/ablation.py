@@ -15,7 +15,7 @@ from certcli.certify.patch.masks import met_views
 from certcli.certify.patch.options import VOTING
 from certcli.certify.patch.passes import NONE, Answer, Passes
 from certcli.certify.patch.procedure import Outcome, Procedure
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 from certcli.models.views import Grid, band_views
 
 

@@ -16,7 +16,7 @@ from certcli.certify.patch.options import VOTING, Patches
 from certcli.certify.patch.passes import NONE, Passes
 from certcli.certify.patch.procedure import Procedure
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.sizes import Patch, Size
+from certcli.evaluation.threat import Patch, Threat
 from certcli.models import build
 from certcli.models.seen_part import AUTO, seen_part
 from certcli.system.errors import DataError
@@ -42,8 +42,8 @@ class PatchCertificate(Certificate):
     def held(self) -> tuple[str, ...]:
         return self.proven
 
-    def holds_at(self, size: Size) -> bool:
-        return self.correct and (size == 0 or str(size) in self.proven)
+    def holds_at(self, threat: Threat) -> bool:
+        return self.correct and (threat.size == 0 or threat.key in self.proven)
 
     def to_json(self) -> dict[str, Any]:
         """Without a radius; with the votes also how many each class has."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from certcli.certify.patch.certifier import PatchCertifier
 from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.masks import seen
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 
 _MOST = 32
 """Passes that are put together, evenly chosen: each costs a gradient a step."""

@@ -18,7 +18,7 @@ from certcli.certify.patch.masks import hole, met_views, square_masks
 from certcli.certify.patch.options import DOUBLE_MASKING
 from certcli.certify.patch.passes import Answer, Passes
 from certcli.certify.patch.procedure import Outcome, Procedure
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 from certcli.models.views import Grid
 from certcli.system.errors import UsageError
 

@@ -7,7 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 from certcli.models.views import Grid
 from certcli.system.errors import UsageError
 

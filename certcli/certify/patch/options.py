@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from certcli.certify.options import Options
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
 from certcli.system.registry import one_of

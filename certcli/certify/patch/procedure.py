@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from certcli.certify.patch.passes import Passes
-from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import Patch
 
 
 @dataclass(frozen=True)

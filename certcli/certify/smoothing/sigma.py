@@ -14,6 +14,7 @@ from certcli.certify.smoothing.functions import classifier
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import AUTO, Smoothing
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError
 
@@ -43,7 +44,7 @@ def choose_sigma(
         tried = replace(exact, n0=TUNE_N0, samples=TUNE_SAMPLES, alpha=TUNE_ALPHA)
         certifier, reach = SmoothingCertifier(classify, classes, tried, device, noise.TUNE), exact.reach
         rows = [row for batch in certify(certifier, images, settings.batch_size) for row in batch]
-        found = certified_accuracy(rows, radii)
+        found = certified_accuracy(rows, [Threat("l2", radius) for radius in radii])
         held = [share if radius < reach else 0.0 for radius, share in zip(radii, found.certified.values(), strict=True)]
         shares[sigma] = (sum(held) / len(held), min(found.average_radius or 0.0, reach))
     best = max(shares, key=lambda sigma: shares[sigma])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from certcli.certify.patch.options import Patches
 from certcli.cli.attack import patches as patch_attacked
 from certcli.cli.attack import run
-from certcli.cli.attack.options import Attacks, Chosen, Results
+from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
 from certcli.cli.shared import inputs
 from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import Machine, Output, Source, Talk
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 )
 def attack(
     source: Source,
-    wanted: Attacks = Attacks(),
-    chosen: Chosen = Chosen(),
+    attacks: Attacks = Attacks(),
+    data: AttackedImages = AttackedImages(),
     patches: Patches = Patches(),
     machine: Machine = Machine(),
-    results: Results = Results(),
+    results: AttackOutput = AttackOutput(),
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
@@ -41,37 +41,35 @@ def attack(
     from certcli.attack.certified_radii import read_certified
     from certcli.evaluation.records import digested
 
-    results.check(chosen)
+    results.check(data)
     if results.keeps_images:
         require_one("adversarial images are kept", "leave out --save-examples and --gallery, or torchrun")
-    output.claim(source, wanted, chosen, results)
-    if patch_attacked.require(wanted, chosen, patches, results):
+    output.claim(source, attacks, data, results)
+    if patch_attacked.require(attacks, data, patches, results):
         require_one("patches are looked for", "certvit attack --norm patch without torchrun")
-        if output.output is not None:
-            raise UsageError("--output keeps no result of --norm patch yet", "--records FILE.jsonl, or --json")
-        patch_attacked.attack(source, wanted, chosen, patches, machine, results, output.force, talk.sink())
+        patch_attacked.attack(source, attacks, data, patches, machine, results, output, talk.sink())
         return
     sink, gate = talk.sink(), Gate()
-    settings, stages = wanted.plan(chosen.seed, chosen.only_certified is not None)
+    settings, stages = attacks.plan(data.seed, data.only_certified is not None)
     checkpoint = source.read(sink)
-    crafted_on, compared = (_second(path, checkpoint, source.ckpt) for path in (wanted.crafted_on, results.compare))
+    crafted_on, compared = (_second(path, checkpoint, source.ckpt) for path in (attacks.crafted_on, results.compare))
     certificates = None
-    if chosen.only_certified is not None:
-        norm, certificates = read_certified(chosen.only_certified, checkpoint.digest)
-        stages = in_norm(stages, norm, wanted.norm)
-    images = digested(chosen.images(checkpoint.record, sink), team())
+    if data.only_certified is not None:
+        norm, certificates = read_certified(data.only_certified, checkpoint.digest)
+        stages = in_norm(stages, norm, attacks.norm)
+    images = digested(data.images(checkpoint.record, sink), team())
     seen = inputs.say_seen(checkpoint.record, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
-    drawn = [stage.with_draws(chosen.seed, checkpoint.record.classes, wanted.precision) for stage in stages]
+    drawn = [stage.with_draws(data.seed, checkpoint.record.classes, attacks.precision) for stage in stages]
     tasks = tasks_of(drawn, images, certificates)
-    told = {
-        "preset": wanted.preset,
+    facts = {
+        "preset": attacks.preset,
         "source": crafted_on.digest if crafted_on else None,
         "certified_only": certificates is not None,
-        "refine": wanted.refine,
+        "refine": attacks.refine,
     }
-    session = run.Session(checkpoint, images, tasks, settings, certificates, machine, told, sink)
-    outcome = session.run(crafted_on, results, output.force, wanted.checks, output.output is not None)
+    session = run.Session(checkpoint, images, tasks, settings, certificates, machine, facts, sink)
+    outcome = session.run(crafted_on, results, output.force, attacks.checks, output.output is not None)
     if outcome is None:
         return
     findings, found = outcome
@@ -85,7 +83,7 @@ def attack(
     if output.output is not None:
         from certcli.evaluation.evidence import AttackResult
 
-        parameters = parameters_of(tasks, settings, **told)
+        parameters = parameters_of(tasks, settings, **facts)
         result = {name: document[name] for name in AttackResult.__struct_fields__ if name in document}
         output.write(checkpoint.with_evidence("attack", parameters, result), output.output)
         sink.note(f"wrote {output.output}")

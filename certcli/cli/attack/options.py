@@ -20,6 +20,31 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
 
 
+def list_attacks(context: typer.Context, given: bool) -> None:
+    """Print every attack, certvit's own and those of torchattacks, with norms, and arguments with their defaults."""
+    from certcli.attack.catalogue import ATTACKS
+    from certcli.attack.torchattacks_spec import PREFIX, names, signature
+    from certcli.cli.shared.output import Sink
+
+    if not given:
+        return
+    sink = Sink(as_json=False, quiet=False)
+    sink.table(
+        "Attacks", ["--attack", "norm", "what it does"], [(a.name, " ".join(a.norms), a.summary) for a in ATTACKS]
+    )
+    try:
+        theirs = [(PREFIX + name, signature(name)) for name in names()]
+    except UsageError as failure:
+        sink.text(f"{failure.message}: {failure.hint}")
+    else:
+        sink.table(
+            f"Attacks of torchattacks, as {PREFIX}NAME,argument=value",
+            ["--attack", "norm", "measured in", "arguments and their defaults"],
+            [(name, " ".join(s.norms), " ".join(s.measures) or "-", s.words()) for name, s in theirs],
+        )
+    raise typer.Exit
+
+
 @group("Attacks")
 class Attacks:
     """Which attacks run, at which radii, and what they may spend."""
@@ -27,9 +52,15 @@ class Attacks:
     attacks: Annotated[
         list[str],
         typer.Option(
-            "--attack", "-a", help="fgsm, pgd-50, margin-pgd, cw, autoattack, ...; may be repeated. Default: pgd."
+            "--attack",
+            "-a",
+            help="fgsm, pgd-50, margin-pgd, autoattack, torchattacks:Jitter,steps=20, ...; may be repeated. Default: pgd.",
         ),
     ] = field(default_factory=list)
+    listed: Annotated[
+        bool,
+        typer.Option("--list", is_eager=True, callback=list_attacks, help="Show all attacks and exit."),
+    ] = False
     preset: Annotated[str | None, typer.Option(help="A paper's evaluation: certvit, specformer-standard, ...")] = None
     epsilon: Annotated[
         list[float],
@@ -97,7 +128,7 @@ class Attacks:
 
 
 @group("Images")
-class Chosen(Evaluation):
+class AttackedImages(Evaluation):
     """The images that are attacked."""
 
     per_class: Annotated[int | None, typer.Option(min=1, help="Use K seeded images of every class.")] = None
@@ -113,7 +144,7 @@ class Chosen(Evaluation):
 
 
 @group("Output")
-class Results:
+class AttackOutput:
     """What is written beside the document, and what it must meet."""
 
     minimum: Annotated[
@@ -138,7 +169,7 @@ class Results:
     def keeps_images(self) -> bool:
         return self.save_examples is not None or self.gallery is not None
 
-    def check(self, chosen: Chosen) -> None:
+    def check(self, data: AttackedImages) -> None:
         """UsageError on wishes that contradict, before any work."""
         if self.resume and self.keeps_images:
             raise UsageError(
@@ -146,5 +177,5 @@ class Results:
             )
         if self.compare is not None and self.gallery is None:
             raise UsageError("--compare is drawn in the gallery", "--gallery FILE.png")
-        if chosen.limit is not None and chosen.per_class is not None:
+        if data.limit is not None and data.per_class is not None:
             raise UsageError("--limit and --per-class are two ways to choose images", "use one of them")

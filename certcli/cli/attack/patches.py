@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from certcli.attack.catalogue import PATCH_ATTACK as ATTACK
 from certcli.cli.shared.output import Gate, Sink, percent
 from certcli.system.errors import CertvitError, DataError, GateError, UsageError
 
@@ -19,36 +20,35 @@ if TYPE_CHECKING:
     from certcli.attack.settings import AttackSettings
     from certcli.certify.patch.options import Patches
     from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.attack.options import Attacks, Chosen, Results
-    from certcli.cli.shared.groups import Machine, Source
+    from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
+    from certcli.cli.shared.groups import Machine, Output, Source
     from certcli.evaluation.records import RecordFile
     from certcli.evaluation.resumed import Resumed
-    from certcli.evaluation.sizes import Patch
+    from certcli.evaluation.threat import Patch
     from certcli.images.labelled import Images
 
 Row = dict[str, Any]
 """A record."""
-ATTACK = "margin-pgd"
 MOST_AT_ONCE = 16
 
 
-def require(wanted: Attacks, chosen: Chosen, patches: Patches, results: Results) -> bool:
+def require(attacks: Attacks, data: AttackedImages, patches: Patches, results: AttackOutput) -> bool:
     """Whether patches are looked for; UsageError for options of balls beside them, and for options of patches without."""
-    if wanted.norm != "patch":
-        if patches.patches or wanted.defence != "none":
+    if attacks.norm != "patch":
+        if patches.patches or attacks.defence != "none":
             raise UsageError("--patch and --defence are for --norm patch", "certvit attack ... --norm patch --patch 32")
         return False
-    if wanted.defence not in ("none", "patch"):
-        raise UsageError(f"--defence {wanted.defence}: one of none, patch")
+    if attacks.defence not in ("none", "patch"):
+        raise UsageError(f"--defence {attacks.defence}: one of none, patch")
     beside: dict[str, Any] = {
-        "epsilon": wanted.epsilon,
-        "preset": wanted.preset,
-        "source": wanted.crafted_on,
-        "refine": wanted.refine,
-        "step-size": wanted.step_size,
+        "epsilon": attacks.epsilon,
+        "preset": attacks.preset,
+        "source": attacks.crafted_on,
+        "refine": attacks.refine,
+        "step-size": attacks.step_size,
         "save-examples": results.save_examples,
         "gallery": results.gallery,
-        "attack": [name for name in wanted.attacks if name != ATTACK],
+        "attack": [name for name in attacks.attacks if name != ATTACK],
     }
     for name, value in beside.items():
         if value:
@@ -58,80 +58,104 @@ def require(wanted: Attacks, chosen: Chosen, patches: Patches, results: Results)
 
 def attack(
     source: Source,
-    wanted: Attacks,
-    chosen: Chosen,
+    attacks: Attacks,
+    data: AttackedImages,
     patches: Patches,
     machine: Machine,
-    results: Results,
-    force: bool,
+    results: AttackOutput,
+    output: Output,
     sink: Sink,
 ) -> None:
-    """Every image at many places, for each size of patch; a certified image that falls is a bug."""
+    """Attack every image at many places, for each size of patch; a certified image that falls is a bug."""
     from certcli.attack.settings import AttackSettings
-    from certcli.evaluation.intervals import share_interval
     from certcli.evaluation.records import RecordFile, Run, describe
 
     checkpoint = source.open(sink)
-    images, device = chosen.images(checkpoint.record, sink), machine.pick()
-    defence, defended = wanted.defence, patches
+    images, device = data.images(checkpoint.record, sink), machine.pick()
+    defence, defended = attacks.defence, patches
     certified: dict[str, list[int]] | None = None
-    if chosen.only_certified is not None:
-        defended, certified = _certified(chosen.only_certified, checkpoint, images)
+    if data.only_certified is not None:
+        defended, certified = _certified(data.only_certified, checkpoint, images)
         patches, defence = replace(patches, patches=patches.patches or list(certified)), "patch"
     sizes = sorted(set(patches.sizes(checkpoint.record.input.size[1:])))
-    targets, about_defence = _targets(defence, checkpoint, device, defended, sizes)
-    settings = AttackSettings(steps=wanted.steps, restarts=wanted.restarts, seed=chosen.seed)
-    spent = {"steps": wanted.steps, "restarts": wanted.restarts, "seed": chosen.seed}
-    about = {"defence": defence, **about_defence, **spent, "certified_only": certified is not None}
+    targets, procedure = _targets(defence, checkpoint, device, defended, sizes)
+    budget: dict[str, Any] = {"steps": attacks.steps, "restarts": attacks.restarts, "seed": data.seed}
+    settings = AttackSettings(**budget)
+    about = {"defence": defence, **procedure, **budget, "certified_only": certified is not None}
     spelled = [str(patch) for patch in sizes]
     run = Run.of(
         "attack", checkpoint.digest, images, [[ATTACK]], norm="patch", parameters={**about, "against": spelled}
     )
     found: dict[str, list[Row]] = {}
-    read: list[_Piece] = []
-    with RecordFile(results.records, run, images, ("patch", "index"), resume=results.resume, force=force) as file:
+    read: list[_Batch] = []
+    with RecordFile(
+        results.records, run, images, ("patch", "index"), resume=results.resume, force=output.force
+    ) as file:
         for patch in sizes:
             part = images if certified is None else _those(images, certified.get(str(patch), []))
             with sink.progress(f"attack ({patch})", total=len(part)) as bar:
-                for piece in _attacked(targets[patch], part, patch, settings, file, device, machine.batch_size):
-                    found.setdefault(str(patch), []).extend(piece.rows)
-                    read += [piece] if piece.read else []
-                    bar.advance(len(piece.rows))
+                for batch in _attacked(targets[patch], part, patch, settings, file, device, machine.batch_size):
+                    found.setdefault(str(patch), []).extend(batch.rows)
+                    read += [batch] if batch.read else []
+                    bar.advance(len(batch.rows))
             if str(patch) not in found:
                 raise DataError(f"no image is certified against {patch}", "leave out --only-certified")
-    resumed = _again(read, found[spelled[0]], spelled[0], results) if read else None
-    gate = Gate()
-    left = {patch: sum(row["robust"][ATTACK] for row in rows) for patch, rows in found.items()}
-    robust = {patch: left[patch] / len(rows) for patch, rows in found.items()}
-    intervals = {patch: share_interval(left[patch], len(rows)) for patch, rows in found.items()}
-    first = found[spelled[0]]
-    clean = sum(row["prediction"] == row["label"] for row in first) / len(first)
+    every = output.output is not None
+    resumed = _compute_again(read, found[spelled[0]], results, every) if read else None
+    parts = [_part(patch, rows) for patch, rows in found.items()]
+    first, gate = parts[0], Gate()
     fallen = [row["index"] for rows in found.values() for row in rows if not row["robust"][ATTACK]]
     if certified is not None and fallen:
         hint = "a certificate and a counterexample cannot both be right, unless other bits are executed here: report it"
         gate.demand(False, CertvitError(f"certified and broken: images {', '.join(map(str, fallen[:5]))}", hint))
     if results.minimum is not None:
-        short = (
-            f"{percent(robust[spelled[0]])} withstand patches of {spelled[0]}, below --min-robust {results.minimum:g}"
-        )
-        gate.demand(robust[spelled[0]] >= results.minimum, GateError(short))
-    shares = {"clean": clean, "robust": robust, "intervals": intervals, "norm": "patch", "parameters": about}
-    told = {} if resumed is None else {"resumed": resumed.to_json()}
-    sink.document({"checkpoint": checkpoint.digest, "dataset": describe(images), **shares, **told}, gate)
+        share = f"{percent(first['robust'])} withstand patches of {spelled[0]}"
+        failure = GateError(f"{share}, below --min-robust {results.minimum:g}")
+        gate.demand(first["robust"] >= results.minimum, failure)
+    curve = {part["patch"]: part["robust"] for part in parts}
+    intervals = {part["patch"]: part["intervals"]["robust"] for part in parts}
+    document = {"clean": first["clean"], "robust": curve, "intervals": intervals, "norm": "patch", "parameters": about}
+    document |= {"checkpoint": checkpoint.digest, "dataset": describe(images)}
+    sink.document(document | ({} if resumed is None else {"resumed": resumed.to_json()}), gate)
     whom = "the network" if defence == "none" else "the defended classifier"
-    between = {patch: f"{100 * low:.1f} to {100 * high:.1f}" for patch, (low, high) in intervals.items()}
     sink.table(
-        f"{images.name} ({images.split}), {len(first)} images: {whom}, attacked by {ATTACK} at many places",
+        f"{images.name} ({images.split}), {first['images']} images: {whom}, attacked by {ATTACK} at many places",
         ["patch (pixels)", "correct after", "95 % interval"],
-        [("clean", percent(clean), ""), *((patch, percent(robust[patch]), between[patch]) for patch in robust)],
-    )
+        [
+            ("clean", percent(first["clean"]), ""),
+            *((p["patch"], percent(p["robust"]), "{:.1f} to {:.1f}".format(*(100 * x for x in p["intervals"]["robust"])))
+              for p in parts),
+        ],
+    )  # fmt: skip
     if resumed is not None:
         sink.text(f"{resumed}")
+    if output.output is not None:
+        images_named = {"dataset": images.name, "split": images.split, "images": len(images)}
+        parameters = {
+            **images_named, "attacks": [[ATTACK]], "norm": ["patch"], "patches": spelled, "settings": budget,
+            "certified_only": certified is not None, **({"defence": procedure} if procedure else {}),
+        }  # fmt: skip
+        result = {**first, "dataset": describe(images), "curve": curve, "parts": parts if len(parts) > 1 else []}
+        output.write(checkpoint.with_evidence("attack", parameters, result), output.output)
+        sink.note(f"wrote {output.output}")
     gate.enforce()
 
 
+def _part(patch: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the shares at one size, as evidence has them."""
+    from certcli.evaluation.intervals import share_interval
+
+    right, left = sum(row["prediction"] == row["label"] for row in rows), sum(row["robust"][ATTACK] for row in rows)
+    intervals = {
+        name: list(share_interval(count, len(rows)))
+        for name, count in (("clean", right), ("robust", left), (ATTACK, left))
+    }
+    shares = {"clean": right / len(rows), "robust": left / len(rows), "attacks": {ATTACK: left / len(rows)}}
+    return {"norm": "patch", "patch": patch, "images": len(rows), **shares, "intervals": intervals, "median_norm": None}
+
+
 @dataclass(frozen=True)
-class _Piece:
+class _Batch:
     """Images that are attacked together, at one size. read: the records were in the file; find: attacks again."""
 
     rows: list[Row]
@@ -139,23 +163,26 @@ class _Piece:
     find: Callable[[], list[Row]]
 
 
-def _again(read: Sequence[_Piece], first: Sequence[Row], patch: str, results: Results) -> Resumed:
-    """Some of the pieces that were read, attacked again; DataError when one does not agree. first: records at the size of the
-    gate.
+def _compute_again(read: Sequence[_Batch], first: Sequence[Row], results: AttackOutput, every: bool) -> Resumed:
+    """Attack some of the batches that were read again, or all; DataError when one does not agree.
+
+    first: records at the size of which the gate speaks.
     """
     from certcli.evaluation.resumed import Demanded, Resumed, to_compute_again, usual
 
-    held = [sum(row["robust"][ATTACK] for row in piece.rows if row["patch"] == patch) for piece in read]
+    patch = first[0]["patch"]
+    held = [sum(row["robust"][ATTACK] for row in batch.rows if row["patch"] == patch) for batch in read]
     elsewhere = sum(row["robust"][ATTACK] for row in first) - sum(held)
-    chosen = to_compute_again(held, Demanded(results.minimum or 0.0, len(first), elsewhere), usual(len(read)))
-    for place in chosen:
-        for stated, now in zip(read[place].rows, read[place].find(), strict=True):
+    demanded = Demanded(results.minimum or 0.0, len(first), elsewhere, every)
+    again = [read[place] for place in to_compute_again(held, demanded, usual(len(read)))]
+    for batch in again:
+        for stated, now in zip(batch.rows, batch.find(), strict=True):
             if any(stated[name] != value for name, value in now.items()):
                 raise DataError(
                     f"the record of image {stated['index']} at {stated['patch']} in {results.records} does not agree",
                     "it was edited, or written on a machine that computes otherwise: leave out --resume",
                 )
-    return Resumed(sum(len(piece.rows) for piece in read), sum(len(read[place].rows) for place in chosen))
+    return Resumed(sum(len(batch.rows) for batch in read), sum(len(batch.rows) for batch in again))
 
 
 def _attacked(
@@ -166,25 +193,12 @@ def _attacked(
     file: RecordFile,
     device: torch.device,
     batch_size: int,
-) -> Iterator[_Piece]:
-    """Records, batch by batch; what the file holds already is read, not found again."""
+) -> Iterator[_Batch]:
+    """Yield records batch by batch; what the file holds already is read, not found again."""
     from certcli.attack.patch import attack_patches
 
     def find(indices: list[int], pixels: torch.Tensor, labels: list[int]) -> list[Row]:
-        found = attack_patches(target, indices, pixels.to(device), labels, patch, settings)
-        return [
-            {
-                "index": one.index,
-                "label": one.label,
-                "kind": "patch",
-                "patch": str(patch),
-                "prediction": one.prediction,
-                "adversarial_prediction": one.prediction if one.corner is None else one.found,
-                "robust": {ATTACK: one.withstood},
-                "corner": None if one.corner is None else list(one.corner),
-            }
-            for one in found
-        ]
+        return [row.to_json() for row in attack_patches(target, indices, pixels.to(device), labels, patch, settings)]
 
     for indices, pixels, labels in images.batches(min(batch_size, MOST_AT_ONCE)):
         these = partial(find, indices.tolist(), pixels, labels.tolist())
@@ -192,7 +206,7 @@ def _attacked(
         rows = earlier if earlier is not None else these()
         if earlier is None:
             file.write(rows)
-        yield _Piece(rows, earlier is not None, these)
+        yield _Batch(rows, earlier is not None, these)
 
 
 def _targets(
@@ -239,5 +253,5 @@ def _certified(path: Path, checkpoint: Checkpoint, images: Images) -> tuple[Patc
 
 
 def _those(images: Images, indices: list[int]) -> Images:
-    chosen = set(indices)
-    return images.select([place for place, index in enumerate(images.indices.tolist()) if index in chosen])
+    attacked = set(indices)
+    return images.select([place for place, index in enumerate(images.indices.tolist()) if index in attacked])

@@ -15,14 +15,14 @@ from certcli.system.processes import team
 
 if TYPE_CHECKING:
     from certcli.attack.campaign import Task
-    from certcli.attack.certified_radii import Certified
+    from certcli.attack.certified_radii import CertifiedImage
     from certcli.attack.checks import Flag
     from certcli.attack.findings import Findings
-    from certcli.attack.run import Attacked
+    from certcli.attack.run import AttackRecord
     from certcli.attack.settings import AttackSettings
     from certcli.attack.showcase import Exhibit
     from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.attack.options import Results
+    from certcli.cli.attack.options import AttackOutput
     from certcli.images.labelled import Images
 
 _BUG = (
@@ -33,15 +33,15 @@ _BUG = (
 
 @dataclass(frozen=True)
 class Session:
-    """One run of the command: the network, the images, and what is done to them. told: facts for header and document."""
+    """One run of the command: the network, the images, and what is done to them. facts: for header and document."""
 
     checkpoint: Checkpoint
     images: Images
     tasks: Sequence[Task]
     settings: AttackSettings
-    certificates: Mapping[int, Certified] | None
+    certificates: Mapping[int, CertifiedImage] | None
     machine: Machine
-    told: Mapping[str, Any]
+    facts: Mapping[str, Any]
     sink: Sink
 
     def load(self, checkpoint: Checkpoint) -> Any:
@@ -52,8 +52,8 @@ class Session:
         return load(checkpoint, self.machine.pick())
 
     def run(
-        self, crafted_on: Checkpoint | None, results: Results, force: bool, checks: bool, every: bool
-    ) -> tuple[Findings, dict[int, list[Attacked]]] | None:
+        self, crafted_on: Checkpoint | None, results: AttackOutput, force: bool, checks: bool, every: bool
+    ) -> tuple[Findings, dict[int, list[AttackRecord]]] | None:
         """The findings, and the records by number of the task; written to `--records` as they are found. None for a process
         that leads no others: what it found is theirs.
 
@@ -68,13 +68,13 @@ class Session:
         batch_size = self.machine.batch_size
         model = self.load(self.checkpoint)
         crafter = None if crafted_on is None else self.load(crafted_on)
-        found: dict[int, list[Attacked]] = {}
+        found: dict[int, list[AttackRecord]] = {}
         spent = (self.tasks, self.settings, batch_size)
-        campaign = Campaign(model, *spent, crafter, self.told["refine"], team().leads and results.keeps_images)
+        campaign = Campaign(model, *spent, crafter, self.facts["refine"], team().leads and results.keeps_images)
         if not team().leads:
             list(campaign.run(team=team()))
             return None
-        run = run_of(*spent, self.checkpoint.digest, self.images, **self.told)
+        run = run_of(*spent, self.checkpoint.digest, self.images, **self.facts)
         with RecordFile(
             results.records,
             run,
@@ -109,12 +109,12 @@ class Session:
         from certcli.evaluation.records import describe
 
         about = {"schema": 1, "command": "attack", "checkpoint": self.checkpoint.digest}
-        return {**about, "dataset": describe(self.images), **findings.to_json(), **self.told}
+        return {**about, "dataset": describe(self.images), **findings.to_json(), **self.facts}
 
     def show(
         self,
-        found: Mapping[int, Sequence[Attacked]],
-        results: Results,
+        found: Mapping[int, Sequence[AttackRecord]],
+        results: AttackOutput,
         compared: Checkpoint | None,
         name: str,
         force: bool,
@@ -152,8 +152,8 @@ def gate_of(findings: Findings, minimum: float | None, gate: Gate) -> None:
     if minimum is not None:
         first = findings.first
         reached = f"robust accuracy {percent(first.robust)} at {attacked_radius(first.epsilon)}"
-        told = f"{reached} is below --min-robust {minimum:g}"
-        gate.demand(first.robust >= minimum, GateError(told))
+        failure = f"{reached} is below --min-robust {minimum:g}"
+        gate.demand(first.robust >= minimum, GateError(failure))
 
 
 def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified: bool) -> None:
@@ -189,9 +189,9 @@ def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str) -
     from certcli.report.gallery import AttackedImage, draw_gallery
 
     def picture(shown: Exhibit) -> AttackedImage:
-        told = f"{shown.kind} {shown.norm:.3g}"
+        caption = f"{shown.kind} {shown.norm:.3g}"
         if not shown.crafted_here:
-            told = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"
+            caption = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"
         return AttackedImage(
             image=shown.image,
             adversarial=shown.adversarial,
@@ -200,7 +200,7 @@ def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str) -
             clean_right=shown.prediction == shown.label,
             found_class=names[shown.adversarial_prediction],
             found_right=shown.adversarial_prediction == shown.label,
-            norm=told,
+            norm=caption,
         )
 
     title = f"{about}: {len(rows)} attacked images\nimage, perturbation, their sum; classes in blue where right"

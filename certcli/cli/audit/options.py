@@ -77,14 +77,14 @@ class AuditOptions:
         from certcli.audit.gates import parse
         from certcli.audit.plan import AUTO, Plan
         from certcli.evaluation.records import require_radii
-        from certcli.evaluation.sizes import ANY_IMAGE, Patch
+        from certcli.evaluation.threat import Threat
         from certcli.finetune.budget import parse_duration
 
         for method in self.methods:
             if method not in METHODS:
                 raise UsageError(f"an audit knows no method '{method}'", one_of(method, METHODS))
         for patch in self.patches:
-            Patch.read(patch, ANY_IMAGE)
+            Threat.read(patch, "patch")
         radii = require_radii(self.epsilon)
         if self.precision not in (AUTO, *PRECISIONS):
             raise UsageError(f"unknown precision '{self.precision}'", one_of(self.precision, (AUTO, *PRECISIONS)))

@@ -13,11 +13,11 @@ from certcli.cli.shared import inputs, options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Evaluation, Machine, Output, Source, Talk
 from certcli.cli.shared.output import Gate
+from certcli.evaluation.threat import Threat
 from certcli.system.processes import require_one, team
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
-    from certcli.evaluation.sizes import Size
 
 RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
 """Radii at which certified accuracy is shown where none is asked for."""
@@ -127,10 +127,10 @@ def certify(
         plot=wanted.plot,
         attack_records=wanted.attack_records,
     )
-    sizes: tuple[Size, ...] = ()
-    radii: tuple[float, ...] = ()
+    threats: list[Threat] = []
     if not patched:
-        demand, radii = run.demand(wanted.minimum, wanted.epsilon or RADII[local.norm])
+        balls = [Threat(local.norm, radius) for radius in wanted.epsilon or RADII[local.norm]]
+        demand, threats = run.demand(wanted.minimum, balls)
     run.require_methods(wanted.methods, local.norm, wanted.records)
     if run.AUTO in wanted.methods or smoothing.sigma == run.AUTO:
         require_one("auto chooses by trying", "certvit certify ... --limit 50 says what it chooses; name that")
@@ -139,7 +139,9 @@ def certify(
     checkpoint = source.read(sink)
     if patched:
         image = checkpoint.record.input.size[1:]
-        demand, sizes = run.patch_demand(wanted.minimum, sorted(set(patches.sizes(image))), image)
+        named = [Threat("patch", patch) for patch in patches.sizes(image)]
+        demand, threats = run.demand(wanted.minimum, named, image)
+    radii = [] if patched else [threat.radius for threat in threats]
     demand = replace(demand, every=output.output is not None)
     images = digested(data.images(checkpoint.record, sink), team())
     seen = inputs.say_seen(checkpoint.record, images, sink)
@@ -157,22 +159,11 @@ def certify(
         ),
     }
     files = [(wanted.records, wanted.resume)] + [(None, False)] * (len(methods) - 1)  # records are of the first
+    shared = run.CertifyRun(checkpoint, images, threats, demand, machine, sink, output.force)
     results: list[run.Result] = []
     for method, (records, resume) in zip(methods, files, strict=True):
         try:
-            found = run.run(
-                method,
-                checkpoint,
-                images,
-                given.get(method),
-                machine,
-                sizes or radii,
-                records,
-                resume,
-                output.force,
-                sink,
-                demand,
-            )
+            found = run.run(shared, method, given.get(method), records, resume)
         except NoBoundError as failure:
             if method == methods[0]:  # gate and document speak of the first: no other may stand in its place
                 raise

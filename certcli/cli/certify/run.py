@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.radii import attacked_radius, parse_number, proven_percent
+from certcli.evaluation.radii import Norm, parse_number, proven_percent
 from certcli.system.errors import DataError, GateError, UsageError
 from certcli.system.processes import team
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.record import Record
     from certcli.cli.shared.groups import Evaluation, Machine
     from certcli.evaluation.resumed import Resumed
-    from certcli.evaluation.sizes import Patch, Size
+    from certcli.evaluation.threat import Threat
     from certcli.images.labelled import Images
 
 
@@ -31,48 +31,33 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Demand:
-    """--min-certified: a share of the images at a radius or patch; none asks for nothing. every: no record may rest on a
-    file.
-    """
+    """--min-certified: a share of the images against a threat. every: no record may rest on a file."""
 
+    threat: Threat
     share: float = 0.0
-    size: Size = 0.0
     every: bool = False
 
     def ask(self, found: CertifiedAccuracy, gate: Gate) -> None:
-        from certcli.evaluation.sizes import proven_size, size_key
-
-        reached = found.certified[size_key(self.size)]
-        told = f"certified accuracy {proven_percent(reached)} at {proven_size(self.size)}"
+        reached = found.against(self.threat)
+        told = f"certified accuracy {proven_percent(reached)} at {self.threat.proven()}"
         gate.demand(reached >= self.share, GateError(f"{told} is below --min-certified {self.share:g}"))
 
 
-def demand(text: str | None, epsilons: Sequence[float]) -> tuple[Demand, tuple[float, ...]]:
-    """ "0.6@1.58", or "0.6" for the smallest radius -> the demand, and all radii. UsageError when it is no share."""
-    from certcli.evaluation.records import require_radii, require_share
+def demand(text: str | None, threats: Sequence[Threat], image: tuple[int, int] = (1, 1)) -> tuple[Demand, list[Threat]]:
+    """Read "0.6@1.58", or "0.6" for the smallest threat: the demand, and all threats, ascending.
 
-    radii, option = require_radii(epsilons), "--min-certified"
-    if text is None:
-        return Demand(size=radii[0]), radii
-    share, at, radius = text.partition("@")
-    wanted = require_share(_number(share), option)
-    if not at:
-        return Demand(wanted, radii[0]), radii
-    (there,) = require_radii([_number(radius)])
-    return Demand(wanted, there), require_radii([*radii, there])
-
-
-def patch_demand(text: str | None, sizes: Sequence[Patch], image: tuple[int, int]) -> tuple[Demand, tuple[Patch, ...]]:
-    """The same for patches: "0.6@32". A patch that is demanded is among those certified: the defence depends on them."""
+    A patch that is demanded is among those certified: the defence depends on them. UsageError when it is no share.
+    """
     from certcli.evaluation.records import require_share
-    from certcli.evaluation.sizes import Patch
+    from certcli.evaluation.threat import Threat
 
-    share, at, patch = (text or "0").partition("@")
-    wanted = require_share(_number(share), "--min-certified")
-    there = Patch.read(patch, image) if at else sizes[0]
-    if there not in sizes:
-        raise UsageError(f"--min-certified {text} speaks of another patch", f"--patch {patch} beside the others")
-    return Demand(wanted, there), tuple(sizes)
+    chosen = sorted(set(threats))
+    share, at, size = (text or "0").partition("@")
+    least = require_share(_number(share), "--min-certified")
+    there = Threat.read(size, chosen[0].norm, image) if at else chosen[0]
+    if there.norm == "patch" and there not in chosen:
+        raise UsageError(f"--min-certified {text} speaks of another patch", f"--patch {size} beside the others")
+    return Demand(there, least), sorted({*chosen, there})
 
 
 def _number(text: str) -> float:
@@ -178,37 +163,43 @@ class Result:
         }
 
 
+@dataclass(frozen=True)
+class CertifyRun:
+    """What all methods of one command share: the network, the images, the threats of one norm, and the demand."""
+
+    checkpoint: Checkpoint
+    images: Images
+    threats: Sequence[Threat]
+    demand: Demand
+    machine: Machine
+    sink: Sink
+    force: bool = False
+
+
 def run(
-    method: str,
-    checkpoint: Checkpoint,
-    images: Images,
-    options: Options | None,
-    machine: Machine,
-    sizes: Sequence[Size],
-    records: Path | None,
-    resume: bool,
-    force: bool,
-    sink: Sink,
-    demand: Demand = Demand(),
+    shared: CertifyRun, method: str, options: Options | None, records: Path | None = None, resume: bool = False
 ) -> Result | None:
     """All certificates of one method, shown as a bar and written as they are found; None where another process leads.
 
-    Of the records that were read instead, some are found again: as many as `demand` must not do without.
+    Of the records that were read instead, some are found again: as many as the demand must not do without.
     """
     from certcli.certify.certificate import certified_accuracy
     from certcli.certify.methods import certify, prepare, run_of
     from certcli.certify.resumed import find_again
     from certcli.evaluation.records import RecordFile
     from certcli.evaluation.resumed import Demanded
+    from certcli.evaluation.threat import one_norm
 
+    checkpoint, images, machine, sink = shared.checkpoint, shared.images, shared.machine, shared.sink
     certifier = prepare(method, checkpoint, machine.pick(), options)
-    _require_reach(certifier, [size for size in sizes if isinstance(size, (int, float))], sink)
+    assert one_norm(shared.threats) == certifier.norm, f"{method} certifies in {certifier.norm}"
+    _require_reach(certifier, shared.threats, sink)
     if not team().leads:
         list(certify(certifier, images, machine.batch_size, team=team()))
         return None
     rows: list[Certificate] = []
     with RecordFile(
-        records, run_of(certifier, checkpoint, images), images, resume=resume, force=force, network=sink.network
+        records, run_of(certifier, checkpoint, images), images, resume=resume, force=shared.force, network=sink.network
     ) as file:
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
@@ -219,11 +210,12 @@ def run(
                 bar.advance(len(batch))
     spent, resumed = time.perf_counter() - started, None
     if file.taken:
-        new = sum(row.holds_at(demand.size) for row in rows[file.taken :])
+        demand = shared.demand
+        new = sum(row.holds_at(demand.threat) for row in rows[file.taken :])
         demanded = Demanded(demand.share, len(rows), new, demand.every)
         claims, where = rows[: file.taken], str(records)
-        resumed = find_again(certifier, claims, images, demand.size, demanded, machine.batch_size, where)
-    found = certified_accuracy(rows, sizes)
+        resumed = find_again(certifier, claims, images, demand.threat, demanded, machine.batch_size, where)
+    found = certified_accuracy(rows, shared.threats)
     if certifier.remark:
         sink.warn(certifier.remark)
     if found.abstained == 1:
@@ -232,13 +224,13 @@ def run(
     return Result(certifier, rows, found, each, resumed)
 
 
-def _require_reach(certifier: Certifier, radii: Sequence[float], sink: Sink) -> None:
+def _require_reach(certifier: Certifier, threats: Sequence[Threat], sink: Sink) -> None:
     """UsageError when no radius asked for can be certified, whatever the network; a warning when some cannot."""
-    beyond = [attacked_radius(radius) for radius in radii if radius >= certifier.reach]
+    beyond = [t.attacked() for t in threats if isinstance(t.size, float) and t.size >= certifier.reach]
     if not beyond:
         return
     told = f"no radius beyond {certifier.reach:.4g} can be certified with these --samples, --alpha and --sigma"
-    if len(beyond) == len(radii):
+    if len(beyond) == len(threats):
         raise UsageError(
             f"{told}; asked for {', '.join(beyond)}", "a smaller --epsilon, more --samples, a larger --sigma"
         )
@@ -246,24 +238,25 @@ def _require_reach(certifier: Certifier, radii: Sequence[float], sink: Sink) -> 
 
 
 def attacked_shares(
-    path: Path | None, checkpoint: str, images: Images, norm: str = "l2"
-) -> dict[float, dict[int, bool]]:
-    """Records of `attack` -> radius -> index -> withstood all attacks in that norm; images attacked at every radius only.
+    path: Path | None, checkpoint: str, images: Images, norm: Norm = "l2"
+) -> dict[Threat, dict[int, bool]]:
+    """Records of `attack` -> threat -> index -> withstood all attacks in that norm; images attacked at every radius only.
 
     DataError when they are of another network, other images or other norms, or when no image was attacked at all radii.
     """
     from certcli.evaluation.records import read_records, require_same_images, require_same_network
+    from certcli.evaluation.threat import Threat
 
     if path is None:
         return {}
     run, rows = read_records(path, "attack")
     require_same_network(run, checkpoint, path)
     require_same_images(rows, images, path)
-    found: dict[float, dict[int, bool]] = {}
+    found: dict[Threat, dict[int, bool]] = {}
     clean: dict[int, bool] = {}
     for row in rows:
         if row["kind"] == norm and row["index"] in images.digests:
-            at = found.setdefault(row["epsilon"], {})
+            at = found.setdefault(Threat(norm, row["epsilon"]), {})
             at[row["index"]] = at.get(row["index"], True) and all(left is True for left in row["robust"].values())
             clean[row["index"]] = row["prediction"] == row["label"]
     common = set.intersection(*map(set, found.values())) if found else set()
@@ -272,7 +265,7 @@ def attacked_shares(
             f"no image of these was attacked in {norm} at all of the radii in {path}",
             "certvit attack this checkpoint on these images, with --epsilon and --records",
         )
-    found.setdefault(0.0, clean)
+    found.setdefault(Threat(norm, 0.0), clean)
     return {
-        radius: {index: left for index, left in sorted(at.items()) if index in common} for radius, at in found.items()
+        threat: {index: left for index, left in sorted(at.items()) if index in common} for threat, at in found.items()
     }

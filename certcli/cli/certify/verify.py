@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import os
+import random
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Gate, Sink
+from certcli.evaluation.threat import Patch, Threat
 from certcli.system.errors import DataError, GateError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
+    from certcli.certify.certificate import Certifier
     from certcli.certify.recheck import Attack
     from certcli.checkpoint.file import Checkpoint
     from certcli.cli.shared.groups import Evaluation, Machine, Source
     from certcli.evaluation.records import Run
-    from certcli.evaluation.sizes import Kind
     from certcli.images.labelled import Images
 
 SHOWN = 20
 """Refuted records that a person is shown; --json holds all."""
 ALLOWED_DRAWS = 100_000
 """An image; what papers draw. A file that states more is checked where --samples says so: it is not the file's time."""
-STEPS, SMOOTH_STEPS = 40, 10
-"""Of margin PGD: on a network; on a smoothed one, each of whose steps costs sixteen passes."""
+STEPS, SMOOTH_STEPS, PATCH_STEPS = 40, 10, 3
+"""Of margin PGD: on a network; on a smoothed one, each of whose steps costs sixteen passes; behind masks up to 32."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,11 @@ def verify_records(asked: Asked, source: Source, data: Evaluation, machine: Mach
     seed = int.from_bytes(os.urandom(6), "little")  # nobody who wrote the file can have known it
     chosen = claims
     if asked.sample is not None and asked.sample < len(claims):
-        import random
-
         chosen = sorted(random.Random(seed).sample(claims, asked.sample), key=lambda claim: claim.index)
         sink.note(f"a sample of {asked.sample} of {len(claims)} records, drawn with seed {seed}")
     if len(claims) < len(images):
         sink.warn(f"{asked.records} holds records of {len(claims)} of its {len(images)} images: the rest is unknown")
-    attack = margin_attack(STEPS if certifier.promise == "proof" else SMOOTH_STEPS, certifier.norm)
+    attack = margin_attack(STEPS if certifier.promise == "proof" else SMOOTH_STEPS)
     found = []
     with sink.progress(f"verify ({method})", total=len(chosen)) as bar:
         for row in recheck(certifier, chosen, images, seed, attack, machine.batch_size):
@@ -116,7 +116,7 @@ def verify_records(asked: Asked, source: Source, data: Evaluation, machine: Mach
         sink.table(f"Refuted{rest}", ["image", "radius", "why"], shown)
     sink.text(
         f"{len(found)} of {len(claims)} records ({method}): {counts['verified']} verified, {counts['refuted']} refuted, "
-        f"{counts['not checked']} not checked; {attacked} attacked inside their radii (margin PGD)"
+        f"{counts['not checked']} not checked; {attacked} attacked inside what they claim (margin PGD)"
     )
     if certifier.promise != "proof":
         sink.text(
@@ -164,20 +164,33 @@ def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink
     return images
 
 
-def margin_attack(steps: int, norm: Kind = "l2") -> Attack:
-    """Margin PGD from the image itself, then towards the likeliest other class: a point inside the ball and the box."""
+def margin_attack(steps: int) -> Attack:
+    """Return margin PGD: from the image itself, then towards the likeliest other class; of patches at one drawn place."""
     from certcli.attack.families.margin import margin_pgd
     from certcli.attack.judge import judge, tuck_in
     from certcli.attack.settings import AttackSettings
-    from certcli.evaluation.threat import Threat
+    from certcli.certify.patch.certifier import PatchCertifier
+    from certcli.certify.patch.climbed import TouchedPasses
+    from certcli.evaluation.region import Region
 
-    def attack(model: nn.Module, image: Tensor, classes: Tensor, radius: float) -> Tensor:
-        assert norm != "patch"
-        threat, point = Threat(norm, radius), image
+    def in_patch(certifier: PatchCertifier, image: Tensor, classes: Tensor, patch: Patch, seed: int) -> Tensor:
+        draw = random.Random(seed)
+        sides = zip(image.shape[-2:], (patch.height, patch.width), strict=True)
+        top, left = (draw.randint(0, side - inner) for side, inner in sides)
+        region = Region.within(patch, [(top, left)], image)
+        settings = AttackSettings(steps=PATCH_STEPS, restart=AttackSettings.targets + 1, seed=seed)  # a random start
+        net = TouchedPasses(certifier, patch, (top, left))
+        return region.project(margin_pgd(net, image, classes, region, settings), image)
+
+    def attack(certifier: Certifier, image: Tensor, classes: Tensor, threat: Threat, seed: int) -> Tensor:
+        if isinstance(threat.size, Patch):
+            assert isinstance(certifier, PatchCertifier)
+            return in_patch(certifier, image, classes, threat.size, seed)
+        model, region, point = certifier.attacked.eval(), Region(threat.norm, threat.radius), image  # type: ignore[arg-type]
         for restart in range(2):
             settings = AttackSettings(steps=steps, restart=restart)
-            point = tuck_in(margin_pgd(model.eval(), image, classes, threat, settings), image, threat)
-            if bool(judge(model, image, classes, point, threat, prediction=classes).success):
+            point = tuck_in(margin_pgd(model, image, classes, region, settings), image, region)
+            if bool(judge(model, image, classes, point, region, prediction=classes).success):
                 break
         return point
 

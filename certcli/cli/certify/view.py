@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius, radius_key
-from certcli.evaluation.sizes import proven_size
+from certcli.evaluation.radii import proven_percent, proven_radius
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from certcli.cli.certify.run import Result
+    from certcli.evaluation.threat import Threat
     from certcli.images.labelled import Images
 
 EVIDENCE = (
@@ -45,10 +45,10 @@ def evidence(result: Result, images: Images) -> dict[str, Any]:
     return {name: found[name] for name in EVIDENCE if name in found}
 
 
-def table(results: Sequence[Result], images: Images, attacked: dict[float, dict[int, bool]], sink: Sink) -> None:
+def table(results: Sequence[Result], images: Images, attacked: dict[Threat, dict[int, bool]], sink: Sink) -> None:
     """One method: certified accuracy at each radius with intervals. Several: one row a method. What attacks left is above."""
     where = f"{images.name} ({images.split}), {len(images)} images"
-    left = {radius_key(radius): sum(at.values()) / len(at) for radius, at in attacked.items()}
+    left = {threat: sum(at.values()) / len(at) for threat, at in attacked.items()}
     if len(results) == 1:
         _table(results[0], where, left, sink)
     else:
@@ -57,16 +57,15 @@ def table(results: Sequence[Result], images: Images, attacked: dict[float, dict[
         sink.text(f"{results[0].resumed}")
     if attacked:
         count, told = len(next(iter(attacked.values()))), "what attacks leave of the network itself, without noise"
-        shown = ", ".join(
-            f"{percent(left[radius_key(radius)])} at {attacked_radius(radius)}" for radius in sorted(attacked)
-        )
+        shown = ", ".join(f"{percent(left[threat])} at {threat.attacked()}" for threat in sorted(attacked))
         sink.text(f"attacked (measured, as the file says, not run again): {told}, {count} of these images: {shown}")
 
 
-def _side_by_side(results: Sequence[Result], where: str, left: Mapping[str, float], sink: Sink) -> None:
-    radii = list(results[0].found.certified)
-    columns = [f"certified at {proven_radius(e)}" for e in radii]
-    above = ("attack", "measured", percent(left.get("0")), *(percent(left.get(e)) for e in radii), "-", "-")
+def _side_by_side(results: Sequence[Result], where: str, left: Mapping[Threat, float], sink: Sink) -> None:
+    threats = results[0].found.threats
+    columns = [f"certified at {threat.proven()}" for threat in threats]
+    untouched = next((share for threat, share in left.items() if threat.size == 0), None)
+    above = ("attack", "measured", percent(untouched), *(percent(left.get(threat)) for threat in threats), "-", "-")
     sink.table(
         where,
         ["method", "promise", "clean", *columns, "average radius", "seconds an image"],
@@ -77,7 +76,7 @@ def _side_by_side(results: Sequence[Result], where: str, left: Mapping[str, floa
                     result.certifier.method,
                     result.certifier.promise,
                     percent(result.found.clean),
-                    *(proven_percent(result.found.certified[e]) for e in radii),
+                    *(proven_percent(result.found.against(threat)) for threat in threats),
                     proven_radius(result.found.average_radius or 0.0, 4),
                     "-" if result.seconds is None else f"{result.seconds:.3g}",
                 )
@@ -89,18 +88,17 @@ def _side_by_side(results: Sequence[Result], where: str, left: Mapping[str, floa
         sink.text(f"{result.certifier.method}: {result.certifier.title}. {result.certifier.statement}")
 
 
-def _table(result: Result, where: str, left: Mapping[str, float], sink: Sink) -> None:
+def _table(result: Result, where: str, left: Mapping[Threat, float], sink: Sink) -> None:
     found = result.found
 
-    def row(radius: str, name: str, share: float) -> tuple[str, ...]:
-        low, high = found.intervals[name]
-        beside = (percent(left.get("0" if name == "clean" else name)),) if left else ()
-        told = percent(share) if name == "clean" else proven_percent(share)
-        return radius, *beside, told, f"{100 * low:.1f} to {100 * high:.1f}"
+    def row(name: str, key: str, after_attacks: float | None, share: str) -> tuple[str, ...]:
+        low, high = found.intervals[key]
+        return name, *([percent(after_attacks)] if left else []), share, f"{100 * low:.1f} to {100 * high:.1f}"
 
+    untouched = next((share for threat, share in left.items() if threat.size == 0), None)
     rows = [
-        row("clean", "clean", found.clean),
-        *(row(proven_size(e), e, share) for e, share in found.certified.items()),
+        row("clean", "clean", untouched, percent(found.clean)),
+        *(row(t.proven(), t.key, left.get(t), proven_percent(found.against(t))) for t in found.threats),
     ]
     beside = ["after attacks"] if left else []
     of_patches = result.certifier.norm == "patch"
@@ -123,7 +121,7 @@ def _table(result: Result, where: str, left: Mapping[str, float], sink: Sink) ->
 
 def plot(
     results: Sequence[Result],
-    attacked: dict[float, dict[int, bool]],
+    attacked: dict[Threat, dict[int, bool]],
     network: str,
     images: Images,
     path: Path,
@@ -141,14 +139,14 @@ def plot(
         certifier = result.certifier
         shown = [certificate for certificate in result.rows if certificate.index in common]
         for certificate in shown if certifier.promise == "proof" else ():
-            broken = [r for r, left in attacked.items() if certificate.holds_at(r) and not left[certificate.index]]
+            broken = [t for t, left in attacked.items() if certificate.holds_at(t) and not left[certificate.index]]
             if broken:
-                told = f"certified to {proven_radius(certificate.radius)} and broken at {attacked_radius(broken[0])}"
+                told = f"certified to {proven_radius(certificate.radius)} and broken at {broken[0].attacked()}"
                 sink.warn(f"image {certificate.index} is {told}")
         promise = "proven" if certifier.promise == "proof" else certifier.promise
         label = f"{certifier.method}: certified ({promise})"
         curves[label] = [certificate.radius if certificate.correct else -1.0 for certificate in shown]
-    shares = {radius: sum(left.values()) / len(left) for radius, left in attacked.items()}
+    shares = {threat.radius: sum(left.values()) / len(left) for threat, left in attacked.items()}
     title = f"{network} on {images.name} ({images.split}), n = {len(common)}"
     draw_certified(curves, shares, path, farthest, title, results[0].certifier.norm)
     sink.note(f"wrote {path}")

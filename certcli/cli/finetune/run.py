@@ -11,7 +11,8 @@ from certcli.checkpoint.outputs import discard_state, last_command, remove, requ
 from certcli.cli.shared.groups import beside
 from certcli.cli.shared.inputs import return_large_blocks, say_wider
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation.radii import proven_percent, proven_radius, radius_key
+from certcli.evaluation.radii import proven_percent, proven_radius
+from certcli.evaluation.threat import Threat
 from certcli.system.processes import require_one, team
 
 if TYPE_CHECKING:
@@ -266,6 +267,6 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
         clean = plain_accuracy(load_double(checkpoint), validation)
         return {**about, "clean": clean, "certified": 0.0, **bound_document(INF)}
     rows = [row for batch in certify(certifier, validation, 256) for row in batch]
-    found = certified_accuracy(rows, [epsilon])
-    certified = found.certified[radius_key(epsilon)]
-    return {**about, "clean": found.clean, "certified": certified, **certifier.about["bound"]}
+    threat = Threat("l2", epsilon)
+    found = certified_accuracy(rows, [threat])
+    return {**about, "clean": found.clean, "certified": found.against(threat), **certifier.about["bound"]}

@@ -64,7 +64,7 @@ def log(
     checkpoints: Annotated[
         list[Path], typer.Argument(metavar="CKPT...", help="Checkpoints that certvit wrote, or folders of them.")
     ],
-    asked: Verification = Verification(),
+    verification: Verification = Verification(),
     machine: Machine = Machine(),
     page: Page = Page(),
     talk: Talk = Talk(),
@@ -73,17 +73,19 @@ def log(
     from certcli.checkpoint.file import Checkpoint
 
     sink, files = talk.sink(), _files(checkpoints)
-    page.claim(files, [folder for folder in (asked.dataset, asked.data_dir) if folder is not None])
+    page.claim(files, [folder for folder in (verification.dataset, verification.data_dir) if folder is not None])
     read = [(path, Checkpoint.read(path)) for path in files]
     documents = [_document(path, checkpoint) for path, checkpoint in read]
-    if asked.verify:
+    if verification.verify:
         from dataclasses import asdict
 
         from certcli.cli.shared.verify import VerifyOptions, verify_checkpoints
         from certcli.verification.claims import statuses
 
         gate = Gate()
-        given = VerifyOptions(asked.dataset, asked.data_dir, asked.sample, not asked.proven_only, machine)
+        given = VerifyOptions(
+            verification.dataset, verification.data_dir, verification.sample, not verification.proven_only, machine
+        )
         found = verify_checkpoints({str(path): ckpt for path, ckpt in read}, given, gate, sink)
         for document, claims in zip(documents, found, strict=True):
             document["verification"] = [asdict(claim) for claim in claims]

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation.radii import attacked_radius, confidence, proven_percent, proven_radius
-from certcli.evaluation.sizes import proven_size
+from certcli.evaluation.radii import confidence, proven_percent, proven_radius
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -81,12 +80,12 @@ def sentence(entry: Evidence) -> str:
 
 
 def _lipschitz(result: Any, about: Any) -> str:
-    told = [_bound_of(result)]
+    parts = [_bound_of(result)]
     if result.lower is not None:
-        told.append(f"slope {result.lower:.4g} (measured)")
+        parts.append(f"slope {result.lower:.4g} (measured)")
     if result.attention_weight is not None:
-        told.append(f"attention weight {result.attention_weight:.2g} (measured)")
-    return ", ".join(told)
+        parts.append(f"attention weight {result.attention_weight:.2g} (measured)")
+    return ", ".join(parts)
 
 
 def _bound_of(result: Any) -> str:
@@ -96,16 +95,16 @@ def _bound_of(result: Any) -> str:
 
 
 def _certify(result: Any, about: Any) -> str:
-    shares = ", ".join(f"{proven_percent(share)} at {proven_size(key)}" for key, share in result.certified.items())
+    shares = ", ".join(f"{proven_percent(share)} at {threat.proven()}" for threat, share in result.shares)
     norm = {"l2": "", "linf": " (radii linf)", "patch": " (patches, pixels)"}[result.norm]
-    told = f"{_images(result)}: clean {percent(result.clean)}, certified {shares}{norm}"
+    text = f"{_images(result)}: clean {percent(result.clean)}, certified {shares}{norm}"
     promise = _chance(result) or "proven"
     mean = (
         f", average radius {proven_radius(result.average_radius, 4)}"
         if isinstance(result.average_radius, float)
         else ""
     )
-    return f"{told} ({_method(result)}, {promise}){mean}"
+    return f"{text} ({_method(result)}, {promise}){mean}"
 
 
 def _method(result: Any) -> str:
@@ -121,9 +120,9 @@ def _chance(result: Any) -> str:
 def _attack(result: Any, about: Any) -> str:
     each = ", ".join(f"{name} {percent(share)}" for name, share in result.attacks.items())
     flags = f"; checks raised: {len(result.flags)}" if result.flags else ""
-    radius = f"{result.norm} {attacked_radius(result.epsilon)}"
-    told = f"{_images(result)}: clean {percent(result.clean)}, withstand {radius} {percent(result.robust)}"
-    return f"{told} (measured; {each}){flags}"
+    radius = f"{result.norm} {result.threat.attacked()}"
+    text = f"{_images(result)}: clean {percent(result.clean)}, withstand {radius} {percent(result.robust)}"
+    return f"{text} (measured; {each}){flags}"
 
 
 def _finetune(result: Any, about: Any) -> str:
@@ -135,11 +134,11 @@ def _finetune(result: Any, about: Any) -> str:
 
 
 def _kept(result: Any, about: Any) -> str:
-    told = [f"{result.images} images of {result.dataset}: first choice kept on {percent(result.agreement)}"]
-    told.append(f"logits to {percent(result.logits_error)}")
+    parts = [f"{result.images} images of {result.dataset}: first choice kept on {percent(result.agreement)}"]
+    parts.append(f"logits to {percent(result.logits_error)}")
     if result.accuracy_before is not None:
-        told.append(f"accuracy {percent(result.accuracy_before)} -> {percent(result.accuracy_after)}")
-    return ", ".join(told) + " (measured)"
+        parts.append(f"accuracy {percent(result.accuracy_before)} -> {percent(result.accuracy_after)}")
+    return ", ".join(parts) + " (measured)"
 
 
 _WORDS: Mapping[str, Callable[[Any, Any], str]] = {
@@ -152,8 +151,8 @@ def _images(result: Any) -> str:
     """How many images, of which dataset; attacks on certified images alone state fewer than their dataset has."""
     images = result.dataset
     count = getattr(result, "images", None) or images.images
-    told = f"{count} image{'s' * (count != 1)}"
-    return f"{told} of {images.name} ({images.split})" if images else told
+    text = f"{count} image{'s' * (count != 1)}"
+    return f"{text} of {images.name} ({images.split})" if images else text
 
 
 # ---- several checkpoints
@@ -186,16 +185,18 @@ def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
             for row, cell in zip(cells, column, strict=True):
                 row.append("-" if cell is None else cell.text(column))
     for title, tell in (("Lipschitz bound", _bound), ("slope measured", _slope), ("attention weight", _weight)):
-        told = [tell(each) for each in found]
-        if set(told) != {"-"}:
+        column_texts = [tell(each) for each in found]
+        if set(column_texts) != {"-"}:
             headings.append(title)
-            for row, text in zip(cells, told, strict=True):
+            for row, text in zip(cells, column_texts, strict=True):
                 row.append(text)
-    told_of = [row for row in cells if set(row[1:]) - {"-"}]
-    if told_of:
-        sink.table("Evidence (proven unless it says measured or probability; radii pixel l2)", headings, told_of)
+    rows_with_results = [row for row in cells if set(row[1:]) - {"-"}]
+    if rows_with_results:
+        sink.table(
+            "Evidence (proven unless it says measured or probability; radii pixel l2)", headings, rows_with_results
+        )
         sink.text(f"Evidence: {AS_STATED}")
-    if silent := [row[0] for row in cells if row not in told_of]:
+    if silent := [row[0] for row in cells if row not in rows_with_results]:
         sink.text(f"nothing about accuracy or bounds: {', '.join(silent)} (certify, attack, lipschitz with -o add it)")
     judged = [each[name].result.dataset for each in found for name in ("certify", "attack") if name in each]
     seen = {images.digest: f"{images.images} of {images.name} ({images.split})" for images in judged if images}
@@ -210,12 +211,12 @@ class _Cell:
         self.share, self.images, self.radius, self.remark = share, images, radius, remark
 
     def text(self, column: Sequence[_Cell | None]) -> str:
-        told = self.share
+        text = self.share
         if self.radius is not None and _common(column, "radius") is None:
-            told += f" at {self.radius}"
+            text += f" at {self.radius}"
         if self.images is not None and _common(column, "images") is None:
-            told += f", n = {self.images}"
-        return told + (f" ({self.remark})" if self.remark else "")
+            text += f", n = {self.images}"
+        return text + (f" ({self.remark})" if self.remark else "")
 
 
 def _common(column: Sequence[_Cell | None], name: str) -> Any:
@@ -226,8 +227,8 @@ def _common(column: Sequence[_Cell | None], name: str) -> Any:
 
 def _heading(title: str, column: Sequence[_Cell | None]) -> str:
     radius, images = _common(column, "radius"), _common(column, "images")
-    told = title + (" (measured)" if title == "attacked" else "")
-    return told + (f" at {radius}" if radius else "") + (f", n = {images}" if images else "")
+    text = title + (" (measured)" if title == "attacked" else "")
+    return text + (f" at {radius}" if radius else "") + (f", n = {images}" if images else "")
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -255,20 +256,23 @@ def _clean(found: Found) -> _Cell | None:
 
 def _attacked(found: Found) -> _Cell | None:
     result = _result(found, "attack")
-    return None if result is None else _Cell(percent(result.robust), result.images, attacked_radius(result.epsilon))
+    if result is None:
+        return None
+    norm = "" if result.norm == "l2" else f"{result.norm} "
+    return _Cell(percent(result.robust), result.images, norm + result.threat.attacked())
 
 
 def _certified(found: Sequence[Found], kind: str) -> list[_Cell | None]:
     """Of each file the share at the size that most can be shown at, else at its smallest; threats of this kind alone."""
     results = [result if (result := _result(each, "certify")) and result.norm == kind else None for each in found]
-    shown = Counter(size for result in results if result is not None for size, _ in result.sizes)
+    shown = Counter(threat for result in results if result is not None for threat, _ in result.shares)
     cells: list[_Cell | None] = []
     for result in results:
         if result is None:
             cells.append(None)
             continue
-        size, share = min(result.sizes, key=lambda one: (-shown[one[0]], one[0]))
-        cells.append(_Cell(proven_percent(share), result.images, proven_size(size), _chance(result)))
+        threat, share = min(result.shares, key=lambda one: (-shown[one[0]], one[0]))
+        cells.append(_Cell(proven_percent(share), result.images, threat.proven(), _chance(result)))
     return cells
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from certcli.evaluation.intervals import share_interval
-from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius
-from certcli.evaluation.sizes import proven_size
+from certcli.evaluation.radii import proven_percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
     from certcli.checkpoint.record import Evidence
     from certcli.cli.certify.run import Result
+    from certcli.evaluation.threat import Threat
     from certcli.images.labelled import Images
     from certcli.report.page import HtmlPage, PlotLine, Table
     from certcli.verification.claims import Claim
@@ -30,7 +30,7 @@ def write(page: HtmlPage, path: Path) -> None:
 
 def certify_page(
     results: Sequence[Result],
-    attacked: Mapping[float, Mapping[int, bool]],
+    attacked: Mapping[Threat, Mapping[int, bool]],
     checkpoint: Checkpoint,
     name: str,
     images: Images,
@@ -55,29 +55,28 @@ def certify_page(
         cut = "" if enough is None else f", draws stopped beyond {enough:g}"
         label = f"{certifier.method} ({promise}), n = {count}{cut}"
         if not of_patches:  # shares at patches are no curve over radii
-            marks = [Mark(float(size), share, *found.intervals[size]) for size, share in found.certified.items()]
+            marks = [Mark(t.radius, found.against(t), *found.intervals[t.key]) for t in found.threats]
             curves.append(PlotLine(label, "proven" if proof else "probability", steps(radii), marks))
-        for size, share in found.certified.items():
-            interval = "{:.1f} to {:.1f}".format(*(100 * end for end in found.intervals[size]))
-            name = f"certified, {certifier.method}"
-            rows.append([name, proven_size(size), proven_percent(share), interval, str(count), promise])
-        least, share = next(iter(found.certified.items()))
-        about = certifier.title[:1].upper() + certifier.title[1:]
-        where = (
-            f"against every patch of {least} pixels" if of_patches else f"at {certifier.norm} {proven_radius(least)}"
-        )
+        for threat in found.threats:
+            interval = "{:.1f} to {:.1f}".format(*(100 * end for end in found.intervals[threat.key]))
+            share = proven_percent(found.against(threat))
+            rows.append([f"certified, {certifier.method}", threat.proven(), share, interval, str(count), promise])
+        least = found.threats[0]
+        held, about = found.against(least), certifier.title[:1].upper() + certifier.title[1:]
+        where = f"against every patch of {least.key} pixels" if of_patches else f"at {least.norm} {least.proven()}"
         verdict.append(
-            f"{certifier.method} certifies {round(share * count)} of {count} images ({proven_percent(share)}) {where}, "
+            f"{certifier.method} certifies {round(held * count)} of {count} images ({proven_percent(held)}) {where}, "
             f"{promise}. {about}."
         )
     if attacked:
-        shares = sorted((radius, sum(left.values()) / len(left)) for radius, left in attacked.items())
+        shares = sorted((threat, sum(left.values()) / len(left)) for threat, left in attacked.items())
         count = len(next(iter(attacked.values())))
-        marks = [Mark(radius, left, *share_interval(round(left * count), count)) for radius, left in shares]
-        curves.append(PlotLine(f"attacked (measured), n = {count}", "attacked", shares, marks))
-        radius, share = shares[-1]
-        left = f"{round(share * count)} of {count} of these images at l2 {attacked_radius(radius)}"
-        verdict.append(f"Attacks left {left}, as their records say.")
+        marks = [Mark(threat.radius, left, *share_interval(round(left * count), count)) for threat, left in shares]
+        points = [(threat.radius, left) for threat, left in shares]
+        curves.append(PlotLine(f"attacked (measured), n = {count}", "attacked", points, marks))
+        largest, left = shares[-1]
+        correct = f"{round(left * count)} of {count} of these images at {largest.norm} {largest.attacked()}"
+        verdict.append(f"Attacks left {correct}, as their records say.")
     statements = [[result.certifier.method, result.certifier.statement] for result in results]
     columns = ["share of the images", "patch" if of_patches else "radius", "share", "95 % interval", "n", "holds"]
     return HtmlPage(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.form import fitting
 from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
-from certcli.evaluation.threat import Norm
+from certcli.evaluation.region import Norm
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from certcli.enclosure.zonotopes.margins import differences
 from certcli.enclosure.zonotopes.rounding import gamma, up
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, walk
-from certcli.evaluation.threat import Norm
+from certcli.evaluation.region import Norm
 
 _COPIES = 24
 """Arrays of the largest kind an image, with those kept for the next radius."""

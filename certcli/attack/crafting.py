@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,31 +10,22 @@ from torch import Tensor, nn
 
 from certcli.attack.judge import judge
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.region import Region, along
 from certcli.system.errors import UsageError
+
+ENTRIES = 2**17
+"""Pixels of one batch up to which several targets are attacked at once: small networks spend their time in calls."""
 
 
 class AllSolved(Exception):
     """Every row of the batch is solved: there is nothing left to attack. Never leaves `craft_with`."""
 
 
-def library() -> ModuleType:
-    """Return torchattacks, behind the shim that lets its torchvision import; UsageError where it is not installed."""
-    import_module("certcli.system.compat")
-    try:
-        return import_module("torchattacks")
-    except ModuleNotFoundError as failure:
-        if failure.name != "torchattacks":
-            raise
-        hint = "pip install --no-deps torchattacks; only deepfool and torchattacks:NAME need it"
-        raise UsageError("this attack runs code of torchattacks, which is not installed", hint) from failure
-
-
 class Successes:
     """Which images of a batch were seen to fall, and where: what flips is judged at once, by the model itself."""
 
-    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor, threat: Threat) -> None:
-        self._model, self._threat = model, threat
+    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor, region: Region) -> None:
+        self._model, self._threat = model, region
         self._images, self._labels = images.detach(), labels.to(images.device)
         self.solved = torch.zeros(len(images), dtype=torch.bool, device=images.device)
         self.count = 0
@@ -63,7 +53,7 @@ class Successes:
 
     def harvest(self, adversarial: Tensor) -> Tensor:
         """The kept point of each solved image, the attack's own answer for the rest: (b, c, h, w) -> (b, c, h, w)."""
-        solved = self.solved.view(-1, *[1] * (adversarial.dim() - 1))
+        solved = along(self.solved, adversarial)
         return torch.where(solved, self._kept, adversarial.to(self._kept.dtype))
 
 
@@ -86,7 +76,7 @@ class Watched(nn.Module):
         model: nn.Module,
         images: Tensor,
         labels: Tensor,
-        threat: Threat,
+        region: Region,
         watching: bool,
         precision: str = "float32",
     ) -> None:
@@ -95,7 +85,7 @@ class Watched(nn.Module):
         self._hidden = (model,)
         self._images, self._watching = images, watching
         self._half = precision == "bf16"
-        self._successes = Successes(model, images, labels, threat)
+        self._successes = Successes(model, images, labels, region)
         self._all = torch.arange(len(images), device=images.device)
         self._rows, self._known = self._all, 0  # those that stand, as of so many that fell
         self._last: Tensor | None = None
@@ -145,14 +135,14 @@ def undisturbed(model: nn.Module, images: Tensor, seed: int) -> Iterator[None]:
     """
     if model.training:
         raise UsageError("the model is in training mode", "call model.eval() before an attack")
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        for parameter in wanted:
+        for parameter in trainable:
             parameter.requires_grad_(False)
         with seeded(images, seed), torch.enable_grad():
             yield
     finally:
-        for parameter in wanted:
+        for parameter in trainable:
             parameter.requires_grad_(True)
 
 
@@ -170,53 +160,86 @@ def _unfused(model: nn.Module) -> Iterator[None]:
 
 
 def craft_with(
-    build: Callable[[Callable[[], ModuleType], Watched], Any],
+    search: Callable[[Watched, Tensor, Tensor], Tensor],
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
-    threat: Threat,
+    region: Region,
     settings: AttackSettings,
     *,
     watch: bool = True,
 ) -> Tensor:
-    """Run the attack that `build(library, watched model)` returns: (b, c, h, w) -> (b, c, h, w), to be judged.
+    """Run `search` on the watched model: images (b, c, h, w), labels (b,) -> points (b, c, h, w), to be judged.
 
-    `watch=False` is for attacks that look for the smallest perturbation, which must not stop at the first.
+    Args:
+        watch: False for attacks that look for the smallest perturbation, which must not stop at the first success.
     """
     images, labels = images.detach(), labels.to(images.device)
-    if not len(images) or threat.radius == 0:
+    if not len(images) or region.radius == 0:
         return images.clone()
-    watched = Watched(model, images, labels, threat, watch and settings.stops, settings.precision)
+    watched = Watched(model, images, labels, region, watch and settings.stops, settings.precision)
     slow = settings.precision == "bf16" and images.device.type == "cpu"
     with undisturbed(model, images, settings.draw), _unfused(model) if slow else nullcontext():
         try:
-            adversarial = build(library, watched)(images, labels)
+            adversarial = search(watched, images, labels)
         except AllSolved:
             adversarial = images
     return watched.harvest(adversarial.detach())
 
 
-Climb = Callable[[Watched, Successes | None, Tensor, Tensor], Tensor]
-"""net, successes, images, labels -> points. Without successes nothing may stop early: the end of the run is judged."""
+@dataclass(frozen=True)
+class Search:
+    """What an attack that keeps its own books works on: images (b, c, h, w), labels (b,), the watched network, random draws.
+
+    successes: None where nothing may stop early, because only the end of the run is judged.
+    """
+
+    net: Watched
+    successes: Successes | None
+    images: Tensor
+    labels: Tensor
+    region: Region
+    settings: AttackSettings
+    generator: torch.Generator
+
+    def standing(self) -> Tensor:
+        """Return the positions of the images that have not fallen."""
+        everyone = torch.arange(len(self.images), device=self.images.device)
+        return everyone if self.successes is None else everyone[~self.successes.solved]
+
+    def aimed(self, targets: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield runs against the `targets` likeliest wrong classes, as many classes m at once as are small.
+
+        (r,) images that have not fallen, (m r,) the image and (m r,) the class of each run, of which each class has r.
+        """
+        with torch.no_grad():
+            others = self.net(self.images).scatter(1, self.labels[:, None], float("-inf"))
+        ranked = others.topk(targets, dim=1).indices
+        many = max(1, min(targets, ENTRIES // max(1, self.images.numel())))
+        for part in ranked.split(many, dim=1) if targets else ():
+            rows = self.standing()
+            if len(rows):
+                yield rows, rows.repeat(part.shape[1]), part[rows].T.reshape(-1)
 
 
 def climb_with(
-    climb: Climb,
+    climb: Callable[[Search], Tensor],
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
-    threat: Threat,
+    region: Region,
     settings: AttackSettings,
     *,
     watch: bool = True,
 ) -> Tensor:
     """Run an attack that keeps its own books: (b, c, h, w), (b,) -> (b, c, h, w), to be judged."""
-    successes = Successes(model, images, labels, threat) if watch and settings.stops else None
+    successes = Successes(model, images, labels, region) if watch and settings.stops else None
+    generator = torch.Generator().manual_seed(settings.draw)
 
-    def build(_: Any, net: Watched) -> Any:
-        return lambda images, labels: climb(net, successes, images, labels)
+    def run(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
+        return climb(Search(net, successes, images, labels, region, settings, generator))
 
-    end = craft_with(build, model, images, labels, threat, settings, watch=False)
+    end = craft_with(run, model, images, labels, region, settings, watch=False)
     return end if successes is None else successes.harvest(end)
 
 
@@ -226,3 +249,8 @@ def count_classes(model: nn.Module, images: Tensor, settings: AttackSettings) ->
         return settings.classes
     with seeded(images, settings.draw), torch.no_grad():
         return int(model(images[:1]).shape[1])
+
+
+def count_targets(model: nn.Module, images: Tensor, settings: AttackSettings) -> int:
+    """Return how many wrong classes a targeted attack tries: `targets`, at most all; 0 without images."""
+    return min(settings.targets, count_classes(model, images, settings) - 1) if len(images) else 0

@@ -1,0 +1,177 @@
+"""Attacks of torchattacks by name: what they find lies in the ball and is judged anew, and their arguments are checked."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from certcli.attack.catalogue import ATTACKS
+from certcli.attack.run import AttackRecord, attack_images
+from certcli.attack.settings import AttackSettings, planned_attacks
+from certcli.attack.torchattacks_spec import names, signature
+from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.evidence import decode_evidence
+from certcli.evaluation.region import Norm, Region
+from certcli.system.errors import UsageError
+from tests.helpers.attack_nets import labelled
+from tests.helpers.commands import attempt, certvit, document
+
+AVAILABLE = [name for name in names() if not signature(name).missing]
+SHORT = {
+    **dict.fromkeys(("steps", "num_iter_set", "nb_iter", "restarts", "binary_search_steps", "eot_iter"), 2),
+    **dict.fromkeys(("max_iterations", "popsize", "n_queries"), 10),
+    "nb_sample": 4,
+    "max_batch_size": 4,
+    "gamma": 0.02,
+}
+
+
+@pytest.fixture(scope="module")
+def colour() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 16), nn.ReLU(), nn.Linear(16, 10)).eval()
+    images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    return model, images, labelled(model, images)
+
+
+def short(name: str) -> str:
+    chosen = [f"{key}={value}" for key, value in SHORT.items() if key in signature(name).arguments]
+    return ",".join([f"torchattacks:{name}", *chosen])
+
+
+@pytest.mark.parametrize(("name", "norm"), [(name, norm) for name in AVAILABLE for norm in signature(name).norms])
+def test_found_images_lie_in_the_ball_are_judged_anew_and_follow_the_seed(
+    colour: tuple[nn.Module, torch.Tensor, torch.Tensor], name: str, norm: Norm
+) -> None:
+    model, images, labels = colour
+    region, settings = Region(norm, 1.5 if norm == "l2" else 0.1), AttackSettings(seed=3)
+    before, drawn = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
+
+    def run() -> list[AttackRecord]:
+        batch = [(torch.arange(2), images, labels)]
+        return list(attack_images(model, batch, [short(name)], region, settings, keep_images=True))
+
+    np.random.seed(5)
+    records = run()
+    assert np.random.random() == np.random.RandomState(5).random_sample()
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert not model.training
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    for record, again in zip(records, run(), strict=True):
+        assert record == again
+        assert torch.equal(record.adversarial, again.adversarial)
+        assert region.contains(record.adversarial[None], record.image[None]).all()
+        with torch.no_grad():
+            assert int(model(record.adversarial[None]).argmax()) == record.adversarial_prediction
+        assert record.fell is (record.adversarial_prediction != record.label)
+
+
+def test_most_attacks_find_something(colour: tuple[nn.Module, torch.Tensor, torch.Tensor]) -> None:
+    """A wrong call would leave the images as they are, which the law over all attacks lets pass."""
+    model, images, labels = colour
+    region = Region("linf", 0.2)
+    for name in ("PGD", "APGD", "Jitter", "FAB", "MIFGSM"):
+        batch = [(torch.arange(2), images, labels)]
+        assert all(row.fell for row in attack_images(model, batch, [f"torchattacks:{name}"], region, AttackSettings()))
+
+
+def test_a_failure_of_the_library_is_one_line() -> None:
+    """TIFGSM blurs with three kernels, whatever the number of channels."""
+    model, images = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).eval(), torch.rand(1, 1, 8, 8)
+    batch = [(torch.arange(1), images, labelled(model, images))]
+    with pytest.raises(UsageError, match="torchattacks:TIFGSM fails on these images: RuntimeError"):
+        list(attack_images(model, batch, ["torchattacks:TIFGSM"], Region("linf", 0.1), AttackSettings()))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("torchattacks:Jiter", "did you mean 'Jitter'"),
+        ("torchattacks:", "no attack ''"),
+        ("torchattacks:MultiAttack", "needs attacks"),
+        ("torchattacks:LGV", "needs trainloader"),
+        ("torchattacks:PGD,speed=3", "no argument of PGD"),
+        ("torchattacks:PGD,steps", "no argument of PGD"),
+        ("torchattacks:PGD,steps=3,steps=4", "no argument of PGD"),
+        ("torchattacks:PGD,steps=2.5", "steps cannot be '2.5'"),
+        ("torchattacks:PGD,steps=0", "steps cannot be '0'"),
+        ("torchattacks:PGD,alpha=far", "alpha cannot be 'far'"),
+        ("torchattacks:PGD,alpha=nan", "alpha cannot be 'nan'"),
+        ("torchattacks:PGD,random_start=1", "true or false"),
+        ("torchattacks:PGD,eps=0.1", "follows --epsilon"),
+        ("torchattacks:APGD,norm=L1", "follows --epsilon"),
+        ("torchattacks:UPGD,loss=mse", "one of: ce, margin, dlr"),
+        ("torchattacks:Pixle,x_dimensions=2:b", "x_dimensions cannot be"),
+    ],
+)
+def test_arguments_are_checked_before_any_work(text: str, told: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        planned_attacks([text], AttackSettings())
+    assert told in f"{refusal.value.message} {refusal.value.hint}"
+
+
+def test_one_attack_has_one_spelling() -> None:
+    """The label of records and tables: arguments typed, in the order of the signature."""
+    (plan,) = planned_attacks(["torchattacks:PGD,steps=20/2,alpha=4/8,random_start=False"], AttackSettings())
+    assert plan.label == "torchattacks:PGD,alpha=0.5,steps=10,random_start=false"
+    assert ATTACKS[plan.label].name == plan.label
+    assert ATTACKS["torchattacks:Pixle,x_dimensions=2:4"].name == "torchattacks:Pixle,x_dimensions=2:4"
+
+
+def test_the_radius_of_each_image_and_a_step_that_follows_it(
+    colour: tuple[nn.Module, torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torchattacks
+
+    signature("PGD")  # read before the constructor below hides it
+    called: list[tuple[float, float, int]] = []
+    build = torchattacks.PGD.__init__
+
+    def noted(self: object, model: nn.Module, **values: float) -> None:
+        called.append((values["eps"], values["alpha"], values["steps"]))
+        build(self, model, **values)
+
+    monkeypatch.setattr(torchattacks.PGD, "__init__", noted)
+    model, images, labels = colour
+    batch = [(torch.arange(2), images, labels)]
+    list(attack_images(model, batch, ["torchattacks:PGD"], Region.each("linf", [0.02, 0.001]), AttackSettings(steps=4)))
+    assert sorted(called) == [(0.001, 0.00025, 4), (0.02, 0.005, 4)]
+
+
+def test_the_command_writes_records_and_evidence_like_any_other(workshop: Path, tmp_path: Path) -> None:
+    out, path = tmp_path / "o.safetensors", tmp_path / "r.jsonl"
+    words = ("attack", workshop / "plain.safetensors", "-a", "torchattacks:Jitter,steps=3", "--norm", "linf")
+    words = (*words, "-e", "8/255", "--limit", 12, "--no-checks", "--records", path)
+    found = document(*words, "-o", out)
+    (label,) = found["attacks"]
+    assert label == "torchattacks:Jitter,steps=3"
+    rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    assert found["robust"] == sum(row["robust"][label] is True for row in rows) / 12
+    assert decode_evidence(Checkpoint.read(out).record.evidence[-1]).result.robust == found["robust"]
+    again = document(*words, "--resume")
+    assert {**again, "resumed": None} == {**found, "resumed": None}
+    assert again["resumed"]["computed_again"] == 12
+    other = attempt("attack", workshop / "plain.safetensors", "-a", "torchattacks:Jitter")
+    assert isinstance(other.exception, UsageError)
+    assert "attack in linf, not in l2" in other.exception.message
+
+
+def test_the_list_shows_every_attack_with_its_arguments_and_norms() -> None:
+    shown = " ".join(certvit("attack", "--list").stdout.split())
+    assert all(f"{name} " in shown for name in (*ATTACKS.names(), *(f"torchattacks:{name}" for name in names())))
+    assert "torchattacks:FFGSM linf linf alpha=1.25*radius" in shown
+    assert "it needs trainloader" in shown
+
+
+def test_without_torchattacks_everything_else_works(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchattacks", None)
+    words = ("attack", workshop / "plain.safetensors", "-e", 0.1, "--limit", 4, "--no-checks")
+    document(*words, "-a", "deepfool", "-a", "pgd")
+    failure = attempt(*words, "--norm", "linf", "-a", "torchattacks:Jitter").exception
+    assert isinstance(failure, UsageError)
+    assert "pip install --no-deps torchattacks" in failure.hint
+    assert "torchattacks, which is not installed" in certvit("attack", "--list").stdout

@@ -1,0 +1,80 @@
+"""Threats: one spelling, rounded to what holds, in an order within one norm only."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from certcli.certify.certificate import Certificate, certified_accuracy
+from certcli.evaluation.region import Region
+from certcli.evaluation.threat import Patch, Threat
+from certcli.system.errors import Refused, UsageError
+
+ASCENDING = {
+    "l2": [Threat("l2", radius) for radius in (0.0, 26 / 255, 0.5, 1.0)],
+    "linf": [Threat("linf", radius) for radius in (0.0, 1 / 255, 8 / 255)],
+    "patch": [Threat("patch", patch) for patch in (Patch(1, 1), Patch(2, 1), Patch(2, 2), Patch(2, 2, 2))],
+}
+ALL = [threat for threats in ASCENDING.values() for threat in threats]
+
+
+@pytest.mark.parametrize("threat", ALL, ids=str)
+def test_a_key_reads_back_and_screens_round_to_what_holds(threat: Threat) -> None:
+    assert Threat.from_key(threat.key, threat.norm) == threat
+    if threat.norm == "patch":
+        assert threat.proven() == threat.attacked() == threat.key
+        with pytest.raises(TypeError):
+            _ = threat.radius
+    else:
+        assert float(threat.proven(3)) <= threat.radius <= float(threat.attacked(3))
+
+
+def test_what_a_person_writes() -> None:
+    assert Threat.read("8/255", "linf") == Threat("linf", 8 / 255)
+    assert Threat.read("2%", "patch", (224, 224)) == Threat("patch", Patch(32, 32))
+    for text, norm in (("far", "l2"), ("-1", "l2"), ("inf", "linf"), ("0.5", "patch"), ("32", "l1")):
+        with pytest.raises(UsageError):
+            Threat.read(text, norm)  # type: ignore[arg-type]
+    for key, norm in (("0.50", "l2"), ("32x32", "l2"), ("32", "patch"), ("1:2x2", "patch")):
+        with pytest.raises(Refused):
+            Threat.from_key(key, norm)  # type: ignore[arg-type]
+
+
+def test_threats_of_two_norms_have_no_order_and_no_common_shares() -> None:
+    for threats in ASCENDING.values():
+        assert all(one < other for one, other in itertools.pairwise(threats))
+    for one, other in itertools.combinations(ASCENDING, 2):
+        assert ASCENDING[one][0] != ASCENDING[other][0]
+        for compare in (min, max, lambda a, b: a >= b):
+            with pytest.raises(TypeError, match="cannot be compared"):
+                compare(ASCENDING[one][1], ASCENDING[other][1])
+        rows = [Certificate(0, 1, 1, 0.5, "lipschitz", 0.0)]
+        with pytest.raises(TypeError, match="cannot be compared"):
+            certified_accuracy(rows, [ASCENDING[one][1], ASCENDING[other][1]])
+    with pytest.raises(TypeError):
+        Threat("l2", Patch(1, 1))
+    with pytest.raises(TypeError):
+        Threat("patch", 0.5)
+    with pytest.raises(UsageError):
+        Threat("l2", math.nan)
+
+
+@pytest.mark.parametrize("threat", [threat for threat in ALL if threat.size != 0], ids=str)
+def test_what_a_threat_allows(threat: Threat) -> None:
+    """Points of its region and no others: those pushed out of the ball, or with one pixel beside the patch."""
+    image, away = torch.full((3, 6, 6), 0.5).double(), torch.ones(3, 6, 6).double()
+    if isinstance(threat.size, Patch):
+        region = Region.within(threat.size, [(3, 2)], image[None])
+        wrong = region.project(away[None], image[None])[0].clone()
+        wrong[0, 0, 0] = 0.0
+    else:
+        region = Region(threat.norm, threat.radius)
+        wrong = image + 1.01 * threat.radius * region.steepest(away[None])[0]
+    inside = region.project(away[None], image[None])[0]
+    # the projection rounds in the last digit
+    assert threat.allows(image + (inside - image) * (1 - 1e-12), image)
+    assert threat.allows(image, image)
+    assert not threat.allows(wrong, image)
+    assert not threat.allows(image * math.nan, image)
+    assert not threat.allows(image + 2, image)
