@@ -171,13 +171,13 @@ def whole_batch(images: Tensor) -> Iterator[None]:
 def require_logits(logits: Tensor, images: Tensor) -> None:
     """NoBoundError unless there is a row an image, DataError unless all are finite."""
     if len(logits) != len(images):
-        told = f"{len(logits)} rows of logits for {len(images)} images"
-        raise NoBoundError(f"no certificate: the network makes {told}", "--batch-size 1")
+        message = f"{len(logits)} rows of logits for {len(images)} images"
+        raise NoBoundError(f"no certificate: the network makes {message}", "--batch-size 1")
     if not torch.isfinite(logits).all():
         raise DataError("the network gives NaN or infinite logits on these images")
 
 
-class Weights:
+class PinnedWeights:
     """The tensors of a network as a proof read them: caches and bounds are of these, not of what is written there later."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from certcli.certify.certificate import (
     Certifier,
     Confirmation,
     Doubt,
-    Weights,
+    PinnedWeights,
     require_logits,
     whole_batch,
 )
@@ -68,9 +68,9 @@ class LocalCertifier(Certifier):
         if self.effort == AUTO:
             self.walked = ZONOTOPE if math.prod(size) <= SQUARES and self.norm == "l2" else BACKWARD
         self.squares = SQUARES if self.walked == ZONOTOPE and self.norm == "l2" else 0
-        self.asked = symbols or SYMBOLS.get(self.walked, 0)
+        self.most_symbols = symbols or SYMBOLS.get(self.walked, 0)
         self._size, self._device = size, next(model.parameters()).device
-        self._weights = Weights(model)
+        self._weights = PinnedWeights(model)
         self._norms: NormsNetwork | None = None
         self._guess, self._known = 1e-2, False
         self._zonotope = self._enclosed() if self.effort != NORMS else None
@@ -84,8 +84,8 @@ class LocalCertifier(Certifier):
         self.title = f"an enclosure of each image's neighbourhood, {self.symbols:,} box symbols from block to block"
         if self.walked == BACKWARD:
             self.title += ", and back"
-        if self.symbols < self.asked:
-            self.title += f" (not {self.asked:,}: memory)"
+        if self.symbols < self.most_symbols:
+            self.title += f" (not {self.most_symbols:,}: memory)"
 
     def _enclosed(self) -> LocalNetwork | None:
         """The network for zonotopes; None where `auto` does without. NoBoundError where they were asked for."""
@@ -97,7 +97,7 @@ class LocalCertifier(Certifier):
                 return None
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
         keep_pages()
-        kept = affordable(network, self.squares, self.asked, available(self._device))
+        kept = affordable(network, self.squares, self.most_symbols, available(self._device))
         if kept is None or (kept == 0 and self.effort == AUTO):  # without symbols it takes minutes for little
             self._why = "enclosures of this network do not fit into memory"
             if self.effort == AUTO:
@@ -122,13 +122,13 @@ class LocalCertifier(Certifier):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        found = {"effort": self.effort, "norm": self.norm, "symbols": self.asked, "steps": self.steps}
+        found = {"effort": self.effort, "norm": self.norm, "symbols": self.most_symbols, "steps": self.steps}
         return {**found, "at": list(self.at)} if self.at else found
 
     @property
     def rung(self) -> str:
         """The way that zonotopes were used."""
-        return self.walked if self.symbols == self.asked else f"{self.walked}, {self.symbols} symbols"
+        return self.walked if self.symbols == self.most_symbols else f"{self.walked}, {self.symbols} symbols"
 
     @torch.no_grad()
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
@@ -191,14 +191,18 @@ class LocalCertifier(Certifier):
         for claim, image in zip(claims, pixels.double().to(self._device), strict=True):
             top = self.model(image[None]).argmax(1)
             if int(top) != claim.prediction:
-                told = Confirmation("refuted", f"class {claim.prediction} is stated, the network says {int(top)}")
+                confirmation = Confirmation(
+                    "refuted", f"class {claim.prediction} is stated, the network says {int(top)}"
+                )
             elif claim.radius == 0 or self._holds(image[None], top, claim.radius * (1 - AGAIN)):
-                told = Confirmation("verified", f"radius {claim.radius:.6g} is proven again")
-            elif claim.rung != NORMS and (self._zonotope is None or self.symbols < self.asked):
-                told = Confirmation("not checked", "memory does not last here for the enclosure that it states")
+                confirmation = Confirmation("verified", f"radius {claim.radius:.6g} is proven again")
+            elif claim.rung != NORMS and (self._zonotope is None or self.symbols < self.most_symbols):
+                confirmation = Confirmation("not checked", "memory does not last here for the enclosure that it states")
             else:
-                told = Confirmation("refuted", f"radius {claim.radius:.6g} is stated, and not proven by this method")
-            found.append(told)
+                confirmation = Confirmation(
+                    "refuted", f"radius {claim.radius:.6g} is stated, and not proven by this method"
+                )
+            found.append(confirmation)
         return found
 
     def _holds(self, image: Tensor, label: Tensor, radius: float) -> bool:

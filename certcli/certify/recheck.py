@@ -73,11 +73,11 @@ def recheck(
             confirmed.update(zip(open_rows, found, strict=True))
         for row, claim in enumerate(part):
             why = plain[row]
-            told = confirmed[row] if why is None else why
-            if told.status == "verified" and claim.radius > 0:
-                yield _attacked(certifier, claim, pixels[row : row + 1], told, doubt, attack)
+            confirmation = confirmed[row] if why is None else why
+            if confirmation.status == "verified" and claim.radius > 0:
+                yield _attacked(certifier, claim, pixels[row : row + 1], confirmation, doubt, attack)
             else:
-                yield Checked(claim, told.status, told.why)
+                yield Checked(claim, confirmation.status, confirmation.why)
 
 
 def plainly_wrong(claim: Certificate, label: int, certifier: Certifier) -> Confirmation | None:
@@ -100,7 +100,7 @@ def plainly_wrong(claim: Certificate, label: int, certifier: Certifier) -> Confi
 
 
 def _attacked(
-    certifier: Certifier, claim: Certificate, image: Tensor, told: Confirmation, doubt: Doubt, attack: Attack
+    certifier: Certifier, claim: Certificate, image: Tensor, confirmation: Confirmation, doubt: Doubt, attack: Attack
 ) -> Checked:
     assert claim.prediction is not None
     model, norm = certifier.attacked, certifier.norm
@@ -112,7 +112,7 @@ def _attacked(
     found = attack(model, pixels, classes, radius)
     length = float(image_norms(found.double() - pixels.double(), norm))
     if length > radius or certifier.stands([claim], found, doubt)[0]:
-        return Checked(claim, "verified", f"{told.why}; no attack inside it succeeded", True)
+        return Checked(claim, "verified", f"{confirmation.why}; no attack inside it succeeded", True)
     return Checked(
         claim, "refuted", f"an image at distance {length:.6g} is of another class (stated: {radius:.6g})", True
     )

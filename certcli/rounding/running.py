@@ -53,7 +53,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def rule(*names: str) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
-    """Register how errors pass these operations: a function of the step and of the operation's arguments."""
+    """Register how errors pass these operations: a function of the op and of the operation's arguments."""
 
     def register(function: Callable[..., Found]) -> Callable[..., Found]:
         RULES.update(dict.fromkeys(names, function))
@@ -113,7 +113,7 @@ class Sorted:
 
 
 @dataclass(frozen=True)
-class Step:
+class Operation:
     """One operation: run() is its result, size(x) the error of an argument, None where it is exact."""
 
     name: str
@@ -182,25 +182,25 @@ class Running(TorchDispatchMode):
                     return PUT_TOGETHER[name](*args, **kwargs)
             if func._schema.is_mutable:
                 return self._in_place(name, func, args, kwargs)
-            return self._keep(*self._found(Step(name, func, args, kwargs, self)))
+            return self._keep(*self._found(Operation(name, func, args, kwargs, self)))
         except NoRule as reason:
             self.refused = self.refused or NoRule(f"{self._module()}: {reason}")
             raise self.refused from None
 
-    def _found(self, step: Step) -> Found:
+    def _found(self, op: Operation) -> Found:
         """A result with its error. What is not of floating point is exact, if its arguments are."""
-        known = RULES.get(step.name)
+        known = RULES.get(op.name)
         if known is not None:
             try:
-                return known(step, *step.args, **step.kwargs)
+                return known(op, *op.args, **op.kwargs)
             except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as failure:
-                raise NoRule(f"'{step.name}' is called with arguments its rule does not know ({failure})") from failure
-        if step.exact:
-            value = step.run()
+                raise NoRule(f"'{op.name}' is called with arguments its rule does not know ({failure})") from failure
+        if op.exact:
+            value = op.run()
             found = list(tensors_of(value))
             if found and not any(x.is_floating_point() for x in found):
                 return value, None
-        raise NoRule(f"no rounding error is known of the operation '{step.name}'")
+        raise NoRule(f"no rounding error is known of the operation '{op.name}'")
 
     def _in_place(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """x.add_(y) as x + y, written to x. What else sees x's memory would not learn of the error."""
@@ -213,8 +213,8 @@ class Running(TorchDispatchMode):
         def on_copy(first: Tensor, *rest: Any, **named: Any) -> Tensor:
             return func(first.clone(), *rest, **named)
 
-        step = Step(plain, on_copy, args, kwargs, self)
-        value, error = self._found(step) if plain != "fill" else (step.run(), step.size(args[1]))
+        op = Operation(plain, on_copy, args, kwargs, self)
+        value, error = self._found(op) if plain != "fill" else (op.run(), op.size(args[1]))
         if value.shape != target.shape:
             raise NoRule(f"'{name}' changes a tensor's shape")
         for x, found in list(self.errors.items()):  # what was noted speaks of the numbers before
@@ -223,7 +223,7 @@ class Running(TorchDispatchMode):
         for x in list(self.made):
             if x.untyped_storage().data_ptr() == storage:
                 self.norms.pop(x, None)
-                if error is not None or not step.exact:
+                if error is not None or not op.exact:
                     self.errors[x] = Error(torch.full((), torch.inf, dtype=torch.float64, device=x.device))
         target.copy_(value)
         self.errors.pop(target, None)
@@ -271,7 +271,7 @@ def _written_out() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-class Evaluation:
+class ErrorAnalysis:
     """A network's logits with a bound on their rounding. model: in float64 and eval mode; its weights stay as they are."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from certcli.system.errors import one_line
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """problems: what does not hold, a line each. leaves: whether the theorems about weights were proven again."""
 
     nodes: int
@@ -30,9 +30,9 @@ class Verdict:
         return self.leaves and not self.problems
 
 
-def verify_laws(report: ReportFields) -> Verdict:
+def verify_laws(report: ReportFields) -> Verification:
     """Whether the report hangs together; its leaves are unchecked."""
-    return Verdict(len(report.proof), theorems(report), False, tuple(check_laws(report)))
+    return Verification(len(report.proof), theorems(report), False, tuple(check_laws(report)))
 
 
 def theorems(report: ReportFields) -> int:

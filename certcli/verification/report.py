@@ -9,7 +9,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.schema import LayerFields, ReportFields
 from certcli.lipschitz.network import NetworkBound, prove_checkpoint
 from certcli.lipschitz.numerics.real import ZERO, Real
-from certcli.verification.laws import Verdict, check_laws, theorems
+from certcli.verification.laws import Verification, check_laws, theorems
 
 SLACK = 1e-6
 """Relative: how far a stated number may lie below the one proven again. A norm is proven from a power iteration and a
@@ -17,10 +17,10 @@ residual, whose last digits differ between BLAS libraries, thread counts and dev
 and far below what a forged number would have to gain."""
 
 
-def verify(report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Verdict:
+def verify(report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Verification:
     """The report's laws and headline, its leaves, root and layers proven again."""
     problems = tuple(check_laws(report)) or tuple(check_weights(report, checkpoint, device))
-    return Verdict(len(report.proof), theorems(report), True, problems)
+    return Verification(len(report.proof), theorems(report), True, problems)
 
 
 def check_weights(report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Iterator[str]:
@@ -43,8 +43,8 @@ def check_weights(report: ReportFields, checkpoint: Checkpoint, device: torch.de
         if different is not None:
             yield f"{where}: {different} is {getattr(stated, different)!a}, of these weights {proven[different]!a}"
         elif below(Real.from_json(list(stated.value)), Real.from_json(proven["value"])):
-            told, again = Real.from_json(list(stated.value)), Real.from_json(proven["value"])
-            yield f"{where}: {told.log10():.9f} is stated (log10), {again.log10():.9f} is proven"
+            lower, again = Real.from_json(list(stated.value)), Real.from_json(proven["value"])
+            yield f"{where}: {lower.log10():.9f} is stated (log10), {again.log10():.9f} is proven"
     if report.why not in (found.bound.why, UNSET):
         yield f"the headline's why is {report.why!a}, of these weights {found.bound.why!a}"
     yield from _check_layers(report.layers, found)

@@ -32,12 +32,16 @@ MADE: dict[str, tuple[str, tuple[object, ...]]] = {
 }
 
 
+LIMIT = {"lipschitz": 10, "local": 3, "norms": 5, "linf": 3, "smoothing": 10}
+"""Images of each file of records."""
+
+
 @pytest.fixture(scope="module")
 def made(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("records")
     for method, (stem, words) in MADE.items():
         file = folder / f"{method}.jsonl"
-        document("certify", workshop / f"{stem}.safetensors", "--limit", 10, *words, "--records", file)
+        document("certify", workshop / f"{stem}.safetensors", "--limit", LIMIT[method], *words, "--records", file)
     return folder
 
 
@@ -70,7 +74,7 @@ def test_honest_records_are_verified_and_attacked(workshop: Path, made: Path, me
     code, told = verified(workshop, method, made / f"{method}.jsonl")
     stated = [row for row in lines(made / f"{method}.jsonl")[1:] if row["prediction"] is not None]
     assert code == 0
-    assert told["verdicts"] == {"verified": len(stated), "refuted": 0, "not checked": 10 - len(stated)}
+    assert told["verdicts"] == {"verified": len(stated), "refuted": 0, "not checked": LIMIT[method] - len(stated)}
     assert told["attacked"] == sum(row["radius"] > 0 for row in stated) >= 2
     if method == "lipschitz":
         code, told = verified(workshop, method, made / f"{method}.jsonl", "--sample", 3)

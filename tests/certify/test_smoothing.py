@@ -199,6 +199,8 @@ NONSENSE = [
     (["--precision", "int3"], "int3"),
     (["--seed", "-1"], "seed"),
     (["--method", "auto"], "auto alone"),
+    (["--norm", "linf"], "local alone"),
+    (["--method", "local", "--norm", "linf"], "local alone"),
     (["--method", "smoothing"], "once"),
     (["--method", "lipschitz", "--records", "r.jsonl"], "holds one method"),
 ]

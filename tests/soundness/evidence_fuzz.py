@@ -38,7 +38,7 @@ from certcli.lipschitz.network import prove_checkpoint
 from certcli.report.page import render
 from certcli.system.errors import CertvitError
 from certcli.verification import claims as verification
-from certcli.verification.claims import Again, Claim, Wanted, check, statuses, verdict
+from certcli.verification.claims import Again, Claim, Request, check, statuses, verdict
 from certcli.verification.report import SLACK
 
 Raw = dict[str, Any]
@@ -410,11 +410,11 @@ class Verifier:
         certify_again = _certifier(checkpoint, Asked(None, None, None, True, Machine(batch_size=64)), Heard())
         record = checkpoint.record
 
-        def remembered(wanted: Wanted) -> Again:
-            key = f"{checkpoint.digest} {record.dataset!r} {record.class_names!r} {wanted!r}"
+        def remembered(request: Request) -> Again:
+            key = f"{checkpoint.digest} {record.dataset!r} {record.class_names!r} {request!r}"
             if key not in self.known:
                 try:
-                    self.known[key] = certify_again(wanted)
+                    self.known[key] = certify_again(request)
                 except CertvitError as failure:
                     self.known[key] = failure
             found = self.known[key]

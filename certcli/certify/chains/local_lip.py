@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmation, Doubt, Weights
+from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmation, Doubt, PinnedWeights
 from certcli.certify.chains.sequential import SequentialNetwork, Values
 from certcli.certify.lipschitz import certified_radii
 from certcli.certify.options import Options
@@ -44,7 +44,7 @@ class LocalLipCertifier(Certifier):
     def __init__(self, model: PixelModel, classes: int, size: tuple[int, int, int]) -> None:
         self.model = model
         self._device = next(model.parameters()).device
-        self._weights = Weights(model)
+        self._weights = PinnedWeights(model)
         self.network = SequentialNetwork(model, size)
         bound = prove(model, classes)
         self._pairs = None if bound.pairs is None else bound.pairs.double().to(self._device)
@@ -84,10 +84,10 @@ class LocalLipCertifier(Certifier):
     def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
         """The stated radius is proven again itself: a search from elsewhere may end at another radius."""
         pixels, values, top, start = self._begun(pixels)
-        wanted = torch.tensor([claim.radius for claim in claims], dtype=torch.float64, device=self._device) * (
+        claimed = torch.tensor([claim.radius for claim in claims], dtype=torch.float64, device=self._device) * (
             1 - AGAIN
         )
-        held = (wanted <= start) | self.proven(pixels, top, wanted.clamp(min=TINY), values)
+        held = (claimed <= start) | self.proven(pixels, top, claimed.clamp(min=TINY), values)
         found = []
         for claim, now, good in zip(claims, top.tolist(), held.tolist(), strict=True):
             if now != claim.prediction:

@@ -56,8 +56,8 @@ def _denoiser(checkpoint: Checkpoint, options: Smoothing) -> Denoiser | None:
     if file is None:
         if stated is None:
             return None
-        told = f"these certificates are of the network behind a denoiser, digest {stated[:16]}"
-        raise DataError(told, "name its file: --denoiser FILE")
+        message = f"these certificates are of the network behind a denoiser, digest {stated[:16]}"
+        raise DataError(message, "name its file: --denoiser FILE")
     net = read_denoiser(file, checkpoint.record.input.size[0])
     if stated not in (None, net.digest):
         raise DataError(

@@ -1,28 +1,28 @@
-"""What `certify` does between its options and its result: the demand, the methods, what they found."""
+"""What `certify` does between its options and its result: the demand, the methods, the certificates."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from certcli.cli.certify.options import RADII, Options
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation.radii import attacked_radius, parse_number, proven_percent
-from certcli.system.errors import DataError, GateError, UsageError
+from certcli.system.errors import DataError, GateError, NoBoundError, UsageError
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
-    from certcli.certify.options import Options
+    from certcli.certify.choice import Choice
+    from certcli.certify.options import Options as MethodOptions
     from certcli.certify.patch.options import Patches
     from certcli.checkpoint.file import Checkpoint
-    from certcli.checkpoint.record import Record
-    from certcli.cli.shared.groups import Evaluation, Machine
     from certcli.evaluation.resumed import Resumed
-    from certcli.evaluation.sizes import Patch, Size
+    from certcli.evaluation.sizes import Size
     from certcli.images.labelled import Images
 
 
@@ -31,75 +31,47 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Demand:
-    """--min-certified: a share of the images at a radius or patch; none asks for nothing. every: no record may rest on a
-    file.
+    """--min-certified: a share of the images at a radius or patch; a share of 0 demands nothing.
+
+    Args:
+        every: No record may rest on a file alone.
     """
 
     share: float = 0.0
     size: Size = 0.0
     every: bool = False
 
-    def ask(self, found: CertifiedAccuracy, gate: Gate) -> None:
+    def check(self, found: CertifiedAccuracy, gate: Gate) -> None:
         from certcli.evaluation.sizes import proven_size, size_key
 
         reached = found.certified[size_key(self.size)]
-        told = f"certified accuracy {proven_percent(reached)} at {proven_size(self.size)}"
-        gate.demand(reached >= self.share, GateError(f"{told} is below --min-certified {self.share:g}"))
+        message = f"certified accuracy {proven_percent(reached)} at {proven_size(self.size)}"
+        gate.demand(reached >= self.share, GateError(f"{message} is below --min-certified {self.share:g}"))
 
 
-def demand(text: str | None, epsilons: Sequence[float]) -> tuple[Demand, tuple[float, ...]]:
-    """ "0.6@1.58", or "0.6" for the smallest radius -> the demand, and all radii. UsageError when it is no share."""
-    from certcli.evaluation.records import require_radii, require_share
+@dataclass(frozen=True)
+class Task:
+    """A network, the images on which it is certified, and the sizes at which shares are shown."""
 
-    radii, option = require_radii(epsilons), "--min-certified"
-    if text is None:
-        return Demand(size=radii[0]), radii
-    share, at, radius = text.partition("@")
-    wanted = require_share(_number(share), option)
-    if not at:
-        return Demand(wanted, radii[0]), radii
-    (there,) = require_radii([_number(radius)])
-    return Demand(wanted, there), require_radii([*radii, there])
+    checkpoint: Checkpoint
+    images: Images
+    sizes: Sequence[Size]
+    demand: Demand
 
 
-def patch_demand(text: str | None, sizes: Sequence[Patch], image: tuple[int, int]) -> tuple[Demand, tuple[Patch, ...]]:
-    """The same for patches: "0.6@32". A patch that is demanded is among those certified: the defence depends on them."""
-    from certcli.evaluation.records import require_share
-    from certcli.evaluation.sizes import Patch
-
-    share, at, patch = (text or "0").partition("@")
-    wanted = require_share(_number(share), "--min-certified")
-    there = Patch.read(patch, image) if at else sizes[0]
-    if there not in sizes:
-        raise UsageError(f"--min-certified {text} speaks of another patch", f"--patch {patch} beside the others")
-    return Demand(wanted, there), tuple(sizes)
-
-
-def _number(text: str) -> float:
-    try:
-        return parse_number(text)
-    except ValueError as failure:
-        raise UsageError(f"--min-certified: {failure}", "certvit certify --help shows how it is written") from failure
-
-
-def patches_alone(methods: Sequence[str], patches: Patches, **others: object) -> bool:
-    """Whether patches are what is certified; UsageError for --patch without the method, and for options of balls."""
-    if "patch" not in methods:
-        if patches.patches:
-            raise UsageError("--patch is for --method patch", "certvit certify ... --method patch --patch 32")
-        return False
-    if methods != ["patch"]:
-        raise UsageError("--method patch stands alone: shares against patches and within radii cannot be compared")
-    for name, value in others.items():
-        if value:
-            raise UsageError(f"--{name.replace('_', '-')} does not go with --method patch", "leave it out")
-    return True
-
-
-def require_methods(methods: Sequence[str], norm: str, records: Path | None) -> None:
-    """Raise UsageError for methods that are unknown, repeated, or cannot be combined, or do not know the norm."""
+def require_compatible(options: Options) -> tuple[Demand, tuple[Size, ...]]:
+    """Return the demand and the radii, () for patches. UsageError for options that do not go together."""
     from certcli.certify.methods import METHODS
 
+    target, methods, norm = options.target, options.target.methods, options.local.norm
+    if "patch" not in methods and options.patches.patches:
+        raise UsageError("--patch is for --method patch", "certvit certify ... --method patch --patch 32")
+    if "patch" in methods and methods != ["patch"]:
+        raise UsageError("--method patch stands alone: shares against patches and within radii cannot be compared")
+    for name in ("epsilon", "plot", "attack_records") if "patch" in methods else ():
+        if getattr(target, name):
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --method patch", "leave it out")
+    demand, radii = (Demand(), ()) if of_patches(options) else _demand(target.minimum, target.epsilon or RADII[norm])
     for method in methods:
         if method != AUTO:
             METHODS[method]
@@ -109,39 +81,105 @@ def require_methods(methods: Sequence[str], norm: str, records: Path | None) -> 
         raise UsageError(
             "--norm linf is of --method local alone", "certvit certify ... --method local --norm linf -e 1/255"
         )
-    if records is not None and len(methods) > 1:
+    if target.records is not None and len(methods) > 1:
         raise UsageError("a file of records holds one method", "run them one by one, or leave out --records")
+    return demand, radii
 
 
-def settle(
-    methods: Sequence[str],
-    checkpoint: Checkpoint,
-    machine: Machine,
-    images: Images,
-    radii: Sequence[float],
-    sink: Sink,
-) -> tuple[Sequence[str], str | None, str | None]:
-    """The methods as named; `auto` becomes the one that is worth having, with its reason, which is shown, and effort."""
-    from certcli.certify.choice import choose_method
+def of_patches(options: Options) -> bool:
+    """Tell whether patches are certified, not radii."""
+    return options.target.methods == ["patch"]
 
-    if AUTO not in methods:
-        return methods, None, None
-    least = next((radius for radius in radii if radius > 0), 0.25)
-    choice = choose_method(checkpoint, machine.pick(), images, least, machine.batch_size)
+
+def _demand(text: str | None, epsilons: Sequence[float]) -> tuple[Demand, tuple[float, ...]]:
+    """Return the demand of "0.6@1.58", or of "0.6" for the smallest radius, and all radii."""
+    from certcli.evaluation.records import require_radii, require_share
+
+    radii = require_radii(epsilons)
+    if text is None:
+        return Demand(size=radii[0]), radii
+    share, at, radius = text.partition("@")
+    smallest = require_share(_number(share), "--min-certified")
+    if not at:
+        return Demand(smallest, radii[0]), radii
+    (there,) = require_radii([_number(radius)])
+    return Demand(smallest, there), require_radii([*radii, there])
+
+
+def patch_demand(text: str | None, patches: Patches, image: tuple[int, int]) -> tuple[Demand, tuple[Size, ...]]:
+    """Return the demand of "0.6@32", and all patches: a demanded one must be among them, for the defence depends on them."""
+    from certcli.evaluation.records import require_share
+    from certcli.evaluation.sizes import Patch
+
+    sizes = sorted(set(patches.sizes(image)))
+    share, at, patch = (text or "0").partition("@")
+    smallest = require_share(_number(share), "--min-certified")
+    there = Patch.read(patch, image) if at else sizes[0]
+    if there not in sizes:
+        raise UsageError(f"--min-certified {text} speaks of another patch", f"--patch {patch} beside the others")
+    return Demand(smallest, there), tuple(sizes)
+
+
+def _number(text: str) -> float:
+    try:
+        return parse_number(text)
+    except ValueError as failure:
+        raise UsageError(f"--min-certified: {failure}", "certvit certify --help shows how it is written") from failure
+
+
+def choose(task: Task, options: Options, sink: Sink) -> Choice:
+    """Return the methods as named; for `auto` the one worth having, whose reason is shown."""
+    from certcli.certify.choice import Choice, choose_method
+
+    first, *others = options.target.methods
+    if first != AUTO:
+        return Choice(first, "", tuple(others), options.local.effort)
+    least = next((float(radius) for radius in task.sizes if radius > 0), 0.25)  # type: ignore[operator, arg-type]
+    machine = options.machine
+    choice = choose_method(task.checkpoint, machine.pick(), task.images, least, machine.batch_size)
     sink.text(f"--method {choice.method}: {choice.reason}")
-    return [choice.method, *choice.beside], choice.reason, choice.effort
+    return choice
 
 
-def tuning_images(record: Record, data: Evaluation, judged: Images, sink: Sink) -> Images:
-    """A few images of another split than the judged one, where the dataset has one; what was taken is said."""
+def run_all(choice: Choice, task: Task, options: Options, sink: Sink) -> list[Result]:
+    """Certify by each method; one beside the first is left out where it says nothing. None where another process leads."""
+    results: list[Result] = []
+    for method in (choice.method, *choice.beside):
+        try:
+            found = _run(method, choice, task, options, sink)
+        except NoBoundError as failure:
+            if method == choice.method:  # gate and document speak of the first: no other may stand in its place
+                raise
+            sink.warn(f"{method} is left out: {failure.message}")
+        else:
+            results += [found] if found is not None else []
+    return results
+
+
+def _options_of(method: str, choice: Choice, task: Task, options: Options, sink: Sink) -> MethodOptions | None:
+    from certcli.certify.smoothing.options import Tuning
+
+    if method == "local":
+        return replace(options.local, effort=choice.effort)
+    if method == "smoothing":
+        radii: Any = task.sizes
+        tuning = Tuning(lambda: _tuning_images(task, options, sink), radii)
+        return replace(options.smoothing, seed=options.data.seed, batch_size=options.machine.batch_size, tuning=tuning)
+    return options.patches if method == "patch" else None
+
+
+def _tuning_images(task: Task, options: Options, sink: Sink) -> Images:
+    """Return a few images of another split than the judged one, where the dataset has one, and say which."""
     from certcli.certify.smoothing.sigma import TUNED
     from certcli.cli.shared.inputs import evaluation_images
 
-    quiet = Sink(as_json=True, quiet=True)
+    judged, data, quiet = task.images, options.data, Sink(as_json=True, quiet=True)
     other = "train" if judged.split in ("val", "validation") else "val"
     if judged.split != "all":  # a folder without splits: any part of it is judged too
         try:
-            images = evaluation_images(record, data.dataset, data.data_dir, other, TUNED, data.seed, quiet)
+            images = evaluation_images(
+                task.checkpoint.record, data.dataset, data.data_dir, other, TUNED, data.seed, quiet
+            )
         except DataError:
             pass
         else:
@@ -156,7 +194,7 @@ def tuning_images(record: Record, data: Evaluation, judged: Images, sink: Sink) 
 
 @dataclass(frozen=True)
 class Result:
-    """What one method found. seconds: an image, of this run; None where all was read from --records."""
+    """The certificates of one method. seconds: an image, of this run; None where all was read from --records."""
 
     certifier: Certifier
     rows: Sequence[Certificate]
@@ -178,22 +216,10 @@ class Result:
         }
 
 
-def run(
-    method: str,
-    checkpoint: Checkpoint,
-    images: Images,
-    options: Options | None,
-    machine: Machine,
-    sizes: Sequence[Size],
-    records: Path | None,
-    resume: bool,
-    force: bool,
-    sink: Sink,
-    demand: Demand = Demand(),
-) -> Result | None:
-    """All certificates of one method, shown as a bar and written as they are found; None where another process leads.
+def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) -> Result | None:
+    """Certify all images by one method, each record written as it is found; None where another process leads.
 
-    Of the records that were read instead, some are found again: as many as `demand` must not do without.
+    Of the records that were read instead, some are found again: as many as the demand rests on.
     """
     from certcli.certify.certificate import certified_accuracy
     from certcli.certify.methods import certify, prepare, run_of
@@ -201,20 +227,26 @@ def run(
     from certcli.evaluation.records import RecordFile
     from certcli.evaluation.resumed import Demanded
 
-    certifier = prepare(method, checkpoint, machine.pick(), options)
-    _require_reach(certifier, [size for size in sizes if isinstance(size, (int, float))], sink)
+    images, demand, batch_size = task.images, task.demand, options.machine.batch_size
+    certifier = choice.ready.get(method)
+    if certifier is None:
+        chosen = _options_of(method, choice, task, options, sink)
+        certifier = prepare(method, task.checkpoint, options.machine.pick(), chosen)
+    _require_reach(certifier, [size for size in task.sizes if isinstance(size, (int, float))], sink)
     if not team().leads:
-        list(certify(certifier, images, machine.batch_size, team=team()))
+        list(certify(certifier, images, batch_size, team=team()))
         return None
     rows: list[Certificate] = []
-    with RecordFile(
-        records, run_of(certifier, checkpoint, images), images, resume=resume, force=force, network=sink.network
-    ) as file:
+    first = method == choice.method  # a file holds the records of the first method
+    records, resume = (options.target.records, options.target.resume) if first else (None, False)
+    run = run_of(certifier, task.checkpoint, images)
+    force = options.output.force
+    with RecordFile(records, run, images, resume=resume, force=force, network=sink.network) as file:
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
         started = time.perf_counter()
         with sink.progress(f"certify ({method})", total=len(images)) as bar:
-            for batch in certify(certifier, images, machine.batch_size, file, team()):
+            for batch in certify(certifier, images, batch_size, file, team()):
                 rows += batch
                 bar.advance(len(batch))
     spent, resumed = time.perf_counter() - started, None
@@ -222,8 +254,8 @@ def run(
         new = sum(row.holds_at(demand.size) for row in rows[file.taken :])
         demanded = Demanded(demand.share, len(rows), new, demand.every)
         claims, where = rows[: file.taken], str(records)
-        resumed = find_again(certifier, claims, images, demand.size, demanded, machine.batch_size, where)
-    found = certified_accuracy(rows, sizes)
+        resumed = find_again(certifier, claims, images, demand.size, demanded, batch_size, where)
+    found = certified_accuracy(rows, task.sizes)
     if certifier.remark:
         sink.warn(certifier.remark)
     if found.abstained == 1:
@@ -233,16 +265,16 @@ def run(
 
 
 def _require_reach(certifier: Certifier, radii: Sequence[float], sink: Sink) -> None:
-    """UsageError when no radius asked for can be certified, whatever the network; a warning when some cannot."""
+    """Raise UsageError when none of these radii can be certified, whatever the network; warn when some cannot."""
     beyond = [attacked_radius(radius) for radius in radii if radius >= certifier.reach]
     if not beyond:
         return
-    told = f"no radius beyond {certifier.reach:.4g} can be certified with these --samples, --alpha and --sigma"
+    message = f"no radius beyond {certifier.reach:.4g} can be certified with these --samples, --alpha and --sigma"
     if len(beyond) == len(radii):
         raise UsageError(
-            f"{told}; asked for {', '.join(beyond)}", "a smaller --epsilon, more --samples, a larger --sigma"
+            f"{message}; asked for {', '.join(beyond)}", "a smaller --epsilon, more --samples, a larger --sigma"
         )
-    sink.warn(f"{told}: 0 % at {', '.join(beyond)} says nothing about the network")
+    sink.warn(f"{message}: 0 % at {', '.join(beyond)} says nothing about the network")
 
 
 def attacked_shares(

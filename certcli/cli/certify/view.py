@@ -56,11 +56,11 @@ def table(results: Sequence[Result], images: Images, attacked: dict[float, dict[
     if results[0].resumed is not None:
         sink.text(f"{results[0].resumed}")
     if attacked:
-        count, told = len(next(iter(attacked.values()))), "what attacks leave of the network itself, without noise"
+        count, message = len(next(iter(attacked.values()))), "what attacks leave of the network itself, without noise"
         shown = ", ".join(
             f"{percent(left[radius_key(radius)])} at {attacked_radius(radius)}" for radius in sorted(attacked)
         )
-        sink.text(f"attacked (measured, as the file says, not run again): {told}, {count} of these images: {shown}")
+        sink.text(f"attacked (measured, as the file says, not run again): {message}, {count} of these images: {shown}")
 
 
 def _side_by_side(results: Sequence[Result], where: str, left: Mapping[str, float], sink: Sink) -> None:
@@ -95,8 +95,8 @@ def _table(result: Result, where: str, left: Mapping[str, float], sink: Sink) ->
     def row(radius: str, name: str, share: float) -> tuple[str, ...]:
         low, high = found.intervals[name]
         beside = (percent(left.get("0" if name == "clean" else name)),) if left else ()
-        told = percent(share) if name == "clean" else proven_percent(share)
-        return radius, *beside, told, f"{100 * low:.1f} to {100 * high:.1f}"
+        message = percent(share) if name == "clean" else proven_percent(share)
+        return radius, *beside, message, f"{100 * low:.1f} to {100 * high:.1f}"
 
     rows = [
         row("clean", "clean", found.clean),
@@ -143,8 +143,8 @@ def plot(
         for certificate in shown if certifier.promise == "proof" else ():
             broken = [r for r, left in attacked.items() if certificate.holds_at(r) and not left[certificate.index]]
             if broken:
-                told = f"certified to {proven_radius(certificate.radius)} and broken at {attacked_radius(broken[0])}"
-                sink.warn(f"image {certificate.index} is {told}")
+                message = f"certified to {proven_radius(certificate.radius)} and broken at {attacked_radius(broken[0])}"
+                sink.warn(f"image {certificate.index} is {message}")
         promise = "proven" if certifier.promise == "proof" else certifier.promise
         label = f"{certifier.method}: certified ({promise})"
         curves[label] = [certificate.radius if certificate.correct else -1.0 for certificate in shown]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from certcli.checkpoint.file import Checkpoint
-    from certcli.verification.claims import Again, Claim, Wanted
+    from certcli.verification.claims import Again, Claim, Request
 
 LARGEST_REPORT = 256 * 2**20
 
@@ -112,11 +112,11 @@ def _certifier(checkpoint: Checkpoint, asked: Asked, sink: Sink) -> Any:
     from certcli.cli.shared.inputs import evaluation_images
     from certcli.verification.claims import Again, Held
 
-    def again(wanted: Wanted) -> Again:
+    def again(request: Request) -> Again:
         images = evaluation_images(
-            checkpoint.record, asked.dataset, asked.data_dir, wanted.split, wanted.limit, wanted.seed, sink
+            checkpoint.record, asked.dataset, asked.data_dir, request.split, request.limit, request.seed, sink
         )
-        if wanted.digest is not None and images.digest != wanted.digest:
+        if request.digest is not None and images.digest != request.digest:
             raise DataError("these are other images than those of the evidence: name its --dataset")
         chosen = images
         if asked.sample is not None and asked.sample < len(images):
@@ -127,10 +127,10 @@ def _certifier(checkpoint: Checkpoint, asked: Asked, sink: Sink) -> Any:
         whose = Again([], len(images), images.name, images.split, registered=images.ahead is None)
         try:
             certifier = prepare(
-                wanted.method, checkpoint, device, options_of(wanted.method, {**wanted.options, "batch_size": batch})
+                request.method, checkpoint, device, options_of(request.method, {**request.options, "batch_size": batch})
             )
         except NoBoundError:
-            if wanted.method != "lipschitz":
+            if request.method != "lipschitz":
                 raise
             return replace(whose, rows=[(correct, 0.0) for correct in _right(checkpoint, chosen, device, batch)])
         with sink.progress("certify again", total=len(chosen)) as bar:

@@ -123,6 +123,8 @@ def prepared(
         logits = result_of(traced, image)
         if logits.dim() != 2 or len(logits) != 1:
             raise NoRule(f"the network makes logits of shape {tuple(logits.shape)} of one image")
+        if logits.shape[1] < 2:
+            raise NoRule("the network has one class, and no margin to another")
         ending = split(traced, NORMS)
         if not agree(ending.finish(result_of(ending.trace, image)), logits):
             raise NoRule("the network without its last layers, and these, are not the network")
