@@ -51,7 +51,7 @@ class Certificate:
         return self.correct and isinstance(size, (int, float)) and (size == 0 or self.radius > size)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields; rung and seconds only where the method gives them. An infinite radius is "inf"."""
+        """Return all fields; rung and seconds only where the method gives them. An infinite radius is "inf"."""
         row = {**asdict(self), "radius": self.radius if math.isfinite(self.radius) else "inf"}
         return {key: value for key, value in row.items() if key not in ("rung", "seconds") or value}
 
@@ -139,7 +139,7 @@ class Certifier(ABC):
         """Pixels -> logits, with gradients: what an attack on the certified classifier climbs on."""
 
     def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
-        """Each claim beside a certificate of the same image found again: pixels (b, c, h, w), a row a claim."""
+        """Compare each claim with a certificate of the same image found again: pixels (b, c, h, w), a row a claim."""
         found = self.batch([claim.index for claim in claims], pixels, [claim.label for claim in claims])
         return [_compare(claim, again) for claim, again in zip(claims, found, strict=True)]
 
@@ -148,7 +148,7 @@ class Certifier(ABC):
         return self.confirm(claims, pixels, Doubt(0, 0.0))
 
     def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
-        """Whether the classifier still gives the claimed class at images (b, c, h, w) within the claimed radii."""
+        """Tell whether the classifier still gives the claimed class at images (b, c, h, w) within the claimed radii."""
         with torch.no_grad():
             found = self.attacked(nearby).argmax(dim=1).tolist()
         return [top == claim.prediction for top, claim in zip(found, claims, strict=True)]
@@ -225,12 +225,12 @@ class CertifiedAccuracy:
     abstained: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """All fields; no mean radius of patches."""
+        """Return all fields; no mean radius of patches."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def certified_accuracy(certificates: Sequence[Certificate], sizes: Sequence[Size]) -> CertifiedAccuracy:
-    """Certificates of one method -> shares at each radius or patch. DataError when there is none."""
+    """Return the shares of one method's certificates at each radius or patch. DataError when there is none."""
     if not certificates:
         raise DataError("no image was certified")
     count = len(certificates)

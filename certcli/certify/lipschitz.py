@@ -74,7 +74,7 @@ class LipschitzCertifier(Certifier):
         return self.model
 
     def evaluated(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and their rounding errors. NoBoundError names what none is known of."""
+        """Return logits and their rounding errors. NoBoundError names what none is known of."""
         self._weights.require_unchanged()
         try:
             with whole_batch(pixels):

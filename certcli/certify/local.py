@@ -88,7 +88,7 @@ class LocalCertifier(Certifier):
             self.title += f" (not {self.most_symbols:,}: memory)"
 
     def _enclosed(self) -> LocalNetwork | None:
-        """The network for zonotopes; None where `auto` does without. NoBoundError where they were asked for."""
+        """Return the network for zonotopes; None where `auto` does without. NoBoundError where they were asked for."""
         try:
             network = LocalNetwork(self.model, self._size)
         except (NoRule, Untraceable) as reason:
@@ -97,13 +97,13 @@ class LocalCertifier(Certifier):
                 return None
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
         keep_pages()
-        kept = affordable(network, self.squares, self.most_symbols, available(self._device))
-        if kept is None or (kept == 0 and self.effort == AUTO):  # without symbols it takes minutes for little
+        symbols = affordable(network, self.squares, self.most_symbols, available(self._device))
+        if symbols is None or (symbols == 0 and self.effort == AUTO):  # without symbols it takes minutes for little
             self._why = "enclosures of this network do not fit into memory"
             if self.effort == AUTO:
                 return None
             raise NoBoundError(f"no local certificate: {self._why}", f"--effort {NORMS} fits; {_HINT}")
-        self.symbols = kept
+        self.symbols = symbols
         return network
 
     def _balls(self) -> NormsNetwork:
@@ -116,7 +116,7 @@ class LocalCertifier(Certifier):
 
     @property
     def network(self) -> LocalNetwork:
-        """The network for zonotopes, where there is one."""
+        """Return the network for zonotopes, where there is one."""
         assert self._zonotope is not None
         return self._zonotope
 
@@ -127,7 +127,7 @@ class LocalCertifier(Certifier):
 
     @property
     def rung(self) -> str:
-        """The way that zonotopes were used."""
+        """Return the way that zonotopes were used."""
         return self.walked if self.symbols == self.most_symbols else f"{self.walked}, {self.symbols} symbols"
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ class LocalCertifier(Certifier):
         ]
 
     def _best(self, image: Tensor, label: Tensor) -> tuple[float, str]:
-        """The radius of one image, and the rung that gave it."""
+        """Return the radius of one image, and the rung that gave it."""
         radius = self.radius(image, int(label))
         if radius == 0 and self.effort == AUTO:
             try:
@@ -167,7 +167,7 @@ class LocalCertifier(Certifier):
         return radius, self.rung
 
     def by_norms(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Radii (b,) by balls of norms, a few images at a time."""
+        """Return radii (b,) by balls of norms, a few images at a time."""
         network = self._balls()
         step = network.at_once(available(self._device))
         try:
@@ -185,7 +185,7 @@ class LocalCertifier(Certifier):
 
     @torch.no_grad()
     def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
-        """The stated radius is proven again, at once: a search begun elsewhere may end at another radius."""
+        """Prove the stated radius again, at once: a search begun elsewhere may end at another radius."""
         self._weights.require_unchanged()
         found = []
         for claim, image in zip(claims, pixels.double().to(self._device), strict=True):
@@ -206,13 +206,13 @@ class LocalCertifier(Certifier):
         return found
 
     def _holds(self, image: Tensor, label: Tensor, radius: float) -> bool:
-        """Whether one of the ways that `effort` allows proves this radius."""
+        """Tell whether one of the ways that `effort` allows proves this radius."""
         if self._zonotope is not None and self.proven(image, int(label), radius):
             return True
         return self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius
 
     def radius(self, image: Tensor, label: int) -> float:
-        """A pixel radius at which every margin of `label` was proven positive; the search starts at the last one."""
+        """Return a pixel radius at which every margin of `label` was proven positive; the search starts at the last one."""
         if self.at:
             beyond = (radius * (1 + _BEYOND) for radius in self.at)  # a certificate holds at what its radius exceeds
             held = list(itertools.takewhile(lambda r: self.proven(image, label, r), beyond))
@@ -225,7 +225,7 @@ class LocalCertifier(Certifier):
         return found
 
     def proven(self, image: Tensor, label: int, radius: float) -> bool:
-        """Whether no image (1, c, h, w) within `radius` is classified as anything but `label`."""
+        """Tell whether no image (1, c, h, w) within `radius` is classified as anything but `label`."""
         try:
             back = self.walked == BACKWARD
             if self.norm == "linf":
@@ -250,5 +250,5 @@ class LocalCertifier(Certifier):
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Local) -> LocalCertifier:
-    """The checkpoint's network traced for local certificates. NoBoundError names what has no theorem."""
+    """Return the checkpoint's network traced for local certificates. NoBoundError names what has no theorem."""
     return LocalCertifier(load_double(checkpoint, device), checkpoint.record.input.size, options)

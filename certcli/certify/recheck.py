@@ -57,7 +57,7 @@ def require_same_way(run: Run, now: Run, where: str) -> None:
 def recheck(
     certifier: Certifier, claims: Sequence[Certificate], images: Images, seed: int, attack: Attack, batch_size: int
 ) -> Iterator[Checked]:
-    """Every claim in turn. seed: of fresh noise. A claim that is found again is then attacked inside its radius."""
+    """Check every claim in turn. seed: of fresh noise. A claim that is found again is then attacked inside its radius."""
     doubt = Doubt(seed, FALSE_ALARM / max(1, 2 * len(claims)))
     positions = {index: position for position, index in enumerate(images.indices.tolist())}
     step = certifier.at_once or batch_size

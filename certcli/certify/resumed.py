@@ -29,7 +29,7 @@ def find_again(
     batch_size: int,
     where: str,
 ) -> Resumed:
-    """Some of the records of the first images, computed again (`to_compute_again`); DataError when one does not agree.
+    """Compute some of the records of the first images again (`to_compute_again`); DataError when one does not agree.
 
     size: at which `demanded` counts images.
     """

@@ -60,26 +60,16 @@ def exponential(op: Operation, x: Tensor) -> Found:
     return value, own if size is None else own + size * (value.amax() * (size * ROUNDED).exp() * ROUNDED)
 
 
-@rule("sqrt")
+@rule("sqrt", "rsqrt")
 def root(op: Operation, x: Tensor) -> Found:
-    """Slope 1 / (2 sqrt t) at t >= min x - e."""
+    """Slope 1 / (2 sqrt t), of the inverse 1 / (2 t sqrt t), at t >= min x - e."""
     value, size = op.run(), op.size(x)
-    own = op.norm(value) * UNIT + TINY
+    own = op.norm(value) * (UNIT if op.name == "sqrt" else FUNCTION) + TINY
     if size is None:
         return value, own
     below = x.amin() - size * ROUNDED
-    return value, torch.where(below > 0, own + size / below.sqrt() * ROUNDED, torch.inf)
-
-
-@rule("rsqrt")
-def inverse_root(op: Operation, x: Tensor) -> Found:
-    """Slope 1 / (2 t sqrt t) at t >= min x - e."""
-    value, size = op.run(), op.size(x)
-    own = op.norm(value) * FUNCTION + TINY
-    if size is None:
-        return value, own
-    below = x.amin() - size * ROUNDED
-    return value, torch.where(below > 0, own + size / (below * below.sqrt()) * ROUNDED, torch.inf)
+    steep = below.sqrt() if op.name == "sqrt" else below * below.sqrt()
+    return value, torch.where(below > 0, own + size / steep * ROUNDED, torch.inf)
 
 
 @put_together("reciprocal")

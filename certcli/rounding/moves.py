@@ -11,7 +11,7 @@ from certcli.rounding.running import Error, Found, Operation, Piece, Sorted, rul
 
 
 def spread(op: Operation, x: Any, entries: int) -> Tensor | None:
-    """The size of x's error once x is copied along other axes to `entries` entries."""
+    """Return the size of x's error once x is copied along other axes to `entries` entries."""
     size = op.size(x)
     return None if size is None else size * math.sqrt(max(1.0, entries / max(1, x.numel())))
 
@@ -169,7 +169,7 @@ def with_places(op: Operation, x: Tensor, *options: Any, **named: Any) -> Found:
 
 
 def overlap(kernel: Sequence[int], stride: Sequence[int], plain: bool = True) -> float:
-    """How many windows an entry lies in, at most; plain: no dilation."""
+    """Return the largest number of windows that an entry lies in; plain: no dilation."""
     if not plain:
         return float(math.prod(kernel))
     steps = list(stride) * (len(kernel) if len(stride) == 1 else 1)
@@ -177,6 +177,6 @@ def overlap(kernel: Sequence[int], stride: Sequence[int], plain: bool = True) ->
 
 
 def windows_of_entry(sizes: Sequence[int], counts: Sequence[int]) -> float:
-    """The same of adaptive pooling: windows overlap where their number does not divide the size."""
+    """Return the same of adaptive pooling: windows overlap where their number does not divide the size."""
     sizes = list(sizes)[-len(counts) :]
     return float(math.prod(1 if s % c == 0 else 2 if c <= s else c for s, c in zip(sizes, counts, strict=True)))

@@ -30,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from certcli.enclosure.zonotopes.rounding import TINY
 from certcli.engine.table import NoRule
+from certcli.engine.tracer import tensors_of
 from certcli.models.build import own_name
 
 ROUNDED = 1 + 2.0**-20
@@ -39,17 +40,6 @@ Found = tuple[Any, Any]
 """An operation's result and its error: a size, an `Error`, or None where it is exact; of several results a list of each."""
 RULES: dict[str, Callable[..., Found]] = {}
 PUT_TOGETHER: dict[str, Callable[..., Any]] = {}
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor in an operation's arguments or result."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_of(part)
-    elif isinstance(value, dict):
-        yield from tensors_of(tuple(value.values()))
 
 
 def rule(*names: str) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
@@ -143,7 +133,7 @@ class Operation:
 
     @property
     def exact(self) -> bool:
-        """Whether no argument has an error."""
+        """Tell whether no argument has an error."""
         return all(self.size(x) is None for x in tensors_of((self.args, self.kwargs)))
 
     def require(self, condition: bool, reason: str) -> None:
@@ -175,7 +165,7 @@ class Running(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         try:
-            if not any(True for _ in tensors_of((args, kwargs))):
+            if not tensors_of((args, kwargs)):
                 return self._keep(func(*args, **kwargs), None)
             if name in PUT_TOGETHER:
                 with self:
@@ -188,7 +178,7 @@ class Running(TorchDispatchMode):
             raise self.refused from None
 
     def _found(self, op: Operation) -> Found:
-        """A result with its error. What is not of floating point is exact, if its arguments are."""
+        """Return a result with its error. What is not of floating point is exact, if its arguments are."""
         known = RULES.get(op.name)
         if known is not None:
             try:
@@ -197,7 +187,7 @@ class Running(TorchDispatchMode):
                 raise NoRule(f"'{op.name}' is called with arguments its rule does not know ({failure})") from failure
         if op.exact:
             value = op.run()
-            found = list(tensors_of(value))
+            found = tensors_of(value)
             if found and not any(x.is_floating_point() for x in found):
                 return value, None
         raise NoRule(f"no rounding error is known of the operation '{op.name}'")
@@ -244,7 +234,7 @@ class Running(TorchDispatchMode):
         return value
 
     def _module(self) -> str:
-        """The module that runs now: the innermost call of one on Python's stack."""
+        """Return the module that runs now: the innermost call of one on Python's stack."""
         frame: Any = sys._getframe(1)
         while frame is not None:
             name = self.names.get(id(frame.f_locals.get("self")))

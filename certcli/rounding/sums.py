@@ -17,19 +17,19 @@ _SHORT = 2.0**20
 
 
 def total(*errors: Any) -> Any:
-    """The sum of those that are there."""
+    """Return the sum of those that are there."""
     there = [error for error in errors if error is not None]
     return sum(there[1:], there[0]) if there else None
 
 
 def _of_number(x: float) -> float | None:
-    """The error of a number of Python's, which may have been computed (1 / sqrt(d)), unless it has few digits."""
+    """Return the error of a number of Python's, which may have been computed (1 / sqrt(d)), unless it has few digits."""
     few = not math.isfinite(x) or ((float(x) * _SHORT).is_integer() and abs(x) < 2.0**30)
     return None if few else UNIT * abs(float(x))
 
 
 def _spread(op: Operation, x: Any, entries: int) -> Any:
-    """The size of an operand's error, copied to `entries` entries."""
+    """Return the size of an operand's error, copied to `entries` entries."""
     if isinstance(x, Tensor):
         return spread(op, x, entries)
     own = _of_number(x)
@@ -37,7 +37,7 @@ def _spread(op: Operation, x: Any, entries: int) -> Any:
 
 
 def _unrounded(op: Operation, value: Tensor) -> bool:
-    """Whether this is made of exact numbers and integers, or small integers itself: then nothing was rounded."""
+    """Tell whether this is made of exact numbers and integers, or small integers itself: then nothing was rounded."""
     if not value.is_floating_point():
         return op.exact
     return op.exact and value.dtype == torch.float32 and bool(((value == value.round()) & (value.abs() < 2**22)).all())
@@ -152,15 +152,15 @@ def _norms(op: Operation, x: Tensor) -> tuple[Any, Any]:
     if op.size(x) is not None or x.numel() > 2**26:
         plain = _plain_norm(x)
         return plain, plain
-    kept = x.untyped_storage().data_ptr() in op.running.weights
+    is_weight = x.untyped_storage().data_ptr() in op.running.weights
     key = (x.data_ptr(), tuple(x.shape), x.stride(), x._version)
-    if kept and key in op.running.known:
+    if is_weight and key in op.running.known:
         return op.running.known[key]
     matrices = x.reshape(-1, *x.shape[-2:])
     plain = _plain_norm(x)
-    few = len(matrices) <= 64 and (kept or x.numel() <= 2**16)
+    few = len(matrices) <= 64 and (is_weight or x.numel() <= 2**16)
     found = (plain.new_tensor(max(spectral_norms(list(matrices)))) if few and bool(plain.isfinite()) else plain, plain)
-    if kept:
+    if is_weight:
         op.running.known[key] = found
     return found
 
@@ -190,7 +190,7 @@ def _product(op: Operation, a: Tensor, b: Tensor, terms: int) -> Tensor:
 
 
 def _same(op: Operation, x: Tensor, view: Tensor) -> Tensor:
-    """A view of x, with its error."""
+    """Return a view of x, with its error."""
     if x in op.running.errors:
         op.running.errors[view] = op.running.errors[x]
     return view

@@ -94,7 +94,7 @@ Certify = Callable[[Request], Again]
 def check(
     checkpoint: Checkpoint, certify: Certify, device: torch.device | str = "cpu", *, measured: bool = True
 ) -> list[Claim]:
-    """Every claim of the checkpoint's record. measured: whether results of attacks are asked for too."""
+    """Return every claim of the checkpoint's record. measured: whether results of attacks are asked for too."""
     claims = list(_lineage(checkpoint))
     proven: Real | None = None
     for number, entry in enumerate(checkpoint.record.evidence):
@@ -157,7 +157,7 @@ def _check(
 
 
 def _bound(where: str, result: Any, proven: Real) -> Iterator[Claim]:
-    """The bound itself; a measured slope above it is a contradiction."""
+    """Yield the bound itself; a measured slope above it is a contradiction."""
     if result.log10_upper is None and result.upper == "inf":
         yield Claim(where, "no bound", "verified", f"no bound is stated; proven is {proven}")
         return
@@ -243,7 +243,7 @@ def _again(
 
 
 def _named(where: str, images: JudgedImages | None, again: Again, request: Request) -> Claim:
-    """Whether the images are those of the dataset and the split that the evidence names."""
+    """Tell whether the images are those of the dataset and the split that the evidence names."""
     here = f"{again.name} ({again.split})"
     chosen = "" if request.limit is None else f"; which of them, its author chose (seed {request.seed})"
     if images is None or (images.name, images.split) == (again.name, again.split):
@@ -269,7 +269,7 @@ def _judge(size: Size | None, share: float, again: Again) -> tuple[Status, str]:
 
 
 def _hits(size: Size | None, rows: Sequence[tuple[bool, Held]]) -> int:
-    """Images that are right and, at a size, certified there; a radius at the very edge may round either way."""
+    """Count the images that are right and, at a size, certified there; a radius at the very edge may round either way."""
     if not size:
         return sum(correct for correct, _ in rows)
 
@@ -301,7 +301,7 @@ def _stale(checkpoint: Checkpoint, entry: Evidence, where: str) -> Claim:
 
 
 def _lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
-    """What contradicts the steps that the file tells; that they happened, no file can prove."""
+    """Yield each contradiction of the steps that the file tells; that they happened, no file can prove."""
     record = checkpoint.record
     commands = [step.command for step in record.lineage]
     statement = " -> ".join(commands) or "no step"

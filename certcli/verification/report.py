@@ -18,13 +18,13 @@ and far below what a forged number would have to gain."""
 
 
 def verify(report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Verification:
-    """The report's laws and headline, its leaves, root and layers proven again."""
+    """Check the report's laws and headline, and prove its leaves, root and layers again."""
     problems = tuple(check_laws(report)) or tuple(check_weights(report, checkpoint, device))
     return Verification(len(report.proof), theorems(report), True, problems)
 
 
 def check_weights(report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Iterator[str]:
-    """What of the report does not follow from these weights; the engine proves everything again."""
+    """Yield each statement that does not follow from these weights; the engine proves everything again."""
     record = checkpoint.record
     if report.checkpoint != checkpoint.digest:
         yield f"the report is about network {report.checkpoint[:16]}, this is {checkpoint.digest[:16]}"
@@ -69,12 +69,12 @@ def _check_layers(layers: list[LayerFields], found: NetworkBound) -> Iterator[st
 
 
 def below(stated: Real, proven: Real) -> bool:
-    """Whether a stated bound lies below the proven one by more than SLACK."""
+    """Tell whether a stated bound lies below the proven one by more than SLACK."""
     return stated * (1 + SLACK) < proven
 
 
 def below_text(text: str, proven: Real) -> bool:
-    """The same for a bound in words ("1.23e+968"), which are rounded up; also what is no number."""
+    """Return the same for a bound in words ("1.23e+968"), which are rounded up; also what is no number."""
     mantissa, _, exponent = text.partition("e")
     if text == "inf":
         return False
@@ -86,7 +86,7 @@ def below_text(text: str, proven: Real) -> bool:
 
 
 def below_log10(stated: float | None, proven: Real) -> bool:
-    """The same for a logarithm; None stands for a bound that is 0 or infinite."""
+    """Return the same for a logarithm; None stands for a bound that is 0 or infinite."""
     if stated is None:
         return False
     return not proven.finite or (proven > ZERO and stated < proven.log10() - SLACK / 3)  # log10(1 + SLACK) > SLACK / 3

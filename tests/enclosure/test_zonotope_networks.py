@@ -178,6 +178,14 @@ def test_what_has_no_relaxation_is_named() -> None:
         LocalCertifier(model, SIZE, Local())
 
 
+@pytest.mark.parametrize("effort", ["norms", "zonotope", "backward", "auto"])
+def test_a_network_of_one_class_has_no_certificate(effort: str) -> None:
+    model = network("plain")
+    model.net.head = nn.Linear(8, 1).double().eval()
+    with pytest.raises(NoBoundError, match="one class"):
+        LocalCertifier(model, SIZE, Local(effort=effort))
+
+
 def test_a_network_that_is_not_its_trace_has_no_certificate() -> None:
     """The tracer shows it something that is no Tensor; on images it does something else."""
 

@@ -111,7 +111,7 @@ class Runs:
         demand, sink = Demand(share, RADII[0], every), Sink(as_json=True, quiet=True)
         target = Target(records=self.path, resume=self.path.exists())
         machine = Machine(device="cpu", batch_size=BATCH)
-        options = Options(Source(""), target, Smoothing(), Local(), Patches(), Evaluation(), machine, Output())
+        options = Options(Source(ckpt=""), target, Smoothing(), Local(), Patches(), Evaluation(), machine, Output())
         choice = Choice("lipschitz", "", ready={"lipschitz": self.certifier})
         (found,) = run_all(choice, Task(self.net, self.images, RADII, demand), options, sink)
         return [found.found.clean, *found.found.certified.values()]

@@ -82,7 +82,7 @@ class LocalLipCertifier(Certifier):
 
     @torch.no_grad()
     def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
-        """The stated radius is proven again itself: a search from elsewhere may end at another radius."""
+        """Prove the stated radius again itself: a search from elsewhere may end at another radius."""
         pixels, values, top, start = self._begun(pixels)
         claimed = torch.tensor([claim.radius for claim in claims], dtype=torch.float64, device=self._device) * (
             1 - AGAIN
@@ -100,7 +100,7 @@ class LocalLipCertifier(Certifier):
         return found
 
     def radii(self, pixels: Tensor, values: Values, labels: Tensor, start: Tensor) -> Tensor:
-        """A proven radius for each image (b, c, h, w), at least `start` (b,), which is proven already."""
+        """Return a proven radius for each image (b, c, h, w), at least `start` (b,), which is proven already."""
         proven, failed = start.clone(), torch.full_like(start, torch.inf)
 
         def attempt(chosen: Tensor, radii: Tensor) -> None:
@@ -121,7 +121,7 @@ class LocalLipCertifier(Certifier):
         return proven
 
     def proven(self, pixels: Tensor, labels: Tensor, radii: Tensor, values: Values | None = None) -> Tensor:
-        """Whether no image within each radius is classified as anything but its label: (b,) bool."""
+        """Tell whether no image within each radius is classified as anything but its label: (b,) bool."""
         values = self.network.values(pixels) if values is None else values
         moves = self.network.moves(pixels, values, radii, drop=self.drop)
         margins = self.network.margins(values, moves, labels, drop=self.drop)

@@ -41,7 +41,7 @@ class AffineStep:
 
     @classmethod
     def of(cls, step: LinearLayer) -> "AffineStep":
-        """The map with its weights of now and a proven norm."""
+        """Return the map with its weights of now and a proven norm."""
         norm = float(step.norm(RigorousArithmetic()))
         bias = None if step.bias is None else step.bias.detach()
         return cls(step.weight.detach(), bias, step.run, norm, step.terms, step.matrix)
@@ -81,7 +81,7 @@ class SequentialNetwork:
         self.last = AffineStep.of(last)
 
     def values(self, pixels: Tensor) -> Values:
-        """Every affine step at these images, (b, c, h, w) float64."""
+        """Return every affine step at these images, (b, c, h, w) float64."""
         x, error, found = pixels, torch.zeros_like(pixels), Values([], [])
         for step in (*self.body, self.last):
             if isinstance(step, AffineStep):
@@ -156,7 +156,7 @@ class SequentialNetwork:
 
 
 def _mapped(found: Moves, step: AffineStep, mask: Tensor, drop: bool) -> Moves:
-    """The box after an affine step; rho is left as it is before it."""
+    """Return the box after an affine step; rho is left as it is before it."""
     middle, half = (found.hi + found.lo) / 2, up((found.hi - found.lo) / 2)
     centre = step.run(middle, step.weight)
     away = step.run(half, step.weight.abs()) * (1 + gamma(2 * step.terms + 32)) + TINY
@@ -169,7 +169,7 @@ def _mapped(found: Moves, step: AffineStep, mask: Tensor, drop: bool) -> Moves:
 
 
 def _activated(found: Moves, step: Activation, centre: Tensor, error: Tensor) -> Moves:
-    """The box after an activation."""
+    """Return the box after an activation."""
     size = centre.abs() + error + found.reach
     rounding = gamma(4) * size + TINY
     a, b = centre - error - rounding, centre + error + rounding
@@ -181,7 +181,7 @@ def _activated(found: Moves, step: Activation, centre: Tensor, error: Tensor) ->
 
 
 def _away(x: Tensor) -> Tensor:
-    """A difference rounded up; 0 stays 0, so that a constant unit is seen."""
+    """Return a difference rounded up; 0 stays 0, so that a constant unit is seen."""
     return torch.where(x > 0, up(x), torch.zeros_like(x))
 
 

@@ -150,7 +150,7 @@ class SmoothingCertifier(Certifier):
         return [_chance_of_so_few(count, samples, 0.5) > doubt.level for count in hits]
 
     def _hits(self, claims: Sequence[Certificate], pixels: Tensor, seed: int, purpose: int) -> list[int]:
-        """How many of `samples` draws at each image are of the claimed class."""
+        """Return the number of `samples` draws at each image that are of the claimed class."""
         ranges = dict.fromkeys(range(len(claims)), (0, self.settings.samples))
         pixels = pixels.to(self._device, torch.float32)
         counts = self._count([claim.index for claim in claims], pixels, ranges, seed, purpose)

@@ -32,7 +32,7 @@ def choose_sigma(
     images: Images,
     radii: Sequence[float],
 ) -> tuple[float, dict[float, float]]:
-    """The sigma of `SIGMAS` with the largest mean certified accuracy over the radii, estimated; and all their shares.
+    """Return the sigma of `SIGMAS` with the largest mean certified accuracy over the radii, estimated; and all their shares.
 
     A radius that the samples of `settings` could not reach counts nothing. The noise is other noise than that which
     certifies, so the certificates do not know of the choice. Equal shares: the larger average radius.

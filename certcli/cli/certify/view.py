@@ -22,7 +22,7 @@ EVIDENCE = (
 
 
 def document(results: Sequence[Result], reason: str | None, checkpoint: str, images: Images) -> dict[str, Any]:
-    """The one document: what was certified, of which network, on which images, with which promise.
+    """Return the one document: what was certified, of which network, on which images, with which promise.
 
     It speaks of the first method; `methods` holds all of them when there are several, `reason` why auto took it.
     """
@@ -38,7 +38,7 @@ def document(results: Sequence[Result], reason: str | None, checkpoint: str, ima
 
 
 def evidence(result: Result, images: Images) -> dict[str, Any]:
-    """What a checkpoint keeps of one method."""
+    """Return the evidence that a checkpoint keeps of one method."""
     from certcli.evaluation.records import describe
 
     found = {**result.to_json(), "dataset": describe(images)}

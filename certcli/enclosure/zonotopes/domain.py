@@ -163,7 +163,7 @@ class LocalNetwork:
         return pixels, stream, largest, fresh
 
     def last_form(self, start: Form, watch: Watch | None = None) -> Form:
-        """The form before the last norm and linear layer. `watch` is shown every node's value on the way."""
+        """Return the form before the last norm and linear layer. `watch` is shown every node's value on the way."""
         with torch.no_grad():
             witnesses = [(e, start.at(e)) for e in start.somewhere()[: 1 if self._seen else 3]]
             domain = Enclosure(self.ending, self.needed, start, watch, witnesses, thorough=not self._seen)

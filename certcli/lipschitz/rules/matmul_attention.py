@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 from certcli.engine.attention import fused_attention
-from certcli.engine.table import NoRule
+from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
-from certcli.lipschitz.context import Context, with_attributes
+from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.rules.attention_positions import Gates

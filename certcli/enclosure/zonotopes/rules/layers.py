@@ -16,7 +16,7 @@ from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.attention import attention_module, fused_attention, require_no_mask
-from certcli.engine.table import NoRule
+from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
 from certcli.models.build import PixelNormalize
 
@@ -55,24 +55,18 @@ def rms_norm(ctx: ZonotopeContext, x: Form, shape: Any, weight: Any = None, eps:
     return layer_norm(x, eps, gain, None, center=False)
 
 
-@rules.module(nn.GELU, when=lambda module: module.approximate in ("none", "tanh"))
-def gelu(ctx: ZonotopeContext, module: nn.GELU, x: Form) -> Form:
-    return apply(GELU if module.approximate == "none" else GELU_TANH, x)
-
-
 @rules.function(F.gelu)
-def gelu_function(ctx: ZonotopeContext, x: Form, approximate: str = "none") -> Form:
+def gelu(ctx: ZonotopeContext, x: Form, approximate: str = "none") -> Form:
     return apply(GELU if approximate == "none" else GELU_TANH, x)
-
-
-@rules.module(nn.ReLU)
-def relu_module(ctx: ZonotopeContext, module: nn.ReLU, x: Form) -> Form:
-    return relu(x)
 
 
 @rules.function(F.relu, torch.relu)
 def relu_function(ctx: ZonotopeContext, x: Form, inplace: bool = False) -> Form:
     return relu(x)
+
+
+rules.module(nn.GELU)(with_attributes(gelu, "approximate"))
+rules.module(nn.ReLU)(with_attributes(relu_function))
 
 
 @rules.module(LayerScale)
