@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test test-elsewhere check gpu soundness docs tutorial clean
+.PHONY: install demo test test-elsewhere check gpu soundness docs test-converters tutorial clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -38,12 +38,18 @@ gpu: install
 
 # long campaigns beside the tests: hostile files, edited records, random networks with odd options, local certificates
 soundness: install
-	$(BIN)/python tests/soundness/fuzz.py --count 100000
+	$(BIN)/python -m tests.soundness.file_fuzz --count 100000
 	$(BIN)/python -m tests.soundness.evidence_fuzz --count 10000
 	$(BIN)/python -m tests.soundness.record_fuzz --count 20000
 	$(BIN)/python benchmarks/soundness.py --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --programs --seconds 600
+
+# the logits that tests/models/test_converters.py holds converted networks to, asked of transformers itself
+test-converters:
+	$(PYTHON) -m venv $(VENV)/transformers
+	$(VENV)/transformers/bin/pip install --quiet "torch>=2.6,<2.14" "transformers>=4.44" safetensors numpy
+	$(VENV)/transformers/bin/python tests/models/transformers_logits.py
 
 # tools of its own: mkdocs-material wants requests >= 2.33, torchattacks pins 2.25; certvit's packages come after them
 docs: install

@@ -4,8 +4,7 @@ Linux only. Plain ViTs (timm's, random weights; the work does not depend on them
 its own, which says its CPU seconds and how far its memory rose: `proof` (certvit lipschitz --no-estimate: the bound, and
 the graph compared with the network), `forward` (an image under noise), `gradient` (an image in one step of an attack).
 Along each axis the exponent is fitted to log time, by least squares over all points and between the last two. --named
-measures whole networks, for which the fits can be wrong. Images, samples and processes enter linearly; that is measured
-by benchmarks/processes.py and smoothing.py.
+measures whole networks, for which the fits can be wrong. Images, samples and processes enter linearly.
 """
 
 import argparse

@@ -1,16 +1,6 @@
-"""For tests of people who train networks: an assertion about a checkpoint, as `pytest` shows it.
+"""Assertions about networks for pytest, whose failures show figures. Documented in docs/api.md."""
 
-from certcli.testing import assert_certified
-
-def test_the_model_is_robust(images, labels):
-    assert_certified("model.safetensors", images, labels, radius=0.25, at_least=0.4)
-"""
-
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from certcli import api
 from certcli.report.document import Share
@@ -18,35 +8,34 @@ from certcli.system.errors import UsageError
 
 
 def assert_certified(
-    checkpoint: str | Path | Any,
-    images: Tensor | str,
-    labels: Tensor | Sequence[int] | None = None,
+    network: api.Network,
+    images: api.Data,
+    labels: api.Labels = None,
     radius: float = 0.25,
     at_least: float = 0.5,
     *,
     method: str = "lipschitz",
     **options: Any,
 ) -> Share:
-    """Fails unless the share of images certified and correct at `radius` (pixel l2) is `at_least`; returns the share.
+    """Fail unless the share of images certified and correct at `radius` (pixel l2) reaches `at_least`; return the share.
 
-    images (n, c, h, w) in [0, 1] with labels (n,), or the name of a dataset. method, options: of `api.certify`.
+    Network, images and options are those of `api.certify`.
     """
     _require_share(at_least)
-    found = api.certify(checkpoint, images, labels, method=method, **options)
+    found = api.certify(network, images, labels, method=method, **options)
     hits = sum(row.holds_at(radius) for row in found)
     share = Share.of(hits, len(found))
     low, high = share.interval
-    told = (
+    assert share.share >= at_least, (
         f"{hits} of {len(found)} images ({100 * share.share:.1f} %, 95 % interval {100 * low:.0f} to {100 * high:.0f}) are "
         f"certified at l2 {radius:g} by {method}; {100 * at_least:g} % were demanded"
     )
-    assert share.share >= at_least, told
     return share
 
 
-def assert_bound(checkpoint: str | Path | Any, at_most: float) -> float:
-    """Fails unless the proven Lipschitz bound is finite and `at_most`; returns it."""
-    found = api.bound(checkpoint)
+def assert_bound(network: api.Network, at_most: float) -> float:
+    """Fail unless the proven Lipschitz bound is finite and at most `at_most`; return it."""
+    found = api.bound(network)
     value = float(found.upper)
     assert value <= at_most, (
         f"the proven bound is {found.upper} ({found.bound.why or 'finite'}), {at_most:g} was demanded"
@@ -55,25 +44,24 @@ def assert_bound(checkpoint: str | Path | Any, at_most: float) -> float:
 
 
 def assert_robust(
-    checkpoint: str | Path | Any,
-    images: Tensor | str,
-    labels: Tensor | Sequence[int] | None = None,
+    network: api.Network,
+    images: api.Data,
+    labels: api.Labels = None,
     radius: float = 0.25,
     at_least: float = 0.5,
-    *,
-    attacks: Sequence[str] = ("pgd",),
-    **options: Any,
+    **settings: Any,
 ) -> float:
-    """Fails unless the share of images that withstand the attacks at `radius` is `at_least`; returns it.
+    """Fail unless the share of images that withstand the attacks at `radius` reaches `at_least`; return it.
 
-    That attacks find nothing proves nothing: this can only show that a network is not robust.
+    This can only show that a network is not robust. Attacks and settings are those of `api.attack`.
     """
     _require_share(at_least)
-    found = api.attack(checkpoint, images, labels, radii=(radius,), attacks=attacks, **options)
-    robust = found[-1].robust
-    told = f"{100 * robust:.1f} % of {found[-1].images} images withstand {', '.join(attacks)} at l2 {radius:g}"
-    assert robust >= at_least, f"{told}; {100 * at_least:g} % were demanded"
-    return float(robust)
+    (found,) = api.attack(network, images, labels, radii=(radius,), **settings)
+    assert found.robust >= at_least, (
+        f"{100 * found.robust:.1f} % of {found.images} images withstand {', '.join(found.attacks)} at l2 {radius:g}; "
+        f"{100 * at_least:g} % were demanded"
+    )
+    return float(found.robust)
 
 
 def _require_share(at_least: float) -> None:

@@ -1,17 +1,29 @@
-"""The Python API: the code of its page runs, and says what the commands say."""
+"""Python's interface: its page and its notebook run, errors name keyword arguments, and modules are bounded like files."""
 
+import copy
+import json
 import re
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import certvit
+import certvit.testing
 from certcli import api, testing
+from certcli.api.errors import in_python
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
-from certcli.system.errors import DataError, UsageError
+from certcli.models import build
+from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError, DataError, UsageError
 
-PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "api.md"
+DIGITS = {"mean": 0.5, "std": 0.5, "input_size": (1, 8, 8)}
 
 
 def test_the_code_of_the_page_runs(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,10 +37,26 @@ def test_the_code_of_the_page_runs(workshop: Path, tmp_path: Path, monkeypatch: 
     assert (tmp_path / "copy.safetensors").exists()
 
 
-def test_every_function_is_documented() -> None:
+def test_the_notebook_runs() -> None:
+    """With less training, fewer images and less time than a reader takes."""
+    document = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "code"]
+    assert "EPOCHS, IMAGES, SECONDS = 20, 40, 30" in cells[0]
+    cells[0] = cells[0].replace("20, 40, 30", "1, 4, 1")
+    names: dict = {}
+    for cell in cells:
+        exec(compile(cell, "notebook.ipynb", "exec"), names)
+    assert names["certified"].images == 4
+
+
+def test_every_function_is_documented_and_in_certvit() -> None:
     own = {name for name, value in vars(api).items() if getattr(value, "__module__", "") == api.__name__}
     assert {name for name in own if name[0] != "_"} == set(api.FUNCTIONS)
     for name in api.FUNCTIONS:
+        assert f"`{name}(" in PAGE.read_text()
+    assert set(api.FUNCTIONS) <= set(certvit.__all__)
+    for name in certvit.testing.__all__:
+        assert getattr(certvit.testing, name) is getattr(testing, name)
         assert f"`{name}(" in PAGE.read_text()
 
 
@@ -47,9 +75,9 @@ def test_assertions_fail_with_figures(certified: Checkpoint) -> None:
         testing.assert_certified(certified, images, labels, at_least=40)
 
 
-def test_what_does_not_fit_is_refused(certified: Checkpoint) -> None:
+def test_images_that_do_not_fit_are_refused(certified: Checkpoint) -> None:
     images = torch.rand(2, 1, 8, 8)
-    for pixels, labels, told in (
+    for pixels, labels, message in (
         (images * 255, [0, 1], r"\[0, 1\]"),
         (images[:, :, :4], [0, 1], "do not fit a network"),
         (images, None, "without labels"),
@@ -57,5 +85,149 @@ def test_what_does_not_fit_is_refused(certified: Checkpoint) -> None:
         (images, [0, 10], "10 classes"),
         (images / 0 * 0, [0, 1], r"\[0, 1\]"),
     ):
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=message):
             api.certify(certified, pixels, labels)
+
+
+def perceptron(width: int = 8, classes: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, classes))
+
+
+def test_a_module_has_the_results_of_its_file(tiny: Checkpoint) -> None:
+    """A timm model in memory, with the checkpoint of the same weights as the reference."""
+    module = build.load(tiny)
+    for source in (module, module.net):
+        opened = certvit.load(source, **({} if source is module else DIGITS))
+        assert opened.record.input.size == tiny.record.input.size
+        assert str(certvit.bound(opened).upper) == str(certvit.bound(tiny).upper)
+        pixels, labels = torch.rand(3, 1, 8, 8), torch.zeros(3, dtype=torch.long)
+        assert torch.equal(certvit.network(opened)(pixels), module(pixels))
+        assert certvit.certify(opened, pixels, labels) == certvit.certify(tiny, pixels, labels)
+
+
+def hooked(module: nn.Sequential) -> None:
+    module[2].register_forward_hook(lambda part, inputs, output: 9 * output)
+
+
+def patched(module: nn.Sequential) -> None:
+    module[2].forward = types.MethodType(lambda part, x: 9 * x.relu(), module[2])  # type: ignore[method-assign]
+
+
+def extended(module: nn.Sequential) -> None:
+    class Larger(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 9 * super().forward(x)
+
+    large = Larger(8, 3)
+    large.load_state_dict(module[3].state_dict())
+    module[3] = large
+
+
+@pytest.mark.parametrize("change", [hooked, patched, extended])
+def test_no_module_hides_a_factor(change: Callable[[nn.Sequential], None]) -> None:
+    """The bound stays above a slope of the module as it runs, whatever the types of its parts promise."""
+    module = perceptron()
+    change(module)
+    opened = certvit.load(module, **DIGITS)
+    found = certvit.bound(opened)
+    assert found.upper.finite != (change is hooked)
+    x, y = torch.rand(2, 50, 1, 8, 8)
+    outputs = [module((each - 0.5) / 0.5).detach() for each in (x, y)]
+    slopes = (outputs[0] - outputs[1]).norm(dim=1) / (x - y).flatten(1).norm(dim=1)
+    assert float(slopes.max()) <= float(found.upper)
+
+
+def test_a_module_is_copied() -> None:
+    module = perceptron().train()
+    before = copy.deepcopy(module.state_dict())
+    opened = certvit.load(module, **DIGITS)
+    upper = str(certvit.bound(opened).upper)
+    assert module.training
+    assert all(weight.requires_grad for weight in module.parameters())
+    tanh = certvit.load(nn.Sequential(module[0], module[1], nn.Tanh(), module[3]), **DIGITS)
+    assert tanh.digest != opened.digest
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    with torch.no_grad():
+        module[1].weight.mul_(100)
+    assert str(certvit.bound(opened).upper) == upper
+
+
+MODULES: dict[str, tuple[nn.Module, dict[str, Any], type[CertvitError], str]] = {
+    "no statistics": (perceptron(), {}, UsageError, "which images does the Sequential take"),
+    "statistics of 255": (perceptron(), {**DIGITS, "std": 127.5}, UsageError, "another scale"),
+    "size of two": (perceptron(), {**DIGITS, "input_size": (8, 8)}, UsageError, "which images"),
+    "another size": (perceptron(), {**DIGITS, "input_size": (1, 9, 9)}, ArchitectureError, "no classifier of images"),
+    "no logits": (nn.Conv2d(1, 4, 3), DIGITS, ArchitectureError, "one row of logits"),
+    "one logit": (perceptron(classes=1), DIGITS, ArchitectureError, "one logit"),
+    "NaN": (nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.BatchNorm1d(3)), DIGITS, CheckpointError, "NaN"),
+    "no values": (perceptron().to("meta"), DIGITS, ArchitectureError, "cannot be copied"),
+    "options of files": (perceptron(), {**DIGITS, "arch": "vit"}, UsageError, "no option 'arch'"),
+}
+nn.init.constant_(MODULES["NaN"][0][2].running_var, float("nan"))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_refused_in_one_line(name: str) -> None:
+    module, options, kind, message = MODULES[name]
+    with pytest.raises(kind, match=message) as refusal:
+        certvit.load(module, **options)
+    assert "--" not in refusal.value.message + refusal.value.hint
+
+
+CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "certify": (lambda net: certvit.certify(net, "digits", effrot=1), "lipschitz has no option 'effrot'"),
+    "local": (lambda net: certvit.certify(net, "digits", method="local", effrot=1), "did you mean 'effort'"),
+    "predict": (lambda net: certvit.predict(net, torch.rand(1, 1, 8, 8), mask=3), "did you mean 'masks'"),
+    "attack": (lambda net: certvit.attack(net, "digits", step=3), "did you mean 'steps'"),
+    "audit": (lambda net: certvit.audit(net, "digits", radi=3), "did you mean 'radii'"),
+    "open": (lambda net: certvit.load(net, mean=0.5), "no option 'mean'"),
+    "file": (lambda net: certvit.load("x.safetensors", input_size=(1, 8, 8)), "arch_args={'img_size'"),
+    "nothing": (lambda net: certvit.load("x.safetensors"), "no file x.safetensors"),
+    "patch": (lambda net: certvit.certify(net, "digits", method="patch"), 'patches=["32"]'),
+    "dataset": (lambda net: certvit.images(net, "torch/mnist"), "needs data_dir"),
+    "save": (lambda net: certvit.save(certvit.load(perceptron(), **DIGITS), "x"), "no architecture"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_errors_speak_python(certified: Checkpoint, name: str) -> None:
+    call, words = CALLS[name]
+    with pytest.raises(CertvitError) as refusal:
+        call(certvit.load(certified))
+    shown = "\n".join((str(refusal.value), *getattr(refusal.value, "__notes__", ())))
+    assert words in shown
+    assert not re.search(r"(^|\s)--?[a-z]|exit", shown), shown
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("check --arch and --arch-arg", "check arch and arch_args"),
+        ("--as-stated if it is; --arch NAME for another", "as_stated=True if it is; arch=NAME for another"),
+        ("--arch-arg num_heads=4, or pass --force", "arch_args={'num_heads': 4}, or pass force=True"),
+        ("certvit finetune --noise first", "certvit finetune --noise first"),
+        ("choose another -o", "choose another path"),
+    ],
+)
+def test_options_become_arguments(text: str, expected: str) -> None:
+    assert in_python(text) == expected
+    assert in_python(expected) == expected
+
+
+def test_results_show_themselves_in_a_line_and_a_table(certified: Checkpoint) -> None:
+    network = certvit.load(certified)
+    images = certvit.images(network, "digits", limit=15)
+    results = (
+        certvit.bound(network),
+        certvit.certify(network, images),
+        certvit.certify(network, images, method="patch", patches=["1"], hide="pixels"),
+        certvit.attack(network, images, radii=[0.1, 0.2], attacks=["fgsm"]),
+        certvit.audit(network, images, seconds=1, attacks=("fgsm",)),
+    )
+    for result in results:
+        assert re.fullmatch(r"<[^\n]{10,400}>", repr(result))
+        html = result._repr_html_()
+        assert html.startswith("<p>")
+        assert 2 <= html.count("<tr>") <= 14
+        assert html.count("<td>") == html.count("</td>")
+    assert len(repr(network)) < 100

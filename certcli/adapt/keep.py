@@ -50,7 +50,7 @@ class Keeper:
         self.reference: ReferenceLogits | None = None
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
         self.images = images[order].to(device)
-        self.record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
+        self.record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
         self.teacher = build.load(checkpoint, device, torch.float32)
         self.student = with_unit_floors(checkpoint, self.record.surgery, self.teacher)
         self.identity = identity(checkpoint.digest, settings, images)

@@ -8,20 +8,22 @@ from torch import nn
 
 from certcli.adapt.families import Section, family_of, require_known_blocks, token_counts
 from certcli.adapt.settings import ACTIVATIONS, ATTENTIONS, NORMS, RESIDUALS, AdaptSettings
-from certcli.checkpoint.record import Record, Replacement
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import Replacement
 from certcli.models import build
 from certcli.nn.norms import floor_fits
 from certcli.system.errors import ArchitectureError
 
 
-def plan(record: Record, settings: AdaptSettings) -> tuple[Replacement, ...]:
+def plan(checkpoint: Checkpoint, settings: AdaptSettings) -> tuple[Replacement, ...]:
     """Return the replacements for this architecture, in order. ArchitectureError names an unknown part."""
+    record = checkpoint.record
     if record.surgery:
         raise ArchitectureError(
             "this network is already an adapted network: adapt starts from a network as timm builds it",
             "start from the checkpoint before adapt",
         )
-    net = build.build(record)
+    net = build.own_network(checkpoint)
     if not settings.refit:
         return _floor_plan(net)
     family = family_of(net)

@@ -48,7 +48,7 @@ class Preview:
 
 def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True) -> Preview:
     """Return the plan with its figures, without images. ArchitectureError names an unknown part."""
-    replacements = plan(checkpoint.record, settings)
+    replacements = plan(checkpoint, settings)
     teacher = build.load(checkpoint)
     if settings.refit:
         student, _ = perform_surgery(checkpoint, settings, teacher)

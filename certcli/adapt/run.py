@@ -54,7 +54,7 @@ class Adapter:
         lots = 1 if device.type == "cuda" else LOTS if photograph_sized(images) else FEW
         self.lots = Lots(len(images), team, lots)
         self.images = {lot: images[order[self.lots.images(lot)]].to(device) for lot in self.lots.own}
-        self.record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
+        self.record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
         self.teacher = build.load(checkpoint, device, torch.float32)  # the student has no digits beyond float32
         self.student, scales = perform_surgery(checkpoint, settings, self.teacher)
         family = family_of(self.teacher.net)
@@ -135,7 +135,7 @@ class Adapter:
 
 def perform_surgery(checkpoint: Checkpoint, settings: AdaptSettings, teacher: build.PixelModel) -> tuple[Any, Scales]:
     """Return the network after surgery and the scales of its stream; each new part starts from the old weights."""
-    record = replace(checkpoint.record, surgery=plan(checkpoint.record, settings))
+    record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
     device = next(teacher.parameters()).device
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(settings.seed)  # for weights without a start

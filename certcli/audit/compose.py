@@ -8,12 +8,12 @@ from certcli.audit.clock import Clock
 from certcli.audit.run import Asked, Results
 from certcli.checkpoint.record import versions
 from certcli.evaluation.doubts import accuracy_doubts
-from certcli.models.open import Opened
+from certcli.models.build import OpenCheckpoint
 from certcli.report.document import Audit, Network, Step
 
 
 def compose(
-    opened: Opened,
+    checkpoint: OpenCheckpoint,
     results: Results,
     asked: Asked,
     demands: Sequence[gates.FailOn],
@@ -23,9 +23,8 @@ def compose(
     limit: int | None,
 ) -> Audit:
     """Documents travel: what is a path here is shown without its folders."""
-    checkpoint = opened.checkpoint
     record, clean = checkpoint.record, results.clean
-    doubts = [*results.seen, *opened.reading.doubts]
+    doubts = [*results.seen, *checkpoint.reading.doubts]
     doubts += [] if clean is None else accuracy_doubts(clean.hits, clean.images, checkpoint)
     doubts += results.doubts
     image = record.input.size[1:]
@@ -45,7 +44,7 @@ def compose(
             classes=record.classes,
             input=list(record.input.size),
             parameters=results.parameters,
-            reading=opened.reading.to_json(),
+            reading=checkpoint.reading.to_json(),
         ),
         verdict=[*results.seen, *words.verdict(results, asked)],
         doubts=doubts,

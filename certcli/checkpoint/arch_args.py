@@ -1,4 +1,4 @@
-"""Which arguments of an architecture pass: numbers, switches and plain words; nothing that names a file, code or weights."""
+"""Arguments of an architecture: numbers, switches and plain words. Nothing may name a file, code or weights."""
 
 import math
 import re
@@ -12,8 +12,8 @@ LARGEST_SIZE = 65_536  # of any integer in an architecture's arguments: the wide
 MOST_LAYERS = 512  # of an argument that repeats a module
 MOST_ENTRIES = 1024  # of all lists in an architecture's arguments
 
-# What names a file, a URL, a callable, weights, a device, or a result other than logits. Swin v2's pretrained window
-# sizes and every drop_path are numbers of the architecture.
+# Words for files, URLs, callables, weights, devices, and results other than logits. Swin v2's pretrained window sizes and
+# every drop_path are numbers of the architecture.
 _FORBIDDEN = re.compile(
     r"_|checkpoint|pretrained(?!_window_sizes?\Z)|cache_|feature(s_only|_cls|_cfg)|out_indices|scriptable|exportable|no_jit"
     r"|pruned|(device|dtype)\Z"
@@ -27,7 +27,7 @@ _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
 
 
 def arch_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an architecture as JSON scalars and lists, or Refused: no file, URL, callable or weights."""
+    """Return the arguments of an architecture as JSON scalars and lists; Refused for a file, URL, callable or weights."""
     if len(given) > 128:
         raise Refused(f"{len(given)} architecture arguments")
     found: dict[str, Any] = {}
@@ -49,7 +49,8 @@ def _argument(key: str, value: Any, entries: list[int], depth: int) -> Any:
     if isinstance(value, int):
         most = MOST_LAYERS if _REPEATS.match(key) else LARGEST_SIDE if _SIZES.match(key) else LARGEST_SIZE
         if not -most <= value <= most:
-            raise Refused(f"architecture argument '{key}' is {_short(value)}, beyond {most:,}")
+            shown = str(value) if abs(value) < 10**18 else "an integer of more than 18 digits"
+            raise Refused(f"architecture argument '{key}' is {shown}, beyond {most:,}")
         return value
     if isinstance(value, float):
         if not math.isfinite(value) or abs(value) > 1e6:
@@ -65,7 +66,3 @@ def _argument(key: str, value: Any, entries: list[int], depth: int) -> Any:
             raise Refused(f"architecture argument '{key}' has more than {MOST_ENTRIES:,} entries")
         return [_argument(key, item, entries, depth - 1) for item in value]
     raise Refused(f"architecture argument '{key}' is a {type(value).__name__}: only JSON scalars and lists pass")
-
-
-def _short(value: int) -> str:
-    return str(value) if abs(value) < 10**18 else "an integer of more than 18 digits"

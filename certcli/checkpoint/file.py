@@ -20,33 +20,38 @@ from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.system.errors import CheckpointError, one_line
 from certcli.system.files import atomic_file, require_absent, sweep
 
-EIGHT = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
-"""Read as the numbers they are. Scales beside them would be tensors that no network has: such a file is refused."""
-FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64)) | EIGHT
+FLOAT8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+"""8-bit floats, read as plain numbers. A file with scales beside them is refused: no network has such tensors."""
+FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64)) | FLOAT8
 LONGEST_NAME = 256
 INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkpoint:
-    """Immutable: a command reads one and derives another, with one more step in its lineage."""
+    """Tensors and their record. Immutable: a command reads one and derives another, with one more step in its lineage."""
 
     tensors: Mapping[str, Tensor]
     record: Record
 
+    def __repr__(self) -> str:
+        record, count = self.record, sum(tensor.numel() for tensor in self.tensors.values())
+        size = "x".join(map(str, record.input.size))
+        return f"<{record.arch}: images of {size}, {record.classes} classes, {count:,} values>"
+
     @cached_property
     def digest(self) -> str:
-        """sha256 of the function: all that decides the logits of an image, the tensors and what the record makes of them.
+        """Return the sha256 of everything that decides the logits of an image: the tensors and `Record.function`.
 
-        Two checkpoints with the same tensors and another mean, head count or surgery are other networks. Names of classes,
-        the dataset, lineage and evidence decide nothing and do not count.
+        The same tensors with another mean, head count or surgery are another network. Class names, dataset, lineage and
+        evidence do not count.
         """
         about = [self.record.function(), tensors_digest(self.tensors)]
         return hashlib.sha256(json.dumps(about, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @staticmethod
     def read(path: Path) -> "Checkpoint":
-        """A checkpoint that certvit wrote. CheckpointError when it is unreadable, foreign or holds NaN."""
+        """Read a checkpoint that certvit wrote. CheckpointError for an unreadable or foreign file, or one that holds NaN."""
         tensors, metadata = read_tensors(path)
         if KEY not in metadata:
             raise CheckpointError(f"{path} is a safetensors file without a certvit record")
@@ -60,24 +65,21 @@ class Checkpoint:
         seed: int = 0,
         **changes: Any,
     ) -> "Checkpoint":
-        """The checkpoint after one more step; `changes` are new values of the record's fields."""
+        """Return the checkpoint after one more step; `changes` are new values of the record's fields."""
         step = Step(command, dict(parameters), seed, versions(), self.digest)
         record = replace(self.record, lineage=(*self.record.lineage, step), **changes)
         return Checkpoint(dict(tensors), record)
 
     def with_evidence(self, command: str, parameters: Mapping[str, Any], result: Mapping[str, Any]) -> "Checkpoint":
-        """The same tensors, with a result about them."""
+        """Return the same tensors with one more result about them."""
         entry = Evidence(command, dict(parameters), dict(result), self.digest)
         return Checkpoint(self.tensors, self.record.with_evidence(entry))
 
     def write(self, path: Path, force: bool = False, shard_bytes: int = shards.SHARD_BYTES) -> None:
-        """Write to a temporary file beside `path`, sync, rename: `path` holds the old bytes or all the new ones.
-
-        A path that ends as an index does gets files of at most `shard_bytes` beside it: `write_shards`.
-        """
+        """Write atomically, to one file, or to the index `path` and files of at most `shard_bytes` beside it."""
         require_numbers(self.tensors, path.name)
         text = self.record.to_json()
-        Record.from_json(text)  # what would not be read back is not written
+        Record.from_json(text)  # refuses to write a record that cannot be read back
         if shards.is_index(path):
             write_shards(path, self.tensors, {KEY: text}, force, shard_bytes)
         else:
@@ -85,7 +87,7 @@ class Checkpoint:
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over name, dtype, shape and bytes of every tensor, in the order of names."""
+    """Return the sha256 over name, dtype, shape and bytes of every tensor, in the order of names."""
     hasher = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -95,9 +97,10 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors (memory-mapped) and metadata of a safetensors file, or the tensors of those that an index names.
+    """Read a safetensors file, or all files of an index: the memory-mapped tensors, and the metadata.
 
-    CheckpointError says what is wrong.
+    Raises:
+        CheckpointError: the file is missing, incomplete, or holds values that are no weights.
     """
     if not path.exists():
         raise CheckpointError(
@@ -115,7 +118,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    """The tensors of every file that the index names, each where it says. Their metadata is not read."""
+    """Read the tensors of all files that the index names; CheckpointError where file and index disagree."""
     tensors: dict[str, Tensor] = {}
     for path, stated in shards.named(index).items():
         if not path.is_file():
@@ -149,10 +152,7 @@ def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
-    """CheckpointError when a tensor is of a type that certvit does not compute with, holds NaN or infinity, or has no name.
-
-    No number computed from such a tensor would mean anything: torch drops imaginary parts.
-    """
+    """Raise CheckpointError for a tensor of another type than weights have, with NaN or infinity, or without a plain name."""
     for name in sorted(tensors):
         tensor = tensors[name]
         if not name.isprintable() or len(name) > LONGEST_NAME:
@@ -164,19 +164,16 @@ def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
                 f"tensor '{one_line(name)}' of {where} is {str(tensor.dtype).removeprefix('torch.')}: not a type of weights",
                 "convert it to float32, float64, float16 or bfloat16 where that is what it means",
             )
-        if tensor.is_floating_point() and not _finite(tensor):
+        wide = tensor.half() if tensor.dtype in FLOAT8 else tensor  # torch tests no float8; half holds all its values
+        if tensor.is_floating_point() and not torch.isfinite(wide).all():
             raise CheckpointError(
                 f"tensor '{one_line(name)}' of {where} holds NaN or infinite values",
                 "go back to the checkpoint before it; `certvit log` shows the lineage",
             )
 
 
-def _finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor.half() if tensor.dtype in EIGHT else tensor).all())  # half holds all of float8
-
-
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], force: bool = False) -> None:
-    """Atomic write of tensors and metadata; UsageError when `path` exists and `force` is not set."""
+    """Write tensors and metadata atomically; UsageError when `path` exists and `force` is not set."""
     require_absent(path, force)
     with atomic_file(path) as temporary:
         save_file(_separate(tensors), temporary, metadata)
@@ -189,10 +186,10 @@ def write_shards(
     force: bool = False,
     most: int = shards.SHARD_BYTES,
 ) -> None:
-    """The same in files of at most `most` bytes under new names, then the index, atomically, then the old one's files go,
-    and with `force` what killed runs left.
+    """Write files of at most `most` bytes under new names, then the index; then delete the files of the old index.
 
-    Whoever reads meanwhile finds the old checkpoint or the new one, whole. Metadata is the index's.
+    A reader finds the old checkpoint or the new one, whole, at any time. The index holds the metadata. With `force`, files
+    that killed runs left are deleted too.
     """
     require_absent(index, force)
     parts = list(shards.parts_of(tensors, most))
@@ -202,9 +199,9 @@ def write_shards(
     paths = shards.free_names(index, len(parts))
     place: dict[str, str] = {}
     try:
-        with atomic_file(index) as temporary:  # from the first file on: it tells others that this run lives
+        with atomic_file(index) as temporary:  # held while files are written: it shows other runs that this one lives
             for path, part in zip(paths, parts, strict=True):
-                # others ask for the format; safetensors' own writer puts two entries in a random order
+                # other readers need the format; safetensors' own writer puts two entries in a random order
                 about = {"format": "pt", shards.PART_OF: index.name}
                 write_one_by_one(path, part, (part[name] for name in in_file_order(part)), about)
                 place |= dict.fromkeys(part, path.name)
@@ -222,7 +219,7 @@ def write_shards(
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as they can be written: where two share their memory each has its own."""
+    """Return contiguous tensors on the CPU of which no two share memory, as the format demands."""
     found: dict[str, Tensor] = {}
     memories = set()
     for name, tensor in tensors.items():

@@ -1,8 +1,7 @@
-"""Copies of weights that may be larger than memory: beyond `IN_MEMORY` bytes they lie in files, and are mapped.
+"""Copies of weights that may exceed memory: beyond `IN_MEMORY` bytes they are memory-mapped files.
 
-Such a file has no name any more once it is mapped, and its room is reserved, so that nothing is left behind and no write
-fails later. Its pages are the system's to write out when memory is short. TMPDIR names the folder; where it has no room,
-the copies are made in memory.
+A file's name is removed once it is mapped, and its space is reserved: nothing is left behind, and no later write fails.
+TMPDIR names the folder; where it has no space, copies are made in memory.
 """
 
 import os
@@ -15,31 +14,30 @@ from torch import Tensor
 from certcli.system.memory import free_bytes
 
 IN_MEMORY = 2**30
-"""Bytes of copies made in memory, as long as a network's copies do not exceed them together; never more than a quarter of
-what is free."""
+"""Bytes up to which all copies of a network are made in memory, if they take at most a quarter of the free memory."""
 
 SPARED = 2**28
-"""The same of what is written once and read: trained weights would be written to the disk again and again."""
+"""Bytes that a `Spool` keeps in memory. Lower than IN_MEMORY: its tensors are written once, trained weights often."""
 
 _SMALL = 2**16
-"""Bytes of a tensor that is not worth a file of its own."""
+"""Bytes below which a tensor is never mapped."""
 
 
 def copies(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """New tensors with the same numbers, in the dtype that is named for each."""
+    """Return copies of the tensors, each in its dtype."""
     total = sum(value.numel() * dtypes[name].itemsize for name, value in tensors.items())
     copy = _in_memory if total <= min(IN_MEMORY, free_bytes() / 4) else _mapped
     return {name: copy(value, dtypes[name]) for name, value in tensors.items()}
 
 
 class Spool:
-    """Takes tensors one by one: up to SPARED bytes of them stay where they are, what comes after is mapped."""
+    """Keep tensors that come one by one: the first SPARED bytes in memory, all later ones mapped."""
 
     def __init__(self) -> None:
         self.held = 0
 
     def keep(self, value: Tensor) -> Tensor:
-        """The same numbers."""
+        """Return the tensor, or a mapped copy of it."""
         self.held += value.nbytes
         return value if self.held <= SPARED else _mapped(value, value.dtype)
 

@@ -1,9 +1,8 @@
-"""What a command writes: every path compared with everything it reads before any work, each file written whole or not at all.
+"""The paths of a command: before any work, each output is compared with every input and every other output.
 
-Two paths are one file when device and inode agree, links followed, or, where nothing is there yet, when they resolve to the
-same name. A file that an output would replace needs --force, and an input is refused whatever is forced. How a path is
-written: `certcli.system.files`. A state file beside an output belongs to the command that wrote it: another file of its name
-is neither replaced nor deleted.
+Two paths are one file when device and inode agree, links followed, or, for files that do not exist, when they resolve to
+one name. Replacing a file needs --force; an input is never replaced. A state file belongs to the command that wrote it:
+another file of its name is neither replaced nor deleted.
 """
 
 import contextlib
@@ -20,68 +19,68 @@ from certcli.system.files import is_stream, require_absent, sweep
 LONGEST_HEADER = 100_000_000
 """Bytes of a safetensors header, as the format's own reader limits them."""
 WRITTEN = frozenset((".safetensors", ".jsonl", ".json", ".html"))
-"""What certvit writes and no dataset consists of: such a file may be replaced inside a folder of images."""
+"""Endings of files that certvit writes and no dataset holds: such a file may be replaced in a folder of images."""
 
 FIGURES = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
 """Formats of figures, by the ending of the file's name."""
 
 
 @dataclass(frozen=True)
-class Named:
-    """A path and the option that it came from."""
+class OptionPath:
+    """A path and the option that named it."""
 
     option: str
     path: Path
 
 
 class Outputs:
-    """Every path that a command reads or will write, told before any work; `check` refuses what must not be."""
+    """Every path that a command reads or will write; `check` refuses conflicts before any work."""
 
     def __init__(self, force: bool = False) -> None:
         self.force = force
-        self._read: list[Named] = []
-        self._folders: list[Named] = []
-        self._figures: list[Named] = []
-        self._written: list[tuple[Named, bool]] = []
+        self._read: list[OptionPath] = []
+        self._folders: list[OptionPath] = []
+        self._figures: list[OptionPath] = []
+        self._written: list[tuple[OptionPath, bool]] = []
 
     def reads(self, option: str, path: Path) -> None:
-        """A file; or a checkpoint's folder; a name that is no path is none. The config.json beside it is read as well, and
-        the files that an index names.
+        """Register a file or a checkpoint's folder, with config.json beside it and the files of an index.
+
+        A name that is no path registers nothing.
         """
         inside = (path / name for name in ("model.safetensors", INDEX, "config.json"))
         for candidate in (path, *inside, path.parent / "config.json"):
             if candidate.is_file():
-                self._read.append(Named(option, candidate))
+                self._read.append(OptionPath(option, candidate))
             if candidate.is_file() and is_index(candidate):
-                with contextlib.suppress(CheckpointError):  # the reader will say it
-                    self._read += [Named(option, part) for part in named(candidate)]
+                with contextlib.suppress(CheckpointError):  # reading it will raise the error
+                    self._read += [OptionPath(option, part) for part in named(candidate)]
 
     def reads_folder(self, option: str, path: Path) -> None:
-        """A folder of images: nothing in it that could be one is replaced."""
+        """Register a folder of images: no file in it that could be an image is replaced."""
         if path.is_dir():
-            self._folders.append(Named(option, path))
+            self._folders.append(OptionPath(option, path))
 
     def writes(self, option: str, path: Path, continued: bool = False) -> None:
-        """continued: a regular file that is there already is gone on with, --force or not."""
-        self._written.append((Named(option, path), continued))
+        """Register an output; `continued`: an existing file is appended to, with or without --force."""
+        self._written.append((OptionPath(option, path), continued))
 
     def draws(self, option: str, path: Path) -> None:
-        """A figure; its ending names the format."""
-        self._figures.append(Named(option, path))
+        """Register a figure; its ending names the format."""
+        self._figures.append(OptionPath(option, path))
         self.writes(option, path)
 
     def keeps_state(self, path: Path, key: str) -> None:
-        """A state file: new, or one that carries `key`, as every state of this command does."""
+        """Register a state file; UsageError for an existing file without `key`, which every state of the command carries."""
         if os.path.lexists(path) and read_metadata(path).get(key) is None:
             raise UsageError(
-                f"{path} would be replaced by this run's state, and is none",
+                f"{path} is not a state file, and this run's state would replace it",
                 "choose another -o, or move that file away",
             )
         self.writes("the state", path, continued=True)
 
     def check(self) -> None:
-        """UsageError for a path that is read as well, written twice, there already or a folder, a figure of no known format;
-        OutputError for its folder."""
+        """Raise UsageError for a conflict between paths or an unknown figure format, OutputError for an unusable folder."""
         for position, (output, continued) in enumerate(self._written):
             require_absent(output.path, self.force or continued, output.option)
             if is_index(output.path):
@@ -99,7 +98,8 @@ class Outputs:
                         f"an input file is never deleted; choose another {output.option}",
                     )
             for folder in self._folders:
-                if output.path.exists() and output.path.suffix not in WRITTEN and _inside(output.path, folder.path):
+                inside = output.path.resolve().is_relative_to(folder.path.resolve())
+                if output.path.exists() and output.path.suffix not in WRITTEN and inside:
                     raise UsageError(
                         f"the output {output.path} ({output.option}) lies among the images of {folder.option}",
                         f"an input file is never modified; choose another {output.option}",
@@ -116,15 +116,15 @@ class Outputs:
 
 
 def same_file(one: Path, other: Path) -> bool:
-    """Whether two paths are one file, or would be."""
+    """Tell whether two paths are one file, or would be."""
     with contextlib.suppress(OSError):
         if one.samefile(other):
             return True
     return one.resolve() == other.resolve()
 
 
-def _require_home(index: Named) -> None:
-    """UsageError where the files of an index would not lie beside it under each of its names."""
+def _require_home(index: OptionPath) -> None:
+    """Raise UsageError where an index is a link to another folder, so that its files would not lie beside it."""
     if is_stream(index.path) or not same_file(index.path.resolve().parent, index.path.parent):
         raise UsageError(
             f"{index.option} {index.path} is a link out of its folder or no file, and the files of an index lie beside it",
@@ -132,12 +132,8 @@ def _require_home(index: Named) -> None:
         )
 
 
-def _inside(path: Path, folder: Path) -> bool:
-    return path.resolve().is_relative_to(folder.resolve())
-
-
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file or an index, tensors unread; empty for anything else."""
+    """Return the metadata of a safetensors file or an index without reading tensors; {} for any other file."""
     try:
         if not path.is_file():
             return {}
@@ -152,7 +148,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def orphans(index: Path) -> list[Path]:
-    """Files that killed runs wrote for this index and that no index names; none while another run is at it."""
+    """Return the files that killed runs left for this index; none while another run writes it."""
     ours = re.compile(part_names(index))
     found = [path for path in index.parent.glob("*.safetensors") if ours.fullmatch(path.name)]
     found = [path for path in found if read_metadata(path).get(PART_OF) == index.name]
@@ -161,12 +157,12 @@ def orphans(index: Path) -> list[Path]:
     try:
         kept = [part for other in index.parent.glob(f"*{ENDING}") for part in named(other)]
     except CheckpointError:
-        return []  # an index that cannot be read may name them
+        return []  # an unreadable index may name them
     return [path for path in found if path not in kept]
 
 
 def last_command(path: Path) -> str | None:
-    """The command that wrote a checkpoint, by its own record; None for any other file."""
+    """Return the command that wrote a checkpoint, by its record; None for any other file."""
     try:
         return str(json.loads(read_metadata(path)["certvit"])["lineage"][-1]["command"])
     except (KeyError, ValueError, TypeError, IndexError, RecursionError):
@@ -174,7 +170,7 @@ def last_command(path: Path) -> str | None:
 
 
 def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:
-    """UsageError when `path` holds the state of another run of the command, unless --force: hours of work may lie in it."""
+    """Raise UsageError when `path` holds the state of another run, which may be hours of work, unless `force`."""
     if path.exists() and not force and not is_state_of(path, key, identity):
         raise UsageError(
             f"{path} is the state of another run, which this one would replace",
@@ -183,7 +179,7 @@ def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:
 
 
 def is_state_of(path: Path, key: str, identity: str) -> bool:
-    """Whether `path` is the state of the run with this identity."""
+    """Tell whether `path` is the state of the run with this identity."""
     try:
         return bool(json.loads(read_metadata(path)[key])["identity"] == identity)
     except (KeyError, ValueError, TypeError, RecursionError):
@@ -191,13 +187,13 @@ def is_state_of(path: Path, key: str, identity: str) -> bool:
 
 
 def discard_state(path: Path, key: str, identity: str) -> None:
-    """Delete a state that has served; one of another run is left where it is."""
+    """Delete the state of this run; that of another run stays."""
     if is_state_of(path, key, identity):
         path.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint: the file; or the index, then what it alone named."""
+    """Delete a checkpoint: the file, or the index and the files that only it names."""
     files = belonging(path) if is_index(path) else []
     for file in (path, *files):
         file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The certvit record of schema 1: what a checkpoint says about itself, as canonical JSON under one metadata key."""
+"""The certvit record of schema 1: a checkpoint's description of itself, canonical JSON under one metadata key."""
 
 import json
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from certcli.system.errors import CheckpointError, Refused, one_line
 KEY = "certvit"
 SCHEMA = 1
 SEEN = "seen"
-"""The parameter of a step that says which images it saw (`certcli.evaluation.seen`)."""
+"""The parameter of a step with the digests of the images it used (`certcli.evaluation.seen`)."""
 
 
 class Versioned(Struct):
@@ -73,7 +73,7 @@ class Step:
 
     @property
     def shown(self) -> dict[str, Any]:
-        """Return the parameters without the digests of the images that the step saw."""
+        """Return the parameters without the digests of images."""
         return {name: value for name, value in self.parameters.items() if name != SEEN}
 
 
@@ -92,7 +92,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Record:
-    """All that rebuilds the network from its tensors, and how the tensors came to be."""
+    """Everything that rebuilds the network from its tensors, and the history of the tensors."""
 
     arch: Name
     arch_args: Mapping[str, Any]

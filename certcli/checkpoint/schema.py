@@ -1,7 +1,7 @@
-"""The door: what a file says about itself becomes typed, ranged values here, once, or one line that says why not.
+"""The schema of all metadata: JSON in a file becomes typed values in known ranges here, or is refused in one line.
 
-Nothing else reads raw metadata. A file may describe a network (a registered name, numbers, switches); it may not name a
-file, a URL, a callable or weights, and no number in it may ask for more than a machine has.
+No other module reads raw metadata. A file may describe a network by a registered name, numbers and switches; it may not
+name a file, a URL, a callable or weights, and no number in it may demand more than a machine has.
 """
 
 import json
@@ -21,7 +21,7 @@ LARGEST_IMAGE = 2**24  # values, channels x height x width
 MOST_CLASSES = 65_536
 LONGEST_RECORD = 16 * 2**20  # characters
 LONGEST_TEXT = 65_536  # characters of one string
-DEEPEST = 24  # brackets inside each other, in what a step or a result says of itself
+DEEPEST = 24  # nested brackets in the parameters of a step or in a result
 PIXEL_SCALE = 2.0  # beyond it, a mean or standard deviation belongs to pixels of another scale than [0, 1]
 SMALLEST_STD = 1e-6
 
@@ -34,7 +34,7 @@ PATTERNS = {
     "shard": (r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors\Z", "the name of a .safetensors file in the same folder"),
     "index": (r"\A[0-9]{1,9}\Z", "a number"),
 }
-"""What a text may be: the expression, and the words for it in a refusal."""
+"""Regular expressions for texts, each with the words for it in a refusal."""
 
 
 def _like(name: str, longest: int | None = None, shortest: int | None = None) -> Meta:
@@ -56,24 +56,28 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 
-class _Strict(Struct, forbid_unknown_fields=True):
-    pass
+class StrictStruct(Struct, forbid_unknown_fields=True):
+    """A structure that refuses JSON with unknown keys."""
 
 
-class NoArgs(_Strict):
-    """Most replacements take none."""
+class NoArgs(StrictStruct):
+    """No arguments."""
 
 
-class FlatHeadArgs(_Strict):
+class FlatHeadArgs(StrictStruct):
     widths: Annotated[list[Annotated[int, Meta(ge=2, le=LARGEST_SIZE)]], Meta(max_length=16)] = []
 
 
-class ConvArgs(_Strict):
+class ConvArgs(StrictStruct):
     kernel: Annotated[int, Meta(ge=1, le=255)] | None = None
 
 
-class MixingArgs(_Strict):
+class MixingArgs(StrictStruct):
     tokens: Annotated[int, Meta(ge=1, le=LARGEST_SIZE)]
+
+
+class EpsArgs(StrictStruct):
+    eps: Annotated[float, Meta(gt=0, le=1)]
 
 
 SURGERY: dict[str, type[Struct]] = {
@@ -90,13 +94,14 @@ SURGERY: dict[str, type[Struct]] = {
     "weighted-block": NoArgs,
     "relu": NoArgs,
     "maxmin": NoArgs,
+    "norm-eps": EpsArgs,
     "flat-head": FlatHeadArgs,
 }
-"""Arguments of every replacement of `certcli.nn.surgery`; a test keeps the two tables equal."""
+"""Arguments of every replacement of `certcli.nn.surgery`."""
 
 
 class PretrainedFields(Struct):
-    """What of timm's `pretrained_cfg` describes the input; its files and URLs are not read."""
+    """The fields of timm's `pretrained_cfg` about the input; files and URLs are not read."""
 
     input_size: tuple[Channels, Side, Side] | None = None
     mean: PerChannel | None = None
@@ -107,7 +112,7 @@ class PretrainedFields(Struct):
 
 
 class ConfigFields(Struct):
-    """timm's config.json; what else a hub adds to it is not read."""
+    """The fields of timm's config.json that are read."""
 
     architecture: Name
     num_classes: Classes | None = None
@@ -123,7 +128,7 @@ ShardName = Annotated[str, _like("shard", 255)]
 
 
 class IndexFields(Struct):
-    """model.safetensors.index.json. Of its metadata only texts are read, as of one file: how large the files are they say."""
+    """model.safetensors.index.json."""
 
     weight_map: Annotated[dict[str, ShardName], Meta(min_length=1)]
     metadata: Json | None = None
@@ -133,12 +138,12 @@ Index = Annotated[str, _like("index")]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
-class OptimiserFields(_Strict):
+class OptimiserFields(StrictStruct):
     state: dict[Index, Json]
     param_groups: list[Json]
 
 
-class TrainingFields(_Strict):
+class TrainingFields(StrictStruct):
     """The state of a training run, beside its tensors."""
 
     identity: Text
@@ -152,7 +157,7 @@ class TrainingFields(_Strict):
     parts: list[Name]
 
 
-class AdaptFields(_Strict):
+class AdaptFields(StrictStruct):
     """The state of an adaptation, beside its tensors."""
 
     identity: Text
@@ -162,8 +167,6 @@ class AdaptFields(_Strict):
 
 
 Share = Annotated[float, Meta(ge=0, le=1)]
-
-
 Log10 = Annotated[float, Meta(ge=-1e10, le=1e10)]
 
 
@@ -195,7 +198,7 @@ class LayerFields(Struct):
 
 
 class ReportFields(Struct):
-    """A report of `certvit lipschitz --json`: what of it can be checked."""
+    """The fields of a report of `certvit lipschitz --json` that can be checked."""
 
     schema: Literal[1]
     checkpoint: Digest
@@ -211,14 +214,14 @@ class ReportFields(Struct):
 
 
 def decode_config(text: str | bytes) -> ConfigFields:
-    """timm's config.json, or Refused."""
+    """Decode timm's config.json, or raise Refused."""
     config = decode(text, ConfigFields)
     arch_arguments(config.model_args)
     return config
 
 
 def decode(text: str | bytes, wanted: type[T]) -> T:
-    """JSON as the structure `wanted`, or Refused."""
+    """Decode JSON as the structure `wanted`, or raise Refused."""
     try:
         found = msgspec.json.decode(text, type=wanted)
         json.loads(text, object_pairs_hook=_each_once)
@@ -228,33 +231,33 @@ def decode(text: str | bytes, wanted: type[T]) -> T:
     except RecursionError:
         raise Refused("JSON nested too deeply") from None
     except (msgspec.MsgspecError, UnicodeError, ValueError) as failure:
-        raise Refused(_said(failure)) from failure
+        raise Refused(_reason(failure)) from failure
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> None:
-    """Refused where an object names a key twice: which of the two counts, readers do not agree on."""
+    """Raise Refused where an object names a key twice: readers differ on which of the two counts."""
     seen = set()
     for key, _ in pairs:
         if key in seen:
-            raise Refused(f"the key '{one_line(key)[:80]}' stands there twice")
+            raise Refused(f"the key '{one_line(key)[:80]}' occurs twice")
         seen.add(key)
 
 
 def is_name(text: str) -> bool:
-    """Whether this can be the name of a registered architecture: no path, no URL, no source such as `hf-hub:`."""
+    """Tell whether this can be the name of a registered architecture: no path, URL or source such as `hf-hub:`."""
     return len(text) <= 128 and re.match(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z", text) is not None
 
 
 def convert(value: Any, wanted: type[T]) -> T:
-    """Values that were JSON as the structure `wanted`, or Refused."""
+    """Convert decoded JSON to the structure `wanted`, or raise Refused."""
     try:
         return msgspec.convert(value, wanted)
     except (msgspec.ValidationError, RecursionError, OverflowError) as failure:
-        raise Refused(_said(failure)) from failure
+        raise Refused(_reason(failure)) from failure
 
 
-def _said(failure: Exception) -> str:
-    """msgspec's reason in one line, with words in place of an expression."""
+def _reason(failure: Exception) -> str:
+    """Return msgspec's reason in one line, with words in place of a regular expression."""
     text = str(failure)
     for pattern, words in PATTERNS.values():
         text = text.replace(f"`str` matching regex {pattern!r}", words)
@@ -262,7 +265,7 @@ def _said(failure: Exception) -> str:
 
 
 def surgery_arguments(path: str, kind: str, args: Mapping[str, Any]) -> None:
-    """Refused unless `kind` is a known replacement with arguments of its own types, at a place where it can be."""
+    """Raise Refused unless `kind` is a known replacement with valid arguments for a module at `path`."""
     if kind not in SURGERY:
         raise Refused(f"unknown replacement '{one_line(kind)[:80]}'")
     if (path == "") != (kind == "flat-head"):
@@ -274,7 +277,7 @@ def surgery_arguments(path: str, kind: str, args: Mapping[str, Any]) -> None:
 
 
 def require_pixels(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float]) -> None:
-    """Refused unless (x - mean) / std is a normalisation of pixels in [0, 1], one pair a channel, of an image that fits."""
+    """Raise Refused unless (x - mean) / std, one pair a channel, normalises images of this size with pixels in [0, 1]."""
     if math.prod(size) > LARGEST_IMAGE:
         raise Refused(f"input size {'x'.join(map(str, size))} has more than {LARGEST_IMAGE:,} values")
     if not len(mean) == len(std) == size[0]:
@@ -285,7 +288,7 @@ def require_pixels(size: tuple[int, int, int], mean: Sequence[float], std: Seque
 
 
 def require_statistics(mean: Sequence[float], std: Sequence[float]) -> None:
-    """Refused unless every mean and standard deviation is finite, the latter positive, on the scale of pixels in [0, 1]."""
+    """Raise Refused unless all are finite, on the scale of pixels in [0, 1], and every standard deviation is positive."""
     for name, values in (("mean", mean), ("std", std)):
         for value in values:
             if not math.isfinite(value):
@@ -299,7 +302,7 @@ def require_statistics(mean: Sequence[float], std: Sequence[float]) -> None:
 
 
 def require_bounded(value: Any) -> None:
-    """Refused when free JSON is deeper, or holds longer texts, than anything certvit writes."""
+    """Raise Refused when free JSON is deeper, or holds longer texts, than anything certvit writes."""
     layer: list[Any] = [value]
     for _ in range(DEEPEST):
         below: list[Any] = []

@@ -1,4 +1,4 @@
-"""A checkpoint in several safetensors files, with the index that says which tensor is in which (the hub's convention)."""
+"""A checkpoint in several safetensors files, with an index from tensors to files, as the hub has it."""
 
 import contextlib
 import re
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 ENDING = ".safetensors.index.json"
 PART_OF = "certvit.part-of"
-"""Metadata of a file that certvit wrote for an index: the name of that."""
+"""Metadata key of a file that certvit wrote for an index: the index's name."""
 MOST_FILES = 8192
-"""That an index may name: each is looked up, and compared with every output."""
+"""Files that an index may name. Each is looked up and compared with every output."""
 SHARD_BYTES = 5 * 10**9
-"""Bytes of tensors in a file, as the hub has it."""
+"""Bytes of tensors in one file, as the hub has it."""
 
 
 def weights_in(folder: Path) -> Path | None:
-    """The file of a folder that its weights are read from: the whole one, else the index of several."""
+    """Return the file with a folder's weights: model.safetensors, else its index, else None."""
     return next((folder / name for name in ("model.safetensors", INDEX) if (folder / name).is_file()), None)
 
 
@@ -32,12 +32,12 @@ def is_index(path: Path) -> bool:
 
 
 def stem(path: Path) -> str:
-    """The name of a checkpoint's file without its ending: of one file, or of an index."""
+    """Return the name of a checkpoint's file, or of its index, without the ending."""
     return path.name.removesuffix(ENDING).removesuffix(".safetensors")
 
 
 def named(index: Path) -> dict[Path, frozenset[str]]:
-    """The files that the index names, all of them beside it, and the tensors of each. CheckpointError where it cannot be."""
+    """Return the files that the index names, beside it, with the tensors of each; CheckpointError for a broken index."""
     found: dict[Path, set[str]] = {}
     for tensor, file in _fields(index).weight_map.items():
         found.setdefault(index.parent / file, set()).add(tensor)
@@ -45,7 +45,7 @@ def named(index: Path) -> dict[Path, frozenset[str]]:
 
 
 def metadata_of(index: Path) -> dict[str, str]:
-    """The texts that the index says of the whole, as one file's metadata would."""
+    """Return the texts in the index's metadata."""
     about = _fields(index).metadata or {}
     return {key: value for key, value in about.items() if isinstance(value, str)}
 
@@ -65,7 +65,7 @@ def _fields(index: Path) -> IndexFields:
 
 
 def parts_of(tensors: "Mapping[str, Tensor]", most: int) -> "Iterator[dict[str, Tensor]]":
-    """The tensors, by name, in parts of at most `most` bytes; a larger tensor is a part of its own."""
+    """Yield the tensors, by name, in parts of at most `most` bytes; a larger tensor is a part of its own."""
     part: dict[str, Tensor] = {}
     held = 0
     for name in sorted(tensors):
@@ -78,9 +78,9 @@ def parts_of(tensors: "Mapping[str, Tensor]", most: int) -> "Iterator[dict[str, 
 
 
 def free_names(index: Path, count: int) -> list[Path]:
-    """model-00001-of-00003.safetensors, ... beside model.safetensors.index.json; model-2-... where such a file is there.
+    """Return names that no file has: model-00001-of-00003.safetensors, ..., or model-2-00001-of-... where one exists.
 
-    No file that an index names is ever replaced: until a new index is there the old one is whole.
+    Until the new index is written, the old one and its files stay whole.
     """
     version = 1
     while True:
@@ -92,12 +92,12 @@ def free_names(index: Path, count: int) -> list[Path]:
 
 
 def part_names(index: Path) -> str:
-    """An expression for the names of the files that go with this index."""
+    """Return a regular expression for the names of an index's files."""
     return re.escape(stem(index)) + r"(-\d+)?-\d{5}-of-\d{5}\.safetensors"
 
 
 def belonging(index: Path) -> list[Path]:
-    """The files that go with this index when it is replaced: it names them, they have its name, and no other names them."""
+    """Return the files to delete with this index: it names them, they carry its name, and no other index names them."""
     with contextlib.suppress(CheckpointError):
         ours = re.compile(part_names(index))
         found = [path for path in named(index) if ours.fullmatch(path.name) and path.is_file()]

@@ -1,4 +1,4 @@
-"""A safetensors file written tensor by tensor, so that whoever writes it never holds all of them."""
+"""A safetensors file written tensor by tensor: the writer never holds all of them."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -23,20 +23,26 @@ CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""The format's names of types."""
+"""safetensors' names of types."""
 
 
 def in_file_order(likes: Mapping[str, Tensor]) -> list[str]:
-    """Names of the widest type first, so that each tensor begins where its type may."""
+    """Return the names, those of the widest type first, so that every tensor is aligned."""
     return sorted(likes, key=lambda name: (-likes[name].itemsize, name))
 
 
 def write_one_by_one(
     path: Path, likes: Mapping[str, Tensor], tensors: Iterable[Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """`tensors` come in the order of `in_file_order(likes)`, with the types and shapes of `likes` (meta tensors will do).
+    """Write a safetensors file atomically.
 
-    Atomic: `path` holds the old bytes or all the new ones. Errors: OutputError; ValueError for a tensor unlike its `like`.
+    Args:
+        likes: name to a tensor of the type and shape to be written; meta tensors will do.
+        tensors: the values, in the order of `in_file_order(likes)`.
+
+    Raises:
+        OutputError: the file cannot be written.
+        ValueError: a tensor differs from its `like` in type or shape.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     order, offset = in_file_order(likes), 0

@@ -13,15 +13,20 @@ from certcli.system.processes import ALONE, Team
 
 @dataclass(frozen=True)
 class Quality:
-    """Clean accuracy, share certified *by the estimate*, and the estimated constant; None without a bound."""
+    """Clean accuracy, share certified *by the estimate*, and the estimated constant; None without a bound.
+
+    masked: accuracy where a part of each image is seen, of runs that train on parts; the weights are then chosen by it.
+    """
 
     clean: float
     certified: float | None
     norm: float | None
+    masked: float | None = None
 
     @property
     def score(self) -> float:
-        return self.clean if self.certified is None else self.certified
+        certified = self.clean if self.certified is None else self.certified
+        return certified if self.masked is None else self.masked
 
 
 Gains = Callable[[Tensor, Tensor], Tensor]

@@ -52,7 +52,10 @@ CONTENT = 1024
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch: mean training loss, validation clean accuracy, and the share certified *by the estimate*."""
+    """One epoch: mean training loss, validation clean accuracy, and the share certified *by the estimate*.
+
+    masked: accuracy where a part of each validation image is seen, of runs that train on parts.
+    """
 
     epoch: int
     step: int
@@ -63,6 +66,7 @@ class Epoch:
     images_per_second: float
     norm_estimate: float | None
     best: bool
+    masked: float | None = None
 
 
 def identity(parent_digest: str, settings: FinetuneSettings, *sets: Images) -> str:
@@ -195,6 +199,7 @@ class Trainer:
                 images_per_second=seen / elapsed,
                 norm_estimate=quality.norm,
                 best=improved,
+                masked=quality.masked,
             )
 
     def _out_of_patience(self) -> bool:
@@ -254,6 +259,11 @@ class Trainer:
         found = evaluate(forward, self.pairs(), images, epsilon, batch, self.device, gains, self.team, in_step)
         if in_step:
             shards.let_go(self.model.net)
+        if self.objective.hiding is not None:
+            behind = evaluate(
+                self.objective.hiding.validated, None, images, epsilon, batch, self.device, team=self.team
+            )
+            found = replace(found, masked=behind.clean)
         return found
 
     def last_net(self) -> dict[str, Stored]:

@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Generator, Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax, softmax
 
 from certcli.finetune.adversarial import Adversary
 from certcli.finetune.augment import Mix, augment, mix
+from certcli.finetune.hiding import Hiding
 from certcli.finetune.losses import LOSSES
 from certcli.finetune.losses.chain import ChainBound
 from certcli.finetune.settings import FinetuneSettings
@@ -20,13 +22,17 @@ from certcli.system.errors import ArchitectureError, UsageError
 
 @dataclass(frozen=True)
 class Batch:
-    """What one gradient is taken of. adversarial: None, or images that replace the clean ones (TRADES: stand beside)."""
+    """What one gradient is taken of. adversarial: None, or images that replace the clean ones (TRADES: stand beside).
+
+    views: None, or the part of each image that is seen, (b, rows, columns).
+    """
 
     images: Tensor
     labels: Tensor
     mix: Mix | None
     adversarial: Tensor | None
     taught: Tensor | None
+    views: Tensor | None = None
 
 
 class Objective:
@@ -49,13 +55,14 @@ class Objective:
         self.device = next(model.parameters()).device
         self.loss: Callable[..., Tensor] = LOSSES.load(settings.loss)
         self.adversary = None if settings.adversarial == "none" else Adversary(model, settings, generator)
+        self.hiding = Hiding(model, settings.hiding, generator) if settings.hiding else None
         if settings.precision == "fp16" and self.device.type != "cuda":
             raise UsageError(f"--precision fp16 needs a CUDA device, not {self.device.type}", "--precision bf16")
         if teacher is not None:
             _require_same_task(model, teacher, classes)
 
     def prepare(self, train: Images, positions: Tensor, share: float) -> Batch:
-        """Fetch, move, mix, attack. share: of the training done so far."""
+        """Fetch, move, mix, hide, attack. share: of the training done so far. A teacher sees whole images."""
         settings = self.settings
         images = sent(train.fetch(positions.tolist()), self.device)
         labels = sent(train.labels[positions], self.device)
@@ -70,28 +77,45 @@ class Objective:
             with torch.no_grad():
                 taught = self.teacher(images).float()
         batch = Batch(images, labels, mixed, None, taught)
+        if self.hiding is not None:
+            batch = replace(batch, views=self._views(self.hiding, batch))
         if self.adversary is None:
             return batch
-        return Batch(images, labels, mixed, self._attacked(self.adversary, batch, share), taught)
+        return replace(batch, adversarial=self._attacked(self.adversary, batch, share))
+
+    def _views(self, hiding: Hiding, batch: Batch) -> Tensor:
+        def losses(views: Tensor) -> Tensor:
+            logits = self.forward(batch.images, views)
+            return self._mixed(batch, lambda labels: cross_entropy(logits, labels, reduction="none"))
+
+        with _in_eval_mode(self.model):
+            return hiding.draw(batch.images, losses)
 
     def _attacked(self, adversary: Adversary, batch: Batch, share: float) -> Tensor:
+        forward = partial(self.forward, views=batch.views)
         if self.settings.adversarial == "trades":
             with torch.no_grad(), _in_eval_mode(self.model):
-                clean = self.forward(batch.images)
-            return adversary.attack(self.forward, batch.images, lambda logits: _divergence(logits, clean), share)
+                clean = forward(batch.images)
+            return adversary.attack(forward, batch.images, lambda logits: _divergence(logits, clean), share)
 
         def error(logits: Tensor) -> Tensor:
             return self._mixed(batch, lambda labels: cross_entropy(logits, labels, reduction="sum"))
 
-        return adversary.attack(self.forward, batch.images, error, share)
+        return adversary.attack(forward, batch.images, error, share)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits in float32 (or wider), the network itself in the precision asked for."""
+    def forward(self, images: Tensor, views: Tensor | None = None) -> Tensor:
+        """Logits in float32 (or wider), the network itself in the precision asked for; of what `views` show, if any."""
+
+        def run() -> Tensor:
+            if views is None or self.hiding is None:
+                return self.model(images)
+            return self.hiding.logits(images, views)
+
         if self.settings.precision == "float32":
-            return self.model(images)
+            return run()
         dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float16
         with torch.autocast(self.device.type, dtype):
-            logits = self.model(images)
+            logits = run()
         return logits.float()
 
     def value(self, batch: Batch, pairs: Callable[[], Tensor | None], epsilon: float) -> Tensor:
@@ -105,7 +129,7 @@ class Objective:
         beside = settings.adversarial == "trades"
         moved = batch.adversarial
         images = batch.images if moved is None or beside else moved
-        logits = self.forward(images)
+        logits = self.forward(images, batch.views)
         if self.chain is None:
             constants = pairs()
             loss = self._mixed(
@@ -114,7 +138,7 @@ class Objective:
         else:
             loss = self._through_chain(self.chain, batch, images, logits, epsilon)
         if beside and moved is not None:
-            loss = loss + settings.trades_beta / len(logits) * _divergence(self.forward(moved), logits)
+            loss = loss + settings.trades_beta / len(logits) * _divergence(self.forward(moved, batch.views), logits)
         if batch.taught is not None:
             heat, weight = settings.distill_temperature, settings.distill_weight
             apart = _divergence(logits / heat, batch.taught / heat) / len(logits)

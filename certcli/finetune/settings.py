@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from certcli.finetune.losses import LOSSES
+from certcli.finetune.losses import LOSSES, NEEDS_CHAIN
 from certcli.finetune.projections import PROJECTIONS
 from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
@@ -17,6 +17,10 @@ NORMS = ("l2", "linf")
 AUGMENTATIONS = ("crop", "flip", "shift")
 CUTOUT = re.compile(r"cutout:([1-9][0-9]?)x([1-9][0-9]{0,4})")
 """How many squares, and their side in pixels."""
+BANDS = re.compile(r"bands:([1-9][0-9]{0,3})")
+"""How many columns of cells stay: tokens, where they can be dropped."""
+SQUARES = re.compile(r"cutout-(random|greedy):([12])x([1-9][0-9]{0,4})")
+"""How the places are chosen; then as CUTOUT. Four squares could hide a whole image, and a certificate hides two."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "optimiser": OPTIMISERS,
@@ -149,14 +153,24 @@ class FinetuneSettings:
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
         for name in self.augment:
-            if name not in AUGMENTATIONS and not CUTOUT.fullmatch(name):
-                raise UsageError(f"unknown augmentation '{name}'", f"any of: {','.join(AUGMENTATIONS)},cutout:2x128")
+            if name not in AUGMENTATIONS and not any(kind.fullmatch(name) for kind in (CUTOUT, BANDS, SQUARES)):
+                hint = f"any of: {','.join(AUGMENTATIONS)},cutout:2x128,bands:3,cutout-greedy:2x96"
+                raise UsageError(f"unknown augmentation '{name}'", hint)
         if self.msvp is not None and not all(0 <= weight < math.inf for weight in self.msvp):
             raise UsageError(f"--msvp {self.msvp} holds a number that is not finite and >= 0")
         self._require_sense()
 
+    @property
+    def hiding(self) -> tuple[str, ...]:
+        """The augmentations that hide a part of each image from the network."""
+        return tuple(name for name in self.augment if BANDS.fullmatch(name) or SQUARES.fullmatch(name))
+
     def _require_sense(self) -> None:
         """Options that contradict each other."""
+        if self.hiding and self.loss in NEEDS_CHAIN:
+            raise UsageError(f"--loss {self.loss} bounds whole images: not with {self.hiding[0]}", "--loss ce")
+        if self.hiding and self.checkpointing:
+            raise UsageError(f"--checkpointing does not reach passes behind masks: not with {self.hiding[0]}")
         if self.project is not None and self.optimiser == "stiefel":
             raise UsageError("--project would undo what stiefel keeps orthogonal", "--optimiser adamw, or no --project")
         if self.precision == "fp16" and self.sam > 0:

@@ -53,6 +53,7 @@ def require_shardable(settings: FinetuneSettings, team: Team) -> None:
         f"--optimiser {settings.optimiser}": settings.optimiser not in OPTIMISERS,
         "--msvp": settings.msvp is not None,
         f"--project {settings.project}": settings.project is not None,
+        f"--augment {','.join(settings.hiding)}": bool(settings.hiding),
     }
     for option, needs_whole in wrong.items():
         if needs_whole:

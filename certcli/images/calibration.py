@@ -1,9 +1,8 @@
-"""Images to calibrate on: a dataset, or images made on the spot whose spectrum and edges are those of photographs.
+"""Images to calibrate on: a dataset, or synthetic images with the spectrum and the edges of photographs.
 
-Photographs look alike in two ways that a network's layers answer to: the power of a spatial frequency f falls like 1/f^2,
-and regions of one colour and texture end in sharp edges where one thing hides another. "Dead leaves" have both: shapes
-whose sizes follow a power law fall on each other, each with a flat colour blended with 1/f noise. Nothing is downloaded,
-and nothing has a licence.
+Photographs share two properties that networks respond to: the power of a spatial frequency f falls like 1/f^2, and regions
+of one colour and texture end in sharp edges where objects occlude each other. "Dead leaves" have both: shapes whose sizes
+follow a power law fall on each other, each with a flat colour blended with 1/f noise. Nothing is downloaded or licensed.
 Source: Lee, Mumford & Huang 2001 (dead leaves); Field 1987 (1/f); Baradad et al. 2021 (networks learn from such images).
 """
 
@@ -24,7 +23,7 @@ DIGITS = "digits"
 
 _TEXTURES = 24
 _FINE = 96
-"""Sides below this are drawn at twice the size and averaged, as a camera does: else every edge is a staircase."""
+"""Sides below this are drawn at twice the size and averaged, as a camera does, so that edges are smooth."""
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -32,10 +31,9 @@ Array = np.ndarray[Any, np.dtype[np.float32]]
 def calibration_images(
     record: Record, count: int, seed: int = 0, dataset: str | None = None, data_dir: Path | None = None
 ) -> Images:
-    """`count` images to calibrate this network on: `dataset`, else what it remembers, else the default of its kind.
+    """Return `count` images to calibrate this network on: training images of `dataset`, else of the record's dataset.
 
-    A dataset's training images are taken. What a network remembers by name but cannot be found here falls back on
-    `default_for`; a `dataset` that was asked for does not. Errors: DataError.
+    Where the record's dataset is not found here, the images are those of `default_for`. DataError for a missing `dataset`.
     """
     if dataset is not None:
         return datasets.load(dataset, record.input, "train", data_dir).limit(count, seed)
@@ -43,12 +41,12 @@ def calibration_images(
         try:
             return datasets.load(record.dataset, record.input, "train", data_dir).limit(count, seed)
         except DataError:
-            pass  # a folder's name without its path, or torch/... without its folder
+            pass  # a record holds a folder's name without its path
     return default_for(record, count, seed)
 
 
 def default_for(record: Record, count: int, seed: int = 0) -> Images:
-    """Digits for a network of digits, synthetic photographs of the network's own size for every other."""
+    """Return digits for a network of digits, synthetic photographs of the input size for every other network."""
     remembered = (record.dataset or "").lower()
     if record.input.size == (1, 8, 8) or remembered in (DIGITS, "torch/mnist", "mnist"):
         return datasets.load(DIGITS, record.input, "train").limit(count, seed)
@@ -56,16 +54,17 @@ def default_for(record: Record, count: int, seed: int = 0) -> Images:
 
 
 def synthetic_photographs(spec: InputSpec, count: int, seed: int = 0) -> Images:
-    """`count` images of `spec`'s size in [0, 1], multiples of 1/255, without classes; equal for equal arguments.
+    """Make `count` images of `spec`'s size in [0, 1], multiples of 1/255, without classes; deterministic.
 
-    One in four is 1/f noise alone, the others dead leaves over it. Image number k does not depend on `count`.
+    One in four is 1/f noise, the others are dead leaves over such noise. Image number k does not depend on `count`.
     """
     if count < 1:
         raise DataError(f"a limit of {count} images leaves none")
     channels, height, width = spec.size
     scale = 2 if min(height, width) < _FINE else 1
     size = (channels, scale * height, scale * width)
-    bank = _textures(size, np.random.default_rng([seed, 0]))
+    random = np.random.default_rng([seed, 0])
+    bank = [_noise(size, 1.0 + 0.6 * number / _TEXTURES, random) for number in range(_TEXTURES)]
     pixels = np.empty((count, *spec.size), dtype=np.uint8)
     for number in range(count):
         random = np.random.default_rng([seed, 1, number])
@@ -94,18 +93,14 @@ def synthetic_photographs(spec: InputSpec, count: int, seed: int = 0) -> Images:
 
 
 def hold_out(images: Images, share: int = 5) -> tuple[Images, Images]:
-    """(to calibrate on, held out): every fifth image takes no part; none of fewer than ten. Both orders are kept."""
+    """Return (images to calibrate on, every `share`-th image held out; none of fewer than 2 * `share`), both in order."""
     out = range(0, len(images), share) if len(images) >= 2 * share else range(0)
     apart = set(out)
     return images.select([row for row in range(len(images)) if row not in apart]), images.select(list(out))
 
 
-def _textures(size: tuple[int, int, int], random: np.random.Generator) -> list[Array]:
-    return [_noise(size, 1.0 + 0.6 * number / _TEXTURES, random) for number in range(_TEXTURES)]
-
-
 def _noise(size: tuple[int, int, int], slope: float, random: np.random.Generator) -> Array:
-    """Noise (c, h, w) whose amplitude falls like 1/f^slope, its channels correlated as those of daylight are."""
+    """Return noise (c, h, w) whose amplitude falls like 1/f^slope, with channels correlated as in daylight."""
     channels, height, width = size
     down, across = np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None]
     frequency = np.sqrt(down * down + across * across)
@@ -124,7 +119,7 @@ def _noise(size: tuple[int, int, int], slope: float, random: np.random.Generator
 
 
 def _drop_leaves(image: Array, bank: Sequence[Array], random: np.random.Generator) -> None:
-    """Ellipses and polygons fall on the image, the large ones first; radii follow a power law."""
+    """Draw ellipses and polygons on the image, the large ones first; radii follow a power law."""
     channels, height, width = image.shape
     side = min(height, width)
     radii = np.sort(random.pareto(1.2, int(random.integers(20, 200))) + 0.3)[::-1] * (side / 24)
@@ -155,7 +150,7 @@ def _drop_leaves(image: Array, bank: Sequence[Array], random: np.random.Generato
 
 
 def _blurred(image: Array, times: int) -> Array:
-    """[1 2 1] / 4 along both axes, so many times: focus differs."""
+    """Convolve with [1 2 1] / 4 along both axes, `times` times."""
     for _ in range(times):
         for axis in (1, 2):
             padded = np.pad(image, [(1, 1) if each == axis else (0, 0) for each in range(3)], mode="edge")

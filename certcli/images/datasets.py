@@ -1,4 +1,4 @@
-"""Datasets by name, or a folder: pixel images in [0, 1] of the size a network takes, with labels that mean its classes."""
+"""Datasets by name or folder: images in [0, 1] of a network's input size, with labels of its classes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,10 +19,11 @@ from certcli.system.registry import one_of
 
 
 def load(name: str, spec: InputSpec, split: str | None = None, data_dir: Path | None = None) -> Images:
-    """A dataset by name or path, its images in the size that `spec` names.
+    """Load a dataset by name or path, its images in the size of `spec`. DataError says what is missing.
 
-    name: "digits" (embedded), "torch/mnist", "torch/cifar10", "torch/cifar100", "torch/fashion_mnist" (with `data_dir`),
-    or a folder. split: train, val, test, or None for the one to evaluate on. DataError says what is missing.
+    Args:
+        name: "digits" (embedded), "torch/mnist", "torch/cifar10", ... (with `data_dir`), or a folder.
+        split: train, val, test, or None for the one to evaluate on.
     """
     if name == "digits":
         return _digits(spec, split or "test")
@@ -42,14 +43,16 @@ def load(name: str, spec: InputSpec, split: str | None = None, data_dir: Path | 
 
 
 def require_classes(images: Images, classes: int, class_names: Sequence[str] | None = None) -> Images:
-    """The dataset with labels that mean the model's classes, or DataError.
+    """Return the dataset with labels of the model's classes; DataError where they do not fit.
 
-    A folder of ImageNet synset names beside a 1,000-class model is mapped to the model's indices.
+    Folders of ImageNet synset names are mapped to the indices of a 1,000-class model.
     """
     if classes == 1000 and len(images.classes) <= 1000 and all(_is_synset(name) for name in images.classes):
         mapping = _imagenet_indices(images.classes)
         return replace(
-            images, labels=mapping[images.labels], note=_join(images.note, "synset folders mapped to ImageNet")
+            images,
+            labels=mapping[images.labels],
+            note="; ".join(filter(None, (images.note, "synset folders mapped to ImageNet"))),
         )
     if len(images.classes) != classes:
         raise DataError(
@@ -59,10 +62,6 @@ def require_classes(images: Images, classes: int, class_names: Sequence[str] | N
     if class_names and not images.classes[0].isdigit() and tuple(class_names) != images.classes:
         raise DataError(f"dataset '{images.name}' has other class names than the checkpoint was trained on")
     return images
-
-
-def _join(*notes: str) -> str:
-    return "; ".join(note for note in notes if note)
 
 
 def _is_synset(name: str) -> bool:
@@ -85,7 +84,7 @@ def _imagenet_indices(synsets: Sequence[str]) -> Tensor:
 def _in_memory(
     name: str, split: str, classes: Sequence[str], pixels: Tensor, labels: Tensor, scale: float, spec: InputSpec
 ) -> Images:
-    """Integer pixels (n, c, h, w) in memory; `scale` is the pixel value of white."""
+    """Return images from integer pixels (n, c, h, w), whose white is `scale`."""
     fit, note = _resizer(tuple(pixels.shape[1:]), spec)
     return Images(
         name=name,
@@ -99,7 +98,7 @@ def _in_memory(
 
 
 def _resizer(size: tuple[int, ...], spec: InputSpec) -> tuple[Callable[[Tensor], Tensor], str]:
-    """The map from stored images to the network's input size, and a note when it is not the identity."""
+    """Return the map from stored images to the network's input size, and a note where it is not the identity."""
     if size == spec.size:
         return (lambda images: images), ""
     channels, height, width = spec.size
@@ -119,7 +118,7 @@ def _resizer(size: tuple[int, ...], spec: InputSpec) -> tuple[Callable[[Tensor],
 
 
 def _digits(spec: InputSpec, split: str) -> Images:
-    """The embedded 1,797 digits; origin, licence and split in certcli/embedded/README.md."""
+    """Load the embedded 1,797 digits; origin, licence and split: certcli/embedded/README.md."""
     require_split("digits", split, ("train", "val", "test"))
     source = files("certcli").joinpath("embedded/digits.npz")
     with source.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
@@ -139,7 +138,7 @@ _TORCHVISION = {
 
 
 def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) -> Images:
-    """A torchvision dataset that lies in `data_dir`; nothing is downloaded."""
+    """Load a torchvision dataset from `data_dir`; nothing is downloaded."""
     if name not in _TORCHVISION:
         raise DataError(f"unknown dataset '{name}'", one_of(name, _TORCHVISION))
     require_split(name, split, ("train", "val", "test"))
@@ -154,7 +153,7 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
         stored: Any = getattr(torchvision.datasets, _TORCHVISION[name])(
             root=str(data_dir), train=split != "test", download=False
         )
-    except Exception as failure:  # torchvision's readers of broken files raise whatever their parsing trips over
+    except Exception as failure:  # torchvision's readers of broken files raise errors of any type
         raise DataError(
             f"no readable {_TORCHVISION[name]} files in {data_dir} ({one_line(failure)})",
             f"--data-dir names the folder that holds {_TORCHVISION[name]}'s own folder",

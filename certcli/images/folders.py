@@ -17,12 +17,12 @@ from certcli.images.prefetch import Ahead
 from certcli.system.errors import DataError, one_line
 
 LARGEST_RESIZED = 2**24
-"""Pixels of an image after its short side was resized, before it is cropped."""
+"""Pixels of an image after resizing its short side, before the crop."""
 IMAGE_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"))
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """Image files as named, and those within folders, sorted. DataError where a path is none, or a folder holds none."""
+    """Return the image files, and those in folders, sorted; DataError for a missing file or a folder without images."""
     found: list[Path] = []
     for path in paths:
         if not path.exists():
@@ -37,7 +37,7 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def load_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
-    """A folder of class folders, or one that holds train/, val/, test/ of such folders; named as the folder itself is."""
+    """Load a folder of class folders, or one with train/, val/, test/ of such folders; its name is the dataset's."""
     return replace(_part_of_folder(folder, spec, split), name=folder.resolve().name)
 
 
@@ -80,14 +80,14 @@ def _class_folder(folder: Path, spec: InputSpec, split: str) -> Images:
 
 
 def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:
-    """A note where one of a few images is smaller than what the network takes, or has the colours that it does not see."""
+    """Return a note where one of a few images is smaller than the network's input, or coloured for a grey network."""
     channels, height, width = spec.size
     for path in paths[:: max(1, len(paths) // 8)]:
         try:
             with Image.open(path, formats=Decoder.FORMATS) as image:
                 (across, down), bands = image.size, image.getbands()
         except (OSError, ValueError, Image.DecompressionBombError):
-            continue  # said when it is read
+            continue  # reading it will raise the error
         if across < width or down < height:
             return f"images such as {path.name}, {down}x{across}, are enlarged to {height}x{width}"
         if channels == 1 and len(bands) >= 3:
@@ -154,7 +154,7 @@ def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[st
 
 
 def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
-    """timm's evaluation transform (resize, centre crop) up to pixels in [0, 1]: normalisation belongs to the network."""
+    """Return timm's evaluation transform (resize, centre crop) without the normalisation, which the network holds."""
     import certcli.system.compat  # noqa: F401
 
     # isort: split
@@ -173,9 +173,9 @@ def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
 
 
 class Decoder:
-    """An image file as pixels (c, h, w) in [0, 1]; DataError for what is no image, or has no known scale.
+    """Read an image file as pixels (c, h, w) in [0, 1]; DataError for a broken image or one without a known scale.
 
-    Only the formats of IMAGE_SUFFIXES are tried, whatever the name says: Pillow would hand PostScript to an interpreter.
+    Only FORMATS are tried, for any file name: Pillow would pass PostScript to an interpreter.
     """
 
     FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM", "TIFF")
@@ -195,13 +195,13 @@ class Decoder:
                 return self._pixels(image, path).clamp(0, 1)
         except DataError:
             raise
-        except Exception as failure:  # decoders of hostile bytes raise anything; a decompression bomb has its own error
+        except Exception as failure:  # decoders of hostile bytes raise errors of any type
             raise DataError(
                 f"cannot read image {path} ({one_line(failure)})", "remove it, or fetch it again"
             ) from failure
 
     def _require_size(self, image: Image.Image, path: Path) -> None:
-        """DataError for an image so long that resizing its short side to what the network takes would make it huge."""
+        """Raise DataError for a long image that resizing its short side would make huge."""
         short, long = sorted(image.size)
         if self.short_side**2 * long > LARGEST_RESIZED * short:
             raise DataError(

@@ -1,4 +1,4 @@
-"""Labelled images in a fixed order, whatever they come from."""
+"""Labelled images in a fixed order, from any source."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,27 +15,27 @@ Batch = tuple[Tensor, Tensor, Tensor]
 """(indices (b,) int64, images (b, c, h, w) float32 in [0, 1], labels (b,) int64)"""
 
 DIGESTED = 256
-"""Images that are held at a time while their digests are found."""
+"""Images in memory at a time while digests are computed."""
 VALIDATION_SHARE = 0.1
 _SPLIT_SEED = 20260101  # fixed for ever: the validation images of a dataset must be the same in every run
 
 
 def sent(pixels: Tensor, device: torch.device) -> Tensor:
-    """The pixels on the device. To a GPU from page-locked memory, so that the caller goes on while they are copied."""
+    """Copy the pixels to the device; to a GPU from page-locked memory, while the caller continues."""
     if device.type != "cuda" or pixels.device.type != "cpu":
         return pixels.to(device)
     return pixels.pin_memory().to(device, non_blocking=True)
 
 
 def _ignore(positions: Sequence[int]) -> None:
-    """What is in memory needs no time."""
+    """Prepare nothing: the images are in memory."""
 
 
 @dataclass(frozen=True)
 class Images:
     """Labelled images in a fixed order. `fetch(positions)` returns pixel images (b, c, h, w) in [0, 1].
 
-    expect(positions): those that will be fetched next, all of them; files are decoded meanwhile (`ahead`, None in memory).
+    `expect(positions)` starts decoding all images that will be fetched next (`ahead`; None for images in memory).
     """
 
     name: str
@@ -52,7 +52,7 @@ class Images:
         return len(self.labels)
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
-        """All images once, in order. `indices` are positions in the whole split, whatever --limit selected."""
+        """Yield all images in order. `indices` are positions in the whole split, also after `limit`."""
         for start in range(0, len(self), batch_size):
             positions = list(range(start, min(start + batch_size, len(self))))
             pixels = self.fetch(positions)
@@ -60,31 +60,31 @@ class Images:
             yield self.indices[positions], pixels, self.labels[positions]
 
     def expect_at(self, start: int, count: int) -> None:
-        """`expect` of so many images from there on, as far as there are any."""
+        """Call `expect` for `count` images from `start`, as far as there are any."""
         self.expect(range(start, min(start + count, len(self))))
 
     def read_by(self, workers: int | None) -> "Images":
-        """These images, their files read by so many threads; None leaves that as it is."""
+        """Set the number of threads that read files, unless it is None; return the images."""
         if self.ahead is not None and workers is not None:
             self.ahead.workers = workers
         return self
 
     def select(self, positions: Sequence[int]) -> "Images":
-        """The images at these positions, in this order, keeping their indices."""
+        """Return the images at these positions, in this order, with their indices."""
         chosen = list(positions)
         part = replace(
             self,
             labels=self.labels[chosen],
             indices=self.indices[chosen],
-            fetch=lambda asked: self.fetch([chosen[position] for position in asked]),
-            expect=lambda asked: self.expect([chosen[position] for position in asked]),
+            fetch=lambda rows: self.fetch([chosen[row] for row in rows]),
+            expect=lambda rows: self.expect([chosen[row] for row in rows]),
         )
         if "_digested" in self.__dict__:
             part.__dict__["_digested"] = {index: self._digested[index] for index in part.indices.tolist()}
         return part
 
     def limit(self, count: int | None, seed: int = 0) -> "Images":
-        """A seeded, class-balanced sample of `count` images, in the order of the split."""
+        """Return a seeded, class-balanced sample of `count` images, in the order of the split."""
         if count is None or count >= len(self):
             return self
         if count < 1:
@@ -92,11 +92,11 @@ class Images:
         return self.select(sorted(_balanced(self.labels, count, seed)))
 
     def in_turn(self, seed: int = 0) -> "Images":
-        """All images, the classes in turn: the first n of them are those of `limit(n, seed)`, for every n."""
+        """Return all images, the classes in turn: the first n are those of `limit(n, seed)`, for every n."""
         return self.select(_balanced(self.labels, len(self), seed))
 
     def per_class(self, count: int, seed: int = 0) -> "Images":
-        """`count` images of every class."""
+        """Return `count` images of every class."""
         chosen: list[int] = []
         generator = torch.Generator().manual_seed(seed)
         for label in self.labels.unique().tolist():
@@ -106,12 +106,12 @@ class Images:
 
     @cached_property
     def digests(self) -> dict[int, str]:
-        """Index of each image -> sha256 of its label and its pixels as fetched, the first 16 hex digits."""
+        """Index of each image -> the first 16 hex digits of the sha256 of its label and pixels."""
         return {index: labelled for index, (labelled, _) in self._digested.items()}
 
     @cached_property
     def pixel_digests(self) -> dict[int, str]:
-        """The same of the pixels alone."""
+        """Index of each image -> the same of its pixels alone."""
         return {index: alone for index, (_, alone) in self._digested.items()}
 
     @cached_property
@@ -122,7 +122,7 @@ class Images:
         return found
 
     def digests_at(self, positions: Sequence[int]) -> list[tuple[int, str, str]]:
-        """Index of the images at these positions, digest with the label, and of the pixels alone."""
+        """Return (index, digest with the label, digest of the pixels) of the images at these positions."""
         indices, labels = self.indices[list(positions)].tolist(), self.labels[list(positions)].tolist()
         found, pixels = [], self.fetch(positions)
         self.expect_at(max(positions) + 1, DIGESTED)
@@ -134,28 +134,28 @@ class Images:
         return found
 
     def with_digests(self, found: Sequence[tuple[int, str, str]]) -> "Images":
-        """The same images, their digests known already."""
+        """Return the same images with digests that are known already."""
         same = replace(self)
         same.__dict__["_digested"] = {index: (labelled, alone) for index, labelled, alone in found}
-        return same  # `cached_property` looks there first
+        return same  # where `cached_property` looks first
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of these images: index, label and pixels of each, in order. The name of the dataset has no part in it."""
+        """The sha256 over index, label and pixels of each image, in order; names do not count."""
         lines = (f"{index} {digest}\n" for index, digest in self.digests.items())
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """All images and labels at once, for sets that fit in memory."""
+        """Return all images and labels, for sets that fit in memory."""
         return torch.cat([images for _, images, _ in self.batches(1024)]), self.labels
 
 
 def _balanced(labels: Tensor, count: int, seed: int) -> list[int]:
-    """Positions of `count` images, the classes in turn, each class in a seeded random order."""
+    """Return positions of `count` images, the classes in turn, each class in a seeded random order."""
     generator = torch.Generator().manual_seed(seed)
     classes = labels.unique()
     queues = []
-    # the classes in a random order too: of a set with one image a class, the first N would all be neighbours
+    # classes in a random order too: with one image a class, the first N would all be neighbouring classes
     for label in classes[torch.randperm(len(classes), generator=generator)].tolist():
         members = (labels == label).nonzero().flatten()
         queues.append(members[torch.randperm(len(members), generator=generator)].tolist())
@@ -168,7 +168,7 @@ def _balanced(labels: Tensor, count: int, seed: int) -> list[int]:
 
 
 def split_training(labels: Tensor, split: str) -> Tensor:
-    """Positions of the fixed 90 % (train) or 10 % (val) of a training set that has no validation split of its own."""
+    """Return positions of the fixed 90 % (train) or 10 % (val) of a training set without a validation split."""
     count = max(1, round(VALIDATION_SHARE * len(labels)))
     validation = torch.zeros(len(labels), dtype=torch.bool)
     validation[_balanced(labels, count, _SPLIT_SEED)] = True

@@ -1,4 +1,4 @@
-"""Image files read and decoded by threads before they are asked for; what is handed out does not depend on it."""
+"""Image files read and decoded ahead by threads; results do not depend on the threads."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -8,20 +8,22 @@ import torch
 from torch import Tensor
 
 MOST = 8
-"""Threads at most unless more are asked for: decoders wait for one another where memory is what they use."""
+"""Threads by default at most: beyond, decoders wait for memory."""
 
 
 def usual_workers() -> int:
-    """The cores that this process may use, shared with those that torchrun started beside it; at most MOST."""
+    """Return this process's share of the machine's cores, at most MOST."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, min(MOST, cores // max(1, int(beside) if beside.isdecimal() else 1)))
 
 
 class Ahead:
-    """read(position) -> one image (c, h, w); called with positions, images (b, c, h, w) in their order.
+    """Images by position, (b, c, h, w) in the order of the positions; errors of `read` are raised when an image is fetched.
 
-    workers: threads; 0 reads when asked, in the caller's thread. An error of `read` is raised where its image is asked for.
+    Args:
+        read: position -> one image (c, h, w).
+        workers: Threads; 0 reads in the caller's thread.
     """
 
     def __init__(self, read: Callable[[int], Tensor], workers: int | None = None) -> None:
@@ -40,11 +42,11 @@ class Ahead:
         return torch.stack([image.result() for image in found])
 
     def expect(self, positions: Sequence[int]) -> None:
-        """All that will be asked for next, in order: it is begun, and what else was begun is let go."""
+        """Start reading exactly these images, in this order; drop all others."""
         if self.workers == 0:
             return
-        wanted = set(positions)
-        for position in [position for position in self._waiting if position not in wanted]:
+        expected = set(positions)
+        for position in [position for position in self._waiting if position not in expected]:
             self._waiting.pop(position).cancel()
         for position in positions:
             if position not in self._waiting:

@@ -1,12 +1,12 @@
-"""What a network's tensors do not show, where each of it came from, and the question when two networks fit one file.
+"""Properties of a network that its tensors do not show, and files whose tensors fit two networks.
 
-Heads, pooling, activation, eps and pixel statistics leave no trace in a tensor's shape. What is assumed of them is said;
-where an argument departs from the architecture that it goes with, and the tensors fit both, the user is asked.
+Heads, pooling, activation, eps and pixel statistics leave no trace in the shapes of tensors. Each is reported with its
+origin. Where an argument departs from the architecture's default and the tensors fit both, the file is refused until the
+user decides.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,20 @@ import certcli.system.compat  # noqa: F401 (before timm: torchvision must be imp
 # isort: split
 from timm.models.vision_transformer import Block, ResPostBlock
 
+from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.models import build
+from certcli.models.reading import Fact, Reading
 from certcli.system.errors import ArchitectureError
 
 OWN = "the architecture's own"
 RECORD = "its record"
-KEY = "assumed"
-"""Of the line in a record's `foreign`."""
 
 _ORDERS = {Block: "pre-norm", ResPostBlock: "norms at the branches' ends"}
-"""Where timm's blocks of vision transformers have their norms. The same tensors fit blocks of another order."""
+"""The places of norms in timm's blocks of vision transformers: the same tensors fit blocks of both orders."""
 _IMAGE_AND_CLASSES = frozenset(("num_classes", "in_chans", "img_size"))
 _SAME = 0.01
-"""Relative difference of logits below which two readings of a file are one network: eps 1e-5 for 1e-6 is far below."""
+"""Relative difference of logits up to which two readings are one network; eps 1e-5 in place of 1e-6 is far below."""
 
 _ARGUMENTS = {
     "heads": ("num_heads",),
@@ -39,62 +39,30 @@ _ARGUMENTS = {
 }
 
 
-@dataclass(frozen=True)
-class Fact:
-    """name: value, as said by origin (an option, config.json, the file's record, the architecture's own)."""
-
-    name: str
-    value: str
-    origin: str
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The facts that a reading of a file rests on, and what speaks against it: sentences for its user."""
-
-    facts: tuple[Fact, ...]
-    doubts: tuple[str, ...] = ()
-
-    def line(self) -> str:
-        """All facts in one line, those of one origin together."""
-        said: list[tuple[str, list[str]]] = []
-        for fact in self.facts:
-            if not said or said[-1][0] != fact.origin:
-                said.append((fact.origin, []))
-            said[-1][1].append(fact.value if fact.name == "architecture" else f"{fact.name} {fact.value}")
-        return "network: " + "; ".join(f"{', '.join(values)} ({origin})" for origin, values in said)
-
-    def to_json(self) -> dict[str, Any]:
-        facts = {fact.name: {"value": fact.value, "from": fact.origin} for fact in self.facts}
-        return {**facts, "doubts": list(self.doubts)}
-
-    def noted(self, record: Record) -> Record:
-        """The record of a foreign file with this line beside what the file says of itself."""
-        return replace(record, foreign={**record.foreign, KEY: self.line()})
-
-
 def reading_of(
     net: nn.Module, record: Record, origins: Mapping[str, str], default: str = OWN, doubts: Iterable[str] = ()
 ) -> Reading:
-    """origins: of an architecture's argument, "architecture", "mean", "std", "view"; `default` of all others."""
+    """Return the facts that reading this network rests on.
+
+    Args:
+        origins: The origin of an architecture's argument, of "architecture", "mean", "std" or "view".
+        default: The origin of all others.
+    """
     spec = record.input
-    told = {name: next((origins[key] for key in keys if key in origins), default) for name, keys in _ARGUMENTS.items()}
+    given = {name: next((origins[key] for key in keys if key in origins), default) for name, keys in _ARGUMENTS.items()}
+    view = f"{'x'.join(map(str, spec.size))} {spec.interpolation}, crop {spec.crop_pct:g}"
     facts = [Fact("architecture", record.arch, origins.get("architecture", default))]
-    facts += [Fact(name, value, told[name]) for name, value in invisible(net).items()]
+    facts += [Fact(name, value, given[name]) for name, value in invisible(net).items()]
     facts += [
         Fact("mean", _numbers(spec.mean), origins.get("mean", default)),
         Fact("std", _numbers(spec.std), origins.get("std", default)),
-        Fact("images", _view(record), origins.get("view", default)),
+        Fact("images", view, origins.get("view", default)),
     ]
     return Reading(tuple(facts), tuple(doubts))
 
 
-def _view(record: Record) -> str:
-    return f"{'x'.join(map(str, record.input.size))} {record.input.interpolation}, crop {record.input.crop_pct:g}"
-
-
 def invisible(net: nn.Module) -> dict[str, str]:
-    """What of a network no tensor's shape shows: its heads, norms with eps and place, activations, pooling."""
+    """Return the properties that no tensor's shape shows: heads, norms with eps and place, activations, pooling."""
     found: dict[str, list[str]] = {"heads": [], "norm": [], "activation": []}
     for path, module in net.named_modules():
         kind = type(module).__name__
@@ -117,32 +85,46 @@ def invisible(net: nn.Module) -> dict[str, str]:
     return shown
 
 
+def statistics_doubts(net: nn.Module, record: Record) -> list[str]:
+    """Return a sentence for each pixel statistic of a published network's size that is not timm's own for its name."""
+    own = getattr(net, "pretrained_cfg", None) or {}
+    if record.classes != own.get("num_classes"):
+        return []  # a head of one's own: trained on other images
+    pairs = ((name, getattr(record.input, name), own.get(name)) for name in ("mean", "std"))
+    return [
+        f"{name} {_numbers(given)} is not timm's own {_numbers(tuple(usual))} for {record.arch}"
+        for name, given, usual in pairs
+        if usual and len(usual) == len(given) and any(abs(a - b) > 5e-3 for a, b in zip(given, usual, strict=True))
+    ]
+
+
 def _numbers(values: tuple[float, ...]) -> str:
     return f"{values[0]:g}" if len(set(values)) == 1 else " ".join(f"{value:g}" for value in values)
 
 
-def rival(record: Record, tensors: Mapping[str, Tensor], given: Iterable[str]) -> str | None:
-    """Why the tensors may be another network's: without the `given` arguments they fit too, and it answers otherwise.
+def rival(net: nn.Module, record: Record, tensors: Mapping[str, Tensor], given: Iterable[str]) -> str | None:
+    """Return why the tensors may belong to another network: they fit without the `given` arguments, with other logits.
 
-    None where the arguments show in the tensors (a network of one's own, of which no registered one knows the heads).
+    None where the tensors show the arguments, as those of a network that is not registered with its number of heads.
     """
     left = set(given) - _IMAGE_AND_CLASSES
     if not left:
         return None
     usual = replace(record, arch_args={key: value for key, value in record.arch_args.items() if key not in left})
     try:
-        nets = [build.build(each, like=tensors) for each in (record, usual)]
-        for net in nets:
-            build.load_weights(net, tensors)
+        checkpoints = (build.with_network(Checkpoint(tensors, record), net), Checkpoint(tensors, usual))
+        nets = [build.own_network(each) for each in checkpoints]
+        for each in nets:
+            build.load_weights(each, tensors)
         pixels = torch.rand(2, *record.input.size, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
-            here, there = (build.PixelModel(record.input, net).eval()(pixels).double() for net in nets)
+            here, there = (build.PixelModel(record.input, each).eval()(pixels).double() for each in nets)
         apart = float((here - there).norm() / there.norm().clamp_min(1e-300))
     except (ArchitectureError, RuntimeError, ValueError, TypeError, AttributeError, IndexError):
-        return None  # one of them is no network of these tensors; whether the other runs is asked when it is loaded
+        return None  # one of the two does not fit; loading shows whether the other runs
     if apart <= _SAME:
         return None
-    first, second = (invisible(net) for net in nets)
+    first, second = (invisible(each) for each in nets)
     differ = [f"{name} {second.get(name, 'none')}" for name in first if first[name] != second.get(name)]
     words = ", ".join(f"{key}={record.arch_args[key]}" for key in sorted(left) if key in record.arch_args)
     own = f" ({', '.join(differ)})" if differ else ""

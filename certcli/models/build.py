@@ -1,10 +1,12 @@
-"""Record -> network, strictly. Pixel normalisation is layer one; nothing is initialised that will be overwritten."""
+"""From a record to its network, whose first layer normalises pixels; weights are set strictly, and only once."""
 
 import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,13 +24,14 @@ from certcli.checkpoint.file import FLOATS, INTEGERS, Checkpoint
 from certcli.checkpoint.record import InputSpec, Record, Replacement
 from certcli.checkpoint.schema import is_name, require_statistics, surgery_arguments
 from certcli.models.limits import Building
+from certcli.models.reading import NOTHING_ASSUMED, Reading
 from certcli.nn import words
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import ArchitectureError, CertvitError, Refused, UsageError, one_line
 
 
 class PixelNormalize(nn.Module):
-    """x -> (x - mean) / std per channel: (b, c, h, w) -> (b, c, h, w). A part of the network: bounds count it."""
+    """x -> (x - mean) / std per channel: (b, c, h, w) -> (b, c, h, w). Bounds include it."""
 
     mean: Tensor
     std: Tensor
@@ -47,7 +50,7 @@ class PixelNormalize(nn.Module):
 
 
 class PixelModel(nn.Module):
-    """The network as users meet it: pixel images in [0, 1] -> logits, (b, c, h, w) -> (b, k)."""
+    """A network with its normalisation: pixels in [0, 1] -> logits, (b, c, h, w) -> (b, k)."""
 
     def __init__(self, spec: InputSpec, net: nn.Module) -> None:
         super().__init__()
@@ -62,19 +65,54 @@ class PixelModel(nn.Module):
 
     @property
     def is_double(self) -> bool:
-        """Whether the network computes in float64, as that of a file with float64 weights does."""
+        """Tell whether the network computes in float64, as for a file with float64 weights."""
         return next((weight.dtype for weight in self.net.parameters()), None) == torch.float64
 
 
+@dataclass(frozen=True, repr=False)
+class OpenCheckpoint(Checkpoint):
+    """A checkpoint with its network, built once and handed on, and what was assumed in reading it."""
+
+    reading: Reading = NOTHING_ASSUMED
+
+    @cached_property
+    def net(self) -> nn.Module:
+        """The network as `build` returns it; every `load` puts the tensors into a copy of its modules."""
+        return build(self.record, like=self.tensors)
+
+
+def with_network(
+    checkpoint: Checkpoint, net: nn.Module | None = None, reading: Reading = NOTHING_ASSUMED
+) -> OpenCheckpoint:
+    """Return the checkpoint with its network, so that it is built at most once.
+
+    Args:
+        net: The network, where it is built already.
+    """
+    if isinstance(checkpoint, OpenCheckpoint):
+        return checkpoint
+    found = OpenCheckpoint(checkpoint.tensors, checkpoint.record, reading)
+    if net is not None:
+        vars(found)["net"] = net  # where `cached_property` looks first
+    return found
+
+
+def own_network(checkpoint: Checkpoint) -> nn.Module:
+    """Return the modules of the checkpoint's network for the caller to change, with weights that are yet to be set."""
+    if isinstance(checkpoint, OpenCheckpoint):
+        return copy.deepcopy(checkpoint.net, {id(weight): weight for weight in checkpoint.net.parameters()})
+    return build(checkpoint.record, like=checkpoint.tensors)
+
+
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether matrices are multiplied faster in bfloat16 there: tensor cores, or a CPU's matrix tiles (AMX)."""
+    """Tell whether the device multiplies matrices faster in bfloat16, by tensor cores or a CPU's matrix tiles (AMX)."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())
 
 
 def own_name(model: nn.Module, path: str) -> str:
-    """A module or tensor of `model` by the name that a checkpoint has for it: without PixelModel's own `net.`."""
+    """Return the checkpoint's name of a module or tensor of `model`: without PixelModel's own `net.`."""
     if not isinstance(model, PixelModel):
         return path
     return "" if path == "net" else path.removeprefix("net.")
@@ -83,9 +121,10 @@ def own_name(model: nn.Module, path: str) -> str:
 def create(
     arch: str, arch_args: Mapping[str, Any], *, initialise: bool, like: Mapping[str, Tensor] | None = None
 ) -> nn.Module:
-    """A timm model by name in eval mode, without weights from anywhere else. ArchitectureError when timm has no such.
+    """Build a timm model in eval mode, without published weights; ArchitectureError for an unknown name or argument.
 
-    like: the tensors that it is built for; what would be much larger than they are is refused before it is built.
+    Args:
+        like: The tensors of the network; an architecture much larger than they are is refused before it is built.
     """
     with Building(like, initialise=initialise):
         return _create(arch, arch_args)
@@ -108,14 +147,14 @@ def _create(arch: str, arch_args: Mapping[str, Any]) -> nn.Module:
         ) from refusal
     except CertvitError:
         raise
-    except Exception as failure:  # whatever these arguments set off in whichever of timm's constructors
+    except Exception as failure:  # timm's constructors raise errors of any type
         raise ArchitectureError(
             f"timm cannot build '{arch}' with {one_line(arguments)}: {one_line(failure)}", "check --arch and --arch-arg"
         ) from failure
 
 
 def _construct(arch: str, arguments: dict[str, Any]) -> nn.Module:
-    """timm's constructor; `norm_eps` is set afterwards where it does not know the word."""
+    """Call timm's constructor; set `norm_eps` afterwards where it does not take it."""
     try:
         return timm.create_model(arch, pretrained=False, **arguments)
     except TypeError as failure:
@@ -128,10 +167,7 @@ def _construct(arch: str, arguments: dict[str, Any]) -> nn.Module:
 
 
 def build(record: Record, *, initialise: bool = False, like: Mapping[str, Tensor] | None = None) -> nn.Module:
-    """The record's network with its surgery replayed; its weights are unset unless `initialise`.
-
-    like: the tensors that it is built for, as in `create`.
-    """
+    """Build the record's network with its surgery; weights are unset unless `initialise`. `like` as in `create`."""
     with Building(like, initialise=initialise):
         net = _create(record.arch, record.arch_args)
         for replacement in record.surgery:
@@ -140,7 +176,7 @@ def build(record: Record, *, initialise: bool = False, like: Mapping[str, Tensor
 
 
 def replace_module(net: nn.Module, replacement: Replacement) -> nn.Module:
-    """Swap one module (path "" is the net itself) for its replacement, and return the new one."""
+    """Replace one module (path "" is the network itself) and return the new one."""
     try:
         surgery_arguments(replacement.path, replacement.kind, dict(replacement.args))
         old = net.get_submodule(replacement.path)
@@ -151,7 +187,7 @@ def replace_module(net: nn.Module, replacement: Replacement) -> nn.Module:
     builder: Callable[..., nn.Module] = REPLACEMENTS.load(replacement.kind)
     try:
         new = builder(old, **replacement.args)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as failure:  # a module of quite another kind
+    except (AttributeError, TypeError, ValueError, RuntimeError) as failure:  # a module of another kind
         raise ArchitectureError(
             f"'{replacement.kind}' cannot replace the {type(old).__name__} at '{replacement.path}': {one_line(failure)}"
         ) from failure
@@ -164,12 +200,13 @@ def replace_module(net: nn.Module, replacement: Replacement) -> nn.Module:
 def load_weights(
     net: nn.Module, tensors: Mapping[str, Tensor], *, own: bool = False, dtype: torch.dtype | None = None
 ) -> None:
-    """Put `tensors` into `net`, all of them and no others; ArchitectureError names what disagrees.
+    """Set the weights of `net` to exactly these tensors; ArchitectureError names those that do not fit.
 
-    Where the type need not change the network's weights are these tensors, unless they are to be its `own`.
+    Args:
+        own: Copy all tensors. Without it, the network shares those whose type need not change.
     """
     require_fitting(net, tensors)
-    # half precision is widened, and single beside double, which is exact: bound and forward pass speak of the same numbers
+    # half precision is widened, and single beside double. This is exact: bound and forward pass use the same numbers
     double = any(value.dtype == torch.float64 for value in tensors.values())
     wide = dtype or (torch.float64 if double else torch.float32)
     dtypes = {name: wide if value.is_floating_point() else value.dtype for name, value in tensors.items()}
@@ -178,7 +215,7 @@ def load_weights(
 
 
 def require_fitting(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """ArchitectureError unless `net` has just these tensors."""
+    """Raise ArchitectureError unless `net` has exactly these tensors."""
     expected = net.state_dict()
     missing = sorted(expected.keys() - tensors.keys())
     surplus = sorted(tensors.keys() - expected.keys())
@@ -206,7 +243,7 @@ def require_fitting(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _kind(tensor: Tensor) -> str:
-    """Weights are real and floating, indices whole, masks yes or no: what is none of them is another network's tensor."""
+    """Return the kind of a tensor's values; weights are floating, indices integer, masks boolean."""
     if tensor.dtype in FLOATS:
         return "floating"
     if tensor.dtype == torch.bool:
@@ -220,7 +257,7 @@ def _some(names: list[str], count: int = 3) -> str:
 
 
 def keep_float32(device: torch.device) -> None:
-    """What says float32 is float32: on CUDA convolutions would take TF32 by default."""
+    """Switch off TF32, in which CUDA computes float32 convolutions by default."""
     if device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -232,15 +269,16 @@ def load(
     *,
     writable: bool = False,
 ) -> PixelModel:
-    """The checkpoint's network with its weights, in eval mode, pixels to logits.
+    """Return the checkpoint's network with its weights, in eval mode, from pixels to logits.
 
-    On the same device and dtype the weights share the checkpoint's (memory-mapped) tensors and must not be changed;
-    `writable` copies them, for training and constraining.
+    Args:
+        writable: Copy the weights, for training. Without it, they share the checkpoint's memory-mapped tensors where
+            device and dtype allow, and must not be changed.
     """
     keep_float32(torch.device(device))
     tensors = checkpoint.tensors
-    net = build(checkpoint.record, like=tensors)
-    # mapped where it is large; a device takes its numbers over in the type they have
+    net = own_network(checkpoint)
+    # copies for the CPU are mapped where they are large; a device converts after the transfer
     load_weights(net, tensors, own=writable, dtype=dtype if torch.device(device).type == "cpu" else None)
     for parameter in net.parameters():
         parameter.requires_grad_(False)
@@ -253,16 +291,16 @@ def load(
 
 @torch.no_grad()
 def require_described(model: PixelModel, record: Record) -> None:
-    """ArchitectureError unless the network maps a (black) image of the record's size to its classes, in finite numbers.
+    """Raise ArchitectureError unless the network maps a black image of the record's size to finite logits, one a class.
 
-    A record that says two classes of ten logits would certify the smallest of 2 margins instead of 10.
+    With a record of two classes and ten logits, a certificate would be the smallest of 2 margins instead of 10.
     """
     weight = next((value for value in model.parameters() if value.is_floating_point()), None)
     kind, where = (torch.float32, "cpu") if weight is None else (weight.dtype, weight.device)
     size = "x".join(map(str, record.input.size))
     try:
         logits = model(torch.zeros(1, *record.input.size, dtype=kind, device=where))
-    except Exception as failure:  # whatever shapes and numbers of a file set off in whichever of timm's networks
+    except Exception as failure:  # timm's networks raise errors of any type
         raise ArchitectureError(
             f"the network does not take an image of size {size} ({one_line(failure)})", "check --arch and --arch-arg"
         ) from failure
@@ -276,18 +314,18 @@ def require_described(model: PixelModel, record: Record) -> None:
     if not bool(torch.isfinite(logits).all()):
         raise ArchitectureError(
             f"the network's logits of a black image are not finite in {str(kind).removeprefix('torch.')}",
-            "no number about such a network means anything",
+            "no result about such a network is valid",
         )
 
 
 def load_double(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> PixelModel:
-    """The network in float64, of which certificates speak (on the CPU where the device has no float64)."""
+    """Return the network in float64, for certificates; on the CPU where the device has no float64."""
     place = torch.device(device)
     return load(checkpoint, "cpu" if place.type == "mps" else place, torch.float64)
 
 
 def converted(model: PixelModel, dtype: torch.dtype) -> PixelModel:
-    """Return the same network with its floating weights in another dtype; `model` stays, and shares what need not change."""
+    """Return a copy of the network with floating weights in another dtype; it shares unchanged tensors with `model`."""
     place = "cpu" if dtype == torch.float64 and next(model.parameters()).device.type == "mps" else None
     memo: dict[int, Any] = {}
     for value in (*model.parameters(), *model.buffers()):
@@ -300,31 +338,43 @@ def converted(model: PixelModel, dtype: torch.dtype) -> PixelModel:
 
 
 def tensors_of(model: PixelModel, *, copy: bool = True) -> dict[str, Tensor]:
-    """The tensors a checkpoint stores: timm's names, without the normalisation, which the record holds.
+    """Return the tensors for a checkpoint, by timm's names, without the normalisation, which the record holds.
 
-    copy: as they are now, whatever becomes of the model; else, where it is on the CPU, its own.
+    Args:
+        copy: Copy them, for a model that will change.
     """
     found = {name: value.detach().cpu() for name, value in model.net.state_dict().items()}
     return {name: value.clone() for name, value in found.items()} if copy else found
 
 
-def initialise(arch: str, arch_args: Mapping[str, Any], spec: InputSpec, classes: int, seed: int) -> Checkpoint:
-    """A freshly initialised checkpoint; the same seed gives the same bytes."""
+def initialise(
+    arch: str,
+    arch_args: Mapping[str, Any],
+    spec: InputSpec | None = None,
+    classes: int | None = None,
+    seed: int = 0,
+    *,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+) -> OpenCheckpoint:
+    """Return a freshly initialised checkpoint; the same seed gives the same bytes.
+
+    Without `spec` and `classes` they are the architecture's, with `mean` and `std` where given.
+    """
     with _seeded(seed):
         net = create(arch, arch_args, initialise=True)
-    record = Record(arch=arch, arch_args=arch_arguments(arch_args), input=spec, classes=classes)
-    tensors = {name: value.detach().clone() for name, value in net.state_dict().items()}
-    limits = dict(net.named_buffers())
-    for name in (
-        tensors.keys() & limits.keys()
-    ):  # timm's way to say "clip nothing": no finite number is beyond the largest
-        if tensors[name].is_floating_point():
+    spec = spec or spec_of(net, size=input_size_of(net), mean=mean, std=std)
+    record = Record(arch, arch_arguments(arch_args), spec, classes_of(net) if classes is None else classes)
+    tensors = {name: value.detach() for name, value in net.state_dict().items()}
+    for name, _ in net.named_buffers():
+        if name in tensors and tensors[name].is_floating_point():
+            # timm writes "clip nothing" as an infinite limit: no finite number exceeds the largest one
             tensors[name] = tensors[name].nan_to_num(nan=math.nan)
-    return Checkpoint(tensors, record)
+    return with_network(Checkpoint(tensors, record), net)
 
 
 def input_size_of(net: nn.Module) -> tuple[int, int, int] | None:
-    """The input size that the built network has, where it differs from its configuration (--arch-arg img_size=...)."""
+    """Return the network's input size, which `img_size` may set; None where only its configuration knows it."""
     config = getattr(net, "pretrained_cfg", None) or {}
     size = getattr(getattr(net, "patch_embed", None), "img_size", None)
     stated = tuple(config.get("input_size") or ())
@@ -337,7 +387,7 @@ def input_size_of(net: nn.Module) -> tuple[int, int, int] | None:
 
 
 def classes_of(net: nn.Module) -> int:
-    """The number of logits."""
+    """Return the number of logits; 0 where the network does not state it."""
     return int(getattr(net, "num_classes", 0))
 
 
@@ -348,7 +398,7 @@ def spec_of(
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
 ) -> InputSpec:
-    """The input that a timm model's own configuration names, where it is not given; one value stands for every channel."""
+    """Return the given input, completed by the timm model's configuration; one value stands for every channel."""
     config = getattr(net, "pretrained_cfg", None) or {}
     input_size = size or tuple(config.get("input_size") or ())
     mean, std = mean or config.get("mean"), std or config.get("std")
@@ -372,7 +422,7 @@ def spec_of(
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Run with the global generator at `seed`, and leave the caller's generator as it was."""
+    """Seed the global generator, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

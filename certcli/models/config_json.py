@@ -1,8 +1,8 @@
-"""What config.json and the options say about a foreign file, joined: options first, then config.json, then timm's own."""
+"""The description of a foreign file: from the options first, then config.json, then timm's configuration."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import timm
 from torch import Tensor, nn
 
 from certcli.checkpoint.record import InputSpec, Record
-from certcli.checkpoint.schema import LONGEST_RECORD, ConfigFields, decode_config, require_pixels
+from certcli.checkpoint.schema import LONGEST_RECORD, ConfigFields, PretrainedFields, decode_config, require_pixels
 from certcli.checkpoint.shards import INDEX
 from certcli.models import build
 from certcli.models.hints import Hints
@@ -22,15 +22,21 @@ from certcli.system.errors import ArchitectureError, CheckpointError, Refused, o
 CONFIG = "config.json"
 TIMM = "timm's own"
 _HUB_NAMES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.pth")
-"""The names under which timm saves the weights that its config.json is about."""
+"""timm's names for the weights beside its config.json."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """A record, and where what it says came from (by argument, "architecture", "mean", "std", "view")."""
+    """The record of a foreign file, and the origin of its values.
+
+    Attributes:
+        origins: By argument of the architecture, "architecture", "mean", "std", "view".
+        net: The network, where describing the file took building it.
+    """
 
     record: Record
     origins: Mapping[str, str]
+    net: nn.Module | None = None
 
 
 def config_path(path: Path) -> Path:
@@ -38,10 +44,11 @@ def config_path(path: Path) -> Path:
 
 
 def config_beside(path: Path, hints: Hints) -> tuple[ConfigFields | None, list[str]]:
-    """(config.json beside the file, as far as it is used; what it says otherwise than the options).
+    """Return config.json beside the file, None where it is not used, and sentences on its differences to the options.
 
-    It is about timm's own name for weights. Beside another file that carries it, or for a file whose name is another
-    architecture's, it is a question whether it is about this one: ArchitectureError.
+    Raises:
+        ArchitectureError: it may belong to another file: weights under timm's own name lie there too, or the file's name
+            is that of another architecture.
     """
     config = config_path(path)
     if not config.is_file():
@@ -69,13 +76,13 @@ def _stem(name: str) -> str:
 
 
 def _of_another(path: Path, stated: ConfigFields) -> str | None:
-    """Why the config may be about another file."""
+    """Return why the config may belong to another file, or None."""
     arch, called = _stem(stated.architecture), path.name.lower()
     names = timm.list_models()
-    meant = max((name for name in names if called.startswith(name)), key=len, default=None)
+    named = max((name for name in names if called.startswith(name)), key=len, default=None)
     family = re.split(r"[^a-z0-9]", called)[0]
     families = {name.partition("_")[0] for name in names}
-    if (meant is not None and meant != arch) or (family in families and family != arch.partition("_")[0]):
+    if (named is not None and named != arch) or (family in families and family != arch.partition("_")[0]):
         return f"it says {arch}, and the file is called {path.name}"
     other = next((name for name in _HUB_NAMES if (path.parent / name).is_file()), None)
     if path.name not in _HUB_NAMES and other is not None:
@@ -84,7 +91,7 @@ def _of_another(path: Path, stated: ConfigFields) -> str | None:
 
 
 def _differences(stated: ConfigFields, hints: Hints) -> list[str]:
-    """Where an option overrules what config.json says."""
+    """Return a sentence for each option that overrules config.json."""
     about = stated.pretrained_cfg
     pairs: list[tuple[str, Any, Any]] = [("--mean", hints.mean, about.mean), ("--std", hints.std, about.std)]
     pairs += [(f"--arch-arg {key}", value, stated.model_args.get(key)) for key, value in hints.arch_args.items()]
@@ -109,7 +116,7 @@ def _shown(value: Any) -> str:
 
 
 def _decoded(config: Path) -> ConfigFields:
-    """timm's config.json: architecture, model_args, num_classes and pretrained_cfg."""
+    """Read timm's config.json; CheckpointError for a file that is not one."""
     try:
         if config.stat().st_size > LONGEST_RECORD:
             raise Refused(f"more than {LONGEST_RECORD:,} bytes")
@@ -121,25 +128,37 @@ def _decoded(config: Path) -> ConfigFields:
 
 
 def describe(path: Path, hints: Hints, config: ConfigFields | None, tensors: Mapping[str, Tensor]) -> Description:
-    """The record of a foreign file, from config.json or, without it, --arch."""
-    origins = dict.fromkeys(hints.arch_args, "--arch-arg")
+    """Return the description of a foreign file, from config.json or, without it, the options."""
+    origins, net = dict.fromkeys(hints.arch_args, "--arch-arg"), None
     origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
     if config is not None:
         said = {"architecture": CONFIG, "mean": CONFIG, "std": CONFIG}
         said["view"] = CONFIG if config.pretrained_cfg.crop_pct is not None else "by default"
         origins = {**dict.fromkeys(config.model_args, CONFIG), **said, **origins}
-        record = _from_config(config_path(path), config, hints)
+        if config.pretrained_cfg == PretrainedFields():  # it names an architecture, and nothing of its images
+            origins |= dict.fromkeys(
+                {"mean", "std", "view"} - {key for key in ("mean", "std") if getattr(hints, key)}, TIMM
+            )
+            record, net = _from_hints(_as_hints(config, hints), tensors, path)
+        else:
+            record = _from_config(config_path(path), config, hints, tensors)
     else:
         origins = {"architecture": "--arch", "mean": TIMM, "std": TIMM, "view": TIMM} | origins
-        record = _from_hints(hints, tensors, path)
-    return Description(record, origins)
+        record, net = _from_hints(hints, tensors, path)
+    return Description(record, origins, net)
 
 
-def _from_config(config: Path, stated: ConfigFields, hints: Hints) -> Record:
+def _as_hints(stated: ConfigFields, hints: Hints) -> Hints:
+    """Return what config.json says as options would say it; the options themselves come first."""
+    classes = {} if stated.num_classes is None else {"num_classes": stated.num_classes}
+    return replace(hints, arch=stated.architecture, arch_args={**classes, **stated.model_args, **hints.arch_args})
+
+
+def _from_config(config: Path, stated: ConfigFields, hints: Hints, tensors: Mapping[str, Tensor]) -> Record:
     about = stated.pretrained_cfg
-    arguments = dict(stated.model_args)
+    arguments = {**stated.model_args, **hints.arch_args}
     if stated.num_classes is not None:
-        arguments.setdefault("num_classes", stated.num_classes)
+        arguments.setdefault("num_classes", _head_rows(tensors) or stated.num_classes)
     mean, std = hints.mean or about.mean, hints.std or about.std
     classes = arguments.get("num_classes", about.num_classes)
     needed = {"input_size": about.input_size, "mean": mean, "std": std, "num_classes": classes}
@@ -150,15 +169,21 @@ def _from_config(config: Path, stated: ConfigFields, hints: Hints) -> Record:
         raise CheckpointError(f"{config} cannot be used: num_classes is no number")
     assert about.input_size is not None
     spec = _input(about.input_size, mean or (), std or (), about.interpolation or "bicubic", about.crop_pct or 1.0)
-    return Record(stated.architecture, arguments | dict(hints.arch_args), spec, classes)
+    return Record(stated.architecture, arguments, spec, classes)
 
 
-def _from_hints(hints: Hints, tensors: Mapping[str, Tensor], path: Path) -> Record:
-    """--arch and what goes with it; mean, std, crop and interpolation are timm's own for that name unless given."""
-    arguments = dict(hints.arch_args)
+def _head_rows(tensors: Mapping[str, Tensor]) -> int | None:
+    """Return the number of classes that the last layer's matrix shows."""
     head = tensors.get("head.weight", tensors.get("head.fc.weight"))
-    if "num_classes" not in arguments and head is not None and head.dim():
-        arguments["num_classes"] = int(head.shape[0])
+    return int(head.shape[0]) if head is not None and head.dim() else None
+
+
+def _from_hints(hints: Hints, tensors: Mapping[str, Tensor], path: Path) -> tuple[Record, nn.Module]:
+    """Return record and network of `hints.arch`; mean, std, crop and interpolation are timm's unless given."""
+    arguments = dict(hints.arch_args)
+    rows = _head_rows(tensors)
+    if "num_classes" not in arguments and rows is not None:
+        arguments["num_classes"] = rows
     assert hints.arch is not None
     net = build.create(hints.arch, arguments, initialise=False, like=tensors)
     config: Mapping[str, Any] = getattr(net, "pretrained_cfg", None) or {}
@@ -174,11 +199,11 @@ def _from_hints(hints: Hints, tensors: Mapping[str, Tensor], path: Path) -> Reco
     height, width = (side, side) if isinstance(side, int) else tuple(side)
     view = (str(config.get("interpolation") or "bicubic"), float(config.get("crop_pct") or 1.0))
     spec = _input((channels, int(height), int(width)), mean, std, *view)
-    return Record(hints.arch, arguments, spec, build.classes_of(net))
+    return Record(hints.arch, arguments, spec, build.classes_of(net)), net
 
 
 def _input(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float], *rest: Any) -> InputSpec:
-    """One value of mean or std stands for every channel; ArchitectureError when they fit no image in [0, 1]."""
+    """Return the input; one mean or std stands for every channel. ArchitectureError where they fit no image in [0, 1]."""
     means, stds = (tuple(values) * size[0] if len(values) == 1 else tuple(values) for values in (mean, std))
     try:
         require_pixels(size, means, stds)
@@ -190,7 +215,7 @@ def _input(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[floa
 
 
 def require_consistent(stated: ConfigFields, net: nn.Module, config: Path, hints: Hints) -> None:
-    """ArchitectureError where config.json describes another network than the one that it names and that fits the tensors."""
+    """Raise ArchitectureError where config.json contradicts the network that it names."""
     for name in ("num_features", "global_pool"):
         said, found = getattr(stated, name), getattr(net, name, None)
         known = isinstance(found, (int, str)) and isinstance(said, (int, str))

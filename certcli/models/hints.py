@@ -1,8 +1,8 @@
-"""The options about a foreign file."""
+"""What the user states about a foreign file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.schema import require_statistics
@@ -11,9 +11,11 @@ from certcli.system.errors import Refused, UsageError
 
 @dataclass(frozen=True)
 class Hints:
-    """What the user says about a foreign file: --arch, --arch-arg, --mean, --std.
+    """The architecture, its arguments and the pixel statistics of a foreign file.
 
-    as_stated: whether that and config.json are believed where the tensors fit another network too.
+    Attributes:
+        as_stated: Believe these and config.json where the tensors fit another network too.
+        weights: The weights to read of a file that holds raw and averaged ones.
     """
 
     arch: str | None = None
@@ -21,6 +23,7 @@ class Hints:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     as_stated: bool = False
+    weights: Literal["raw", "ema"] | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -31,7 +34,7 @@ class Hints:
 
     @property
     def given(self) -> list[str]:
-        """The options that say something about the network, as they are spelled."""
+        """Return the options that are given, as spelled on the command line."""
         named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std}
         arguments = [f"--arch-arg {key}" for key in self.arch_args]
         return [option for option, value in named.items() if value] + arguments

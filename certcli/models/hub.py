@@ -1,4 +1,4 @@
-"""The hub of published weights: whether it can be reached, asked once and quickly; its library retries for a minute."""
+"""The hub of published weights: a quick test of the connection, since its library retries for a minute."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 SECONDS = 5.0
-"""After which a hub that does not answer is none."""
+"""Seconds to wait for a connection."""
 
 
 def host() -> str:
@@ -17,7 +17,7 @@ def host() -> str:
 
 
 def reachable() -> bool:
-    """Whether the hub's host takes a connection; taken for granted behind a proxy, which the library knows how to use."""
+    """Tell whether the hub's host accepts a connection; True behind a proxy, which the library uses."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
     try:
@@ -29,7 +29,7 @@ def reachable() -> bool:
 
 @contextmanager
 def cache_if_unreachable() -> Iterator[str]:
-    """Inside, the hub's library reads its cache alone where there is no network. Yields what to say then, else ""."""
+    """Let the hub's library read only its cache where there is no network; yield the reason, "" with a network."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or reachable():

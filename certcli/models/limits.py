@@ -1,4 +1,4 @@
-"""Building a network that a file describes: nothing is filled that will be overwritten, nothing larger than its tensors."""
+"""Limits on building a network that a file describes: no needless initialisation, nothing far larger than its tensors."""
 
 import contextlib
 import math
@@ -11,21 +11,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from certcli.system.errors import ArchitectureError
 
-MOST_VALUES = 2**33  # of a network that is built for no tensors: 32 GiB of float32
-SPARE_VALUES = 2**26  # what a constructor may make beside the parameters: position indices, window masks
-SPARE_WORK = 2**31  # what it may compute from them in all: some run their first layers once, to learn a shape
+MOST_VALUES = 2**33  # of a new network: 32 GiB of float32
+SPARE_VALUES = 2**26  # for values beside the parameters: position indices, window masks
+SPARE_WORK = 2**31  # for computations: some constructors run their first layers once, to learn a shape
 MOST_STEPS = 400_000
 SPARE_STEPS = 4_000
 
 
 class Building(TorchDispatchMode):
-    """Random in-place fills become no-ops, and what scales, clips or judges them too: every value is about to be replaced.
+    """Skip random fills, with operations on their results, and count all values that constructors make.
 
-    Memory that is never written is never paged in, so building costs none. Tensors with a skipped fill are kept alive
-    until the mode ends, so that no other tensor can take over their memory, and be mistaken for them.
+    Skipped values are replaced later. Memory that is never written is never paged in, so building costs none. Tensors with
+    a skipped fill stay alive until the mode ends, so that no other tensor gets their memory and is mistaken for them.
 
-    like: the tensors that the network is built for. What a constructor makes is counted before it is made, and more
-    than a few times what is there is an ArchitectureError: a few numbers in a file can describe more than a machine has.
+    Args:
+        like: The tensors of the network. Values are counted before they are made; a few times more than these tensors
+            hold are an ArchitectureError, since a few numbers in a file can describe more than a machine has.
     """
 
     _FILLS = frozenset(f"aten::{name}_" for name in ("normal", "uniform", "random", "trunc_normal"))
@@ -43,7 +44,7 @@ class Building(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would load its compiler at the first call, to tell it not to compile this one
+        return False  # else torch loads its compiler at the first call
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -56,7 +57,7 @@ class Building(TorchDispatchMode):
             if name in self._AFTERWARDS and args[0].data_ptr() in self.unset:
                 return args[0]
             if name in self._COMPARISONS and args[0].data_ptr() in self.unset:
-                # torch draws a truncated normal until no value is out of range: of what was in memory that may be never
+                # torch draws a truncated normal until all values are in range, which unset memory may never be
                 return torch.zeros((), dtype=torch.bool, device=args[0].device)
         if all(result.alias_info is None for result in func._schema.returns):
             self._take(_values(name, args), any(isinstance(part, Tensor) for part in args))
@@ -87,7 +88,7 @@ _POINTWISE = frozenset(
 
 
 def _values(name: str, args: tuple[Any, ...]) -> int:
-    """How many values an operation on these arguments makes, before it is run: from a size, or of tensors broadcast."""
+    """Return how many values an operation on these arguments will make, by a size argument or by broadcasting."""
     shapes = [tuple(part.shape) for part in args if isinstance(part, Tensor)]
     if shapes:
         most = max(map(math.prod, shapes))

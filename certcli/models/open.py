@@ -1,17 +1,17 @@
-"""Checkpoints that certvit did not write: a downloaded file, a folder from the hub, a timm or hf-hub name.
+"""Checkpoints from any source: certvit's own files, downloaded files, folders from the hub, timm and hf-hub names.
 
-Heads, mean or standard deviation cannot be read off tensors: what was taken from where is told with the checkpoint
-(`Opened.reading`), what is missing is named, and where a file fits two networks the user is asked.
+Tensors do not show heads, mean or standard deviation. `OpenCheckpoint.reading` holds the origin of each; a file that lacks
+one, or that fits two networks, is refused.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
 
@@ -24,30 +24,30 @@ from certcli.checkpoint.record import KEY, Record
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name
 from certcli.checkpoint.shards import INDEX, named, weights_in
 from certcli.models import build
-from certcli.models.assumptions import RECORD, Reading, reading_of, rival
+from certcli.models.appearance import appearance
+from certcli.models.assumptions import RECORD, reading_of, rival, statistics_doubts
+from certcli.models.build import OpenCheckpoint
 from certcli.models.config_json import config_beside, config_path, describe, require_consistent
+from certcli.models.converters import torchvision
+from certcli.models.converters.base import Converted
+from certcli.models.converters.original import filtered
+from certcli.models.converters.transformers import convert as convert_transformers
+from certcli.models.converters.transformers import is_transformers
+from certcli.models.converters.transformers_config import PIXELS
+from certcli.models.converters.wrapping import TORCH_SUFFIXES, read_torch, unwrapped
 from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable
+from certcli.models.reading import Fact
 from certcli.system.errors import ArchitectureError, CheckpointError, one_line
 
-_TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 
+def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
+    """Open a checkpoint: a file, a folder with model.safetensors, a timm name or an `hf-hub:` name.
 
-@dataclass(frozen=True)
-class Opened:
-    """A checkpoint, and what was assumed in reading it."""
-
-    checkpoint: Checkpoint
-    reading: Reading
-
-
-def open_checkpoint(source: str, hints: Hints | None = None) -> Checkpoint:
-    """A checkpoint from a file, a folder with model.safetensors, a timm name or an `hf-hub:` name."""
-    return read(source, hints).checkpoint
-
-
-def read(source: str, hints: Hints | None = None) -> Opened:
-    """`open_checkpoint`, and what is assumed of the network. ArchitectureError where the file fits two networks."""
+    Raises:
+        CheckpointError: there is no such file, or it cannot be read.
+        ArchitectureError: no network fits its tensors, or two do.
+    """
     hints = hints or Hints()
     path = Path(source)
     try:
@@ -58,9 +58,12 @@ def read(source: str, hints: Hints | None = None) -> Opened:
         ) from failure
     if found and path.is_dir():
         weights = weights_in(path)
+        if weights is None and (path / "pytorch_model.bin").is_file():
+            weights = path / "pytorch_model.bin"
         if weights is None:
             raise CheckpointError(
-                f"folder {path} holds no model.safetensors, nor {INDEX} of several", "name the file itself"
+                f"folder {path} holds no model.safetensors, nor {INDEX} of several, nor pytorch_model.bin",
+                "name the file itself",
             )
         return _from_file(weights, hints)
     if found:
@@ -69,12 +72,12 @@ def read(source: str, hints: Hints | None = None) -> Opened:
         return _from_hub(source.partition(":")[2], hints)
     if is_name(source) and timm.is_model(source):
         return _from_timm(source, hints)
-    wanted = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
-    raise CheckpointError(f"no file {source}", f"{_nearest(source)}{wanted}")
+    hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
+    raise CheckpointError(f"no file {source}", f"{_nearest(source)}{hint}")
 
 
 def _nearest(source: str) -> str:
-    """The file beside it, or timm's name, that was probably meant."""
+    """Return a question for the closest name of a file or a timm model, or ""."""
     path = Path(source)
     files = {file.name: str(file) for file in path.parent.glob("*.safetensors")} if path.parent.is_dir() else {}
     near = [files[name] for name in get_close_matches(path.name, files, 1)]
@@ -82,52 +85,102 @@ def _nearest(source: str) -> str:
     return f"did you mean '{near[0]}'? " if near else ""
 
 
-def _from_file(path: Path, hints: Hints) -> Opened:
+def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     metadata: dict[str, str] = {}
     if not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
-    if path.suffix in _TORCH_SUFFIXES:
-        tensors = _read_torch(path)
+    if path.suffix in TORCH_SUFFIXES:
+        tensors = read_torch(path, hints.weights)
     else:
         tensors, metadata = read_tensors(path)
     if KEY in metadata:
         return _with_record(Checkpoint(tensors, Record.from_json(metadata[KEY])), path, hints)
-    config, doubts = config_beside(path, hints)
-    if hints.arch is None and config is None:
-        raise ArchitectureError(f"{path} {_appearance(tensors)}", _MISSING_HINT)
-    description = describe(path, hints, config, tensors)
-    record = replace(description.record, foreign=_short(metadata))
+    tensors, prefix = unwrapped(tensors, path, hints.weights)
+    converted = _converted(tensors, path, hints)
+    found = _of_timm(path, tensors, hints) if converted is None else _as_timm(converted)
+    names = [Fact("names", f"without '{prefix}'", "the file")] if prefix else []
+    reading = replace(found.reading, facts=(*found.reading.facts, *names))
+    texts = {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
+    record = reading.noted(replace(found.record, foreign=texts))
+    return build.with_network(Checkpoint(found.tensors, record), found.net, reading)
+
+
+def _converted(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converted | None:
+    """Return the file in timm's terms where its names are another library's, else None."""
+    if is_transformers(tensors):
+        return convert_transformers(tensors, path, hints)
+    family = torchvision.family_of(tensors)
+    return None if family is None else torchvision.convert(tensors, family, hints)
+
+
+def _as_timm(converted: Converted) -> OpenCheckpoint:
+    """Return the network of timm that computes the same function; ArchitectureError where a tensor is missing or left."""
+    record, tensors = converted.record, converted.tensors
     net = build.build(record, like=tensors)
     try:
-        build.require_fitting(net, tensors)  # refuse now what would not load later
+        build.require_fitting(net, tensors)
     except ArchitectureError as failure:
-        if hints.arch is None and not hints.arch_args:
-            raise ArchitectureError(
-                failure.message, f"does {config_path(path)} belong to another file? Name the architecture with --arch"
-            ) from failure
-        raise
+        raise ArchitectureError(
+            f"{converted.source}, by timm's names: {failure.message}", "its config may belong to another file"
+        ) from failure
+    reading = reading_of(net, record, converted.origins, f"{converted.source}, converted", converted.doubts)
+    return build.with_network(Checkpoint(tensors, record), net, reading)
+
+
+def _of_timm(path: Path, tensors: dict[str, Tensor], hints: Hints) -> OpenCheckpoint:
+    """Return the network of a file with timm's names, or those of the repository that timm took the network from."""
+    config, doubts = config_beside(path, hints)
+    if hints.arch is None and config is None:
+        raise ArchitectureError(f"{path} {appearance(tensors)}", _MISSING_HINT)
+    description = describe(path, hints, config, tensors)
+    record = description.record
+    net = description.net or build.build(record, like=tensors)
+    fitting = _fitting(path, tensors, net, hints)
     if config is not None:
         require_consistent(config, net, config_path(path), hints)
     if not hints.as_stated:
-        why = rival(record, tensors, hints.arch_args)
+        why = rival(net, record, fitting, hints.arch_args)
         if why is not None:
             raise ArchitectureError(
                 f"which network is {path.name}? {why}",
                 "--as-stated if it was trained with these arguments; else leave them out",
             )
-        if config is not None and (why := rival(record, tensors, config.model_args)) is not None:
+        if config is not None and (why := rival(net, record, fitting, config.model_args)) is not None:
             doubts.append(f"config.json is believed: {why}")
+    doubts = doubts or statistics_doubts(net, record)
     reading = reading_of(net, record, description.origins, doubts=doubts)
-    return Opened(Checkpoint(tensors, reading.noted(record)), reading)
+    if fitting is not tensors:
+        fact = Fact("tensors", "renamed", "timm's filter for the original repository")
+        reading = replace(reading, facts=(*reading.facts, fact))
+    return build.with_network(Checkpoint(fitting, record), net, reading)
 
 
-def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> Opened:
-    """A file of certvit's own: its record says everything, whatever the options say."""
+def _fitting(path: Path, tensors: dict[str, Tensor], net: nn.Module, hints: Hints) -> dict[str, Tensor]:
+    """Return the tensors by the network's names, by timm's filter where they do not fit; refuse what would not load."""
+    try:
+        build.require_fitting(net, tensors)
+        return tensors
+    except ArchitectureError as failure:
+        found = filtered(tensors, net)
+        if found is not None:
+            with suppress(ArchitectureError):
+                build.require_fitting(net, found)
+                return found
+        if hints.arch is None and not hints.arch_args:
+            raise ArchitectureError(
+                failure.message, f"does {config_path(path)} belong to another file? Name the architecture with --arch"
+            ) from failure
+        raise
+
+
+def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> OpenCheckpoint:
+    """Open a file of certvit's own: its record describes the network, and options are ignored."""
     doubts = []
     if hints.given:
         doubts.append(f"{path.name} carries its own record: {', '.join(hints.given)} ignored")
     net = build.build(checkpoint.record, like=checkpoint.tensors)
-    return Opened(checkpoint, reading_of(net, checkpoint.record, {}, RECORD, doubts))
+    reading = reading_of(net, checkpoint.record, {}, RECORD, doubts)
+    return build.with_network(checkpoint, net, reading)
 
 
 _MISSING_HINT = (
@@ -136,52 +189,11 @@ _MISSING_HINT = (
 )
 
 
-def _appearance(tensors: Mapping[str, Tensor]) -> str:
-    """What the tensors' names and shapes tell, and what they cannot."""
-    embedding, qkv = tensors.get("patch_embed.proj.weight"), tensors.get("blocks.0.attn.qkv.weight")
-    if embedding is None or qkv is None or embedding.dim() != 4:
-        known = ", ".join(sorted(tensors)[:2])
-        return f"has no certvit record, and its tensors ({known}, ...) are not those of a timm vision transformer"
-    width, channels, patch = embedding.shape[0], embedding.shape[1], embedding.shape[2]
-    depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
-    return (
-        f"looks like a timm vision transformer (width {width}, depth {depth}, patch {patch}, {channels} channels), but "
-        "its number of heads, mean and std cannot be known from its tensors"
-    )
+def _from_hub(name: str, hints: Hints) -> OpenCheckpoint:
+    """Fetch a hub's repository and read it like a downloaded folder; timm would also unpickle files.
 
-
-def _short(metadata: Mapping[str, str]) -> dict[str, str]:
-    """What a foreign file says of itself, without texts of a length that no record may hold."""
-    return {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
-
-
-def _read_torch(path: Path) -> dict[str, Tensor]:
-    """A state dict from a .pth / .bin file, without unpickling anything but tensors."""
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as failure:  # of hostile bytes, the restricted unpickler raises anything
-        raise CheckpointError(
-            f"{path} cannot be read as plain tensors ({one_line(failure)[:160]})",
-            "convert it to safetensors where it can be trusted",
-        ) from failure
-    for key in ("state_dict", "model"):
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
-            loaded = loaded[key]
-    if not isinstance(loaded, Mapping) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise CheckpointError(f"{path} is not a dictionary of tensors")
-    tensors = {str(name): value.detach() for name, value in loaded.items()}
-    for name, value in tensors.items():
-        plain = value.layout == torch.strided and not value.is_quantized and not value.is_meta and not value.is_nested
-        if not plain or value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise CheckpointError(f"tensor '{one_line(name)}' of {path} is not a plain tensor with values of its own")
-    require_numbers(tensors, path.name)
-    return tensors
-
-
-def _from_hub(name: str, hints: Hints) -> Opened:
-    """The files of a hub's repository through the same door as a downloaded folder: timm would also unpickle what it holds.
-
-    name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.
+    Args:
+        name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
@@ -194,6 +206,8 @@ def _from_hub(name: str, hints: Hints) -> Opened:
     with cache_if_unreachable() as offline:
         try:
             fetch("config.json")
+            with suppress(EntryNotFoundError):  # only transformers' repositories have it
+                fetch(PIXELS)
             try:
                 path = fetch("model.safetensors")
             except EntryNotFoundError:
@@ -204,18 +218,18 @@ def _from_hub(name: str, hints: Hints) -> Opened:
             raise
         except Exception as failure:  # every network and hub library has its own exceptions
             raise CheckpointError(
-                f"cannot fetch '{one_line(name)}' from the hub ({offline or _said(failure)})",
+                f"cannot fetch '{one_line(name)}' from the hub ({offline or _reason(failure)})",
                 "check the name and the network; the repository needs config.json and model.safetensors",
             ) from failure
     return _from_file(path, hints)
 
 
-def _said(failure: Exception) -> str:
+def _reason(failure: Exception) -> str:
     return f"{type(failure).__name__}: {one_line(failure)[:120]}"
 
 
-def _from_timm(name: str, hints: Hints) -> Opened:
-    """Pretrained weights through timm's own loader."""
+def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
+    """Fetch pretrained weights through timm's loader."""
     if name.startswith("certvit_"):
         raise CheckpointError(f"{name} has no published weights", f"certvit init {name} -o {name}.safetensors")
     with cache_if_unreachable() as offline:
@@ -223,16 +237,17 @@ def _from_timm(name: str, hints: Hints) -> Opened:
             net = timm.create_model(name, pretrained=True, **arch_arguments(hints.arch_args)).eval()
         except Exception as failure:  # every network and hub library has its own exceptions
             raise CheckpointError(
-                f"timm cannot fetch '{name}' ({offline or _said(failure)})",
+                f"timm cannot fetch '{name}' ({offline or _reason(failure)})",
                 "check the name and the network, or download it and give the folder",
             ) from failure
     about: Any = net.pretrained_cfg or {}
     arch = str(about.get("architecture", name)).split(".")[0]
     spec = build.spec_of(net, size=build.input_size_of(net), mean=hints.mean, std=hints.std)
     record = Record(arch=arch, arch_args=dict(hints.arch_args), input=spec, classes=build.classes_of(net))
-    tensors = {key: value.detach().clone() for key, value in net.state_dict().items()}
+    tensors = {key: value.detach() for key, value in net.state_dict().items()}
     require_numbers(tensors, name)
-    why = None if hints.as_stated else rival(record, tensors, hints.arch_args)
+    net = build.build(record, like=tensors)  # as every later command builds it
+    why = None if hints.as_stated else rival(net, record, tensors, hints.arch_args)
     if why is not None:
         raise ArchitectureError(f"{name} is not published with these arguments: {why}", "--as-stated if it is meant")
     doubts = [] if hints.arch is None else [f"{name} names its architecture: --arch ignored"]
@@ -247,4 +262,4 @@ def _from_timm(name: str, hints: Hints) -> Opened:
     origins = dict.fromkeys(hints.arch_args, "--arch-arg")
     origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
     reading = reading_of(net, record, origins, "timm's own", doubts)
-    return Opened(Checkpoint(tensors, reading.noted(record)), reading)
+    return build.with_network(Checkpoint(tensors, reading.noted(record)), net, reading)

@@ -64,14 +64,16 @@ class FloorNorm(nn.Module):
 class TokenBatchNorm(nn.BatchNorm1d):
     """BatchNorm of every feature over all tokens of all images: (b, n, d) -> (b, n, d). An affine map in eval mode.
 
+    A pooled token (b, d), which timm's `fc_norm` takes, is normed over the images alone.
+
     Its tensors have the names of any norm's, `weight` and `bias`, and BatchNorm's statistics beside them.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() != 3:
+        if x.dim() not in (2, 3):
             raise ArchitectureError("norm_layer=batchnorm is for tokens (b, n, d)", "maps take norm_layer=batchnorm2d")
         if self.training:
-            return super().forward(x.transpose(1, 2)).transpose(1, 2)
+            return super().forward(x.mT).mT if x.dim() == 3 else super().forward(x)
         mean, variance = self.running_mean, self.running_var
         if mean is None or variance is None:
             raise ArchitectureError("a BatchNorm without statistics depends on the batch")
@@ -100,6 +102,14 @@ def build_center_norm(old: nn.Module) -> CenterNorm:
 def build_floor_norm(old: nn.Module) -> FloorNorm:
     """Build a FloorNorm of the width of a LayerNorm; its floor comes with the weights."""
     return FloorNorm(norm_width(old))
+
+
+def build_norm_eps(old: nn.Module, eps: float) -> nn.Module:
+    """Return the norm itself with another eps; AttributeError where it has none."""
+    if not isinstance(old.eps, float):
+        raise TypeError("the module has no eps")
+    old.eps = eps  # type: ignore[assignment]
+    return old
 
 
 def build_identity(old: nn.Module) -> nn.Identity:

@@ -50,11 +50,16 @@ def _network_arguments(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _vit(config: dict[str, Any], defaults: dict[str, Any], given: dict[str, Any]) -> nn.Module:
+def _vit(
+    config: dict[str, Any],
+    defaults: dict[str, Any],
+    given: dict[str, Any],
+    kind: type[VisionTransformer] = VisionTransformer,
+) -> nn.Module:
     channels, side, _ = config["input_size"]
     arguments = {"img_size": side, "in_chans": channels, "num_classes": config["num_classes"], **defaults}
     arguments |= _network_arguments(given)
-    net = VisionTransformer(**arguments)
+    net = kind(**arguments)
     net.pretrained_cfg = config  # type: ignore[assignment]
     return net
 
@@ -135,6 +140,31 @@ def certvit_vit_ibp_3_3_8(pretrained: bool = False, **given: Any) -> nn.Module:
 def certvit_vit_pgd_2_3_16(pretrained: bool = False, **given: Any) -> nn.Module:
     """The smaller one of VNN-COMP 2023: depth 2, 3 heads, patch 16."""
     return _competition_vit({"patch_size": 16, "depth": 2, "num_heads": 3}, given)
+
+
+class ClassAndMeanViT(VisionTransformer):
+    """A ViT whose head reads the class token beside the mean of the patches' tokens: (b, c, h, w) -> (b, k).
+
+    Source: the linear classifier of DINOv2 (Oquab et al. 2023), as transformers has it.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.global_pool = "token beside avg"
+        if self.num_classes:
+            self.head = nn.Linear(2 * self.embed_dim, self.num_classes)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        both = torch.cat([x[:, 0], x[:, self.num_prefix_tokens :].mean(dim=1)], dim=1)
+        return both if pre_logits else self.head(both)
+
+
+@register_model
+def certvit_dinov2_classifier(pretrained: bool = False, **given: Any) -> nn.Module:
+    """DINOv2 of the small size with a linear classifier on class token and mean: patch 14, width 384, depth 12."""
+    shape = {"patch_size": 14, "embed_dim": 384, "depth": 12, "num_heads": 6, "init_values": 1e-5}
+    config = _config(3, 224, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    return _vit(config, shape, given, ClassAndMeanViT)
 
 
 class SmallConvNet(nn.Module):

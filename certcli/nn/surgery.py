@@ -53,6 +53,7 @@ REPLACEMENTS = Registry(
     Entry("weighted-block", "certcli.nn.residual:build_weighted", "residuals x + a f(x), a learned"),
     Entry("relu", "certcli.nn.activations:build_relu", "ReLU in place of GELU: slope 1 instead of 1.13"),
     Entry("maxmin", "certcli.nn.activations:build_maxmin", "MaxMin in place of GELU or ReLU", "Anil et al. 2019"),
+    Entry("norm-eps", "certcli.nn.norms:build_norm_eps", "the same norm with an eps of its own"),
     Entry(
         "flat-head", "certcli.nn.heads:build_flat_head", "tokens side by side into a MaxMin MLP, in place of pooling"
     ),

@@ -38,12 +38,12 @@ def ensure_torchvision() -> None:
 
 
 def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
-    """Stand in for `torch.compiler.disable`, with and without arguments: return the function as it is."""
+    """Return the function itself, in place of `torch.compiler.disable` with or without arguments."""
     return function if callable(function) else (lambda marked: marked)
 
 
-def _asked_later(device: Any) -> bool:
-    """Load the compiler when torchvision first asks it what it supports."""
+def _is_compile_supported(device: Any) -> bool:
+    """Load the compiler when torchvision first calls it."""
     ask: Callable[[Any], bool] = importlib.import_module("torch._dynamo.utils").is_compile_supported
     return ask(device)
 
@@ -61,7 +61,7 @@ def _without_compiler() -> Iterator[None]:
         return
     package, utils = (ModuleType(name) for name in names)
     package.__dict__.update(disable=_unmarked, utils=utils)
-    utils.__dict__["is_compile_supported"] = _asked_later
+    utils.__dict__["is_compile_supported"] = _is_compile_supported
     sys.modules.update(zip(names, (package, utils), strict=True))
     try:
         yield

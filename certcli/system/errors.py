@@ -1,8 +1,8 @@
-"""One hierarchy of errors: what went wrong and where (message), what to do next (hint), how the shell sees it (code)."""
+"""Errors with a message (what went wrong, where), a hint (what to do next) and an exit code."""
 
 
 class CertvitError(Exception):
-    """A failure that a user can act on. Shown as one line and a hint, never as a traceback."""
+    """A failure that a user can act on, shown as one line and a hint."""
 
     code = 1
 
@@ -55,21 +55,21 @@ class OutputError(CertvitError):
 
 
 class Interrupted(CertvitError):
-    """Ctrl-C. 128 + SIGINT, as shells have it."""
+    """The user pressed Ctrl-C: 128 + SIGINT."""
 
     code = 130
 
 
 class Refused(ValueError):
-    """A value that does not pass, in one line; the caller knows which file or option it came from."""
+    """A value is invalid; the caller adds the file or option that it came from."""
 
 
 def plain(text: str) -> str:
-    """Text as a screen may have it: every character that is not printable (escapes, directions) spelled out."""
+    """Return text for a screen, with unprintable characters (escapes, directions) spelled out."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(failure: object) -> str:
-    """The first line of a message, printable and not longer than a line."""
+    """Return the first line of a message, printable, at most 200 characters."""
     text = (str(failure).splitlines() or [type(failure).__name__])[0]
     return "".join(character if character.isprintable() else "?" for character in text)[:200]

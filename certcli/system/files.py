@@ -1,7 +1,7 @@
-"""Where the bytes of an output go: a regular file, replaced whole or not at all, or a stream, written in one piece.
+"""Outputs: a regular file is replaced whole or not at all, a stream is written in one piece.
 
-Links are followed: what they lead to is replaced in its own folder, and the links stay. A pipe, a character device and a
-descriptor that is open already (/dev/stdout, /dev/fd/3, a link to one) are streams: nothing is ever renamed over them.
+Links are followed: their target is replaced in its own folder, and the links stay. A pipe, a character device and an open
+descriptor (/dev/stdout, /dev/fd/3, a link to one) are streams: no file is renamed over them.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from safetensors import SafetensorError
 from certcli.system.errors import OutputError, UsageError, one_line
 
 MOST_LINKS = 40
-"""That are followed, as systems do."""
+"""Links that are followed, as on Linux."""
 _DESCRIPTOR = re.compile(r"/(dev|proc/{pid}(/task/\d+)?)/fd/(\d+)")
 _NO_FILES = {stat.S_IFBLK: "a block device", stat.S_IFSOCK: "a socket"}
 
 
 def is_stream(path: Path) -> bool:
-    """Whether what is written to `path` goes through it: a pipe, a character device, an open descriptor."""
+    """Tell whether `path` is a stream: a pipe, a character device, an open descriptor."""
     with contextlib.suppress(OSError):
         mode = os.stat(path).st_mode
         return _descriptor(path) is not None or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
@@ -36,7 +36,7 @@ def is_stream(path: Path) -> bool:
 
 
 def _descriptor(path: Path) -> int | None:
-    """The number of the descriptor of this process that `path` names, links followed."""
+    """Return the number of this process's descriptor that `path` names, links followed."""
     for _ in range(MOST_LINKS):
         here = os.path.join(os.path.realpath(path.parent), path.name)
         found = re.fullmatch(_DESCRIPTOR.pattern.replace("{pid}", str(os.getpid())), here)
@@ -49,9 +49,9 @@ def _descriptor(path: Path) -> int | None:
 
 
 def require_absent(path: Path, force: bool, option: str = "-o") -> None:
-    """UsageError when a file is there already, or what takes no bytes: asked before any work, and as it is written.
+    """Raise UsageError when `path` exists and `force` is not set, OutputError when it cannot be written.
 
-    A stream may be there, whatever is forced: nothing of it is lost.
+    A stream needs no `force`: writing to it destroys nothing.
     """
     try:
         mode = os.stat(path).st_mode
@@ -78,7 +78,7 @@ def require_absent(path: Path, force: bool, option: str = "-o") -> None:
     if not folder.is_dir():
         raise OutputError(f"cannot write {path}: there is no folder {folder}", f"mkdir -p {folder}")
     try:
-        tempfile.TemporaryFile(dir=folder).close()  # its permissions do not tell: /proc has them, and takes no file
+        tempfile.TemporaryFile(dir=folder).close()  # permissions do not show it: those of /proc allow files
     except OSError as failure:
         locked = failure.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         reason = f"the folder {folder} is read-only" if locked else f"{folder} takes no files ({failure.strerror})"
@@ -86,15 +86,15 @@ def require_absent(path: Path, force: bool, option: str = "-o") -> None:
 
 
 def _file(path: Path) -> Path:
-    """The file itself where `path` is a link, else the path as it was given."""
+    """Return the target of a link, else `path` as given."""
     return Path(os.path.realpath(path)) if os.path.islink(path) else path
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary path for what `path` is to hold; removed when the block fails.
+    """Yield a temporary path to write; when the block succeeds, it replaces `path` in one step.
 
-    When it ends well, a regular file is replaced by it in one step and keeps its permissions; a stream gets its bytes.
+    A regular file keeps its permissions; a stream gets the bytes. When the block fails, nothing is left.
     """
     require_absent(path, force=True)
     file = _file(path)
@@ -119,7 +119,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def cannot_write(path: Path, failure: Exception) -> OutputError:
-    """The refusal for what a system or a library said while it wrote."""
+    """Return the OutputError for a failure of the system or a library while writing."""
     number = getattr(failure, "errno", None)
     full = number == errno.ENOSPC or "No space left" in str(failure)
     left = number == errno.EPIPE
@@ -128,25 +128,25 @@ def cannot_write(path: Path, failure: Exception) -> OutputError:
 
 
 def open_stream(path: Path) -> IO[bytes]:
-    """A pipe, a device or an open descriptor, to be written to. A pipe that nobody reads yet waits for its reader."""
+    """Open a pipe, a device or a descriptor for writing; a pipe waits for its reader."""
     number = _descriptor(path)
     if number is None:
         return os.fdopen(os.open(path, os.O_WRONLY), "wb")
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # what was said before comes before
+        stream.flush()  # earlier text comes first
     return os.fdopen(os.dup(number), "wb")
 
 
 _SUFFIX = ".tmp"
 _LONGEST = 200
-"""Bytes of a name that a temporary one repeats: systems allow 255, and more is added."""
+"""Bytes of a name that its temporary name repeats: systems allow 255, and some are added."""
 
 
 @contextlib.contextmanager
 def _workplace(beside: Path | None, name: str) -> Iterator[Path]:
-    """A temporary folder, by its name that of `name`, locked as long as this process lives, so that `sweep` knows it.
+    """Yield a temporary folder named after `name`, locked while this process lives, so that `sweep` leaves it.
 
-    A folder, since some libraries replace the file that they are to write, and a lock goes with what it was taken on.
+    A folder, because some libraries replace the file that they write, and the lock would go with the old one.
     """
     if beside is not None:
         sweep(beside, re.escape(name))
@@ -162,9 +162,10 @@ def _workplace(beside: Path | None, name: str) -> Iterator[Path]:
 
 
 def sweep(folder: Path, names: str) -> bool:
-    """Delete what killed runs left before it was whole; whether no living run is writing.
+    """Delete the temporary folders of killed runs; return whether no living run is writing.
 
-    names: an expression for the names of the files that it was to be.
+    Args:
+        names: A regular expression for the names of the files that they were to become.
     """
     temporary = re.compile(rf"\.{names}\.[a-z0-9_]{{8}}{re.escape(_SUFFIX)}")
     alone = True
@@ -176,7 +177,7 @@ def sweep(folder: Path, names: str) -> bool:
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder / name, ignore_errors=True)
-        except OSError:  # locked by who writes there; or no locks here, and nothing is known
+        except OSError:  # locked by a living run, or the file system has no locks
             alone = False
         finally:
             os.close(number)

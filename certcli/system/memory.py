@@ -1,9 +1,8 @@
-"""How much memory this process may still take: the machine's, and that of the control groups it runs in.
+"""Free memory: the machine's, and that of the control groups of this process.
 
-A container, a batch system or systemd limits a process by its memory control group, or by one that this one lies in; who
-goes beyond the limit is killed without a word, however much the machine has left. Linux keeps the groups as folders, in
-version 1 (`memory.limit_in_bytes`) or 2 (`memory.max`, `memory.high`). Pages of files count as used there, and are dropped
-when memory is short: they are free.
+A container, a batch system or systemd limits a process by its memory control group or by a parent of it; beyond the limit
+the process is killed, however much memory the machine has left. Linux shows groups as folders, in version 1
+(`memory.limit_in_bytes`) or 2 (`memory.max`, `memory.high`). Cached pages of files count as used there, but are free.
 """
 
 import contextlib
@@ -13,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 _ROOT = Path("/")
-"""Where /proc and the groups' folders are looked for."""
+"""The folder with /proc and the groups' folders."""
 
-_FILES = (  # a limit's file, what counts as used, and the start of the names of the pages of files in memory.stat
+_FILES = (  # the file of a limit, the file of the usage, the prefix of cached pages in memory.stat
     ("memory.max", "memory.current", ""),
     ("memory.high", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -23,21 +22,20 @@ _FILES = (  # a limit's file, what counts as used, and the start of the names of
 
 
 def free_bytes() -> float:
-    """Bytes that nobody uses now and that this process may have; half of the machine's memory where it does not say."""
-    return min([_of_the_machine(), *(left for group in _groups() for left in _left_in(group))])
+    """Return the free bytes that this process may take; half of the machine's memory where the system does not say."""
+    return min([_machine_bytes(), *(left for group in _groups() for left in _group_bytes(group))])
 
 
 def give_back() -> None:
-    """Let glibc return to the system what was freed: it keeps matrices of less than 32 MB for the next ones.
+    """Return freed memory to the system, where the C library is glibc.
 
-    They lie between others that are in use: 0.2 GB of 0.9 when layers of width 640 are constrained one by one. Nothing
-    happens where there is no glibc.
+    glibc keeps freed matrices of less than 32 MB: 0.2 GB of 0.9 when layers of width 640 are constrained one by one.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _of_the_machine() -> float:
+def _machine_bytes() -> float:
     try:
         with (_ROOT / "proc/meminfo").open() as facts:
             free = next(line for line in facts if line.startswith("MemAvailable"))
@@ -48,7 +46,7 @@ def _of_the_machine() -> float:
 
 
 def _groups() -> Iterator[Path]:
-    """The folders of this process's memory group and of those that it lies in, as far as they can be seen from here."""
+    """Yield the folders of this process's memory group and of its parents, as far as they are mounted."""
     try:
         mounts = [line.split() for line in (_ROOT / "proc/self/mountinfo").read_text().splitlines()]
         own = [line.split(":", 2) for line in (_ROOT / "proc/self/cgroup").read_text().splitlines() if ":" in line]
@@ -67,13 +65,13 @@ def _groups() -> Iterator[Path]:
                     yield folder.joinpath(*below[:count])
 
 
-def _left_in(group: Path) -> Iterator[float]:
+def _group_bytes(group: Path) -> Iterator[float]:
     for limit, usage, prefix in _FILES:
         try:
             most, used = int((group / limit).read_text()), int((group / usage).read_text())
             lines = (group / "memory.stat").read_text().splitlines()
             pages = {name: int(value) for name, value in (line.split() for line in lines)}
-        except (OSError, ValueError):  # no limit is the word "max", or there is no such file
+        except (OSError, ValueError):  # "max" stands for no limit; or there is no such file
             continue
         files = sum(pages.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
         yield max(0.0, float(most - used + files))

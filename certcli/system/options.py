@@ -1,4 +1,4 @@
-"""How a field of an options dataclass stands on the command line; `cli.shared.command` makes Typer's option from it."""
+"""The command line's form of a field of an options dataclass; `cli.shared.command` makes Typer's option from it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Option:
-    """A note in `Annotated`. A field without one is no option. A `Path` names a file that is read.
+    """An annotation of a field. A field without one is no option. A `Path` names an input file.
 
     Args:
         names: spellings, where the field's own name is not the only one.

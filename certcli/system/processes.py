@@ -1,12 +1,12 @@
-"""Several processes as one command: who does which piece, how what is found comes together, how all end as one.
+"""Several processes that run one command.
 
-`torchrun --nproc-per-node N -m certcli COMMAND ...` starts N processes that know their rank. The one of rank 0 leads: it
-alone writes and speaks. Pieces of work are dealt from a counter in torch.distributed's store to whoever is free, what is
-found comes back over the store, and the leader hands it on in order: it is what one process finds, in whatever order and
-by however many it was found. Only numbers that must be added (gradients) go through a process group, gloo or NCCL.
+`torchrun --nproc-per-node N -m certcli COMMAND ...` starts N processes that know their rank. Rank 0 leads: only the leader
+writes files and messages. Free processes draw pieces of work from a counter in torch.distributed's store and return their
+results over the store; the leader passes them on in order, so that results do not depend on the number of processes. Only
+numbers that are added up (gradients) go through a process group, gloo or NCCL.
 
-A process that fails first says why; the others end silently with its code (`fail`, `Ended`). Nothing of torch is imported
-before a second process is there.
+The first process that fails says why; the others end silently with its code (`fail`, `Ended`). torch is imported only
+where there are several processes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Piece = TypeVar("Piece")
 Found = TypeVar("Found")
 
 POLL = 0.01
-"""Seconds between two looks at the store: its own waiting would write to stderr each time that it is in vain."""
+"""Seconds between two polls of the store, whose own wait writes to stderr each time it runs out."""
 PATIENCE = 10.0
-"""Seconds in which the process that failed first says why, before the others end."""
+"""Seconds in which the first failed process reports, before the others end."""
 LONGEST = timedelta(days=7)
-"""No process is given up by the others for being slow: one that has ended breaks its connection."""
+"""Timeout of collectives. No slow process is abandoned; a dead one breaks its connection."""
 
 
 class Ended(Exception):
-    """Another process failed first, and says why. code: with which all end."""
+    """Another process failed first and reports it; all end with its exit `code`."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"another process ended with {code}")
@@ -44,9 +44,10 @@ class Ended(Exception):
 
 
 class Team:
-    """Processes that do one command together, each calling the same methods in the same order; `ALONE` is one of itself.
+    """Processes that run one command, each calling the same methods in the same order; `ALONE` is a single process.
 
-    store: of torch.distributed, to speak over; where none is given, the one that the environment names, at first use.
+    Args:
+        store: A store of torch.distributed; None for the one that the environment names.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
@@ -58,7 +59,7 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes and speaks."""
+        """Tell whether this process writes files and messages."""
         return self.rank == 0
 
     @property
@@ -91,11 +92,12 @@ class Team:
         unpack: Callable[[Any], Found] = lambda plain: plain,
         aside: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[bool, Found]]:
-        """(whether it is new, what was found) of every piece, in order, for the leader; nothing for the others.
+        """Yield (whether it is new, the result) of every piece, in order, in the leader; nothing in the others.
 
-        known: what an earlier run found, asked by the leader alone, from the first piece to the first that is not known.
-        pack, unpack: to plain values and back. aside: what the leader does before its first piece, while the others have
-        begun with theirs.
+        Args:
+            known: The result of an earlier run, or None; called in the leader, up to the first piece without one.
+            pack, unpack: Turn a result into plain JSON values and back.
+            aside: Work of the leader before its first piece, while the others work on theirs.
         """
         if not self.several:
             aside()
@@ -133,7 +135,7 @@ class Team:
                 self._pause()
 
     def agree(self, make: Callable[[], Any]) -> Any:
-        """What the leader makes, a plain value, for all: for what clocks and unlike machines could decide differently."""
+        """Return the leader's value of `make` in all processes, where clocks or unlike machines could decide differently."""
         if not self.several:
             return make()
         name = self._next()
@@ -144,7 +146,7 @@ class Team:
         return json.loads(self._wait(name))
 
     def everyone(self, mine: Any) -> list[Any]:
-        """What each process gave, plain values, by rank."""
+        """Return the plain values of all processes, by rank."""
         if not self.several:
             return [mine]
         name = self._next()
@@ -152,7 +154,7 @@ class Team:
         return [json.loads(self._wait(f"{name}/{rank}")) for rank in range(self.size)]
 
     def group(self) -> Any:
-        """torch.distributed with its process group made: gloo for the CPU, NCCL for CUDA."""
+        """Return torch.distributed with its process group: gloo on the CPU, NCCL on CUDA."""
         import torch
         import torch.distributed as distributed
 
@@ -164,7 +166,7 @@ class Team:
         return distributed
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Each tensor becomes the sum of all processes' (bit for bit the same in all), in one message for each dtype."""
+        """Replace each tensor by its sum over all processes, bit for bit the same in all; one message for each dtype."""
         import torch
 
         if not self.several:
@@ -179,7 +181,7 @@ class Team:
                 tensor.detach().copy_(total.view_as(tensor))
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensor of each process, by rank: all of one shape and dtype."""
+        """Return the tensors of all processes, of one shape and dtype, by rank."""
         import torch
 
         if not self.several:
@@ -189,20 +191,21 @@ class Team:
         return found
 
     def copy_from_leader(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Each tensor becomes the leader's: unlike processors would let copies drift apart."""
+        """Replace each tensor by the leader's, since copies on unlike processors drift apart."""
         for tensor in tensors if self.several else ():
             self.spread(tensor, 0)
 
     def spread(self, tensor: torch.Tensor, rank: int) -> None:
-        """The tensor becomes that of process `rank`, in all."""
+        """Replace the tensor by that of process `rank`, in all."""
         import torch
 
-        sent = tensor.detach()  # gloo knows no truth values
+        sent = tensor.detach()  # gloo has no booleans
         self.group().broadcast(sent.view(torch.uint8) if sent.dtype == torch.bool else sent, src=rank)
 
     def join(self, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
-        """For the leader the tensor of this shape, on the CPU, of which each process holds the rows that torch.chunk gives
-        it; None for the others.
+        """Return in the leader the whole tensor, on the CPU, from each process's rows (as torch.chunk splits it).
+
+        The others get None.
         """
         most = -(-shape[0] // self.size)
         sent = rows.new_zeros(most, *shape[1:], device="cpu")
@@ -212,7 +215,7 @@ class Team:
         return None if found is None else found[: shape[0]]
 
     def fail(self, code: int) -> int | None:
-        """None for the first process that fails: it says why, and then that it has (`said`). Else the first one's code."""
+        """Return None in the first process that fails, which reports and then calls `said`; else that process's code."""
         if not self.several:
             return None
         try:
@@ -227,7 +230,7 @@ class Team:
             return None if self.leads or self._unreachable else code
 
     def said(self) -> None:
-        """After `fail` gave None: why is said, the others may go."""
+        """Let the others end, after the first failed process has reported."""
         if self.several:
             try:
                 self._store.set("said", "1")
@@ -235,7 +238,7 @@ class Team:
                 return
 
     def finish(self) -> None:
-        """At a good end: the leader, whose process may hold the store, goes last."""
+        """End well: the leader, whose process may hold the store, ends last."""
         if not self.several or self._given is None:
             return
         name = self._next()
@@ -276,7 +279,7 @@ ALONE = Team()
 
 @cache
 def team() -> Team:
-    """This process and those that torchrun started with it, as RANK and WORLD_SIZE say; `ALONE` where it did not."""
+    """Return the processes that torchrun started, by RANK and WORLD_SIZE; `ALONE` without torchrun."""
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None or size is None or size == "1":
         return ALONE
@@ -294,12 +297,12 @@ def team() -> Team:
 
 
 def local_rank() -> int:
-    """Which of the processes on this machine: the number of its GPU."""
+    """Return the number of this process on its machine, which is that of its GPU."""
     text = os.environ.get("LOCAL_RANK", "0")
     return int(text) if text.isdecimal() else 0
 
 
 def require_one(what: str, hint: str) -> None:
-    """UsageError where `what` cannot be split and there are several processes."""
+    """Raise UsageError where there are several processes and `what` cannot be split."""
     if team().several:
         raise UsageError(f"{what} in one process only, and these are {team().size}", hint)

@@ -1,6 +1,6 @@
-"""A registry maps a name to a callable that is imported only when it is asked for.
+"""A registry maps names to callables, each imported when it is first loaded.
 
-The summary and the source serve `--help`, the documentation and the tests, none of which may import torch.
+`--help`, the documentation and tests read summary and source without importing torch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from certcli.system.errors import UsageError
 
 
 def one_of(name: str, known: Iterable[str]) -> str:
-    """A hint: the names there are, and first of all the one that was probably meant."""
+    """Return a hint: the known names, after the one closest to `name`."""
     names = list(known)
     near = get_close_matches(name, names, 1)
     return (f"did you mean '{near[0]}'? " if near else "") + f"one of: {', '.join(names)}"
@@ -21,7 +21,7 @@ def one_of(name: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """One name: where its callable lives ("package.module:attribute"), what it does, where it comes from."""
+    """A name, the place of its callable ("package.module:attribute"), a summary and the source in the literature."""
 
     name: str
     target: str
@@ -60,5 +60,5 @@ class Registry(Generic[E]):
         return list(self._entries)
 
     def load(self, name: str) -> Any:
-        """The callable behind `name`; UsageError with the known names when there is none."""
+        """Import and return the callable of `name`; UsageError lists the known names."""
         return self[name].load()

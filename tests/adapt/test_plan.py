@@ -169,7 +169,7 @@ def test_every_family_keeps_its_answers_under_the_goal_keep(name: str) -> None:
 def test_what_cannot_be_replaced_is_said_in_a_line(name: str) -> None:
     """Which network, which attention, where; and what serves it."""
     with pytest.raises(ArchitectureError) as refusal:
-        plan(make(name).record, settings_for("certify"))
+        plan(make(name), settings_for("certify"))
     assert "it does not know how the blocks of" in refusal.value.message
     assert "\n" not in refusal.value.message
     assert "--goal keep" in refusal.value.hint
@@ -178,7 +178,7 @@ def test_what_cannot_be_replaced_is_said_in_a_line(name: str) -> None:
 @pytest.mark.parametrize("name", ["levit_128s", "certvit_4c3f"])
 def test_a_network_without_layernorms_has_nothing_to_keep(name: str) -> None:
     with pytest.raises(ArchitectureError, match="no LayerNorm over the last dimension"):
-        plan(_ready_made(name).record, settings_for("keep"))
+        plan(_ready_made(name), settings_for("keep"))
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -193,7 +193,7 @@ def test_every_family_becomes_lipschitz(name: str, norm: str) -> None:
     found = bound_network(build.load(result), result.record.input.size, 5)
     assert found.upper.finite, found.bound.why
     assert logit_error(result, original, images) < 0.7 * logit_error(surgery, original, images)
-    assert {item.path for item in plan(original.record, settings)} == {item.path for item in result.record.surgery}
+    assert {item.path for item in plan(original, settings)} == {item.path for item in result.record.surgery}
     assert all(record.error < 1 for record in records)  # 1 is what no output at all would have
 
 
@@ -310,7 +310,7 @@ def test_every_combination_runs_and_is_bounded(
     found = bound_network(model, result.record.input.size, 10)
     assert found.upper.finite, found.bound.why
     assert isinstance(model.net.blocks[0].attn, L2Attention)
-    assert {item.path for item in plan(plain.record, settings)} == {item.path for item in result.record.surgery}
+    assert {item.path for item in plan(plain, settings)} == {item.path for item in result.record.surgery}
     assert result.record.lineage[-1].command == "adapt"
 
 
@@ -347,13 +347,13 @@ def _ready_made(arch: str, **arguments: Any) -> Checkpoint:
 )
 def test_what_is_not_known_is_refused_by_name(arch: str, arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ArchitectureError, match=named):
-        plan(_ready_made(arch, **arguments).record, AdaptSettings())
+        plan(_ready_made(arch, **arguments), AdaptSettings())
 
 
 def test_refusals(plain: Checkpoint, images: Tensor) -> None:
     _, adapted = run(plain, AdaptSettings(epochs=-1), images[:8])
     with pytest.raises(ArchitectureError, match="adapted network"):
-        plan(adapted.record, AdaptSettings())
+        plan(adapted, AdaptSettings())
     with pytest.raises(DataError, match="calibration image"):
         Adapter(plain, AdaptSettings(), images[:0], CPU)
     for wrong in (

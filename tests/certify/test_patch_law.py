@@ -12,12 +12,12 @@ from certcli.certify.methods import prepare
 from certcli.certify.patch.ablation import Voting
 from certcli.certify.patch.certifier import PatchCertifier
 from certcli.certify.patch.climbed import TouchedPasses
-from certcli.certify.patch.defended import GreyPixels
 from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.options import Patches
 from certcli.certify.patch.passes import Passes
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.sizes import Patch
+from certcli.models.seen_part import GreyPixels
 from tests.helpers.patches import GRID, pixel_model, places
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from certcli.certify.patch import masks
 from certcli.certify.patch.double_masking import DoubleMasking
-from certcli.certify.patch.masks import Grid
 from certcli.evaluation.sizes import Patch
+from certcli.models.views import Grid, band_views
 from certcli.system.errors import UsageError
 from tests.helpers.patches import places, shown
 
@@ -87,7 +87,7 @@ def test_masks_hide_every_place_and_a_hole_is_found(grid: Grid, patch: Patch) ->
 @pytest.mark.parametrize("kind", ["columns", "rows", "blocks"])
 def test_the_bands_that_a_patch_meets(kind: str, grid: Grid, patch: Patch) -> None:
     """Against pixels: each place's bands are within one of the sets, and each set is that of some places."""
-    views = masks.band_views(grid, kind, 1)
+    views = band_views(grid, kind, 1)
     single = places(grid, Patch(patch.height, patch.width))
     every = single if patch.count == 1 else [a | b for a, b in itertools.product(single, single)]
     met = torch.stack([(shown(views, grid) & pixels).flatten(1).any(dim=1) for pixels in every])

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from certcli.certify.patch import masks
 from certcli.certify.patch.ablation import Voting
-from certcli.certify.patch.defended import GreyPixels, KeptTokens, SeenPart, seen_part
 from certcli.certify.patch.double_masking import DoubleMasking
-from certcli.certify.patch.masks import Grid
 from certcli.certify.patch.passes import Passes
 from certcli.evaluation.sizes import Patch
 from certcli.models import build
+from certcli.models.seen_part import GreyPixels, KeptTokens, SeenPart, seen_part
+from certcli.models.views import Grid
 from certcli.system.errors import UsageError
 from tests.helpers.patches import GRID, ONE_IMAGE, pixel_model, shown
 
@@ -132,10 +132,17 @@ def test_batches_always_have_one_size() -> None:
     assert set(part.rows) == {4}
 
 
-def test_networks_without_tokens_to_drop_say_so() -> None:
-    net = pixel_model(timm.create_model("resnet10t", num_classes=5), (3, 32, 32))
-    with pytest.raises(UsageError, match="neither timm's VisionTransformer"):
-        seen_part(net, "tokens")
-    part = seen_part(net, "auto")
+SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 8, "depths": (1, 1), "num_heads": (1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("arch", "shape"), [("resnet10t", {}), ("swin_tiny_patch4_window7_224", SWIN)], ids=["convolutions", "windows"]
+)
+def test_networks_without_tokens_to_drop_say_so(arch: str, shape: dict[str, Any]) -> None:
+    net = timm.create_model(arch, num_classes=5, **shape)
+    model = pixel_model(net, (3, 32, 32))
+    with pytest.raises(UsageError, match=f"{type(net).__name__} is neither timm's VisionTransformer"):
+        seen_part(model, "tokens")
+    part = seen_part(model, "auto")
     assert part.hides == "pixels"
     assert "VisionTransformer" in part.why

@@ -10,9 +10,9 @@ from torch import Tensor
 from certcli.certify.patch import masks
 from certcli.certify.patch.ablation import stays, winner
 from certcli.certify.patch.double_masking import DoubleMasking
-from certcli.certify.patch.masks import Grid
 from certcli.certify.patch.passes import Answer, Passes
 from certcli.evaluation.sizes import Patch
+from certcli.models.views import Grid, band_views
 from tests.helpers.patches import GRID, ONE_IMAGE, places, shown
 
 
@@ -98,7 +98,7 @@ def test_voting_is_exact() -> None:
     """A vote count stays exactly where no votes of any one set of bands, all tried, change the winner."""
     generator = torch.Generator().manual_seed(1)
     grid, classes = Grid(2, 7, (1, 1)), 3
-    views = masks.band_views(grid, "columns", 2)
+    views = band_views(grid, "columns", 2)
     outcomes = set()
     for patch in (Patch(1, 1), Patch(2, 2)):
         sets = masks.met_views(views, grid, patch)

@@ -105,8 +105,8 @@ CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
     (renamed("x.state.safetensors"), ["finetune", "x.state.safetensors", "-o", "x.safetensors"], "x.state"),
     (renamed("z.state.safetensors"), ["adapt", "z.state.safetensors", "-o", "z.safetensors"], "z.state"),
     (renamed("y.last.safetensors"), ["finetune", "y.last.safetensors", "-o", "y.safetensors", "--force"], "y.last"),
-    (existing("x.state.safetensors"), ["finetune", M, "-o", "x.safetensors", "--force"], "is none"),
-    (existing("x.state.safetensors"), ["adapt", M, "-o", "x.safetensors", "--force"], "is none"),
+    (existing("x.state.safetensors"), ["finetune", M, "-o", "x.safetensors", "--force"], "is not a state file"),
+    (existing("x.state.safetensors"), ["adapt", M, "-o", "x.safetensors", "--force"], "is not a state file"),
     (existing("x.last.safetensors"), ["finetune", M, "-o", "x.safetensors"], "exists already"),
     # pictures, records and examples where an input was
     (nothing, ["certify", M, "--plot", M, "--force"], "is the input"),
@@ -222,7 +222,7 @@ def test_a_state_is_replaced_and_deleted_by_its_own_run_only(tmp_path: Path) -> 
     assert path.exists()
     outputs = Outputs()
     outputs.keeps_state(path, "key")
-    with pytest.raises(UsageError, match="is none"):
+    with pytest.raises(UsageError, match="is not a state file"):
         outputs.keeps_state(path, "other key")
     state(path, "key", "mine")
     require_own_state(path, "key", "mine", force=False)

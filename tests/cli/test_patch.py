@@ -15,6 +15,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.main import app
 from certcli.evaluation.sizes import Patch
 from certcli.system.errors import CertvitError, DataError, UsageError
+from tests.helpers.workshop import TINY
 
 CPU = torch.device("cpu")
 
@@ -93,7 +94,7 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
         (("--patch", "2", "--method", "lipschitz"), "stands alone"),
         (("--patch", "2", "--procedure", "prayer"), "unknown procedure"),
         (("--patch", "2", "--procedure", "voting", "--bands", "rings"), "--bands of rings"),
-        (("--patch", "2", "--procedure", "voting", "--band-width", "9"), "--band-width 9"),
+        (("--patch", "2", "--procedure", "voting", "--band-width", "9"), "bands of 9 columns"),
         (("--patch", "2", "--hide", "faces"), "--hide faces"),
         (("--patch", "2", "--min-certified", "0.5@3"), "another patch"),
     ],
@@ -132,6 +133,27 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
     bare = json.loads(certvit("predict", network, tmp_path / "0.png", "--json").stdout)["predictions"]
     assert bare[0].keys() >= {"image", "prediction"}
     assert "proven" not in bare[0]
+
+
+def test_synset_folders_of_some_of_the_classes_lend_no_names(tmp_path: Path) -> None:
+    """Two folders beside 1,000 classes: class 1 of the network is not the second folder."""
+    from PIL import Image
+
+    start, tuned = tmp_path / "start.safetensors", tmp_path / "tuned.safetensors"
+    for number, synset in enumerate(("n01440764", "n03445777")):
+        (tmp_path / "images" / synset).mkdir(parents=True)
+        for index in range(6):
+            Image.new("L", (8, 8), 40 * (number + index)).save(tmp_path / "images" / synset / f"{index}.png")
+    shape = [word for key, value in TINY.items() for word in ("--arch-arg", f"{key}={value}")]
+    assert certvit("init", "certvit_vit_digits", *shape, "--classes", 1000, "-o", start).exit_code == 0
+    words = ("--dataset", tmp_path / "images", "--loss", "ce", "--augment", "bands:1", "--steps", 1)
+    done = certvit("finetune", start, *words, "-o", tuned, "--json")
+    assert done.exit_code == 0, done.output
+    assert 0 <= json.loads(done.stdout.splitlines()[0])["masked"] <= 1
+    assert Checkpoint.read(tuned).record.class_names is None
+    done = certvit("predict", tuned, tmp_path / "images", "--json")
+    assert done.exit_code == 0, done.output
+    assert all("name" not in row for row in json.loads(done.stdout)["predictions"])
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from tests.helpers.several import kept
 
 CERTIFY = ["certify", "certified.safetensors", "--batch-size", "32", "-e", "0.1"]
 SMOOTHING = [*CERTIFY, "--method", "smoothing", "--limit", "9", "-n", "100", "--n0", "20", "--sigma", "0.1"]
+PATCH = ["certify", "plain.safetensors", "--dataset", "digits", "--limit", "40", "--method", "patch", "--patch", "1"]
+PATCH += ["--hide", "pixels"]
 ATTACK = ["attack", "plain.safetensors", "-a", "pgd-3", "-a", "margin-pgd-3", "-e", "0.3", "-e", "1", "--limit", "90"]
 ATTACK += ["--batch-size", "20"]
 FINETUNE = ["finetune", "certified.safetensors", "--dataset", "digits", "--loss", "margin", "-e", "0.2", "--json", "-q"]
@@ -57,7 +59,7 @@ CONSTRAIN = {
 }
 CONSTRAIN["met"] += ["--layers", "*mlp*"]
 """Commands by the name of their output."""
-RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "attack": ATTACK}
+RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "patch": PATCH, "attack": ATTACK}
 """Commands by the name of their file of records."""
 
 
@@ -210,7 +212,7 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         script = Path(__file__).parents[1] / "helpers" / "several.py"
         with (two / "stdout").open("w") as out, (two / "stderr").open("w") as err:
             running = subprocess.Popen([*torchrun, script, "plan.json", "."], cwd=two, stdout=out, stderr=err)
-            for name in ("smoothing", "attack"):
+            for name in ("smoothing", "patch", "attack"):
                 certvit(*RECORDS[name], "--records", f"{name}.jsonl", "-q")
             for name, words in CONSTRAIN.items():
                 certvit(*words, "-o", f"{name}.safetensors", "-q")
@@ -229,10 +231,10 @@ def test_two_processes_write_the_bytes_of_one(both: tuple[Path, Path, str]) -> N
     one, two, said = both
     for rank in (0, 1):
         codes = json.loads((two / f"codes.{rank}.json").read_text())
-        assert codes == [0] * 13 + [6], said
+        assert codes == [0] * 14 + [6], said
     for name in RECORDS:
         texts = [(folder / f"{name}.jsonl").read_text() for folder in (one, two)]
-        if name == "smoothing":  # what an image took is not what was found
+        if name in ("smoothing", "patch"):  # what an image took is not what was found
             texts = [re.sub(r', "seconds": [0-9.e-]+', "", text) for text in texts]
         assert texts[0] == texts[1], name
     assert (two / "resumed.jsonl").read_bytes() == (one / "certify.jsonl").read_bytes()

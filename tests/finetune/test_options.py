@@ -59,6 +59,14 @@ OPTIONS: dict[str, dict] = {
     "adaptive sam": {"sam": 0.5, "adaptive_sam": True},
     "average": {"ema": 0.9},
     "augmentation": {"augment": ("crop", "flip", "shift")},
+    "bands": {"augment": ("bands:1",)},
+    "bands or greedy cutout, attacked": {
+        "augment": ("bands:1", "cutout-greedy:2x4"),
+        "adversarial": "trades",
+        "mixup": 0.5,
+        "attack_epsilon": 0.1,
+        "attack_steps": 1,
+    },
     "mixup": {"mixup": 0.8},
     "cutmix": {"cutmix": 1.0, "mix_probability": 0.9},
     "teacher": {"teacher": True, "distill_weight": 0.7},
@@ -240,6 +248,8 @@ def test_checkpointing_gives_the_same_gradients(
         ("certvit_lip_digits", {"adversarial": "pgd", "ard": 0.5}, "attn"),
         ("certvit_lip_digits", {"adversarial": "pgd", "prm": 0.5}, "patch embedding"),
         ("certvit_lip_digits", {"precision": "fp16"}, "CUDA"),
+        ("certvit_lip_digits", {"augment": ("bands:99",)}, "bands of 99 columns"),
+        ("certvit_lip_digits", {"augment": ("cutout-greedy:1x8",)}, "leave nothing"),
     ],
 )
 def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, match: str) -> None:
@@ -251,6 +261,10 @@ def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, ma
     "wrong",
     [
         {"augment": ("rotate",)},
+        {"augment": ("bands:0",)},
+        {"augment": ("cutout-greedy:3x4",)},
+        {"augment": ("bands:2",), "loss": "bcp"},
+        {"augment": ("bands:2",), "checkpointing": True},
         {"project": "cube"},
         {"project": "ball", "optimiser": "stiefel"},
         {"precision": "fp16", "sam": 0.1},

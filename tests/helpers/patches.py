@@ -5,10 +5,10 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.patch.masks import Grid
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.sizes import Patch
 from certcli.models import build
+from certcli.models.views import Grid
 
 GRID = Grid(4, 5, (1, 1))
 ONE_IMAGE = torch.zeros(1, 1, 4, 5)

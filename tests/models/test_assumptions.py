@@ -23,7 +23,7 @@ from certcli.lipschitz.network import prove
 from certcli.models import build
 from certcli.models.assumptions import OWN, RECORD
 from certcli.models.hints import Hints
-from certcli.models.open import open_checkpoint, read
+from certcli.models.open import open_checkpoint
 from certcli.nn.norms import TokenBatchNorm
 from certcli.system.errors import ArchitectureError
 from tests.helpers.commands import console
@@ -31,12 +31,13 @@ from tests.helpers.commands import console
 RGB = InputSpec((3, 32, 32), (0.5,) * 3, (0.5,) * 3)
 
 
-@pytest.mark.parametrize("norm", ["identity", "batchnorm"])
-def test_the_competitions_networks_load_by_name_and_have_bounds(norm: str) -> None:
-    arguments = {"norm_layer": norm, "depth": 1}
+@pytest.mark.parametrize(("norm", "fc_norm"), [("identity", False), ("batchnorm", False), ("batchnorm", True)])
+def test_the_competitions_networks_load_by_name_and_have_bounds(norm: str, fc_norm: bool) -> None:
+    arguments = {"norm_layer": norm, "depth": 1, "fc_norm": fc_norm}
     model = build.load(build.initialise("certvit_vit_pgd_2_3_16", arguments, RGB, 10, seed=0))
     names = build.tensors_of(model).keys()
     assert ("blocks.0.norm1.running_mean" in names) == (norm == "batchnorm")
+    assert ("fc_norm.running_mean" in names) == fc_norm
     assert not any(isinstance(module, nn.LayerNorm) for module in model.modules())
     assert prove(model, 10).upper.finite
     pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -66,6 +67,7 @@ def test_batch_norm_over_tokens_is_torchs() -> None:
             norm.bias.copy_(torch.linspace(3, -3, 6))
     assert torch.equal(ours(tokens), theirs(tokens.mT).mT), "in training"
     assert torch.equal(ours.running_var, theirs.running_var)  # type: ignore[arg-type]
+    assert torch.equal(ours(tokens[:, 0]), theirs(tokens[:, 0])), "a pooled token"
     torch.testing.assert_close(ours.eval()(tokens), theirs.eval()(tokens.mT).mT)
 
 
@@ -174,7 +176,7 @@ WARNINGS = {
 @pytest.mark.parametrize("name", WARNINGS)
 def test_what_is_overruled_is_said(name: str, tmp_path: Path) -> None:
     trap = WARNINGS[name]
-    opened = read(trap_file(trap, tmp_path), trap.hints)
+    opened = open_checkpoint(trap_file(trap, tmp_path), trap.hints)
     assert len(opened.reading.doubts) == 1
     assert re.search(trap.said, opened.reading.doubts[0])
 
@@ -193,7 +195,7 @@ AGREED = {
 @pytest.mark.parametrize("name", AGREED)
 def test_what_agrees_is_no_question(name: str, tmp_path: Path) -> None:
     trap = AGREED[name]
-    assert read(trap_file(trap, tmp_path), trap.hints).reading.doubts == ()
+    assert open_checkpoint(trap_file(trap, tmp_path), trap.hints).reading.doubts == ()
 
 
 def test_a_network_of_ones_own_needs_no_confirmation(tmp_path: Path) -> None:
@@ -201,12 +203,12 @@ def test_a_network_of_ones_own_needs_no_confirmation(tmp_path: Path) -> None:
     net = build.create("vit_tiny_patch16_224", {**own, "num_heads": 4}, initialise=True)
     save_file(net.state_dict(), tmp_path / "m.safetensors")
     hints = Hints("vit_tiny_patch16_224", {**own, "num_heads": 4, "act_layer": "relu"}, (0.5,), (0.5,))
-    assert read(str(tmp_path / "m.safetensors"), hints).reading.doubts == ()
+    assert open_checkpoint(str(tmp_path / "m.safetensors"), hints).reading.doubts == ()
 
 
 def test_each_fact_says_where_it_came_from(tmp_path: Path) -> None:
     hints = Hints(None, {"norm_eps": 1e-5}, (0.25,))
-    told = read(trap_file(Trap(hints, "", config=CONFIG), tmp_path), hints)
+    told = open_checkpoint(trap_file(Trap(hints, "", config=CONFIG), tmp_path), hints)
     facts = {fact.name: (fact.value, fact.origin) for fact in told.reading.facts}
     assert facts == {
         "architecture": (ARCH, "config.json"),
@@ -218,14 +220,14 @@ def test_each_fact_says_where_it_came_from(tmp_path: Path) -> None:
         "std": ("0.5", "config.json"),
         "images": ("1x8x8 bicubic, crop 0.9", "config.json"),
     }
-    told.checkpoint.write(tmp_path / "ours.safetensors")
-    again = read(str(tmp_path / "ours.safetensors"), Hints(ARCH, {"num_heads": 8}, (0.1,)))
+    told.write(tmp_path / "ours.safetensors")
+    again = open_checkpoint(str(tmp_path / "ours.safetensors"), Hints(ARCH, {"num_heads": 8}, (0.1,)))
     assert {fact.origin for fact in again.reading.facts} == {RECORD}
     assert again.reading.doubts == (
         "ours.safetensors carries its own record: --arch, --mean, --arch-arg num_heads ignored",
     )
-    assert again.checkpoint.digest == told.checkpoint.digest
-    assert "1e-05, pre-norm (--arch-arg)" in again.checkpoint.record.foreign["assumed"]
+    assert again.digest == told.digest
+    assert "1e-05, pre-norm (--arch-arg)" in again.record.foreign["assumed"]
 
 
 def test_every_report_says_it(tmp_path: Path) -> None:

@@ -1,19 +1,16 @@
 """Edited files of records by the thousand: `python -m tests.soundness.record_fuzz --count 20000`.
 
-An edited file may be refused, or its run ends in the result of the honest file; two ways are tried. *every*: all records are
-computed again, as where evidence is written: what is found may be no better for the network than what the honest file gives.
-*gate*: the gate asks for one image more than there are: it must not pass. Counted beside these: exceptions that are not
-certvit's own.
+An edited file may be refused, or its run ends in the result of the honest file. Two ways are tried. *every*: each record is
+computed again, as where evidence is written, and no figure may be better for the network than that of the honest file.
+*gate*: the gate demands one image more than there are, and must not pass.
 """
 
-import argparse
-import collections
 import contextlib
 import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +32,11 @@ from certcli.cli.shared.output import Sink
 from certcli.evaluation.records import RecordFile
 from certcli.images import datasets
 from certcli.models import build
-from certcli.system.errors import CertvitError
-from tests.soundness.fuzz import mutate_json
+from tests.helpers.workshop import Workshop
+from tests.soundness.edits import Case, edit_text, main
 
 IMAGES, BATCH = 10, 4
 RADII = (0.01, 0.05)
-Outcome = str
 FORGED: Sequence[tuple[str, Any]] = (
     *(("radius", value) for value in (9.9, "inf", 0.0, 0.05000001, 1e999, -1.0)),
     *(("failure", value) for value in (0.5, 1e-9, 1.0)),
@@ -57,12 +53,12 @@ FORGED: Sequence[tuple[str, Any]] = (
 
 
 def edited(text: str, rng: random.Random) -> str:
-    """One to three edits: of values anywhere, of the fields that count, of whole lines; or every record claims the best."""
+    """Return the file after one to three edits: of values, of the fields that count, of lines, or of every record at once."""
     lines = text.splitlines()
     for _ in range(rng.choice((1, 1, 2, 3))):
         place, kind = rng.randrange(len(lines)), rng.random()
         if kind < 0.35:
-            lines[place] = mutate_json(lines[place], rng).replace("\n", " ")
+            lines[place] = edit_text(lines[place], rng).replace("\n", " ")
         elif kind < 0.75:
             with contextlib.suppress(ValueError, RecursionError, AttributeError):
                 row = json.loads(lines[place])
@@ -80,7 +76,7 @@ def edited(text: str, rng: random.Random) -> str:
 
 
 def best(line: str) -> str:
-    """The line if its image were the most robust of all; itself where it is no record."""
+    """Return the record of the most robust image of all; the line itself where it is no record."""
     try:
         row = json.loads(line)
         if "radius" in row:
@@ -94,7 +90,7 @@ def best(line: str) -> str:
 
 
 class Runs:
-    """Runs of both commands that go on with a file, their network made ready once. Each gives what it found, as numbers."""
+    """Runs of both commands that continue a file of records; the network is prepared once."""
 
     def __init__(self, net: Path, folder: Path) -> None:
         self.net, self.path = Checkpoint.read(net), folder / "edited.jsonl"
@@ -107,7 +103,7 @@ class Runs:
         self.campaign = Campaign(build.load(self.net), self.tasks, self.settings, BATCH)
 
     def certify(self, share: float, every: bool) -> list[float]:
-        """Clean, and certified at each radius."""
+        """Return the clean share, and the certified share at each radius."""
         demand, sink = Demand(share, RADII[0], every), Sink(as_json=True, quiet=True)
         target = Target(records=self.path, resume=self.path.exists())
         machine = Machine(device="cpu", batch_size=BATCH)
@@ -117,7 +113,7 @@ class Runs:
         return [found.found.clean, *found.found.certified.values()]
 
     def attack(self, share: float, every: bool) -> list[float]:
-        """Clean, and robust at each radius."""
+        """Return the clean share, and the robust share at each radius."""
         about = run_of(self.tasks, self.settings, BATCH, self.net.digest, self.images)
         rows: dict[int, list[Attacked]] = {}
         keys, resume = ("task", "epsilon", "index"), self.path.exists()
@@ -130,67 +126,29 @@ class Runs:
         return [summaries[0].clean, *(summary.robust for summary in summaries)]
 
 
-def campaign(net: Path, count: int, seed: int) -> dict[str, Any]:
-    """So many edits, counted by outcome; what must not be stands in `lies` and `unexpected`."""
-    outcomes: collections.Counter[Outcome] = collections.Counter()
-    lies: list[str] = []
-    unexpected: list[str] = []
-    rng = random.Random(seed)
+@contextlib.contextmanager
+def edited_records(net: Path) -> Iterator[Case]:
+    """Yield the case of a campaign: one edited file of records, continued by `certify` or by `attack`."""
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(net, Path(folder))
-        ways: list[tuple[str, Callable[[float, bool], list[float]], str, list[float]]] = []
-        for name, way in (("certify", runs.certify), ("attack", runs.attack)):
+        honest: list[tuple[Callable[[float, bool], list[float]], str, list[float]]] = []
+        for run_again in (runs.certify, runs.attack):
             runs.path.unlink(missing_ok=True)
-            honest = way(0.0, False)
-            ways.append((name, way, runs.path.read_text(), honest))
-        for number in range(count):
-            name, way, text, honest = ways[number % 2]
-            every = number % 4 < 2
+            figures = run_again(0.0, False)
+            honest.append((run_again, runs.path.read_text(), figures))
+
+        def case(rng: random.Random) -> tuple[str, list[str]]:
+            run_again, text, figures = rng.choice(honest)
+            every = rng.random() < 0.5
             runs.path.write_text(edited(text, rng))
-            try:
-                found = way(0.0 if every else honest[1] + 1 / IMAGES, every)
-            except CertvitError as refusal:
-                outcomes[f"{name}: refused ({refusal.code})"] += 1
-                continue
-            except Exception as failure:
-                unexpected.append(f"{number}: {type(failure).__name__}: {failure}"[:200])
-                continue
-            better = [a > b for a, b in zip(found, honest, strict=True)]
-            outcomes[f"{name}: {'the honest result' if found == honest else 'another result'}"] += 1
-            if any(better) if every else better[1]:
-                lies.append(f"{number}: {name} {found} instead of {honest}")
-    return {"edits": count, "outcomes": dict(sorted(outcomes.items())), "lies": lies, "unexpected": unexpected}
+            found = run_again(0.0 if every else figures[1] + 1 / IMAGES, every)
+            better = [a > b for a, b in zip(found, figures, strict=True)]
+            lies = [f"{run_again.__name__} {found} instead of {figures}"] * (any(better) if every else better[1])
+            return "the honest result" if found == figures else "another result", lies
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--net", type=Path, help="a certified network of digits; else one is made")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = campaign(given.net or made(Path(folder)), given.count, given.seed)
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
-    return int(bool(found["lies"] or found["unexpected"]))
-
-
-def made(folder: Path) -> Path:
-    """A network with certificates: a few seconds of training."""
-    from typer.testing import CliRunner
-
-    from certcli.cli.main import app
-
-    for words in (
-        ("init", "certvit_4c3f", "-o", folder / "i.safetensors"),
-        (
-            "finetune", folder / "i.safetensors", "--dataset", "digits", "--loss", "margin", "--epsilon", 0.1, "--epochs", 3,
-            "-o", folder / "n.safetensors",
-        ),
-    ):  # fmt: skip
-        done = CliRunner().invoke(app, [str(word) for word in words])
-        assert done.exit_code == 0, (done.output, done.exception)
-    return folder / "n.safetensors"
+        yield case
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with tempfile.TemporaryDirectory() as name:
+        sys.exit(main(__doc__, edited_records(Workshop(name) / "certified.safetensors")))

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from certcli.certify.patch.masks import Grid, band_views, met_views
+from certcli.certify.patch.masks import met_views
 from certcli.certify.patch.options import VOTING
 from certcli.certify.patch.passes import NONE, Answer, Passes
 from certcli.certify.patch.procedure import Outcome, Procedure
 from certcli.evaluation.sizes import Patch
+from certcli.models.views import Grid, band_views
 
 
 class Voting(Procedure):

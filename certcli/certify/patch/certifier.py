@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt
 from certcli.certify.patch.ablation import Voting
-from certcli.certify.patch.defended import AUTO, seen_part
 from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.options import VOTING, Patches
 from certcli.certify.patch.passes import NONE, Passes
@@ -19,6 +18,7 @@ from certcli.certify.patch.procedure import Procedure
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.sizes import Patch, Size
 from certcli.models import build
+from certcli.models.seen_part import AUTO, seen_part
 from certcli.system.errors import DataError
 
 METHOD = "patch"

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from certcli.certify.patch.masks import Grid, hole, met_views, square_masks
+from certcli.certify.patch.masks import hole, met_views, square_masks
 from certcli.certify.patch.options import DOUBLE_MASKING
 from certcli.certify.patch.passes import Answer, Passes
 from certcli.certify.patch.procedure import Outcome, Procedure
 from certcli.evaluation.sizes import Patch
+from certcli.models.views import Grid
 from certcli.system.errors import UsageError
 
 

@@ -1,18 +1,14 @@
-"""Views: which cells of an image a pass sees, and which passes a patch meets. Theorems and proofs: docs/patch.md.
-
-An image (height, width) is cut into cells of (cell height, cell width) pixels, the last ones smaller where the sides do not
-divide: tokens, where tokens are dropped. A view is a grid of cells, True where seen: (rows, columns) bool.
-"""
+"""Masks that hide every patch of a size, and the passes that a patch meets. Theorems and proofs: docs/patch.md."""
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 
 from certcli.evaluation.sizes import Patch
+from certcli.models.views import Grid
 from certcli.system.errors import UsageError
 
 Interval = tuple[int, int]
@@ -22,27 +18,14 @@ MOST_SETS = 200_000
 """Sets of places that several patches may have at once, up to which all are looked at."""
 
 
-@dataclass(frozen=True)
-class Grid:
-    """height, width: pixels of the image. cell: pixels of a cell, (height, width)."""
+def met_blocks(grid: Grid, patch: Patch) -> list[tuple[Interval, Interval]]:
+    """The blocks of cells (rows, columns), each from start to stop, that one patch meets, over all its places.
 
-    height: int
-    width: int
-    cell: tuple[int, int]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Cells: (rows, columns)."""
-        return -(-self.height // self.cell[0]), -(-self.width // self.cell[1])
-
-    def met(self, patch: Patch) -> list[tuple[Interval, Interval]]:
-        """The blocks of cells (rows, columns), each from start to stop, that one patch meets, over all its places.
-
-        Blocks within others are left out: what holds for all cells of a block holds for its part.
-        """
-        rows = met_intervals(self.height, patch.height, self.cell[0])
-        columns = met_intervals(self.width, patch.width, self.cell[1])
-        return list(itertools.product(rows, columns))
+    Blocks within others are left out: what holds for all cells of a block holds for its part.
+    """
+    rows = met_intervals(grid.height, patch.height, grid.cell[0])
+    columns = met_intervals(grid.width, patch.width, grid.cell[1])
+    return list(itertools.product(rows, columns))
 
 
 def met_intervals(length: int, patch: int, cell: int) -> list[Interval]:
@@ -91,30 +74,6 @@ def square_masks(grid: Grid, patch: Patch, count: int) -> Tensor:
     return views
 
 
-def band_views(grid: Grid, kind: str, width: int) -> Tensor:
-    """Views (m, rows, columns) that see `width` columns (or rows, or a block), one for each place, wrapped around."""
-    rows, columns = grid.shape
-    across = [_ring(columns, width)] if kind != "rows" else []
-    down = [_ring(rows, width)] if kind != "columns" else []
-    sides = {"columns": columns, "rows": rows, "blocks": min(rows, columns)}
-    if kind not in sides:
-        raise UsageError(f"--bands of {kind}: one of {', '.join(sides)}")
-    if not 1 <= width < sides[kind]:
-        raise UsageError(
-            f"--band-width {width}: the image has {rows} rows and {columns} columns of cells",
-            f"between 1 and {sides[kind] - 1}",
-        )
-    vertical = down[0] if down else torch.ones(1, rows, dtype=torch.bool)
-    horizontal = across[0] if across else torch.ones(1, columns, dtype=torch.bool)
-    return (vertical[:, None, :, None] & horizontal[None, :, None, :]).flatten(0, 1)
-
-
-def _ring(cells: int, width: int) -> Tensor:
-    """(cells, cells) bool: row i sees `width` cells from i on, those beyond the end at the start."""
-    places = (torch.arange(cells)[:, None] + torch.arange(width)) % cells
-    return torch.zeros(cells, cells, dtype=torch.bool).scatter_(1, places, True)
-
-
 def seen(views: Tensor, blocks: Sequence[tuple[Interval, Interval]]) -> Tensor:
     """Whether a view sees any cell of a block: (m, rows, columns), p blocks -> (m, p) bool."""
     sums = torch.nn.functional.pad(views.long(), (1, 0, 1, 0)).cumsum(1).cumsum(2)
@@ -130,7 +89,7 @@ def met_views(views: Tensor, grid: Grid, patch: Patch) -> Tensor:
     Equal sets once, and of comparable ones the larger where there are few: what holds with more views lost holds with fewer.
     UsageError when several patches have too many places to look at.
     """
-    sets = torch.unique(seen(views, grid.met(patch)).T, dim=0)
+    sets = torch.unique(seen(views, met_blocks(grid, patch)).T, dim=0)
     found = sets
     for _ in range(patch.count - 1):
         if len(found) * len(sets) > MOST_SETS:
@@ -141,6 +100,6 @@ def met_views(views: Tensor, grid: Grid, patch: Patch) -> Tensor:
 
 def hole(views: Tensor, grid: Grid, patch: Patch) -> tuple[Interval, Interval] | None:
     """A block of cells that one patch meets and no view hides whole; None where the views cover every place."""
-    blocks = grid.met(patch)
+    blocks = met_blocks(grid, patch)
     open_ones = seen(views, blocks).all(dim=0).nonzero().flatten().tolist()
     return blocks[open_ones[0]] if open_ones else None

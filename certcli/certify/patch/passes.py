@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certcli.certify.patch.defended import SeenPart
 from certcli.images.labelled import sent
+from certcli.models.seen_part import SeenPart
 
 NONE = -1
 """The class of a pass whose logits are not finite: a patch must not end the procedure by breaking what sees it."""

@@ -143,7 +143,7 @@ def adapt(
     path = output.target("adapt", source.ckpt, source, data, state=KEY)
     state_path = beside(path, "state")
     checkpoint = source.open(sink)
-    replacements(checkpoint.record, settings)  # refuses parts that cannot be replaced before any image is read
+    replacements(checkpoint, settings)  # refuses parts that cannot be replaced before any image is read
     images = data.images(checkpoint.record, sink)
     seen, unseen = hold_out(images)
     keep = run.default_keep(settings, images, unseen) if surgery.keep is None else surgery.keep

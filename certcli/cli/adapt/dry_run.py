@@ -19,13 +19,13 @@ def open_for_plan(source: "Source", seed: int, sink: Sink) -> "Checkpoint":
     # isort: split
     import timm
 
-    from certcli.cli.shared.inputs import fresh
+    from certcli.models.build import initialise
 
     if Path(source.ckpt).exists() or not timm.is_model(source.ckpt):
         return source.open(sink)
     sink.note("nothing is downloaded for a plan: the bounds are those of random weights")
     given = source.hints()
-    return fresh(source.ckpt, dict(given.arch_args), given, seed)
+    return initialise(source.ckpt, given.arch_args, seed=seed, mean=given.mean, std=given.std)
 
 
 def show_plan(checkpoint: "Checkpoint", settings: "AdaptSettings", bounds: bool, sink: Sink) -> None:

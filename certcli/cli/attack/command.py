@@ -53,8 +53,7 @@ def attack(
         return
     sink, gate = talk.sink(), Gate()
     settings, stages = wanted.plan(chosen.seed, chosen.only_certified is not None)
-    opened = source.read(sink)
-    checkpoint = opened.checkpoint
+    checkpoint = source.read(sink)
     crafted_on, compared = (_second(path, checkpoint, source.ckpt) for path in (wanted.crafted_on, results.compare))
     certificates = None
     if chosen.only_certified is not None:
@@ -62,7 +61,7 @@ def attack(
         stages = in_norm(stages, norm, wanted.norm)
     images = digested(chosen.images(checkpoint.record, sink), team())
     seen = inputs.say_seen(checkpoint.record, images, sink)
-    sink.assumes(opened.reading.line(), opened.reading.to_json())
+    sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     drawn = [stage.with_draws(chosen.seed, checkpoint.record.classes, wanted.precision) for stage in stages]
     tasks = tasks_of(drawn, images, certificates)
     told = {

@@ -41,7 +41,7 @@ def audit(
     from certcli.evaluation.records import digested
     from certcli.evaluation.seen import doubts
     from certcli.finetune.budget import parse_duration
-    from certcli.models.open import read
+    from certcli.models.open import open_checkpoint
 
     clock = Clock.since(Sink.invocation.started, parse_duration(wanted.time_budget), team())
     gates = wanted.gates()
@@ -49,8 +49,7 @@ def audit(
     output.claim(source, data, reports)
     view.require_formats(reports.report)
     sink = talk.sink()
-    opened = read(source.ckpt, source.hints())
-    checkpoint = opened.checkpoint
+    checkpoint = open_checkpoint(source.ckpt, source.hints())
     images = _images(checkpoint.record, data, sink)
     images = None if images is None else digested(images, team())
 
@@ -70,7 +69,7 @@ def audit(
     folder = None if data.data_dir is None else str(data.data_dir)
     typed = Typed(source.ckpt, source.words(), dataset, folder, data.split)
     document = compose(
-        opened,
+        checkpoint,
         results,
         asked,
         gates,
@@ -81,7 +80,7 @@ def audit(
     gate = view.gate_of(document)
     further = next_steps(results, asked, typed, clock.budget)
     again = reproduce(asked, results.precision, gates, typed, data.limit, clock.budget)
-    view.show(document, further, again, opened.reading.line(), sink)
+    view.show(document, further, again, checkpoint.reading.line(), sink)
     names = [] if images is None else class_names(images, checkpoint.record.classes, checkpoint.record.class_names)
     view.write(document, results, checkpoint, reports, output, names, data.seed, sink)
     gate.enforce()

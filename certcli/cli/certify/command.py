@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,6 +15,9 @@ from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import Evaluation, Machine, Output, Source, Talk
 from certcli.cli.shared.output import Gate
 from certcli.system.processes import require_one, team
+
+if TYPE_CHECKING:
+    from certcli.checkpoint.file import Checkpoint
 
 
 @command(
@@ -51,14 +55,13 @@ def certify(
         require_one("auto chooses by trying", "certvit certify ... --limit 50 says what it chooses; name that")
     output.claim(source, target, smoothing, data)
     sink = talk.sink()
-    opened = source.read(sink)
-    checkpoint = opened.checkpoint
+    checkpoint = source.read(sink)
     if run.of_patches(options):
         demand, sizes = run.patch_demand(target.minimum, patches, checkpoint.record.input.size[1:])
     demand = replace(demand, every=output.output is not None)
     images = digested(data.images(checkpoint.record, sink), team())
     seen = inputs.say_seen(checkpoint.record, images, sink)
-    sink.assumes(opened.reading.line(), opened.reading.to_json())
+    sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     attacked = run.attacked_shares(target.attack_records, checkpoint.digest, images, local.norm)
     task = run.Task(checkpoint, images, sizes, demand)
     choice = run.choose(task, options, sink)
@@ -83,10 +86,11 @@ def certify(
         sink.note(f"wrote {target.html}")
     if output.output is not None:
         about = {"dataset": images.name, "split": images.split, "limit": data.limit, "seed": data.seed}
+        written: Checkpoint = checkpoint
         for result in reversed(results):  # the first named comes last, where `log` looks for it
             evidence = view.evidence(result, images)
-            checkpoint = checkpoint.with_evidence("certify", {**about, "method": result.certifier.method}, evidence)
-        output.write(checkpoint, output.output)
+            written = written.with_evidence("certify", {**about, "method": result.certifier.method}, evidence)
+        output.write(written, output.output)
         sink.note(f"wrote {output.output}")
     gate.enforce()
 

@@ -110,7 +110,11 @@ class Augmentation:
 
     noise: Annotated[float, typer.Option(help="Standard deviation of Gaussian pixel noise on training images.")] = 0.0
     augment: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Any of crop,flip,shift,cutout:2x128 (grey squares).")
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Any of crop,flip,shift,cutout:2x128; parts of images: bands:3,cutout-random:2x96,cutout-greedy:2x96.",
+        ),
     ] = None
     mixup: Annotated[float, typer.Option(help="Mixup with lambda ~ Beta(A, A); 0: none.")] = 0.0
     cutmix: Annotated[float, typer.Option(help="CutMix with lambda ~ Beta(A, A); 0: none.")] = 0.0

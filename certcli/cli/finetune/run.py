@@ -243,7 +243,8 @@ class Training:
 
 def _remark(epoch: Epoch) -> str:
     certified = "" if epoch.certified_estimate is None else f", about {percent(epoch.certified_estimate)} certified"
-    return f"loss {epoch.loss:.3f}, clean {percent(epoch.clean)}{certified}"
+    masked = "" if epoch.masked is None else f", in part {percent(epoch.masked)}"
+    return f"loss {epoch.loss:.3f}, clean {percent(epoch.clean)}{masked}{certified}"
 
 
 def _proof_seconds(checkpoint: Checkpoint, sample: Images) -> tuple[float, float]:

@@ -31,7 +31,8 @@ class Architecture:
     seed: options.Seed = 0
 
     def build(self) -> "Checkpoint":
-        from certcli.cli.shared.inputs import fresh, hints, parse_arguments
+        from certcli.cli.shared.inputs import hints, parse_arguments
+        from certcli.models.build import initialise
         from certcli.models.open import open_checkpoint
         from certcli.system.errors import UsageError
 
@@ -43,7 +44,7 @@ class Architecture:
                 raise UsageError("--pretrained keeps the published mean and std", "drop --mean and --std")
             return open_checkpoint(self.arch, given)
         arguments = parse_arguments(self.arch_arg) | ({} if self.classes is None else {"num_classes": self.classes})
-        return fresh(self.arch, arguments, given, self.seed)
+        return initialise(self.arch, arguments, seed=self.seed, mean=given.mean, std=given.std)
 
 
 @command(

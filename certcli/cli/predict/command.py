@@ -54,7 +54,8 @@ def predict(
     files = image_files(pictures.images)
     sink = talk.sink()
     checkpoint = source.open(sink)
-    names, decode = checkpoint.record.class_names, Decoder(checkpoint.record.input)
+    record, decode = checkpoint.record, Decoder(checkpoint.record.input)
+    names = record.class_names if len(record.class_names or ()) == record.classes else None
     predictor = Predictor(checkpoint, machine.pick(), pictures.defence, patches)
     defended = predictor.defended
     rows: list[dict[str, Any]] = []

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from certcli.checkpoint.outputs import Outputs
     from certcli.checkpoint.record import Record
     from certcli.images.labelled import Images
+    from certcli.models.build import OpenCheckpoint
     from certcli.models.hints import Hints
-    from certcli.models.open import Opened
 
 
 @group("Checkpoints of others")
@@ -37,31 +37,38 @@ class Source:
     std: options.Std = None
     norm_eps: options.NormEps = None
     as_stated: options.AsStated = False
+    weights: options.Weights = None
 
     def hints(self) -> Hints:
-        return inputs.hints(self.arch, self.arch_arg, self.mean, self.std, self.norm_eps, self.as_stated)
+        return inputs.hints(self.arch, self.arch_arg, self.mean, self.std, self.norm_eps, self.as_stated, self.weights)
 
     def words(self) -> list[str]:
         """What was said about the network beside its name, to be typed again."""
-        given = {"--arch": self.arch, "--mean": self.mean, "--std": self.std, "--norm-eps": self.norm_eps}
+        given = {
+            "--arch": self.arch,
+            "--mean": self.mean,
+            "--std": self.std,
+            "--norm-eps": self.norm_eps,
+            "--weights": self.weights,
+        }
         found = [part for name, value in given.items() if value is not None for part in (name, str(value))]
         found += [part for pair in self.arch_arg for part in ("--arch-arg", pair)]
         return found + ["--as-stated"] * self.as_stated
 
-    def open(self, sink: Sink) -> Checkpoint:
-        """The checkpoint; what is assumed in reading it is said, and stands in the document."""
-        opened = self.read(sink)
-        sink.assumes(opened.reading.line(), opened.reading.to_json())
-        return opened.checkpoint
+    def open(self, sink: Sink) -> OpenCheckpoint:
+        """Open the checkpoint; show what is assumed in reading it, and put that into the document."""
+        checkpoint = self.read(sink)
+        sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
+        return checkpoint
 
-    def read(self, sink: Sink) -> Opened:
-        """The same, what is assumed not said yet: something else comes first."""
-        from certcli.models.open import read
+    def read(self, sink: Sink) -> OpenCheckpoint:
+        """Open the checkpoint; the caller shows what is assumed, after other lines."""
+        from certcli.models.open import open_checkpoint
 
-        opened = read(self.ckpt, self.hints())
-        for doubt in opened.reading.doubts:
+        checkpoint = open_checkpoint(self.ckpt, self.hints())
+        for doubt in checkpoint.reading.doubts:
             sink.warn(doubt)
-        return opened
+        return checkpoint
 
 
 @group("Images")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from certcli.system.errors import DataError, UsageError, one_line
 from certcli.system.processes import local_rank, team
@@ -59,11 +59,18 @@ def hints(
     std: str | None,
     norm_eps: float | None = None,
     as_stated: bool = False,
+    weights: str | None = None,
 ) -> Hints:
     from certcli.models.hints import Hints
 
     arguments = parse_arguments(arch_args) | ({} if norm_eps is None else {"norm_eps": norm_eps})
-    return Hints(arch, arguments, _floats("--mean", mean), _floats("--std", std), as_stated)
+    return Hints(arch, arguments, _floats("--mean", mean), _floats("--std", std), as_stated, _weights(weights))
+
+
+def _weights(given: str | None) -> Literal["raw", "ema"] | None:
+    if given not in (None, "raw", "ema"):
+        raise UsageError(f"--weights {given}: raw or ema")
+    return given  # type: ignore[return-value]
 
 
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:
@@ -91,15 +98,6 @@ def _floats(option: str, text: str | None) -> tuple[float, ...] | None:
         raise UsageError(
             f"{option} '{text}' is not a list of numbers", f"{option} 0.5 or {option} 0.48,0.45,0.41"
         ) from failure
-
-
-def fresh(arch: str, arguments: dict[str, Any], given: Hints, seed: int) -> Checkpoint:
-    """A freshly initialised network, with the mean and std that were given, else those of its kind."""
-    from certcli.models import build
-
-    net = build.create(arch, arguments, initialise=False)
-    spec = build.spec_of(net, size=build.input_size_of(net), mean=given.mean, std=given.std)
-    return build.initialise(arch, arguments, spec, build.classes_of(net), seed)
 
 
 def default_output(source: str, command: str, shards: bool = False) -> Path:
@@ -226,6 +224,10 @@ def say_wider(before: Checkpoint, after: Checkpoint, sink: Sink) -> None:
 
 
 def remember_dataset(record: Record, images: Images) -> Record:
-    """The record with the name of the dataset (never a path) and its class names."""
-    names = None if images.classes[0].isdigit() else images.classes
+    """The record with the name of the dataset (never a path), and its class names where they are those of the network.
+
+    Ten synset folders beside 1,000 classes name ten of them, at other numbers.
+    """
+    named = len(images.classes) == record.classes and not images.classes[0].isdigit()
+    names = images.classes if named else None
     return replace(record, dataset=images.name, class_names=names)

@@ -123,6 +123,10 @@ Std = Annotated[str | None, typer.Option("--std", help="Pixel standard deviation
 NormEps = Annotated[
     float | None, typer.Option("--norm-eps", help="eps of every norm of a foreign file, if not timm's own.")
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option("--weights", metavar="raw|ema", help="Which weights of a file that holds raw and averaged ones."),
+]
 AsStated = Annotated[
     bool,
     typer.Option("--as-stated", help="Believe --arch-arg and config.json where the tensors fit another network too."),

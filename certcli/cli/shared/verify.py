@@ -84,11 +84,13 @@ class Asked:
 
 def verify_checkpoints(read: Mapping[str, Checkpoint], asked: Asked, gate: Gate, sink: Sink) -> list[list[Claim]]:
     """The claims of each checkpoint, shown; the gate fails unless all that was asked for was verified."""
+    from certcli.models.build import with_network
     from certcli.verification.claims import check, compare_lineages, verdict
 
     linked = list(compare_lineages(read))
     found = []
     for name, checkpoint in read.items():
+        checkpoint = with_network(checkpoint)
         claims = check(checkpoint, _certifier(checkpoint, asked, sink), asked.machine.pick(), measured=asked.measured)
         claims += [claim for file, claim in linked if file == name]
         reasons = verdict(claims)

@@ -1,4 +1,4 @@
-"""What a pass of a defended classifier is: the network on the seen part of an image, the rest grey or its tokens dropped.
+"""The network on the part of an image that a view shows, the rest grey or its tokens dropped.
 
 What is hidden does not enter a pass: two images that agree where a view sees give it the same input, bit for bit.
 """
@@ -18,8 +18,8 @@ from timm.layers import PatchEmbed
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 
-from certcli.certify.patch.masks import Grid
 from certcli.models.build import PixelModel
+from certcli.models.views import Grid
 from certcli.system.errors import UsageError, one_line
 
 AUTO, TOKENS, PIXELS = "auto", "tokens", "pixels"

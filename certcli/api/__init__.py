@@ -1,0 +1,289 @@
+"""certvit for Python: a dozen functions on the core of the commands. Documented in docs/api.md.
+
+A network is an `nn.Module`, a path, a timm or `hf-hub:` name, or what `load` returned. Images are a tensor (n, c, h, w) with
+pixels in [0, 1] and labels (n,), the name of a dataset, or what `images` returned. Radii are pixel l2. Errors are
+CertvitError.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from certcli.api.errors import require_known, speaks_python
+from certcli.api.results import AttackCurve, AuditReport, Certificates, ProvenBound
+from certcli.attack.campaign import stages_of
+from certcli.attack.run import attack_images
+from certcli.attack.settings import AttackSettings
+from certcli.attack.summary import curve
+from certcli.audit import gates as audit_gates
+from certcli.audit import run as audit_run
+from certcli.audit.clock import Clock
+from certcli.audit.compose import compose
+from certcli.audit.words import Typed
+from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
+from certcli.certify.methods import certify as run_certifier
+from certcli.certify.methods import options_of, prepare
+from certcli.certify.options import Options
+from certcli.certify.patch.options import Patches
+from certcli.certify.predicting import Prediction, Predictor
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import Record
+from certcli.evaluation.sizes import Size
+from certcli.evaluation.threat import growing
+from certcli.images import datasets
+from certcli.images.calibration import calibration_images
+from certcli.images.labelled import Images
+from certcli.lipschitz.bound import Estimate
+from certcli.lipschitz.measured.estimate import measure
+from certcli.lipschitz.network import prove_checkpoint
+from certcli.models import build
+from certcli.models.build import OpenCheckpoint, PixelModel
+from certcli.models.hints import Hints
+from certcli.models.in_memory import PREFIX, Statistics, open_module, per_channel
+from certcli.models.open import open_checkpoint
+from certcli.system.errors import DataError, UsageError
+
+FUNCTIONS = (
+    "load", "save", "history", "network", "images", "bound", "slope", "certify", "shares", "predict", "attack", "audit",
+)  # fmt: skip
+"""The public functions, all of them documented."""
+
+Network = nn.Module | str | Path | Checkpoint
+Data = Tensor | str | Images
+Labels = Tensor | Sequence[int] | None
+_Kind = TypeVar("_Kind", bound=Options)
+
+
+@speaks_python
+def load(
+    source: Network,
+    *,
+    mean: Statistics | None = None,
+    std: Statistics | None = None,
+    input_size: tuple[int, int, int] | None = None,
+    arch: str | None = None,
+    arch_args: Mapping[str, Any] | None = None,
+    as_stated: bool = False,
+) -> OpenCheckpoint:
+    """Open a network; its modules are built or copied once.
+
+    Args:
+        source: A module in memory, a file, a folder, a timm or `hf-hub:` name.
+        mean, std: Pixel statistics, one value or one a channel, where the source does not hold them.
+        input_size: (c, h, w), for a module without a timm configuration.
+        arch, arch_args: Name and arguments of the architecture, for a file without a record.
+        as_stated: Believe `arch_args` and config.json where the tensors fit another network too.
+    """
+    about_files = {"arch": arch, "arch_args": arch_args, "as_stated": as_stated or None}
+    about_modules = {"mean": mean, "std": std, "input_size": input_size}
+    if isinstance(source, Checkpoint):
+        require_known(_given(about_files | about_modules), (), "load of an open network")
+        return build.with_network(source)
+    if isinstance(source, nn.Module):
+        require_known(_given(about_files), about_modules, "load of a module")
+        return open_module(source, mean, std, input_size)
+    if input_size is not None:
+        raise UsageError("the input_size of a file is that of its architecture", "arch_args={'img_size': 224}")
+    return open_checkpoint(str(source), Hints(arch, arch_args or {}, per_channel(mean), per_channel(std), as_stated))
+
+
+@speaks_python
+def save(checkpoint: Checkpoint, path: str | Path, *, force: bool = False) -> None:
+    """Write a checkpoint atomically; replace an existing file only with `force`."""
+    if checkpoint.record.arch.startswith(PREFIX):
+        raise UsageError(
+            "a module in memory has no architecture that a file could name",
+            "torch.save its state_dict, and load the file with arch=... if timm can build it",
+        )
+    checkpoint.write(Path(path), force)
+
+
+@speaks_python
+def history(source: Network) -> Record:
+    """Return the record: architecture, input, surgery, lineage, evidence. The file states it; nothing is verified."""
+    return load(source).record
+
+
+@speaks_python
+def network(source: Network, *, double: bool = False, device: str = "cpu") -> PixelModel:
+    """Return the network as a module in eval mode: pixels in [0, 1] -> logits; its first layer normalises."""
+    return (build.load_double if double else build.load)(load(source), torch.device(device))
+
+
+@speaks_python
+def images(
+    source: Network,
+    dataset: str,
+    *,
+    split: str | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    data_dir: str | Path | None = None,
+) -> Images:
+    """Return labelled images of a dataset in the network's input size, with labels of its classes."""
+    record = load(source).record
+    folder = None if data_dir is None else Path(data_dir)
+    found = datasets.load(dataset, record.input, split, folder)
+    return datasets.require_classes(found, record.classes, record.class_names).limit(limit, seed)
+
+
+@speaks_python
+def bound(source: Network, *, device: str = "cpu") -> ProvenBound:
+    """Prove |f(x) - f(y)| <= upper |x - y| for images in [0, 1]; `upper` is a Real that only rounds up."""
+    return ProvenBound(**vars(prove_checkpoint(load(source), torch.device(device))))
+
+
+@speaks_python
+def slope(source: Network, given: Data, *, iterations: int = 20, seed: int = 0, batch_size: int = 8) -> Estimate:
+    """Measure the steepest slope at these images: a lower limit of every bound."""
+    checkpoint = load(source)
+    unused = [0] * len(given) if isinstance(given, Tensor) else None
+    batches = _images(checkpoint, given, unused).batches(batch_size)
+    found = list(measure(network(checkpoint), (pixels for _, pixels, _ in batches), iterations, seed))
+    return found[-1]
+
+
+@speaks_python
+def certify(
+    source: Network,
+    given: Data,
+    labels: Labels = None,
+    *,
+    method: str = "lipschitz",
+    device: str = "cpu",
+    batch_size: int = 128,
+    **options: Any,
+) -> Certificates:
+    """Return one certificate an image.
+
+    Args:
+        method: lipschitz, local, local-lip, bcp, smoothing (options: sigma, samples, ...), patch (patches, ...).
+        options: Fields of the method's options.
+    """
+    checkpoint = load(source)
+    kind = type(options_of(method, {}))
+    chosen = _options(kind, options | ({"batch_size": batch_size} if "batch_size" in _names(kind) else {}), method)
+    certifier = prepare(method, checkpoint, torch.device(device), chosen)
+    found = run_certifier(certifier, _images(checkpoint, given, labels), batch_size)
+    return Certificates(row for rows in found for row in rows)
+
+
+@speaks_python
+def shares(certificates: Sequence[Certificate], sizes: Sequence[Size]) -> CertifiedAccuracy:
+    """Return the certified accuracy at each radius or `Patch`, with 95 % intervals."""
+    return certified_accuracy(certificates, sizes)
+
+
+@speaks_python
+def predict(
+    source: Network, pixels: Tensor, *, defence: str = "none", prove: bool = False, device: str = "cpu", **options: Any
+) -> list[Prediction]:
+    """Return the class of each image (n, c, h, w).
+
+    Args:
+        defence: "patch" for the classifier of `certify(method="patch")`, with the same options.
+        prove: Also return the patches that cannot change the class.
+    """
+    checkpoint = load(source)
+    predictor = Predictor(checkpoint, torch.device(device), defence, _options(Patches, options, "predict"))
+    chosen = _images(checkpoint, pixels, [0] * len(pixels))
+    return [one for _, part, _ in chosen.batches(predictor.at_once) for one in predictor(part, prove)]
+
+
+@speaks_python
+def attack(
+    source: Network,
+    given: Data,
+    labels: Labels = None,
+    *,
+    radii: Sequence[float] = (0.5,),
+    attacks: Sequence[str] = ("pgd",),
+    norm: str = "l2",
+    device: str = "cpu",
+    batch_size: int = 128,
+    **settings: Any,
+) -> AttackCurve:
+    """Return the accuracy that the attacks leave at each radius, ascending; settings: fields of `AttackSettings`."""
+    checkpoint = load(source)
+    require_known(settings, _names(AttackSettings), "attack")
+    chosen = AttackSettings(**settings)
+    (stage,) = stages_of(attacks, None, norm, radii, chosen)
+    stage = stage.with_draws(chosen.seed, checkpoint.record.classes, chosen.precision)
+    model = network(checkpoint, device=device)
+    where = next(model.parameters()).device
+    batches = ((i, pixels.to(where), y) for i, pixels, y in _images(checkpoint, given, labels).batches(batch_size))
+    return AttackCurve(curve(attack_images(model, batches, stage.plan, growing(stage.norm, stage.radii), chosen)))
+
+
+@speaks_python
+def audit(
+    source: Network,
+    given: Data | None = None,
+    labels: Labels = None,
+    *,
+    seconds: float = 120.0,
+    fail_on: Sequence[str] = (),
+    device: str = "cpu",
+    **settings: Any,
+) -> AuditReport:
+    """Return the findings of `certvit audit` within `seconds`, in words and figures.
+
+    Gates are judged, not enforced: see `gate.passed`. Outside the main thread a stage ends between its batches only.
+
+    Args:
+        settings: Fields of `audit.run.Asked`: radii, attacked, attacks, methods, sigma, patches, seed, batch_size, ...
+    """
+    checkpoint = load(source)
+    require_known(settings, _names(audit_run.Asked), "audit")
+    gates = [audit_gates.parse(text) for text in fail_on]
+    chosen = audit_gates.widened(audit_run.Asked(**settings), gates)
+    judged = None if given is None else _images(checkpoint, given, labels).in_turn(chosen.seed)
+    clock = Clock(seconds)
+
+    def calibration() -> Images:
+        return calibration_images(checkpoint.record, 8, chosen.seed, None, None)
+
+    results = audit_run.run(checkpoint, judged, calibration, chosen, torch.device(device), clock)
+    name = str(source) if isinstance(source, str | Path) else "checkpoint"
+    typed = Typed(name, dataset=given if isinstance(given, str) else None)
+    found = compose(checkpoint, results, chosen, gates, clock, typed=typed, limit=None)
+    return AuditReport(**{name: getattr(found, name) for name in found.__struct_fields__})
+
+
+def _given(values: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in values.items() if value is not None]
+
+
+def _names(kind: Any) -> set[str]:
+    return {item.name for item in fields(kind)}
+
+
+def _options(kind: type[_Kind], values: Mapping[str, Any], where: str) -> _Kind:
+    """Return a method's options; UsageError for a name that they do not have."""
+    require_known(values, _names(kind), where)
+    return kind.of(values)
+
+
+def _images(checkpoint: Checkpoint, given: Data, labels: Labels) -> Images:
+    """Tensors, a name, or Images, as Images. DataError when they do not fit the network."""
+    if isinstance(given, Images):
+        return given
+    if isinstance(given, str):
+        return images(checkpoint, given)
+    size, classes = checkpoint.record.input.size, checkpoint.record.classes
+    pixels = given.detach().cpu().float()
+    if pixels.dim() != 4 or tuple(pixels.shape[1:]) != tuple(size) or not len(pixels):
+        raise DataError(f"images of shape {tuple(given.shape)} do not fit a network of {size}", "(n, c, h, w), n > 0")
+    if not bool(((pixels >= 0) & (pixels <= 1)).all()):
+        raise DataError("pixels must lie in [0, 1]", "divide by 255; the network normalises them itself")
+    if labels is None:
+        raise DataError("images without labels", "give the labels (n,) beside them: only correct images are certified")
+    found = torch.as_tensor(labels).long().cpu()
+    if found.shape != (len(pixels),) or not bool(((found >= 0) & (found < classes)).all()):
+        raise DataError(f"labels of shape {tuple(found.shape)} do not fit {len(pixels)} images and {classes} classes")
+    names = checkpoint.record.class_names or tuple(str(number) for number in range(classes))
+    return Images("tensors", "given", names, found, torch.arange(len(found)), lambda positions: pixels[list(positions)])

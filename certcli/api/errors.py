@@ -1,0 +1,76 @@
+"""Errors of the core in Python's words: options become keyword arguments, and hints become notes of the exception."""
+
+import functools
+import re
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import ParamSpec, TypeVar
+
+from certcli.system.errors import CertvitError, UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_WORDS = re.compile(
+    r"(?P<command>certvit [a-z]+\b[^,;()]*)"
+    r"|--arch-arg (?P<key>\w+)=(?P<item>[^\s,;()]+)"
+    r"|(?<![\w-])--(?P<option>[a-z][a-z0-9-]*)(?:[ =](?P<value>[A-Z0-9.\"'][^\s,;()]*))?"
+    r"|(?<![\w-])-(?P<letter>[aeo])\b"
+)
+_FLAGS = frozenset(("as_stated", "force"))
+_NAMES = {
+    "arch_arg": "arch_args",
+    "epsilon": "radii",
+    "attack": "attacks",
+    "patch": "patches",
+    "min_certified": "at_least",
+}
+_LISTS = frozenset(("attacks", "patches"))
+_LETTERS = {"a": "attacks", "e": "radii", "o": "path"}
+
+
+def in_python(text: str) -> str:
+    """Return a message with keyword arguments in place of options; commands to type stay as they are."""
+
+    def argument(match: re.Match[str]) -> str:
+        if match["command"]:
+            return match["command"]
+        if match["key"]:
+            return f"arch_args={{'{match['key']}': {match['item']}}}"
+        if match["letter"]:
+            return _LETTERS[match["letter"]]
+        name = match["option"].replace("-", "_")
+        name = _NAMES.get(name, name)
+        if match["value"] and name in _LISTS:
+            return f'{name}=["{match["value"]}"]'
+        if match["value"]:
+            return f"{name}={match['value']}"
+        return f"{name}=True" if name in _FLAGS else name
+
+    return _WORDS.sub(argument, text)
+
+
+def speaks_python(function: Callable[P, R]) -> Callable[P, R]:
+    """Reword the errors of a function, and add the hint to what a traceback shows."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except CertvitError as failure:
+            failure.message, failure.hint = in_python(failure.message), in_python(failure.hint)
+            failure.args = (failure.message,)
+            if failure.hint and failure.hint not in getattr(failure, "__notes__", ()):
+                failure.add_note(failure.hint)
+            raise
+
+    return call
+
+
+def require_known(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise UsageError for a keyword argument that `where` does not have."""
+    names = sorted(known)
+    for name in sorted(set(given) - set(names)):
+        near = get_close_matches(name, names, 1)
+        options = f"one of: {', '.join(names)}" if names else "it takes none"
+        raise UsageError(f"{where} has no option '{name}'", f"did you mean '{near[0]}'? {options}" if near else options)

@@ -1,0 +1,112 @@
+"""Results as Python shows them: one line in a shell, a small table in a notebook."""
+
+from collections.abc import Sequence
+from html import escape
+
+from certcli.attack.summary import RobustAccuracy
+from certcli.certify.certificate import Certificate
+from certcli.evaluation.radii import attacked_radius, proven_radius
+from certcli.lipschitz.network import NetworkBound
+from certcli.report.document import Audit
+
+
+class Shown:
+    """The representations of a result: `headline` in one line, and `rows` (the first one a header) below it."""
+
+    @property
+    def headline(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def rows(self) -> Sequence[Sequence[str]]:
+        return ()
+
+    def __repr__(self) -> str:
+        return f"<{self.headline}>"
+
+    def _repr_html_(self) -> str:
+        tags = ["th"] + ["td"] * (len(self.rows) - 1)
+        rows = (
+            "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) + "</tr>"
+            for tag, row in zip(tags, self.rows)
+        )
+        table = f"<table>{''.join(rows)}</table>" if self.rows else ""
+        return f"<p>{escape(self.headline)}</p>{table}"
+
+
+class ProvenBound(Shown, NetworkBound):
+    """The proven bound |f(x) - f(y)| <= upper |x - y| of a network, pixel l2, for images in [0, 1]."""
+
+    @property
+    def headline(self) -> str:
+        if not self.upper.finite:
+            return f"no finite bound: {self.bound.why}"
+        return f"proven: |f(x) - f(y)| <= {self.upper} |x - y| for all images in [0, 1]"
+
+    @property
+    def rows(self) -> Sequence[Sequence[str]]:
+        steps = [(step.path, step.kind, str(step.constant), str(step.cumulative)) for step in self.charges]
+        return _table(("layer", "theorem for", "constant", "product so far"), steps)
+
+
+class Certificates(Shown, list[Certificate]):
+    """One certificate an image, in the order of the images."""
+
+    @property
+    def headline(self) -> str:
+        if not self:
+            return "no certificates"
+        right = sum(one.correct for one in self)
+        held = sorted((one.radius for one in self if one.correct), reverse=True)
+        middle = f", median certified radius {proven_radius(held[len(held) // 2], 3)}" if any(held) else ""
+        return f"{len(self)} certificates by {self[0].method}: {right} images are classified correctly{middle}"
+
+    @property
+    def rows(self) -> Sequence[Sequence[str]]:
+        cells = []
+        for one in self:
+            held = ", ".join(one.held) if isinstance(one.held, tuple) else proven_radius(one.held, 4)
+            cells.append((str(one.index), str(one.label), str(one.prediction), held))
+        return _table(("image", "label", "prediction", "certified"), cells)
+
+
+class AttackCurve(Shown, tuple[RobustAccuracy, ...]):
+    """The accuracy that the attacks leave, one entry a radius, ascending."""
+
+    @property
+    def headline(self) -> str:
+        last = self[-1]
+        left = ", ".join(f"{_percent(one.robust)} at {attacked_radius(one.epsilon)}" for one in self)
+        return f"{last.images} images, {_percent(last.clean)} right; under {', '.join(last.attacks)} in {last.kind}: {left}"
+
+    @property
+    def rows(self) -> Sequence[Sequence[str]]:
+        shown = []
+        for one in self:
+            low, high = one.intervals["robust"]
+            shown.append((attacked_radius(one.epsilon), _percent(one.robust), f"{_percent(low)} to {_percent(high)}"))
+        return [("radius", "robust", "95 % interval"), *shown]
+
+
+class AuditReport(Shown, Audit):
+    """The document of an audit: verdict, doubts, bound, certificates, attacks, gates."""
+
+    @property
+    def headline(self) -> str:
+        return " ".join(self.verdict[:1]) or "an audit without a verdict"
+
+    @property
+    def rows(self) -> Sequence[Sequence[str]]:
+        doubts = [("doubt", text) for text in self.doubts]
+        gates = [("gate", text) for text in self.gate.reasons]
+        return [("", "answer"), *(("", text) for text in self.verdict), *doubts, *gates]
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], most: int = 12) -> Sequence[Sequence[str]]:
+    """Return the header and the first rows; () without rows."""
+    more = [(f"and {len(rows) - most} more",)] if len(rows) > most else []
+    return [header, *rows[:most], *more] if rows else ()
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,73 @@
+"""Training behind masks: each image is seen in part, by the very passes that a certificate against patches makes."""
+
+from collections.abc import Callable
+from itertools import combinations_with_replacement
+
+import torch
+from torch import Generator, Tensor
+
+from certcli.finetune.settings import BANDS, SQUARES
+from certcli.models.build import PixelModel
+from certcli.models.seen_part import AUTO, seen_part
+from certcli.models.views import band_views, square_views
+
+
+class Hiding:
+    """Draws a view for each image, and runs the network on what it shows: tokens are dropped where that is possible.
+
+    names: "bands:W" (a random band of W columns of cells stays), "cutout-random:NxS" (N squares of S pixels are hidden) and
+    "cutout-greedy:NxS" (each where the loss is then largest). Of several names each batch takes one. UsageError where the
+    image is too small.
+    """
+
+    def __init__(self, model: PixelModel, names: tuple[str, ...], generator: Generator) -> None:
+        self.part, self.generator = seen_part(model, AUTO, fine=False), generator
+        grid = self.part.grid
+        self.bands = [band_views(grid, "columns", int(found[1])) for found in map(BANDS.fullmatch, names) if found]
+        self.squares = [
+            (found[1] == "greedy", int(found[2]), square_views(grid, int(found[3])))
+            for found in map(SQUARES.fullmatch, names)
+            if found
+        ]
+
+    @torch.no_grad()
+    def draw(self, images: Tensor, losses: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return a view of each image (b, c, h, w): (b, rows, columns). losses: views -> the loss of each image (b,).
+
+        Greedy squares come one after the other, each the worst of all places beside those before it: 9 passes a square.
+        Source: Saha et al. 2023, Revisiting image classifier training for improved certified robust defense against
+        adversarial patches (greedy cutout).
+        """
+        kind = int(torch.randint(len(self.bands) + len(self.squares), (), generator=self.generator))
+        if kind < len(self.bands):
+            return self._random(self.bands[kind], images)
+        greedy, count, views = self.squares[kind - len(self.bands)]
+        found = torch.ones_like(views[:1]).expand(len(images), -1, -1).to(images.device)
+        for _ in range(count):
+            if not greedy:
+                found = found & self._random(views, images)
+                continue
+            beside = [found & view for view in views.to(images.device)]
+            worst = torch.stack([losses(some) for some in beside]).argmax(dim=0)
+            found = torch.stack(beside)[worst, torch.arange(len(images), device=images.device)]
+        return found
+
+    def _random(self, views: Tensor, images: Tensor) -> Tensor:
+        return views[torch.randint(len(views), (len(images),), generator=self.generator)].to(images.device)
+
+    def logits(self, images: Tensor, views: Tensor) -> Tensor:
+        """Return the logits of each image behind its view (b, k), with gradients."""
+        kinds = self.part.alike(views)
+        rows = [(kinds == kind).nonzero().flatten() for kind in kinds.unique().tolist()]
+        found = torch.cat([self.part(images[some], views[some]) for some in rows])
+        return found[torch.cat(rows).argsort()]
+
+    def validated(self, images: Tensor) -> Tensor:
+        """Return the logits of images for validation, each behind one of all views in turn, the same in each epoch."""
+        sets = [*self.bands]
+        for _, count, views in self.squares:
+            places = combinations_with_replacement(range(len(views)), count)
+            sets.append(torch.stack([views[list(some)].all(dim=0) for some in places]))
+        turns = [sets[i % len(sets)] for i in range(len(images))]
+        chosen = [views[i // len(sets) % len(views)] for i, views in enumerate(turns)]
+        return self.logits(images, torch.stack(chosen).to(images.device))

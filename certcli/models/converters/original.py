@@ -1,0 +1,42 @@
+"""State dicts of the repositories that networks come from (DINOv2, BEiT, Swin, ConvNeXt, OpenCLIP), by timm's own filters."""
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, nn
+
+from certcli.system.errors import ArchitectureError, CertvitError, one_line
+
+
+def filtered(tensors: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor] | None:
+    """Return the tensors as timm's `checkpoint_filter_fn` for the network renames them; None where timm has no filter.
+
+    Raises:
+        ArchitectureError: the filter would resample an embedding, or drop a layer: another function than the file's.
+    """
+    module: Any = sys.modules[type(net).__module__]
+    convert = getattr(module, "checkpoint_filter_fn", None)
+    if convert is None:
+        return None
+    layer = next((name for name in tensors if "pre_logits" in name), None)
+    if layer is not None:
+        raise ArchitectureError(f"'{one_line(layer)}' belongs to a representation layer, which timm's network lacks")
+    options = {"adapt_layer_scale": True} if "adapt_layer_scale" in inspect.signature(convert).parameters else {}
+    resampling = [name for name in vars(module) if name.startswith(("resample_", "resize_"))]
+    try:
+        with mock.patch.dict(vars(module), dict.fromkeys(resampling, _refuse)):
+            return dict(convert(dict(tensors), net, **options))
+    except CertvitError:
+        raise
+    except Exception:  # the filter expects other names
+        return None
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise ArchitectureError(
+        "the file's embeddings are for another image or patch size: resampled, they are another network",
+        "--arch-arg img_size=... for the size that it was trained with",
+    )

@@ -1,0 +1,253 @@
+"""Image classifiers of torchvision as timm's networks: VisionTransformer, SwinTransformer (both versions), ConvNeXt.
+
+A state dict has no config: sizes are read off the tensors. Heads of a ViT, pixel statistics and crop are those of the
+published network of the same sizes; for other sizes the options must give them.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import certcli.system.compat  # noqa: F401 (before torchvision)
+
+# isort: split
+from torch import Tensor
+
+from certcli.checkpoint.record import InputSpec, Record
+from certcli.checkpoint.schema import require_pixels
+from certcli.models.converters.base import Converted, Renames, dropped, renamed
+from certcli.models.hints import Hints
+from certcli.system.errors import ArchitectureError, Refused
+
+_VIT_NAMES: Renames = (
+    (r"^class_token$", "cls_token"),
+    (r"^conv_proj\.", "patch_embed.proj."),
+    (r"^encoder\.pos_embedding$", "pos_embed"),
+    (r"^encoder\.layers\.encoder_layer_(\d+)\.", r"blocks.\1."),
+    (r"\.ln_(\d)\.", r".norm\1."),
+    (r"\.self_attention\.in_proj_", ".attn.qkv."),
+    (r"\.self_attention\.out_proj\.", ".attn.proj."),
+    (r"\.mlp\.(0|linear_1)\.", ".mlp.fc1."),
+    (r"\.mlp\.(3|linear_2)\.", ".mlp.fc2."),
+    (r"^encoder\.ln\.", "norm."),
+    (r"^heads\.head\.", "head."),
+)
+_SWIN_NAMES: Renames = (
+    (r"^features\.0\.0\.", "patch_embed.proj."),
+    (r"^features\.0\.2\.", "patch_embed.norm."),
+    (r"^features\.([1357])\.", lambda found: f"layers.{int(found[1]) // 2}.blocks."),
+    (r"^features\.([246])\.", lambda found: f"layers.{int(found[1]) // 2}.downsample."),
+    (r"\.mlp\.0\.", ".mlp.fc1."),
+    (r"\.mlp\.3\.", ".mlp.fc2."),
+    (r"^head\.", "head.fc."),
+)
+_CONVNEXT_NAMES: Renames = (
+    (r"^features\.0\.", "stem."),
+    (r"^features\.([1357])\.", lambda found: f"stages.{int(found[1]) // 2}.blocks."),
+    (r"^features\.([246])\.", lambda found: f"stages.{int(found[1]) // 2}.downsample."),
+    (r"\.block\.0\.", ".conv_dw."),
+    (r"\.block\.2\.", ".norm."),
+    (r"\.block\.3\.", ".mlp.fc1."),
+    (r"\.block\.5\.", ".mlp.fc2."),
+    (r"\.layer_scale$", ".gamma"),
+    (r"^classifier\.0\.", "head.norm."),
+    (r"^classifier\.2\.", "head.fc."),
+)
+_PUBLISHED = {
+    ("vit", 16, 768, (12,)): "vit_b_16",
+    ("vit", 32, 768, (12,)): "vit_b_32",
+    ("vit", 16, 1024, (24,)): "vit_l_16",
+    ("vit", 32, 1024, (24,)): "vit_l_32",
+    ("vit", 14, 1280, (32,)): "vit_h_14",
+    ("swin", 4, 96, (2, 2, 6, 2)): "swin_t",
+    ("swin", 4, 96, (2, 2, 18, 2)): "swin_s",
+    ("swin", 4, 128, (2, 2, 18, 2)): "swin_b",
+    ("swin_v2", 4, 96, (2, 2, 6, 2)): "swin_v2_t",
+    ("swin_v2", 4, 96, (2, 2, 18, 2)): "swin_v2_s",
+    ("swin_v2", 4, 128, (2, 2, 18, 2)): "swin_v2_b",
+    ("convnext", 4, 96, (3, 3, 9, 3)): "convnext_tiny",
+    ("convnext", 4, 96, (3, 3, 27, 3)): "convnext_small",
+    ("convnext", 4, 128, (3, 3, 27, 3)): "convnext_base",
+    ("convnext", 4, 192, (3, 3, 27, 3)): "convnext_large",
+}
+"""torchvision's name of a published network, by family, patch, first width and blocks a stage."""
+_VIT_HEADS = {768: 12, 1024: 16, 1280: 16}
+
+
+@dataclass(frozen=True)
+class Network:
+    """A torchvision network read off its tensors: (timm's architecture, its arguments, the tensors by timm's names)."""
+
+    family: str
+    arch: str
+    arguments: dict[str, Any]
+    tensors: dict[str, Tensor]
+    size: tuple[int, int, int]
+    published: str | None
+
+
+def family_of(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return "vit", "swin", "swin_v2" or "convnext" where the names are those of torchvision's network, else None."""
+    if "encoder.layers.encoder_layer_0.ln_1.weight" in tensors:
+        return "vit"
+    if "features.1.0.attn.qkv.weight" in tensors:
+        return "swin_v2" if "features.1.0.attn.logit_scale" in tensors else "swin"
+    return "convnext" if "features.1.0.block.0.weight" in tensors else None
+
+
+def convert(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Converted:
+    """Return a state dict of torchvision in timm's terms.
+
+    Raises:
+        ArchitectureError: its sizes are of no published network, and the options do not say what its tensors cannot.
+    """
+    try:
+        network = {"vit": _vit, "swin": _swin, "swin_v2": _swin, "convnext": _convnext}[family](tensors, hints)
+    except (KeyError, IndexError, ValueError) as failure:
+        raise ArchitectureError(
+            f"the tensors begin as those of torchvision's {family}, and do not go on so ({failure})"
+        ) from failure
+    spec, origins = _input(network, hints)
+    arguments = {**network.arguments, **hints.arch_args}
+    if family == "convnext":
+        arguments.pop("img_size", None)  # a size of the images only
+    classes = int(network.arguments["num_classes"])
+    record = Record(arch=network.arch, arch_args=arguments, input=spec, classes=classes)
+    origins |= dict.fromkeys(hints.arch_args, "--arch-arg")
+    name = network.published or family
+    doubts = () if hints.arch is None else (f"the tensors are torchvision's {name}: --arch ignored",)
+    return Converted(network.tensors, record, f"torchvision's {name}", origins, doubts)
+
+
+def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
+    """One more than the largest number that the pattern finds in a name."""
+    return 1 + max(int(found[1]) for name in tensors if (found := re.match(pattern, name)))
+
+
+def _vit(tensors: Mapping[str, Tensor], hints: Hints) -> Network:
+    found = renamed(tensors, _VIT_NAMES)
+    width, channels, patch, _ = found["patch_embed.proj.weight"].shape
+    depth = _count(found, r"blocks\.(\d+)\.")
+    grid = math.isqrt(found["pos_embed"].shape[1] - 1)
+    heads = hints.arch_args.get("num_heads", _VIT_HEADS.get(width))
+    if heads is None:
+        raise ArchitectureError(
+            f"a torchvision ViT of width {width}: its number of heads cannot be known from its tensors",
+            "--arch-arg num_heads=...",
+        )
+    arguments = {
+        "img_size": patch * grid,
+        "patch_size": patch,
+        "in_chans": channels,
+        "embed_dim": width,
+        "depth": depth,
+        "num_heads": heads,
+        "mlp_ratio": found["blocks.0.mlp.fc1.weight"].shape[0] / width,
+        "norm_eps": 1e-6,
+        "num_classes": found["head.weight"].shape[0],
+    }
+    published = _PUBLISHED.get(("vit", patch, width, (depth,)))
+    side = patch * grid
+    return Network("vit", "vit_base_patch16_224", arguments, found, (channels, side, side), published)
+
+
+def _stages(tensors: Mapping[str, Tensor], pattern: str) -> list[int]:
+    stages = _count(tensors, pattern + r"(\d+)\.blocks\.")
+    return [_count(tensors, f"{pattern}{stage}" + r"\.blocks\.(\d+)\.") for stage in range(stages)]
+
+
+def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> Network:
+    second = family_of(tensors) == "swin_v2"
+    found = dropped(renamed(tensors, _SWIN_NAMES), r"relative_position_index$|relative_coords_table$")
+    width, channels, patch, _ = found["patch_embed.proj.weight"].shape
+    depths = _stages(found, r"layers\.")
+    firsts = [f"layers.{stage}.blocks.0.attn." for stage in range(len(depths))]
+    if second:
+        window = (tensors["features.1.0.attn.relative_coords_table"].shape[1] + 1) // 2
+        heads = [found[f"{path}logit_scale"].shape[0] for path in firsts]
+        found = _without_key_bias(found)
+    else:
+        table = found["layers.0.blocks.0.attn.relative_position_bias_table"]
+        window, heads = (
+            (math.isqrt(table.shape[0]) + 1) // 2,
+            [found[f"{path}relative_position_bias_table"].shape[1] for path in firsts],
+        )
+    side = _side(hints, 256 if second else 224)
+    arguments = {
+        "img_size": side,
+        "patch_size": patch,
+        "in_chans": channels,
+        "embed_dim": width,
+        "depths": depths,
+        "num_heads": heads,
+        "window_size": window,
+        "mlp_ratio": found["layers.0.blocks.0.mlp.fc1.weight"].shape[0] / width,
+        "num_classes": found["head.fc.weight"].shape[0],
+    }
+    family, arch = ("swin_v2", "swinv2_tiny_window8_256") if second else ("swin", "swin_tiny_patch4_window7_224")
+    published = _PUBLISHED.get((family, patch, width, tuple(depths)))
+    return Network(family, arch, arguments, found, (channels, side, side), published)
+
+
+def _without_key_bias(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """torchvision sets the key's third of Swin v2's bias to zero in each forward pass; timm has no such tensor."""
+    found = dict(tensors)
+    for name in tensors:
+        if name.endswith(".attn.qkv.bias"):
+            query, _, value = found.pop(name).chunk(3)
+            path = name.removesuffix("qkv.bias")
+            found |= {f"{path}q_bias": query.clone(), f"{path}v_bias": value.clone()}
+    return found
+
+
+def _convnext(tensors: Mapping[str, Tensor], hints: Hints) -> Network:
+    found = renamed(tensors, _CONVNEXT_NAMES)
+    found = {name: value.flatten() if name.endswith(".gamma") else value for name, value in found.items()}
+    width, channels, patch, _ = found["stem.0.weight"].shape
+    depths = _stages(found, r"stages\.")
+    arguments = {
+        "patch_size": patch,
+        "in_chans": channels,
+        "dims": [found[f"stages.{stage}.blocks.0.gamma"].shape[0] for stage in range(len(depths))],
+        "depths": depths,
+        "num_classes": found["head.fc.weight"].shape[0],
+    }
+    published = _PUBLISHED.get(("convnext", patch, width, tuple(depths)))
+    side = _side(hints, 224)
+    return Network("convnext", "convnext_tiny", arguments, found, (channels, side, side), published)
+
+
+def _side(hints: Hints, usual: int) -> int:
+    side = hints.arch_args.get("img_size", usual)
+    if not isinstance(side, int):
+        raise ArchitectureError("img_size of a torchvision network is one number", "--arch-arg img_size=...")
+    return side
+
+
+def _input(network: Network, hints: Hints) -> tuple[InputSpec, dict[str, str]]:
+    """Pixel statistics, filter and crop of the published network, unless the options say otherwise."""
+    mean, std, interpolation, crop = hints.mean, hints.std, "bilinear", 1.0
+    own = f"torchvision's own for {network.published}"
+    origins = {"mean": "--mean", "std": "--std", "view": "by default"}
+    if network.published is not None:
+        from torchvision.models import get_model_weights
+
+        view = next(iter(get_model_weights(network.published))).transforms()
+        mean, std = mean or tuple(view.mean), std or tuple(view.std)
+        interpolation, crop = view.interpolation.value, view.crop_size[0] / view.resize_size[0]
+        origins = {name: f"--{name}" if getattr(hints, name, None) else own for name in ("mean", "std")}
+        origins["view"] = own
+    if mean is None or std is None:
+        raise ArchitectureError(
+            f"no published {network.family} of torchvision has these sizes: nothing says how its pixels are normalised",
+            "pass --mean and --std, one value a channel",
+        )
+    channels = network.size[0]
+    mean, std = (tuple(values) * channels if len(values) == 1 else tuple(values) for values in (mean, std))
+    try:
+        require_pixels(network.size, mean, std)
+    except Refused as refusal:
+        raise ArchitectureError(str(refusal), "one mean and one std a channel") from refusal
+    return InputSpec(network.size, mean, std, interpolation, crop), origins  # type: ignore[arg-type]

@@ -1,0 +1,318 @@
+"""Image classifiers of Hugging Face's transformers as timm's networks: ViT, DeiT, ViT-MSN, BEiT, DINOv2, Swin, ConvNeXt.
+
+`config.json` gives the architecture and `preprocessor_config.json` the pixels. Each family is a row of `FAMILIES`.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from certcli.checkpoint.record import Record, Replacement
+from certcli.models.converters.base import Converted, Renames, dropped, joined, renamed
+from certcli.models.converters.transformers_config import (
+    CONFIG,
+    PIXELS,
+    Config,
+    ConvNextConfig,
+    SwinConfig,
+    TokenConfig,
+    decoded,
+    input_spec,
+)
+from certcli.models.hints import Hints
+from certcli.system.errors import ArchitectureError, Refused, one_line
+
+_ACTIVATIONS = {
+    "gelu": None,  # timm's default
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+@dataclass(frozen=True)
+class Network:
+    """timm's architecture for a config: its name, arguments, and modules whose eps differs from the other norms'."""
+
+    arch: str
+    arguments: dict[str, Any]
+    surgery: tuple[Replacement, ...] = ()
+
+
+Described = Callable[[Any, str], Network]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of transformers: its config's type, timm's network for it, the names, and a last conversion."""
+
+    config: type[Config]
+    describe: Described
+    names: Renames
+    finish: Callable[[dict[str, Tensor], Any], dict[str, Tensor]] = lambda tensors, _: tensors
+
+
+_TOKEN_NAMES: Renames = (
+    (r"^(vit|deit|beit|dinov2|dinov2_with_registers)\.", ""),
+    (r"^embeddings\.(cls|mask)_token$", r"\1_token"),
+    (r"^embeddings\.distillation_token$", "reg_token"),
+    (r"^embeddings\.register_tokens$", "reg_token"),
+    (r"^embeddings\.position_embeddings$", "pos_embed"),
+    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+    (r"^(encoder\.layer|layers)\.", "blocks."),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"\.attention\.(output\.dense|o_proj)\.", ".attn.proj."),
+    (r"\.attention\.attention\.", ".attn."),
+    (r"\.attention\.q_proj\.", ".attn.query."),  # transformers 5 in memory; its files keep the names of 4
+    (r"\.attention\.k_proj\.", ".attn.key."),
+    (r"\.attention\.v_proj\.", ".attn.value."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"\.output\.dense\.", ".mlp.fc2."),
+    (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
+    (r"\.lambda_(\d)$", r".gamma_\1"),
+    (r"^encoder\.relative_position_bias\.", "rel_pos_bias."),
+    (r"\.attn\.relative_position_bias\.", ".attn."),
+    (r"^layernorm\.", "norm."),
+    (r"^pooler\.layernorm\.", "fc_norm."),
+    (r"^(cls_)?classifier\.", "head."),
+    (r"^distillation_classifier\.", "head_dist."),
+)
+
+_SWIN_NAMES: Renames = (
+    (r"^swin(v2)?\.", ""),
+    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+    (r"^embeddings\.norm\.", "patch_embed.norm."),
+    (r"^encoder\.", ""),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"\.attention\.output\.dense\.", ".attn.proj."),
+    (r"\.attention\.self\.", ".attn."),
+    (r"\.continuous_position_bias_mlp\.", ".cpb_mlp."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"\.output\.dense\.", ".mlp.fc2."),
+    (r"^layernorm\.", "norm."),
+    (r"^classifier\.", "head.fc."),
+)
+
+_CONVNEXT_NAMES: Renames = (
+    (r"^convnext\.", ""),
+    (r"^embeddings\.patch_embeddings\.", "stem.0."),
+    (r"^embeddings\.layernorm\.", "stem.1."),
+    (r"^encoder\.", ""),
+    (r"\.downsampling_layer\.", ".downsample."),
+    (r"^(stages\.\d+)\.layers\.", r"\1.blocks."),
+    (r"\.dwconv\.", ".conv_dw."),
+    (r"\.layernorm\.", ".norm."),
+    (r"\.pwconv(\d)\.", r".mlp.fc\1."),
+    (r"\.layer_scale_parameter$", ".gamma"),
+    (r"^layernorm\.", "head.norm."),
+    (r"^classifier\.", "head.fc."),
+)
+
+
+def _tokens(config: TokenConfig) -> dict[str, Any]:
+    """The arguments that timm's ViT and BEiT share."""
+    ratio = config.mlp_ratio
+    if ratio is None:
+        if config.intermediate_size is None:
+            raise Refused("neither mlp_ratio nor intermediate_size is there")
+        ratio = config.intermediate_size / config.hidden_size
+    return {
+        "img_size": config.image_size,
+        "patch_size": config.patch_size,
+        "in_chans": config.num_channels,
+        "embed_dim": config.hidden_size,
+        "depth": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "mlp_ratio": ratio,
+        "norm_eps": config.layer_norm_eps,
+        "num_classes": config.classes,
+    }
+
+
+def _activation(config: Config) -> dict[str, Any]:
+    if config.hidden_act not in _ACTIVATIONS:
+        raise Refused(f"hidden_act '{one_line(config.hidden_act)[:40]}' is none of {', '.join(_ACTIVATIONS)}")
+    word = _ACTIVATIONS[config.hidden_act]
+    return {} if word is None else {"act_layer": word}
+
+
+def _vit(config: TokenConfig, _: str) -> Network:
+    return Network("vit_base_patch16_224", {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias})
+
+
+def _deit(config: TokenConfig, architecture: str) -> Network:
+    arguments = {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias}
+    if architecture.endswith("WithTeacher"):
+        return Network("deit_base_distilled_patch16_224", arguments)
+    return Network("vit_base_patch16_224", {**arguments, "reg_tokens": 1})
+
+
+def _dinov2(config: TokenConfig, _: str) -> Network:
+    if config.use_swiglu_ffn:
+        raise Refused("use_swiglu_ffn: such an MLP is not converted; timm's own vit_giant_patch14_dinov2 has it")
+    arguments = {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias, "init_values": 1e-5}
+    return Network("certvit_dinov2_classifier", arguments)
+
+
+def _dinov2_registers(config: TokenConfig, architecture: str) -> Network:
+    network = _dinov2(config, architecture)
+    return Network(network.arch, {**network.arguments, "reg_tokens": config.num_register_tokens})
+
+
+def _beit(config: TokenConfig, _: str) -> Network:
+    if not config.use_mean_pooling:
+        raise Refused("use_mean_pooling is false: a head on BEiT's class token is not converted")
+    if config.hidden_act != "gelu":
+        raise Refused(f"timm's BEiT has no activation '{one_line(config.hidden_act)[:40]}'")
+    return Network(
+        "beit_base_patch16_224",
+        {
+            **_tokens(config),
+            "init_values": config.layer_scale_init_value or None,
+            "use_abs_pos_emb": config.use_absolute_position_embeddings,
+            "use_rel_pos_bias": config.use_relative_position_bias,
+            "use_shared_rel_pos_bias": config.use_shared_relative_position_bias,
+        },
+    )
+
+
+def _swin(config: SwinConfig, _: str) -> Network:
+    second = config.model_type == "swinv2"
+    if config.use_absolute_embeddings or not config.qkv_bias:
+        raise Refused("use_absolute_embeddings and attention without qkv_bias have no counterpart in timm's Swin")
+    if config.layer_norm_eps != 1e-5:  # transformers' other norms keep 1e-5
+        raise Refused(f"layer_norm_eps is {config.layer_norm_eps:g}: only Swin's own 1e-5 is converted")
+    activation = _activation(config)
+    if activation and not second:
+        raise Refused(f"timm's Swin has no activation '{config.hidden_act}'")
+    arguments = {
+        "img_size": config.image_size,
+        "patch_size": config.patch_size,
+        "in_chans": config.num_channels,
+        "embed_dim": config.embed_dim,
+        "depths": config.depths,
+        "num_heads": config.num_heads,
+        "window_size": config.window_size,
+        "mlp_ratio": config.mlp_ratio,
+        "num_classes": config.classes,
+        **activation,
+    }
+    if second:
+        return Network(
+            "swinv2_tiny_window8_256", {**arguments, "pretrained_window_sizes": config.pretrained_window_sizes}
+        )
+    return Network("swin_tiny_patch4_window7_224", arguments)
+
+
+def _convnext(config: ConvNextConfig, _: str) -> Network:
+    arguments = {
+        "patch_size": config.patch_size,
+        "in_chans": config.num_channels,
+        "dims": config.hidden_sizes,
+        "depths": config.depths,
+        "num_classes": config.classes,
+        "ls_init_value": 1e-6 if config.layer_scale_init_value > 0 else None,
+        **_activation(config),
+    }
+    last = Replacement("head.norm", "norm-eps", {"eps": config.layer_norm_eps})  # the other norms have timm's 1e-6
+    return Network("convnext_tiny", arguments, (last,))
+
+
+def _dinov2_tensors(tensors: dict[str, Tensor], config: TokenConfig) -> dict[str, Tensor]:
+    """Registers have no position in transformers: zeros in timm's embedding, which covers them."""
+    if "reg_token" not in tensors:
+        return tensors
+    position, registers = tensors["pos_embed"], torch.zeros_like(tensors["reg_token"])
+    return {**tensors, "pos_embed": torch.cat([position[:, :1], registers, position[:, 1:]], dim=1)}
+
+
+def _swin_tensors(tensors: dict[str, Tensor], config: SwinConfig) -> dict[str, Tensor]:
+    """transformers merges patches at the end of a stage, timm at the start of the next."""
+    return {
+        re.sub(r"^layers\.(\d+)\.downsample", lambda found: f"layers.{int(found[1]) + 1}.downsample", name): value
+        for name, value in tensors.items()
+    }
+
+
+def _deit_tensors(tensors: dict[str, Tensor], config: TokenConfig) -> dict[str, Tensor]:
+    """timm's network with two heads has a distillation token of its own name."""
+    if "head_dist.weight" not in tensors or "reg_token" not in tensors:
+        return tensors
+    return {"dist_token" if name == "reg_token" else name: value for name, value in tensors.items()}
+
+
+FAMILIES: Mapping[str, Family] = {
+    "vit": Family(TokenConfig, _vit, _TOKEN_NAMES),
+    "vit_msn": Family(TokenConfig, _vit, _TOKEN_NAMES),
+    "deit": Family(TokenConfig, _deit, _TOKEN_NAMES, _deit_tensors),
+    "beit": Family(TokenConfig, _beit, _TOKEN_NAMES),
+    "dinov2": Family(TokenConfig, _dinov2, _TOKEN_NAMES),
+    "dinov2_with_registers": Family(TokenConfig, _dinov2_registers, _TOKEN_NAMES, _dinov2_tensors),
+    "swin": Family(SwinConfig, _swin, _SWIN_NAMES, _swin_tensors),
+    "swinv2": Family(SwinConfig, _swin, _SWIN_NAMES, _swin_tensors),
+    "convnext": Family(ConvNextConfig, _convnext, _CONVNEXT_NAMES),
+}
+_UNUSED = r"^mask_token$|relative_position_index$|relative_coords_table$|^pooler\.dense\."
+"""Tensors that a classifier never reads, or that timm computes itself."""
+
+
+def is_transformers(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the names are those of transformers' vision models, which all begin with `embeddings`."""
+    return any(re.match(r"(\w+\.)?embeddings\.(patch_embeddings|cls_token)", name) for name in tensors)
+
+
+def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converted:
+    """Return a checkpoint of transformers in timm's terms, from the two configs beside it.
+
+    Raises:
+        ArchitectureError: the model is no image classifier of `FAMILIES`, or a config leaves its function open.
+    """
+    beside = path.parent / CONFIG
+    if not beside.is_file():
+        raise ArchitectureError(
+            f"{path} has the names of transformers, and no {CONFIG} beside it says its heads and eps",
+            f"put its {CONFIG} and {PIXELS} beside it",
+        )
+    about = decoded(beside, Config)
+    architecture = about.architectures[0] if about.architectures else ""
+    if about.model_type not in FAMILIES or "ForImageClassification" not in architecture:
+        raise ArchitectureError(
+            f"{beside} describes transformers' {architecture or about.model_type}, which certvit does not convert",
+            f"it converts image classifiers (...ForImageClassification) of {', '.join(FAMILIES)}",
+        )
+    family = FAMILIES[about.model_type]
+    config = decoded(beside, family.config)
+    try:
+        network = family.describe(config, architecture)
+    except Refused as refusal:
+        raise ArchitectureError(f"{beside}: {refusal}") from refusal
+    spec, origins = input_spec(config, path.parent / PIXELS, hints)
+    found = family.finish(joined(dropped(renamed(tensors, family.names), _UNUSED)), config)
+    record = Record(
+        arch=network.arch,
+        arch_args=network.arguments,
+        input=spec,
+        classes=config.classes,
+        class_names=_class_names(config.id2label),
+        surgery=network.surgery,
+    )
+    origins = {**dict.fromkeys((*network.arguments, "architecture"), CONFIG), **origins}
+    doubts = () if hints.arch is None else (f"{CONFIG} names the architecture: --arch ignored",)
+    return Converted(found, record, f"transformers' {architecture}", origins, doubts)
+
+
+def _class_names(labels: Mapping[str, str] | None) -> tuple[str, ...] | None:
+    """The classes by their plain names; texts such as "tench, Tinca tinca" are no names of folders and are left out."""
+    names = [(labels or {}).get(str(number), "") for number in range(len(labels or {}))]
+    plain = all(re.fullmatch(r"[\w.\-]{1,128}", name) and not name.startswith("LABEL_") for name in names)
+    return tuple(names) if names and plain else None

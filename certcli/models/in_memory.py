@@ -1,0 +1,90 @@
+"""A module in memory as a checkpoint: it is copied, and then traced and bounded like the network of a file."""
+
+import copy
+import hashlib
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from certcli.checkpoint.file import Checkpoint, require_numbers
+from certcli.checkpoint.record import Record
+from certcli.checkpoint.schema import require_pixels
+from certcli.models import build
+from certcli.system.errors import ArchitectureError, Refused, UsageError, one_line
+
+PREFIX = "module."
+"""Of the architecture's name in the record: timm has no such architecture, so that no command builds another network."""
+
+Statistics = float | Sequence[float]
+
+
+def open_module(
+    module: nn.Module,
+    mean: Statistics | None = None,
+    std: Statistics | None = None,
+    input_size: tuple[int, int, int] | None = None,
+) -> build.OpenCheckpoint:
+    """Copy a module, in eval mode, with its weights as they are; later changes of the module do not count.
+
+    Args:
+        module: Normalised images (b, c, h, w) -> logits (b, k), or what `build.load` returned.
+        mean, std: Pixel statistics, one value or one a channel; those of timm's configuration where None.
+        input_size: (c, h, w); that of timm's configuration where None.
+
+    Raises:
+        UsageError: a statistic or the size is missing or invalid.
+        ArchitectureError: the module cannot be copied, or does not map such images to logits.
+        CheckpointError: a weight is not finite.
+    """
+    kind = type(module).__name__
+    if isinstance(module, build.PixelModel):
+        own = module.normalize
+        mean = own.mean.flatten().tolist() if mean is None else mean
+        std = own.std.flatten().tolist() if std is None else std
+        input_size, module = input_size or module.input_size, module.net
+    try:
+        net = copy.deepcopy(module).cpu().eval()
+    except Exception as failure:  # copying runs code of the module
+        raise ArchitectureError(f"the {kind} cannot be copied: {one_line(failure)}") from failure
+    state = net.state_dict()
+    other = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
+    if other is not None:
+        raise ArchitectureError(f"the state '{one_line(other)}' of the {kind} is no tensor")
+    tensors = {name: value.detach() for name, value in state.items()}
+    require_numbers(tensors, f"the {kind}")
+    try:
+        spec = build.spec_of(
+            net, size=input_size or build.input_size_of(net), mean=per_channel(mean), std=per_channel(std)
+        )
+        require_pixels(spec.size, spec.mean, spec.std)
+    except (UsageError, Refused) as failure:
+        raise UsageError(
+            f"which images does the {kind} take? {one_line(failure)}",
+            "load(module, mean=0.5, std=0.5, input_size=(1, 28, 28)); mean=0, std=1 if it takes pixels in [0, 1]",
+        ) from failure
+    arch = PREFIX + re.sub(r"[^A-Za-z0-9_]", "_", kind)[:100]
+    shown = {
+        "structure": hashlib.sha256(repr(net).encode()).hexdigest()[:16]
+    }  # the digest covers parts without tensors
+    try:
+        model = build.load(build.with_network(Checkpoint(tensors, Record(arch, shown, spec, 0)), net))
+        with torch.no_grad():
+            weight = next(model.parameters(), torch.zeros(()))
+            classes = model(torch.zeros(1, *spec.size, dtype=weight.dtype)).shape[1]
+    except ArchitectureError as failure:
+        raise ArchitectureError(
+            f"the {kind} is no classifier of images of size {spec.size}: {failure.message}",
+            "it must map (b, c, h, w) to logits (b, k)",
+        ) from failure
+    if classes < 2:
+        raise ArchitectureError(f"the {kind} returns one logit an image", "a classifier has two logits or more")
+    return build.with_network(Checkpoint(tensors, Record(arch, shown, spec, classes)), net)
+
+
+def per_channel(values: Statistics | None) -> tuple[float, ...] | None:
+    """Return one value, or one a channel, as a tuple."""
+    if values is None:
+        return None
+    return (float(values),) if isinstance(values, (int, float)) else tuple(float(value) for value in values)

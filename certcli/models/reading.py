@@ -1,0 +1,46 @@
+"""What was assumed in reading a file, and where each assumption came from."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from certcli.checkpoint.record import Record
+
+KEY = "assumed"
+"""The key of the facts in a record's `foreign`."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A property of the network, its value, and the origin of the value (an option, config.json, the record, ...)."""
+
+    name: str
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The facts that reading a file rests on, and sentences that cast doubt on it."""
+
+    facts: tuple[Fact, ...]
+    doubts: tuple[str, ...] = ()
+
+    def line(self) -> str:
+        """Return all facts in one line, those of one origin together."""
+        groups: list[tuple[str, list[str]]] = []
+        for fact in self.facts:
+            if not groups or groups[-1][0] != fact.origin:
+                groups.append((fact.origin, []))
+            groups[-1][1].append(fact.value if fact.name == "architecture" else f"{fact.name} {fact.value}")
+        return "network: " + "; ".join(f"{', '.join(values)} ({origin})" for origin, values in groups)
+
+    def to_json(self) -> dict[str, Any]:
+        facts = {fact.name: {"value": fact.value, "from": fact.origin} for fact in self.facts}
+        return {**facts, "doubts": list(self.doubts)}
+
+    def noted(self, record: Record) -> Record:
+        """Return the record of a foreign file with these facts in `foreign`."""
+        return replace(record, foreign={**record.foreign, KEY: self.line()})
+
+
+NOTHING_ASSUMED = Reading(())

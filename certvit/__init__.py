@@ -1,0 +1,37 @@
+"""certvit for Python: the functions of `certcli.api` under the name of the distribution. Documented in docs/api.md."""
+
+from certcli import __version__
+from certcli.api import (
+    attack,
+    audit,
+    bound,
+    certify,
+    history,
+    images,
+    load,
+    network,
+    predict,
+    save,
+    shares,
+    slope,
+)
+from certcli.evaluation.sizes import Patch
+from certcli.system.errors import CertvitError
+
+__all__ = [
+    "CertvitError",
+    "Patch",
+    "__version__",
+    "attack",
+    "audit",
+    "bound",
+    "certify",
+    "history",
+    "images",
+    "load",
+    "network",
+    "predict",
+    "save",
+    "shares",
+    "slope",
+]

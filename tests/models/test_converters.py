@@ -1,0 +1,250 @@
+"""Files of other libraries: the converted network computes the original's logits, or the file is refused in one line."""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
+
+from certcli.lipschitz.network import prove
+from certcli.models import build
+from certcli.models.hints import Hints
+from certcli.models.open import open_checkpoint
+from certcli.system.errors import ArchitectureError, CheckpointError
+from tests.models.transformers_logits import FILE, PIXELS, images, weights
+
+TRANSFORMERS: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
+
+
+def transformers_folder(row: Mapping[str, Any], folder: Path, pixels: Mapping[str, Any] = PIXELS, **config: Any) -> str:
+    save_file(weights(row["shapes"]), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**row["config"], **config}))
+    (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_logits_are_kept(name: str, tmp_path: Path) -> None:
+    row = TRANSFORMERS[name]
+    checkpoint = open_checkpoint(transformers_folder(row, tmp_path))
+    model = build.load(checkpoint, dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(images(checkpoint.record.input.size))
+    expected = torch.tensor(row["logits"], dtype=torch.float64)
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)  # float64 sums in another order
+    assert row["config"]["architectures"][0] in checkpoint.reading.line()
+    saved = tmp_path / "saved.safetensors"
+    checkpoint.write(saved)
+    again = build.load(open_checkpoint(str(saved)), dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(again(images(checkpoint.record.input.size)), logits)
+
+
+def test_a_converted_network_has_a_bound(tmp_path: Path) -> None:
+    for name in ("dinov2, registers", "convnext"):  # parts that no network of timm's has: a head, an eps of its own
+        (folder := tmp_path / name).mkdir()
+        checkpoint = open_checkpoint(transformers_folder(TRANSFORMERS[name], folder))
+        assert prove(build.load(checkpoint), 3).upper.finite
+
+
+def test_pixels_are_those_of_the_preprocessor(tmp_path: Path) -> None:
+    half = {**PIXELS, "rescale_factor": 1 / 127.5, "do_center_crop": True, "size": {"shortest_edge": 20}}
+    spec = open_checkpoint(transformers_folder(TRANSFORMERS["vit"], tmp_path, half)).record.input
+    assert spec.mean == pytest.approx((0.25, 0.1875, 0.125), rel=1e-12)
+    assert spec.std == pytest.approx((0.125, 0.25, 0.375), rel=1e-12)
+    assert (spec.crop_pct, spec.interpolation) == (0.8, "bicubic")
+
+
+def torchvision_swin(**parts: Any) -> nn.Module:
+    return SwinTransformer([4, 4], 8, [1, 2], [1, 2], [4, 4], num_classes=3, **parts)
+
+
+STATISTICS: dict[str, Any] = {"mean": (0.5,), "std": (0.25,)}
+TORCHVISION: dict[str, tuple[Callable[[], nn.Module], Hints]] = {
+    "vit": (lambda: VisionTransformer(16, 8, 2, 2, 16, 24, num_classes=3), Hints(None, {"num_heads": 2}, **STATISTICS)),
+    "swin": (torchvision_swin, Hints(None, {"img_size": 32}, **STATISTICS)),
+    "swin, version 2": (
+        lambda: torchvision_swin(block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2),
+        Hints(None, {"img_size": 32}, **STATISTICS),
+    ),
+    "convnext": (
+        lambda: ConvNeXt(
+            [CNBlockConfig(4, 6, 1), CNBlockConfig(6, 8, 1), CNBlockConfig(8, 8, 2), CNBlockConfig(8, None, 1)],
+            num_classes=3,
+        ),
+        Hints(None, {"img_size": 32}, **STATISTICS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_torchvision_logits_are_kept(name: str, tmp_path: Path) -> None:
+    make, hints = TORCHVISION[name]
+    theirs = make().eval()
+    random = weights({key: value.shape for key, value in theirs.named_parameters()})
+    theirs.load_state_dict(random, strict=False)
+    torch.save(theirs.state_dict(), tmp_path / "weights.pth")
+    checkpoint = open_checkpoint(str(tmp_path / "weights.pth"), hints)
+    model = build.load(checkpoint, dtype=torch.float64)
+    pixels = images(checkpoint.record.input.size)
+    with torch.no_grad():
+        torch.testing.assert_close(model(pixels), theirs.double()((pixels - 0.5) / 0.25), rtol=1e-9, atol=1e-9)
+    assert "torchvision" in checkpoint.reading.line()
+
+
+def plain() -> dict[str, Tensor]:
+    net = timm.create_model("vit_tiny_patch16_224", img_size=16, embed_dim=12, depth=1, num_classes=3)
+    return weights({key: value.shape for key, value in net.state_dict().items()})
+
+
+SMALL = {"img_size": 16, "embed_dim": 12, "depth": 1}
+
+
+def prefixed(prefix: str) -> dict[str, Tensor]:
+    return {prefix + name: value for name, value in plain().items()}
+
+
+WRAPPINGS: dict[str, Callable[[], Any]] = {
+    "bare": plain,
+    "state_dict": lambda: {"state_dict": plain(), "epoch": 3, "best_acc1": torch.tensor(0.5)},
+    "options of a script": lambda: {"model": plain(), "args": argparse.Namespace(lr=0.1), "optimizer": {"state": {}}},
+    "data parallel, compiled": lambda: {"model": prefixed("module._orig_mod.")},
+    "lightning": lambda: {"state_dict": prefixed("model."), "hyper_parameters": {"lr": 0.1}, "callbacks": {}},
+    "backbone": lambda: prefixed("backbone."),
+    "nested": lambda: {"model_ema": {"state_dict": prefixed("encoder.")}},
+}
+
+
+@pytest.mark.parametrize("name", WRAPPINGS)
+def test_wrappings_are_taken_off(name: str, tmp_path: Path) -> None:
+    path = tmp_path / ("weights.ckpt" if name == "lightning" else "weights.pth.tar")
+    torch.save(WRAPPINGS[name](), path)
+    found = open_checkpoint(str(path), Hints("vit_tiny_patch16_224", SMALL)).tensors
+    assert found.keys() == plain().keys()
+    assert all(torch.equal(found[key], value) for key, value in plain().items())
+
+
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_raw_and_averaged_weights_are_a_question(suffix: str, tmp_path: Path) -> None:
+    path, averaged = tmp_path / f"weights.{suffix}", {name: value + 1 for name, value in plain().items()}
+    if suffix == "pth":
+        torch.save({"model": plain(), "model_ema": averaged}, path)
+    else:
+        both = {f"model.{name}": value for name, value in plain().items()}
+        save_file({**both, **{f"model_ema.{name}": value for name, value in averaged.items()}}, path)
+    with pytest.raises(ArchitectureError, match="which network is meant") as refused:
+        open_checkpoint(str(path), Hints("vit_tiny_patch16_224", SMALL))
+    assert "--weights ema" in refused.value.hint
+    for choice, expected in (("raw", plain()), ("ema", averaged)):
+        found = open_checkpoint(str(path), Hints("vit_tiny_patch16_224", SMALL, weights=choice)).tensors  # type: ignore[arg-type]
+        assert torch.equal(found["cls_token"], expected["cls_token"])
+
+
+def test_original_names_pass_timms_own_filter(tmp_path: Path) -> None:
+    """DINOv2's repository has a mask token, Swin's merges at the end of a stage; neither is timm's."""
+    arguments = {
+        "img_size": 32,
+        "patch_size": 4,
+        "embed_dim": 8,
+        "depths": [1, 1],
+        "num_heads": [1, 2],
+        "window_size": 4,
+    }
+    net = timm.create_model("swin_tiny_patch4_window7_224", **arguments, num_classes=3)
+    tensors = weights({key: value.shape for key, value in net.state_dict().items()})
+    original = {
+        name.replace("layers.1.downsample", "layers.0.downsample").replace("head.fc.", "head."): value
+        for name, value in tensors.items()
+    }
+    torch.save(
+        {"model": {**original, "layers.0.blocks.0.attn.relative_position_index": torch.zeros(16, 16)}},
+        tmp_path / "s.pth",
+    )
+    found = open_checkpoint(str(tmp_path / "s.pth"), Hints("swin_tiny_patch4_window7_224", arguments))
+    assert all(torch.equal(found.tensors[key], value) for key, value in tensors.items())
+    assert "timm's filter" in found.reading.line()
+
+
+REFUSED: dict[str, tuple[Callable[[Path], str], Hints, str]] = {
+    "CLIP": (
+        lambda folder: saved(folder, {"vision_model.embeddings.class_embedding": torch.ones(4)}), Hints(), "CLIPModel"
+    ),
+    "ResNet": (lambda folder: saved(folder, {"layer1.0.conv1.weight": torch.ones(4, 4, 3, 3)}), Hints(), "ResNet"),
+    "another image size": (
+        lambda folder: saved(folder, plain()), Hints("vit_tiny_patch16_224", {**SMALL, "img_size": 32}), "another image"
+    ),
+    "no classifier of transformers": (
+        lambda folder: transformers_folder(TRANSFORMERS["vit"], folder, architectures=["ViTModel"]), Hints(), "ViTModel"
+    ),
+    "another activation": (
+        lambda folder: transformers_folder(TRANSFORMERS["vit"], folder, hidden_act="mish"), Hints(), "hidden_act"
+    ),
+    "an offset of the pixels": (
+        lambda folder: transformers_folder(TRANSFORMERS["vit"], folder, {**PIXELS, "offset": True}), Hints(), "offset"
+    ),
+    "an eps that timm's Swin has once": (
+        lambda folder: transformers_folder(TRANSFORMERS["swin"], folder, layer_norm_eps=1e-3), Hints(), "layer_norm_eps"
+    ),
+    "a config of another file": (
+        lambda folder: transformers_folder(TRANSFORMERS["vit"], folder, num_hidden_layers=3), Hints(), "disagree"
+    ),
+    "a representation layer": (
+        lambda folder: saved(folder, {**plain(), "pre_logits.fc.weight": torch.ones(12, 12)}),
+        Hints("vit_tiny_patch16_224", SMALL),
+        "representation",
+    ),
+    "half of a torchvision ViT": (
+        lambda folder: saved(
+            folder, {"class_token": torch.ones(4), "encoder.layers.encoder_layer_0.ln_1.weight": torch.ones(4)}
+        ),
+        Hints(),
+        "torchvision",
+    ),
+}  # fmt: skip
+
+
+def saved(folder: Path, tensors: dict[str, Tensor]) -> str:
+    torch.save(tensors, folder / "weights.pth")
+    return str(folder / "weights.pth")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_converted_is_refused(name: str, tmp_path: Path) -> None:
+    make, hints, named = REFUSED[name]
+    with pytest.raises((ArchitectureError, CheckpointError), match=named):
+        open_checkpoint(make(tmp_path), hints)
+
+
+def test_a_config_may_name_the_architecture_alone(tmp_path: Path) -> None:
+    net = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=10)
+    save_file(dict(net.state_dict()), tmp_path / "model.safetensors")
+    config: dict[str, Any] = {"architecture": "vit_tiny_patch16_224", "model_args": {"depth": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    record = open_checkpoint(str(tmp_path)).record
+    assert (record.classes, record.input.mean) == (10, (0.5, 0.5, 0.5))
+
+
+def test_the_heads_rows_are_the_classes(tmp_path: Path) -> None:
+    """A head that was trained anew beside the config of the 1,000 classes it came from."""
+    save_file(plain(), tmp_path / "model.safetensors")
+    statistics = {"input_size": [3, 16, 16], "mean": [0.5] * 3, "std": [0.5] * 3, "num_classes": 1000}
+    config = {
+        "architecture": "vit_tiny_patch16_224",
+        "num_classes": 1000,
+        "model_args": SMALL,
+        "pretrained_cfg": statistics,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for hints in (Hints(), Hints(arch_args={"num_classes": 3})):
+        checkpoint = open_checkpoint(str(tmp_path), hints)
+        assert checkpoint.record.classes == 3
+        assert build.load(checkpoint)(torch.rand(1, 3, 16, 16)).shape == (1, 3)
