@@ -2,16 +2,22 @@
 # make gpu: the tests that need a GPU, and a table of what each command takes on it.   make soundness: the long campaigns.
 # make test-elsewhere: the tests in another order, with other thread counts and instructions, on a busy machine.
 # make docs: the documentation site, in site/.   make tutorial: types it again.
+# make release-check: what would be pushed, installed into an empty environment.   make test-min: the oldest dependencies.
+# TORCH_INDEX: where torch and torchvision come from, together. Without a GPU: https://download.pytorch.org/whl/cpu
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+TORCH_INDEX ?=
+# one command and one index: a torchvision built for another torch breaks every `import timm` outside certvit
+TORCH := "torch>=2.6,<2.14" torchvision $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install demo test test-elsewhere check gpu soundness docs test-converters tutorial clean
+.PHONY: install demo test test-elsewhere test-min check gpu soundness docs test-converters tutorial release-check clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "torch>=2.6,<2.14"
+	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet -e ".[dev]"
+	-$(BIN)/certvit doctor
 	touch $@
 
 install: $(VENV)/.installed
@@ -30,6 +36,30 @@ test: check
 # the tests as on another machine: another order, thread count and processor, and something else that wants the cores
 test-elsewhere: install
 	PATH="$(abspath $(BIN)):$$PATH" bash tests/elsewhere.sh
+
+# every dependency at its lower bound of pyproject.toml; in torch 2.6 fully_shard (--shard-weights) fails on CPUs
+OLDEST := import re, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]; \
+	print(*(re.sub(">=([^,]+).*", r"==\1", line) for line in p))
+test-min:
+	$(PYTHON) -m venv --clear $(VENV)/min
+	$(VENV)/min/bin/pip install --quiet $$($(PYTHON) -c '$(OLDEST)') -e ".[dev]" \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(VENV)/min/bin/python -m pytest -n 2 --dist loadscope --ignore tests/cli/test_processes.py
+
+# what would be pushed: built, checked, installed into an empty environment, and used there
+release-check:
+	rm -rf dist
+	$(PYTHON) -m venv --clear $(VENV)/build
+	$(VENV)/build/bin/pip install --quiet build twine
+	$(VENV)/build/bin/python -m build
+	$(VENV)/build/bin/twine check --strict dist/*
+	$(PYTHON) -m venv --clear $(VENV)/empty
+	$(VENV)/empty/bin/pip install --quiet $(TORCH)
+	$(VENV)/empty/bin/pip install --quiet dist/*.whl
+	-$(VENV)/empty/bin/certvit doctor
+	cd $(VENV)/empty && bin/certvit init certvit_vit_digits -o digits.safetensors && \
+		bin/certvit audit digits.safetensors --dataset digits --time-budget 30s --html audit.html && ls -l audit.html
+	ls -l dist
 
 # without a CUDA device both say so and do nothing
 gpu: install
@@ -51,13 +81,15 @@ test-converters:
 	$(VENV)/transformers/bin/pip install --quiet "torch>=2.6,<2.14" "transformers>=4.44" safetensors numpy
 	$(VENV)/transformers/bin/python tests/models/transformers_logits.py
 
-# tools of its own: mkdocs-material wants requests >= 2.33, torchattacks pins 2.25; certvit's packages come after them
+# tools of its own: mkdocs-material wants requests >= 2.33, torchattacks pins 2.25; certvit comes after them. The site
+# carries the script of mermaid, where npm has it, so that it needs no internet
 docs: install
 	$(PYTHON) -m venv $(VENV)/docs
-	$(VENV)/docs/bin/pip install --quiet "mkdocs-material>=9.5,<10" "mkdocs>=1.6,<2"
+	$(VENV)/docs/bin/pip install --quiet "mkdocs-material>=9.5,<10" "mkdocs>=1.6,<2" latex2mathml
+	-cd $(VENV)/docs && npm pack --silent mermaid@11 && tar xzf mermaid-11*.tgz package/dist/mermaid.min.js
 	at='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	$(BIN)/python -c "$$at" > "$$($(VENV)/docs/bin/python -c "$$at")/certvit.pth"
-	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 MERMAID=$(abspath $(VENV))/docs/package/dist/mermaid.min.js $(VENV)/docs/bin/python -m mkdocs build --strict
 
 tutorial: install
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/tutorial.py

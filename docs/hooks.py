@@ -1,6 +1,9 @@
-"""What the site has beside docs/: a page for each command, from the same generator as commands.md, and the root's pages."""
+"""What the site has beside docs/: a page for each command, from the same generator as commands.md, the root's pages, the
+CI files in the page that links to them, formulas as MathML, and mermaid's script where `make docs` found it."""
 
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +12,28 @@ from mkdocs.structure.files import File, Files
 from certcli.cli.main import COMMANDS
 from certcli.cli.shared.reference import page
 
+sys.path.insert(0, str(Path(__file__).parent))
+import formulas
+
 ROOT = Path(__file__).parent.parent
-AT_THE_ROOT = ("ARCHITECTURE.md", "CHANGELOG.md")
+AT_THE_ROOT = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+MERMAID = Path(os.environ.get("MERMAID", ""))
+"""mermaid.min.js; without it, the theme loads it from the internet when a page with a picture is opened."""
 
 
 def on_config(config: Any) -> Any:
     """Commands in the navigation: the list of all, then one page each; pages that no section names at the end."""
     pages: list[Any] = [{"All on one page": "commands.md"}, *({name: f"commands/{name}.md"} for name in COMMANDS)]
     for entry in config.nav:
-        if "Commands" in entry:
-            entry["Commands"] = pages
+        if "All options" in entry:
+            entry["All options"] = pages
     named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
     docs = Path(config.docs_dir)
     found = [page.relative_to(docs).as_posix() for page in sorted(docs.rglob("*.md"))]
     if more := [page for page in found if page not in named]:
         config.nav.append({"More": more})
+    if MERMAID.is_file():
+        config.extra_javascript.append("assets/mermaid.min.js")
     return config
 
 
@@ -33,15 +43,32 @@ def on_files(files: Files, config: Any) -> Files:
     for name in AT_THE_ROOT:
         text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text())
         files.append(File.generated(config, name, content=text))
+    if MERMAID.is_file():
+        files.append(File.generated(config, "assets/mermaid.min.js", abs_src_path=str(MERMAID)))
     return files
+
+
+def _first_page(index: str) -> str:
+    """The repository's README as far as its installing, then the list of all pages."""
+    readme = (ROOT / "README.md").read_text().partition("## What it says")[0]
+    return re.sub(r"\]\(docs/", "](", readme) + index.replace("# All pages", "## All pages", 1)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links to the root's pages lead to their copies; what is not of the site (code, the root's README) is named only."""
+    if page.file.src_uri == "README.md":
+        markdown = _first_page(markdown)
+    markdown = re.sub(r"^- \[(examples/ci/[\w.-]+)\]\(.*\)$", _shown, formulas.display(markdown), flags=re.MULTILINE)
     up = "../" * page.file.src_uri.count("/")
     for name in AT_THE_ROOT:
         markdown = markdown.replace(f"]({up}../{name}", f"]({up}{name}")
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!commands|img|howto)([\w./-]+)\)", _named, markdown)
+
+
+def _shown(link: re.Match[str]) -> str:
+    """A CI file in full: the site has no examples/ to link to."""
+    kind = "bash" if link.group(1).endswith(".sh") else "yaml"
+    return f"\n`{link.group(1)}`\n\n```{kind}\n{(ROOT / link.group(1)).read_text()}```\n"
 
 
 def _named(link: re.Match[str]) -> str:

@@ -37,4 +37,4 @@ echo
 certvit log plain.audited.safetensors adapted.audited.safetensors constrained.audited.safetensors certified.audited.safetensors
 echo
 sed '/^$/q' certified.txt
-echo "figure: $out/certified.png; page: $out/certified.html"
+echo "Open $out/certified.html first: what is proven of the last network. The curve of proofs and attacks: $out/certified.png"

@@ -58,13 +58,13 @@ def typed_again(page: str, folder: Path, only: str = "") -> str:
 
 
 def answers(page: str) -> str:
-    """What `certvit audit` said in words about each network, a paragraph each."""
+    """Return what `certvit audit` answered first about each network, a paragraph each."""
     told = []
     for block in BLOCK.findall(page):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE):
             if part.startswith("certvit audit "):
-                words = re.search(r"^(?:No usable proof|Proven|No proof).*?(?=^Next: )", part, re.DOTALL | re.MULTILINE)
-                told.append(textwrap.fill(" ".join(words.group().split()), 124) if words else "")
+                words = re.search(r"^images: .*?\n(.*?)(?=^For comparison|^Next: )", part, re.DOTALL | re.MULTILINE)
+                told.append(textwrap.fill(" ".join(words.group(1).split()), 118) if words else "")
     return "\n\n".join(told)
 
 

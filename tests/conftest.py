@@ -1,37 +1,58 @@
-"""Small real things that many tests share: a plain digits ViT, its adapted form, and a certified net, all trained here."""
+"""Small real things that many tests share: a plain digits ViT, its adapted form, and a certified net, all trained here.
 
+The process that hands tests to workers reads this file, too: torch is imported where tests are collected.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
 import os
 import random
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
-import torch
 
-from certcli.checkpoint.file import Checkpoint
-from certcli.models import build
-from tests.helpers.workshop import TINY, Workshop
+if TYPE_CHECKING:
+    from certcli.checkpoint.file import Checkpoint
+    from tests.helpers.workshop import Workshop
 
 # workers of pytest-xdist are given a terminal's width, which they have not: outputs are then as wide as in a pipe
 os.environ.pop("COLUMNS", None)
 
 
-# tiny tensors: a second thread costs more than it gives; `make test-elsewhere` asks for other numbers
-torch.set_num_threads(int(os.environ.get("CERTVIT_TEST_THREADS", "1")))
+def pytest_collectstart() -> None:
+    _prepare()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # the half million objects of torch and of the tests: each full collection would walk over them
+
+
+@functools.cache
+def _prepare() -> None:
+    import torch
+
+    import certcli.system.compat  # noqa: F401 (before a test imports timm)
+
+    # tiny tensors: a second thread costs more than it gives; `make test-elsewhere` asks for other numbers
+    torch.set_num_threads(int(os.environ.get("CERTVIT_TEST_THREADS", "1")))
+    _seed()
 
 
 def _seed() -> None:
     """Every test begins with the same generators, whatever ran before it."""
+    import numpy as np
+    import torch
+
     torch.default_generator.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-
-
-_seed()
 
 
 UNWATCHED = {b"PYTEST_CURRENT_TEST": b"", b"TORCHINDUCTOR_CACHE_DIR": b""}
@@ -39,7 +60,9 @@ UNWATCHED = {b"PYTEST_CURRENT_TEST": b"", b"TORCHINDUCTOR_CACHE_DIR": b""}
 
 
 def _surroundings() -> dict[str, Any]:
-    """What a test must leave as it was. A few microseconds."""
+    """Return the things that a test must leave as it found them."""
+    import torch
+
     return {
         "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
         "dtype": torch.get_default_dtype(),
@@ -59,6 +82,8 @@ def _surroundings() -> dict[str, Any]:
 
 
 def _restore(before: dict[str, Any]) -> None:
+    import torch
+
     torch.set_num_threads(before["threads"][0])
     torch.set_default_dtype(before["dtype"])
     torch.set_grad_enabled(before["gradients"])
@@ -93,21 +118,33 @@ def _as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("workshop"))
+    from tests.helpers.workshop import Workshop
+
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # one for all workers
+    (folder / "workshop").mkdir(exist_ok=True)
+    return Workshop(folder / "workshop")
 
 
 @pytest.fixture(scope="session")
 def plain(workshop: Path) -> Checkpoint:
+    from certcli.checkpoint.file import Checkpoint
+
     return Checkpoint.read(workshop / "plain.safetensors")
 
 
 @pytest.fixture(scope="session")
 def certified(workshop: Path) -> Checkpoint:
+    from certcli.checkpoint.file import Checkpoint
+
     return Checkpoint.read(workshop / "certified.safetensors")
 
 
 @pytest.fixture
 def tiny() -> Checkpoint:
     """A fresh, untrained plain ViT for 8 x 8 images."""
+    from certcli.models import build
+    from tests.helpers.workshop import TINY
+
     net = build.create("certvit_vit_digits", TINY, initialise=False)
     return build.initialise("certvit_vit_digits", TINY, build.spec_of(net), 10, seed=0)

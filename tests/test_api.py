@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,14 @@ def test_every_function_is_documented_and_in_certvit() -> None:
     for name in certvit.testing.__all__:
         assert getattr(certvit.testing, name) is getattr(testing, name)
         assert f"`{name}(" in PAGE.read_text()
+
+
+def test_the_wheel_holds_both_names() -> None:
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    hatch = tools.get("hatch", {}).get("build", {}).get("targets", {}).get("wheel", {})
+    setuptools = tools.get("setuptools", {}).get("packages", {}).get("find", {})
+    packages = {name.rstrip("*") for name in (*hatch.get("packages", ()), *setuptools.get("include", ()))}
+    assert {"certcli", "certvit"} <= packages
 
 
 def test_assertions_fail_with_figures(certified: Checkpoint) -> None:
@@ -152,6 +161,19 @@ def test_a_module_is_copied() -> None:
     assert str(certvit.bound(opened).upper) == upper
 
 
+def test_doubts_about_a_file_are_warnings(workshop: Path) -> None:
+    with pytest.warns(UserWarning, match="carries its own record: arch, mean ignored"):
+        opened = certvit.load(workshop / "plain.safetensors", arch="certvit_vit_digits", mean=0.4)
+    assert opened.reading.line().startswith("network: certvit_vit_digits, heads 2")
+
+
+class Hidden(nn.Linear):
+    """Weights that the state does not hold, and a certificate would not cover."""
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return {}
+
+
 MODULES: dict[str, tuple[nn.Module, dict[str, Any], type[CertvitError], str]] = {
     "no statistics": (perceptron(), {}, UsageError, "which images does the Sequential take"),
     "statistics of 255": (perceptron(), {**DIGITS, "std": 127.5}, UsageError, "another scale"),
@@ -161,6 +183,7 @@ MODULES: dict[str, tuple[nn.Module, dict[str, Any], type[CertvitError], str]] = 
     "one logit": (perceptron(classes=1), DIGITS, ArchitectureError, "one logit"),
     "NaN": (nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.BatchNorm1d(3)), DIGITS, CheckpointError, "NaN"),
     "no values": (perceptron().to("meta"), DIGITS, ArchitectureError, "cannot be copied"),
+    "hidden weights": (nn.Sequential(nn.Flatten(), Hidden(64, 3)), DIGITS, ArchitectureError, "no tensor of its state"),
     "options of files": (perceptron(), {**DIGITS, "arch": "vit"}, UsageError, "no option 'arch'"),
 }
 nn.init.constant_(MODULES["NaN"][0][2].running_var, float("nan"))  # type: ignore[index]

@@ -19,11 +19,11 @@ from certcli.attack.campaign import stages_of
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import curve
-from certcli.audit import gates as audit_gates
 from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
 from certcli.audit.compose import compose
-from certcli.audit.words import Typed
+from certcli.audit.gates import parse
+from certcli.audit.plan import Plan, Typed
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
 from certcli.certify.methods import certify as run_certifier
 from certcli.certify.methods import options_of, prepare
@@ -235,22 +235,21 @@ def audit(
     Gates are judged, not enforced: see `gate.passed`. Outside the main thread a stage ends between its batches only.
 
     Args:
-        settings: Fields of `audit.run.Asked`: radii, attacked, attacks, methods, sigma, patches, seed, batch_size, ...
+        settings: Fields of `audit.plan.Plan`: radii, attacks, methods, sigma, patches, seed, batch_size, ...
     """
     checkpoint = load(source)
-    require_known(settings, _names(audit_run.Asked), "audit")
-    gates = [audit_gates.parse(text) for text in fail_on]
-    chosen = audit_gates.widened(audit_run.Asked(**settings), gates)
-    judged = None if given is None else _images(checkpoint, given, labels).in_turn(chosen.seed)
-    clock = Clock(seconds)
+    require_known(settings, _names(Plan), "audit")
+    plan = Plan(**{"gates": tuple(parse(text) for text in fail_on), "budget": seconds, **settings})
+    judged = None if given is None else _images(checkpoint, given, labels).in_turn(plan.seed)
+    clock, where = Clock(plan.budget), torch.device(device)
 
     def calibration() -> Images:
-        return calibration_images(checkpoint.record, 8, chosen.seed, None, None)
+        return calibration_images(checkpoint.record, 8, plan.seed, None, None)
 
-    results = audit_run.run(checkpoint, judged, calibration, chosen, torch.device(device), clock)
+    findings = audit_run.run(checkpoint, judged, calibration, plan, where, clock)
     name = str(source) if isinstance(source, str | Path) else "checkpoint"
     typed = Typed(name, dataset=given if isinstance(given, str) else None)
-    found = compose(checkpoint, results, chosen, gates, clock, typed=typed, limit=None)
+    found = compose(checkpoint, findings, plan, clock, typed, where)
     return AuditReport(**{name: getattr(found, name) for name in found.__struct_fields__})
 
 

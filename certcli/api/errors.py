@@ -42,7 +42,7 @@ def in_python(text: str) -> str:
         name = match["option"].replace("-", "_")
         name = _NAMES.get(name, name)
         if match["value"] and name in _LISTS:
-            return f'{name}=["{match["value"]}"]'
+            return f'{name}=["{match["value"].strip(chr(39))}"]'
         if match["value"]:
             return f"{name}={match['value']}"
         return f"{name}=True" if name in _FLAGS else name

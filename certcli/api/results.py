@@ -88,12 +88,10 @@ class AttackCurve(Shown, tuple[RobustAccuracy, ...]):
         return [("radius", "robust", "95 % interval"), *shown]
 
 
-class AuditReport(Shown, Audit):
-    """The document of an audit: verdict, doubts, bound, certificates, attacks, gates."""
+class AuditReport(Audit, Shown):
+    """The document of an audit: headline, verdict, doubts, bound, certificates, attacks, gates."""
 
-    @property
-    def headline(self) -> str:
-        return " ".join(self.verdict[:1]) or "an audit without a verdict"
+    __repr__ = Shown.__repr__
 
     @property
     def rows(self) -> Sequence[Sequence[str]]:

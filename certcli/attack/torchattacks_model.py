@@ -20,9 +20,15 @@ class AllSolved(Exception):
 
 
 def library() -> ModuleType:
-    """torchattacks, behind the shim that lets its torchvision import."""
+    """Return torchattacks, behind the shim that lets its torchvision import; UsageError where it is not installed."""
     import_module("certcli.system.compat")
-    return import_module("torchattacks")
+    try:
+        return import_module("torchattacks")
+    except ModuleNotFoundError as failure:
+        if failure.name != "torchattacks":
+            raise
+        hint = "pip install --no-deps torchattacks; only deepfool and torchattacks:NAME need it"
+        raise UsageError("this attack runs code of torchattacks, which is not installed", hint) from failure
 
 
 class Successes:

@@ -1,4 +1,4 @@
-"""A time budget: what is left, what a stage may have, and an end to what does not stop by itself."""
+"""A time budget: the time left, the share of a stage, and an end to stages that do not stop by themselves."""
 
 import contextlib
 import signal
@@ -42,13 +42,13 @@ class Clock:
         """Seconds for work: the end of the budget belongs to writing."""
         return max(0.0, self.budget * (1 - FINISHING) - self.spent)
 
-    def part(self, share: float) -> "Part":
-        """A stage that may take this share of what is left. All processes ask."""
-        return Part(self.team.agree(lambda: share * self.left))
+    def part(self, share: float) -> "StageTime":
+        """Return the time of a stage that may take this share of the rest. All processes call it."""
+        return StageTime(self.team.agree(lambda: share * self.left))
 
 
 @dataclass
-class Part:
+class StageTime:
     """One stage's seconds, counted from its beginning."""
 
     seconds: float

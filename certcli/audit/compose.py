@@ -1,39 +1,33 @@
-"""From results to the document: the answer in words, the gates, the lineage, and how to ask again."""
+"""From findings to the document: the answer in words, the gates, the lineage, and the command that repeats the audit."""
 
-from collections.abc import Sequence
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from certcli.audit import gates, words
+import torch
+
+from certcli.audit import gates, headline, words
 from certcli.audit.clock import Clock
-from certcli.audit.run import Asked, Results
+from certcli.audit.findings import Findings
+from certcli.audit.plan import Plan, Typed, reproduce
 from certcli.checkpoint.record import versions
 from certcli.evaluation.doubts import accuracy_doubts
 from certcli.models.build import OpenCheckpoint
-from certcli.report.document import Audit, Network, Step
+from certcli.report.document import Audit, LineageStep, Machine, Network
 
 
 def compose(
-    checkpoint: OpenCheckpoint,
-    results: Results,
-    asked: Asked,
-    demands: Sequence[gates.FailOn],
-    clock: Clock,
-    *,
-    typed: words.Typed,
-    limit: int | None,
+    checkpoint: OpenCheckpoint, findings: Findings, plan: Plan, clock: Clock, typed: Typed, device: torch.device
 ) -> Audit:
-    """Documents travel: what is a path here is shown without its folders."""
-    record, clean = checkpoint.record, results.clean
-    doubts = [*results.seen, *checkpoint.reading.doubts]
+    """Return the document. Documents travel, so they name files without their folders."""
+    record, size, clean = checkpoint.record, checkpoint.record.input.size, findings.clean
+    doubts = [*findings.seen, *checkpoint.reading.doubts]
     doubts += [] if clean is None else accuracy_doubts(clean.hits, clean.images, checkpoint)
-    doubts += results.doubts
-    image = record.input.size[1:]
-    judged = gates.judge(demands, results, image)
     named = typed.travelling()
-    kept: dict[str, Any] = {
-        name: getattr(results, name)
-        for name in ("bound", "slope", "dataset", "clean", "certificates", "attack", "patched", "skipped")
-    }
+    same = ("bound", "slope", "dataset", "clean", "certificates", "attack", "patched", "patch_attack", "skipped")
+    found: dict[str, Any] = {name: getattr(findings, name) for name in (*same, "attention_weight")}
     return Audit(
         schema=1,
         command="audit",
@@ -42,22 +36,54 @@ def compose(
             name=named.source,
             arch=record.arch,
             classes=record.classes,
-            input=list(record.input.size),
-            parameters=results.parameters,
+            input=list(size),
+            parameters=findings.parameters,
             reading=checkpoint.reading.to_json(),
+            path=path_in_repository(Path(typed.source)),
         ),
-        verdict=[*results.seen, *words.verdict(results, asked)],
-        doubts=doubts,
-        next=words.next_steps(results, asked, named, clock.budget),
-        gate=judged,
+        headline=headline.headline(findings, plan, size),
+        scale=headline.scale(plan, size),
+        reference=headline.reference(size),
+        verdict=[*findings.seen, *words.verdict(findings, plan)],
+        doubts=[*doubts, *findings.doubts],
+        next=words.next_steps(findings, plan, named),
+        gate=gates.judge(plan.gates, findings, size[1:]),
         lineage=[
-            Step(command=step.command, parameters=step.shown, seed=step.seed, parent=step.parent)
+            LineageStep(command=step.command, parameters=step.shown, seed=step.seed, parent=step.parent)
             for step in record.lineage
         ],
-        reproduce=words.reproduce(asked, results.precision, demands, named, limit, clock.budget),
+        reproduce=reproduce(plan, findings.precision, named),
         budget=clock.budget,
         seconds=round(clock.spent, 2),
         versions=versions(),
-        records=results.records(),
-        **kept,
+        date=now(),
+        machine=Machine(cpu=processor(), threads=torch.get_num_threads(), device=str(device)),
+        records=findings.records(),
+        **found,
     )
+
+
+def now() -> str:
+    """Return the time in UTC, ISO 8601; SOURCE_DATE_EPOCH overrides it, as in reproducible builds."""
+    given = os.environ.get("SOURCE_DATE_EPOCH", "")
+    moment = datetime.fromtimestamp(int(given), UTC) if given.isdecimal() else datetime.now(UTC)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def processor() -> str:
+    """Return the model of the CPU, as far as the system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def path_in_repository(file: Path) -> str | None:
+    """Return the path below the folder that holds .git, None for a file outside every repository, or no file."""
+    if not file.exists():
+        return None
+    whole = file.resolve()
+    root = next((folder for folder in whole.parents if (folder / ".git").exists()), None)
+    return None if root is None else whole.relative_to(root).as_posix()

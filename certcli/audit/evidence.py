@@ -3,93 +3,68 @@
 from typing import Any
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.report.document import Attacked, Audit, Certified, Patched, to_json
+from certcli.report.document import AttackShares, Audit, CertifiedShares, Dataset, PatchShares, to_json
 
 
-def with_evidence(checkpoint: Checkpoint, audit: Audit, attention_weight: float | None, seed: int) -> Checkpoint:
-    """The same tensors with entries of lipschitz, certify (the best method last) and attack."""
+def with_evidence(checkpoint: Checkpoint, audit: Audit, seed: int) -> Checkpoint:
+    """Return the same tensors with entries of lipschitz, certify (the best method last) and attack."""
     if audit.bound is not None:
         result = {
             "upper": audit.bound.upper,
             "log10_upper": audit.bound.log10_upper,
             "lower": None if audit.slope is None else audit.slope.lower,
             "why": audit.bound.why,
-            "attention_weight": attention_weight,
+            "attention_weight": audit.attention_weight,
         }
         about: dict[str, Any] = {"images": 0 if audit.slope is None else audit.slope.images}
         checkpoint = checkpoint.with_evidence("lipschitz", about, result)
-    for found in sorted(audit.certificates, key=_worth):
-        about = {
-            "dataset": found.dataset.name,
-            "split": found.dataset.split,
-            "limit": found.dataset.images,
-            "seed": seed,
-            "method": found.method,
-        }
-        checkpoint = checkpoint.with_evidence("certify", about, _certified(found))
-    if audit.patched is not None:
-        dataset = audit.patched.dataset
-        about = {
-            "dataset": dataset.name,
-            "split": dataset.split,
-            "limit": dataset.images,
-            "seed": seed,
-            "method": "patch",
-        }
-        checkpoint = checkpoint.with_evidence("certify", about, _against_patches(audit.patched))
+    shares: list[CertifiedShares | PatchShares] = [*sorted(audit.certificates, key=_worth)]
+    shares += [] if audit.patched is None else [audit.patched]
+    for found in shares:
+        result = _certified(found)
+        about = _images(found.dataset) | {"limit": found.dataset.images, "seed": seed, "method": result["method"]}
+        checkpoint = checkpoint.with_evidence("certify", about, result)
     if audit.attack is not None:
-        parameters = {
-            "dataset": audit.attack.dataset.name,
-            "split": audit.attack.dataset.split,
+        about = _images(audit.attack.dataset) | {
             "images": audit.attack.dataset.images,
             "attacks": [audit.attack.attacks],
             "radii": [[float(radius) for radius in audit.attack.robust]],
             "norm": [audit.attack.norm],
             "settings": audit.attack.settings,
         }
-        checkpoint = checkpoint.with_evidence("attack", parameters, _attacked(audit.attack))
+        checkpoint = checkpoint.with_evidence("attack", about, _attacked(audit.attack))
     return checkpoint
 
 
-def _worth(found: Certified) -> tuple[bool, float]:
+def _images(dataset: Dataset) -> dict[str, Any]:
+    return {"dataset": dataset.name, "split": dataset.split}
+
+
+def _worth(found: CertifiedShares) -> tuple[bool, float]:
     """Proofs that certify something after statements of chance, statements of chance after proofs that certify nothing."""
     best = max((share.share for share in found.certified.values()), default=0.0)
     return found.failure == 0 and best > 0, best
 
 
-def _certified(found: Certified) -> dict[str, Any]:
-    return {
-        "dataset": to_plain(found.dataset),
-        "clean": found.clean.share,
-        "certified": {radius: share.share for radius, share in found.certified.items()},
-        "average_radius": found.average_radius,
-        "images": found.clean.images,
-        "method": found.method,
-        "failure": found.failure,
-        "promise": found.promise,
-        "arithmetic": found.arithmetic,
-        "parameters": found.parameters,
-    }
-
-
-def _against_patches(found: Patched) -> dict[str, Any]:
-    return {
-        "dataset": to_plain(found.dataset),
+def _certified(found: CertifiedShares | PatchShares) -> dict[str, Any]:
+    if isinstance(found, PatchShares):
+        special: dict[str, Any] = {"method": "patch", "failure": 0.0, "promise": "proof"}
+    else:
+        special = {name: getattr(found, name) for name in ("method", "failure", "promise", "average_radius")}
+    return special | {
+        "dataset": to_json(found.dataset),
         "clean": found.clean.share,
         "certified": {size: share.share for size, share in found.certified.items()},
         "images": found.clean.images,
-        "method": "patch",
-        "failure": 0.0,
-        "promise": "proof",
         "arithmetic": found.arithmetic,
         "parameters": found.parameters,
     }
 
 
-def _attacked(found: Attacked) -> dict[str, Any]:
+def _attacked(found: AttackShares) -> dict[str, Any]:
     first = next(iter(found.robust))
     return {
-        "dataset": to_plain(found.dataset),
+        "dataset": to_json(found.dataset),
         "clean": found.clean.share,
         "robust": found.robust[first].share,
         "epsilon": float(first),
@@ -99,7 +74,3 @@ def _attacked(found: Attacked) -> dict[str, Any]:
         "curve": {radius: share.share for radius, share in found.robust.items()},
         "median_norm": found.median_norm,
     }
-
-
-def to_plain(part: Any) -> Any:
-    return to_json(part)

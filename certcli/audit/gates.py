@@ -1,23 +1,23 @@
-"""Gates of an audit: `certified@0.25<0.4` fails a network of which less than 40 % is certified at radius 0.25.
+"""Gates of an audit: `certified@0.25<0.4` fails where less than 40 % of the images are certified at radius 0.25.
 
     GATE = SHARE "@" RADIUS ("<" | "<=") NUMBER | "patched@" PATCH ("<" | "<=") NUMBER |
            "clean" ("<" | "<=") NUMBER | "upper" (">" | ">=") NUMBER
 
 SHARE is `certified` (the best method, whatever it promises), `proven` (proofs only) or `robust` (what attacks left);
 `patched` is the share that no patch (32, 16x64, 2%) changes behind masks. A number may be a quotient, 36/255. A gate whose
-quantity was not measured fails, and says why.
+quantity was not measured fails, and says why. Gates are written as failures and reported as requirements.
 """
 
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from certcli.audit.run import Asked, Results
+from certcli.audit.findings import Findings
 from certcli.evaluation.radii import proven_percent, radius_key
-from certcli.evaluation.records import require_radii
 from certcli.evaluation.sizes import ANY_IMAGE, Patch
-from certcli.report.document import Gate, Judged, Share
+from certcli.report.document import GateReport, GateResult, Share
+from certcli.report.shares import FEW
 from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
 
@@ -56,9 +56,24 @@ class FailOn:
         }
         return signs[self.sign]
 
+    @property
+    def requirement(self) -> str:
+        """Return what the network must meet: "certified at l2 0.25: required at least 40 %"."""
+        about = {
+            "certified": f"certified at l2 {self.radius}",
+            "proven": f"proven at l2 {self.radius}",
+            "robust": f"correct after attacks at l2 {self.radius}",
+            "patched": f"proven against patches of {self.patch}",
+            "clean": "correct without any change",
+            "upper": "Lipschitz bound",
+        }
+        words = {"<": "at least", "<=": "more than", ">": "at most", ">=": "less than"}
+        value = f"{self.value:g}" if self.quantity == "upper" else f"{100 * self.value:g} %"
+        return f"{about[self.quantity]}: required {words[self.sign]} {value}"
+
 
 def parse(text: str) -> FailOn:
-    """UsageError names what is wrong with the expression, and what was probably meant."""
+    """Return the gate of an expression; UsageError names the mistake and the likely correction."""
     match = _FORM.fullmatch(text)
     if match is None:
         raise UsageError(f"--fail-on '{text}' is no gate", EXAMPLE)
@@ -73,8 +88,8 @@ def parse(text: str) -> FailOn:
     elif match["patch"] is not None:
         raise UsageError(f"--fail-on '{text}': {quantity} speaks of no patch", EXAMPLE)
     elif (match["radius"] is not None) != (quantity in AT_A_RADIUS):
-        told = "needs a radius" if quantity in AT_A_RADIUS else "has no radius"
-        raise UsageError(f"--fail-on '{text}': {quantity} {told}", EXAMPLE)
+        mistake = "needs a radius" if quantity in AT_A_RADIUS else "has no radius"
+        raise UsageError(f"--fail-on '{text}': {quantity} {mistake}", EXAMPLE)
     if sign[0] != (">" if quantity == "upper" else "<"):
         turned = text.replace(sign, sign.translate({ord("<"): ">", ord(">"): "<"}))
         raise UsageError(f"--fail-on '{text}' would fail a network for being better", f"did you mean '{turned}'?")
@@ -97,81 +112,55 @@ def _number(text: str, gate: str) -> float:
     return found
 
 
-def radii(gates: Sequence[FailOn], *quantities: str) -> list[float]:
-    """The radii at which these quantities are asked for."""
-    return [gate.radius for gate in gates if gate.radius is not None and gate.quantity in quantities]
-
-
-def widened(asked: Asked, gates: Sequence[FailOn]) -> Asked:
-    """The same, with the radii that only gates name."""
-    certified = radii(gates, "certified", "proven")
-    return replace(
-        asked,
-        radii=require_radii([*asked.radii, *certified]),
-        attacked=require_radii([*asked.attacked, *radii(gates, "robust")]),
-        patches=(*asked.patches, *(gate.patch for gate in gates if gate.patch is not None)),
-        reach=max(radii(gates, "certified"), default=asked.reach),
-    )
-
-
-def judge(
-    gates: Sequence[FailOn],
-    results: Results,
-    image: tuple[int, int],
-) -> Gate:
-    """Every gate against what was measured; shares with their n and interval. image: (height, width), for patches."""
-    bound, clean, attack, patched = results.bound, results.clean, results.attack, results.patched
-
-    def missing(*stages: str) -> str:
-        return "; ".join(f"{item.stage}: {item.why}" for item in results.skipped if item.stage in stages)
-
-    def one(gate: FailOn) -> Judged:
-        share: Share | None = None
-        measured: float | None = None
-        by, why = "", ""
-        if gate.quantity == "upper":
-            measured = None if bound is None else math.inf if bound.upper == "inf" else float(bound.upper)
-            by, why = ("", missing("bound")) if bound is None else ("", "")
-        elif gate.quantity == "clean":
-            share, why = clean, missing("images", "clean")
-        elif gate.quantity == "robust":
-            share = None if attack is None else attack.robust.get(radius_key(gate.radius or 0.0))
-            by = "" if attack is None else f" after {', '.join(attack.attacks)}"
-            why = missing("images", "clean", "attack")
-        elif gate.patch is not None:
-            why = missing("images", "clean", "patch")
-            if patched is not None:
-                share = patched.certified.get(str(Patch.read(gate.patch, image)))
-                by = f" by {patched.procedure} (proof)"
-        else:
-            at = radius_key(gate.radius or 0.0)
-            reached = [
-                (found.certified[at], found)
-                for found in results.certificates
-                if at in found.certified and (gate.quantity == "certified" or found.failure == 0)
-            ]
-            if reached:
-                share, found = max(reached, key=lambda pair: pair[0].share)
-                by = f" by {found.method} ({found.promise})"
-            why = missing("images", "clean", "bound", "lipschitz", "local", "smoothing")
-        if share is not None:
-            low, high = share.interval
-            measured = share.share
-            by = f"{by}: {share.hits} of {share.images} images (95 % interval {100 * low:.0f} to {100 * high:.0f} %)"
-        if measured is None:
-            told = f"not measured ({why or 'nothing was found at this radius'})"
-            return Judged(fail_on=gate.text, passed=False, measured=None, reason=f"{gate.text}: {told}")
-        failed = gate.met(measured)
-        shown: float | str = measured if math.isfinite(measured) else "inf"
-        shown_share = (
-            proven_percent(measured)
-            if gate.quantity in ("certified", "proven", "patched")
-            else f"{100 * measured:.1f} %"
-        )
-        value = shown_share if share is not None else "" if bound is None else bound.upper_text
-        text = f"{gate.text}: {'failed' if failed else 'passed'}, {gate.quantity} {value}{by}"
-        return Judged(fail_on=gate.text, passed=not failed, measured=shown, reason=text)  # type: ignore[arg-type]
-
-    judged = [one(gate) for gate in gates]
+def judge(gates: Sequence[FailOn], findings: Findings, image: tuple[int, int]) -> GateReport:
+    """Compare every gate with the measured figures. image: (height, width), for patches given as a share."""
+    judged = [_judged(gate, findings, image) for gate in gates]
     reasons = [row.reason for row in judged if not row.passed]
-    return Gate(passed=not reasons, reasons=reasons, judged=judged)
+    return GateReport(passed=not reasons, reasons=reasons, judged=judged)
+
+
+def _judged(gate: FailOn, findings: Findings, image: tuple[int, int]) -> GateResult:
+    share, by, stages = _share(gate, findings, image)
+    bound = findings.bound
+    measured: float | None = None if share is None else share.share
+    if gate.quantity == "upper" and bound is not None:
+        measured = math.inf if bound.upper == "inf" else float(bound.upper)
+    if measured is None:
+        why = "; ".join(f"{item.stage}: {item.why}" for item in findings.skipped if item.stage in stages)
+        reason = f"{gate.requirement}, not measured ({why or 'nothing was found at this radius'}): failed"
+        return GateResult(fail_on=gate.text, passed=False, measured=None, reason=reason)
+    if share is not None:
+        low, high = share.interval
+        few = "" if share.images < FEW else f"{proven_percent(share.share)}, "
+        found = f"{few}{share.hits} of {share.images} images (95 % interval {100 * low:.0f} to {100 * high:.0f} %){by}"
+    else:
+        found = "" if bound is None else bound.upper_text
+    failed = gate.met(measured)
+    reason = f"{gate.requirement}, found {found}: {'failed' if failed else 'passed'}"
+    shown: float | str = measured if math.isfinite(measured) else "inf"
+    return GateResult(fail_on=gate.text, passed=not failed, measured=shown, reason=reason)  # type: ignore[arg-type]
+
+
+def _share(gate: FailOn, findings: Findings, image: tuple[int, int]) -> tuple[Share | None, str, tuple[str, ...]]:
+    """Return the share that a gate speaks of, how it was found, and the stages that would have found it."""
+    needed = ("images", "clean", "certificates and attacks")
+    if gate.quantity == "upper":
+        return None, "", ("bound",)
+    if gate.quantity == "clean":
+        return findings.clean, "", needed
+    if gate.quantity == "robust":
+        attack = findings.attack
+        share = None if attack is None else attack.robust.get(radius_key(gate.radius or 0.0))
+        return share, "" if attack is None else f" after {', '.join(attack.attacks)}", (*needed, "attack")
+    if gate.patch is not None:
+        behind = findings.patched
+        share = None if behind is None else behind.certified.get(str(Patch.read(gate.patch, image)))
+        return share, "" if behind is None else f" by {behind.procedure} (proof)", (*needed, "patch")
+    at = radius_key(gate.radius or 0.0)
+    reached = [
+        (found.certified[at], f" by {found.method} ({found.promise})")
+        for found in findings.certificates
+        if at in found.certified and (gate.quantity == "certified" or found.failure == 0)
+    ]
+    stages = (*needed, "bound", "lipschitz", "local", "smoothing")
+    return (*max(reached, key=lambda pair: pair[0].share), stages) if reached else (None, "", stages)

@@ -3,26 +3,26 @@
 import time
 from collections.abc import Iterator
 
-from certcli.audit.clock import OutOfTime, Part
+from certcli.audit.clock import OutOfTime, StageTime
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models.build import PixelModel
-from certcli.report.document import Block, Found, Slope
+from certcli.report.document import Block, GlobalBound, Slope
 from certcli.system.processes import ALONE, Team
 
 SLOPE_IMAGES = 8
 """Images at most on which a slope is measured."""
 LOOSE = 3.0
-"""log10 of a bound from which on it is said what makes it large."""
+"""log10 of a bound from which on the answer names the layers that make it large."""
 NEGLIGIBLE = 0.002
 """log10 below which a factor is none."""
 DRIVER_SHARE = 0.2
 """Of the bound's logarithm, that a kind of layer must have to be named."""
 
 
-def bound(model: PixelModel, classes: int, part: Part) -> tuple[Found, NetworkBound]:
+def bound(model: PixelModel, classes: int, part: StageTime) -> tuple[GlobalBound, NetworkBound]:
     """The proven bound. OutOfTime when it is not finished in its time."""
     started = time.perf_counter()
     with part.ended():
@@ -30,10 +30,10 @@ def bound(model: PixelModel, classes: int, part: Part) -> tuple[Found, NetworkBo
     return found(proven, time.perf_counter() - started), proven
 
 
-def found(proven: NetworkBound, seconds: float) -> Found:
+def found(proven: NetworkBound, seconds: float) -> GlobalBound:
     """A bound as the document has it."""
     finite = proven.upper.finite
-    return Found(
+    return GlobalBound(
         **bound_document(proven.upper) | ({} if finite else {"upper_text": "none"}),
         why=proven.bound.why,
         drivers=drivers(proven) if finite else "",
@@ -109,7 +109,7 @@ def _why(proven: NetworkBound, path: str) -> str:
     return "; ".join(f"{charge.path} {charge.constant}: {charge.why}" for charge in largest)
 
 
-def slope(model: PixelModel, images: Images, seed: int, part: Part, team: Team = ALONE) -> Slope | None:
+def slope(model: PixelModel, images: Images, seed: int, part: StageTime, team: Team = ALONE) -> Slope | None:
     """The steepest slope found at a few images, one by one, until the time is over; None when not one was finished.
 
     Of several processes all but the leader measure, who is busy with the proof meanwhile.
@@ -123,14 +123,14 @@ def slope(model: PixelModel, images: Images, seed: int, part: Part, team: Team =
     if not found:
         return None
     lowers, seen, seconds = zip(*found, strict=True)
-    return Slope(lower=max(lowers), images=sum(seen), of=_told(images), seconds=max(seconds))
+    return Slope(lower=max(lowers), images=sum(seen), of=_images_of(images), seconds=max(seconds))
 
 
-def _told(images: Images) -> str:
+def _images_of(images: Images) -> str:
     return f"{images.name} ({images.split})"
 
 
-def _slope(model: PixelModel, few: Images, seed: int, part: Part) -> Slope | None:
+def _slope(model: PixelModel, few: Images, seed: int, part: StageTime) -> Slope | None:
     device = next(model.parameters()).device
     started = time.perf_counter()
     seen, best = 0, 0.0
@@ -144,4 +144,4 @@ def _slope(model: PixelModel, few: Images, seed: int, part: Part) -> Slope | Non
     except OutOfTime:
         if not seen:
             return None
-    return Slope(lower=best, images=seen, of=_told(few), seconds=round(time.perf_counter() - started, 2))
+    return Slope(lower=best, images=seen, of=_images_of(few), seconds=round(time.perf_counter() - started, 2))

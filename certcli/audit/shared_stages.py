@@ -1,23 +1,23 @@
 """A stage of an audit by several processes: a piece of work each at the same time, and all know what all found.
 
-The leader's clock rules (`Clock.part`); what it decides by it the others are told. So all go the same way, and meet again.
+The leader's clock rules (`Clock.part`), and the others follow its decisions, so all take the same way and meet again.
 """
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from certcli.audit.clock import OutOfTime, Part
+from certcli.audit.clock import OutOfTime, StageTime
 from certcli.system.errors import ArchitectureError, CertvitError, DataError, NoBoundError, UsageError
 from certcli.system.processes import Team
 
 Piece = TypeVar("Piece")
 REFUSALS = {kind.__name__: kind for kind in (UsageError, ArchitectureError, NoBoundError, DataError)}
-"""Failures after which an audit may go on without the stage: all processes must."""
+"""Failures after which an audit continues without the stage, in all processes."""
 
 
 def together(
     team: Team,
-    part: Part,
+    part: StageTime,
     work: Callable[[], Piece],
     pack: Callable[[Piece], Any] = lambda found: found,
     unpack: Callable[[Any], Piece] = lambda plain: plain,

@@ -1,135 +1,119 @@
-"""The answer in words, and what to do next: plain sentences from what was measured, and from nothing else."""
+"""The answer in sentences, and what to do next: from what was measured, and from nothing else."""
 
 import math
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 
-from certcli.audit.gates import FailOn
-from certcli.audit.run import AUTO, HOPELESS, Asked, Results
-from certcli.evaluation.radii import attacked_radius, confidence, proven_percent, proven_radius, radius_key
-from certcli.report.document import Certified, Share
+from certcli.audit.findings import Findings
+from certcli.audit.plan import Plan, Typed
+from certcli.audit.stages import HOPELESS
+from certcli.evaluation.intervals import share_interval
+from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
+from certcli.report.document import CertifiedShares
+from certcli.report.shares import FEW, counted
 
-FEW = 30
-"""Images below which a share is hardly one: the sentence says so."""
-
-
-@dataclass(frozen=True)
-class Typed:
-    """What was typed that names the network (hints: further words that reading it needs) and its images."""
-
-    source: str
-    hints: Sequence[str] = ()
-    dataset: str | None = None
-    data_dir: str | None = None
-    split: str | None = None
-
-    def network(self) -> list[str]:
-        return [self.source, *self.hints]
-
-    def images(self, judged: bool = True) -> list[str]:
-        """judged: of a command that judges a network by them, and knows of splits."""
-        found = [] if self.dataset is None else ["--dataset", self.dataset]
-        found += [] if self.data_dir is None else ["--data-dir", self.data_dir]
-        return found + (["--split", self.split] if self.split is not None and judged else [])
-
-    def travelling(self) -> "Typed":
-        """For documents that others read: what is a path here without its folders."""
-
-        def shown(typed: str) -> str:
-            return Path(typed).resolve().name if Path(typed).exists() else typed
-
-        dataset, folder = (None if name is None else shown(name) for name in (self.dataset, self.data_dir))
-        return replace(self, source=shown(self.source), dataset=dataset, data_dir=folder)
+LITTLE_ATTENTION = 0.01
+"""Largest weight of an attention branch below which the answer says that attention hardly takes part."""
 
 
-def share(found: Share) -> str:
-    """ "26 of 50 images (52 %, interval 37 to 66)" """
-    low, high = found.interval
-    return (
-        f"{found.hits} of {found.images} images ({proven_percent(found.share, 0)}, 95 % interval "
-        f"{100 * low:.0f} to {100 * high:.0f})"
-    )
-
-
-def verdict(results: Results, asked: Asked) -> list[str]:
-    """What is proven, what holds with probability, what attacks found, what is not known: one sentence or two each."""
-    told = [_proof(results, asked)]
-    told += _patched(results)
-    told += [_smoothed(found, asked) for found in results.certificates if found.failure > 0]
-    if (attack := results.attack) is not None:
+def verdict(findings: Findings, plan: Plan) -> list[str]:
+    """Return the proofs, the certificates by noise, the attacks and the gaps, a sentence or two each."""
+    sentences = [_proof(findings, plan), *_patched(findings)]
+    sentences += [_smoothed(found) for found in findings.certificates if found.failure > 0]
+    if (attack := findings.attack) is not None:
         names = ", then ".join(name.upper() for name in attack.attacks)
-        at = list(attack.fooled)[-1]
-        correct = attack.clean.hits
-        few = " Few images: a rough answer." if attack.clean.images < FEW else ""
-        told.append(f"{names} fooled {attack.fooled[at]} of {correct} correct images at l2 {attacked_radius(at)}.{few}")
-        if correct == 0:
-            told[-1] = f"Nothing to attack: none of {attack.clean.images} images is classified correctly."
-    elif results.clean is not None:
-        told.append(f"Correct without any attack: {share(results.clean)}. It was not attacked.")
-    if results.dataset is None:
-        told.append("Without labelled images nothing can be said about accuracy, certified shares or attacks.")
-    return told
+        at, correct = list(attack.fooled)[-1], attack.clean.hits
+        if correct:
+            sentences.append(f"{names} fooled {part(attack.fooled[at], correct)} at l2 {attacked_radius(at)}.")
+        else:
+            sentences.append(f"Nothing to attack: none of {attack.clean.images} images is classified correctly.")
+    elif findings.clean is not None:
+        sentences.append(f"Correct without any attack: {counted(findings.clean, False)}. It was not attacked.")
+    if (tried := findings.patch_attack) is not None and tried.clean.hits:
+        fell = part(tried.clean.hits - tried.robust.hits, tried.clean.hits)
+        sentences.append(f"Without masks, a patch of {_size_of(tried.patch)} pixels fooled {fell}.")
+    weight = findings.attention_weight
+    if weight is not None and weight < LITTLE_ATTENTION:
+        sentences.append(
+            f"Attention hardly takes part: its largest weight in a residual sum is {weight:.2g} (a plain network has 1)."
+        )
+    if findings.dataset is None:
+        sentences.append("Without labelled images nothing can be said about accuracy, certified shares or attacks.")
+    return sentences
 
 
-def _patched(results: Results) -> list[str]:
-    """What no patch changes, for each size: of the classifier behind masks, which is another one."""
-    found = results.patched
+def part(hits: int, images: int, noun: str = "correct images") -> str:
+    """ "21 of 45 correct images"; of few with the interval of the share."""
+    if images >= FEW:
+        return f"{hits} of {images} {noun}"
+    low, high = share_interval(hits, images)
+    return f"{hits} of {images} {noun} (95 % interval {100 * low:.0f} to {100 * high:.0f} %)"
+
+
+def _size_of(patch: str) -> str:
+    return patch.replace("x", " x ")
+
+
+def _patched(findings: Findings) -> list[str]:
+    """Return what no patch changes, for each size: about the classifier behind masks, which is another one."""
+    found = findings.patched
     if found is None:
         return []
     way = found.procedure.replace("-", " ")
     return [
-        f"Proven: with {way} no {size.replace('x', ' x ')} patch changes the answer for {kept.hits} of {kept.images} images"
-        f" ({proven_percent(kept.share, 0)}; without a patch it is right on {found.clean.hits})."
-        + (" Few images: a rough answer." if kept.images < FEW else "")
+        f"Proven: with {way} no {_size_of(size)} patch changes the answer for {counted(kept)}; without a patch it is right "
+        f"on {found.clean.hits}."
         for size, kept in found.certified.items()
     ]
 
 
-def _proof(results: Results, asked: Asked) -> str:
-    bound = results.bound
-    proofs = [found for found in results.certificates if found.failure == 0]
-    held = [found for found in proofs if found.certified[radius_key(asked.least)].hits > 0]
-    if held:
-        best = max(held, key=lambda found: found.certified[radius_key(asked.least)].share)
-        at = radius_key(asked.least)
-        few = " Few images: a rough answer." if best.clean.images < FEW else ""
-        way = f"the global bound is {bound.upper_text}" if best.method == "lipschitz" and bound else "image by image"
-        kept = f"{share(best.certified[at])} keep their class, whatever is done to them ({way})"
-        told = f"Proven at l2 {proven_radius(at)}: {kept}.{few}"
-        if best.method != "lipschitz" and bound is not None and bound.upper_finite:
-            driven = f" ({bound.drivers})" if bound.drivers else ""
-            told += f" The global bound proves nothing: {_size(bound.log10_upper, bound.upper_text)}{driven}."
-        return told
+def best_proof(findings: Findings, plan: Plan) -> CertifiedShares | None:
+    """Return the proofs that certify most images at the smallest radius, None where no image is certified."""
+    at = radius_key(plan.least)
+    held = [found for found in findings.certificates if found.failure == 0 and found.certified[at].hits > 0]
+    return max(held, key=lambda found: found.certified[at].share, default=None)
+
+
+def _proof(findings: Findings, plan: Plan) -> str:
+    bound, best, least = findings.bound, best_proof(findings, plan), radius_key(plan.least)
+    driven = f" ({bound.drivers})" if bound is not None and bound.drivers else ""
+    large = "" if bound is None else f"{_magnitude(bound.log10_upper, bound.upper_text)}{driven}"
+    if best is not None:
+        by_bound = best.method == "lipschitz" and bound is not None
+        way = f"the global bound is {bound.upper_text}" if by_bound and bound else "image by image"
+        sentence = f"Proven: {counted(best.certified[least])} keep their class under {every_change(least)} ({way})."
+        return sentence if by_bound or bound is None or not bound.upper_finite else (
+            f"{sentence} The global bound proves nothing: {large}."
+        )  # fmt: skip
     if bound is None:
         return "The global bound was not finished in its time: whether there is a usable proof is not known."
     if not bound.upper_finite:
         return f"No proof: the network has no finite global bound ({bound.why})."
-    large = _size(bound.log10_upper, bound.upper_text)
-    driven = f" ({bound.drivers})" if bound.drivers else ""
-    told = f"the global bound is {large}{driven}"
+    proofs = [found for found in findings.certificates if found.failure == 0]
     if proofs:
-        return f"No usable proof: {told}. {_none(proofs[-1], asked.least)}"
-    if results.dataset is None and bound.log10_upper is not None:
+        return f"No usable proof: the global bound is {large}. {_none(proofs[-1], plan.least)}"
+    if findings.dataset is None and bound.log10_upper is not None:
         usable = "A" if bound.log10_upper < HOPELESS else "No usable proof: a"
-        apart = _margin(bound.log10_upper, asked.least)
-        return f"{usable} certificate at l2 {proven_radius(asked.least)} needs logits {apart} apart: {told}."
-    return f"No usable proof: {told}."
+        apart = _margin(bound.log10_upper, plan.least)
+        return f"{usable} certificate at l2 {proven_radius(least)} needs logits {apart} apart: the global bound is {large}."
+    return f"No usable proof: the global bound is {large}."
 
 
-def _none(found: Certified, radius: float) -> str:
+def every_change(radius: str) -> str:
+    return f"every change of the pixels of l2 length at most {proven_radius(radius)}"
+
+
+def _none(found: CertifiedShares, radius: float) -> str:
     """That proofs certify no image, and of how many."""
     right = found.clean.hits
     if right == 0:
-        return f"None of the {found.clean.images} images tried is classified correctly."
+        return f"Correct images among those tried: none of {found.clean.images}."
     way = "By it" if found.method == "lipschitz" else "Image by image"
     if right == 1:
         return f"{way}, the one correct image tried is not certified at {proven_radius(radius)}."
     return f"{way}, none of the {right} correct images tried is certified at {proven_radius(radius)}."
 
 
-def _size(log10: float | None, text: str) -> str:
+def _magnitude(log10: float | None, text: str) -> str:
     return text if log10 is None or log10 < 5 else f"10^{log10:.0f}"
 
 
@@ -138,33 +122,34 @@ def _margin(log10: float, radius: float) -> str:
     return f"{10**need:.2g}" if need < 5 else f"10^{need:.0f}"
 
 
-def _smoothed(found: Certified, asked: Asked) -> str:
+def _smoothed(found: CertifiedShares) -> str:
     at = max(found.certified, key=float)
     reached = found.certified[at]
-    few = ", few images" if reached.images < FEW else ""
     sigma = found.parameters["sigma"]
     return (
-        f"Smoothing at sigma {sigma:g} certifies {share(reached)} at l2 {proven_radius(at)}, each with probability "
-        f"{confidence(found.failure, 100)} %{few}: a statement about the smoothed network."
+        f"Smoothing at sigma {sigma:g} certifies {counted(reached)} at l2 {proven_radius(at)}, each with probability "
+        f"{confidence(found.failure, 100)} %: a statement about the smoothed network."
     )
 
 
-def next_steps(results: Results, asked: Asked, typed: Typed, budget: float) -> list[str]:
+def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
     """Commands that lead on, the most useful first; at most three."""
-    ckpt = shlex.join(typed.network())
+    ckpt = shlex.join(typed.network)
     images, training = ("".join(f" {shlex.quote(word)}" for word in typed.images(judged)) for judged in (True, False))
     found: list[str] = []
-    if results.dataset is None:
+    if findings.dataset is None:
         return [f"certvit audit {ckpt} --dataset FOLDER"]
-    short = {item.stage for item in results.skipped if item.for_time} & {"bound", "clean", "attack", "smoothing"}
-    seen = [part.clean.images for part in (*results.certificates, results.attack) if part is not None]
-    if short or min(seen, default=0) < min(FEW, results.dataset.images):
-        found.append(f"certvit audit {ckpt}{images} --time-budget {5 * budget:.0f}s")
-    smoothed = [item for item in results.certificates if item.failure > 0]
+    if findings.failing is not None:
+        return [f"certvit audit {ckpt} --dataset FOLDER --mean M --std S"]
+    short = {item.stage for item in findings.skipped if item.for_time} & {"bound", "clean", "attack", "smoothing"}
+    seen = [one.clean.images for one in (*findings.certificates, findings.attack) if one is not None]
+    if short or min(seen, default=0) < min(FEW, findings.dataset.images):
+        found.append(f"certvit audit {ckpt}{images} --time-budget {5 * plan.budget:.0f}s")
+    smoothed = [item for item in findings.certificates if item.failure > 0]
     proven = [
-        item for item in results.certificates if item.failure == 0 and any(s.hits for s in item.certified.values())
+        item for item in findings.certificates if item.failure == 0 and any(s.hits for s in item.certified.values())
     ]
-    radius = radius_key(asked.least)
+    radius = radius_key(plan.least)
     if proven:
         found.append(
             f"certvit certify {ckpt}{images} --method {proven[0].method} -e {radius} --records certified.jsonl"
@@ -172,41 +157,14 @@ def next_steps(results: Results, asked: Asked, typed: Typed, budget: float) -> l
         found.append(f"certvit attack {ckpt}{images} --only-certified certified.jsonl -a margin-pgd")
     elif smoothed and any(item.share for item in smoothed[0].certified.values()):
         sigma = f"{smoothed[0].parameters['sigma']:g}"
-        fast = " --precision bf16" if results.precision == "bf16" else ""
+        fast = " --precision bf16" if findings.precision == "bf16" else ""
         found.append(f"certvit certify {ckpt}{images} --method smoothing --sigma {sigma} -e {radius} --limit 500{fast}")
         found.append(f"certvit finetune {ckpt}{training} --loss ce --noise {2 * float(sigma):g}")
-    elif results.changed:  # its parts have small constants: training against the bound is what they are for
-        found.append(f"certvit finetune {ckpt}{training} --loss margin -e {radius_key(asked.radii[-1])}")
+    elif findings.changed:  # its parts have small constants: training against the bound is what they are for
+        found.append(f"certvit finetune {ckpt}{training} --loss margin -e {radius_key(plan.certified_radii[-1])}")
         found.append(f"certvit constrain {ckpt}")
     else:
-        noise = f"{2 * asked.least:g}"
+        noise = f"{2 * plan.least:g}"
         found.append(f"certvit finetune {ckpt}{training} --loss ce --noise {noise}")
         found.append(f"certvit adapt {ckpt}")
     return found[:3]
-
-
-def reproduce(
-    asked: Asked,
-    precision: str,
-    gates: Sequence[FailOn],
-    typed: Typed,
-    limit: int | None,
-    budget: float,
-) -> str:
-    """The command that asks the same, in the precision that it ran in. How many images fit depends on the machine."""
-    words = ["certvit", "audit", *typed.network(), *typed.images()]
-    for radius in asked.attacked:
-        words += ["-e", radius_key(radius)]
-    for attack in asked.attacks:
-        words += ["-a", attack]
-    for method in asked.methods:
-        words += ["--method", method]
-    for patch in asked.patches:
-        words += ["--patch", patch]
-    words += [] if asked.sigma is None else ["--sigma", f"{asked.sigma:g}"]
-    words += [] if limit is None else ["--limit", str(limit)]
-    words += ["--seed", str(asked.seed), "--time-budget", f"{budget:g}s"]
-    words += ["--precision", precision] if precision != "float32" or asked.precision != AUTO else []
-    for gate in gates:
-        words += ["--fail-on", gate.text]
-    return shlex.join(words)

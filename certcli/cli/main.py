@@ -1,10 +1,11 @@
-"""The command `certvit`: registers the commands, and turns every failure into one clear line and an exit code."""
+"""The program `certvit`: its commands, and one line and an exit code for each failure."""
 
 import contextlib
 import errno
 import json
 import logging
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from functools import wraps
 from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from certcli import __version__
 from certcli.cli.adapt import command as adapt
@@ -19,6 +21,7 @@ from certcli.cli.attack import command as attack
 from certcli.cli.audit import command as audit
 from certcli.cli.certify import command as certify
 from certcli.cli.constrain import command as constrain
+from certcli.cli.doctor import command as doctor
 from certcli.cli.finetune import command as finetune
 from certcli.cli.init import command as init
 from certcli.cli.lipschitz import command as lipschitz
@@ -30,17 +33,45 @@ from certcli.cli.shared.streams import Interrupts, guarded
 from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
 
+NARROWEST = 60
+"""Characters a line that panels need; narrower, `--help` is plain lines, which break no option's name."""
+_columns = shutil.get_terminal_size().columns
+
+
+class _Untyped:
+    """Makes `--help` name no Python type beside arguments and flags. Other options have words of their own."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        found: list[Any] = super().get_params(context)  # type: ignore[misc]
+        for parameter in found:
+            if parameter.metavar is None or parameter.param_type_name == "argument":
+                parameter.display_type_rich = lambda ctx: None
+        return found
+
+
+class _Group(_Untyped, TyperGroup):
+    pass
+
+
+class _Command(_Untyped, TyperCommand):
+    pass
+
+
 app = typer.Typer(
     name="certvit",
-    help="Tells, with proof, how robust a vision transformer is, and makes it more robust.",
+    cls=_Group,
+    rich_markup_mode="rich" if _columns >= NARROWEST else None,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "terminal_width": max(_columns, 40) if _columns < NARROWEST else None,
+    },
 )
 
 
 def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., None]:
-    """Ctrl-C as one of our errors: Typer would turn it into its own message and exit code 1."""
+    """Return the command with Ctrl-C as a CertvitError; Typer would print its own message and exit with 1."""
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -62,19 +93,20 @@ WIDEST = 10_000
 SPLIT = ("adapt", "constrain", "finetune", "lipschitz", "audit", "certify", "attack")
 """Commands that several processes share."""
 COMMANDS: dict[str, Callable[..., None]] = {
+    "audit": audit.audit,
+    "lipschitz": lipschitz.lipschitz,
+    "certify": certify.certify,
+    "attack": attack.attack,
+    "predict": predict.predict,
     "init": init.init,
     "adapt": adapt.adapt,
     "constrain": constrain.constrain,
     "finetune": finetune.finetune,
-    "lipschitz": lipschitz.lipschitz,
-    "audit": audit.audit,
-    "certify": certify.certify,
-    "attack": attack.attack,
-    "predict": predict.predict,
     "log": log.log,
+    "doctor": doctor.doctor,
 }
 for _name, _command in COMMANDS.items():
-    app.command(_name, epilog=getattr(_command, "epilog", None))(_interruptible(_name, _command))
+    app.command(_name, cls=_Command, epilog=getattr(_command, "epilog", None))(_interruptible(_name, _command))
 
 
 def _version(asked: bool) -> None:
@@ -86,20 +118,22 @@ def _version(asked: bool) -> None:
 @app.callback()
 def about(
     context: typer.Context,
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, metavar="", help="Show the version."
+    ),
 ) -> None:
     """Tells, with proof, how robust a vision transformer is, and makes it more robust.
 
-    A pipeline is a chain of commands over safetensors files: init, adapt, constrain, finetune; then lipschitz, certify and
-    attack say what the result is worth. Radii are l2 in pixel units, images in [0, 1].
+    Begin with audit: it answers in words, within minutes. lipschitz, certify and attack give its parts one by one.
+    init, adapt, constrain and finetune make a network that proofs can reach. Radii are l2 in pixel units, images in [0, 1].
     """
     settings.take(context)
 
 
 def run(started: float | None = None) -> None:
-    """Parse and do; every way to end is one line and a documented exit code (docs/exit-codes.md).
+    """Run the command line; every failure is one line and a documented exit code (docs/exit-codes.md).
 
-    started: when the process began, on the clock of `time.perf_counter`.
+    started: the begin of the process, on the clock of `time.perf_counter`.
     """
     Sink.invocation = Invocation(started=started, silent=not _others().leads)
     with _usable_surroundings(), guarded() as out, Interrupts(terminated=_others().several) as interrupts:
@@ -112,7 +146,7 @@ def run(started: float | None = None) -> None:
 
 @contextlib.contextmanager
 def _usable_surroundings() -> Iterator[None]:
-    """Widths that none are are dropped; what libraries warn of (fonts, sizes of images, with paths) is not said."""
+    """Drop invalid widths of the terminal, and silence the warnings of libraries, which name their own files."""
     for name in ("COLUMNS", "LINES"):
         text = os.environ.get(name, "1")
         if not (text.isdecimal() and 0 < int(text[:9]) <= WIDEST):
@@ -128,7 +162,7 @@ def _usable_surroundings() -> Iterator[None]:
 def _run(interrupts: Interrupts) -> int:
     try:
         os.getcwd()
-    except OSError:  # what torch loads would end the process with a line of its own
+    except OSError:  # torch would end the process with a line of its own
         return _report("the working folder is gone", "cd to one that exists", UsageError.code)
     try:
         returned = app(prog_name="certvit", standalone_mode=False)
@@ -152,24 +186,20 @@ def _run(interrupts: Interrupts) -> int:
         if hasattr(failure, "format_message"):  # Typer's own: a wrong option, a missing argument
             return _usage(failure)
         if isinstance(failure, OSError) and failure.filename is not None:  # a path that no check foresaw
-            told = f"{one_line(failure.filename)}: {failure.strerror}"
-            return _report(told, "choose another", UsageError.code if failure.errno == errno.ENAMETOOLONG else 1)
+            reason = f"{one_line(failure.filename)}: {failure.strerror}"
+            return _report(reason, "choose another", UsageError.code if failure.errno == errno.ENAMETOOLONG else 1)
         reason = (str(failure).splitlines() or [""])[0][:300]
         if type(failure).__name__ == "OutOfMemoryError" or "can't allocate memory" in reason:  # torch's ways to say it
             return _report("out of memory", "try a smaller --batch-size or --limit", 1)
         if type(failure).__name__ == "DistBackendError" or ("gloo" in reason and _others().several):
-            return _report(
-                "another process ended without a word",
-                "killed, perhaps for want of memory? torchrun's own report says which; --resume goes on with what was saved",
-                1,
-            )
-        return _report(
-            f"a bug: {type(failure).__name__}: {reason}", "run again with CERTVIT_DEBUG=1 for a traceback", 1
-        )
+            hint = "killed, perhaps for want of memory? torchrun's report says which; --resume continues with saved results"
+            return _report("another process ended without a word", hint, 1)
+        hint = "run again with CERTVIT_DEBUG=1 for a traceback"
+        return _report(f"a bug: {type(failure).__name__}: {reason}", hint, 1)
 
 
 def _usage(failure: Any) -> int:
-    """A usage error as one line and the command whose help says more; help that was shown instead is no error to name."""
+    """Report a usage error and the command whose help explains it; return its exit code."""
     if type(failure).__name__ == "NoArgsIsHelpError":
         return UsageError.code
     context = getattr(failure, "ctx", None)
@@ -179,7 +209,7 @@ def _usage(failure: Any) -> int:
 
 
 def _others() -> Team:
-    """This process and the others; alone where the environment is not understood, which the command then says."""
+    """Return the team of processes; this process alone where the environment is invalid, which the command reports."""
     try:
         return team()
     except UsageError:
@@ -187,7 +217,7 @@ def _others() -> Team:
 
 
 def _report(message: str, hint: str, code: int) -> int:
-    """The one line, unless another process of the command has said why it failed; the exit code."""
+    """Print the one line, unless another process has printed its own; return the exit code."""
     ended = _others().fail(code)
     if ended is not None:
         return ended

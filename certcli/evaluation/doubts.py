@@ -9,6 +9,14 @@ from torch import Tensor, nn
 import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
 
 # isort: split
+from timm.data.constants import (
+    IMAGENET_DEFAULT_MEAN,
+    IMAGENET_DEFAULT_STD,
+    IMAGENET_INCEPTION_MEAN,
+    IMAGENET_INCEPTION_STD,
+    OPENAI_CLIP_MEAN,
+    OPENAI_CLIP_STD,
+)
 from timm.models.vision_transformer import Block
 
 from certcli.checkpoint.file import Checkpoint
@@ -22,6 +30,13 @@ _UNSURE = 2 / 3
 """A share of right answers from which on nobody asks where the norms of a network stand."""
 _LEVEL = 1e-3
 """Chance at most that a network read as it was trained is asked about all the same, were both readings equally good."""
+_STATISTICS = {
+    "ImageNet": (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
+    "Inception": (IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD),
+    "CLIP": (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
+    "no": ((0.0,) * 3, (1.0,) * 3),
+}
+"""(mean, std) in common use, as timm names them."""
 _FAR = 0.1
 """How far below an earlier accuracy the whole interval has to lie before it is said."""
 
@@ -90,15 +105,47 @@ def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | No
     finally:
         for block in blocks:
             vars(block).pop("forward", None)
-    better = sum(b and not a for a, b in zip(right, found, strict=True))
-    worse = sum(a and not b for a, b in zip(right, found, strict=True))
-    if better == 0 or _chance_of_so_many(better, better + worse) > _LEVEL:
+    if not _significantly_better(right, found, _LEVEL):
         return None
     return (
         f"read as a post-norm network (each norm after attention or MLP, not before) it is right on {sum(found)} of "
         f"{len(found)} images, as it is read on {sum(right)}: all figures here are of the wrong network if it is one, and "
         "certvit reads no such network"
     )
+
+
+def better_statistics(model: nn.Module, images: Images, right: list[bool]) -> str | None:
+    """Return whether other pixel statistics in common use are right on significantly more of the images (a sign test).
+
+    model.normalize holds `mean` and `std`, (c, 1, 1). right: of the first len(right) images, which the network as it is read
+    gets right.
+    """
+    normalize: Any = model.normalize
+    mean, std = normalize.mean, normalize.std
+    if sum(right) >= _UNSURE * len(right) or len(mean) != 3:
+        return None
+    try:
+        for name, statistics in _STATISTICS.items():
+            normalize.mean, normalize.std = (mean.new_tensor(values).view(-1, 1, 1) for values in statistics)
+            found: list[bool] = []
+            with torch.no_grad():
+                for _, pixels, labels in images.select(range(len(right))).batches(_TOGETHER):
+                    found += (model(pixels.to(mean.device)).argmax(1).cpu() == labels).tolist()
+            if _significantly_better(right, found, _LEVEL / len(_STATISTICS)):
+                return (
+                    f"with {name}'s pixel statistics it is right on {sum(found)} of {len(found)} images, as it is read on "
+                    f"{sum(right)}: its mean and std seem to be wrong (--mean, --std)"
+                )
+    finally:
+        normalize.mean, normalize.std = mean, std
+    return None
+
+
+def _significantly_better(right: list[bool], found: list[bool], level: float) -> bool:
+    """P[Binomial(n, 1/2) >= k] <= level, of the n images that one reading alone gets right and the k of the other one."""
+    better = sum(b and not a for a, b in zip(right, found, strict=True))
+    worse = sum(a and not b for a, b in zip(right, found, strict=True))
+    return better > 0 and _chance_of_so_many(better, better + worse) <= level
 
 
 def _post_norm(block: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:

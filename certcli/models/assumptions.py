@@ -20,6 +20,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.models import build
 from certcli.models.reading import Fact, Reading
+from certcli.models.weights import load_weights
 from certcli.system.errors import ArchitectureError
 
 OWN = "the architecture's own"
@@ -115,7 +116,7 @@ def rival(net: nn.Module, record: Record, tensors: Mapping[str, Tensor], given: 
         checkpoints = (build.with_network(Checkpoint(tensors, record), net), Checkpoint(tensors, usual))
         nets = [build.own_network(each) for each in checkpoints]
         for each in nets:
-            build.load_weights(each, tensors)
+            load_weights(each, tensors)
         pixels = torch.rand(2, *record.input.size, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
             here, there = (build.PixelModel(record.input, each).eval()(pixels).double() for each in nets)

@@ -49,9 +49,10 @@ def open_module(
     except Exception as failure:  # copying runs code of the module
         raise ArchitectureError(f"the {kind} cannot be copied: {one_line(failure)}") from failure
     state = net.state_dict()
-    other = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
-    if other is not None:
-        raise ArchitectureError(f"the state '{one_line(other)}' of the {kind} is no tensor")
+    hidden = {name for name, _ in net.named_parameters(remove_duplicate=False)} - state.keys()
+    hidden |= {name for name, value in state.items() if not isinstance(value, Tensor)}
+    if hidden:
+        raise ArchitectureError(f"'{one_line(min(hidden))}' of the {kind} is no tensor of its state_dict")
     tensors = {name: value.detach() for name, value in state.items()}
     require_numbers(tensors, f"the {kind}")
     try:

@@ -38,6 +38,7 @@ from certcli.models.converters.wrapping import TORCH_SUFFIXES, read_torch, unwra
 from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable
 from certcli.models.reading import Fact
+from certcli.models.weights import require_fitting
 from certcli.system.errors import ArchitectureError, CheckpointError, one_line
 
 
@@ -118,7 +119,7 @@ def _as_timm(converted: Converted) -> OpenCheckpoint:
     record, tensors = converted.record, converted.tensors
     net = build.build(record, like=tensors)
     try:
-        build.require_fitting(net, tensors)
+        require_fitting(net, tensors)
     except ArchitectureError as failure:
         raise ArchitectureError(
             f"{converted.source}, by timm's names: {failure.message}", "its config may belong to another file"
@@ -158,13 +159,13 @@ def _of_timm(path: Path, tensors: dict[str, Tensor], hints: Hints) -> OpenCheckp
 def _fitting(path: Path, tensors: dict[str, Tensor], net: nn.Module, hints: Hints) -> dict[str, Tensor]:
     """Return the tensors by the network's names, by timm's filter where they do not fit; refuse what would not load."""
     try:
-        build.require_fitting(net, tensors)
+        require_fitting(net, tensors)
         return tensors
     except ArchitectureError as failure:
         found = filtered(tensors, net)
         if found is not None:
             with suppress(ArchitectureError):
-                build.require_fitting(net, found)
+                require_fitting(net, found)
                 return found
         if hints.arch is None and not hints.arch_args:
             raise ArchitectureError(

@@ -82,7 +82,7 @@ class LipschitzAttention(AttentionReplacement):
         return self.proj(self.mix(x, mask))
 
     def split_heads(self, features: Tensor) -> Tensor:
-        """(b, n, h * dh) -> (b, h, n, dh)."""
+        """Split the heads: (b, n, h * dh) -> (b, h, n, dh)."""
         b, n, _ = features.shape
         return features.view(b, n, self.num_heads, self.head_dim).transpose(1, 2)
 

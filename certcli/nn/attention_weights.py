@@ -1,7 +1,7 @@
-"""The shape and the weights of an attention that is replaced: the new one is built from the first, started from the second.
+"""The shape and the weights of an attention to be replaced: the shape builds the new one, the weights start it.
 
-Only timm's Attention, Swin's WindowAttention and ConViT's GPSA and MHSA are read; options that a replacement would drop
-are refused by name.
+Only timm's Attention, Swin's WindowAttention and ConViT's GPSA and MHSA are read. An option that a replacement would drop
+is refused by name.
 """
 
 from dataclasses import dataclass

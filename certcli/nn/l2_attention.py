@@ -27,12 +27,12 @@ class L2Attention(LipschitzAttention):
         self.query = nn.Linear(shape.width, shape.inner, bias=shape.bias)
 
     def mix(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[P_h q_h]_h, the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
+        """Return [P_h q_h]_h, the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
         q = self.split_heads(self.query(x))
         return self.average(l2_logits(q), q, mask)
 
     def start(self, weights: AttentionWeights) -> None:
-        """Tied queries by `tied_query`; `proj` is the least-squares answer W_O,h W_V,h W_h^+ to the old values."""
+        """Set tied queries by `tied_query`, and `proj` to the least-squares answer W_O,h W_V,h W_h^+ to the old values."""
         queries = [tied_query(weights, h) for h in range(self.num_heads)]
         copy_linear(self.query, torch.cat(queries), None)
         outputs = weights.proj_weight.double().split(self.head_dim, dim=1)
@@ -47,7 +47,7 @@ class L2Attention(LipschitzAttention):
 
 
 def l2_logits(q: Tensor) -> Tensor:
-    """-|q_i - q_j|^2 / sqrt(dh), up to a constant of the row: (b, h, n, dh) -> (b, h, n, n)."""
+    """Return -|q_i - q_j|^2 / sqrt(dh), up to a constant of the row: (b, h, n, dh) -> (b, h, n, n)."""
     # -|q_i - q_j|^2 = 2 q_i.q_j - |q_j|^2 - |q_i|^2, and softmax over j does not see |q_i|^2
     return (2 * q @ q.transpose(-2, -1) - q.square().sum(-1).unsqueeze(-2)) / math.sqrt(q.shape[-1])
 
@@ -55,8 +55,8 @@ def l2_logits(q: Tensor) -> Tensor:
 class L2UntiedValueAttention(LipschitzAttention):
     """x -> W_O [P_h W_V,h x]_h, P_h,ij ~ exp(-|q_h,i - q_h,j|^2 / sqrt(dh)), q_h = W_h x: (b, n, d) -> (b, n, d).
 
-    The form that published code runs. Without the factor A_h it is not Lipschitz on R^(n x d): along directions that W_h
-    does not see, values grow without the weights noticing. It has a bound where all rows do (docs/bounds.md, 6.3).
+    The form of the published code. Without the factor A_h it is not Lipschitz on R^(n x d): along the null space of W_h,
+    values grow while the attention weights stay. It has a bound on rows of bounded norm (docs/bounds.md, 6.3).
     """
 
     title = "L2 attention with untied values"
@@ -67,11 +67,11 @@ class L2UntiedValueAttention(LipschitzAttention):
         self.value = nn.Linear(shape.width, shape.inner, bias=shape.bias)
 
     def mix(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[P_h v_h]_h, the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
+        """Return [P_h v_h]_h, the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
         return self.average(l2_logits(self.split_heads(self.query(x))), self.split_heads(self.value(x)), mask)
 
     def start(self, weights: AttentionWeights) -> None:
-        """Tied queries by `tied_query`; values and the output map as they were."""
+        """Set tied queries by `tied_query`; copy values and the output map."""
         copy_linear(self.query, torch.cat([tied_query(weights, h) for h in range(self.num_heads)]), None)
         copy_linear(self.value, weights.value, weights.value_bias)
         copy_linear(self.proj, weights.proj_weight, weights.proj_bias)

@@ -7,7 +7,7 @@ from certcli.nn.attention import LipschitzAttention, copy_linear
 from certcli.nn.attention_weights import AttentionShape, AttentionWeights
 
 FLOOR = 1e-12
-"""Least divisor of the scores, for queries, keys or values that are all zero. A part of the layer, which the proof covers."""
+"""Least divisor of the scores, for queries, keys or values that are all zero. The proof covers it."""
 
 
 class LipschitzNormAttention(LipschitzAttention):
@@ -24,7 +24,7 @@ class LipschitzNormAttention(LipschitzAttention):
         self.query, self.key, self.value = (nn.Linear(shape.width, shape.inner, bias=shape.bias) for _ in range(3))
 
     def mix(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[P_h v_h]_h, the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
+        """Return [P_h v_h]_h, the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
         q, k, v = (self.split_heads(layer(x)) for layer in (self.query, self.key, self.value))
         all_queries = q.flatten(2).norm(dim=-1)
         key, value = (rows.norm(dim=-1).amax(dim=-1) for rows in (k, v))
@@ -32,7 +32,7 @@ class LipschitzNormAttention(LipschitzAttention):
         return self.average(q @ k.transpose(-2, -1) / size[..., None, None], v, mask)
 
     def start(self, weights: AttentionWeights) -> None:
-        """All maps as they were; the division by M_h is what changes."""
+        """Copy all maps; only the division by M_h is new."""
         copy_linear(self.query, weights.query, weights.query_bias)
         copy_linear(self.key, weights.key, weights.key_bias)
         copy_linear(self.value, weights.value, weights.value_bias)

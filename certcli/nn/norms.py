@@ -1,4 +1,4 @@
-"""Norm layers that are Lipschitz with a useful constant."""
+"""Norm layers with a useful Lipschitz constant."""
 
 import math
 

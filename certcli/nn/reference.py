@@ -13,6 +13,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin, TokenShi
 from certcli.system.errors import ArchitectureError
 
 _MNIST_STATISTICS = ((0.1307,), (0.3081,))
+_IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _CIFAR_STATISTICS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
@@ -60,7 +62,7 @@ def _vit(
     arguments = {"img_size": side, "in_chans": channels, "num_classes": config["num_classes"], **defaults}
     arguments |= _network_arguments(given)
     net = kind(**arguments)
-    net.pretrained_cfg = config  # type: ignore[assignment]
+    net.pretrained_cfg = dict(config)  # type: ignore[assignment]
     return net
 
 
@@ -79,69 +81,6 @@ def _sized(
     return net
 
 
-@register_model
-def certvit_vit_digits(pretrained: bool = False, **given: Any) -> nn.Module:
-    """Plain ViT for 8 x 8 digits: patch 2, width 64, depth 2, 4 heads."""
-    shape = {"patch_size": 2, "embed_dim": 64, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0}
-    return _vit(_config(1, 8, 10, (0.5,), (0.5,)), shape, given)
-
-
-@register_model
-def certvit_vit_mnist(pretrained: bool = False, **given: Any) -> nn.Module:
-    """Plain ViT for MNIST, CertViT Table 4: patch 7, width 128, depth 6, MLP ratio 4."""
-    shape = {"patch_size": 7, "embed_dim": 128, "depth": 6, "num_heads": 4, "mlp_ratio": 4.0}
-    return _vit(_config(1, 28, 10, *_MNIST_STATISTICS), shape, given)
-
-
-@register_model
-def certvit_vit_cifar10(pretrained: bool = False, **given: Any) -> nn.Module:
-    """Plain ViT for CIFAR-10, CertViT Table 4: patch 4, width 192, depth 6, MLP ratio 3."""
-    shape = {"patch_size": 4, "embed_dim": 192, "depth": 6, "num_heads": 6, "mlp_ratio": 3.0}
-    return _vit(_config(3, 32, 10, *_CIFAR_STATISTICS), shape, given)
-
-
-@register_model
-def certvit_vit_cifar100(pretrained: bool = False, **given: Any) -> nn.Module:
-    """Plain ViT for CIFAR-100, CertViT Table 4: patch 4, width 192, depth 12, MLP ratio 3."""
-    shape = {"patch_size": 4, "embed_dim": 192, "depth": 12, "num_heads": 6, "mlp_ratio": 3.0}
-    return _vit(_config(3, 32, 100, *_CIFAR_STATISTICS), shape, given)
-
-
-@register_model
-def certvit_vit_tinyimagenet(pretrained: bool = False, **given: Any) -> nn.Module:
-    """Plain ViT for TinyImageNet, CertViT Table 4: patch 4, width 384, depth 12, MLP ratio 3."""
-    shape = {"patch_size": 4, "embed_dim": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 3.0}
-    return _vit(_config(3, 64, 200, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), shape, given)
-
-
-def _competition_vit(shape: dict[str, Any], given: dict[str, Any]) -> nn.Module:
-    config = _config(3, 32, 10, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
-    plain = {
-        "embed_dim": 48,
-        "mlp_ratio": 2.0,
-        "act_layer": nn.ReLU,
-        "norm_layer": nn.Identity,
-        "global_pool": "avg",
-        "pool_include_prefix": True,
-        "fc_norm": False,
-    }
-    return _vit(config, {**plain, **shape}, given)
-
-
-@register_model
-def certvit_vit_ibp_3_3_8(pretrained: bool = False, **given: Any) -> nn.Module:
-    """VNN-COMP 2023's norm-free ViT for CIFAR-10: depth 3, 3 heads, patch 8, width 48, ReLU, the mean of all tokens.
-
-    `norm_layer=batchnorm` for its sisters whose BatchNorm is not folded into their weights."""
-    return _competition_vit({"patch_size": 8, "depth": 3, "num_heads": 3}, given)
-
-
-@register_model
-def certvit_vit_pgd_2_3_16(pretrained: bool = False, **given: Any) -> nn.Module:
-    """The smaller one of VNN-COMP 2023: depth 2, 3 heads, patch 16."""
-    return _competition_vit({"patch_size": 16, "depth": 2, "num_heads": 3}, given)
-
-
 class ClassAndMeanViT(VisionTransformer):
     """A ViT whose head reads the class token beside the mean of the patches' tokens: (b, c, h, w) -> (b, k).
 
@@ -150,21 +89,13 @@ class ClassAndMeanViT(VisionTransformer):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.global_pool = "token beside avg"
+        self.global_pool = "token beside avg"  # type: ignore[assignment]
         if self.num_classes:
             self.head = nn.Linear(2 * self.embed_dim, self.num_classes)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         both = torch.cat([x[:, 0], x[:, self.num_prefix_tokens :].mean(dim=1)], dim=1)
         return both if pre_logits else self.head(both)
-
-
-@register_model
-def certvit_dinov2_classifier(pretrained: bool = False, **given: Any) -> nn.Module:
-    """DINOv2 of the small size with a linear classifier on class token and mean: patch 14, width 384, depth 12."""
-    shape = {"patch_size": 14, "embed_dim": 384, "depth": 12, "num_heads": 6, "init_values": 1e-5}
-    config = _config(3, 224, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    return _vit(config, shape, given, ClassAndMeanViT)
 
 
 class SmallConvNet(nn.Module):
@@ -205,27 +136,6 @@ def _convnet(
     return _sized(SmallConvNet, config, {"convolutions": convolutions, "widths": widths}, given)
 
 
-@register_model
-def certvit_4c3f(pretrained: bool = False, **given: Any) -> nn.Module:
-    """CNN of four convolutions and three linear layers (1,973,536 weights on MNIST, as in CertViT's Table 1)."""
-    convolutions = [(32, 3, 1), (32, 4, 2), (64, 3, 1), (64, 4, 2)]
-    return _convnet(_config(1, 28, 10, (0.0,), (1.0,)), convolutions, [512, 512], given)
-
-
-@register_model
-def certvit_6c2f(pretrained: bool = False, **given: Any) -> nn.Module:
-    """CNN of six convolutions and two linear layers, for CIFAR-10."""
-    convolutions = [(32, 3, 1), (32, 3, 1), (32, 4, 2), (64, 3, 1), (64, 3, 1), (64, 4, 2)]
-    return _convnet(_config(3, 32, 10, (0.0,) * 3, (1.0,) * 3), convolutions, [512], given)
-
-
-@register_model
-def certvit_8c2f(pretrained: bool = False, **given: Any) -> nn.Module:
-    """CNN of eight convolutions and two linear layers, for TinyImageNet."""
-    convolutions = [(64, 3, 1), (64, 3, 1), (64, 4, 2), (128, 3, 1), (128, 3, 1), (128, 4, 2), (256, 3, 1), (256, 4, 2)]
-    return _convnet(_config(3, 64, 200, (0.0,) * 3, (1.0,) * 3), convolutions, [256], given)
-
-
 class LipschitzMixer(nn.Module):
     """Patches to tokens, MaxMin MLP blocks without norms or residuals, a MaxMin head over all tokens. No attention.
 
@@ -249,31 +159,6 @@ class LipschitzMixer(nn.Module):
         for layer in self.layers:
             tokens = self.act(layer(tokens))
         return self.head(tokens)
-
-
-@register_model
-def certvit_lip_digits(pretrained: bool = False, **given: Any) -> nn.Module:
-    """Lipschitz by design, for 8 x 8 digits; no attention."""
-    return _sized(
-        LipschitzMixer,
-        _config(1, 8, 10, (0.0,), (1.0,)),
-        {"patch": 2, "width": 32, "depth": 1, "head": [128, 128]},
-        given,
-    )
-
-
-@register_model
-def certvit_lip_mnist(pretrained: bool = False, **given: Any) -> nn.Module:
-    """Lipschitz by design, for MNIST: patch 7, width 64, depth 2, head 512-512-256; no attention."""
-    shape = {"patch": 7, "width": 64, "depth": 2, "head": [512, 512, 256]}
-    return _sized(LipschitzMixer, _config(1, 28, 10, (0.0,), (1.0,)), shape, given)
-
-
-@register_model
-def certvit_lip_cifar10(pretrained: bool = False, **given: Any) -> nn.Module:
-    """Lipschitz by design, for CIFAR-10: patch 4, width 96, depth 2, head 512-512-256; no attention."""
-    shape = {"patch": 4, "width": 96, "depth": 2, "head": [512, 512, 256]}
-    return _sized(LipschitzMixer, _config(3, 32, 10, (0.0,) * 3, (1.0,) * 3), shape, given)
 
 
 def _token_mixing(kind: str, tokens: int, width: int, heads: int, block: int) -> nn.Module:
@@ -322,20 +207,83 @@ class TokenMixer(nn.Module):
         return self.head(tokens.mean(dim=1))
 
 
-def _token_mixer(mixing: str, given: dict[str, Any]) -> nn.Module:
-    shape: dict[str, Any] = {"patch": 14, "width": 256, "depth": 4, "heads": 16, "head": [256], "mixing": mixing}
-    return _sized(TokenMixer, _config(1, 28, 10, (0.0,), (1.0,)), shape, given)
+_CIFAR10 = _config(3, 32, 10, *_CIFAR_STATISTICS)
+_COMPETITION = _config(3, 32, 10, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+_COMPETITION_SHAPE = {
+    "embed_dim": 48,
+    "mlp_ratio": 2.0,
+    "act_layer": nn.ReLU,
+    "norm_layer": nn.Identity,
+    "global_pool": "avg",
+    "pool_include_prefix": True,
+    "fc_norm": False,
+}
+_GREY, _COLOUR = (1, 28, 10, (0.0,), (1.0,)), ((0.0,) * 3, (1.0,) * 3)
+_TOKENS = {"patch": 14, "width": 256, "depth": 4, "heads": 16, "head": [256]}
 
 
-@register_model
-def certvit_sort_mnist(pretrained: bool = False, **given: Any) -> nn.Module:
-    """Hard attention between 4 tokens of patch 14, width 256, depth 4: every channel attends to one token, chosen by the
-    image. Nothing else mixes tokens; the head sees their mean. No softmax attention."""
-    return _token_mixer("sort", given)
+def _shape(patch: int, width: int, depth: int, heads: int, ratio: float) -> dict[str, Any]:
+    return {"patch_size": patch, "embed_dim": width, "depth": depth, "num_heads": heads, "mlp_ratio": ratio}
 
 
-@register_model
-def certvit_mix_mnist(pretrained: bool = False, **given: Any) -> nn.Module:
-    """Orthogonal matrices over 4 tokens of patch 14, 16 heads, width 256, depth 4: attention's limit with weights that do
-    NOT depend on the image. Nothing else mixes tokens; the head sees their mean."""
-    return _token_mixer("orthogonal", given)
+_NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
+    # plain ViTs; all but the first have the sizes of CertViT's Table 4
+    "vit_digits": partial(_vit, _config(1, 8, 10, (0.5,), (0.5,)), _shape(2, 64, 2, 4, 2.0)),
+    "vit_mnist": partial(_vit, _config(1, 28, 10, *_MNIST_STATISTICS), _shape(7, 128, 6, 4, 4.0)),
+    "vit_cifar10": partial(_vit, _CIFAR10, _shape(4, 192, 6, 6, 3.0)),
+    "vit_cifar100": partial(_vit, _config(3, 32, 100, *_CIFAR_STATISTICS), _shape(4, 192, 12, 6, 3.0)),
+    "vit_tinyimagenet": partial(_vit, _config(3, 64, 200, *_IMAGENET_STATISTICS), _shape(4, 384, 12, 6, 3.0)),
+    # VNN-COMP 2023; norm_layer=batchnorm for those whose BatchNorm is not folded into their weights
+    "vit_ibp_3_3_8": partial(_vit, _COMPETITION, {**_COMPETITION_SHAPE, "patch_size": 8, "depth": 3, "num_heads": 3}),
+    "vit_pgd_2_3_16": partial(_vit, _COMPETITION, {**_COMPETITION_SHAPE, "patch_size": 16, "depth": 2, "num_heads": 3}),
+    # DINOv2 of the small size with a linear classifier on class token and mean
+    "dinov2_classifier": partial(
+        _vit,
+        _config(3, 224, 1000, *_IMAGENET_STATISTICS),
+        {"patch_size": 14, "embed_dim": 384, "depth": 12, "num_heads": 6, "init_values": 1e-5},
+        kind=ClassAndMeanViT,
+    ),
+    # (out, kernel, stride) of convolutions, widths of linear layers; 4c3f has 1,973,536 weights, as in CertViT's Table 1
+    "4c3f": partial(_convnet, _config(*_GREY), [(32, 3, 1), (32, 4, 2), (64, 3, 1), (64, 4, 2)], [512, 512]),
+    "6c2f": partial(
+        _convnet,
+        _config(3, 32, 10, *_COLOUR),
+        [(32, 3, 1), (32, 3, 1), (32, 4, 2), (64, 3, 1), (64, 3, 1), (64, 4, 2)],
+        [512],
+    ),
+    "8c2f": partial(
+        _convnet,
+        _config(3, 64, 200, *_COLOUR),
+        [(64, 3, 1), (64, 3, 1), (64, 4, 2), (128, 3, 1), (128, 3, 1), (128, 4, 2), (256, 3, 1), (256, 4, 2)],
+        [256],
+    ),
+    "lip_digits": partial(
+        _sized,
+        LipschitzMixer,
+        _config(1, 8, 10, (0.0,), (1.0,)),
+        {"patch": 2, "width": 32, "depth": 1, "head": [128, 128]},
+    ),
+    "lip_mnist": partial(
+        _sized, LipschitzMixer, _config(*_GREY), {"patch": 7, "width": 64, "depth": 2, "head": [512, 512, 256]}
+    ),
+    "lip_cifar10": partial(
+        _sized,
+        LipschitzMixer,
+        _config(3, 32, 10, *_COLOUR),
+        {"patch": 4, "width": 96, "depth": 2, "head": [512, 512, 256]},
+    ),
+    "sort_mnist": partial(_sized, TokenMixer, _config(*_GREY), {**_TOKENS, "mixing": "sort"}),
+    "mix_mnist": partial(_sized, TokenMixer, _config(*_GREY), {**_TOKENS, "mixing": "orthogonal"}),
+}
+
+
+def _register(name: str, make: Callable[[dict[str, Any]], nn.Module]) -> None:
+    def build(pretrained: bool = False, **given: Any) -> nn.Module:
+        return make(given)
+
+    build.__name__ = f"certvit_{name}"
+    register_model(build)
+
+
+for _name, _make in _NETWORKS.items():
+    _register(_name, _make)

@@ -1,4 +1,4 @@
-"""Residual connections with a bound below 1 + L, and blocks of timm's families that have them in place of additions."""
+"""Residual connections with a bound below 1 + L, and blocks of timm's families with them in place of additions."""
 
 from typing import Any
 

@@ -9,7 +9,7 @@ from certcli.nn.attention import LipschitzAttention, copy_linear
 from certcli.nn.attention_weights import AttentionShape, AttentionWeights
 
 EPS = 1.0
-"""Added to the squared norms. Any other value is a matter of units: (t W, t^2 eps) is the same function as (W, eps)."""
+"""Added to the squared norms. Another value only changes units: (t W, t^2 eps) is the same function as (W, eps)."""
 
 
 class CosineAttention(LipschitzAttention):
@@ -27,7 +27,7 @@ class CosineAttention(LipschitzAttention):
         self.nu = nn.Parameter(torch.ones(shape.heads))
 
     def mix(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[nu_h P_h v_h]_h, the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
+        """Return [nu_h P_h v_h]_h, the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
         q, k, v = (self._rows(layer, x) for layer in (self.query, self.key, self.value))
         logits = self.tau.view(-1, 1, 1) * q @ k.transpose(-2, -1)
         return self.average(logits, self.nu.view(-1, 1, 1) * v, mask)
@@ -37,7 +37,7 @@ class CosineAttention(LipschitzAttention):
         return w * (w.square().sum(dim=-1, keepdim=True) + EPS).rsqrt()
 
     def start(self, weights: AttentionWeights) -> None:
-        """W / s_h, tau_h = 2 scale s_q s_k, nu_h = sqrt(2) s_v: the old function on rows of their typical norms.
+        """Set W / s_h, tau_h = 2 scale s_q s_k, nu_h = sqrt(2) s_v: the old function on rows of typical norms.
 
         s_h^2 = |W_h|_F^2 + |b_h|^2 is the mean square of |W_h u + b_h| over u with E u u^T = I, as behind a LayerNorm. At
         |w| = s the new row is w / sqrt(2 s^2): tau and nu undo that. Both maps grow with s: larger norms are shortened.

@@ -1,6 +1,6 @@
-"""The module replacements that a record can name. Each builder takes the old module and returns the new one.
+"""The module replacements that a record can name. A builder takes the old module and returns the new one.
 
-A builder never reads weights: they come from the checkpoint. `certcli.adapt` starts a new part from the old weights.
+It reads no weights, which come from the checkpoint; `certcli.adapt` starts a new part from the old weights.
 """
 
 from certcli.system.registry import Entry, Registry
@@ -19,12 +19,7 @@ REPLACEMENTS = Registry(
         "tied L2 attention with values of their own: a bound on tokens of bounded norm only",
         "the form that CertViT publishes",
     ),
-    Entry(
-        "scsa-attention",
-        "certcli.nn.scsa_attention:build",
-        "scaled cosine similarity attention",
-        "Qi et al. 2023",
-    ),
+    Entry("scsa-attention", "certcli.nn.scsa_attention:build", "scaled cosine similarity attention", "Qi et al. 2023"),
     Entry(
         "lnorm-attention",
         "certcli.nn.lnorm_attention:build",

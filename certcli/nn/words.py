@@ -1,4 +1,4 @@
-"""Layers that an architecture's arguments may name: closed tables from a word to a class; nothing is imported by name."""
+"""Layers that an architecture's arguments may name: closed tables from words to classes; no word imports anything."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

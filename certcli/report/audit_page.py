@@ -1,85 +1,88 @@
-"""An audit as a page: what is drawn, and in which words."""
+"""An audit as a page: its figures and its words."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius
+from certcli.report import compare
 from certcli.report.document import Audit, Share
-from certcli.report.page import Bar, Command, Curve, Gate, Page, Picture, Table
+from certcli.report.page import Command, Constant, Gallery, HtmlPage, Mark, PlotLine, Table
+from certcli.report.shares import COLUMNS, NUMBERS, share_rows
 
 NOTE = (
-    "Certified: correct, and no image within the radius has another class, proven or with the probability said. Attacked: "
+    "Certified: correct, and no image within the radius has another class, proven or with the given probability. Attacked: "
     "still correct after all attacks; the true share lies between proven and attacked. Smoothing speaks of the smoothed "
-    "network, which is another function."
+    "network, which is another function. Vertical lines are 95 % intervals of the shares."
 )
+CONSTANTS = (
+    "Proven constant of each part; their product is the bound, {bound}. The bar is the constant's logarithm, hatched where "
+    "the constant is below 1."
+)
+Pictures = Mapping[str, Gallery]
+"""Pictures beside the answer under "scale", fooled images under "fooled"."""
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def between(share: Share) -> str:
-    low, high = share.interval
-    return f"{100 * low:.1f} to {100 * high:.1f}"
-
-
-def page_of(audit: Audit, pictures: Sequence[Picture] = ()) -> Page:
-    """The whole page of an audit."""
-    network, dataset = audit.network, audit.dataset
+def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
+    """Return the whole page of an audit."""
+    network, dataset, bound = audit.network, audit.dataset, audit.bound
     size = " x ".join(str(side) for side in network.input)
     images = "no images" if dataset is None else f"{dataset.images} images at most of {dataset.name} ({dataset.split})"
-    bound = audit.bound
-    return Page(
+    return HtmlPage(
         title=f"Audit of {network.name}",
         subtitle=f"{network.arch}, {network.parameters:,} parameters, {network.classes} classes, input {size}; {images}",
+        headline=audit.headline,
+        about=[line for line in (audit.scale, audit.reference) if line],
+        next=audit.next,
+        examples=[pictures["scale"]] if "scale" in pictures else [],
         verdict=audit.verdict,
         doubts=audit.doubts,
-        gates=[Gate(row.passed, row.reason) for row in audit.gate.judged],
+        gates=[(row.passed, row.reason.rpartition(": ")[0] or row.reason) for row in audit.gate.judged],
         tables=[table for table in _tables(audit) if table.rows],
         curves=list(curves(audit)),
         curve_note=NOTE,
-        bars=[
-            Bar(
-                block.path or "(network)",
-                block.log10,
-                block.text,
-                f"{block.kind} {block.path}: {block.text}. {block.why}",
-            )
+        constants=[
+            Constant(block.path or "(network)", block.log10, block.text, f"{block.kind}. {block.why}")
             for block in (bound.blocks if bound is not None else [])
         ],
-        bar_note=""
-        if bound is None
-        else f"Proven constant of each part, on a logarithmic axis; their product is the bound, {bound.upper_text}. "
-        "Rest the pointer on a bar for the law and the largest constants inside.",
-        pictures=pictures,
+        constants_note="" if bound is None else CONSTANTS.format(bound=bound.upper_text),
+        galleries=[pictures["fooled"]] if "fooled" in pictures else [],
         commands=list(_commands(audit)),
         facts=[
             f"Network (digest of its function): {audit.checkpoint}",
             *([] if dataset is None else [f"Images (digest of pixels and labels): {dataset.digest}"]),
+            *(
+                []
+                if audit.machine is None
+                else [f"{audit.date} UTC; {audit.machine.cpu}, threads {audit.machine.threads}"]
+            ),
             "Versions: " + ", ".join(f"{name} {version}" for name, version in audit.versions.items()),
             "Radii are pixel l2, images in [0, 1]; normalisation is the network's first layer.",
         ],
     )
 
 
-def curves(audit: Audit) -> Iterator[Curve]:
-    """Certified shares as the records have them, and what attacks left."""
+def curves(audit: Audit) -> Iterator[PlotLine]:
+    """Return certified shares as the records have them, and what attacks left."""
     for found in audit.certificates:
         label = "proven" if found.failure == 0 else f"{found.promise}, smoothed"
-        count = found.clean.images
-        held = {row.index: row for row in audit.records if found.method in row.radius}
-        radii = [
-            float(row.radius[found.method]) if row.prediction == row.label or found.failure > 0 else -1.0
-            for row in held.values()
-        ]
+        label = f"{found.method}, {label}, n = {found.clean.images}"
+        points, marks = _asked(found.clean, found.certified)
         if found.failure > 0:  # it stops drawing beyond its radius: nothing is known of larger ones
-            points = [(0.0, found.clean.share), *((float(at), share.share) for at, share in found.certified.items())]
-            yield Curve(f"{found.method}, {label}, n = {count}", "probability", points, marked=True)
+            yield PlotLine(label, "probability", points, marks)
             continue
-        yield Curve(f"{found.method}, {label}, n = {count}", "proven", steps(radii))
+        radii = [
+            float(row.radius[found.method]) if row.prediction == row.label else -1.0
+            for row in audit.records
+            if found.method in row.radius
+        ]
+        yield PlotLine(label, "proven", steps(radii), marks[1:])
     if (attack := audit.attack) is not None:
-        points = [(0.0, attack.clean.share), *((float(at), share.share) for at, share in attack.robust.items())]
         label = f"after {', '.join(attack.attacks)} (measured), n = {attack.clean.images}"
-        yield Curve(label, "attacked", points, marked=True)
+        yield PlotLine(label, "attacked", *_asked(attack.clean, attack.robust))
+
+
+def _asked(clean: Share, shares: Mapping[str, Share]) -> tuple[list[tuple[float, float]], list[Mark]]:
+    """Return points and marks of the shares at the radii of the plan, radius 0 first."""
+    found = [(0.0, clean), *((float(at), share) for at, share in shares.items() if float(at) > 0)]
+    return [(at, share.share) for at, share in found], [Mark(at, share.share, *share.interval) for at, share in found]
 
 
 def steps(radii: Sequence[float]) -> list[tuple[float, float]]:
@@ -93,73 +96,26 @@ def steps(radii: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _tables(audit: Audit) -> Iterator[Table]:
-    rows = []
-    if audit.clean is not None:
-        rows.append(
-            ["clean", "0", percent(audit.clean.share), between(audit.clean), str(audit.clean.images), "measured"]
-        )
-    for found in audit.certificates:
-        holds = "proven" if found.failure == 0 else found.promise
-        rows += [
-            [
-                f"certified, {found.method}",
-                proven_radius(at),
-                proven_percent(share.share),
-                between(share),
-                str(share.images),
-                holds,
-            ]
-            for at, share in found.certified.items()
-        ]
-    if (patched := audit.patched) is not None:
-        rows += [
-            [
-                f"no patch changes it, {patched.procedure}",
-                size,
-                proven_percent(share.share),
-                between(share),
-                str(share.images),
-                "proven",
-            ]
-            for size, share in patched.certified.items()
-        ]
-    if (attack := audit.attack) is not None:
-        rows += [
-            [
-                f"after {', '.join(attack.attacks)}",
-                attacked_radius(at),
-                percent(share.share),
-                between(share),
-                str(share.images),
-                "measured",
-            ]
-            for at, share in attack.robust.items()
-        ]
-    bound = "" if audit.bound is None else f"Lipschitz bound {audit.bound.upper_text} (proven)"
-    slope = (
-        ""
-        if audit.slope is None
-        else f"slope {audit.slope.lower:.4g} found (measured, images tried: {audit.slope.images})"
-    )
-    note = "; ".join(part for part in (bound, slope) if part)
-    columns = ["share of the images", "radius or patch", "share", "95 % interval", "n", "holds"]
-    yield Table("What was found", columns, rows, (1, 2, 3, 4), note)
-    told = [[found.method, found.about, found.title, found.statement] for found in audit.certificates]
-    if patched is not None:
-        told.append(["patch", "the network behind masks", patched.title, patched.statement])
-    if told:
-        yield Table("What the certificates say", ["method", "about", "how", "promise"], told)
-    if audit.skipped:
-        yield Table("What was not done", ["stage", "why"], [[item.stage, item.why] for item in audit.skipped])
-    if audit.lineage:
-        told = [
-            [str(number), step.command, str(step.seed), (step.parent or "-")[:12], short(step.parameters)]
-            for number, step in enumerate(audit.lineage, 1)
-        ]
-        yield Table("Lineage, as the file tells it", ["step", "command", "seed", "parent", "parameters"], told)
-    facts = [[name, _fact(value)] for name, value in audit.network.reading.items() if name != "doubts"]
-    if facts:
-        yield Table("What was assumed in reading the file", ["of", "value and where it is from"], facts)
+    told = [] if audit.bound is None else [f"Lipschitz bound {audit.bound.upper_text} (proven)"]
+    if audit.slope is not None:
+        told.append(f"slope {audit.slope.lower:.4g} found (measured, images tried: {audit.slope.images})")
+    if audit.attention_weight is not None:
+        told.append(f"largest weight of attention in a residual sum {audit.attention_weight:.2g} (measured)")
+    yield Table("What was found", COLUMNS, [row.cells for row in share_rows(audit)], NUMBERS, "; ".join(told))
+    changed = [compare.cells(change) for change in audit.changes]
+    yield Table("What changed since the earlier audit", compare.COLUMNS, changed)
+    rows = [[found.method, found.about, found.title, found.statement] for found in audit.certificates]
+    if (behind := audit.patched) is not None:
+        rows.append(["patch", "the network behind masks", behind.title, behind.statement])
+    yield Table("What the certificates say", ["method", "about", "how", "promise"], rows)
+    yield Table("What was not done", ["stage", "why"], [[item.stage, item.why] for item in audit.skipped])
+    rows = [
+        [str(number), step.command, str(step.seed), (step.parent or "-")[:12], short(step.parameters)]
+        for number, step in enumerate(audit.lineage, 1)
+    ]
+    yield Table("Lineage, as the file tells it", ["step", "command", "seed", "parent", "parameters"], rows)
+    rows = [[name, _fact(value)] for name, value in audit.network.reading.items() if name != "doubts"]
+    yield Table("What was assumed in reading the file", ["of", "value and where it is from"], rows)
 
 
 def _fact(value: object) -> str:
@@ -167,7 +123,7 @@ def _fact(value: object) -> str:
 
 
 def short(values: object) -> str:
-    """Parameters of a step in a cell."""
+    """Return parameters of a step for a cell."""
     if not isinstance(values, dict):
         return str(values)
     told = [
@@ -182,21 +138,16 @@ def short(values: object) -> str:
 def _commands(audit: Audit) -> Iterator[Command]:
     yield Command("The same audit (how many images fit into its time depends on the machine):", audit.reproduce)
     for found in audit.certificates:
-        count = found.dataset.images
-        yield Command(
-            f"The certificates of {found.method}, again, on the same {count} images:",
-            certify_again(audit, found.method),
-        )
+        what = f"The certificates of {found.method}, again, on the same {found.dataset.images} images:"
+        yield Command(what, certify_again(audit, found.method))
     yield Command(
         "An audit with -o FILE.safetensors keeps its evidence beside the weights; this proves and certifies it again:",
         "certvit log FILE.safetensors --verify",
     )
-    for line in audit.next[:1]:
-        yield Command("What to do next:", line)
 
 
 def certify_again(audit: Audit, method: str) -> str:
-    """The command whose certificates are these."""
+    """Return the command whose certificates are these."""
     found = next(item for item in audit.certificates if item.method == method)
     words = audit.reproduce.split(" -e ")[0].replace("certvit audit", "certvit certify", 1)
     radii = " ".join(f"-e {radius}" for radius in found.certified)

@@ -21,7 +21,7 @@ from certcli.system.files import atomic_file
 
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY = "#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY)
-"""What is shown, in this order; VERMILION is kept for attacks and for what was chosen."""
+"""Colours of what is shown, in this order; VERMILION is kept for attacks."""
 INK, FAINT = "#222222", "#d9d9d9"
 
 STYLE: Any = {

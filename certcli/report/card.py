@@ -3,19 +3,21 @@
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from itertools import groupby
 
 from markupsafe import escape
 
-from certcli.evaluation.radii import attacked_radius, confidence, proven_percent, proven_radius
-from certcli.report.document import Audit, Certified, Share
+from certcli.evaluation.radii import confidence, proven_percent, proven_radius
+from certcli.report.document import Audit, CertifiedShares, Dataset, Share
+from certcli.report.shares import COLUMNS, FEW, share_rows
 
-GOOD, FAIR, NONE = "#116329", "#0060a8", "#6e7781"
+PROVEN, PROBABLE, NONE = "#0060a8", "#00795a", "#6e7781"
+"""As in the charts of a page."""
 CHARACTER = 6.6
 """Width of a character of the badge's font, about."""
 
 
-def best(audit: Audit) -> tuple[Certified, str, Share] | None:
+def best(audit: Audit) -> tuple[CertifiedShares, str, Share] | None:
     """The certificates that the badge speaks of: proofs that certify anything before statements of chance."""
     offered = [
         (found.failure == 0 and share.hits > 0, -float(radius), share.share, found, radius, share)
@@ -37,8 +39,11 @@ def as_badge(audit: Audit) -> str:
         found, radius, share = chosen
         left = f"certified l2 {proven_radius(radius)}"
         promise = "proven" if found.failure == 0 else f"p {confidence(found.failure)}"
-        right = f"{proven_percent(share.share, 0)} of {share.images}, {promise}"
-        colour = NONE if not share.hits else GOOD if found.failure == 0 else FAIR
+        few = share.images < FEW
+        right = f"{share.hits} of {share.images}" if few else f"{proven_percent(share.share, 0)} of {share.images}"
+        low, high = share.interval
+        right += f" ({100 * low:.0f} to {100 * high:.0f} %), {promise}" if few else f", {promise}"
+        colour = NONE if not share.hits else PROVEN if found.failure == 0 else PROBABLE
     first, second = (round(CHARACTER * len(text) + 14) for text in (left, right))
     title = escape(one_line(f"certvit audit of {audit.network.name}: {left}: {right}"))
     return (
@@ -63,25 +68,12 @@ def as_card(audit: Audit) -> str:
     if lines[-1] == "  results:":
         lines[-1] = "  results: []"
     lines += ["---", "", "## Robustness", ""]
-    lines += [f"{prose(line)}\n" for line in audit.verdict]
-    lines += [
-        "| share of the images | pixel l2 radius, or patch | share | 95 % interval | n | holds |",
-        "|---|---|---|---|---|---|",
-    ]
-    for what, radius, share, holds in _shares(audit):
-        low, high = share.interval
-        cells = [
-            what,
-            radius,
-            f"{100 * share.share:.1f} %" if holds == "measured" else proven_percent(share.share),
-            f"{100 * low:.1f} to {100 * high:.1f}",
-            str(share.images),
-            holds,
-        ]
-        lines.append("| " + " | ".join(prose(cell) for cell in cells) + " |")
+    lines += [f"{prose(line)}\n" for line in (audit.headline, audit.scale, audit.reference, *audit.verdict) if line]
+    lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(map(prose, row.cells)) + " |" for row in share_rows(audit)]
     if audit.bound is not None:
         lines += ["", f"Lipschitz bound (proven, pixel l2, images in [0, 1]): {prose(audit.bound.upper_text)}"]
-    lines += ["", f"Digest of the network: `{audit.checkpoint}`. Made by certvit; asked again by:", ""]
+    lines += ["", f"Digest of the network: `{audit.checkpoint}`. Made by certvit; repeated by:", ""]
     lines += [f"    {one_line(audit.reproduce)}", ""]
     return "\n".join(lines)
 
@@ -100,39 +92,8 @@ def prose(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", one_line(text)).replace("\\<", "&lt;").replace("\\>", "&gt;")
 
 
-def _shares(audit: Audit) -> Iterator[tuple[str, str, Share, str]]:
-    if audit.clean is not None:
-        yield "clean", "0", audit.clean, "measured"
-    for found in audit.certificates:
-        for radius, share in found.certified.items():
-            promise = "proven" if found.failure == 0 else found.promise
-            yield f"certified, {found.method}", proven_radius(radius), share, promise
-    if audit.patched is not None:
-        for size, share in audit.patched.certified.items():
-            yield f"no patch changes it, {audit.patched.procedure}", size, share, "proven"
-    if audit.attack is not None:
-        for radius, share in audit.attack.robust.items():
-            yield f"after {', '.join(audit.attack.attacks)}", attacked_radius(radius), share, "measured"
-
-
-def _metrics(audit: Audit) -> Iterator[tuple[Any, list[tuple[str, str, float]]]]:
-    """(dataset, its metrics): one group of images each, since every stage judged as many as fitted."""
-    if audit.clean is not None and audit.dataset is not None:
-        yield audit.dataset, [("accuracy", f"accuracy, n = {audit.clean.images}", audit.clean.share)]
-    for found in audit.certificates:
-        rows = [
-            (
-                "certified_accuracy",
-                f"certified accuracy, l2 {proven_radius(at)}, {found.method} ({found.promise}), n = {s.images}",
-                s.share,
-            )
-            for at, s in found.certified.items()
-        ]
-        yield found.dataset, rows
-    if (attack := audit.attack) is not None:
-        names = ", ".join(attack.attacks)
-        rows = [
-            ("robust_accuracy", f"accuracy after {names}, l2 {attacked_radius(at)}, n = {share.images}", share.share)
-            for at, share in attack.robust.items()
-        ]
-        yield attack.dataset, rows
+def _metrics(audit: Audit) -> Iterator[tuple[Dataset, list[tuple[str, str, float]]]]:
+    """Return (dataset, its metrics): one group of images each, since every stage judged as many as fitted."""
+    for _, group in groupby(share_rows(audit), key=lambda row: row.dataset.digest):
+        rows = list(group)
+        yield rows[0].dataset, [(row.kind, row.metric, row.share.share) for row in rows]

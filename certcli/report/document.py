@@ -24,7 +24,7 @@ class _Part(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Share(_Part):
-    """hits of images; interval: 95 %, Clopper and Pearson, for the share among all images of which these are a sample."""
+    """hits of images; interval: 95 %, Clopper and Pearson, for the share among all images that these are a sample of."""
 
     hits: Natural
     images: Natural
@@ -37,7 +37,10 @@ class Share(_Part):
 
 
 class Network(_Part):
-    """name: as it was given, without its folders. reading: what was assumed of the file, and whence."""
+    """name: as it was given, without its folders. reading: what was assumed of the file, and whence.
+
+    path: within the repository that holds the file, where one does.
+    """
 
     name: str
     arch: str
@@ -45,6 +48,7 @@ class Network(_Part):
     input: list[int]
     parameters: Natural
     reading: dict[str, Any]
+    path: str | None = None
 
 
 class Dataset(_Part):
@@ -66,7 +70,7 @@ class Block(_Part):
     why: str
 
 
-class Found(_Part):
+class GlobalBound(_Part):
     """The proven bound |f(x) - f(y)| <= upper |x - y|, pixel l2, for all images in [0, 1]."""
 
     upper: Annotated[float, Meta(ge=0)] | Literal["inf"]
@@ -88,7 +92,7 @@ class Slope(_Part):
     seconds: Seconds
 
 
-class Certified(_Part):
+class CertifiedShares(_Part):
     """Certificates of one method on the first images. failure: chance that one certificate is wrong; 0 for a proof.
 
     about: which network the statement is about. parameters, limit, seed: what `certify` needs to find the same again.
@@ -111,7 +115,7 @@ class Certified(_Part):
     seconds: Seconds
 
 
-class Patched(_Part):
+class PatchShares(_Part):
     """Certificates of the classifier that is defended against patches (`certify --method patch`), for each size of them.
 
     clean, certified: of the defended classifier. Its shares are not comparable with those at a radius.
@@ -128,7 +132,7 @@ class Patched(_Part):
     seconds: Seconds
 
 
-class Attacked(_Part):
+class AttackShares(_Part):
     """What attacks left, in turn, at ascending radii. fooled: of the correct images, how many fell at each radius."""
 
     attacks: list[str]
@@ -142,7 +146,17 @@ class Attacked(_Part):
     seconds: Seconds
 
 
-class Row(_Part):
+class PatchAttack(_Part):
+    """What an attack with patches left of the network itself, without masks: place and pixels of one patch were searched."""
+
+    patch: str
+    dataset: Dataset
+    clean: Share
+    robust: Share
+    seconds: Seconds
+
+
+class ImageRow(_Part):
     """One image. radius: certified, by method; "inf" where nothing changes the class. withstood: at each radius. proven:
     patches that do not change the class behind masks.
     """
@@ -158,14 +172,14 @@ class Row(_Part):
 
 
 class Skipped(_Part):
-    """What was not done, and why: nothing is said about it. for_time: more time would have done it."""
+    """A stage that was not done, and why. for_time: more time would have done it."""
 
     stage: str
     why: str
     for_time: bool = False
 
 
-class Judged(_Part):
+class GateResult(_Part):
     """One gate of --fail-on. measured: null where its quantity was not, and then it failed."""
 
     fail_on: str
@@ -174,13 +188,13 @@ class Judged(_Part):
     reason: str
 
 
-class Gate(_Part):
+class GateReport(_Part):
     passed: bool
     reasons: list[str]
-    judged: list[Judged]
+    judged: list[GateResult]
 
 
-class Step(_Part):
+class LineageStep(_Part):
     """One step of the lineage, as the file tells it."""
 
     command: str
@@ -189,8 +203,30 @@ class Step(_Part):
     parent: str | None
 
 
+class Machine(_Part):
+    """Where an audit ran: the last digits of sums, and how many images fitted into its time, depend on it."""
+
+    cpu: str
+    threads: Natural
+    device: str
+
+
+class Change(_Part):
+    """One figure of two audits. alike: whether both are about the same threat and the same images; else `why` says it."""
+
+    figure: str
+    before: str
+    after: str
+    alike: bool
+    why: str = ""
+
+
 class Audit(_Part):
-    """The document of `certvit audit --json` and `--report FILE.json`."""
+    """The document of `certvit audit --json` and `--report FILE.json`.
+
+    headline: the answer in one sentence. scale: how large the radius is. reference: the same figures of a published network.
+    date: UTC, ISO 8601. changes: against the audit of --compare.
+    """
 
     schema: Literal[1]
     command: Literal["audit"]
@@ -199,21 +235,29 @@ class Audit(_Part):
     verdict: list[str]
     doubts: list[str]
     next: list[str]
-    bound: Found | None
+    bound: GlobalBound | None
     slope: Slope | None
     dataset: Dataset | None
     clean: Share | None
-    certificates: list[Certified]
-    attack: Attacked | None
+    certificates: list[CertifiedShares]
+    attack: AttackShares | None
     skipped: list[Skipped]
-    gate: Gate
-    lineage: list[Step]
+    gate: GateReport
+    lineage: list[LineageStep]
     reproduce: str
     budget: Seconds
     seconds: Seconds
     versions: dict[str, str]
-    records: list[Row]
-    patched: Patched | None = None
+    records: list[ImageRow]
+    patched: PatchShares | None = None
+    patch_attack: PatchAttack | None = None
+    headline: str = ""
+    scale: str = ""
+    reference: str = ""
+    attention_weight: float | None = None
+    date: str = ""
+    machine: Machine | None = None
+    changes: list[Change] = []
 
 
 def schema() -> dict[str, Any]:
@@ -225,9 +269,9 @@ def schema() -> dict[str, Any]:
     }
 
 
-def to_json(audit: Audit) -> dict[str, Any]:
-    """Plain values."""
-    plain: dict[str, Any] = json.loads(msgspec.json.encode(audit))
+def to_json(part: Struct) -> dict[str, Any]:
+    """Return a document, or a part of one, as plain values."""
+    plain: dict[str, Any] = json.loads(msgspec.json.encode(part))
     return plain
 
 

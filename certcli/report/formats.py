@@ -3,14 +3,14 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from certcli.report.audit_page import page_of
+from certcli.report.audit_page import Pictures, page_of
 from certcli.report.card import as_badge, as_card
 from certcli.report.document import Audit, to_json
 from certcli.report.machine import as_junit, as_sarif
-from certcli.report.page import Picture, render
+from certcli.report.page import render
 from certcli.system.files import atomic_file
 
 
@@ -51,7 +51,7 @@ TEXTS: Mapping[str, Callable[[Audit], str]] = {
 }
 
 
-def text_of(audit: Audit, suffix: str, pictures: Sequence[Picture] = ()) -> str:
+def text_of(audit: Audit, suffix: str, pictures: Pictures | None = None) -> str:
     """The audit in the format of this suffix; .html or any other is a page, with its pictures."""
     made = TEXTS.get(suffix)
-    return render(page_of(audit, pictures)) if made is None else made(audit)
+    return render(page_of(audit, pictures or {})) if made is None else made(audit)

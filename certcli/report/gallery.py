@@ -13,7 +13,7 @@ _RIGHT, _WRONG = BLUE, VERMILION
 
 
 @dataclass(frozen=True)
-class Picture:
+class AttackedImage:
     """One image before one network: images (c, h, w) in [0, 1], c = 1 or 3, and the words below them."""
 
     image: Tensor
@@ -26,13 +26,13 @@ class Picture:
     norm: str
 
 
-def draw_gallery(rows: Sequence[Sequence[Picture]], path: Path, title: str) -> None:
+def draw_gallery(rows: Sequence[Sequence[AttackedImage]], path: Path, title: str) -> None:
     """One row an image, three columns a network: the image, what changes, the sum. Every row has as many networks.
 
     Each perturbation is drawn around grey, magnified until its largest change of a pixel fills the range.
     """
     networks = len(rows[0])
-    with figure(path, (1.0 + 2.1 * 3 * networks, 0.6 + 2.5 * len(rows)), title) as whole:
+    with figure(path, (1.0 + 2.1 * 3 * networks, 0.9 + 2.5 * len(rows)), title) as whole:
         canvas = whole.figure
         whole.remove()
         for pictures, axes in zip(rows, canvas.subplots(len(rows), 3 * networks, squeeze=False), strict=True):
@@ -40,7 +40,7 @@ def draw_gallery(rows: Sequence[Sequence[Picture]], path: Path, title: str) -> N
                 _triple(picture, axes[3 * number : 3 * number + 3])
 
 
-def _triple(picture: Picture, axes: Sequence[Any]) -> None:
+def _triple(picture: AttackedImage, axes: Sequence[Any]) -> None:
     left, middle, right = axes
     delta = (picture.adversarial - picture.image).double()
     peak = float(delta.abs().max())

@@ -1,13 +1,16 @@
 """An audit for other programs: SARIF 2.1.0 (code scanning) and JUnit XML (test reports). Every string is escaped."""
 
 import json
-from datetime import UTC, datetime
+from hashlib import sha256
 from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 
 from certcli.report.document import Audit
+from certcli.report.shares import share_rows
 
+ROOT = "%SRCROOT%"
+"""Base of addresses in the file: code scanning takes it for the repository."""
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 RULES = {
     "certvit/gate": "A gate of --fail-on: a measured quantity is worse than what was demanded, or was not measured.",
@@ -18,46 +21,62 @@ RULES = {
 
 
 def as_sarif(audit: Audit) -> str:
-    """One run; each gate a result (kind pass or fail), what the verdict warns of as notes, in the order of the verdict."""
-    results = [_result("certvit/gate", row.reason, None if row.passed else "error") for row in audit.gate.judged]
+    """Return one run: each gate a result (kind pass or fail), what an audit warns of as notes."""
+    results = [
+        _result("certvit/gate", row.reason, row.fail_on, "none" if row.passed else "error") for row in audit.gate.judged
+    ]
     proofs = [found.certified for found in audit.certificates if found.failure == 0]
     proofs += [] if audit.patched is None else [audit.patched.certified]
     if audit.bound is not None and not any(share.hits for shares in proofs for share in shares.values()):
-        results.append(_result("certvit/no-usable-proof", audit.verdict[0], "note"))
+        results.append(_result("certvit/no-usable-proof", audit.verdict[0], "proof"))
     if audit.attack is not None:
         for radius, count in audit.attack.fooled.items():
             names, correct = ", ".join(audit.attack.attacks), audit.attack.clean.hits
             told = f"{names} fooled {count} of {correct} correct images at l2 {radius}"
-            results += [_result("certvit/fooled", told, "note")] if count else []
-    results += [_result("certvit/not-done", f"{item.stage}: {item.why}", "note") for item in audit.skipped]
-    where = [{"physicalLocation": {"artifactLocation": {"uri": quote(audit.network.name)}, "region": {"startLine": 1}}}]
+            results += [_result("certvit/fooled", told, f"{names}@{radius}")] if count else []
+    results += [_result("certvit/not-done", f"{item.stage}: {item.why}", item.stage) for item in audit.skipped]
+    where = {"uri": quote(audit.network.path or audit.network.name)}
+    where |= {} if audit.network.path is None else {"uriBaseId": ROOT}
     for row in results:
-        row["locations"] = where
+        row["locations"] = [{"physicalLocation": {"artifactLocation": where, "region": {"startLine": 1}}}]
     driver = {
         "name": "certvit",
         "version": audit.versions.get("certvit", "0"),
         "rules": [{"id": name, "shortDescription": {"text": text}} for name, text in RULES.items()],
     }
+    invocation: dict[str, Any] = {"commandLine": audit.reproduce, "executionSuccessful": True}
+    if audit.date:
+        invocation["endTimeUtc"] = f"{audit.date}Z"
     run = {
         "tool": {"driver": driver},
-        "invocations": [{"commandLine": audit.reproduce, "executionSuccessful": True}],
-        "artifacts": [
-            {"location": {"uri": quote(audit.network.name)}, "hashes": {"certvit-function": audit.checkpoint}}
-        ],
+        "invocations": [invocation],
+        "originalUriBaseIds": {ROOT: {"description": {"text": "The root of the repository that holds the network."}}},
+        "artifacts": [{"location": where, "hashes": {"certvit-function": audit.checkpoint}}],
         "results": results,
+        "properties": {"headline": audit.headline, **about(audit)},
     }
     return json.dumps({"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
 
 
-def _result(rule: str, text: str, level: str | None) -> dict[str, Any]:
-    """level None: what was demanded holds; SARIF then wants the level "none"."""
+def _result(rule: str, text: str, subject: str, level: str = "note") -> dict[str, Any]:
+    """Return a result; level "none": a requirement that was met. subject: what stays the same from run to run."""
     return {
         "ruleId": rule,
         "ruleIndex": list(RULES).index(rule),
-        "kind": "pass" if level is None else "fail",
-        "level": level or "none",
+        "kind": "pass" if level == "none" else "fail",
+        "level": level,
         "message": {"text": text},
+        "partialFingerprints": {"certvit/v1": sha256(f"{rule}\n{subject}".encode()).hexdigest()},
     }
+
+
+def about(audit: Audit) -> dict[str, str]:
+    """Return date, machine and versions under flat names."""
+    found = {f"version.{name}": version for name, version in audit.versions.items()}
+    if audit.machine is not None:
+        machine = audit.machine
+        found |= {"cpu": machine.cpu, "threads": str(machine.threads), "device": machine.device}
+    return {"date": audit.date, **found} if audit.date else found
 
 
 def xml_text(text: str) -> str:
@@ -76,14 +95,14 @@ def as_junit(audit: Audit) -> str:
     """
     failed = sum(not row.passed for row in audit.gate.judged)
     total = len(audit.gate.judged) + len(audit.skipped) + 1
-    about = {"tests": str(total), "failures": str(failed), "errors": "0", "skipped": str(len(audit.skipped))}
+    counts = {"tests": str(total), "failures": str(failed), "errors": "0", "skipped": str(len(audit.skipped))}
     name = xml_text(audit.network.name)
     root = ElementTree.Element("testsuites")
-    about |= {"id": "0", "package": "certvit.audit", "hostname": "localhost", "time": f"{audit.seconds:.2f}"}
-    about["timestamp"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S")
-    suite = ElementTree.SubElement(root, "testsuite", {"name": name, **about})
+    counts |= {"id": "0", "package": "certvit.audit", "hostname": "localhost", "time": f"{audit.seconds:.2f}"}
+    counts["timestamp"] = audit.date or "1970-01-01T00:00:00"
+    suite = ElementTree.SubElement(root, "testsuite", {"name": name, **counts})
     properties = ElementTree.SubElement(suite, "properties")
-    for key, value in figures(audit).items():
+    for key, value in (figures(audit) | about(audit)).items():
         ElementTree.SubElement(properties, "property", {"name": key, "value": xml_text(value)})
 
     def case(what: str, seconds: float = 0.0) -> ElementTree.Element:
@@ -98,28 +117,23 @@ def as_junit(audit: Audit) -> str:
             ElementTree.SubElement(made, "failure", {"message": told, "type": "gate"}).text = told
     for item in audit.skipped:
         ElementTree.SubElement(case(item.stage), "skipped", {"message": xml_text(item.why)})
-    ElementTree.SubElement(suite, "system-out").text = xml_text("\n".join(audit.verdict))
+    ElementTree.SubElement(suite, "system-out").text = xml_text(
+        "\n".join(filter(None, (audit.headline, *audit.verdict)))
+    )
     ElementTree.SubElement(suite, "system-err")
     ElementTree.indent(root, " ")
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
 def figures(audit: Audit) -> dict[str, str]:
-    """Every figure of the audit under a flat name, with n where it is a share."""
+    """Return every figure of the audit under a flat name, with n where it is a share."""
     found = {"checkpoint": audit.checkpoint}
     if audit.bound is not None:
         found["upper"] = audit.bound.upper_text
     if audit.slope is not None:
         found["slope"] = f"{audit.slope.lower:.6g}"
-    if audit.clean is not None:
-        found["clean"] = f"{audit.clean.share:.4f} (n = {audit.clean.images})"
-    for part in audit.certificates:
-        for radius, share in part.certified.items():
-            found[f"certified.{part.method}@{radius}"] = f"{share.share:.4f} (n = {share.images}, {part.promise})"
-    if audit.patched is not None:
-        for size, share in audit.patched.certified.items():
-            found[f"patched.{audit.patched.procedure}@{size}"] = f"{share.share:.4f} (n = {share.images}, proof)"
-    if audit.attack is not None:
-        for radius, share in audit.attack.robust.items():
-            found[f"robust@{radius}"] = f"{share.share:.4f} (n = {share.images})"
+    if audit.attention_weight is not None:
+        found["attention_weight"] = f"{audit.attention_weight:.6g}"
+    for row in share_rows(audit):
+        found[row.key] = f"{row.share.share:.4f} (n = {row.share.images}, {row.holds})"
     return found

@@ -33,6 +33,10 @@ def test_the_audit_says_what_certify_finds(folder: Path, workshop: Path) -> None
         f"no 1 x 1 patch changes the answer for {kept.hits} of {kept.images} images" in line for line in audit.verdict
     )
     assert audit.certificates == []  # shares at radii stand apart
+    assert audit.patch_attack is not None  # of the network without masks
+    fell = audit.patch_attack.clean.hits - audit.patch_attack.robust.hits
+    assert any(f"a patch of 1 x 1 pixels fooled {fell} of" in line for line in audit.verdict)
+    assert ("at this place it changes the class" in (folder / "a.html").read_text()) is (fell > 0)
     assert sum(row.proven == ["1x1"] for row in audit.records) == kept.hits
     same = ("certify", workshop / "certified.safetensors", "--method", "patch", "--patch", "1", "--limit", 12, "--json")
     assert json.loads(certvit(*same).stdout)["certified"] == {"1x1": kept.share}

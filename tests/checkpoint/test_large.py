@@ -1,4 +1,4 @@
-"""Checkpoints in several files, of small types, and larger than memory: read as what they are, refused where they are not."""
+"""Checkpoints in several files, of small types, and larger than memory: read exactly, or refused."""
 
 import json
 from collections.abc import Callable
@@ -89,7 +89,7 @@ def test_an_index_that_names_a_key_twice_is_refused(
 
 
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
-def test_an_index_that_lies_is_refused(tiny: Checkpoint, tmp_path: Path, spoil: Spoil) -> None:
+def test_a_wrong_index_is_refused(tiny: Checkpoint, tmp_path: Path, spoil: Spoil) -> None:
     weight_map = in_shards(tiny, tmp_path)
     assert weight_map["norm.bias"] != weight_map["norm.weight"]
     raw = json.loads((tmp_path / INDEX).read_text())
@@ -102,10 +102,10 @@ def test_an_index_that_lies_is_refused(tiny: Checkpoint, tmp_path: Path, spoil: 
 
 @pytest.mark.parametrize("limit", [0, spool.IN_MEMORY], ids=["mapped", "in memory"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_narrow_weights_are_audited_as_the_numbers_they_are(
+def test_narrow_weights_are_widened_exactly(
     certified: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit: int
 ) -> None:
-    """The bound is that of the same numbers in float32, and no other: rounding to the type was done by who wrote the file."""
+    """The bound is that of the same numbers in float32."""
     monkeypatch.setattr(spool, "IN_MEMORY", limit)
     monkeypatch.setattr(spool, "_SMALL", 0)
     narrow = {
@@ -128,7 +128,7 @@ def test_narrow_weights_are_audited_as_the_numbers_they_are(
     assert torch.equal(read.tensors["head.out.weight"].float(), wide["head.out.weight"])
 
 
-def test_wider_numbers_are_said(tiny: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wider_type_is_reported(tiny: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
     half = Checkpoint({name: value.bfloat16() for name, value in tiny.tensors.items()}, tiny.record)
     say_wider(half, half, Sink(False, False))
     assert not capsys.readouterr().err

@@ -151,7 +151,7 @@ RECORDS: list[tuple[str, Callable[[Raw], Any], int, str]] = [
 
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a pickle that betrays whoever opens it."""
+    """A folder with a pickle that leaves a file behind when it is opened."""
     (tmp_path / EVIL).write_bytes(pickle.dumps(Evil()))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
@@ -173,7 +173,9 @@ def refused(source: str = "m.safetensors", hints: Hints | None = None) -> Certvi
     return caught.value
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "null", "{", "[" * 100_000, '{"schema":1}', '{"schema":1e400}', "\ufffd"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", "null", "{", "[" * 100_000, '{"schema":1}', '{"schema":1e400}', "\ufffd"]
+)
 def test_a_text_that_is_no_record(room: Path, tiny: Checkpoint, text: str) -> None:
     safetensors.torch.save_file(dict(tiny.tensors), "m.safetensors", {"certvit": text})
     assert refused().code == 3
@@ -297,7 +299,7 @@ def test_numbers_words_and_lists_of_an_architecture_pass() -> None:
         arch_arguments({"proj_drop_path_file": 0})
 
 
-def test_what_is_written_is_read(tiny: Checkpoint, tmp_path: Path) -> None:
+def test_an_unreadable_record_is_not_written(tiny: Checkpoint, tmp_path: Path) -> None:
     strange = Checkpoint(tiny.tensors, replace(tiny.record, dataset="/mnt/photos"))
     with pytest.raises(CheckpointError, match="dataset"):
         strange.write(tmp_path / "a.safetensors")

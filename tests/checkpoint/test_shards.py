@@ -1,4 +1,4 @@
-"""Checkpoints written in several files: the same checkpoint, whole at every moment, and nobody else's file touched."""
+"""Checkpoints written in several files: the same checkpoint, whole at every moment, other files untouched."""
 
 import errno
 import json
@@ -60,7 +60,7 @@ def test_tied_tensors_and_views_are_written(tiny: Checkpoint, tmp_path: Path) ->
         assert all(torch.equal(found[name], value) for name, value in tensors.items())
 
 
-def test_a_replaced_index_takes_its_own_files_with_it_and_no_others(tiny: Checkpoint, tmp_path: Path) -> None:
+def test_a_replaced_index_deletes_its_own_files_only(tiny: Checkpoint, tmp_path: Path) -> None:
     index = tmp_path / INDEX
     tiny.write(index, shard_bytes=MOST)
     old = set(named(index))
@@ -86,7 +86,7 @@ def test_a_replaced_index_takes_its_own_files_with_it_and_no_others(tiny: Checkp
 @pytest.mark.parametrize("force", [False, True], ids=["new", "replaced"])
 @pytest.mark.parametrize("stops", [1, 2, "index"])
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=str)
-def test_whoever_stops_it_the_old_one_is_whole(
+def test_a_stopped_write_leaves_the_old_one_whole(
     tiny: Checkpoint,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -118,7 +118,7 @@ def test_whoever_stops_it_the_old_one_is_whole(
     assert contents(tmp_path) == before
 
 
-def test_stopped_after_the_index_is_there_its_files_stay(
+def test_a_stop_after_the_index_keeps_its_files(
     tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import os

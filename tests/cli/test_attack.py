@@ -21,7 +21,7 @@ from certcli.evaluation.threat import Threat, image_norms
 from certcli.images import datasets
 from certcli.images.labelled import Batch
 from certcli.models import build
-from certcli.report.gallery import Picture, draw_gallery
+from certcli.report.gallery import AttackedImage, draw_gallery
 from certcli.system.errors import CertvitError, DataError, UsageError
 from tests.helpers.commands import attempt, certvit, document
 
@@ -52,8 +52,7 @@ def proven(workshop: Path) -> Path:
 @pytest.fixture(scope="module")
 def certificates(proven: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("certified") / "records.jsonl"
-    done = certvit("certify", proven, "--limit", 30, "--records", path)
-    assert done.exit_code == 0
+    certvit("certify", proven, "--limit", 30, "--records", path)
     return path
 
 
@@ -82,9 +81,8 @@ def test_the_document_counts_the_records(net: Path, tmp_path: Path, independent:
 
 
 def test_the_table_shows_every_attack_its_interval_and_the_worst_case(net: Path) -> None:
-    outcome = attempt("attack", net, "-a", "fgsm", "-a", "pgd-2", "-e", 0.2, *QUICK, "--independent")
-    assert outcome.exit_code == 0
-    found = document("attack", net, "-a", "fgsm", "-a", "pgd-2", "-e", 0.2, *QUICK, "--independent")
+    words = ("attack", net, "-a", "fgsm", "-a", "pgd-2", "-e", 0.2, *QUICK, "--independent")
+    outcome, found = certvit(*words), document(*words)
     for name, share in {**found["attacks"], "worst case": found["robust"], "clean": found["clean"]}.items():
         (row,) = [line for line in outcome.stdout.splitlines() if f"{name} " in line.replace("(", "").replace(")", " ")]
         assert f"{100 * share:.1f} %" in row
@@ -108,54 +106,55 @@ def test_a_preset_of_one_part_moves_to_other_radii(net: Path) -> None:
     assert list(found["curve"]) == ["0.1", "1.58"]
 
 
-# What is asked, and the word that the refusal must name. All of them are refused before any work.
 REFUSED = [
-    (["--preset", "nobody"], "nobody"),
-    (["--preset", "certvit", "-a", "pgd"], "certvit"),
-    (["--preset", "certvit", "--norm", "l2"], "certvit"),
-    (["--preset", "certvit", "--steps", 3], "certvit"),
-    (["--preset", "cauchy", "-e", 1.0], "cauchy"),
-    (["-a", "pgd", "-a", "pgd"], "twice"),
-    (["--norm", "l1"], "l1"),
-    (["--step-size", 0], "step_size"),
-    (["-a", "cw", "--norm", "linf"], "cw"),
-    (["--resume"], "--records"),
-    (["--resume", "--records", "r.jsonl", "--save-examples", "x.safetensors"], "--resume"),
-    (["--compare", "other.safetensors"], "gallery"),
-    (["--limit", 5, "--per-class", 1], "--per-class"),
+    ("--preset nobody", "nobody"),
+    ("--preset certvit -a pgd", "certvit"),
+    ("--preset certvit --norm l2", "certvit"),
+    ("--preset certvit --steps 3", "certvit"),
+    ("--preset cauchy -e 1.0", "cauchy"),
+    ("-a pgd -a pgd", "twice"),
+    ("--norm l1", "l1"),
+    ("--step-size 0", "step_size"),
+    ("-a cw --norm linf", "cw"),
+    ("--resume", "--records"),
+    ("--resume --records r.jsonl --save-examples x.safetensors", "--resume"),
+    ("--compare other.safetensors", "gallery"),
+    ("--limit 5 --per-class 1", "--per-class"),
 ]
 
 
-@pytest.mark.parametrize(("words", "named"), REFUSED, ids=lambda value: " ".join(map(str, value)) if value else "")
-def test_wishes_that_contradict_are_refused(net: Path, words: list[object], named: str) -> None:
-    failure = attempt("attack", net, *words).exception
+@pytest.mark.parametrize(("words", "named"), REFUSED)
+def test_options_that_contradict_are_refused_before_any_work(net: Path, words: str, named: str) -> None:
+    failure = certvit("attack", net, *words.split(), code=2).exception
     assert isinstance(failure, UsageError)
-    assert failure.code == 2
     assert named in failure.message + failure.hint
 
 
-# The same attack with less and with more to spend. A step of 1e-6 leaves of PGD its random starts.
-BUDGETS = [
-    (["-e", 0.15], ["--steps", 1], ["--steps", 30]),
-    (["-e", 0.15, "--steps", 3], ["--step-size", 1e-4], []),
-    (["-e", 1.5, "--steps", 1, "--step-size", 1e-6], ["--restarts", 1], ["--restarts", 9]),
-]
+BUDGETS = {
+    "steps": ("-e 0.15", "--steps 1", "--steps 30"),
+    "step size": ("-e 0.15 --steps 3", "--step-size 1e-4", ""),
+    "restarts": (
+        "-e 1.5 --steps 1 --step-size 1e-6",
+        "--restarts 1",
+        "--restarts 9",
+    ),  # PGD has its random starts alone
+}
+"""The same attack with less and with more to spend."""
 
 
-@pytest.mark.parametrize(("words", "less", "more"), BUDGETS, ids=["steps", "step size", "restarts"])
-def test_what_an_attack_may_spend_reaches_it(
-    net: Path, words: list[object], less: list[object], more: list[object]
-) -> None:
-    strong, weak = (document("attack", net, *words, *spent, "--no-checks", "--limit", 100) for spent in (more, less))
+@pytest.mark.parametrize("name", BUDGETS)
+def test_an_attack_may_spend_its_budget(net: Path, name: str) -> None:
+    words, *budgets = BUDGETS[name]
+    given = [("attack", net, *f"{words} {budget}".split(), "--no-checks", "--limit", 100) for budget in budgets]
+    weak, strong = (document(*words) for words in given)
     assert strong["robust"] < weak["robust"]
 
 
 def test_a_seed_is_a_run(net: Path, tmp_path: Path) -> None:
     found = []
-    for number, seed in enumerate((0, 0, 1)):
+    for number, seed in enumerate((0, 0, 1)):  # the whole split: a sample of it would depend on the seed, too
         path = tmp_path / f"{number}.jsonl"
-        # --per-class draws images by the seed; the whole split is the same for all seeds
-        document("attack", net, "-a", "pgd-3", "-e", 0.3, "--no-checks", "--seed", seed, "--records", path)
+        document("attack", net, "-a", "pgd-2", "-e", 0.3, "--no-checks", "--seed", seed, "--records", path)
         found.append([row["norm"] for row in lines(path)])
     assert found[0] == found[1] != found[2]
 
@@ -174,7 +173,7 @@ RUN = ("-a", "fgsm", "-a", "pgd-5", "-e", 0.2, "-e", 0.4, *QUICK, "--batch-size"
 def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
     net: Path, tmp_path: Path, kept: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the file was cut down to, whole batches are read, one of them is attacked again, the rest is written anew."""
+    """Whole batches are read, one of them is attacked again, and the rest is written anew."""
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     expected = document("attack", net, *RUN, "--records", whole)
     written = whole.read_bytes()
@@ -188,13 +187,13 @@ def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
 
     monkeypatch.setattr(campaign, "attack_images", counted)
     resumed = document("attack", net, *RUN, "--records", parts, "--resume")
-    told = resumed.pop("resumed", {"records": 0, "computed_again": 0})
+    counts = resumed.pop("resumed", {"records": 0, "computed_again": 0})
     assert resumed == expected
     assert parts.read_bytes() == written
     # batches of 15, 15 and 10 images at two radii
     new = [size for size, end in zip((15, 15, 10), (30, 60, 80), strict=True) if end > complete]
     assert attacked[: len(new)] == new
-    assert told == {"records": 80 - 2 * sum(new), "computed_again": 2 * sum(attacked[len(new) :])}
+    assert counts == {"records": 80 - 2 * sum(new), "computed_again": 2 * sum(attacked[len(new) :])}
     assert len(attacked) == len(new) + (len(new) < 3)
 
 
@@ -203,18 +202,18 @@ def test_records_of_another_run_are_not_continued(net: Path, proven: Path, tmp_p
     document("attack", net, *RUN, "--records", path)
     before = path.read_bytes()
     others = [
-        ("checkpoint", proven, *RUN),
-        ("seed", net, *RUN, "--seed", 1),
-        ("refine", net, *RUN, "--refine", 3),
-        ("batch_size", net, *RUN[:-1], 20),
-        ("radii", net, *RUN, "-e", 0.3),
-        ("norm", net, *RUN, "--norm", "linf"),
-        ("method", net, *RUN, "-a", "margin-pgd-2"),
-        ("dataset digest", net, *RUN, "--split", "val"),
-        ("source", net, *RUN, "--source", proven),
+        ("checkpoint", proven, ""),
+        ("seed", net, "--seed 1"),
+        ("refine", net, "--refine 3"),
+        ("batch_size", net, "--batch-size 20"),
+        ("radii", net, "-e 0.3"),
+        ("norm", net, "--norm linf"),
+        ("method", net, "-a margin-pgd-2"),
+        ("dataset digest", net, "--split val"),
+        ("source", net, f"--source {proven}"),
     ]
-    for named, *words in others:
-        failure = attempt("attack", *words, "--records", path, "--resume").exception
+    for named, source, words in others:
+        failure = attempt("attack", source, *RUN, *words.split(), "--records", path, "--resume").exception
         assert isinstance(failure, UsageError), words
         assert "another run: " in failure.message
         assert f"{named} is " in failure.message, (named, failure.message)
@@ -266,10 +265,8 @@ def test_a_broken_certificate_is_a_bug_and_names_the_image(proven: Path, certifi
     victim["radius"] = 8.0  # the diagonal of 64 pixels: images of all classes lie within
     rewrite(wrong, certificates, rows)
     words = (proven, "-a", "fgsm", "--only-certified", wrong, "--json", "--no-checks")
-    outcome = attempt("attack", *words, "--save-examples", tmp_path / "x.safetensors")
-    assert isinstance(outcome.exception, CertvitError)
-    assert outcome.exception.code == 1
-    assert f"index {victim['index']} " in outcome.exception.message
+    outcome = certvit("attack", *words, "--save-examples", tmp_path / "x.safetensors", code=1)
+    assert f"index {victim['index']} " in str(outcome.exception)
     assert [flag["name"] for flag in json.loads(outcome.stdout)["flags"]] == ["certified above attacked"]
     saved = load_file(tmp_path / "x.safetensors")  # the proof of the bug is kept
     assert saved["indices"].tolist() == [victim["index"]]
@@ -291,9 +288,7 @@ def test_certificates_that_speak_of_something_else_are_refused(
     refused(DataError, radius=0.0)
     refused(DataError, label=3, prediction=3)
     words = ("--only-certified", certificates, "--no-checks")
-    assert isinstance(
-        attempt("attack", net, "-a", "fgsm", *words).exception, DataError
-    )  # certificates of another checkpoint
+    assert isinstance(attempt("attack", net, "-a", "fgsm", *words).exception, DataError)  # of another checkpoint
     assert isinstance(attempt("attack", proven, *words, "-e", 7).exception, DataError)
     assert isinstance(attempt("attack", proven, *words, "--norm", "linf").exception, UsageError)
     assert isinstance(attempt("attack", proven, *words, "--preset", "certvit").exception, UsageError)
@@ -350,10 +345,8 @@ def test_a_gallery_is_drawn_alone_and_beside_another_network(net: Path, proven: 
     assert sizes[1][0] > 1.5 * sizes[0][0]
     assert sizes[1][1] == sizes[0][1]
     path = tmp_path / "none.png"
-    outcome = attempt(
-        "attack", net, "-a", "fgsm", "-e", 0, *QUICK, "--gallery", path, "--save-examples", tmp_path / "none"
-    )
-    assert outcome.exit_code == 0
+    words = ("--gallery", path, "--save-examples", tmp_path / "none")
+    outcome = certvit("attack", net, "-a", "fgsm", "-e", 0, *QUICK, *words)
     assert "no adversarial image" in outcome.stderr
     assert not path.exists()
     assert not (tmp_path / "none").exists()
@@ -361,7 +354,7 @@ def test_a_gallery_is_drawn_alone_and_beside_another_network(net: Path, proven: 
 
 def test_a_gallery_of_colours(tmp_path: Path) -> None:
     image = torch.rand(3, 5, 5)
-    picture = Picture(image, image, "image 0", "a long name " * 5, True, "b", False, "l2 0")
+    picture = AttackedImage(image, image, "image 0", "a long name " * 5, True, "b", False, "l2 0")
     draw_gallery([[picture]], tmp_path / "g.png", "title")
     assert (tmp_path / "g.png").stat().st_size > 1000
 
@@ -371,8 +364,7 @@ def test_a_masked_network_is_flagged_on_stderr_and_in_the_document(net: Path, tm
     loud = {name: tensor * 1e6 if name.startswith("head.") else tensor for name, tensor in plain.tensors.items()}
     masked = tmp_path / "masked.safetensors"
     plain.derive(loud, "test", {}).write(masked)
-    outcome = attempt("attack", masked, "-a", "pgd-3", "-e", 0.1, "--limit", 40, "--json")
-    assert outcome.exit_code == 0
+    outcome = certvit("attack", masked, "-a", "pgd-3", "-e", 0.1, "--limit", 40, "--json")
     found = json.loads(outcome.stdout)
     assert "zero gradients" in {flag["name"] for flag in found["flags"]}
     assert all(flag["explanation"] and flag["raised_if"] and not flag["fatal"] for flag in found["flags"])
@@ -394,9 +386,7 @@ def test_gate_and_evidence(net: Path, tmp_path: Path) -> None:
     assert entry.result["robust"] == found["robust"]
     assert found["gate"] == {"passed": True, "reasons": []}
     assert entry.parameters["attacks"] == [["fgsm"]]
-    failure = attempt("attack", *words, "--min-robust", 0.99).exception
-    assert isinstance(failure, CertvitError)
-    assert failure.code == 7
+    certvit("attack", *words, "--min-robust", 0.99, code=7)
 
 
 def test_the_page_names_every_attack_preset_and_check() -> None:

@@ -17,7 +17,7 @@ from certcli.constrain.statistics import collect
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models import build
 from certcli.system.errors import CertvitError, DataError
-from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.commands import attempt, certvit, document, typed
 from tests.helpers.constrain_layers import constrainable
 
 IMAGES = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -27,16 +27,8 @@ IMAGES = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 def swin() -> nn.Module:
     """Shifted windows of 4 x 4 tokens, one patch merging."""
     torch.manual_seed(0)
-    return timm.create_model(
-        "swin_tiny_patch4_window7_224",
-        img_size=32,
-        patch_size=4,
-        window_size=4,
-        embed_dim=16,
-        depths=(2, 1),
-        num_heads=(2, 4),
-        num_classes=5,
-    ).eval()
+    size = {"img_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 4)}
+    return timm.create_model("swin_tiny_patch4_window7_224", **size, num_classes=5).eval()
 
 
 def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.Module) -> None:
@@ -84,14 +76,13 @@ def test_too_few_images_are_said(tiny: Checkpoint, tmp_path: Path, images: int, 
     tiny.write(source)
     words = ["constrain", source, "--layers", "patch*", "--limit", images, "--json", "-o", tmp_path / "out.safetensors"]
     outcome = certvit(*words)
-    report = json.loads(next(line for line in outcome.stdout.splitlines() if line.startswith("{")))
+    report = json.loads(outcome.stdout)
     (layer,) = report["layers"]
     # an image of 8 x 8 has four patches of 16 pixels
     assert layer["rank"] == (4 * images if said else 16)
     assert layer["ridge"] == 0.3
-    assert (
-        "fewer independent inputs than width in 1 layer (patch_embed.proj)" in outcome.stderr.replace("\n", " ")
-    ) == said
+    warning = "fewer independent inputs than width in 1 layer (patch_embed.proj)"
+    assert (warning in outcome.stderr.replace("\n", " ")) == said
 
 
 def test_activations_that_overflow_are_refused_by_name(tiny: Checkpoint, tmp_path: Path) -> None:
@@ -112,16 +103,7 @@ def test_activations_that_overflow_are_refused_by_name(tiny: Checkpoint, tmp_pat
 def test_patterns_of_layers_may_be_repeated(tmp_path: Path) -> None:
     source, out = tmp_path / "net.safetensors", tmp_path / "out.safetensors"
     certvit("init", "certvit_vit_digits", "-o", source)
-    patterns = [
-        "--layers",
-        "blocks.0.*",
-        "--layers",
-        "blocks.1.*",
-        "--exclude",
-        "*.mlp.*",
-        "--exclude",
-        "*.1.attn.proj",
-    ]
+    patterns = typed("--layers blocks.0.* --layers blocks.1.* --exclude *.mlp.* --exclude *.1.attn.proj")
     found = document("constrain", source, *patterns, "--limit", 40, "-o", out)
     paths = {layer["path"] for layer in found["layers"]}
     assert paths == {"blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv"}

@@ -6,22 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from PIL import Image
 
 from certcli.certify.methods import prepare
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.main import app
 from certcli.evaluation.sizes import Patch
+from certcli.images import datasets
 from certcli.system.errors import CertvitError, DataError, UsageError
-from tests.helpers.workshop import TINY
+from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.workshop import shape
 
 CPU = torch.device("cpu")
-
-
-def certvit(*words: object) -> Any:
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def test_the_method_by_its_name(plain: Checkpoint) -> None:
@@ -45,24 +42,22 @@ def test_the_command_its_records_and_their_check(workshop: Path, tmp_path: Path,
     records, network = tmp_path / "r.jsonl", workshop / "plain.safetensors"
     words = ("certify", network, "--dataset", "digits", "--limit", 40, "--method", "patch", "--procedure", procedure)
     words = (*words, "--band-width", 1, "--patch", "1", "--patch", "2x1", *["--hide", "pixels"] * (procedure[0] == "d"))
-    done = certvit(*words, "--records", records, "--json")
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
-    assert set(document["certified"]) == {"1x1", "2x1"}
-    assert document["norm"] == "patch"
-    assert document["determinism"]["compared"] > 0
+    found = document(*words, "--records", records)
+    assert set(found["certified"]) == {"1x1", "2x1"}
+    assert found["norm"] == "patch"
+    assert found["determinism"]["compared"] > 0
     rows = [json.loads(line) for line in records.read_text().splitlines()[1:]]
     share = sum("2x1" in row["proven"] and row["prediction"] == row["label"] for row in rows) / 40
-    assert document["certified"]["2x1"] == share
+    assert found["certified"]["2x1"] == share
     assert all("radius" not in row for row in rows)
     if procedure == "voting":
-        assert all(sum(row["counts"].values()) == len(row["votes"]) == document["passes"] for row in rows)
-    assert certvit("certify", network, "--dataset", "digits", "--verify", records).exit_code == 0
+        assert all(sum(row["counts"].values()) == len(row["votes"]) == found["passes"] for row in rows)
+    certvit("certify", network, "--dataset", "digits", "--verify", records)
     forged = records.read_text().replace('"proven": []', '"proven": ["2x1", "1x1"]')
     assert forged != records.read_text()
     records.write_text(forged)
-    assert certvit("certify", network, "--dataset", "digits", "--verify", records).exception.code == 7
-    assert certvit(*words, "--min-certified", "0.99@2x1").exception.code == 7
+    certvit("certify", network, "--dataset", "digits", "--verify", records, code=7)
+    certvit(*words, "--min-certified", "0.99@2x1", code=7)
 
 
 @pytest.mark.parametrize(
@@ -83,123 +78,94 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "named"),
     [
-        ((), "against which patch"),
-        (("--patch", "9"), "do not fit"),
-        (("--patch", "soup"), "is no patch"),
-        (("--patch", "8"), "hide the whole image"),
-        (("--patch", "2", "--masks", "1"), "--masks 1"),
-        (("--patch", "2", "-e", "0.5"), "--epsilon does not go"),
-        (("--patch", "2", "--method", "lipschitz"), "stands alone"),
-        (("--patch", "2", "--procedure", "prayer"), "unknown procedure"),
-        (("--patch", "2", "--procedure", "voting", "--bands", "rings"), "--bands of rings"),
-        (("--patch", "2", "--procedure", "voting", "--band-width", "9"), "bands of 9 columns"),
-        (("--patch", "2", "--hide", "faces"), "--hide faces"),
-        (("--patch", "2", "--min-certified", "0.5@3"), "another patch"),
+        ("", "against which patch"),
+        ("--patch 9", "do not fit"),
+        ("--patch soup", "is no patch"),
+        ("--patch 8", "hide the whole image"),
+        ("--patch 2 --masks 1", "--masks 1"),
+        ("--patch 2 -e 0.5", "--epsilon does not go"),
+        ("--patch 2 --method lipschitz", "stands alone"),
+        ("--patch 2 --procedure prayer", "unknown procedure"),
+        ("--patch 2 --procedure voting --bands rings", "--bands of rings"),
+        ("--patch 2 --procedure voting --band-width 9", "bands of 9 columns"),
+        ("--patch 2 --hide faces", "--hide faces"),
+        ("--patch 2 --min-certified 0.5@3", "another patch"),
     ],
 )
-def test_bad_input_is_one_clear_line(workshop: Path, words: tuple[str, ...], told: str) -> None:
+def test_bad_input_is_one_clear_line(workshop: Path, words: str, named: str) -> None:
     base = ("certify", workshop / "plain.safetensors", "--dataset", "digits", "--limit", 4, "--method", "patch")
-    done = certvit(*base, *words)
-    assert isinstance(done.exception, CertvitError), done.output
-    assert done.exception.code == 2
-    assert told in done.exception.message
+    failure = certvit(*base, *words.split(), code=2).exception
+    assert isinstance(failure, CertvitError)
+    assert named in failure.message
 
 
 def test_a_patch_without_the_method_is_refused(workshop: Path) -> None:
-    done = certvit("certify", workshop / "certified.safetensors", "--dataset", "digits", "--patch", 2)
-    assert isinstance(done.exception, UsageError)
+    certvit("certify", workshop / "certified.safetensors", "--dataset", "digits", "--patch", 2, code=2)
 
 
 def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:
-    from PIL import Image
-
-    from certcli.images import datasets
-
     network, words = workshop / "plain.safetensors", ("--patch", "2x1", "--hide", "pixels")
     images = datasets.load("digits", Checkpoint.read(network).record.input, "test").select(range(6))
     for index, pixels in enumerate(images.fetch(range(6))):
         Image.fromarray((pixels[0] * 255).round().byte().numpy()).save(tmp_path / f"{index}.png")
-    done = certvit("predict", network, tmp_path, "--defence", "patch", "--prove", *words, "--json")
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)["predictions"]
+    rows = document("predict", network, tmp_path, "--defence", "patch", "--prove", *words)["predictions"]
     assert [Path(row["image"]).name for row in rows] == [f"{index}.png" for index in range(6)]
     certifier = prepare("patch", Checkpoint.read(network), CPU, Patches(["2x1"], hide="pixels"))
     stored = torch.stack([(pixels * 255).round() / 255 for pixels in images.fetch(range(6))])
     tops = certifier.predict(stored)
     assert [row["prediction"] for row in rows] == tops
     assert [row["proven"] for row in rows] == [list(one.proven) for one in certifier.batch(range(6), stored, tops)]
-    bare = json.loads(certvit("predict", network, tmp_path / "0.png", "--json").stdout)["predictions"]
+    bare = document("predict", network, tmp_path / "0.png")["predictions"]
     assert bare[0].keys() >= {"image", "prediction"}
     assert "proven" not in bare[0]
 
 
 def test_synset_folders_of_some_of_the_classes_lend_no_names(tmp_path: Path) -> None:
     """Two folders beside 1,000 classes: class 1 of the network is not the second folder."""
-    from PIL import Image
-
     start, tuned = tmp_path / "start.safetensors", tmp_path / "tuned.safetensors"
     for number, synset in enumerate(("n01440764", "n03445777")):
         (tmp_path / "images" / synset).mkdir(parents=True)
         for index in range(6):
             Image.new("L", (8, 8), 40 * (number + index)).save(tmp_path / "images" / synset / f"{index}.png")
-    shape = [word for key, value in TINY.items() for word in ("--arch-arg", f"{key}={value}")]
-    assert certvit("init", "certvit_vit_digits", *shape, "--classes", 1000, "-o", start).exit_code == 0
+    certvit("init", "certvit_vit_digits", *shape(), "--classes", 1000, "-o", start)
     words = ("--dataset", tmp_path / "images", "--loss", "ce", "--augment", "bands:1", "--steps", 1)
     done = certvit("finetune", start, *words, "-o", tuned, "--json")
-    assert done.exit_code == 0, done.output
     assert 0 <= json.loads(done.stdout.splitlines()[0])["masked"] <= 1
     assert Checkpoint.read(tuned).record.class_names is None
-    done = certvit("predict", tuned, tmp_path / "images", "--json")
-    assert done.exit_code == 0, done.output
-    assert all("name" not in row for row in json.loads(done.stdout)["predictions"])
+    found = document("predict", tuned, tmp_path / "images")["predictions"]
+    assert all("name" not in row for row in found)
 
 
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (("--defence", "prayer"), 2),
-        (("--prove",), 2),
-        (("--patch", "2"), 2),
-        (("--defence", "patch"), 2),
-        (("--defence", "patch", "--patch", "99"), 2),
-        (("nowhere.png",), 6),
+        ("--defence prayer", 2), ("--prove", 2), ("--patch 2", 2), ("--defence patch", 2),
+        ("--defence patch --patch 99", 2), ("nowhere.png", 6),
     ],
-)
-def test_predict_refuses_in_one_line(workshop: Path, tmp_path: Path, words: tuple[str, ...], code: int) -> None:
-    from PIL import Image
-
+)  # fmt: skip
+def test_predict_refuses_in_one_line(workshop: Path, tmp_path: Path, words: str, code: int) -> None:
     Image.new("L", (8, 8)).save(tmp_path / "0.png")
-    done = certvit("predict", workshop / "plain.safetensors", tmp_path / "0.png", *words)
-    assert isinstance(done.exception, CertvitError), done.output
-    assert done.exception.code == code
+    certvit("predict", workshop / "plain.safetensors", tmp_path / "0.png", *words.split(), code=code)
 
 
 def test_the_attack_command(workshop: Path, tmp_path: Path) -> None:
     network, records, certificates = workshop / "plain.safetensors", tmp_path / "a.jsonl", tmp_path / "c.jsonl"
     base = (network, "--dataset", "digits", "--limit", 12)
     words = ("attack", *base, "--norm", "patch", "--patch", "2", "--steps", 5)
-    done = certvit(*words, "--records", records, "--json")
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
+    found = document(*words, "--records", records)
     rows = [json.loads(line) for line in records.read_text().splitlines()[1:]]
-    assert document["robust"]["2x2"] == sum(row["robust"]["margin-pgd"] for row in rows) / 12
-    assert document["robust"]["2x2"] < document["clean"]  # a plain network falls
+    assert found["robust"]["2x2"] == sum(row["robust"]["margin-pgd"] for row in rows) / 12
+    assert found["robust"]["2x2"] < found["clean"]  # a plain network falls
     whole = records.read_bytes()
     records.write_bytes(whole[: whole.index(b"\n") + 1])
-    assert certvit(*words, "--records", records, "--resume").exit_code == 0
+    certvit(*words, "--records", records, "--resume")
     assert records.read_bytes() == whole
     defended = ("--hide", "pixels", "--masks", 4)
     base = (workshop / "certified.safetensors", "--dataset", "digits", "--limit", 5)
-    done = certvit("certify", *base, "--method", "patch", "--patch", "1", *defended, "--records", certificates)
-    assert done.exit_code == 0, done.output
-    done = certvit("attack", *base, "--norm", "patch", "--steps", 3, "--only-certified", certificates, "--json")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["robust"] == {"1x1": 1.0}
-    for wrong in (
-        ("--norm", "l2", "--patch", "2"),
-        ("--norm", "patch"),
-        ("--norm", "patch", "--patch", "2", "-e", "1"),
-    ):
-        assert isinstance(certvit("attack", *base, *wrong).exception, UsageError)
+    certvit("certify", *base, "--method", "patch", "--patch", "1", *defended, "--records", certificates)
+    found = document("attack", *base, "--norm", "patch", "--steps", 3, "--only-certified", certificates)
+    assert found["robust"] == {"1x1": 1.0}
+    for wrong in ("--norm l2 --patch 2", "--norm patch", "--norm patch --patch 2 -e 1"):
+        assert isinstance(attempt("attack", *base, *wrong.split()).exception, UsageError)

@@ -11,7 +11,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import decode_evidence
 from certcli.system import processes
 from certcli.system.errors import Refused, UsageError
-from tests.cli.test_patch import certvit
+from tests.helpers.commands import certvit, document
 
 Row = dict[str, Any]
 COUNT = 24
@@ -28,18 +28,14 @@ def honest(words: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory) 
     """A folder with what one run writes: records, a page, a checkpoint with evidence, the document."""
     folder = tmp_path_factory.mktemp("patch")
     written = ("--records", folder / "r.jsonl", "--html", folder / "r.html", "-o", folder / "e.safetensors", "--json")
-    done = certvit(*words, *written)
-    assert done.exit_code == 0, done.output
-    (folder / "r.json").write_text(done.stdout)
+    (folder / "r.json").write_text(certvit(*words, *written).stdout)
     return folder
 
 
 def test_a_resumed_run_ends_where_the_whole_one_did(words: tuple[object, ...], honest: Path, tmp_path: Path) -> None:
     lines, path = (honest / "r.jsonl").read_text().splitlines(keepends=True), tmp_path / "r.jsonl"
     path.write_text("".join(lines[: 1 + 16]))
-    done = certvit(*words, "--records", path, "--resume", "--json")
-    assert done.exit_code == 0, done.output
-    found, whole = json.loads(done.stdout), json.loads((honest / "r.json").read_text())
+    found, whole = document(*words, "--records", path, "--resume"), json.loads((honest / "r.json").read_text())
     assert found["resumed"] == {"records": 16, "computed_again": 16}
     assert found["certified"] == whole["certified"]
     timeless = [
@@ -67,20 +63,20 @@ def test_forged_records_pass_no_gate(words: tuple[object, ...], honest: Path, tm
         FORGERIES[kind](row)
     path = tmp_path / "r.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [head, *rows]))
-    done = certvit(*words, "--records", path, "--resume", "--min-certified", "1@2x1")
-    assert getattr(done.exception, "code", None) == 6, done.output
+    certvit(*words, "--records", path, "--resume", "--min-certified", "1@2x1", code=6)
 
 
 def test_evidence_is_shown_and_certified_again(honest: Path) -> None:
     whole = json.loads((honest / "r.json").read_text())
     assert "average_radius" not in whole
     assert whole["certified"]["1x1"] > 0, "the law is about something"
-    told = certvit("log", honest / "e.safetensors").stdout
-    assert "patches, pixels" in told
-    assert "average radius" not in told
-    done = certvit("log", honest / "e.safetensors", "--verify", "--dataset", "digits", "--proven-only", "--json")
-    found = json.loads(done.stdout)["evidence"][-1]
-    assert (found["command"], found["status"]) == ("certify", "verified"), done.output
+    shown = certvit("log", honest / "e.safetensors").stdout
+    assert "patches, pixels" in shown
+    assert "average radius" not in shown
+    found = document("log", honest / "e.safetensors", "--verify", "--dataset", "digits", "--proven-only")["evidence"][
+        -1
+    ]
+    assert (found["command"], found["status"]) == ("certify", "verified")
     assert "1x1" in certvit("log", honest / "e.safetensors", honest / "e.safetensors").stdout
 
 
@@ -100,15 +96,13 @@ def test_edited_evidence_is_refused_or_refuted(honest: Path, tmp_path: Path, kin
     edit, refused = EDITS[kind]
     result = json.loads(json.dumps(entry.result))
     edit(result)
-    about = {**entry.parameters}
-    forged = checkpoint.with_evidence("certify", about, result)
+    forged = checkpoint.with_evidence("certify", {**entry.parameters}, result)
     if refused:
         with pytest.raises(Refused):
             decode_evidence(forged.record.evidence[-1])
         return
     forged.write(tmp_path / "f.safetensors")
-    done = certvit("log", tmp_path / "f.safetensors", "--verify", "--dataset", "digits", "--proven-only")
-    assert getattr(done.exception, "code", None) == 7, done.output
+    certvit("log", tmp_path / "f.safetensors", "--verify", "--dataset", "digits", "--proven-only", code=7)
 
 
 def test_the_page_speaks_of_patches(honest: Path) -> None:
@@ -131,6 +125,6 @@ def test_what_several_processes_do_not_share_is_refused(
 ) -> None:
     monkeypatch.setattr(processes, "team", lambda: processes.Team(0, 2))
     named = {"m.safetensors": workshop / "certified.safetensors", "r.jsonl": honest / "r.jsonl", "folder": honest}
-    done = certvit(*(named.get(str(word), word) for word in refused))
-    assert isinstance(done.exception, UsageError), done.output
-    assert "one process only" in done.exception.message
+    failure = certvit(*(named.get(str(word), word) for word in refused), code=2).exception
+    assert isinstance(failure, UsageError)
+    assert "one process only" in failure.message

@@ -79,7 +79,7 @@ def test_no_attack_succeeds_inside_a_certified_radius(certified: Checkpoint) -> 
     """Every image is attacked at its own certified radius, in float64, by two attacks from several starts."""
     model = build.load(certified, dtype=torch.float64)
     bound = bound_network(model, certified.record.input.size, 10)
-    images = datasets.load("digits", certified.record.input, "val").limit(15)
+    images = datasets.load("digits", certified.record.input, "val").limit(8)
     assert bound.pairs is not None
     certificates = [row for rows in certify(LipschitzCertifier(model, bound), images, 64) for row in rows]
     pixels, labels = images.tensors()
@@ -93,7 +93,7 @@ def test_no_attack_succeeds_inside_a_certified_radius(certified: Checkpoint) -> 
         (record,) = attack_images(model, batch, ["margin-pgd", "fgsm"], threat, settings)
         assert record.withstood, (certificate, record)
         attacked += 1
-    assert attacked >= 5
+    assert attacked >= 3
 
 
 def test_certified_share_never_exceeds_what_an_attack_leaves(workshop: Path) -> None:
@@ -185,6 +185,6 @@ def test_a_target_is_met_by_the_proven_bound(workshop: Path, tmp_path: Path) -> 
     assert document("lipschitz", path, "--no-estimate", "--max", before / 50)["upper"] == report["upper_after"]
     assert 0 <= report["clean_after"] <= 1
     assert plot.stat().st_size > 1000
-    outcome = attempt("constrain", source, "--target", "1e-60", "--limit", 100, "-o", path, "--force")
+    outcome = attempt("constrain", source, "--target", "1e-60", "--limit", 40, "-o", path, "--force")
     assert isinstance(outcome.exception, CertvitError)
     assert "the least is 10^" in outcome.exception.message

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as distributed
 
-from certcli.audit.clock import Part
+from certcli.audit.clock import StageTime
 from certcli.audit.shared_stages import together as in_turns
 from certcli.checkpoint.file import Checkpoint, read_tensors
 from certcli.cli import main
@@ -22,49 +22,35 @@ from certcli.cli.finetune.run import Training
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import DataError, Interrupted, UsageError
 from certcli.system.processes import ALONE, Ended, Team
-from tests.helpers.commands import attempt, certvit
+from tests.helpers.commands import attempt, certvit, typed
 from tests.helpers.several import kept
 
-CERTIFY = ["certify", "certified.safetensors", "--batch-size", "32", "-e", "0.1"]
-SMOOTHING = [*CERTIFY, "--method", "smoothing", "--limit", "9", "-n", "100", "--n0", "20", "--sigma", "0.1"]
-PATCH = ["certify", "plain.safetensors", "--dataset", "digits", "--limit", "40", "--method", "patch", "--patch", "1"]
-PATCH += ["--hide", "pixels"]
-ATTACK = ["attack", "plain.safetensors", "-a", "pgd-3", "-a", "margin-pgd-3", "-e", "0.3", "-e", "1", "--limit", "90"]
-ATTACK += ["--batch-size", "20"]
-FINETUNE = ["finetune", "certified.safetensors", "--dataset", "digits", "--loss", "margin", "-e", "0.2", "--json", "-q"]
-FINETUNE += ["--epochs", "2", "--limit", "151", "--batch-size", "50"]  # the last batch: one image for two processes
-SHARDED = ["finetune", "plain.safetensors", "--dataset", "digits", "--loss", "ce", "--epochs", "2", "--limit", "61"]
-SHARDED += ["--batch-size", "20", "--clip-grad", "0.5", "--sam", "0.05", "--ema", "0.9", "--json", "-q"]
-SHARDED += ["-o", "shared.safetensors"]
-LIPSCHITZ = ["lipschitz", "certified.safetensors", "--limit", "5", "--batch-size", "1", "--json", "-q"]
-AUDIT = ["audit", "certified.safetensors", "--limit", "12", "--batch-size", "3", "-e", "0.1", "--json", "-q"]
-AUDIT += ["--method", "lipschitz", "--method", "smoothing", "--time-budget", "10m"]
-ADAPT = ["adapt", "plain.safetensors", "--dataset", "digits", "--limit", "60", "--keep", "0.7", "--json", "-q"]
-REFIT = ["adapt", "plain.safetensors", "--dataset", "digits", "--limit", "50", "--goal", "certify", "--norm", "floor"]
-REFIT += ["--batch-size", "25", "--epochs", "1", "--distill", "1", "--json", "-q"]
+CERTIFY = typed("certify certified.safetensors --batch-size 32 -e 0.1 --limit 100")
+SMOOTHING = typed("certify certified.safetensors --batch-size 32 -e 0.1 --method smoothing --limit 9")
+SMOOTHING += typed("-n 100 --n0 20 --sigma 0.1")
+PATCH = typed("certify plain.safetensors --dataset digits --limit 24 --method patch --patch 1 --hide pixels")
+ATTACK = typed("attack plain.safetensors -a pgd-3 -a margin-pgd-3 -e 0.3 -e 1 --limit 50 --batch-size 12")
+FINETUNE = typed("finetune certified.safetensors --dataset digits --loss margin -e 0.2 --json -q --epochs 2")
+FINETUNE += typed("--limit 61 --batch-size 20")  # the last batch: one image for two processes
+SHARDED = typed("finetune plain.safetensors --dataset digits --loss ce --epochs 2 --limit 61 --batch-size 20")
+SHARDED += typed("--clip-grad 0.5 --sam 0.05 --ema 0.9 --json -q -o shared.safetensors")
+LIPSCHITZ = typed("lipschitz certified.safetensors --limit 5 --batch-size 1 --json -q")
+AUDIT = typed("audit certified.safetensors --limit 12 --batch-size 3 -e 0.1 --json -q --method lipschitz")
+AUDIT += typed("--method smoothing --time-budget 10m")
+ADAPT = typed("adapt plain.safetensors --dataset digits --limit 60 --keep 0.7 --json -q")
+REFIT = typed("adapt plain.safetensors --dataset digits --limit 50 --goal certify --norm floor --batch-size 25")
+REFIT += typed("--epochs 1 --distill 1 --json -q")
 CONSTRAIN = {
-    "kept": ["constrain", "certified.safetensors", "--limit", "60", "--keep", "0.9"],
-    "met": [
-        "constrain",
-        "plain.safetensors",
-        "--limit",
-        "60",
-        "--prox",
-        "clip",
-        "--target",
-        "3e7",
-        "--layers",
-        "head*",
-    ],
+    "kept": typed("constrain certified.safetensors --limit 60 --keep 0.9"),
+    "met": typed("constrain plain.safetensors --limit 60 --prox clip --target 3e7 --layers head* --layers *mlp*"),
 }
-CONSTRAIN["met"] += ["--layers", "*mlp*"]
 """Commands by the name of their output."""
 RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "patch": PATCH, "attack": ATTACK}
 """Commands by the name of their file of records."""
 
 
 def together(size: int, work: Callable[[Team], Any]) -> list[Any]:
-    """What `work` returns, or raises, in each of `size` threads that are a team."""
+    """Return the result of `work`, or its exception, in each of `size` threads that are a team."""
     store, found = distributed.HashStore(), [None] * size
 
     def one(rank: int) -> None:
@@ -77,7 +63,7 @@ def together(size: int, work: Callable[[Team], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=600)
+        thread.join()
     return found
 
 
@@ -112,7 +98,7 @@ def test_the_others_begin_while_the_leader_is_busy() -> None:
         return piece
 
     def aside() -> None:
-        assert begun.wait(600)
+        begun.wait()
 
     def work(team: Team) -> list[tuple[bool, int]]:
         return list(team.deal(range(3), find, aside=aside))
@@ -142,9 +128,7 @@ def test_a_process_that_was_killed_is_no_bug_of_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(**options: object) -> None:
-        raise RuntimeError(
-            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
-        )
+        raise RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
 
     monkeypatch.setattr(main, "app", broken)
     monkeypatch.setattr(main, "_others", lambda: Team(0, 2, distributed.HashStore()))
@@ -158,7 +142,7 @@ def test_a_stage_of_an_audit_ends_for_all_alike() -> None:
     """What lies behind a piece that was broken off is dropped; what one process refuses, all refuse."""
 
     def late(team: Team) -> tuple[list[int], bool]:
-        return in_turns(team, Part(0.0 if team.rank == 1 else 60.0), lambda: team.rank)
+        return in_turns(team, StageTime(0.0 if team.rank == 1 else 60.0), lambda: team.rank)
 
     assert together(3, late) == [([0], True)] * 3
 
@@ -167,7 +151,7 @@ def test_a_stage_of_an_audit_ends_for_all_alike() -> None:
             raise DataError("image 7 is broken", "remove it")
         return team.rank
 
-    found = together(3, lambda team: in_turns(team, Part(60.0), lambda: refused(team)))
+    found = together(3, lambda team: in_turns(team, StageTime(60.0), lambda: refused(team)))
     assert [(type(one), one.message, one.hint) for one in found] == [(DataError, "image 7 is broken", "remove it")] * 3
 
 
@@ -177,7 +161,7 @@ def interrupt(*_: object) -> None:
 
 @pytest.fixture(scope="module")
 def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
-    """Folders in which one process and two did the same, and what the two said on stderr."""
+    """Folders in which one process and two did the same, and the stderr of the two."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     for folder in (one, two):
         for name in ("plain", "certified"):
@@ -201,11 +185,11 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
             ["FAIL", *CERTIFY, "--records", "failed.jsonl", "-q", "--json"],
         ]
         (two / "plan.json").write_text(json.dumps(plan))
+        say = Training._say
         patch.setattr(Training, "_say", interrupt)
         assert isinstance(attempt(*FINETUNE, "-o", "resumed.safetensors").exception, Interrupted)
         assert isinstance(attempt(*SHARDED).exception, Interrupted)
-        patch.undo()
-        patch.chdir(one)
+        patch.setattr(Training, "_say", say)
         for name in ("resumed", "shared"):
             shutil.copy(f"{name}.state.safetensors", two)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -216,14 +200,14 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
                 certvit(*RECORDS[name], "--records", f"{name}.jsonl", "-q")
             for name, words in CONSTRAIN.items():
                 certvit(*words, "-o", f"{name}.safetensors", "-q")
-            (one / "lipschitz.json").write_text(certvit(*LIPSCHITZ).stdout)
-            (one / "audit.json").write_text(certvit(*AUDIT).stdout)
-            (one / "adapted.json").write_text(certvit(*ADAPT, "-o", "adapted.safetensors").stdout)
-            (one / "refitted.json").write_text(certvit(*REFIT, "-o", "refitted.safetensors").stdout)
-            (one / "finetune.json").write_text(certvit(*FINETUNE, "-o", "tuned.safetensors").stdout)
+            for name, words in {
+                "lipschitz": LIPSCHITZ, "audit": AUDIT, "adapted": [*ADAPT, "-o", "adapted.safetensors"],
+                "refitted": [*REFIT, "-o", "refitted.safetensors"], "finetune": [*FINETUNE, "-o", "tuned.safetensors"],
+            }.items():  # fmt: skip
+                (one / f"{name}.json").write_text(certvit(*words).stdout)
             with kept(one / "held.json"):
                 (one / "sharded.json").write_text(certvit(*SHARDED, "--resume").stdout)
-            running.wait(timeout=600)  # on a machine with others at work
+            running.wait()
     return one, two, (two / "stderr").read_text()
 
 
@@ -271,7 +255,7 @@ def test_two_processes_audit_as_one(both: tuple[Path, Path, str]) -> None:
     """All that fits into the budget; not what it took, nor how many images an attack takes together, which time decides."""
     one, two, _ = both
     alone = json.loads((one / "audit.json").read_text())
-    measured = ("seconds", "attack", "withstood", "norm", "adversarial_prediction", "verdict")
+    measured = ("seconds", "attack", "withstood", "norm", "adversarial_prediction", "verdict", "headline", "date")
     assert without(said_by(two, "audit"), *measured) == without(alone, *measured)
     found, wanted = said_by(two, "audit")["attack"], alone["attack"]
     assert found["clean"] == wanted["clean"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from certcli.audit import run as stages
+from certcli.audit.plan import Plan
 from certcli.cli.audit import options
 from certcli.system.errors import UsageError
 from tests.helpers.commands import attempt
@@ -22,17 +22,12 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Run `certvit audit` in a folder, and return (what it asks for, its gates, its images)."""
     found: dict[str, Any] = {}
 
-    def gates(self: options.AuditOptions) -> list:
-        found["gates"] = self.fail_on
-        found["budget"] = self.time_budget
-        return []
-
-    def asks(self: options.AuditOptions, gates: list, seed: int, batch_size: int) -> stages.Asked:
+    def plan(self: options.AuditOptions, seed: int, batch_size: int, limit: int | None) -> Plan:
         found.update(radii=self.epsilon, sigma=self.sigma, seed=seed, batch_size=batch_size, attacks=self.attacks)
+        found.update(gates=self.fail_on, budget=self.time_budget, limit=limit)
         raise Seen
 
-    monkeypatch.setattr(options.AuditOptions, "gates", gates)
-    monkeypatch.setattr(options.AuditOptions, "asked", asks)
+    monkeypatch.setattr(options.AuditOptions, "plan", plan)
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> dict[str, Any]:

@@ -1,63 +1,77 @@
 """What a person reads: every command at 80 and 120 columns. No word broken, no line too long, no row twice."""
 
+import contextlib
+import io
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from certcli.cli.lipschitz.blocks import BlockRow
-from certcli.cli.shared.output import percent, wrapped
+from certcli.cli.shared.output import Sink, percent, wrapped
 from certcli.cli.shared.tables import Layout
 from tests.helpers.commands import console
 
 WIDE = 2000
 COMMANDS = [
-    ["init", "certvit_vit_digits", "-o", "OUT"],
-    ["lipschitz", "plain", "--limit", "2"],
-    ["lipschitz", "plain", "--layers", "--heads", "--no-estimate"],
-    ["lipschitz", "certified", "--worst", "--compare", "plain", "--formula", "certvit", "--no-estimate"],
-    ["lipschitz", "certified", "--jacobian", "--limit", "2", "--no-estimate"],
-    ["certify", "certified", "--limit", "5", "-e", "0.1", "-e", "0.25"],
-    ["certify", "certified", "--limit", "2", "--method", "lipschitz", "--method", "smoothing", "--samples", "50"],
-    ["attack", "certified", "--limit", "5", "-a", "fgsm", "-a", "pgd-2", "-e", "0.25", "--no-checks"],
-    ["audit", "certified", "--limit", "8", "-e", "0.1", "-a", "fgsm", "--fail-on", "clean<0.01"],
-    ["audit", "plain", "--limit", "4", "-e", "0.1", "-a", "fgsm", "--method", "smoothing"],
-    ["constrain", "plain", "--limit", "20", "--eta", "0.05", "--iterations", "2", "-o", "OUT"],
-    ["adapt", "plain", "--dry-run"],
-    ["finetune", "plain", "--epochs", "1", "--limit", "64", "-o", "OUT"],
-    ["log", "constrained"],
-    ["log", "plain", "adapted", "certified"],
-    ["log", "."],
-]  # fmt: skip
+    "init certvit_vit_digits -o OUT",
+    "lipschitz plain --limit 2",
+    "lipschitz plain --layers --heads --no-estimate",
+    "lipschitz certified --worst --compare plain --formula certvit --no-estimate",
+    "lipschitz certified --jacobian --limit 2 --no-estimate",
+    "certify certified --limit 5 -e 0.1 -e 0.25",
+    "certify certified --limit 2 --method lipschitz --method smoothing --samples 50",
+    "attack certified --limit 5 -a fgsm -a pgd-2 -e 0.25 --no-checks",
+    "audit certified --limit 8 -e 0.1 -a fgsm --fail-on clean<0.01",
+    "audit plain --limit 4 -e 0.1 -a fgsm --method smoothing",
+    "constrain plain --limit 20 --eta 0.05 --iterations 2 -o OUT",
+    "adapt plain --dry-run",
+    "finetune plain --epochs 1 --limit 64 -o OUT",
+    "log constrained",
+    "log plain adapted certified",
+    "log .",
+]
 
 
 @pytest.fixture(scope="module")
 def shown(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]:
-    """Command -> columns -> what it prints on stdout."""
+    """Command -> columns -> its stdout. It runs once; its tables and sentences are printed once more at each width."""
     folder = tmp_path_factory.mktemp("reading")
     return {
-        " ".join(words): {columns: _run(words, columns, workshop, folder) for columns in (80, 120, WIDE)}
+        words: {columns: printed(calls, columns) for columns in (80, 120, WIDE)}
         for words in COMMANDS
+        if (calls := calls_of(words, workshop, folder))
     }
 
 
-def _run(words: list[str], columns: int, workshop: Path, folder: Path) -> str:
-    networks = ("plain", "adapted", "constrained", "certified")
+def calls_of(line: str, workshop: Path, folder: Path) -> list[tuple[Any, ...]]:
+    """Run a command, and return the calls of its sink that print results."""
     paths = {"OUT": folder / "out.safetensors", ".": workshop}
-    paths |= {name: workshop / f"{name}.safetensors" for name in networks}
-    force = ["--force"] if "OUT" in words else []
+    paths |= {name: workshop / f"{name}.safetensors" for name in ("plain", "adapted", "constrained", "certified")}
+    force, calls = ["--force"] if "OUT" in line else [], list[tuple[Any, ...]]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", str(columns))
+        for print_it in (Sink.text, Sink.table):
+            patch.setattr(Sink, print_it.__name__, lambda sink, *given, do=print_it: calls.append((do, *given)))
         patch.setattr("certcli.cli.certify.run.time", SimpleNamespace(perf_counter=lambda: 0.0))  # a slow run says so
-        code, out, err = console(*(paths.get(word, word) for word in words), *force, "--quiet")
-    assert code == 0, (words, err)
-    return out
+        code, _, err = console(*(paths.get(word, word) for word in line.split()), *force, "--quiet")
+    assert code == 0, (line, err)
+    return calls
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_no_name_is_broken_and_no_line_too_long(shown: dict[str, dict[int, str]], words: list[str]) -> None:
-    texts = shown[" ".join(words)]
+def printed(calls: list[tuple[Any, ...]], columns: int) -> str:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setenv("COLUMNS", str(columns))
+        sink = Sink(as_json=False, quiet=True)
+        for print_it, *given in calls:
+            print_it(sink, *given)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_no_name_is_broken_and_no_line_too_long(shown: dict[str, dict[int, str]], words: str) -> None:
+    texts = shown[words]
     names = {word for word in texts[WIDE].split() if re.search(r"[a-z]", word) and len(word) <= 60} - {"why"}
     assert names  # "why": a heading, whose sentences follow the table without it
     for columns in (80, 120):
@@ -66,9 +80,9 @@ def test_no_name_is_broken_and_no_line_too_long(shown: dict[str, dict[int, str]]
         assert [line for line in texts[columns].splitlines() if len(line) > max(columns, longest)] == []
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_no_raw_value_no_minus_nothing_and_no_row_twice(shown: dict[str, dict[int, str]], words: list[str]) -> None:
-    for text in shown[" ".join(words)].values():
+@pytest.mark.parametrize("words", COMMANDS)
+def test_no_raw_value_no_minus_nothing_and_no_row_twice(shown: dict[str, dict[int, str]], words: str) -> None:
+    for text in shown[words].values():
         for raw in ("{", "}", "[]", "['", "None", "True", "-0 %", "-0.0 %"):
             assert raw not in text, raw
         rows = [line.rstrip() for line in text.splitlines() if re.match(r"\S+ .*\d", line)]

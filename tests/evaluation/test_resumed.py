@@ -9,31 +9,11 @@ from typing import Any
 
 import pytest
 
-from certcli.attack import resumed as attack_resumed
 from certcli.certify import methods
-from certcli.certify import resumed as certify_resumed
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import resumed
 from certcli.evaluation.record_lines import PARAMETERS
 from tests.helpers.commands import attempt, document
-from tests.soundness import record_fuzz
-
-EDITS = 120
-
-
-def test_edited_files_of_records_are_refused_or_change_nothing(workshop: Path) -> None:
-    """`make soundness`: 20,000 edits."""
-    found = record_fuzz.campaign(workshop / "certified.safetensors", EDITS, seed=1)
-    assert (found["lies"], found["unexpected"]) == ([], [])
-    refused = sum(count for outcome, count in found["outcomes"].items() if "refused" in outcome)
-    assert EDITS / 2 < refused < EDITS, "edits that all pass, or all fail, test nothing"
-
-
-def test_edits_are_found_because_records_are_computed_again(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (certify_resumed, attack_resumed):
-        monkeypatch.setattr(module, "to_compute_again", lambda *_: [])
-    found = record_fuzz.campaign(workshop / "certified.safetensors", EDITS, seed=1)
-    assert {lie.split()[1] for lie in found["lies"]} == {"certify", "attack"}
 
 
 @pytest.mark.parametrize(("count", "false"), [(1, 1), (20, 1), (20, 20), (300, 7), (5000, 500)])
@@ -113,7 +93,7 @@ def test_honest_records_of_methods_that_draw_or_search_agree(
 ) -> None:
     """Though noisy images share other batches than before, and a search began elsewhere."""
     given = {
-        "smoothing": ("--method", "smoothing", "--sigma", 0.1, "--n0", 10, "--samples", 200, "-e", 0.05),
+        "smoothing": ("--method", "smoothing", "--sigma", 0.1, "--n0", 10, "--samples", 50, "-e", 0.05),
         "norms": ("--method", "local", "--effort", "norms", "-e", 0.001),
     }[method]
     path = tmp_path / "r.jsonl"

@@ -43,7 +43,8 @@ def net(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 ATTACK = ("attack", "-a", "fgsm", "-e", 0.1, "--no-checks")
 CERTIFY = ("certify", "--method", "smoothing", "--n0", 4, "--samples", 20, "-e", 0.01)
-JUDGES = {"attack": ATTACK, "certify": CERTIFY, "audit": ("audit", "--time-budget", "8s", "--method", "lipschitz")}
+AUDIT = ("audit", "--time-budget", "10m", "-a", "fgsm", "--method", "lipschitz")
+JUDGES = {"attack": ATTACK, "certify": CERTIFY, "audit": AUDIT}
 
 
 def judged(command: str, net: Path, *words: object) -> dict[str, Any]:

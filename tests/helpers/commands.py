@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,11 @@ class Done(NamedTuple):
     code: int
     out: str
     err: str
+
+
+def typed(line: str) -> list[str]:
+    """Return the words of a command line."""
+    return shlex.split(line)
 
 
 def attempt(*words: object) -> Result:

@@ -1,11 +1,11 @@
 """certvit in a process of its own that gets a real SIGINT once its first state is on disk, however fast the machine is."""
 
-import os
 import subprocess
 import sys
 
 PROGRAM = """
-import importlib, os, signal, sys
+import importlib, os, signal, sys, torch
+torch.set_num_threads(int(os.environ.get("CERTVIT_TEST_THREADS", "1")))  # as in conftest.py: sums end in other digits
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
 module = importlib.import_module(sys.argv[1])
 usual = module.save_state
@@ -20,9 +20,8 @@ run()
 
 
 def interrupted(module: str, words: list[str]) -> str:
-    """What it said on stderr, its exit code being that of an interrupt. module: whose `save_state` the command calls."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    """Return its stderr; demand the exit code of an interrupt. module: the one whose `save_state` the command calls."""
     shell = [sys.executable, "-c", PROGRAM, module, *words]
-    done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 130, done.stderr
     return done.stderr

@@ -2,10 +2,12 @@
 
 import random
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 from tests.helpers.commands import certvit
 
@@ -36,18 +38,29 @@ def shape(**changes: object) -> list[str]:
 
 
 class Workshop(type(Path())):  # type: ignore[misc]
-    """A folder whose `/ "plain.safetensors"` makes that checkpoint, and those before it, once."""
+    """A folder whose `/ "plain.safetensors"` makes that checkpoint, and those before it, once for all processes."""
 
     def __truediv__(self, name: Any) -> Path:
         path = Path(self, name)
         if path.stem in ("init", *STAGES) and not path.exists():
-            generators = torch.get_rng_state(), np.random.get_state(), random.getstate()
-            if path.stem == "init":
-                certvit("init", "certvit_vit_digits", *shape(), "-o", path)
-            else:
-                parent, (command, *words) = STAGES[path.stem]
-                certvit(command, self / f"{parent}.safetensors", *words, "-o", path)
-            torch.set_rng_state(generators[0])
-            np.random.set_state(generators[1])
-            random.setstate(generators[2])
+            making = Path(self, ".making")
+            making.mkdir(exist_ok=True)
+            with FileLock(making / f"{path.stem}.lock"):
+                if not path.exists():
+                    self._make(path, making)
         return path
+
+    def _make(self, path: Path, making: Path) -> None:
+        generators = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        command: tuple[object, ...] = ("init", "certvit_vit_digits", *shape())
+        if path.stem != "init":
+            parent, (name, *words) = STAGES[path.stem]
+            command = (name, self / f"{parent}.safetensors", *words)
+        with TemporaryDirectory(
+            dir=making
+        ) as folder:  # another process must not see a state of training beside its own
+            certvit(*command, "-o", Path(folder, path.name))
+            Path(folder, path.name).replace(path)
+        torch.set_rng_state(generators[0])
+        np.random.set_state(generators[1])
+        random.setstate(generators[2])

@@ -1,4 +1,4 @@
-"""Calibration images: synthetic ones look like photographs to a layer, and each network gets the default of its kind."""
+"""Calibration images: synthetic ones have the statistics of photographs, and each network gets a fitting default."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def power_slope(images: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_synthetic_photographs_are_pixels_of_the_network_s_own_size(size: tuple[int, int, int]) -> None:
+def test_synthetic_photographs_are_pixels_of_the_input_size(size: tuple[int, int, int]) -> None:
     images = calibration.synthetic_photographs(spec(size), 12)
     pixels, _ = images.tensors()
     assert pixels.shape == (12, *size)
@@ -49,7 +49,7 @@ def test_their_power_falls_with_frequency_as_that_of_photographs_does() -> None:
     assert abs(power_slope(torch.rand(24, 3, 96, 96, generator=torch.Generator().manual_seed(0)))) < 0.3
 
 
-def test_they_have_edges_that_noise_of_the_same_spectrum_has_not() -> None:
+def test_they_have_edges_unlike_noise_of_the_same_spectrum() -> None:
     """Kurtosis of differences between neighbours: 3 for Gaussian noise; edges make it large, as in photographs."""
     pixels, _ = calibration.synthetic_photographs(spec((3, 96, 96)), 24).tensors()
     leaves = torch.tensor([number for number in range(24) if number % 4])
@@ -77,7 +77,7 @@ def test_equal_arguments_give_equal_images_and_the_count_changes_none() -> None:
         ((3, 32, 32), "a-folder-that-is-not-here", calibration.PHOTOGRAPHS),
     ],
 )
-def test_which_default_serves_which_network(
+def test_the_default_fits_the_network(
     tiny: Checkpoint, size: tuple[int, int, int], remembers: str | None, expected: str
 ) -> None:
     record = replace(tiny.record, input=spec(size), dataset=remembers)
@@ -86,7 +86,7 @@ def test_which_default_serves_which_network(
     assert next(found.batches(10))[1].shape == (10, *size)
 
 
-def test_what_was_asked_for_is_never_replaced(tiny: Checkpoint) -> None:
+def test_a_named_dataset_is_never_replaced(tiny: Checkpoint) -> None:
     with pytest.raises(DataError, match="unknown dataset"):
         calibration.calibration_images(tiny.record, 10, dataset="not-there")
     with pytest.raises(DataError, match="leaves none"):

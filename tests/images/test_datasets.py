@@ -1,5 +1,6 @@
 """Datasets: fixed splits, fixed order, honest labels, clear refusals."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def test_digits_split_is_fixed_and_disjoint() -> None:
     parts = {split: datasets.load("digits", DIGITS, split) for split in ("train", "val", "test")}
     assert {split: len(images) for split, images in parts.items()} == {"train": 1261, "val": 140, "test": 396}
     seen = [tuple(image.flatten().tolist()) for part in parts.values() for image in part.tensors()[0]]
-    assert len(set(seen)) == len(seen), "an image stands in two places"
+    assert len(set(seen)) == len(seen), "an image is in two splits"
     for part in parts.values():
         counts = torch.bincount(part.labels, minlength=10)
         assert int(counts.max() - counts.min()) <= 0.1 * len(part)
@@ -57,7 +58,7 @@ def test_batches_cover_everything_once_in_order() -> None:
     assert torch.equal(indices, torch.arange(140))
 
 
-def test_images_of_another_size_are_resized_and_said_so() -> None:
+def test_images_of_another_size_are_resized_with_a_note() -> None:
     images = datasets.load("digits", COLOUR, "val")
     pixels, _ = images.tensors()
     assert pixels.shape[1:] == (3, 16, 16)
@@ -86,14 +87,14 @@ def test_threads_that_read_ahead_change_nothing(tmp_path: Path) -> None:
     def pixels(workers: int) -> torch.Tensor:
         images = datasets.load(str(folder), COLOUR).select([8, 2, 2, 7, 0, 1]).read_by(workers)
         found = [images.fetch([4])]
-        images.expect([0, 1])  # of which the second alone is then wanted, and others
+        images.expect([0, 1])  # then only the second is fetched, with others
         found += [images.fetch([1, 3]), *(batch for _, batch, _ in images.batches(4))]
         return torch.cat(found)
 
     for workers in (1, 3):
         assert torch.equal(pixels(workers), pixels(0))
     images = datasets.load(str(folder), COLOUR).read_by(2)
-    images.expect([9])  # the broken one: whoever never asks for it never hears of it
+    images.expect([9])  # the broken one raises only where it is fetched
     assert len(images.fetch([8])) == 1
     for _ in range(2):
         with pytest.raises(DataError, match="zz"):
@@ -113,8 +114,8 @@ def test_folder_with_splits(tmp_path: Path) -> None:
         datasets.load(root, COLOUR, "holdout")
 
 
-def test_a_folder_is_named_as_itself_whatever_its_splits(tmp_path: Path) -> None:
-    """Not "val": a record of two datasets that are both called val says nothing."""
+def test_a_folder_has_its_own_name_in_every_split(tmp_path: Path) -> None:
+    """Not the split's: two datasets would share the name "val" in records."""
     root = tmp_path / "flowers"
     for split in ("train", "val"):
         make_folder(root / split, {"a": 2, "b": 2})
@@ -132,53 +133,28 @@ def test_synset_folders_are_mapped_to_imagenet_indices(tmp_path: Path) -> None:
         datasets.require_classes(datasets.load(str(tmp_path / "odd"), COLOUR), 1000)
 
 
-def refuse_missing(tmp_path: Path) -> None:
-    datasets.load(str(tmp_path / "nowhere"), COLOUR)
+def spoilt(folder: Path, spoil: Callable[[Path], object]) -> str:
+    make_folder(folder, {"a": 1, "b": 1})
+    spoil(folder)
+    return str(folder)
 
 
-def refuse_empty_class(tmp_path: Path) -> None:
-    make_folder(tmp_path / "e", {"a": 1})
-    (tmp_path / "e" / "b").mkdir()
-    datasets.load(str(tmp_path / "e"), COLOUR)
+REFUSED: dict[str, Callable[[Path], object]] = {
+    "nowhere": lambda here: datasets.load(str(here / "nowhere"), COLOUR),
+    "holds no images": lambda here: datasets.load(spoilt(here, lambda folder: (folder / "c").mkdir()), COLOUR),
+    "no class folders": lambda here: datasets.load(str(here), COLOUR),
+    "0.png": lambda here: datasets.load(
+        spoilt(here, lambda folder: (folder / "a" / "0.png").write_bytes(b"no image")), COLOUR
+    ).tensors(),
+    "--data-dir": lambda here: datasets.load("torch/mnist", DIGITS),
+    "MNIST": lambda here: datasets.load("torch/mnist", DIGITS, "test", here),
+    "10 classes": lambda here: datasets.require_classes(datasets.load("digits", DIGITS), 100),
+}
 
 
-def refuse_no_classes(tmp_path: Path) -> None:
-    (tmp_path / "none").mkdir()
-    datasets.load(str(tmp_path / "none"), COLOUR)
-
-
-def refuse_broken_image(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "broken", {"a": 1, "b": 1})
-    (folder / "a" / "0.png").write_bytes(b"not an image")
-    datasets.load(str(folder), COLOUR).tensors()
-
-
-def refuse_without_data_dir(tmp_path: Path) -> None:
-    datasets.load("torch/mnist", DIGITS)
-
-
-def refuse_absent_files(tmp_path: Path) -> None:
-    datasets.load("torch/mnist", DIGITS, "test", tmp_path)
-
-
-def refuse_other_classes(tmp_path: Path) -> None:
-    datasets.require_classes(datasets.load("digits", DIGITS), 100)
-
-
-@pytest.mark.parametrize(
-    ("attempt", "named"),
-    [
-        (refuse_missing, "nowhere"),
-        (refuse_empty_class, "holds no images"),
-        (refuse_no_classes, "no class folders"),
-        (refuse_broken_image, "0.png"),
-        (refuse_without_data_dir, "--data-dir"),
-        (refuse_absent_files, "MNIST"),
-        (refuse_other_classes, "10 classes"),
-    ],
-)
-def test_refusals_name_what_is_wrong(tmp_path: Path, attempt, named: str) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("named", REFUSED)
+def test_refusals_name_the_problem(tmp_path: Path, named: str) -> None:
     with pytest.raises(DataError) as caught:
-        attempt(tmp_path)
+        REFUSED[named](tmp_path)
     assert named in caught.value.message
     assert caught.value.code == 6

@@ -24,6 +24,7 @@ from certcli.models import build
 from certcli.models.assumptions import OWN, RECORD
 from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
+from certcli.models.weights import load_weights
 from certcli.nn.norms import TokenBatchNorm
 from certcli.system.errors import ArchitectureError
 from tests.helpers.commands import console
@@ -52,7 +53,7 @@ def test_the_same_network_from_words() -> None:
     }  # fmt: skip
     made = build.initialise("certvit_vit_pgd_2_3_16", {}, RGB, 10, seed=0)
     spoken = build.create("vit_tiny_patch16_224", words, initialise=False)
-    build.load_weights(spoken, made.tensors)
+    load_weights(spoken, made.tensors)
     named = build.load(made)
     pixels = torch.rand(2, 3, 32, 32)
     assert torch.equal(named.net(pixels), spoken(pixels))
@@ -83,7 +84,7 @@ WORDS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "named"), WORDS, ids=[row[0] for row in WORDS])
-def test_words_are_of_a_closed_table(name: str, arguments: dict[str, Any], named: str) -> None:
+def test_other_words_are_refused(name: str, arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ArchitectureError, match=named):
         build.load(build.initialise("certvit_vit_digits", arguments, InputSpec((1, 8, 8), (0.5,), (0.5,)), 10, seed=0))
 
@@ -174,7 +175,7 @@ WARNINGS = {
 
 
 @pytest.mark.parametrize("name", WARNINGS)
-def test_what_is_overruled_is_said(name: str, tmp_path: Path) -> None:
+def test_an_overruled_value_is_reported(name: str, tmp_path: Path) -> None:
     trap = WARNINGS[name]
     opened = open_checkpoint(trap_file(trap, tmp_path), trap.hints)
     assert len(opened.reading.doubts) == 1
@@ -193,7 +194,7 @@ AGREED = {
 
 
 @pytest.mark.parametrize("name", AGREED)
-def test_what_agrees_is_no_question(name: str, tmp_path: Path) -> None:
+def test_an_agreeing_file_raises_no_doubt(name: str, tmp_path: Path) -> None:
     trap = AGREED[name]
     assert open_checkpoint(trap_file(trap, tmp_path), trap.hints).reading.doubts == ()
 
@@ -230,7 +231,7 @@ def test_each_fact_says_where_it_came_from(tmp_path: Path) -> None:
     assert "1e-05, pre-norm (--arch-arg)" in again.record.foreign["assumed"]
 
 
-def test_every_report_says_it(tmp_path: Path) -> None:
+def test_every_report_begins_with_the_assumptions(tmp_path: Path) -> None:
     path = trap_file(Trap(Hints(), "", config=CONFIG), tmp_path)
     code, out, err = console("lipschitz", path, "--mean", "0.4", "--no-estimate", "--json")
     assert code == 0
@@ -248,7 +249,7 @@ PHOTOGRAPHS = [(30, "color"), (30, "grey"), (1, "color")]
 
 
 @pytest.mark.parametrize(("count", "kind"), PHOTOGRAPHS)
-def test_images_that_say_little_are_said(count: int, kind: str) -> None:
+def test_unfit_images_are_reported(count: int, kind: str) -> None:
     pixels = torch.rand(count, 3 if kind == "color" else 1, 4, 4).expand(-1, 3, -1, -1)
     labels = torch.zeros(count, dtype=torch.long)
     images = Images("some", "test", ("a", "b"), labels, torch.arange(count), lambda chosen: pixels[list(chosen)])

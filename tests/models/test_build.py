@@ -20,7 +20,7 @@ from tests.helpers.commands import console
 @pytest.mark.parametrize(
     "arch", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "convit_tiny", "xcit_nano_12_p8_224"]
 )
-def test_timms_networks_are_built_within_what_their_tensors_allow(arch: str) -> None:
+def test_timms_networks_are_built_within_the_limits_of_their_tensors(arch: str) -> None:
     net = build.create(arch, {}, initialise=False)
     assert (
         build.create(arch, {}, initialise=False, like=net.state_dict()).state_dict().keys() == net.state_dict().keys()
@@ -29,7 +29,7 @@ def test_timms_networks_are_built_within_what_their_tensors_allow(arch: str) -> 
         torch.zeros(10_000, 10_000)
 
 
-def test_a_truncated_normal_is_not_drawn_from_what_was_in_memory() -> None:
+def test_a_truncated_normal_of_unset_memory_ends() -> None:
     """torch draws again until every value is in range; with skipped draws, building a Hiera never ended."""
     with Building():
         weight = torch.full((1000,), 1e9)

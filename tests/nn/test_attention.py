@@ -1,4 +1,4 @@
-"""Every attention in every place where it can stand, as laws: no slope above its bound, nothing lost in building it."""
+"""Laws of every attention in every place: no slope exceeds its bound, and building loses nothing."""
 
 import dataclasses
 import itertools
@@ -305,7 +305,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_what_would_be_lost_is_refused_by_name(name: str, case: str) -> None:
+def test_an_option_that_would_be_lost_is_refused_by_name(name: str, case: str) -> None:
     make, named = REFUSED[case]
     old = make()
     with pytest.raises(ArchitectureError, match=named):

@@ -30,9 +30,9 @@ def test_the_reference_page_is_the_commands() -> None:
     assert written == reference(COMMANDS), "run: python -m certcli.cli.shared.reference > docs/commands.md"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_in_the_readme(name: str) -> None:
-    assert f"certvit {name}" in (ROOT / "README.md").read_text()
+def test_every_command_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in COMMANDS if f"certvit {name}" not in readme] == []
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -71,26 +71,22 @@ def test_every_relative_link_resolves(page: Path) -> None:
             assert anchor in _anchors(linked.read_text()), f"{page.name} links to {target}: no such heading"
 
 
-def _typed() -> list[tuple[str, str]]:
-    """(page, command line) of everything that begins with certvit in a code block, continued lines joined."""
-    found = []
-    for page in [*DOCS, ROOT / "README.md"]:
-        for block in re.findall(r"^```(?:console)?\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-            for line in block.replace("\\\n", " ").splitlines():
-                if match := re.match(r"(?:\$ )?(certvit [^#]*)", line):
-                    found.append((page.name, " ".join(match.group(1).split())))
-    return found
+def _typed(page: Path) -> list[str]:
+    """Return everything that begins with certvit in a code block, continued lines joined."""
+    blocks = re.findall(r"^```(?:console)?\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [" ".join(match[1].split()) for line in lines if (match := re.match(r"(?:\$ )?(certvit [^#]*)", line))]
 
 
-@pytest.mark.parametrize(("page", "line"), _typed(), ids=lambda text: text)
-def test_every_command_that_a_page_types_is_one(page: str, line: str) -> None:
+@pytest.mark.parametrize("page", [*DOCS, ROOT / "README.md"], ids=lambda page: page.name)
+def test_every_command_that_a_page_types_is_one(page: Path) -> None:
     """It parses: its command, its options and the values that are checked there; nothing is run."""
-    words = shlex.split(line.replace("[", "").replace("]", "").removesuffix("&"))
-    if ">" in words:
-        words = words[: words.index(">")]
-    command = typer.main.get_command(app).commands[words[1]]
-    with command.make_context(words[1], words[2:], resilient_parsing=False):
-        pass
+    commands = typer.main.get_command(app).commands
+    for line in _typed(page):
+        words = shlex.split(line.replace("[", "").replace("]", "").removesuffix("&"))
+        words = words[: words.index(">")] if ">" in words else words
+        with commands[words[1]].make_context(words[1], words[2:], resilient_parsing=False):
+            pass
 
 
 def test_the_tutorial_shows_an_output_below_every_command() -> None:
@@ -112,12 +108,9 @@ def test_the_answers_in_the_readme_are_those_of_the_tutorial() -> None:
     assert tutorial.answered(readme, page) == readme, "run: make tutorial"
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_lines_outside_tables_can_be_read_in_a_terminal(page: Path) -> None:
-    if page.name == "architectures.md":
-        return  # written by benchmarks/sweep.py
-    lines = page.read_text().splitlines()
-    assert [n for n, line in enumerate(lines, 1) if len(line) > 126 and not line.startswith("|")] == []
+def test_lines_outside_tables_can_be_read_in_a_terminal() -> None:
+    lines = [(page, line) for page in DOCS if page.name != "architectures.md" for line in page.read_text().splitlines()]
+    assert [found for found in lines if len(found[1]) > 126 and not found[1].startswith("|")] == []
 
 
 def _sources(*folders: str) -> dict[Path, str]:
@@ -139,9 +132,8 @@ def test_every_cited_theorem_has_its_number() -> None:
     found = 0
     for path, text in _sources("certcli", "tests").items():
         for match in re.finditer(cited, text):
-            if re.search(
-                r"(\d{4}, |Higham\W.{0,40}|SpecFormer\W.{0,40})$", text[max(0, match.start() - 60) : match.start()]
-            ):
+            before = text[max(0, match.start() - 60) : match.start()]
+            if re.search(r"(\d{4}, |Higham\W.{0,40}|SpecFormer\W.{0,40})$", before):
                 continue  # a theorem of theirs
             for number in filter(None, match.groups()):
                 found += 1
@@ -175,10 +167,10 @@ def test_every_theorem_names_its_rows_and_every_row_has_its_theorem() -> None:
 
 def test_every_exit_code_is_documented() -> None:
     page = (ROOT / "docs" / "exit-codes.md").read_text()
-    codes = {
-        kind.code for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.CertvitError)
-    }
-    assert {str(code) for code in codes} <= set(re.findall(r"^\| (\d+) \|", page, re.MULTILINE))
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert {str(kind.code) for kind in kinds if issubclass(kind, errors.CertvitError)} <= set(
+        re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
+    )
 
 
 @pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.kind)
@@ -191,15 +183,8 @@ def test_every_registered_name_loads_and_says_what_it_is(registry: Registry) -> 
 
 
 def test_no_path_of_a_machine_in_the_repository() -> None:
-    suffixes = {".py", ".md", ".toml", ".sh", ""}
     for path in ROOT.rglob("*"):
-        parts = path.relative_to(ROOT).parts
-        if (
-            path.is_file()
-            and path.suffix in suffixes
-            and not any(part.startswith((".", "demo-output")) for part in parts)
-        ):
-            if path.name in ("LICENSE", "test_docs.py"):
-                continue
-            text = path.read_text(errors="ignore")
-            assert not re.search(r"/(home|root|work|Users)/", text), path
+        if any(part.startswith((".", "demo-output")) for part in path.relative_to(ROOT).parts) or not path.is_file():
+            continue
+        if path.suffix in (".py", ".md", ".toml", ".sh", "") and path.name not in ("LICENSE", "test_docs.py"):
+            assert not re.search(r"/(home|root|work|Users)/", path.read_text(errors="ignore")), path

@@ -6,19 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from certcli.cli.main import COMMANDS
-
 PACKAGE = Path(__file__).parents[2] / "certcli"
 DOMAINS = ("engine", "lipschitz", "enclosure", "rounding", "verification")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
+TREES = {path: ast.parse(path.read_text()) for path in MODULES}
+
+
 def imported(path: Path) -> set[str]:
-    """Every certcli module named in an import, at any depth of the file."""
+    """Return every certcli module named in an import, at any depth of the file."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -32,7 +31,7 @@ def room(dotted: str) -> str:
 
 
 def reachable() -> dict[str, set[str]]:
-    """Each room of ARCHITECTURE.md's picture, with every room that its arrows lead to."""
+    """Return the rooms to which the arrows of each room lead in ARCHITECTURE.md's picture."""
     arrows = re.findall(r"^ +(\w+) --> (\w+)$", (PACKAGE.parent / "ARCHITECTURE.md").read_text(), re.MULTILINE)
     found = {name: {to for start, to in arrows if start == name} for arrow in arrows for name in arrow}
     while True:
@@ -51,26 +50,26 @@ def test_the_picture_has_no_circle_and_every_room() -> None:
     assert rooms == REACHABLE.keys() - {"testing"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_follow_the_arrows(path: Path) -> None:
-    here = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if here == "__main__":
-        return
-    for name in imported(path):
-        assert room(name) in REACHABLE.get(here, set()) | {here, ""}, f"{path} imports {name}"
+def test_imports_follow_the_arrows() -> None:
+    for path in MODULES:
+        here = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        allowed = REACHABLE.get(here, set()) | {here, ""}
+        assert here == "__main__" or {room(name) for name in imported(path)} <= allowed, path
+
+
+def is_for_types(node: ast.If) -> bool:
+    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def dependencies() -> dict[str, set[str]]:
-    """Every certcli module with those that its file imports when it runs, at any depth of it."""
+    """Return the modules that each module imports when it runs, at any depth of its file."""
     names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in MODULES}
     names = {name.removesuffix(".__init__"): path for name, path in names.items()}
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
         graph[name] = set()
-        tree = ast.parse(path.read_text())
-        typing = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-        tree.body = [node for node in tree.body if node not in typing]
-        for node in ast.walk(tree):
+        body = [node for node in TREES[path].body if not isinstance(node, ast.If) or not is_for_types(node)]
+        for node in ast.walk(ast.Module(body, [])):
             if isinstance(node, ast.Import):
                 graph[name] |= {alias.name for alias in node.names} & names.keys()
             elif isinstance(node, ast.ImportFrom) and node.module in names:
@@ -88,47 +87,43 @@ def test_no_import_circles() -> None:
     assert not graph, f"these import one another, or what does: {sorted(graph)}"
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if p.relative_to(PACKAGE).parts[0] in DOMAINS], ids=str)
-def test_domains_import_at_the_top_of_their_files(path: Path) -> None:
+def test_domains_import_at_the_top_of_their_files() -> None:
     """An import inside a function hides which theorem rests on which."""
-    for function in ast.walk(ast.parse(path.read_text())):
-        if isinstance(function, (ast.FunctionDef, ast.ClassDef)):
-            for node in ast.walk(function):
-                if isinstance(node, ast.ImportFrom):
-                    assert not (node.module or "").startswith("certcli"), f"{path}:{node.lineno}"
+    for path in MODULES:
+        if path.relative_to(PACKAGE).parts[0] not in DOMAINS:
+            continue
+        inner = [node for node in TREES[path].body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        for node in ast.walk(ast.Module(inner, [])):
+            if isinstance(node, ast.ImportFrom):
+                assert not (node.module or "").startswith("certcli"), f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize(
-    "words", [[], *[[command] for command in COMMANDS]], ids=lambda words: " ".join(words) or "certvit"
-)
-def test_help_imports_no_torch(words: list[str]) -> None:
+def test_help_imports_no_torch() -> None:
     code = (
-        "import sys\nfrom certcli.cli.main import app\n"
-        f"try:\n    app({[*words, '--help']!r})\nexcept SystemExit as stop:\n    assert stop.code == 0, stop.code\n"
-        "heavy = {'torch', 'timm', 'torchattacks', 'matplotlib', 'numpy', 'msgspec'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "import sys\nfrom certcli.cli.main import COMMANDS, app\n"
+        "for words in [[], *[[command] for command in COMMANDS]]:\n"
+        "    try:\n        app([*words, '--help'])\n    except SystemExit as stop:\n        assert stop.code == 0, words\n"
+        "    heavy = {'torch', 'timm', 'torchattacks', 'matplotlib', 'numpy', 'msgspec'} & set(sys.modules)\n"
+        "    assert not heavy, (words, heavy)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if "cli" not in p.relative_to(PACKAGE).parts[:1]], ids=str)
-def test_every_module_can_be_imported_first(path: Path) -> None:
+def test_every_module_can_be_imported_first() -> None:
     """torchvision beside a CPU torch must be mended before timm is imported, whichever module a user imports first."""
-    tree = ast.parse(path.read_text())
-    needs = [
-        node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)) and "timm" in ast.unparse(node)
-    ]
-    if not needs or "certcli.system.compat" in ast.unparse(tree):
-        return
-    packages = [folder / "__init__.py" for folder in path.parents if PACKAGE in [folder, *folder.parents]]
-    assert any("certcli.system.compat" in package.read_text() for package in packages), path
+    for path in MODULES:
+        top = [ast.unparse(node) for node in TREES[path].body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        if path.relative_to(PACKAGE).parts[0] == "cli" or not any("timm" in line for line in top):
+            continue
+        packages = [folder / "__init__.py" for folder in path.parents if PACKAGE in [folder, *folder.parents]]
+        assert any("certcli.system.compat" in file.read_text() for file in (path, *packages)), path
 
 
 def test_no_pickle() -> None:
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert node.value.id != "pickle" or node.attr == "UnpicklingError", path
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords), path
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "pickle":
-                assert node.attr == "UnpicklingError", path

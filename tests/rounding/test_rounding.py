@@ -241,10 +241,11 @@ def test_reference_networks_lose_next_to_nothing(arch: str) -> None:
 @pytest.mark.parametrize("kind", [name for name in REPLACEMENTS.names() if name not in ("flat-head", "identity")])
 def test_every_replacement_has_rules(kind: str, tiny: Checkpoint) -> None:
     """The flat head is one of the reference networks."""
-    wanted = {"attention": "Attention", "norm": "LayerNorm", "block": "Block"}.get(kind.rpartition("-")[2], "GELU")
+    modules = {"attention": "Attention", "norm": "LayerNorm", "eps": "LayerNorm", "block": "Block"}
+    wanted = modules.get(kind.rpartition("-")[2], "GELU")
     net = build.build(tiny.record, initialise=True)
     tokens = net.pos_embed.shape[1]
-    arguments = {"tokens": tokens} if kind == "orthogonal-attention" else {}
+    arguments = {"orthogonal-attention": {"tokens": tokens}, "norm-eps": {"eps": 1e-4}}.get(kind, {})
     places = [path for path, module in net.named_modules() if type(module).__name__ == wanted]
     for path in places:
         build.replace_module(net, Replacement(path=path, kind=kind, args=arguments))

@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.groups import Machine
 from certcli.cli.shared.inputs import evaluation_images
 from certcli.cli.shared.output import Sink
-from certcli.cli.shared.verify import Asked, _certifier
+from certcli.cli.shared.verify import VerifyOptions, certify_again
 from certcli.evaluation.evidence import AUTHORS_WORD
 from certcli.evaluation.records import describe
 from certcli.lipschitz.network import prove_checkpoint
@@ -106,15 +106,14 @@ class Laboratory:
     def claims(self, checkpoint: Checkpoint) -> list[Claim]:
         """Verify as `log --verify` does; the same thing is certified once."""
         record = checkpoint.record
-        certify_again: Callable[[Request], Again] = _certifier(
-            checkpoint, Asked(None, None, None, True, Machine(batch_size=64)), Screen()
-        )
+        options = VerifyOptions(None, None, None, measured=True, machine=Machine(batch_size=64))
+        again = certify_again(checkpoint, options, Screen())
 
         def remembered(request: Request) -> Again:
             key = f"{checkpoint.digest} {record.dataset!r} {record.class_names!r} {request!r}"
             if key not in self.known:
                 try:
-                    self.known[key] = certify_again(request)
+                    self.known[key] = again(request)
                 except CertvitError as failure:
                     self.known[key] = failure
             found = self.known[key]

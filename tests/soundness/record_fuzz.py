@@ -57,18 +57,18 @@ def edited(text: str, rng: random.Random) -> str:
     lines = text.splitlines()
     for _ in range(rng.choice((1, 1, 2, 3))):
         place, kind = rng.randrange(len(lines)), rng.random()
-        if kind < 0.35:
+        if kind < 0.3:
             lines[place] = edit_text(lines[place], rng).replace("\n", " ")
-        elif kind < 0.75:
+        elif kind < 0.65:
             with contextlib.suppress(ValueError, RecursionError, AttributeError):
                 row = json.loads(lines[place])
                 row.update([rng.choice(FORGED)])
                 lines[place] = json.dumps(row)
-        elif kind < 0.85 and len(lines) > 1:
+        elif kind < 0.72 and len(lines) > 1:
             lines.insert(rng.randrange(len(lines)), lines.pop(place))
-        elif kind < 0.9:
+        elif kind < 0.77:
             lines.insert(rng.randrange(len(lines)), lines[place])
-        elif kind < 0.95 and len(lines) > 1:
+        elif kind < 0.83 and len(lines) > 1:
             del lines[place]
         else:
             lines = [best(line) for line in lines]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from certcli.attack import resumed as attack_resumed
+from certcli.certify import resumed as certify_resumed
 from certcli.certify.methods import METHODS
 from certcli.evaluation.evidence import OPTIONS
 from certcli.verification import claims
@@ -33,9 +35,9 @@ def ended(report: Raw, word: str) -> int:
 
 def test_hostile_files_are_read_or_refused(tmp_path: Path) -> None:
     with file_fuzz.hostile_files(tmp_path) as case:
-        report = campaign(case, 300)
+        report = campaign(case, 200)
     assert report["findings"] == []
-    assert 150 < ended(report, "refused") < 290, "edits that all pass, or all fail at the first byte, test nothing"
+    assert 100 < ended(report, "refused") < 190, "edits that all pass, or all fail at the first byte, test nothing"
 
 
 def test_the_watch_sees_files_sockets_pickles_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,12 +54,14 @@ def test_the_watch_sees_files_sockets_pickles_and_processes(tmp_path: Path, monk
     }
 
 
-def test_no_edit_of_records_makes_a_network_better(workshop: Path) -> None:
+def test_no_edit_of_records_makes_a_network_better(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with edited_records(workshop / "certified.safetensors") as case:
-        report = campaign(case, 40)
-    assert report["findings"] == []
-    assert ended(report, "refused") > 5
-    assert ended(report, "result") > 5
+        report = campaign(case, 60, seed=1)
+        assert report["findings"] == []
+        assert 30 < ended(report, "refused") < 60
+        for module in (certify_resumed, attack_resumed):  # without this check, lies of both commands pass
+            monkeypatch.setattr(module, "to_compute_again", lambda *_: [])
+        assert {lie.split()[1] for lie in campaign(case, 200, seed=1)["findings"]} == {"certify", "attack"}
 
 
 def test_no_edit_of_evidence_makes_a_false_figure_pass(lab: Laboratory) -> None:

@@ -1,4 +1,4 @@
-"""Where an output's bytes go: links stay, pipes and devices get the bytes, what killed runs left goes."""
+"""Outputs: links stay, pipes and devices get the bytes, and files of killed runs are deleted."""
 
 import inspect
 import os
@@ -27,10 +27,10 @@ FEW = ["--dataset", "digits", "--limit", "12", "--quiet", "--force"]
 RUNS = {
     "init": ["init", "certvit_vit_digits", "--quiet", "--force"],
     "adapt": ["adapt", M, *FEW, "--epochs", "1"],
-    "constrain": ["constrain", M, *FEW],
+    "constrain": ["constrain", M, *FEW, "--layers", "*fc1", "--iterations", "2"],
     "finetune": ["finetune", M, *FEW, "--loss", "ce", "--steps", "1", "--validation-limit", "10"],
     "lipschitz": ["lipschitz", M, "--no-estimate", "--quiet", "--force"],
-    "audit": ["audit", M, *FEW, "--time-budget", "10s", "--method", "lipschitz"],
+    "audit": ["audit", M, *FEW, "--time-budget", "10m", "-a", "fgsm", "--method", "lipschitz"],
     "certify": ["certify", M, *FEW],
     "attack": ["attack", M, *FEW, "-a", "fgsm", "-e", "2"],
     "log": ["log", M, "--quiet", "--force"],
@@ -125,7 +125,7 @@ def test_a_device_is_written_to_and_stays(folder: Path, target: str, code: int) 
 @pytest.mark.parametrize("target", ["/proc/self/fd/1", "/dev/fd/1", "/dev/stdout"])
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors have no names here")
 def test_an_open_descriptor_is_written_to_in_order(folder: Path, target: str) -> None:
-    """stdout in a file: the page follows what was said before, and the file stays the one that the shell opened."""
+    """stdout in a file: the page follows earlier text, and the file stays the one that the shell opened."""
     (folder / "link").symlink_to(target)
     told, file = folder / "told.txt", os.open(folder / "told.txt", os.O_WRONLY | os.O_CREAT)
     code = (
@@ -155,7 +155,7 @@ def test_a_descriptor_that_is_only_read_and_a_reader_that_left(tmp_path: Path) -
 
 
 def test_a_link_into_a_folder_that_takes_no_files(tmp_path: Path) -> None:
-    """Asked of the folder that the file is in, not of the link's; /proc takes none, from root neither."""
+    """The folder of the target counts, not that of the link; /proc takes no files, not even from root."""
     (tmp_path / "x.png").symlink_to("/proc/self/comm")
     with pytest.raises(OutputError, match=r"takes no files|read-only"):
         require_absent(tmp_path / "x.png", force=True)
@@ -165,7 +165,7 @@ def left(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_what_a_killed_run_left_goes_with_the_next_force(tmp_path: Path) -> None:
+def test_force_deletes_the_files_of_a_killed_run(tmp_path: Path) -> None:
     """A real SIGKILL between two files of an index; files of others with such names stay, and so does the last index's."""
     tensors = {f"t{number}": torch.full((8,), float(number)) for number in range(3)}
     index = tmp_path / INDEX
@@ -190,7 +190,7 @@ def test_what_a_killed_run_left_goes_with_the_next_force(tmp_path: Path) -> None
     assert len(named(index)) == 3
 
 
-def test_what_a_living_run_writes_is_not_swept(tmp_path: Path) -> None:
+def test_files_of_a_living_run_are_not_swept(tmp_path: Path) -> None:
     """Another run with --force that starts while two of three files are whole and the third is being written."""
     tensors = {f"t{number}": torch.full((8,), float(number)) for number in range(3)}
     index, seen = tmp_path / INDEX, []
@@ -206,7 +206,7 @@ def test_what_a_living_run_writes_is_not_swept(tmp_path: Path) -> None:
 
 
 def test_an_orphan_that_is_read_is_not_deleted(tmp_path: Path) -> None:
-    """What a killed run left may be all that is left: as an input it is refused beside the index that would sweep it."""
+    """A file of a killed run as an input is refused beside the index that would sweep it."""
     write_shards(tmp_path / INDEX, {"t": torch.zeros(8)}, {})
     (tmp_path / INDEX).unlink()
     part = next(tmp_path.glob("*.safetensors"))

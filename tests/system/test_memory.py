@@ -1,4 +1,4 @@
-"""What a process may take is what its control groups leave it: folders as Linux shows them, made by hand."""
+"""Free memory is limited by control groups: folders as Linux shows them, made by hand."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize(("mounts", "own", "groups", "expected"), ROWS.values(), ids=ROWS)
-def test_what_is_free_is_what_the_groups_leave(
+def test_free_memory_is_limited_by_the_groups(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     mounts: list[str],
@@ -70,6 +70,6 @@ def test_what_is_free_is_what_the_groups_leave(
     assert of_constrain() == expected
 
 
-def test_a_machine_that_does_not_say_is_half_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_meminfo_has_half_of_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_ROOT", tmp_path)
     assert memory.free_bytes() > 2**20

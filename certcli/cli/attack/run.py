@@ -186,13 +186,13 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
 
 
 def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str) -> None:
-    from certcli.report.gallery import Picture, draw_gallery
+    from certcli.report.gallery import AttackedImage, draw_gallery
 
-    def picture(shown: Exhibit) -> Picture:
+    def picture(shown: Exhibit) -> AttackedImage:
         told = f"{shown.kind} {shown.norm:.3g}"
         if not shown.crafted_here:
             told = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"
-        return Picture(
+        return AttackedImage(
             image=shown.image,
             adversarial=shown.adversarial,
             heading=f"image {shown.index}, {shown.network}",

@@ -34,21 +34,22 @@ def audit(
     from certcli.attack.showcase import class_names
     from certcli.audit.clock import Clock
     from certcli.audit.compose import compose
+    from certcli.audit.plan import Typed, reproduce
     from certcli.audit.run import run
-    from certcli.audit.words import Typed, next_steps, reproduce
+    from certcli.audit.words import next_steps
     from certcli.cli.audit import view
     from certcli.cli.shared.inputs import calibration_images
     from certcli.evaluation.records import digested
     from certcli.evaluation.seen import doubts
-    from certcli.finetune.budget import parse_duration
     from certcli.models.open import open_checkpoint
+    from certcli.report.compare import changes
 
-    clock = Clock.since(Sink.invocation.started, parse_duration(wanted.time_budget), team())
-    gates = wanted.gates()
-    asked = wanted.asked(gates, data.seed, machine.batch_size)
+    plan = wanted.plan(data.seed, machine.batch_size, data.limit)
+    clock = Clock.since(Sink.invocation.started, plan.budget, team())
     output.claim(source, data, reports)
     view.require_formats(reports.report)
-    sink = talk.sink()
+    earlier = None if reports.compare is None else view.earlier(reports.compare)
+    sink, device = talk.sink(), machine.pick()
     checkpoint = open_checkpoint(source.ckpt, source.hints())
     images = _images(checkpoint.record, data, sink)
     images = None if images is None else digested(images, team())
@@ -61,28 +62,22 @@ def audit(
         def tell(stage: str) -> None:
             bar.reach(round(clock.spent), stage)
 
-        results = run(checkpoint, images, calibration, asked, machine.pick(), clock, tell)
+        findings = run(checkpoint, images, calibration, plan, device, clock, tell)
     if not team().leads:
         return
-    results.seen = [] if images is None else doubts(checkpoint.record, images)[1]
+    findings.seen = [] if images is None else doubts(checkpoint.record, images)[1]
     dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
     folder = None if data.data_dir is None else str(data.data_dir)
     typed = Typed(source.ckpt, source.words(), dataset, folder, data.split)
-    document = compose(
-        checkpoint,
-        results,
-        asked,
-        gates,
-        clock,
-        typed=typed,
-        limit=data.limit,
-    )
+    document = compose(checkpoint, findings, plan, clock, typed, device)
+    if earlier is not None:
+        document.changes = changes(earlier, document)
     gate = view.gate_of(document)
-    further = next_steps(results, asked, typed, clock.budget)
-    again = reproduce(asked, results.precision, gates, typed, data.limit, clock.budget)
+    # the document names files without their folders; a terminal as they were typed here
+    further, again = next_steps(findings, plan, typed), reproduce(plan, findings.precision, typed)
     view.show(document, further, again, checkpoint.reading.line(), sink)
     names = [] if images is None else class_names(images, checkpoint.record.classes, checkpoint.record.class_names)
-    view.write(document, results, checkpoint, reports, output, names, data.seed, sink)
+    view.write(document, findings, checkpoint, reports, output, names, plan, sink)
     gate.enforce()
 
 
@@ -98,7 +93,7 @@ def _images(record: Record, data: Evaluation, sink: Sink) -> Images | None:
         if data.dataset is not None:
             raise
         sink.warn(
-            f"the images that it was trained on are not here ({failure.message}): the audit goes on without images"
+            f"the images that it was trained on are not here ({failure.message}): the audit continues without images"
         )
         return None
     return images.select(range(len(images.limit(data.limit))))

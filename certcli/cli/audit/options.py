@@ -14,15 +14,14 @@ from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
 
 if TYPE_CHECKING:
-    from certcli.audit.gates import FailOn
-    from certcli.audit.run import Asked
+    from certcli.audit.plan import Plan
 
 METHODS = ("lipschitz", "local", "patch", "smoothing")
 
 
 @group("Audit")
 class AuditOptions:
-    """What is asked, in how much time, and what the answer must meet."""
+    """The figures to find, the time for them, and the requirements."""
 
     time_budget: Annotated[
         str,
@@ -71,32 +70,27 @@ class AuditOptions:
         ),
     ] = field(default_factory=list)
 
-    def gates(self) -> list[FailOn]:
-        from certcli.audit.gates import parse
-
-        return [parse(text) for text in self.fail_on]
-
-    def asked(self, gates: list[FailOn], seed: int, batch_size: int) -> Asked:
-        """UsageError on names and values that mean nothing, before any work."""
+    def plan(self, seed: int, batch_size: int, limit: int | None) -> Plan:
+        """Return the audit's plan; UsageError on names and values that mean nothing, before any work."""
         from certcli.attack.campaign import stages_of
         from certcli.attack.settings import PRECISIONS, AttackSettings
-        from certcli.audit.gates import widened
-        from certcli.audit.run import AUTO, Asked
+        from certcli.audit.gates import parse
+        from certcli.audit.plan import AUTO, Plan
         from certcli.evaluation.records import require_radii
         from certcli.evaluation.sizes import ANY_IMAGE, Patch
+        from certcli.finetune.budget import parse_duration
 
         for method in self.methods:
             if method not in METHODS:
                 raise UsageError(f"an audit knows no method '{method}'", one_of(method, METHODS))
         for patch in self.patches:
             Patch.read(patch, ANY_IMAGE)
-        chosen = require_radii(self.epsilon)
+        radii = require_radii(self.epsilon)
         if self.precision not in (AUTO, *PRECISIONS):
             raise UsageError(f"unknown precision '{self.precision}'", one_of(self.precision, (AUTO, *PRECISIONS)))
-        stages_of(self.attacks, None, "l2", chosen, AttackSettings(seed=seed))
-        asked = Asked(
-            radii=chosen,
-            attacked=chosen,
+        stages_of(self.attacks, None, "l2", radii, AttackSettings(seed=seed))
+        return Plan(
+            radii=radii,
             sigma=self.sigma,
             attacks=tuple(self.attacks),
             methods=tuple(self.methods),
@@ -104,8 +98,10 @@ class AuditOptions:
             seed=seed,
             batch_size=batch_size,
             precision=self.precision,
+            gates=tuple(parse(text) for text in self.fail_on),
+            budget=parse_duration(self.time_budget),
+            limit=limit,
         )
-        return widened(asked, gates)
 
 
 @group("Output")
@@ -122,3 +118,8 @@ class Reports:
         options.Writes(),
     ] = field(default_factory=list)
     html: options.Html = None
+    compare: Annotated[
+        Path | None,
+        typer.Option("--compare", metavar="FILE", help="An earlier --report FILE.json: what changed since then."),
+        options.Reads(),
+    ] = None

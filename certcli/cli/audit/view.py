@@ -1,23 +1,22 @@
-"""What `audit` shows and writes: the answer in words, the table, the details; reports by suffix; evidence."""
+"""What `audit` shows and writes: the answer in words, tables, details; reports by suffix; evidence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from certcli.cli.shared.output import Gate, Sink, percent
-from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius
+from certcli.cli.shared.output import Gate, Sink
 from certcli.system.errors import GateError, UsageError
 from certcli.system.registry import one_of
 
 if TYPE_CHECKING:
-    from certcli.audit.run import Results
+    from certcli.audit.findings import Findings
+    from certcli.audit.plan import Plan
     from certcli.checkpoint.file import Checkpoint
     from certcli.cli.audit.options import Reports
     from certcli.cli.shared.groups import Output
-    from certcli.report.document import Audit, Share
-    from certcli.report.page import Picture
+    from certcli.report.document import Audit
 
 FORMATS = (".html", ".json", ".sarif", ".xml", ".csv", ".svg", ".md")
 """Suffixes of --report."""
@@ -32,22 +31,38 @@ def require_formats(paths: Sequence[Path]) -> None:
             raise UsageError(f"--report {path}: no format has the suffix '{path.suffix}'", one_of(path.suffix, FORMATS))
 
 
+def earlier(path: Path) -> Audit:
+    """Read the document of an earlier audit; DataError names its fault."""
+    from certcli.report.document import from_json
+    from certcli.system.errors import DataError, Refused
+
+    hint = "certvit audit ... --report FILE.json writes one"
+    try:
+        return from_json(path.read_bytes())
+    except OSError as failure:
+        raise DataError(f"--compare {path}: {failure.strerror or failure}", hint) from failure
+    except Refused as refusal:
+        raise DataError(f"--compare {path} is no document of an audit: {refusal}", hint) from refusal
+
+
 def gate_of(document: Audit) -> Gate:
     gate = Gate()
     for row in document.gate.judged:
-        gate.demand(row.passed, GateError(f"--fail-on {row.reason}", "certvit audit shows what was measured"))
+        gate.demand(row.passed, GateError(f"--fail-on {row.fail_on}: {row.reason}", "certvit audit shows all figures"))
     return gate
 
 
 def show(document: Audit, further: Sequence[str], again: str, reading: str, sink: Sink) -> None:
-    """Words first, then the table, then details; with --json the document.
+    """Print the answer, what to do next, the details in sentences, then tables; with --json the document.
 
     further, again: what to do next, and the same once more, as they can be typed here.
     """
+    from certcli.report.compare import COLUMNS, cells
     from certcli.report.document import to_json
+    from certcli.report.shares import share_rows
 
     sink.document(to_json(document))
-    for line in document.verdict:
+    for line in filter(None, (document.headline, document.scale, document.reference)):
         sink.text(line)
     for line in document.doubts:
         sink.warn(f"doubt: {line}")
@@ -56,7 +71,12 @@ def show(document: Audit, further: Sequence[str], again: str, reading: str, sink
     for row in document.gate.judged:
         sink.text(f"Gate {row.reason}")
     sink.text("")
-    sink.table(_title(document), ["what", "result", "n", "95 % interval", "holds"], list(_rows(document)))
+    for line in document.verdict:
+        sink.text(line)
+    rows = [(row.name, row.percent, str(row.share.images), row.between, row.holds) for row in share_rows(document)]
+    sink.table(_title(document), ["what", "result", "n", "95 % interval", "holds"], [*_constants(document), *rows])
+    if document.changes:
+        sink.table("Changed since the earlier audit", COLUMNS, [cells(change) for change in document.changes])
     _details(document, again, reading, sink)
 
 
@@ -67,30 +87,14 @@ def _title(document: Audit) -> str:
     return f"{network.name}: {network.arch}, {network.parameters:,} parameters, {size}; {images}"
 
 
-def _rows(document: Audit) -> list[tuple[str, ...]]:
-    def cells(what: str, share: Share, holds: str) -> tuple[str, ...]:
-        low, high = share.interval
-        told = percent(share.share) if holds == "measured" else proven_percent(share.share)
-        return (what, told, str(share.images), f"{100 * low:.1f} to {100 * high:.1f}", holds)
-
-    rows: list[tuple[str, ...]] = []
+def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
+    """Rows that are no shares."""
     if document.bound is not None:
-        rows.append(("Lipschitz bound", document.bound.upper_text, "", "", "proven"))
+        yield "Lipschitz bound", document.bound.upper_text, "", "", "proven"
     if document.slope is not None:
-        rows.append(("slope found", f"{document.slope.lower:.4g}", str(document.slope.images), "", "measured"))
-    if document.clean is not None:
-        rows.append(cells("clean", document.clean, "measured"))
-    for found in document.certificates:
-        for radius, share in found.certified.items():
-            holds = "proven" if found.failure == 0 else found.promise
-            rows.append(cells(f"{found.method} at {proven_radius(radius)}", share, holds))
-    if document.patched is not None:
-        for size, share in document.patched.certified.items():
-            rows.append(cells(f"{document.patched.procedure} against {size}", share, "proven"))
-    if document.attack is not None:
-        for radius, share in document.attack.robust.items():
-            rows.append(cells(f"attacked at {attacked_radius(radius)}", share, "measured"))
-    return rows
+        yield "slope found", f"{document.slope.lower:.4g}", str(document.slope.images), "", "measured"
+    if document.attention_weight is not None:
+        yield "attention's weight", f"{document.attention_weight:.2g}", "", "", "measured"
 
 
 def _details(document: Audit, again: str, reading: str, sink: Sink) -> None:
@@ -114,43 +118,26 @@ def _details(document: Audit, again: str, reading: str, sink: Sink) -> None:
 
 def write(
     document: Audit,
-    results: Results,
+    findings: Findings,
     checkpoint: Checkpoint,
     reports: Reports,
     output: Output,
     names: Sequence[str],
-    seed: int,
+    plan: Plan,
     sink: Sink,
 ) -> None:
-    """The reports, and the checkpoint with its evidence. names: of the classes, for the pictures."""
+    """Write the reports, and the checkpoint with its evidence. names: of the classes, for the pictures."""
+    from certcli.audit.exhibits import pictures_of
     from certcli.report import formats
 
-    wanted = [(path, path.suffix.lower()) for path in reports.report]
-    wanted += [] if reports.html is None else [(reports.html, ".html")]
-    for path, suffix in wanted:
-        pictures = _pictures(results, names) if suffix == ".html" else []
+    files = [(path, path.suffix.lower()) for path in reports.report]
+    files += [] if reports.html is None else [(reports.html, ".html")]
+    for path, suffix in files:
+        pictures = {} if suffix != ".html" else pictures_of(findings, names, plan.least)
         formats.save(path, formats.text_of(document, suffix, pictures))
         sink.note(f"wrote {path}")
     if output.output is not None:
         from certcli.audit.evidence import with_evidence
 
-        output.write(with_evidence(checkpoint, document, results.attention_weight, seed), output.output)
+        output.write(with_evidence(checkpoint, document, plan.seed), output.output)
         sink.note(f"wrote {output.output}")
-
-
-def _pictures(results: Results, names: Sequence[str]) -> list[Picture]:
-    from certcli.report.page import Picture
-    from certcli.report.pixels import LARGEST, triple
-
-    found = []
-    for row in results.exhibits:
-        uris, factor = triple(row.image, row.adversarial)
-        before, after = names[row.prediction], names[row.adversarial_prediction]
-        caption = f"image {row.index}: {before}, then {after}; l2 {row.norm:.3g}, change shown {factor:.3g} times"
-        words = (
-            f"image {row.index}, classified {before}",
-            "what changes, magnified",
-            f"changed image, classified {after}",
-        )
-        found.append(Picture(caption, uris, words, max(row.image.shape[1:]) > LARGEST // 2))
-    return found

@@ -36,7 +36,7 @@ def lipschitz(
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Audit a checkpoint: |f(x) - f(y)| <= upper * |x - y| for all images in [0, 1], proven; some pair has slope >= lower."""
+    """Prove a global bound: |f(x) - f(y)| <= upper * |x - y| for all images in [0, 1]; some pair has slope >= lower."""
     sink = talk.sink()
     if verify is not None:
         from certcli.cli.shared.verify import verify_report

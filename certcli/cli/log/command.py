@@ -79,12 +79,12 @@ def log(
     if asked.verify:
         from dataclasses import asdict
 
-        from certcli.cli.shared.verify import Asked, verify_checkpoints
+        from certcli.cli.shared.verify import VerifyOptions, verify_checkpoints
         from certcli.verification.claims import statuses
 
         gate = Gate()
-        wanted = Asked(asked.dataset, asked.data_dir, asked.sample, not asked.proven_only, machine)
-        found = verify_checkpoints({str(path): ckpt for path, ckpt in read}, wanted, gate, sink)
+        given = VerifyOptions(asked.dataset, asked.data_dir, asked.sample, not asked.proven_only, machine)
+        found = verify_checkpoints({str(path): ckpt for path, ckpt in read}, given, gate, sink)
         for document, claims in zip(documents, found, strict=True):
             document["verification"] = [asdict(claim) for claim in claims]
             for entry, status in zip(document["evidence"], statuses(claims, len(document["evidence"])), strict=True):

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_ar
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
+from certcli.cli.shared.completion import described
 from certcli.cli.shared.options import Reads
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
@@ -71,7 +72,7 @@ def command(
             for option in options:
                 if option.name in flat:
                     raise TypeError(f"{function.__name__} has two options {option.name}")
-                flat[option.name] = option
+                flat[option.name] = _described(function.__name__, option)
 
         if often:
             flat = {name: option if name in often else _hidden(option) for name, option in flat.items()}
@@ -91,10 +92,18 @@ def command(
         shown = sorted(flat.values(), key=_place)
         made.__signature__ = inspect.Signature(shown, return_annotation=None)
         made.__annotations__ = {option.name: option.annotation for option in shown} | {"return": None}
-        made.epilog = "\n\n".join(["Examples:", *(f"  {example}" for example in examples), f"More: docs/{page}"])
+        made.epilog = "\n\n".join(["Examples:", *(f"  {example}" for example in examples), f"More: {_docs() / page}"])
+        made.page = page
         return expanded
 
     return decorate
+
+
+def _docs() -> Path:
+    """The folder of the documentation: packed into a wheel beside the code, in a checkout beside the package."""
+    package = Path(__file__).parents[2]
+    packed = package / "docs"
+    return packed if packed.exists() else package.parent / "docs"
 
 
 def _show_all(context: typer.Context, asked: bool) -> None:
@@ -111,21 +120,34 @@ _HELP_ALL = inspect.Parameter(
     default=False,
     annotation=Annotated[
         bool,
-        typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show every option and exit."),
+        typer.Option("--help-all", metavar="", is_eager=True, callback=_show_all, help="Show every option and exit."),
     ],
 )
 
 
 def _hidden(option: inspect.Parameter) -> inspect.Parameter:
     """The option, shown by `--help-all` only; an argument stays."""
-    if not isinstance(info_of(option.annotation), OptionInfo):
+    info = info_of(option.annotation)
+    if not isinstance(info, OptionInfo):
         return option
+    hidden = copy(info)
+    hidden.hidden = True
+    return _noted(option, info, hidden)
+
+
+def _described(command: str, option: inspect.Parameter) -> inspect.Parameter:
+    """The option with a word for its value, and with the names that the shell completes."""
+    info = info_of(option.annotation)
+    if info is None:
+        return option
+    spelled = spelling(option.name, info)[-1]
+    return _noted(option, info, described(command, spelled, get_args(option.annotation)[0], info))
+
+
+def _noted(option: inspect.Parameter, old: Any, new: Any) -> inspect.Parameter:
+    """The option with one of its notes replaced."""
     base, *notes = get_args(option.annotation)
-    notes = [copy(note) for note in notes]
-    for note in notes:
-        if isinstance(note, OptionInfo):
-            note.hidden = True
-    return option.replace(annotation=Annotated[(base, *notes)])
+    return option.replace(annotation=Annotated[(base, *(new if note is old else note for note in notes))])
 
 
 def _place(option: inspect.Parameter) -> int:

@@ -1,4 +1,4 @@
-"""The headline of `constrain` and `adapt`: how far the network still agrees with the original, on other images."""
+"""The headline of `constrain` and `adapt`: the agreement of the new network with the original, on other images."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,17 +12,16 @@ if TYPE_CHECKING:
     from certcli.models.build import PixelModel
 
 VOUCHED_FOR = 0.15
-"""Largest logit error on synthetic photographs that was seen to predict real ones (`fidelity.ERROR_SHARE`).
+"""Largest logit error on synthetic photographs that predicted real ones in trials (`fidelity.ERROR_SHARE`).
 
-Beyond it, a ViT-Tiny with its attention replaced and fitted without data showed an error of 40 % and 54 % of first choices,
-and kept 0 of 100 on photographs.
+A ViT-Tiny with an error of 40 % and 54 % of its first choices on them kept 0 of 100 first choices on photographs.
 """
 
 
 def measure_reference(
     model: "PixelModel", images: "Images", held_out: "Images", record: "Record", batch_size: int, sink: Sink
 ) -> "ReferenceLogits":
-    """Return the original logits of the held-out images; of all images where these are too few to hold any out."""
+    """Return the original logits of the held-out images; of all images where none is held out."""
     from certcli.evaluation.fidelity import ReferenceLogits, known_labels
 
     judges = held_out if len(held_out) else images
@@ -46,11 +45,7 @@ def fidelity_document(
 ) -> dict[str, Any]:
     """Return the JSON form of the comparison with `model`, or of `found`. trained_on: the record names these images."""
     images = reference.images
-    trained = (
-        record.dataset is not None
-        and images.split == "train"
-        and record.dataset in (images.name, f"torch/{images.name}")
-    )
+    trained = images.split == "train" and record.dataset in (images.name, f"torch/{images.name}")
     about = {"dataset": images.name, "split": images.split, "took_part": took_part, "trained_on": trained}
     found = reference.compare(reference.logits(model)) if found is None else found
     return {**found.to_json(), **about}
@@ -78,9 +73,8 @@ def show(kept: Mapping[str, Any], sink: Sink) -> None:
                 "left; --dataset fits to images like yours and judges by them"
             )
     if kept["accuracy_after"] is not None:
-        before, after = (
-            between(kept[f"accuracy_{when}"], kept[f"accuracy_{when}_interval"]) for when in ("before", "after")
-        )
+        names = ("accuracy_before", "accuracy_after")
+        before, after = (between(kept[name], kept[f"{name}_interval"]) for name in names)
         sink.text(f"accuracy on them: {before} -> {after}")
 
 

@@ -1,4 +1,4 @@
-"""Options that commands share, as objects: a command takes the groups that it needs and asks them for what they stand for."""
+"""The options that commands share, in groups: each group makes the object that its options describe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from certcli.cli.shared.command import group, marked
 from certcli.cli.shared.output import Sink
 from certcli.system.errors import UsageError
 from certcli.system.files import is_stream
-from certcli.system.processes import team
+from certcli.system.processes import local_rank, team
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @group("Checkpoints of others")
 class Source:
-    """The network that a command reads, and what the user says about it where its file does not."""
+    """The network that a command reads, and the statements that its file lacks."""
 
     ckpt: options.CheckpointArgument
     arch: options.Arch = None
@@ -43,26 +43,21 @@ class Source:
         return inputs.hints(self.arch, self.arch_arg, self.mean, self.std, self.norm_eps, self.as_stated, self.weights)
 
     def words(self) -> list[str]:
-        """What was said about the network beside its name, to be typed again."""
-        given = {
-            "--arch": self.arch,
-            "--mean": self.mean,
-            "--std": self.std,
-            "--norm-eps": self.norm_eps,
-            "--weights": self.weights,
-        }
-        found = [part for name, value in given.items() if value is not None for part in (name, str(value))]
-        found += [part for pair in self.arch_arg for part in ("--arch-arg", pair)]
-        return found + ["--as-stated"] * self.as_stated
+        """Return the options of this group as they are typed."""
+        named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std, "--norm-eps": self.norm_eps}
+        given = named | {"--weights": self.weights}
+        pairs = [(name, str(value)) for name, value in given.items() if value is not None]
+        pairs += [("--arch-arg", pair) for pair in self.arch_arg]
+        return [word for pair in pairs for word in pair] + ["--as-stated"] * self.as_stated
 
     def open(self, sink: Sink) -> OpenCheckpoint:
-        """Open the checkpoint; show what is assumed in reading it, and put that into the document."""
+        """Return the checkpoint; the assumptions of its reading are printed, and stand in the document."""
         checkpoint = self.read(sink)
         sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
         return checkpoint
 
     def read(self, sink: Sink) -> OpenCheckpoint:
-        """Open the checkpoint; the caller shows what is assumed, after other lines."""
+        """Return the checkpoint with its assumptions, which the caller prints after other lines."""
         from certcli.models.open import open_checkpoint
 
         checkpoint = open_checkpoint(self.ckpt, self.hints())
@@ -84,7 +79,7 @@ class Data:
 
 @group("Images")
 class Evaluation(Data):
-    """Images to judge a network by: labelled, of the split to evaluate on."""
+    """Labelled images that judge a network."""
 
     split: options.Split = None
 
@@ -95,7 +90,7 @@ class Evaluation(Data):
 
 @group("Images")
 class Calibration(Data):
-    """Images to calibrate on: labels unused."""
+    """Images to calibrate on, without their labels."""
 
     limit: Annotated[int, typer.Option("--limit", help="Number of calibration images.")] = 500
 
@@ -106,41 +101,57 @@ class Calibration(Data):
 
 @group("Machine")
 class Machine:
-    """Where it is computed, and how many images at a time."""
+    """The device, and the number of images in a batch."""
 
     device: options.Device = "auto"
     batch_size: options.BatchSize = 128
 
     def pick(self) -> torch.device:
-        return inputs.pick_device(self.device)
+        """Return the device; `auto` is CUDA where there is one, else the CPU. Each of several processes has its own GPU.
+
+        Raises:
+            UsageError: the device is not here.
+        """
+        import torch
+
+        name = self.device
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cuda" and team().several:
+            name = f"cuda:{local_rank()}"
+        try:
+            device = torch.device(name)
+            torch.zeros(1, device=device)
+        except (RuntimeError, AssertionError, ValueError) as failure:
+            raise UsageError(f"no device '{name}' here", "--device auto, cpu, cuda, cuda:1, mps") from failure
+        return device
 
 
 @group("Output")
 class Output:
-    """The checkpoint to be written, and the one place that compares all that is written with all that is read."""
+    """The checkpoint that a command writes; all written files are compared with all read files here."""
 
     output: options.Output = None
     shard_size: options.ShardSize = None
     force: options.Force = False
 
     def claim(self, *groups: object) -> None:
-        """Before any work: refuse what these groups and -o must not write, or what they read as well."""
+        """Refuse, before any work, files that these groups and -o must not write, or read as well."""
         self._shard_bytes()
         self._check(self._outputs(groups))
 
     def target(self, command: str, source: str, *groups: object, last: bool = False, state: str | None = None) -> Path:
-        """The same for a command that makes a checkpoint: -o, or <stem>.<command>.safetensors beside the source.
+        """Do as `claim` does, and return the checkpoint to write: -o, else <stem>.<command>.safetensors beside the source.
 
-        With --shard-size and no -o it is an index.
-        last, state: it also writes the last epoch's file, a state file (whose metadata has this key) beside the output.
+        Args:
+            last: the last epoch's file is written beside it.
+            state: a state file is written beside it, and its metadata has this key.
         """
         self._shard_bytes()
         path = self.output or inputs.default_output(source, command, shards=self.shard_size is not None)
         outputs = self._outputs(groups)
         if (last or state is not None) and is_stream(path):
-            raise UsageError(
-                f"-o {path} is no file, and {command} keeps others beside its output", "-o FILE.safetensors"
-            )
+            raise UsageError(f"-o {path} is no file, and {command} keeps others beside it", "-o FILE.safetensors")
         if self.output is None:
             outputs.writes("-o", path)
         if last:
@@ -151,7 +162,7 @@ class Output:
         return path
 
     def write(self, checkpoint: Checkpoint, path: Path) -> None:
-        """In one file, or in several where `path` is an index's."""
+        """Write one file, or several where `path` is an index."""
         checkpoint.write(path, self.force, self._shard_bytes())
 
     def _shard_bytes(self) -> int:
@@ -160,10 +171,8 @@ class Output:
         if self.shard_size is None:
             return SHARD_BYTES
         if self.output is not None and not is_index(self.output):
-            raise UsageError(
-                f"--shard-size makes several files and their index, and {self.output} is to be one file",
-                f"-o {self.output.with_name(self.output.name.removesuffix('.safetensors') + ENDING)}",
-            )
+            hint = f"-o {self.output.with_name(self.output.name.removesuffix('.safetensors') + ENDING)}"
+            raise UsageError(f"--shard-size makes several files and their index, and {self.output} is one file", hint)
         return inputs.size_in_bytes("--shard-size", self.shard_size)
 
     def _check(self, outputs: Outputs) -> None:
@@ -187,7 +196,7 @@ class Output:
 
 
 def beside(path: Path, word: str) -> Path:
-    """<stem>.<word>.safetensors beside an output, in one file or in several as it is; a state is one file always."""
+    """Return <stem>.<word>.safetensors beside an output, an index where the output is one and the word is not "state"."""
     from certcli.checkpoint.shards import ENDING, is_index, stem
 
     return path.with_name(f"{stem(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}")
@@ -195,7 +204,7 @@ def beside(path: Path, word: str) -> Path:
 
 @group("Output")
 class Talk:
-    """How much is said, and in which form."""
+    """The form of the output, and its amount."""
 
     as_json: options.Json = False
     quiet: options.Quiet = False

@@ -1,18 +1,17 @@
-"""From command-line words to objects: device, checkpoint, images, output path. Everything heavy is imported inside."""
+"""Checkpoints, images and output paths from the words of a command line. Functions import heavy modules themselves."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from certcli.system.errors import DataError, UsageError, one_line
-from certcli.system.processes import local_rank, team
 
 if TYPE_CHECKING:
-    import torch
-
     from certcli.checkpoint.file import Checkpoint
     from certcli.checkpoint.record import Record
     from certcli.cli.shared.output import Sink
@@ -20,32 +19,9 @@ if TYPE_CHECKING:
     from certcli.models.hints import Hints
 
 
-def pick_device(name: str) -> torch.device:
-    """`auto` takes CUDA where there is one, else the CPU; of several processes each takes the GPU of its number.
-
-    UsageError for a device that is not there.
-    """
-    import torch
-
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and team().several:
-        name = f"cuda:{local_rank()}"
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, ValueError) as failure:
-        raise UsageError(f"no device '{name}' here", "--device auto, cpu, cuda, cuda:1, mps") from failure
-    return device
-
-
 def return_large_blocks() -> None:
-    """Ask glibc to hand blocks of 4 MiB and more back at once, where there is a glibc.
-
-    By default it keeps freed matrices for later: an audit of ViT-B then peaks at twice its file, with this at 1.4 times.
-    """
+    """Make glibc return freed blocks of 4 MiB and more at once: an audit of ViT-B then peaks at 1.4 times its file, not 2."""
     import ctypes
-    import sys
 
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
@@ -64,7 +40,8 @@ def hints(
     from certcli.models.hints import Hints
 
     arguments = parse_arguments(arch_args) | ({} if norm_eps is None else {"norm_eps": norm_eps})
-    return Hints(arch, arguments, _floats("--mean", mean), _floats("--std", std), as_stated, _weights(weights))
+    statistics = _numbers("--mean", mean), _numbers("--std", std)
+    return Hints(arch, arguments, *statistics, as_stated, _weights(weights))
 
 
 def _weights(given: str | None) -> Literal["raw", "ema"] | None:
@@ -74,9 +51,7 @@ def _weights(given: str | None) -> Literal["raw", "ema"] | None:
 
 
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:
-    """key=value strings, the value as JSON where it is JSON."""
-    import json
-
+    """Return KEY=VALUE texts as a dict; a value that is JSON is decoded."""
     found: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -89,21 +64,20 @@ def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     return found
 
 
-def _floats(option: str, text: str | None) -> tuple[float, ...] | None:
+def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
     if text is None:
         return None
     try:
         return tuple(float(part) for part in text.replace(",", " ").split())
     except ValueError as failure:
-        raise UsageError(
-            f"{option} '{text}' is not a list of numbers", f"{option} 0.5 or {option} 0.48,0.45,0.41"
-        ) from failure
+        hint = f"{option} 0.5 or {option} 0.48,0.45,0.41"
+        raise UsageError(f"{option} '{text}' is not a list of numbers", hint) from failure
 
 
 def default_output(source: str, command: str, shards: bool = False) -> Path:
-    """<stem>.<command>.safetensors beside the source; in the current folder for a network that is named, not read.
+    """Return <stem>.<command>.safetensors beside a source file, in the current folder for the name of a network.
 
-    shards: the index of several files.
+    shards: it is the index of several files.
     """
     from certcli.checkpoint.shards import ENDING, stem
 
@@ -115,7 +89,7 @@ def default_output(source: str, command: str, shards: bool = False) -> Path:
 
 
 def size_in_bytes(option: str, text: str) -> int:
-    """\"500M\" or \"2G\" -> bytes: powers of 1024; 500MB and 2GB of 1000, as disks and the hub count."""
+    """Return bytes: M and G are powers of 1024, MB and GB of 1000, as disks and the hub count."""
     number = text.upper().removesuffix("B")
     base = 1000 if text.upper().endswith("B") else 1024
     try:
@@ -136,23 +110,20 @@ def evaluation_images(
     seed: int,
     sink: Sink,
 ) -> Images:
-    """The images to judge a network by: --dataset, else the one it was trained on; with labels that fit its classes.
+    """Return the images that judge a network: of --dataset, else of the dataset of its training, with its classes.
 
-    Without --split, of a dataset that was trained on in part, those that training left out.
+    Without --split these are the images that training left out, where it took a part of the dataset.
     """
     from certcli.evaluation.seen import seen_by, trained_on
     from certcli.images import datasets
 
     name = dataset or record.dataset
     if name is None:
-        raise DataError(
-            "no --dataset given, and the checkpoint does not say what it was trained on", "--dataset digits"
-        )
+        raise DataError("no --dataset, and the checkpoint does not name the images of its training", "--dataset digits")
 
     def load(split: str | None) -> Images:
-        return datasets.require_classes(
-            datasets.load(name, record.input, split, data_dir), record.classes, record.class_names
-        )
+        found = datasets.load(name, record.input, split, data_dir)
+        return datasets.require_classes(found, record.classes, record.class_names)
 
     images = load(split)
     if split is None and images.split in ("train", "all") and trained_on(seen_by(record), images):
@@ -170,7 +141,7 @@ def evaluation_images(
 
 
 def doubt_images(images: Images, record: Record, sink: Sink) -> None:
-    """Say why these images may say little about this network."""
+    """Print the reasons why these images may say little about this network."""
     from certcli.evaluation.doubts import image_doubts
 
     for doubt in image_doubts(images, record.input.size[0]):
@@ -178,17 +149,17 @@ def doubt_images(images: Images, record: Record, sink: Sink) -> None:
 
 
 def say_seen(record: Record, images: Images, sink: Sink) -> dict[str, Any]:
-    """Say in the first line how many of these images the network was trained or calibrated on; for documents the same."""
+    """Print, and return for documents, the number of these images that the network was trained or calibrated on."""
     from certcli.evaluation.seen import doubts
 
-    found, said = doubts(record, images)
-    for doubt in said:
+    found, lines = doubts(record, images)
+    for doubt in lines:
         sink.doubt(doubt, first=True)
     return found
 
 
 def doubt_accuracy(share: float, images: Images, checkpoint: Checkpoint, sink: Sink) -> None:
-    """Say it where the share of right answers is about chance, or far below what the record knows."""
+    """Warn where the share of right answers is about chance, or far below that of the record."""
     from certcli.evaluation.doubts import accuracy_doubts
 
     for doubt in accuracy_doubts(round(share * len(images)), len(images), checkpoint):
@@ -198,33 +169,31 @@ def doubt_accuracy(share: float, images: Images, checkpoint: Checkpoint, sink: S
 def calibration_images(
     record: Record, dataset: str | None, data_dir: Path | None, limit: int, seed: int, sink: Sink
 ) -> Images:
-    """Images to calibrate on, labels unused; which default serves which network is `certcli.images.calibration`'s to say."""
+    """Return images to calibrate on, labels unused: of --dataset, else by `certcli.images.calibration`'s defaults."""
     from certcli.images import calibration
 
     images = calibration.calibration_images(record, limit, seed, dataset, data_dir)
-    if dataset is not None:
-        origin = ""
-    elif record.dataset in (images.name, f"torch/{images.name}"):
-        origin = ", which the checkpoint was trained on"
-    else:
-        origin = ", by default: --dataset takes images like those it was trained on"
+    trained_on, origin = record.dataset in (images.name, f"torch/{images.name}"), ""
+    if dataset is None:
+        other = "by default: --dataset takes images like those it was trained on"
+        origin = f", {'which the checkpoint was trained on' if trained_on else other}"
     sink.note(f"calibration images: {len(images)} of {images.name} ({images.split}){origin}")
     if images.note:
         sink.note(images.note)
-    if dataset is None and record.dataset is not None and record.dataset not in (images.name, f"torch/{images.name}"):
+    if dataset is None and record.dataset is not None and not trained_on:
         sink.warn(f"the checkpoint was trained on {record.dataset}, which is not found here: --dataset, --data-dir")
     return images
 
 
 def say_wider(before: Checkpoint, after: Checkpoint, sink: Sink) -> None:
-    """Say that what is written has wider numbers than what was read: networks are changed in float32, or float64."""
+    """Note that the tensors after a command are wider than before: networks are changed in float32, or float64."""
     old, new = ({str(t.dtype)[6:] for t in ckpt.tensors.values() if t.is_floating_point()} for ckpt in (before, after))
     if old - new:
         sink.note(f"written as {', '.join(sorted(new))}; the numbers that were read are {', '.join(sorted(old))}")
 
 
 def remember_dataset(record: Record, images: Images) -> Record:
-    """The record with the name of the dataset (never a path), and its class names where they are those of the network.
+    """Return the record with the name of the dataset (never a path), and its class names where they are the network's.
 
     Ten synset folders beside 1,000 classes name ten of them, at other numbers.
     """

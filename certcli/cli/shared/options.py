@@ -13,17 +13,18 @@ MOST_IMAGES = 2**24  # at a time: more than any memory holds
 
 @dataclass(frozen=True)
 class Reads:
-    """Marks an option whose value names what is read: a file or a checkpoint, or (folder) a folder of images."""
+    """A mark of options whose value names an input: a file or a checkpoint, or (folder) a folder of images."""
 
     folder: bool = False
 
 
 @dataclass(frozen=True)
 class Writes:
-    """Marks an option whose value names a file to be written: new, or --force, and never an input
-    (`certcli.checkpoint.outputs`).
+    """A mark of options whose value names an output: new, or --force, and never an input (`certcli.checkpoint.outputs`).
 
-    resumable: with --resume a file that is there is gone on with. figure: the ending names the format.
+    Args:
+        resumable: --resume continues a file that exists.
+        figure: the ending names the format.
     """
 
     resumable: bool = False
@@ -31,7 +32,7 @@ class Writes:
 
 
 def fraction(text: str) -> float:
-    """A radius: finite and >= 0, a number or a quotient as in 8/255."""
+    """Return a radius, finite and >= 0, of a number or a quotient as in 8/255."""
     try:
         return parse_radius(str(text))
     except ValueError as failure:
@@ -39,7 +40,7 @@ def fraction(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """A share of the images, as gates demand it: in [0, 1]."""
+    """Return a share of the images, in [0, 1], which a gate demands."""
     try:
         value = float(text)
     except ValueError as failure:

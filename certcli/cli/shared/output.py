@@ -1,4 +1,4 @@
-"""The one sink: stdout is data (tables for a person, JSON for a program), stderr is talk."""
+"""The sink of a command: stdout has data (tables for a person, JSON for a program), stderr has talk."""
 
 import json
 import os
@@ -18,19 +18,19 @@ from certcli.cli.shared.tables import Layout
 from certcli.system.errors import CertvitError, plain
 
 WIDE = 160
-"""Characters a line where nobody says how many there are."""
+"""Characters a line of a file or a pipe."""
 SCHEMA = 1
-"""Of the documents: raised when a key that scripts may rely on changes its meaning."""
+"""Version of the documents: raised when a key that scripts may rely on changes its meaning."""
 
 
 class Gate:
-    """What a result was asked to meet (`--max`, `--min-*`): stated in the document, enforced after everything is written."""
+    """The demands on a result (`--max`, `--min-*`): stated in the document, enforced after everything is written."""
 
     def __init__(self) -> None:
         self.failures: list[CertvitError] = []
 
     def demand(self, met: bool, failure: CertvitError) -> None:
-        """`failure`: what is raised at the end where the demand is not met."""
+        """Remember the failure, raised at the end, where the demand is not met."""
         if not met:
             self.failures.append(failure)
 
@@ -38,7 +38,7 @@ class Gate:
         return {"passed": not self.failures, "reasons": [failure.message for failure in self.failures]}
 
     def enforce(self) -> None:
-        """The first failure, with the exit code of its kind; `main` prints no second document."""
+        """Raise the first failure; `main` prints no second document."""
         if self.failures:
             raise self.failures[0]
 
@@ -60,7 +60,7 @@ class Invocation:
 
 
 class Sink:
-    """Where a command's results and remarks go, decided by --json and --quiet.
+    """The place of a command's results and remarks, by --json and --quiet.
 
     With --json exactly one document reaches stdout (`finetune`: one line a record before it): the command's result or,
     where there is none, the error.
@@ -72,7 +72,7 @@ class Sink:
     def __init__(self, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
         self.quiet = quiet
-        self._begun = False  # something is on stdout: a table stands apart from it
+        self._begun = False  # there is text on stdout, and a table stands apart from it
         self._out = Console(file=sys.stdout, highlight=False, width=_width(), quiet=Sink.invocation.silent)
         self._err = Console(file=sys.stderr, highlight=False, quiet=Sink.invocation.silent)
         Sink.invocation.concluded = False
@@ -80,17 +80,17 @@ class Sink:
         self.doubts: list[str] = []
 
     def assumes(self, line: str, network: Mapping[str, Any]) -> None:
-        """What every result here rests on: a line above it, and `network` in the document (the first of several)."""
+        """Print an assumption of every result; `network` of the first one goes into the document."""
         self.text(line)
         self._network = self._network or network
 
     @property
     def network(self) -> Mapping[str, Any]:
-        """What was assumed of the first network, as documents and headers of records have it; empty before `assumes`."""
+        """Return the assumptions about the first network, as documents and headers of records have them."""
         return self._network or {}
 
     def doubt(self, line: str, *, first: bool = False) -> None:
-        """Why the result may say little: a warning, or the result's `first` line for a person; kept for documents."""
+        """Print a reason why the result may say little, as a warning or as its `first` line; keep it for documents."""
         self.doubts.append(line)
         if first and not self.as_json:
             self.text(line)
@@ -98,7 +98,7 @@ class Sink:
             self.warn(line)
 
     def document(self, data: Mapping[str, Any], gate: Gate | None = None) -> None:
-        """The one JSON document, or nothing for a person (who gets a table); `gate`: of a command that has gates."""
+        """Print the one JSON document, with --json only. gate: of a command that has gates."""
         envelope = {"schema": SCHEMA, "command": Sink.invocation.command, **data}
         if self._network is not None:
             envelope["network"] = self._network
@@ -106,13 +106,13 @@ class Sink:
         Sink.invocation.concluded = True
 
     def record(self, data: Mapping[str, Any]) -> None:
-        """One JSON line of several."""
+        """Print one JSON line, with --json only."""
         if self.as_json and not Sink.invocation.silent:
             sys.stdout.write(json.dumps(data, sort_keys=True) + "\n")
             sys.stdout.flush()
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Rows of cells, laid out for the terminal (`certcli.cli.shared.tables`)."""
+        """Print rows of cells, laid out for the terminal (`certcli.cli.shared.tables`)."""
         if self.as_json:
             return
         cells = [[plain(cell) for cell in row] for row in rows]
@@ -135,13 +135,13 @@ class Sink:
             self._print(self._out, f"{', '.join(names)}: {sentence}")
 
     def text(self, line: str) -> None:
-        """A sentence that belongs to the result."""
+        """Print a sentence of the result."""
         if not self.as_json:
             self._begun = bool(line)
             self._print(self._out, line)
 
     def note(self, line: str) -> None:
-        """A remark: which images were used, where the file went."""
+        """Print a remark on stderr, such as the place of a file."""
         if not self.quiet:
             self._print(self._err, line, "dim")
 
@@ -149,7 +149,7 @@ class Sink:
         self._print(self._err, line, "yellow")
 
     def _print(self, console: Console, line: str, style: str = "") -> None:
-        """The one place where words meet a terminal: no markup, no escapes; wrapped between words where a person reads."""
+        """Print without markup and escapes, wrapped between words on a terminal; all words go through here."""
         text = plain(line)
         if console.is_terminal or "COLUMNS" in os.environ:
             text = "\n".join(wrapped(part, console.width) for part in text.split("\n"))
@@ -157,7 +157,7 @@ class Sink:
 
     @contextmanager
     def progress(self, label: str, total: int | None) -> Iterator["Bar"]:
-        """A bar with time left on stderr; silent with --quiet or when stderr is not a terminal."""
+        """Show a bar with the time left on stderr, where it is a terminal and --quiet is absent."""
         silent = self.quiet or Sink.invocation.silent or not sys.stderr.isatty()
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -185,7 +185,7 @@ class Bar:
 
 
 def wrapped(line: str, room: int) -> str:
-    """Broken between words, and not between a number and its percent sign; a word that is too long stays whole."""
+    """Return the line broken between words, not before a percent sign; a word that is too long stays whole."""
     if len(line) <= room:
         return line
     kept = textwrap.wrap(line.replace(" %", "\0%"), room, break_long_words=False, break_on_hyphens=False)
@@ -193,10 +193,10 @@ def wrapped(line: str, room: int) -> str:
 
 
 def _width() -> int | None:
-    """Characters a line: the terminal's or COLUMNS, as rich finds them; without both (a file, a pipe) WIDE."""
+    """Return the characters a line: None on a terminal or with COLUMNS (rich finds them), else WIDE."""
     return None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """A share in percent; what rounds to nothing has no sign."""
+    """Return a share in percent; a negative share that rounds to zero has no sign."""
     return "-" if share is None else f"{round(100 * share, digits) + 0.0:.{digits}f} %"

@@ -1,4 +1,4 @@
-"""Pages of `certify` and `log`: the same page as an audit's, with the parts that these commands know."""
+"""The HTML pages of `certify` and `log`, of the same parts as an audit's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from certcli.evaluation.intervals import share_interval
 from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius
 from certcli.evaluation.sizes import proven_size
 
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
     from certcli.checkpoint.record import Evidence
     from certcli.cli.certify.run import Result
     from certcli.images.labelled import Images
-    from certcli.report.page import Curve, Page, Table
+    from certcli.report.page import HtmlPage, PlotLine, Table
     from certcli.verification.claims import Claim
 
 
-def write(page: Page, path: Path) -> None:
+def write(page: HtmlPage, path: Path) -> None:
     from certcli.report.formats import save
     from certcli.report.page import render
 
@@ -35,18 +36,16 @@ def certify_page(
     images: Images,
     again: str,
     doubts: Sequence[str] = (),
-) -> Page:
-    """What was certified, with the curves over all judged images and, where it was attacked too, over those.
+) -> HtmlPage:
+    """Return the page of certificates, with curves over the judged images and over the attacked ones.
 
-    again: the command that certifies it once more.
+    again: the command that certifies them once more.
     """
-    from certcli.report.audit_page import NOTE, percent, steps
-    from certcli.report.page import Command, Curve, Page, Table
+    from certcli.report.audit_page import NOTE, steps
+    from certcli.report.page import Command, HtmlPage, Mark, PlotLine, Table
 
     of_patches = results[0].certifier.norm == "patch"
-    curves: list[Curve] = []
-    rows: list[list[str]] = []
-    verdict: list[str] = []
+    curves, rows, verdict = list[PlotLine](), list[list[str]](), list[str]()
     for result in results:
         certifier, found, count = result.certifier, result.found, len(result.rows)
         proof = certifier.promise == "proof"
@@ -56,37 +55,38 @@ def certify_page(
         cut = "" if enough is None else f", draws stopped beyond {enough:g}"
         label = f"{certifier.method} ({promise}), n = {count}{cut}"
         if not of_patches:  # shares at patches are no curve over radii
-            curves.append(Curve(label, "proven" if proof else "probability", steps(radii)))
+            marks = [Mark(float(size), share, *found.intervals[size]) for size, share in found.certified.items()]
+            curves.append(PlotLine(label, "proven" if proof else "probability", steps(radii), marks))
         for size, share in found.certified.items():
-            low, high = found.intervals[size]
-            told = f"{100 * low:.1f} to {100 * high:.1f}"
-            what = f"certified, {certifier.method}"
-            rows.append([what, proven_size(size), proven_percent(share), told, str(count), promise])
-        least = next(iter(found.certified))
+            interval = "{:.1f} to {:.1f}".format(*(100 * end for end in found.intervals[size]))
+            name = f"certified, {certifier.method}"
+            rows.append([name, proven_size(size), proven_percent(share), interval, str(count), promise])
+        least, share = next(iter(found.certified.items()))
         about = certifier.title[:1].upper() + certifier.title[1:]
-        against = (
+        where = (
             f"against every patch of {least} pixels" if of_patches else f"at {certifier.norm} {proven_radius(least)}"
         )
         verdict.append(
-            f"{certifier.method} certifies {round(found.certified[least] * count)} of {count} images "
-            f"({proven_percent(found.certified[least])}) {against}, {promise}. {about}."
+            f"{certifier.method} certifies {round(share * count)} of {count} images ({proven_percent(share)}) {where}, "
+            f"{promise}. {about}."
         )
     if attacked:
         shares = sorted((radius, sum(left.values()) / len(left)) for radius, left in attacked.items())
         count = len(next(iter(attacked.values())))
-        curves.append(Curve(f"attacked (measured), n = {count}", "attacked", shares, marked=True))
-        low, left = shares[-1]
-        told = f"{percent(left)} of {count} of these images at l2 {attacked_radius(low)}"
-        verdict.append(f"Attacks left {told}, as their records say.")
-    said = [[result.certifier.method, result.certifier.statement] for result in results]
+        marks = [Mark(radius, left, *share_interval(round(left * count), count)) for radius, left in shares]
+        curves.append(PlotLine(f"attacked (measured), n = {count}", "attacked", shares, marks))
+        radius, share = shares[-1]
+        left = f"{round(share * count)} of {count} of these images at l2 {attacked_radius(radius)}"
+        verdict.append(f"Attacks left {left}, as their records say.")
+    statements = [[result.certifier.method, result.certifier.statement] for result in results]
     columns = ["share of the images", "patch" if of_patches else "radius", "share", "95 % interval", "n", "holds"]
-    return Page(
+    return HtmlPage(
         title=f"Certificates of {name}",
         subtitle=f"{checkpoint.record.arch}; {len(images)} images of {images.name} ({images.split})",
         verdict=verdict,
         tables=[
             Table("What was found", columns, rows, (1, 2, 3, 4)),
-            Table("What the certificates say", ["method", "promise"], said),
+            Table("What the certificates say", ["method", "promise"], statements),
             *lineage_tables(checkpoint),
         ],
         curves=curves,
@@ -104,7 +104,8 @@ def certify_page(
     )
 
 
-def lineage_tables(checkpoint: Checkpoint) -> list[Table]:
+def lineage_tables(checkpoint: Checkpoint, title: str = "Lineage, as the file tells it") -> list[Table]:
+    """Return the table of the steps; none where the file has no step."""
     from certcli.report.audit_page import short
     from certcli.report.page import Table
 
@@ -113,25 +114,22 @@ def lineage_tables(checkpoint: Checkpoint) -> list[Table]:
         for number, step in enumerate(checkpoint.record.lineage, 1)
     ]
     columns = ["step", "command", "seed", "parent", "parameters"]
-    return [Table("Lineage, as the file tells it", columns, rows)] if rows else []
+    return [Table(title, columns, rows)] if rows else []
 
 
-def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[Claim]]) -> Page:
-    """Lineage and fresh evidence of each file; claims: of --verify, one list a file, or none. Nothing refuted is shown."""
+def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[Claim]]) -> HtmlPage:
+    """Return the page of each file's lineage and fresh evidence, without refuted entries. claims: of --verify, by file."""
     from certcli.cli.log.view import AS_STATED, sentence
     from certcli.evaluation.evidence import command_of
-    from certcli.report.page import Command, Page, Table
+    from certcli.report.page import Command, HtmlPage, Table
     from certcli.verification.claims import statuses
 
     verdict, tables, commands, curves = [], [], [], []
     for number, (path, checkpoint) in enumerate(read):
         evidence = checkpoint.record.evidence
         checked = statuses(claims[number], len(evidence)) if claims else ["as stated"] * len(evidence)
-        fresh = [
-            (entry, status)
-            for entry, status in zip(evidence, checked, strict=True)
-            if entry.digest == checkpoint.digest
-        ]
+        pairs = zip(evidence, checked, strict=True)
+        fresh = [(entry, status) for entry, status in pairs if entry.digest == checkpoint.digest]
         stale = len(evidence) - len(fresh)
         steps = " → ".join(step.command for step in checkpoint.record.lineage) or "no step"
         about = f"; {stale} about other networks" if stale else ""
@@ -146,18 +144,15 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
             columns = ["command", "result", "checked"]
             tables.append(Table(f"Evidence of {path.name}", columns, rows, note=f"Evidence: {AS_STATED}."))
         if claims:
-            told = [[claim.entry, claim.claim, claim.status, claim.why] for claim in claims[number]]
-            tables.append(Table(f"Verification of {path.name}", ["entry", "claim", "status", "why"], told))
-        tables += [
-            Table(f"{path.name}: lineage, as the file tells it", part.columns, part.rows)
-            for part in lineage_tables(checkpoint)
-        ]
+            rows = [[claim.entry, claim.claim, claim.status, claim.why] for claim in claims[number]]
+            tables.append(Table(f"Verification of {path.name}", ["entry", "claim", "status", "why"], rows))
+        tables += lineage_tables(checkpoint, f"{path.name}: lineage, as the file tells it")
         shown = [entry for entry, status in fresh if status != "refuted"]
         curves += _evidence_curves(path.name if len(read) > 1 else "", shown)
         line = shlex.join(["certvit", "log", path.name, "--verify"])
         commands.append(Command("This proves and certifies the evidence again:", line))
     first = read[0][1].record
-    return Page(
+    return HtmlPage(
         title=read[0][0].name if len(read) == 1 else f"{len(read)} checkpoints",
         subtitle=f"{first.arch}, {first.classes} classes" if len(read) == 1 else "lineage and evidence",
         verdict=verdict,
@@ -169,10 +164,10 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
     )
 
 
-def _evidence_curves(name: str, fresh: Sequence[Evidence]) -> list[Curve]:
-    """Shares that evidence states, where it is understood and its radii are l2."""
+def _evidence_curves(name: str, fresh: Sequence[Evidence]) -> list[PlotLine]:
+    """Return the curves of the shares that evidence states at l2 radii."""
     from certcli.evaluation.evidence import AttackResult, CertifyResult, understood
-    from certcli.report.page import Curve
+    from certcli.report.page import Mark, PlotLine
 
     found = []
     for entry in filter(None, map(understood, fresh)):
@@ -183,7 +178,8 @@ def _evidence_curves(name: str, fresh: Sequence[Evidence]) -> list[Curve]:
             shares, kind = result.curve, "attacked"
         else:
             continue
-        told = f"{result.method if isinstance(result, CertifyResult) else 'attacked'}, n = {result.images}"
+        label = f"{result.method if isinstance(result, CertifyResult) else 'attacked'}, n = {result.images}"
         points = sorted((float(key), share) for key, share in shares.items() if float(key) > 0)
-        found.append(Curve(f"{name} {told}".strip(), kind, [(0.0, result.clean), *points], marked=True))
+        points = [(0.0, result.clean), *points]
+        found.append(PlotLine(f"{name} {label}".strip(), kind, points, [Mark(*point) for point in points]))
     return found

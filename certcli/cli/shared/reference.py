@@ -1,6 +1,6 @@
 """docs/commands.md, generated from the commands themselves: `python -m certcli.cli.shared.reference > docs/commands.md`.
 
-The documentation site has a page for each command besides, of the same making.
+The documentation site has such a page for each command, too.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from certcli.cli.shared.command import info_of, spelling
 
 
 def reference(commands: dict[str, Callable[..., None]]) -> str:
-    """One section a command: its sentence, then arguments and options with defaults, a table a panel."""
+    """Return the page: a section for each command, and in it a table for each panel of its options."""
     lines = [
         "# Commands",
         "",
@@ -27,11 +27,11 @@ def reference(commands: dict[str, Callable[..., None]]) -> str:
 
 
 def page(name: str, command: Callable[..., None], up: str = "") -> str:
-    """One command on a page of its own, with the examples of its --help; up: the way to docs/."""
+    """Return the page of one command, with the examples of its --help. up: the way to docs/."""
     lines = list(_section(name, command, "#"))
     epilog = str(getattr(command, "epilog", ""))
     examples = [line.strip() for line in epilog.splitlines() if line.strip().startswith("certvit ")]
-    more = epilog.partition("More: docs/")[2].strip()
+    more = getattr(command, "page", "")
     lines += ["**Examples**", "", "```", *examples, "```", ""] if examples else []
     lines += [f"More: [{more}]({up}{more})", ""] if more else []
     return "\n".join(lines)

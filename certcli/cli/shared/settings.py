@@ -4,7 +4,7 @@
     time-budget = "90s"                         fail-on = ["certified@0.25<0.4"]
 
 An option on the command line comes before `certvit.toml`, which comes before `pyproject.toml`, key by key. A key is a long
-option without its dashes; files that are written, and what is said, belong to the command line alone.
+option without its dashes; options of written files and of talk belong to the command line alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from certcli.system.errors import UsageError, one_line
 from certcli.system.registry import one_of
 
 FILES = (("pyproject.toml", ("tool", "certvit")), ("certvit.toml", ()))
-"""In ascending order of precedence, with the table that is ours."""
+"""File -> the place of certvit's table in it, in ascending order of precedence."""
 COMMANDS = ("audit",)
 NOT_FROM_FILES = frozenset(("output", "force", "report", "html", "json", "quiet", "help"))
 LARGEST = 2**20
@@ -26,22 +26,23 @@ LARGEST = 2**20
 
 
 def take(context: Any) -> None:
-    """Give the command that is called its defaults. context: of the group, before it makes the command's own."""
+    """Give the called command its defaults. context: of the group, before it makes the command's own."""
     name = context.invoked_subcommand
     if name in COMMANDS:
         context.default_map = {name: defaults(name, context.command.commands[name].params, context)}
 
 
-def defaults(command: str, parameters: list[Any], context: Any, folder: Path = Path()) -> dict[str, Any]:
-    """Name of a parameter -> its default from the files, as words that the command line would have read.
+def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any]:
+    """Return the defaults in the files by the name of their parameter, as words of a command line.
 
-    UsageError for a key that no option has, and for a value that the option would refuse.
+    Raises:
+        UsageError: a key is no option, or the option refuses the value.
     """
     options = {option.removeprefix("--"): found for found in parameters for option in found.opts if option[:2] == "--"}
     known = {name: found for name, found in options.items() if name not in NOT_FROM_FILES}
     chosen: dict[str, Any] = {}
     for file, place in FILES:
-        path = folder / file
+        path = Path(file)
         table = _table(path, place)
         for other in table:
             if other not in COMMANDS:
@@ -83,13 +84,12 @@ def _table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _words(value: Any, several: bool, where: str) -> Any:
-    """A value of TOML as it would be typed."""
+    """Return a value of TOML as it is typed."""
     if isinstance(value, list) and several:
         return [_words(item, False, where) for item in value]
     if several:
         return [_words(value, False, where)]
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
-    raise UsageError(
-        f"{where}: {type(value).__name__} is no value of this option", "a text, a number, or a list of them"
-    )
+    hint = "a text, a number, or a list of them"
+    raise UsageError(f"{where}: {type(value).__name__} is no value of this option", hint)

@@ -1,4 +1,4 @@
-"""The two standard streams as they are in the world: closed, full, read by `head`, of an encoding that lacks a character."""
+"""Standard streams that may be closed, full, read by `head`, or of an encoding that lacks a character."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Guarded:
-    """A text stream whose writes never fail: what cannot be written is dropped, and `failure` says why.
+    """A text stream whose writes never fail: it drops the rest after an error, and `failure` holds the reason.
 
     A command whose reader has left (`certvit log m.safetensors | head -1`) finishes: files are written, gates judged.
     """
@@ -40,7 +40,7 @@ class Guarded:
             number = getattr(failure, "errno", None)
             self.failure = "" if number == errno.EPIPE else getattr(failure, "strerror", None) or str(failure)
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                # what the buffer still holds goes nowhere, else the interpreter fails over it as it ends
+                # the buffer is emptied into nowhere: the interpreter would fail over it as it ends
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
                 os.close(nowhere)
@@ -49,7 +49,7 @@ class Guarded:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[Guarded]:
-    """sys.stdout and sys.stderr replaced by guarded ones for the time of the block; yields that of stdout."""
+    """Guard sys.stdout and sys.stderr inside the block; yield the guard of stdout."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -68,9 +68,9 @@ def guarded() -> Iterator[Guarded]:
 
 
 class Interrupts:
-    """Whether Ctrl-C was pressed: an import that it breaks off may raise anything but KeyboardInterrupt.
+    """Remember Ctrl-C: an import that it breaks off may raise anything but KeyboardInterrupt.
 
-    terminated: SIGTERM means the same, as torchrun sends it to the others when one of several processes has ended.
+    terminated: SIGTERM means the same. torchrun sends it to the other processes when one has ended.
     """
 
     def __init__(self, terminated: bool = False) -> None:
@@ -81,7 +81,7 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         for number, usual in self._usual.items():
-            if signal.getsignal(number) is usual:  # not where a shell has told us to ignore it
+            if signal.getsignal(number) is usual:  # a shell may have set it to be ignored
                 with contextlib.suppress(ValueError):  # not the main thread
                     signal.signal(number, self._handle)
                     self._before[number] = usual

@@ -1,8 +1,7 @@
-"""How a table fits a terminal: names and numbers stay whole, headings and sentences are wrapped between their words.
+"""Tables that fit a terminal: names and numbers stay whole, headings and sentences are wrapped between their words.
 
-What does not fit side by side stands one below the other: sentences of a last column follow the table, a line each (equal
-ones once, for all their rows), and the columns that are left over make a second table under the same names. Numbers stand
-right, words left.
+Where columns do not fit side by side, the sentences of the last one follow the table, each once for all its rows, and the
+other columns make a second table under the same names. Numbers stand right, words left.
 """
 
 import re
@@ -11,12 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 LONGEST_WHOLE = 24
-"""Characters of a cell that is never wrapped; longer ones, with blanks in them, are sentences."""
+"""Characters of a cell that stays whole; longer cells with blanks are sentences."""
 NARROWEST_SENTENCES = 30
-"""Characters a line that sentences must have, to stand in a table."""
+"""Characters a line that sentences need inside a table."""
 GAP = 2
 _NUMBER = re.compile(r"[<>=~]*\s*[-+]?(\d|inf\b|none\b|$)")
-"""What a cell of a column of numbers begins with; one that has none says "-", "none" or nothing."""
+"""The beginning of a cell in a column of numbers; an absent number is "-", "none" or nothing."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Layout:
 
     @cached_property
     def sentences(self) -> frozenset[int]:
-        """Columns with cells that may be wrapped."""
+        """Return the columns with cells that may be wrapped."""
         return frozenset(
             number
             for number in range(1, len(self.columns))
@@ -46,7 +45,7 @@ class Layout:
 
     @cached_property
     def below(self) -> bool:
-        """Whether the last column's sentences follow the table."""
+        """Return whether the sentences of the last column follow the table."""
         last = len(self.columns) - 1
         if last not in self.sentences:
             return False
@@ -55,7 +54,7 @@ class Layout:
 
     @cached_property
     def numbers(self) -> frozenset[int]:
-        """Columns in which every cell is a number, or stands for one that is not there."""
+        """Return the columns in which every cell is a number, or stands for an absent one."""
         return frozenset(
             number
             for number in range(1, len(self.columns))
@@ -64,7 +63,7 @@ class Layout:
 
     @cached_property
     def remarks(self) -> Mapping[str, list[str]]:
-        """The sentences that follow the table: each with the first cells of the rows that say it, in their order."""
+        """Return the sentences that follow the table, each with the first cells of its rows."""
         found: dict[str, list[str]] = {}
         for row in self.rows if self.below else []:
             if row[-1]:
@@ -84,7 +83,7 @@ class Layout:
                 return
 
     def _widths(self, numbers: Sequence[int]) -> tuple[int, ...] | None:
-        """As wide as the cells, and less where headings and sentences can wrap; None where that does not fit."""
+        """Return the widths of these columns, narrower where headings and sentences wrap; None where they do not fit."""
         wide, least = [], []
         for number in numbers:
             cells = [row[number] for row in self.rows]

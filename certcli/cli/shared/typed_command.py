@@ -1,4 +1,4 @@
-"""A command line once more, from what was given on it, as it can be pasted."""
+"""A command line once more, as it can be pasted."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 WRITTEN = frozenset(("output", "shard_size", "force", "records", "resume", "plot", "html", "as_json", "quiet"))
-"""Parameters that say what is written and shown, not what is found."""
+"""Parameters of what a command writes and shows, not of what it finds."""
 
 
 def again(context: Any, leave: frozenset[str] = frozenset()) -> str:
-    """The command of this context with all that was typed, but WRITTEN and `leave`.
+    """Return the command of this context with its typed options, without WRITTEN and `leave`.
 
-    For documents that others read: of a path that is here only the name is told.
+    Others read it in documents: a path that exists here is reduced to its name.
     """
     words = ["certvit", context.command.name]
     for parameter in context.command.params:
@@ -21,16 +21,10 @@ def again(context: Any, leave: frozenset[str] = frozenset()) -> str:
             continue
         value = context.params[parameter.name]
         for one in value if isinstance(value, (list, tuple)) else [value]:
-            words += _spelled(parameter, one)
+            if isinstance(one, bool):
+                words.append((parameter.opts if one else parameter.secondary_opts)[0])
+                continue
+            text = repr(one) if isinstance(one, float) else str(one)
+            text = Path(text).resolve().name if Path(text).exists() else text
+            words += [text] if parameter.param_type_name == "argument" else [parameter.opts[0], text]
     return shlex.join(words)
-
-
-def _spelled(parameter: Any, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [(parameter.opts if value else parameter.secondary_opts)[0]]
-    text = repr(value) if isinstance(value, float) else _name(str(value))
-    return [text] if parameter.param_type_name == "argument" else [parameter.opts[0], text]
-
-
-def _name(text: str) -> str:
-    return Path(text).resolve().name if Path(text).exists() else text

@@ -1,4 +1,4 @@
-"""`--verify`: of a report (lipschitz) and of checkpoints (log), shown; what is checked is in `certcli.verification`."""
+"""`--verify` of `lipschitz` (a report) and of `log` (checkpoints); the checks themselves are in `certcli.verification`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from certcli.cli.shared.output import Gate, Sink
 from certcli.system.errors import CheckpointError, DataError, GateError, NoBoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from certcli.checkpoint.file import Checkpoint
     from certcli.verification.claims import Again, Claim, Request
@@ -22,7 +22,11 @@ LARGEST_REPORT = 256 * 2**20
 
 
 def verify_report(path: Path, source: Source, machine: Machine, sink: Sink) -> None:
-    """A report's laws and, where its checkpoint is named too, all of it from the weights; GateError where it fails."""
+    """Check the laws of a report and, where its checkpoint is named too, all of it from the weights.
+
+    Raises:
+        GateError: a statement of the report fails.
+    """
     from certcli.checkpoint.schema import ReportFields, decode
     from certcli.system.errors import Refused
     from certcli.verification.laws import verify_laws
@@ -42,8 +46,8 @@ def verify_report(path: Path, source: Source, machine: Machine, sink: Sink) -> N
     else:
         found = verify_laws(report)
     gate = Gate()
-    told = f"{len(found.problems)} of its statements fail" if found.leaves else "its laws do not hold"
-    gate.demand(found.laws_hold, GateError(f"{path} is refuted: {told}; first: {(*found.problems, '')[0]}"))
+    reason = f"{len(found.problems)} of its statements fail" if found.leaves else "its laws do not hold"
+    gate.demand(found.laws_hold, GateError(f"{path} is refuted: {reason}; first: {(*found.problems, '')[0]}"))
     sink.document(
         {
             "verified": found.verified,
@@ -72,8 +76,8 @@ def verify_report(path: Path, source: Source, machine: Machine, sink: Sink) -> N
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What `log --verify` was asked: which images, how many of them, and whether measured results count."""
+class VerifyOptions:
+    """The options of `log --verify`: the images, the size of a sample of them, and whether measured results count."""
 
     dataset: str | None
     data_dir: Path | None
@@ -82,8 +86,10 @@ class Asked:
     machine: Machine
 
 
-def verify_checkpoints(read: Mapping[str, Checkpoint], asked: Asked, gate: Gate, sink: Sink) -> list[list[Claim]]:
-    """The claims of each checkpoint, shown; the gate fails unless all that was asked for was verified."""
+def verify_checkpoints(
+    read: Mapping[str, Checkpoint], options: VerifyOptions, gate: Gate, sink: Sink
+) -> list[list[Claim]]:
+    """Print and return the claims of each checkpoint; the gate demands that each of them is verified."""
     from certcli.models.build import with_network
     from certcli.verification.claims import check, compare_lineages, verdict
 
@@ -91,46 +97,38 @@ def verify_checkpoints(read: Mapping[str, Checkpoint], asked: Asked, gate: Gate,
     found = []
     for name, checkpoint in read.items():
         checkpoint = with_network(checkpoint)
-        claims = check(checkpoint, _certifier(checkpoint, asked, sink), asked.machine.pick(), measured=asked.measured)
+        again = certify_again(checkpoint, options, sink)
+        claims = check(checkpoint, again, options.machine.pick(), measured=options.measured)
         claims += [claim for file, claim in linked if file == name]
         reasons = verdict(claims)
         gate.demand(not reasons, GateError(f"{name} is not verified: {(*reasons, '')[0]}"))
-        _show(name, claims, sink)
+        rows = [(f"{claim.entry}, {claim.claim}", claim.status, claim.why) for claim in claims]
+        sink.table(f"Verification of {name}", ["claim", "status", "why"], rows)
         found.append(claims)
     return found
 
 
-def _show(name: str, claims: list[Claim], sink: Sink) -> None:
-    sink.table(
-        f"Verification of {name}",
-        ["claim", "status", "why"],
-        [(f"{claim.entry}, {claim.claim}", claim.status, claim.why) for claim in claims],
-    )
-
-
-def _certifier(checkpoint: Checkpoint, asked: Asked, sink: Sink) -> Any:
-    """`certify` of the verification: the images that the evidence names, certified again by its method."""
+def certify_again(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) -> Callable[[Request], Again]:
+    """Return a function that certifies the images of an entry again, by the entry's method."""
     from certcli.certify.methods import certify, options_of, prepare
     from certcli.cli.shared.inputs import evaluation_images
     from certcli.verification.claims import Again, Held
 
     def again(request: Request) -> Again:
-        images = evaluation_images(
-            checkpoint.record, asked.dataset, asked.data_dir, request.split, request.limit, request.seed, sink
-        )
+        where = (options.dataset, options.data_dir, request.split, request.limit, request.seed)
+        images = evaluation_images(checkpoint.record, *where, sink)
         if request.digest is not None and images.digest != request.digest:
             raise DataError("these are other images than those of the evidence: name its --dataset")
         chosen = images
-        if asked.sample is not None and asked.sample < len(images):
-            seed = int.from_bytes(os.urandom(4), "little")  # nobody who wrote the file can have known which images
-            sink.note(f"a sample of {asked.sample} of {len(images)} images, drawn with seed {seed}")
-            chosen = images.limit(asked.sample, seed)
-        device, batch = asked.machine.pick(), asked.machine.batch_size
+        if options.sample is not None and options.sample < len(images):
+            seed = int.from_bytes(os.urandom(4), "little")  # the author of the file cannot know this sample
+            sink.note(f"a sample of {options.sample} of {len(images)} images, drawn with seed {seed}")
+            chosen = images.limit(options.sample, seed)
+        device, batch = options.machine.pick(), options.machine.batch_size
         whose = Again([], len(images), images.name, images.split, registered=images.ahead is None)
         try:
-            certifier = prepare(
-                request.method, checkpoint, device, options_of(request.method, {**request.options, "batch_size": batch})
-            )
+            given = options_of(request.method, {**request.options, "batch_size": batch})
+            certifier = prepare(request.method, checkpoint, device, given)
         except NoBoundError:
             if request.method != "lipschitz":
                 raise
@@ -148,7 +146,7 @@ def _certifier(checkpoint: Checkpoint, asked: Asked, sink: Sink) -> Any:
 
 
 def _right(checkpoint: Checkpoint, images: Any, device: Any, batch: int) -> list[bool]:
-    """Which images have the label as their top logit: all that is left to check where there is no bound."""
+    """Return whether each image has its label as top logit: the one thing to check where there is no bound."""
     import torch
 
     from certcli.models.build import load_double

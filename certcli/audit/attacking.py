@@ -1,0 +1,219 @@
+"""Attacks of an audit: within l2 balls, and within patches. Each takes the first n images that its time allows."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from certcli.attack.campaign import stages_of
+from certcli.attack.patch import Target, attack_patches
+from certcli.attack.run import Attacked as AttackedImage
+from certcli.attack.run import attack_images
+from certcli.attack.settings import AttackSettings
+from certcli.attack.summary import curve
+from certcli.audit.clock import OutOfTime, StageTime
+from certcli.audit.findings import Findings
+from certcli.audit.judging import BF16_GAIN, CAREFUL, dataset_of, first, own
+from certcli.audit.shared_stages import together
+from certcli.evaluation.radii import radius_key
+from certcli.evaluation.sizes import Patch
+from certcli.evaluation.threat import growing
+from certcli.images.labelled import Images, sent
+from certcli.models.build import PixelModel
+from certcli.report.document import AttackShares, PatchAttack, Share
+from certcli.system.processes import ALONE, Team
+
+EXHIBITS = 6
+"""Fooled images that are kept to be looked at."""
+BATCH_SHARE = 0.2
+"""Share of an attack's time that one batch may take: image by image a network computes several times more slowly."""
+LATER = 0.25
+"""What a further radius costs beside the first, for a first guess: most images fall after a few steps."""
+PASSES_A_STEP = 3
+"""A gradient costs about three forward passes."""
+STEPS = {"fgsm": 1, "pgd": 20, "eot-pgd": 200, "saga": 20, "margin-pgd": 40, "deepfool": 500, "cw": 900}
+"""Gradient steps of an attack by default, for a first guess; other attacks take 1,000."""
+
+
+PATCHED = 50
+"""Images at most that are attacked by patches."""
+
+
+class Attacking:
+    """The attacks in turn at ascending radii, image after image; `go` continues where the last call ended.
+
+    most: images at a time at most; fewer where a batch would take more than BATCH_SHARE of `seconds`. image_seconds: of a
+    forward pass in float32.
+    """
+
+    def __init__(
+        self,
+        model: PixelModel,
+        images: Images,
+        names: Sequence[str],
+        radii: Sequence[float],
+        settings: AttackSettings,
+        classes: int,
+        most: int,
+        image_seconds: float,
+        seconds: float,
+        team: Team = ALONE,
+    ) -> None:
+        (stage,) = stages_of(names, None, "l2", radii, settings)
+        (self.stage,) = (stage.with_draws(settings.seed, classes, settings.precision),)
+        self.model, self.images, self.radii, self.settings, self.team = model, images, radii, settings, team
+        steps = sum(entry.settings.steps or STEPS.get(entry.attack, 1000) for entry in self.stage.plan)
+        passes = PASSES_A_STEP * steps * settings.restarts * (1 + LATER * (len(radii) - 1))
+        each = max(1e-9, image_seconds * passes / (BF16_GAIN if settings.precision == "bf16" else 1.0))
+        self.size = max(1, min(most, int(BATCH_SHARE * seconds / each), -(-len(images) // team.size)))
+        self.records: list[AttackedImage] = []
+        self._shown: list[tuple[int, AttackedImage]] = []  # with the process that has its pixels
+        self.longest, self.seconds = 0.0, 0.0
+
+    @property
+    def count(self) -> int:
+        """Images that were attacked at every radius; from the records alone, which grow in one piece."""
+        return len(self.records) // len(self.radii)
+
+    @property
+    def rest(self) -> int:
+        """Images that are left."""
+        return len(self.images) - self.count
+
+    def go(self, part: StageTime) -> None:
+        """Further images until the time is over; a batch that was broken off is not counted."""
+        broken = False
+        while self.rest and not broken:
+            if not self.team.agree(lambda: part.left >= CAREFUL * self.longest or not self.count):
+                break
+            broken = self._batches(part)
+
+    def _batches(self, part: StageTime) -> bool:
+        """A batch for each process; whether one of them was broken off."""
+        began = time.perf_counter()
+        mine: list[AttackedImage] = []
+
+        def find() -> list[AttackedImage]:
+            positions = own(self.team, self.images, self.count, self.size)
+            if not positions:
+                return []
+            pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
+            batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
+            plan, threats = self.stage.plan, growing("l2", self.radii)
+            mine.extend(attack_images(self.model, batch, plan, threats, self.settings, keep_images=True))
+            return mine
+
+        def pack(rows: list[AttackedImage]) -> list[dict[str, Any]]:
+            return [row.to_json() for row in rows]
+
+        def unpack(rows: list[dict[str, Any]]) -> list[AttackedImage]:
+            return [AttackedImage.from_json(row) for row in rows]
+
+        found, broken = together(self.team, part, find, pack, unpack)
+        for rank, rows in enumerate(found):
+            self.records += [replace(row, image=None, adversarial=None) for row in rows]
+            for number, row in enumerate(rows):
+                known = any(other.index == row.index for _, other in self._shown)
+                if row.fell and len(self._shown) < EXHIBITS and not known:
+                    self._shown.append((rank, mine[number] if rank == self.team.rank else row))
+        took = time.perf_counter() - began
+        if found:
+            self.longest, self.seconds = max(self.longest, took), self.seconds + took
+        return broken
+
+    def exhibits(self) -> list[AttackedImage]:
+        """A few fooled images with their pixels, which come from the process that attacked them. All processes call it."""
+        if not self.team.several:
+            return [row for _, row in self._shown]
+        found = []
+        for rank, row in self._shown:
+            pictures = [row.image, row.adversarial]
+            if rank != self.team.rank:
+                pictures = [torch.empty(self.model.input_size) for _ in pictures]
+            for picture in pictures:
+                assert picture is not None
+                self.team.spread(picture, rank)
+            found.append(replace(row, image=pictures[0], adversarial=pictures[1]))
+        return found
+
+    @property
+    def shares(self) -> AttackShares | None:
+        """The shares so far; None when not one batch was finished."""
+        if not self.records:
+            return None
+        summaries = curve(self.records)
+        clean = sum(row.correct for row in self.records if row.epsilon == summaries[0].epsilon)
+        left = {
+            radius_key(s.epsilon): sum(r.withstood for r in self.records if r.epsilon == s.epsilon) for s in summaries
+        }
+        return AttackShares(
+            attacks=[entry.label for entry in self.stage.plan],
+            norm="l2",
+            dataset=dataset_of(first(self.images, self.count)),
+            clean=Share.of(clean, self.count),
+            robust={name: Share.of(hits, self.count) for name, hits in left.items()},
+            fooled={name: clean - hits for name, hits in left.items()},
+            median_norm=summaries[-1].median_norm,
+            settings={**asdict(self.settings), "batch_size": self.size},
+            seconds=round(self.seconds, 2),
+        )
+
+    def write_down(self, findings: Findings) -> None:
+        """Add shares, records, and what did not fit into the time."""
+        findings.attack = self.shares
+        if findings.attack is None:
+            findings.skip("attack", "no batch of images was finished in its time", True)
+            return
+        if self.rest:
+            why = f"{self.count} of {len(self.images)} images fitted into {self.seconds:.0f} s"
+            findings.skip("attack, further images", why, True)
+        for row in self.records:
+            kept = findings.row(row.index, row.label)
+            kept.setdefault("withstood", {})[radius_key(row.epsilon)] = row.withstood
+            if row.fell and "norm" not in kept:
+                kept |= {"adversarial_prediction": row.adversarial_prediction, "norm": row.norm}
+
+
+def attack_by_patch(
+    model: PixelModel, images: Images, patch: Patch, settings: AttackSettings, part: StageTime
+) -> tuple[PatchAttack | None, tuple[Tensor, Tensor] | None]:
+    """Search a patch for image after image until the time is over.
+
+    Returns:
+        What the network itself, without masks, withstood, None where no image was finished; the first fooled image, without
+        and with its patch.
+    """
+    device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def classify(pixels: Tensor) -> list[int | None]:
+        found: list[int | None] = model(pixels).argmax(1).tolist()
+        return found
+
+    target = Target(lambda corner: model, classify)
+    rows, pair, longest = [], None, 0.0
+    try:
+        with part.ended():
+            for position in range(min(PATCHED, len(images))):
+                if part.left < CAREFUL * longest:
+                    break
+                began = time.perf_counter()
+                pixels, index = images.fetch([position]), int(images.indices[position])
+                label = int(images.labels[position])
+                rows += attack_patches(target, [index], sent(pixels, device), [label], patch, settings)
+                longest = max(longest, time.perf_counter() - began)
+                if pair is None and rows[-1].adversarial is not None:
+                    pair = pixels[0], rows[-1].adversarial
+    except OutOfTime:
+        pass
+    if not rows:
+        return None, None
+    withstood, correct = (
+        sum(values) for values in zip(*((row.withstood, row.prediction == row.label) for row in rows))
+    )
+    shares = {"clean": Share.of(correct, len(rows)), "robust": Share.of(withstood, len(rows))}
+    dataset, seconds = dataset_of(first(images, len(rows))), round(part.spent, 2)
+    return PatchAttack(patch=str(patch), dataset=dataset, seconds=seconds, **shares), pair

@@ -1,0 +1,57 @@
+"""What the stages of an audit found so far."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from certcli.report.document import (
+    AttackShares,
+    CertifiedShares,
+    Dataset,
+    GlobalBound,
+    ImageRow,
+    PatchAttack,
+    PatchShares,
+    Share,
+    Skipped,
+    Slope,
+)
+
+
+@dataclass
+class Findings:
+    """Measured and proven results. A stage that was not done leaves None, and a line in `skipped`.
+
+    exhibits: fooled images with their pixels. sample: the first image. patched_pair: an image without and with a patch.
+    failing: why the figures say little about the network, so that the other stages are not worth their time.
+    """
+
+    parameters: int = 0
+    changed: bool = False
+    bound: GlobalBound | None = None
+    slope: Slope | None = None
+    attention_weight: float | None = None
+    dataset: Dataset | None = None
+    clean: Share | None = None
+    certificates: list[CertifiedShares] = field(default_factory=list)
+    attack: AttackShares | None = None
+    patched: PatchShares | None = None
+    patch_attack: PatchAttack | None = None
+    skipped: list[Skipped] = field(default_factory=list)
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+    exhibits: list[Any] = field(default_factory=list)
+    sample: Any = None
+    patched_pair: tuple[Any, Any] | None = None
+    precision: str = "float32"
+    failing: str | None = None
+    doubts: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+
+    def skip(self, stage: str, why: str, for_time: bool = False) -> None:
+        self.skipped.append(Skipped(stage=stage, why=why, for_time=for_time))
+
+    def row(self, index: int, label: int) -> dict[str, Any]:
+        """Return the row of an image, which stages extend."""
+        return self.rows.setdefault(index, {"index": index, "label": label})
+
+    def records(self) -> list[ImageRow]:
+        return [ImageRow(**row) for _, row in sorted(self.rows.items())]

@@ -1,0 +1,94 @@
+"""The answer for everyone: one sentence, the size of the change that it speaks of, and a published network beside it."""
+
+import math
+from collections.abc import Sequence
+
+from certcli.audit.findings import Findings
+from certcli.audit.plan import Plan
+from certcli.audit.words import best_proof, every_change, part
+from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
+from certcli.report.published import nearest
+
+INVISIBLE = 1.0
+"""Grey levels of 255, root mean square over all pixel values, below which a change is one that nobody sees: less than the
+smallest step of an 8-bit image."""
+
+
+def headline(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
+    """Return the answer in one sentence. size: (channels, height, width) of an image."""
+    if findings.failing is not None:
+        return f"Nothing can be said about robustness yet: {findings.failing}."
+    if findings.dataset is None:
+        return "No images were judged: nothing is known of accuracy, certificates or attacks."
+    if findings.clean is None:
+        return "The time was too short to judge one image."
+    proof = best_proof(findings, plan)
+    least = radius_key(plan.least)
+    parts = [_attacked(findings, size), *_others(findings)]
+    if proof is not None:
+        kept = proof.certified[least]
+        parts.insert(
+            0, f"proven: {part(kept.hits, kept.images, 'images')} keep their class under {every_change(least)}"
+        )
+    elif findings.patched is None or not any(kept.hits for kept in findings.patched.certified.values()):
+        known = findings.bound is not None or any(found.failure == 0 for found in findings.certificates)
+        nothing = "nothing useful was proven about it as it is"
+        parts.insert(1, nothing if known else "the time was too short to prove anything about it")
+    text = "; ".join(filter(None, parts))
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _attacked(findings: Findings, size: Sequence[int]) -> str:
+    """Return what attacks found at the largest radius that nobody sees, else at the largest one."""
+    attack = findings.attack
+    if attack is None or not attack.clean.hits:
+        return "it was not attacked"
+    unseen = [at for at in attack.fooled if float(at) > 0 and grey_levels(float(at), size) < INVISIBLE]
+    at = (unseen or list(attack.fooled))[-1]
+    fooled, correct, names = attack.fooled[at], attack.clean.hits, ", ".join(name.upper() for name in attack.attacks)
+    where = f"at l2 {attacked_radius(at)}"
+    if not fooled:
+        return f"{names} fooled none of {correct} correct images {where}, which proves nothing"
+    seen = (
+        "changes nobody sees" if unseen else f"changes of {grey_levels(float(at), size):.2g} grey levels a pixel value"
+    )
+    return f"this network can be fooled by {seen}: {part(fooled, correct)} {where}"
+
+
+def _others(findings: Findings) -> list[str]:
+    """Return what holds about other classifiers than the network itself: with noise, and behind masks."""
+    parts = []
+    if findings.patched is not None:
+        parts += [
+            f"behind masks, no {size.replace('x', ' x ')} patch changes the class of {part(kept.hits, kept.images, 'images')}"
+            for size, kept in findings.patched.certified.items()
+            if kept.hits
+        ]
+    for found in findings.certificates:
+        if found.failure > 0:
+            at = max(found.certified, key=float)
+            kept = part(found.certified[at].hits, found.certified[at].images, "images")
+            sure = confidence(found.failure, 100)
+            parts.append(
+                f"with noise, {kept} keep their class at l2 {proven_radius(at)}, each with probability {sure} %"
+            )
+    return parts
+
+
+def grey_levels(radius: float, size: Sequence[int]) -> float:
+    """Return the change of each pixel value, of 255 levels, that has this l2 length over all of them."""
+    return 255 * radius / math.sqrt(math.prod(size))
+
+
+def scale(plan: Plan, size: Sequence[int]) -> str:
+    """Return how large the radii are."""
+    radii = [radius for radius in plan.certified_radii if radius > 0] or [plan.least]
+    levels = " and ".join(f"l2 {radius:g} is {grey_levels(radius, size):.2g}" for radius in radii)
+    pixels = " x ".join(str(side) for side in size)
+    return f"How large is that? Spread over all {pixels} pixel values, {levels} of 255 grey levels each."
+
+
+def reference(size: Sequence[int]) -> str:
+    """Return the same figures of a network that is known; empty where none sees images of such a size."""
+    known = nearest(size)
+    return "" if known is None else f"For comparison, {known.sentence}"

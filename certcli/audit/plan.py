@@ -1,0 +1,109 @@
+"""What an audit is to do: one value for the stages, the words and the command that repeats it."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from certcli.audit.gates import FailOn
+from certcli.evaluation.radii import radius_key
+from certcli.evaluation.records import require_radii
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Options of an audit.
+
+    Args:
+        radii: pixel l2, ascending, at which images are certified and attacked; gates add theirs.
+        sigma: of smoothing; None takes the smallest radius above 0, or what the gates need.
+        methods: of certificates; none takes those that suit the network.
+        patches: sizes as --patch spells them; none takes 2 % of a photograph, where no proof of the network is useful.
+        precision: of smoothing and of the attacks' own passes; "auto" takes bf16 for large networks where the machine
+            multiplies matrices in it, else float32.
+        budget: wall seconds. limit: images at most, as it was typed.
+    """
+
+    radii: tuple[float, ...] = (0.12, 0.5)
+    sigma: float | None = None
+    attacks: tuple[str, ...] = ("pgd",)
+    methods: tuple[str, ...] = ()
+    patches: tuple[str, ...] = ()
+    seed: int = 0
+    batch_size: int = 128
+    precision: str = AUTO
+    gates: tuple[FailOn, ...] = ()
+    budget: float = 120.0
+    limit: int | None = None
+
+    def _at_gates(self, *quantities: str) -> list[float]:
+        return [gate.radius for gate in self.gates if gate.radius is not None and gate.quantity in quantities]
+
+    @property
+    def certified_radii(self) -> tuple[float, ...]:
+        return require_radii([*self.radii, *self._at_gates("certified", "proven")])
+
+    @property
+    def attacked_radii(self) -> tuple[float, ...]:
+        return require_radii([*self.radii, *self._at_gates("robust")])
+
+    @property
+    def tried_patches(self) -> list[str]:
+        return [*self.patches, *(gate.patch for gate in self.gates if gate.patch is not None)]
+
+    @property
+    def least(self) -> float:
+        """The smallest radius above 0, which the answer speaks of first."""
+        return next((radius for radius in self.certified_radii if radius > 0), 0.12)
+
+    @property
+    def reach(self) -> float:
+        """The largest radius that smoothing must reach."""
+        return max(self._at_gates("certified"), default=self.least)
+
+    def tries(self, method: str) -> bool:
+        return not self.methods or method in self.methods
+
+
+@dataclass(frozen=True)
+class Typed:
+    """The words that name the network and its images. hints: further words that reading the network needs."""
+
+    source: str
+    hints: Sequence[str] = ()
+    dataset: str | None = None
+    data_dir: str | None = None
+    split: str | None = None
+
+    @property
+    def network(self) -> list[str]:
+        return [self.source, *self.hints]
+
+    def images(self, judged: bool = True) -> list[str]:
+        """judged: for a command that judges a network, which knows splits."""
+        found = [] if self.dataset is None else ["--dataset", self.dataset]
+        found += [] if self.data_dir is None else ["--data-dir", self.data_dir]
+        return found + (["--split", self.split] if self.split is not None and judged else [])
+
+    def travelling(self) -> "Typed":
+        """Return the words for documents that others read: paths without their folders."""
+
+        def shown(typed: str) -> str:
+            return Path(typed).resolve().name if Path(typed).exists() else typed
+
+        dataset, folder = (None if name is None else shown(name) for name in (self.dataset, self.data_dir))
+        return replace(self, source=shown(self.source), dataset=dataset, data_dir=folder)
+
+
+def reproduce(plan: Plan, precision: str, typed: Typed) -> str:
+    """Return the command that repeats the audit, in the precision it ran in. How many images fit depends on the machine."""
+    words = ["certvit", "audit", *typed.network, *typed.images()]
+    options = [("-e", [radius_key(radius) for radius in plan.radii]), ("-a", plan.attacks), ("--method", plan.methods)]
+    options += [("--patch", plan.patches), ("--sigma", [] if plan.sigma is None else [f"{plan.sigma:g}"])]
+    options += [("--limit", [] if plan.limit is None else [str(plan.limit)]), ("--seed", [str(plan.seed)])]
+    options += [("--time-budget", [f"{plan.budget:g}s"])]
+    options += [("--precision", [precision] if precision != "float32" or plan.precision != AUTO else [])]
+    options += [("--fail-on", [gate.text for gate in plan.gates])]
+    return shlex.join([*words, *(word for option, values in options for value in values for word in (option, value))])

@@ -1,0 +1,252 @@
+"""Stages of an audit that need labelled images: which certificates suit this network, attacks, and time left over."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from certcli.attack.settings import AttackSettings
+from certcli.audit import judging
+from certcli.audit.attacking import Attacking, attack_by_patch
+from certcli.audit.clock import Clock
+from certcli.audit.findings import Findings
+from certcli.audit.plan import Plan
+from certcli.audit.shared_stages import together
+from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.choice import USEFUL
+from certcli.certify.lipschitz import LipschitzCertifier
+from certcli.certify.local import LocalCertifier
+from certcli.certify.local_options import Local
+from certcli.certify.patch.certifier import defended
+from certcli.certify.patch.options import Patches
+from certcli.certify.smoothing.functions import Classifier
+from certcli.certify.smoothing.method import SmoothingCertifier
+from certcli.certify.smoothing.options import Smoothing
+from certcli.checkpoint.file import Checkpoint
+from certcli.images.labelled import Images
+from certcli.lipschitz.bound import Bound
+from certcli.lipschitz.network import NetworkBound
+from certcli.lipschitz.numerics.real import INF
+from certcli.models import build
+from certcli.system.errors import ArchitectureError, DataError, NoBoundError, UsageError
+
+HOPELESS = 6.0
+"""log10 of radius times bound from which on no certificate is tried: it needs logits a million apart."""
+LOCAL_PIXELS, LOCAL_PARAMETERS = 1024, 500_000
+"""Networks that local certificates are tried on: beyond, one image takes minutes."""
+DRAWS_FIRST, DRAWS = 16, 256
+"""Of smoothing: draws that choose the class, and at most that bound its probability. A sure image takes 80 in all."""
+FARTHEST = 1.5
+"""Radius of a gate over sigma: with so few draws more images were certified at it than at 1 or 1.9 (validation digits)."""
+NOISY = 64
+"""Noisy images at a time on a CPU: four images' first draws."""
+PATCH = "2%"
+"""The patch that is tried where none is named: a sticker."""
+PHOTOGRAPH = 64
+"""Pixels a side from which on an image is a photograph, which a sticker is tried on."""
+PATCHED_AT_ONCE = 4
+"""Images that share batches of masked passes: few, since one batch of images must fit into the time."""
+
+Proven = tuple[build.PixelModel, NetworkBound]
+"""The network in float64, and its bound."""
+
+
+@dataclass
+class Stages:
+    """image_seconds: of a forward pass in float32."""
+
+    checkpoint: Checkpoint
+    model: build.PixelModel
+    images: Images
+    plan: Plan
+    device: torch.device
+    clock: Clock
+    findings: Findings
+    tell: Callable[[str], None]
+    image_seconds: float
+    begun: list[judging.Certifying] = field(default_factory=list)
+    attacking: Attacking | None = None
+
+    def run(self, proven: Proven | None) -> None:
+        """Certify and attack; proven: None where there is no bound."""
+        plan, skip = self.plan, self.findings.skip
+        for method in ("lipschitz", "local", "smoothing"):
+            if not plan.tries(method):
+                skip(method, "not among the --method named")
+        useful = plan.tries("lipschitz") and self.lipschitz(proven)
+        if useful and not plan.methods:
+            for method in ("local", "smoothing"):
+                skip(method, "the proof of the whole network certifies more than a tenth of what is correct")
+        elif plan.tries("local"):
+            self.local()
+        self.attack()
+        if plan.tried_patches or not useful:
+            self.patch()
+        if plan.tries("smoothing") and (plan.methods or not useful):
+            self.smoothing()
+        self.finish()
+
+    def lipschitz(self, proven: Proven | None) -> bool:
+        """Certify by the bound, where some logits could reach it; return whether it certifies enough."""
+        refusal = self.clock.team.agree(lambda: self._refusal(proven))
+        if refusal is not None:
+            self.findings.skip("lipschitz", refusal)
+            return False
+        self.tell("certificates of the bound")
+        try:
+            certifier = LipschitzCertifier(*self._for_all(proven))
+        except NoBoundError as failure:
+            self.findings.skip("lipschitz", failure.message)
+            return False
+        rows = self._certify(certifier, 0.3, self.plan.certified_radii)
+        held = sum(row.holds_at(self.plan.least) for row in rows)
+        return held > USEFUL * sum(row.correct for row in rows)
+
+    def _refusal(self, proven: Proven | None) -> str | None:
+        """Return why no certificate of the bound is tried."""
+        bound, least = self.findings.bound, self.plan.least
+        if proven is None or bound is None:
+            return "there is no bound yet"
+        if proven[1].pairs is None:
+            return f"no finite bound: {proven[1].bound.why}"
+        need = -1.0 if bound.log10_upper is None else bound.log10_upper + math.log10(least)
+        if need > HOPELESS and "lipschitz" not in self.plan.methods:
+            return f"a certificate at {least:g} would need logits 10^{need:.0f} apart"
+        return None
+
+    def _for_all(self, proven: Proven | None) -> Proven:
+        """Return the leader's proof in every process."""
+        if proven is None:
+            nothing = Bound("", type(self.model).__name__, INF, "unbounded", "another process proved it")
+            classes = self.checkpoint.record.classes
+            pairs = torch.empty(classes, classes, dtype=torch.float64)
+            proven = build.converted(self.model, torch.float64), NetworkBound(nothing, pairs, (), ())
+        assert proven[1].pairs is not None
+        if self.clock.team.several:
+            self.clock.team.spread(proven[1].pairs, 0)
+        return proven
+
+    def local(self) -> None:
+        """Certify image by image a small network as it is, at the radii of the plan."""
+        pixels = self.images.fetch([0])[0].numel()
+        large = pixels > LOCAL_PIXELS or self.findings.parameters > LOCAL_PARAMETERS
+        if large and "local" not in self.plan.methods:
+            self.findings.skip("local", "only for small networks: one image would take minutes or more")
+            return
+        self.tell("local certificates")
+        part = self.clock.part(0.3)
+        at = [radius for radius in self.plan.certified_radii if radius > 0]
+        ready: list[Certifier] = []
+
+        def make() -> bool:
+            double = build.converted(self.model, torch.float64)
+            ready.append(LocalCertifier(double, self.model.input_size, Local(at=at)))
+            return True
+
+        try:
+            _, broken = together(self.clock.team, part, make)
+        except (NoBoundError, ArchitectureError) as failure:
+            self.findings.skip("local", failure.message)
+            return
+        if broken:
+            self.findings.skip("local", f"not made ready in {part}", True)
+            return
+        self._certify(ready[0], 0.3, self.plan.certified_radii)
+
+    def smoothing(self) -> None:
+        """Certify the smoothed network in the time that is left."""
+        plan, precision, reach = self.plan, self.findings.precision, self.plan.reach
+        sigma = plan.sigma if plan.sigma is not None else max(plan.least, reach / FARTHEST)
+        radii = [radius for radius in plan.certified_radii if 0 < radius <= reach]
+        size = plan.batch_size if self.device.type == "cuda" else min(plan.batch_size, NOISY)
+        self.tell("smoothing")
+        try:
+            options = Smoothing(
+                sigma, DRAWS_FIRST, DRAWS, enough=reach, decide=radii == [reach],
+                precision=precision, seed=plan.seed, batch_size=size,
+            )  # fmt: skip
+            classify = Classifier(self.model, precision)
+            certifier = SmoothingCertifier(classify, self.checkpoint.record.classes, options, self.device)
+        except UsageError as refusal:
+            self.findings.skip("smoothing", refusal.message)
+            return
+        each = self.image_seconds / (judging.BF16_GAIN if precision == "bf16" else 1.0)
+        expected = each * (DRAWS_FIRST + DRAWS) * (certifier.at_once or 1)
+        self._certify(certifier, 1.0, radii, f"the network smoothed by noise of sigma {sigma:g}", expected)
+
+    def patch(self) -> None:
+        """Certify the network behind masks against patches, then search a patch that fools it without masks."""
+        plan, size = self.plan, self.checkpoint.record.input.size
+        named = bool(plan.tried_patches) or "patch" in plan.methods
+        if not named and (plan.methods or min(size[1:]) < PHOTOGRAPH):
+            return
+        self.tell("certificates against patches")
+        try:
+            certifier = defended(self.model, Patches(plan.tried_patches or [PATCH]))
+        except UsageError as refusal:
+            self.findings.skip("patch", refusal.message)
+            return
+        certifier.at_once = PATCHED_AT_ONCE
+        self._certify(certifier, 0.4, (), "the network behind masks")
+        self.tell("attacks by patches")
+        if self.clock.team.several:
+            self.findings.skip("attack by patches", "only in one process")
+            return
+        part, settings = self.clock.part(0.15), AttackSettings(seed=plan.seed)
+        findings, (first, *_) = self.findings, certifier.patches
+        findings.patch_attack, findings.patched_pair = attack_by_patch(self.model, self.images, first, settings, part)
+        if findings.patch_attack is None:
+            findings.skip("attack by patches", f"no image was finished in {part}", True)
+
+    def _certify(
+        self,
+        certifier: Certifier,
+        share: float,
+        radii: Sequence[float],
+        about: str = "the network itself",
+        expected: float = 0.0,
+    ) -> list[Certificate]:
+        """Certify images for this share of the time left; expected: seconds of a batch."""
+        part = self.clock.part(share)
+        size, team = self.plan.batch_size, self.clock.team
+        stage = judging.Certifying(certifier, self.images, size, radii, about, expected, team)
+        try:
+            stage.go(part)
+        except (NoBoundError, DataError, UsageError) as failure:
+            self.findings.skip(certifier.method, failure.message)
+            return []
+        self.begun.append(stage)
+        return stage.rows
+
+    def attack(self) -> None:
+        """Attack in turn, radii ascending, for 0.4 of the time left; `finish` continues."""
+        plan = self.plan
+        if not plan.attacked_radii:
+            self.findings.skip("attack", "no radius to attack at")
+            return
+        self.tell("attacks")
+        part = self.clock.part(0.4)
+        settings = AttackSettings(seed=plan.seed, precision=self.findings.precision)
+        self.attacking = Attacking(
+            self.model, self.images, plan.attacks, plan.attacked_radii, settings, self.checkpoint.record.classes,
+            plan.batch_size, self.image_seconds, part.seconds, self.clock.team,
+        )  # fmt: skip
+        self.attacking.go(part)
+
+    def finish(self) -> None:
+        """Give time left over to further images, first of the attacks; then write everything down."""
+        if self.attacking is not None and self.attacking.rest:
+            self.tell("attacks, further images")
+            self.attacking.go(self.clock.part(1.0))
+        for stage in self.begun:
+            if stage.rest and stage.certifier.method != "smoothing":  # smoothing had all time left
+                self.tell(f"{stage.certifier.method} certificates, further images")
+                stage.go(self.clock.part(1.0))
+        self.findings.exhibits = [] if self.attacking is None else self.attacking.exhibits()
+        if not self.clock.team.leads:
+            return
+        for stage in self.begun:
+            stage.write_down(self.findings)
+        if self.attacking is not None:
+            self.attacking.write_down(self.findings)

@@ -1,0 +1,98 @@
+"""certvit doctor: whether the packages on this machine fit together, and what the machine has."""
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from certcli.cli.shared.command import command
+from certcli.cli.shared.groups import Talk
+from certcli.cli.shared.output import Gate
+from certcli.system.errors import GateError
+
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the report. broken: something of the user's fails because of it; remark: why, and what to type."""
+
+    part: str
+    found: str
+    remark: str = ""
+    broken: bool = False
+
+
+@command("certvit doctor", "certvit doctor --json", page="exit-codes.md")
+def doctor(talk: Talk = Talk()) -> None:
+    """Check that the installed packages fit together, and say what this machine has; exit 7 where something is broken."""
+    sink, gate = talk.sink(), Gate()
+    findings = [
+        Finding("certvit", _version("certvit")),
+        Finding("Python", platform.python_version()),
+        Finding("torch", _version("torch")),
+        _torchvision(),
+        Finding("timm", _version("timm")),
+        *_torchattacks(),
+        *_machine(),
+    ]
+    for finding in findings:
+        gate.demand(not finding.broken, GateError(f"{finding.part} {finding.found}: broken", finding.remark))
+    sink.document({"parts": [asdict(finding) for finding in findings]}, gate)
+    sink.table("This installation", ("part", "found"), [(finding.part, finding.found) for finding in findings])
+    for finding in findings:
+        if finding.remark and not finding.broken:
+            sink.text(f"{finding.part}: {finding.remark}")
+    gate.enforce()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _torchvision() -> Finding:
+    """Import timm as a program without certvit does: in a process of its own."""
+    found = _version("torchvision")
+    done = subprocess.run([sys.executable, "-c", "import timm"], capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return Finding("torchvision", found)
+    reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    remark = f"`import timm` fails outside certvit ({reason[:120]})"
+    if "torchvision::" in reason:
+        public = found.partition("+")[0]
+        remark += (
+            "; certvit itself works. This torchvision was built for another torch; take both from one index: "
+            f"pip install --force-reinstall --no-deps torchvision=={public} --index-url {CPU_WHEELS}"
+        )
+    return Finding("torchvision", found, remark, broken=True)
+
+
+def _torchattacks() -> list[Finding]:
+    found, requests = _version("torchattacks"), _version("requests")
+    if found == "missing":
+        return [Finding("torchattacks", found, "deepfool and torchattacks:NAME are refused; everything else works")]
+    pinned = "torchattacks asks for 2.25 and never imports it: pip install --upgrade requests breaks nothing"
+    return [
+        Finding("torchattacks", found),
+        Finding("requests", requests, pinned if requests.startswith("2.25") else ""),
+    ]
+
+
+def _machine() -> list[Finding]:
+    import torch
+
+    from certcli.system.memory import free_bytes
+
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        names.append("mps")
+    return [
+        Finding("GPU", ", ".join(names) or "none"),
+        Finding("cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())),
+        Finding("free memory", f"{free_bytes() / 1e9:.1f} GB"),
+    ]

@@ -1,0 +1,69 @@
+"""Tensors become the weights of a network, all of them and no others."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from certcli.checkpoint import mapped
+from certcli.checkpoint.file import FLOATS, INTEGERS
+from certcli.system.errors import ArchitectureError
+
+
+def load_weights(
+    net: nn.Module, tensors: Mapping[str, Tensor], *, own: bool = False, dtype: torch.dtype | None = None
+) -> None:
+    """Set the weights of `net` to exactly these tensors; ArchitectureError names those that do not fit.
+
+    Args:
+        own: Copy all tensors. Without it, the network shares those whose type need not change.
+    """
+    require_fitting(net, tensors)
+    # half precision is widened, and single beside double. This is exact: bound and forward pass use the same numbers
+    double = any(value.dtype == torch.float64 for value in tensors.values())
+    wide = dtype or (torch.float64 if double else torch.float32)
+    dtypes = {name: wide if value.is_floating_point() else value.dtype for name, value in tensors.items()}
+    copied = {name: value for name, value in tensors.items() if own or value.dtype != dtypes[name]}
+    net.load_state_dict({**tensors, **mapped.copies(copied, dtypes)}, strict=True, assign=True)
+
+
+def require_fitting(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ArchitectureError unless `net` has exactly these tensors."""
+    expected = net.state_dict()
+    missing = sorted(expected.keys() - tensors.keys())
+    surplus = sorted(tensors.keys() - expected.keys())
+    shapes = [
+        f"'{name}' is {tuple(tensors[name].shape)}, the architecture wants {tuple(expected[name].shape)}"
+        for name in sorted(expected.keys() & tensors.keys())
+        if tensors[name].shape != expected[name].shape
+    ]
+    problems = []
+    if missing:
+        problems.append(f"missing {_some(missing)}")
+    if surplus:
+        problems.append(f"unexpected {_some(surplus)}")
+    problems += [
+        f"'{name}' is {_kind(tensors[name])} where the architecture has {_kind(expected[name])} values"
+        for name in sorted(expected.keys() & tensors.keys())
+        if _kind(tensors[name]) != _kind(expected[name])
+    ][:3]
+    problems += shapes[:3] + ([f"and {len(shapes) - 3} more shapes"] if len(shapes) > 3 else [])
+    if problems:
+        raise ArchitectureError(
+            f"architecture and tensors disagree: {'; '.join(problems)}",
+            "name the architecture with --arch (and --arch-arg key=value), or put timm's config.json beside the file",
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    """Return the kind of a tensor's values; weights are floating, indices integer, masks boolean."""
+    if tensor.dtype in FLOATS:
+        return "floating"
+    if tensor.dtype == torch.bool:
+        return "boolean"
+    return "integer" if tensor.dtype in INTEGERS else str(tensor.dtype).removeprefix("torch.")
+
+
+def _some(names: list[str], count: int = 3) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:count])
+    return shown if len(names) <= count else f"{shown} and {len(names) - count} more"

@@ -1,0 +1,65 @@
+"""What changed between two audits, figure by figure: compared only at the same threat and on the same images."""
+
+from collections.abc import Iterator
+
+from certcli.report.document import Audit, Change
+from certcli.report.shares import ShareRow, share_rows
+
+COLUMNS = ["figure", "before", "after", "compared"]
+
+
+def changes(before: Audit, after: Audit) -> list[Change]:
+    """Return every figure that one of the two has, in the order of `after`. `alike` says whether they can be compared."""
+    return [*_bounds(before, after), *_shares(before, after)]
+
+
+def _bounds(before: Audit, after: Audit) -> Iterator[Change]:
+    old, new = ("not measured" if found.bound is None else found.bound.upper_text for found in (before, after))
+    same = before.network.input == after.network.input
+    why = "" if same else "inputs of other sizes"
+    yield Change(figure="Lipschitz bound", before=old, after=new, alike=same, why=why)
+    weights = [found.attention_weight for found in (before, after)]
+    if any(weight is not None for weight in weights):
+        old, new = ("not measured" if weight is None else f"{weight:.2g}" for weight in weights)
+        yield Change(figure="attention's weight", before=old, after=new, alike=same, why=why)
+
+
+def _shares(before: Audit, after: Audit) -> Iterator[Change]:
+    old = {_subject(row): row for row in share_rows(before)}
+    new = {_subject(row): row for row in share_rows(after)}
+    for subject in [*new, *(one for one in old if one not in new)]:
+        first, last = old.get(subject), new.get(subject)
+        why = _unlike(first, last) or _other_attack(before, after, first)
+        yield Change(figure=subject, before=_figure(first), after=_figure(last), alike=not why, why=why)
+
+
+def _subject(row: ShareRow) -> str:
+    """Return the figure's name, which holds its method and its threat."""
+    return f"{row.what} at {row.size}" if row.size else row.what
+
+
+def _figure(row: ShareRow | None) -> str:
+    return "not measured" if row is None else f"{row.percent} of {row.share.images} ({row.between})"
+
+
+def _unlike(first: ShareRow | None, last: ShareRow | None) -> str:
+    """Return why two shares cannot be compared, empty where they can."""
+    if first is None or last is None:
+        return "measured in one of the two audits only"
+    if first.dataset.digest == last.dataset.digest:
+        return ""
+    counts = f"{first.share.images} images before, {last.share.images} now"
+    return f"not the same images ({counts})" if first.share.images != last.share.images else "not the same images"
+
+
+def _other_attack(before: Audit, after: Audit, row: ShareRow | None) -> str:
+    """Return that an attack of the same name had other settings, which makes another threat."""
+    if row is None or row.kind != "robust_accuracy" or before.attack is None or after.attack is None:
+        return ""
+    old, new = ({**found.settings, "batch_size": 0} for found in (before.attack, after.attack))  # decided by the time
+    return "" if old == new else "attacks with other settings"
+
+
+def cells(change: Change) -> list[str]:
+    """Cells for COLUMNS."""
+    return [change.figure, change.before, change.after, "yes" if change.alike else f"no: {change.why}"]

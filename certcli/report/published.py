@@ -1,0 +1,78 @@
+"""Measured figures of networks that nobody defended: what an audit is compared with, and a table of docs/results.md."""
+
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+
+import msgspec
+from msgspec import Struct
+
+from certcli.evaluation.radii import attacked_radius, proven_radius
+
+ALIKE = 4.0
+"""How many times more pixel values another input may have to be compared with."""
+
+
+class Part(Struct, forbid_unknown_fields=True):
+    """hits of images at an l2 radius."""
+
+    radius: float
+    hits: int
+    images: int
+
+
+class Published(Struct, forbid_unknown_fields=True):
+    """A network as it is published, or trained without any defence.
+
+    fooled: by PGD, of the correct images. smoothed: that keep their class with noise. command: that measured it.
+    """
+
+    name: str
+    images: str
+    input: list[int]
+    log10_bound: float
+    fooled: Part
+    smoothed: Part | None
+    command: str
+
+    @property
+    def sentence(self) -> str:
+        """Return the figures in words."""
+        fell = self.fooled
+        told = f"{self.name} on {self.images}: {fell.hits} of {fell.images} correct images fooled at l2 "
+        told += f"{attacked_radius(fell.radius)}, global bound 10^{self.log10_bound:.0f}"
+        if (kept := self.smoothed) is not None:
+            told += f", with noise {kept.hits} of {kept.images} keep their class at l2 {proven_radius(kept.radius)}"
+        return f"{told} (docs/results.md)."
+
+
+def published() -> list[Published]:
+    """Return the networks of published.json, small inputs first."""
+    text = files("certcli.report").joinpath("published.json").read_bytes()
+    return msgspec.json.decode(text, type=list[Published])
+
+
+def nearest(size: Sequence[int]) -> Published | None:
+    """Return the network whose input has about as many pixel values, None where none is alike. size: (c, h, w)."""
+
+    def distance(known: Published) -> float:
+        return abs(math.log(math.prod(known.input) / math.prod(size)))
+
+    found = min(published(), key=distance)
+    return found if distance(found) <= math.log(ALIKE) and found.input[0] == size[0] else None
+
+
+def markdown() -> str:
+    """Return the table of docs/results.md."""
+    lines = ["| network | images | input | fooled by PGD | log10 bound | kept with noise | command |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for row in published():
+        smoothed = "-" if row.smoothed is None else _cell(row.smoothed)
+        size = " x ".join(map(str, row.input))
+        cells = [row.name, row.images, size, _cell(row.fooled), f"{row.log10_bound:g}", smoothed, f"`{row.command}`"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(part: Part) -> str:
+    return f"{part.hits} of {part.images} at {part.radius:g}"

@@ -1,0 +1,93 @@
+"""The shares of an audit, one row each: what every table, card and machine format shows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius
+from certcli.report.document import Audit, Dataset, Share
+
+FEW = 30
+"""Images below which a share never stands without its count and its interval."""
+MEASURED = "measured"
+
+
+@dataclass(frozen=True)
+class ShareRow:
+    """One share at one threat.
+
+    Args:
+        key: name in machine formats, "certified.smoothing@0.12". kind: of the metric, as model cards name it.
+        name, what: for a terminal, and for a page. size: radius or patch, rounded to what holds; empty for clean accuracy.
+        holds: "proven", "measured", or the promise of each certificate.
+    """
+
+    key: str
+    kind: str
+    name: str
+    what: str
+    size: str
+    share: Share
+    holds: str
+    dataset: Dataset
+
+    @property
+    def metric(self) -> str:
+        """Return the name on a model card, "certified accuracy, l2 0.5, lipschitz (proven), n = 200"."""
+        what = {"accuracy": "accuracy", "robust_accuracy": f"accuracy {self.what}"}.get(self.kind, "certified accuracy")
+        at = "" if not self.size else f", patch {self.size}" if "x" in self.size else f", l2 {self.size}"
+        how = f", {self.name.split()[0]} ({self.holds})" if self.kind == "certified_accuracy" else ""
+        few = f" (95 % interval {self.between})" if self.share.images < FEW else ""
+        return f"{what}{at}{how}, n = {self.share.images}{few}"
+
+    @property
+    def percent(self) -> str:
+        return f"{100 * self.share.share:.1f} %" if self.holds == MEASURED else proven_percent(self.share.share)
+
+    @property
+    def between(self) -> str:
+        low, high = self.share.interval
+        return f"{100 * low:.1f} to {100 * high:.1f}"
+
+    @property
+    def cells(self) -> list[str]:
+        """Cells for COLUMNS."""
+        return [self.what, self.size or "0", self.percent, self.between, str(self.share.images), self.holds]
+
+
+COLUMNS = ["share of the images", "radius or patch", "share", "95 % interval", "n", "holds"]
+NUMBERS = (1, 2, 3, 4)
+"""Columns that are set right."""
+
+
+def share_rows(audit: Audit) -> Iterator[ShareRow]:
+    """Clean accuracy, certificates, patches, attacks, in this order."""
+    if audit.clean is not None and audit.dataset is not None:
+        yield ShareRow("clean", "accuracy", "clean", "clean", "", audit.clean, MEASURED, audit.dataset)
+    for found in audit.certificates:
+        holds = "proven" if found.failure == 0 else found.promise
+        for radius, share in found.certified.items():
+            at, what = proven_radius(radius), f"certified, {found.method}"
+            key, name = f"certified.{found.method}@{radius}", f"{found.method} at {at}"
+            yield ShareRow(key, "certified_accuracy", name, what, at, share, holds, found.dataset)
+    if (behind := audit.patched) is not None:
+        for size, share in behind.certified.items():
+            key, name = f"patched.{behind.procedure}@{size}", f"{behind.procedure} against {size}"
+            what = f"no patch changes it, {behind.procedure}"
+            yield ShareRow(key, "certified_accuracy", name, what, size, share, "proven", behind.dataset)
+    if (attack := audit.attack) is not None:
+        for radius, share in attack.robust.items():
+            at = attacked_radius(radius)
+            key, what = f"robust@{radius}", f"after {', '.join(attack.attacks)}"
+            yield ShareRow(key, "robust_accuracy", f"attacked at {at}", what, at, share, MEASURED, attack.dataset)
+    if (tried := audit.patch_attack) is not None:
+        key, name, what = f"robust.patch@{tried.patch}", f"patched by {tried.patch}", "after patches, without masks"
+        yield ShareRow(key, "robust_accuracy", name, what, tried.patch, tried.robust, MEASURED, tried.dataset)
+
+
+def counted(share: Share, proven: bool = True) -> str:
+    """ "26 of 50 images (52 %, 95 % interval 37 to 66)"; few images without a percentage."""
+    low, high = share.interval
+    shown = proven_percent(share.share, 0) if proven else f"{100 * share.share:.0f} %"
+    between = f"95 % interval {100 * low:.0f} to {100 * high:.0f}"
+    inside = f"{shown}, {between}" if share.images >= FEW else f"{between} %"
+    return f"{share.hits} of {share.images} images ({inside})"

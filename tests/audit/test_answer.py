@@ -1,0 +1,178 @@
+"""The answer for everyone: what comes first, how few images are said, and what stops an audit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from timm.data.constants import IMAGENET_DEFAULT_MEAN
+
+from certcli.audit.exhibits import moved
+from certcli.audit.findings import Findings
+from certcli.audit.headline import grey_levels, headline, scale
+from certcli.audit.plan import Plan
+from certcli.evaluation.doubts import better_statistics
+from certcli.images.labelled import Images
+from certcli.models.build import PixelNormalize
+from certcli.report.compare import changes
+from certcli.report.document import AttackShares, Audit, CertifiedShares, Dataset, GlobalBound, Share, from_json
+from certcli.report.published import markdown, nearest, published
+from certcli.system.errors import DataError
+from tests.audit.conftest import QUICK
+from tests.helpers.commands import attempt, certvit, document
+
+ROOT = Path(__file__).parents[2]
+DATASET = Dataset(name="d", split="test", images=60, digest="0" * 64)
+BOUND = GlobalBound(
+    upper=1e19, upper_finite=True, log10_upper=19.0, upper_text="1e+19", why="", drivers="", blocks=[], seconds=0.0
+)
+SAME: dict[str, Any] = {"dataset": DATASET, "arithmetic": "", "title": "", "statement": "", "seconds": 0.0}
+
+
+def found(fooled: int, correct: int, failure: float = 0.0, kept: int = 0, **more: Any) -> Findings:
+    """Findings of an attack on `correct` images and of certificates for as many."""
+    left = {"0.12": Share.of(correct - fooled, correct)}
+    attack = AttackShares(
+        attacks=["pgd"], norm="l2", dataset=DATASET, clean=Share.of(correct, correct), robust=left,
+        fooled={"0.12": fooled}, median_norm=None, settings={}, seconds=0.0,
+    )  # fmt: skip
+    certified = CertifiedShares(
+        method="smoothing" if failure else "local", promise="", failure=failure, domain="", about="", average_radius=0.0,
+        clean=Share.of(correct, correct), certified={"0.12": Share.of(kept, correct)}, abstained=0.0,
+        parameters={"sigma": 0.12}, **SAME,
+    )  # fmt: skip
+    return Findings(
+        bound=BOUND, dataset=DATASET, clean=Share.of(correct, correct), attack=attack, certificates=[certified], **more
+    )
+
+
+LARGE, SMALL = (3, 224, 224), (1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("findings", "size", "said"),
+    [
+        (
+            found(42, 45),
+            LARGE,
+            ["fooled by changes nobody sees: 42 of 45", "nothing useful was proven about it as it is"],
+        ),
+        (found(42, 45), SMALL, ["changes of 3.8 grey levels a pixel value: 42 of 45"]),
+        (found(0, 45), LARGE, ["PGD fooled none of 45", "which proves nothing"]),
+        (found(3, 4), LARGE, ["3 of 4 correct images (95 % interval 19 to 99 %)"]),
+        (
+            found(9, 45, 0.001, 15),
+            LARGE,
+            ["with noise, 15 of 45 images keep their class at l2 0.12", "probability 99.9 %"],
+        ),
+        (
+            found(9, 45, 0.0, 30),
+            LARGE,
+            ["Proven: 30 of 45 images keep their class under every change of the pixels of l2"],
+        ),
+        (
+            found(9, 45, failing="the network is right on 1 of 45 images"),
+            LARGE,
+            ["Nothing can be said about robustness yet"],
+        ),
+        (Findings(), LARGE, ["No images were judged"]),
+        (Findings(dataset=DATASET), LARGE, ["too short to judge one image"]),
+    ],
+)
+def test_one_sentence_says_it(findings: Findings, size: tuple[int, int, int], said: list[str]) -> None:
+    sentence = headline(findings, Plan(radii=(0.12,)), size)
+    assert [words for words in said if words not in sentence] == []
+    assert sentence[:1].isupper()
+    assert sentence.endswith(".")
+
+
+def test_the_scale_is_the_length_of_the_change_that_is_shown() -> None:
+    for size in (LARGE, SMALL):
+        image = torch.rand(size, generator=torch.Generator().manual_seed(1))
+        change = (moved(image, 0.12) - image).double()
+        assert float(change.norm()) == pytest.approx(0.12, rel=1e-4)
+        assert float(change.abs().mean() * 255) == pytest.approx(grey_levels(0.12, size), rel=1e-4)
+        assert bool(((moved(image, 0.12) >= 0) & (moved(image, 0.12) <= 1)).all())
+    assert "l2 0.12 is 0.079 of 255 grey levels" in scale(Plan(radii=(0.12,)), LARGE)
+
+
+def test_published_figures_stand_in_the_docs() -> None:
+    assert markdown() in (ROOT / "docs" / "results.md").read_text()
+    for size in (LARGE, SMALL, (3, 32, 32)):
+        assert (known := nearest(size)) is not None
+        assert known.input == list(size)
+    assert nearest((3, 1024, 1024)) is None
+    assert all(row.fooled.hits <= row.fooled.images for row in published())
+
+
+def test_chance_level_comes_first_and_stops_the_rest(workshop: Path) -> None:
+    """A network with random weights: no attack, no certificate, and a gate that fails for this reason."""
+    words = ("audit", workshop / "init.safetensors", *QUICK, "--dataset", "digits", "--fail-on", "robust@0.05<0.1")
+    audit = document(*words, code=7)
+    assert audit["headline"].startswith("Nothing can be said about robustness yet: the network is right on")
+    assert audit["attack"] is None
+    assert audit["certificates"] == []
+    assert "about chance" in audit["gate"]["reasons"][0]
+
+
+def test_other_pixel_statistics_that_fit_better_are_named() -> None:
+    """A network that is right exactly with the means of ImageNet."""
+    pixels, labels = torch.rand(40, 3, 8, 8), torch.ones(40).long()
+    images = Images("made", "test", ("a", "b"), labels, torch.arange(40), lambda positions: pixels[list(positions)])
+    model = torch.nn.Module()
+    model.normalize = PixelNormalize((0.5,) * 3, (0.5,) * 3)
+
+    def classify(batch: torch.Tensor) -> torch.Tensor:
+        fits = float(model.normalize.mean[0]) == IMAGENET_DEFAULT_MEAN[0]
+        return torch.tensor([[0.0, 1.0]] if fits else [[1.0, 0.0]]).expand(len(batch), 2)
+
+    model.forward = classify
+    said = better_statistics(model, images, [False] * 40)
+    assert said is not None
+    assert "with ImageNet's pixel statistics it is right on 40 of 40 images" in said
+    assert float(model.normalize.mean[0]) == 0.5
+    assert better_statistics(model, images, [True] * 40) is None
+
+
+def test_two_audits_are_compared_where_they_are_alike(workshop: Path, folder: Path, tmp_path: Path) -> None:
+    words = ("audit", workshop / "certified.safetensors", *QUICK, "--compare", folder / "certified.json")
+    same = document(*words)["changes"]
+    assert {row["figure"] for row in same} >= {
+        "Lipschitz bound",
+        "clean",
+        "after fgsm at 0.3",
+        "certified, lipschitz at 0.3",
+    }
+    assert all(row["alike"] and row["before"] == row["after"] for row in same)
+    other = document(*words, "--limit", 12)["changes"]
+    assert {row["why"] for row in other if not row["alike"]} == {"not the same images (24 images before, 12 now)"}
+    assert "Changed since the earlier audit" in attempt(*words).stdout
+    for name, text in (("no.json", "{}"), ("not.json", "[")):
+        (tmp_path / name).write_text(text)
+        refused = attempt(*words[:-1], tmp_path / name)
+        assert isinstance(refused.exception, DataError)
+        assert "no document of an audit" in refused.exception.message
+
+
+def test_attacks_with_other_settings_are_not_compared(certified_audit: dict[str, Any]) -> None:
+    before = from_json(json.dumps(certified_audit))
+    assert before.attack is not None
+    attack = msgspec.structs.replace(before.attack, settings={**before.attack.settings, "seed": 1})
+    rows = changes(before, msgspec.structs.replace(before, attack=attack, clean=None))
+    assert {row.figure for row in rows if row.why == "attacks with other settings"} == {
+        "after fgsm at 0.05",
+        "after fgsm at 0.3",
+    }
+    assert [row.why for row in rows if row.figure == "clean"] == ["measured in one of the two audits only"]
+    assert all(row.alike for row in rows if row.figure.startswith("certified"))
+
+
+def test_a_document_names_date_machine_and_attention(folder: Path, certified_audit: dict[str, Any]) -> None:
+    audit: Audit = from_json(json.dumps(certified_audit))
+    assert audit.machine is not None
+    assert audit.machine.threads == torch.get_num_threads()
+    assert audit.attention_weight is not None
+    assert audit.date[:2] == "20"
+    assert certvit("log", folder / "certified.safetensors").exit_code == 0

@@ -1,0 +1,192 @@
+"""The formats of an audit: schemas, figures that agree with the document, and hostile names that stay text."""
+
+import csv
+import json
+import re
+import shlex
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from certcli.report import formats
+from certcli.report.document import Audit, from_json, written_schema
+from certcli.report.page import Figure, Gallery
+from tests.audit.conftest import HOSTILE
+from tests.helpers.commands import certvit, document
+from tests.helpers.schemas import problems
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = json.loads((ROOT / "docs" / "schema" / "audit.json").read_text())
+
+
+def test_the_published_schema_is_the_documents(folder: Path) -> None:
+    page = ROOT / "docs" / "schema" / "audit.json"
+    assert page.read_text() == written_schema(), "run: python -m certcli.report.document > docs/schema/audit.json"
+    for name in ("certified", "plain"):
+        text = (folder / f"{name}.json").read_text()
+        assert problems(json.loads(text), SCHEMA) == []
+        assert from_json(text).verdict
+    wrong = json.loads((folder / "plain.json").read_text())
+    del wrong["verdict"]
+    wrong["clean"]["share"] = 1.5
+    wrong["gate"]["passed"] = "yes"
+    assert len(problems(wrong, SCHEMA)) == 3
+
+
+def test_the_records_are_one_line_an_image(folder: Path, certified_audit: dict) -> None:
+    with (folder / "certified.csv").open(newline="") as handle:
+        rows = list(csv.DictReader(handle))
+    assert len(rows) == 24 == len(certified_audit["records"])
+    held = sum(row["label"] == row["prediction"] and float(row["radius_lipschitz"]) > 0.3 for row in rows)
+    assert held == certified_audit["certificates"][0]["certified"]["0.3"]["hits"]
+    assert sum(row["withstood_0.3"] == "1" for row in rows) == certified_audit["attack"]["robust"]["0.3"]["hits"]
+
+
+class Read(HTMLParser):
+    """Tags, addresses and event handlers of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.handlers: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+
+def test_a_page_stands_alone_and_hostile_names_stay_text(folder: Path, hostile: Audit) -> None:
+    figure = Figure(HOSTILE, [("data:image/png;base64,AA==", HOSTILE)] * 3, False)
+    pictures = {name: Gallery(HOSTILE, HOSTILE, [figure]) for name in ("scale", "fooled")}
+    for text in ((folder / "certified.html").read_text(), formats.text_of(hostile, ".html", pictures)):
+        page = Read()
+        page.feed(text)
+        assert not {"script", "link", "iframe", "object", "embed", "form", "base"} & set(page.tags)
+        assert page.handlers == []
+        assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
+        assert "url(" not in text
+        assert "@import" not in text
+        assert "prefers-color-scheme: dark" in text
+        assert "@media print" in text
+        assert page.tags.count("svg") == 1
+        assert "title" not in page.tags[page.tags.index("svg") :]  # nothing needs a pointer
+        broken = re.findall(r'<td class="long">(.*?)</td>', text, re.DOTALL)  # only these may be parted within a word
+        assert [cell for cell in broken if max(map(len, unescape(cell).split())) <= 24] == []
+    assert broken
+    fooled = json.loads((folder / "certified.json").read_text())["attack"]["fooled"]["0.3"]
+    assert (folder / "certified.html").read_text().count("<figcaption>image ") == min(6, fooled)
+
+
+def test_machine_formats_keep_hostile_names_as_text(hostile: Audit) -> None:
+    suites = ElementTree.fromstring(formats.text_of(hostile, ".xml"))
+    suite = suites.find("testsuite")
+    assert suite is not None
+    assert suite.get("name", "").startswith("</title><script>")
+    assert {case.tag for case in suite} == {"properties", "testcase", "system-out", "system-err"}
+    counted = {tag: sum(case.find(tag) is not None for case in suite) for tag in ("failure", "skipped")}
+    assert (counted["failure"], counted["skipped"]) == (int(suite.get("failures", "")), int(suite.get("skipped", "")))
+    assert len(suite.findall("testcase")) == int(suite.get("tests", ""))
+    badge = ElementTree.fromstring(formats.text_of(hostile, ".svg"))
+    assert {element.tag.rpartition("}")[2] for element in badge.iter()} == {"svg", "title", "rect", "g", "text"}
+    card = formats.text_of(hostile, ".md")
+    front = card.split("---\n")[1]
+    assert [
+        line for line in card.replace(front, "").splitlines() if "<script>" in line and not line.startswith("    ")
+    ] == []
+    assert all(line.isprintable() for line in card.splitlines())
+    assert json.loads(formats.text_of(hostile, ".json"))["network"]["name"] == HOSTILE
+
+
+def objects(text: str, suffix: str) -> Any:
+    """A report as JSON; XML elements as objects with their tag, attributes and children."""
+    if suffix == ".sarif":
+        return json.loads(text)
+
+    def plain(element: ElementTree.Element) -> dict[str, Any]:
+        return {"tag": element.tag, "attributes": element.attrib, "children": [plain(child) for child in element]}
+
+    return plain(ElementTree.fromstring(text))
+
+
+@pytest.mark.parametrize(("suffix", "schema"), [(".sarif", "sarif-2.1.0.json"), (".xml", "junit.json")])
+def test_sarif_and_junit_are_what_their_schemas_allow(folder: Path, hostile: Audit, suffix: str, schema: str) -> None:
+    """SARIF by the schema of OASIS; JUnit by Ant's JUnit.xsd within Jenkins' junit-10.xsd, as a JSON schema."""
+    rules = json.loads((ROOT / "tests" / "helpers" / schema).read_text())
+    for text in ((folder / f"certified{suffix}").read_text(), formats.text_of(hostile, suffix)):
+        found = objects(text, suffix)
+        assert problems(found, rules) == []
+        found["unknown"] = 1
+        assert len(problems(found, rules)) == 1
+
+
+def test_sarif_has_what_the_standard_requires(folder: Path, hostile: Audit) -> None:
+    """SARIF 2.1.0: version, runs, tool.driver.name (3.13, 3.14, 3.18); a message, a known rule, levels of kinds (3.27)."""
+    for text in ((folder / "certified.sarif").read_text(), formats.text_of(hostile, ".sarif")):
+        log = json.loads(text)
+        assert log["version"] == "2.1.0"
+        (run,) = log["runs"]
+        driver = run["tool"]["driver"]
+        assert driver["name"] == "certvit"
+        names = [rule["id"] for rule in driver["rules"]]
+        assert len(names) == len(set(names))
+        for result in run["results"]:
+            assert result["message"]["text"]
+            assert names[result["ruleIndex"]] == result["ruleId"]
+            assert result["level"] in ("none", "note", "warning", "error")
+            assert (result["kind"] == "fail") is (result["level"] != "none")  # 3.27.10: a level belongs to a failure
+            for place in result["locations"]:
+                uri = place["physicalLocation"]["artifactLocation"]["uri"]
+                assert re.fullmatch(r"[A-Za-z0-9._~%/-]+", uri), uri
+            assert list(result["partialFingerprints"]) == ["certvit/v1"]
+        prints = [result["partialFingerprints"]["certvit/v1"] for result in run["results"]]
+        assert len(set(prints)) == len(prints)  # one for each gate, radius and stage
+        assert run["properties"]["cpu"]
+        assert run["properties"]["version.torch"]
+    assert [row["kind"] for row in run["results"] if row["ruleId"] == "certvit/gate"] == ["fail"]
+
+
+def test_a_card_is_yaml_and_its_figures_are_the_audits(folder: Path, certified_audit: dict) -> None:
+    yaml = pytest.importorskip("yaml")
+    _, front, text = (folder / "certified.md").read_text().split("---\n", 2)
+    (model,) = yaml.safe_load(front)["model-index"]
+    found = {metric["name"]: metric["value"] for result in model["results"] for metric in result["metrics"]}
+    held = certified_audit["certificates"][0]["certified"]["0.3"]
+    share, (low, high) = held["share"], held["interval"]
+    between = f"{100 * low:.1f} to {100 * high:.1f}"
+    assert found[f"certified accuracy, l2 0.3, lipschitz (proven), n = 24 (95 % interval {between})"] == pytest.approx(
+        share, abs=1e-6
+    )
+    assert certified_audit["verdict"][1] in text
+    badge = (folder / "certified.svg").read_text()
+    assert "proven" in badge
+    assert (
+        f"{certified_audit['certificates'][0]['certified']['0.05']['hits']} of 24 (" in badge
+    )  # few: with its interval
+
+
+def test_pages_of_certify_and_log(workshop: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, page = workshop / "certified.safetensors", folder / "certify.html"
+    found = document("certify", path, "--limit", 12, "-e", 0.1, "-e", 0.3, "--quiet", "--html", page)
+    text = page.read_text()
+    assert f"{100 * found['certified']['0.3']:.1f} %" in text
+    assert found["checkpoint"] in text
+    monkeypatch.chdir(workshop)  # a page names its files, not where they were
+    again = shlex.split(unescape(re.sub("<[^>]+>", "", text.partition("<pre>")[2].partition("</pre>")[0])))
+    assert document(*again[1:])["certified"] == found["certified"]
+    certvit("certify", path, "--limit", 12, "--quiet", "--html", page, code=2)  # it is there already
+    both = folder / "log.html"
+    certvit("log", folder / "certified.safetensors", path, "--html", both)
+    assert both.read_text().count("Evidence of certified.safetensors") == 2
+    assert "(proven)" in both.read_text()  # in the words of the terminal
+    certvit("log", folder / "certified.safetensors", "--html", folder / "certified.safetensors", "--force", code=2)
+    for made in (page, both):
+        read = Read()
+        read.feed(made.read_text())
+        assert "script" not in read.tags
+        assert read.tags.count("svg") == 1
