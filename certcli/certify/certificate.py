@@ -53,7 +53,7 @@ class Certificate:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """All fields; rung and seconds only where the method gives them. An infinite radius is "inf"."""
+        """Return all fields; rung and seconds only where the method gives them. An infinite radius is "inf"."""
         row = {**asdict(self), "radius": self.radius if math.isfinite(self.radius) else "inf"}
         return {key: value for key, value in row.items() if key not in ("rung", "seconds") or value}
 
@@ -141,7 +141,7 @@ class Certifier(ABC):
         """Pixels -> logits, with gradients: what an attack on the certified classifier climbs on."""
 
     def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
-        """Each claim beside a certificate of the same image found again: pixels (b, c, h, w), a row a claim."""
+        """Compare each claim with a certificate of the same image found again: pixels (b, c, h, w), a row a claim."""
         found = self.batch([claim.index for claim in claims], pixels, [claim.label for claim in claims])
         return [_compare(claim, again) for claim, again in zip(claims, found, strict=True)]
 
@@ -150,7 +150,7 @@ class Certifier(ABC):
         return self.confirm(claims, pixels, Doubt(0, 0.0))
 
     def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
-        """Whether the classifier still gives the claimed class at images (b, c, h, w) within the claimed radii."""
+        """Tell whether the classifier still gives the claimed class at images (b, c, h, w) within the claimed radii."""
         with torch.no_grad():
             found = self.attacked(nearby).argmax(dim=1).tolist()
         return [top == claim.prediction for top, claim in zip(found, claims, strict=True)]
@@ -173,13 +173,13 @@ def whole_batch(images: Tensor) -> Iterator[None]:
 def require_logits(logits: Tensor, images: Tensor) -> None:
     """NoBoundError unless there is a row an image, DataError unless all are finite."""
     if len(logits) != len(images):
-        told = f"{len(logits)} rows of logits for {len(images)} images"
-        raise NoBoundError(f"no certificate: the network makes {told}", "--batch-size 1")
+        message = f"{len(logits)} rows of logits for {len(images)} images"
+        raise NoBoundError(f"no certificate: the network makes {message}", "--batch-size 1")
     if not torch.isfinite(logits).all():
         raise DataError("the network gives NaN or infinite logits on these images")
 
 
-class Weights:
+class PinnedWeights:
     """The tensors of a network as a proof read them: caches and bounds are of these, not of what is written there later."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -233,7 +233,7 @@ class CertifiedAccuracy:
         return self.certified[threat.key]
 
     def to_json(self) -> dict[str, Any]:
-        """All fields but the threats, which `certified` spells; no mean radius of patches."""
+        """Return all fields but the threats, which `certified` spells; no mean radius of patches."""
         return {name: value for name, value in asdict(self).items() if value is not None and name != "threats"}
 
 

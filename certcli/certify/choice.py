@@ -2,19 +2,22 @@
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from certcli.certify.certificate import Certificate, certified_accuracy
+from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
+from certcli.certify.lipschitz import lipschitz_certifier
+from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
-from certcli.certify.methods import certify, prepare
+from certcli.certify.methods import certify
 from certcli.checkpoint.file import Checkpoint
+from certcli.engine.trace import example_of
 from certcli.evaluation.radii import proven_percent, proven_radius
 from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
-from certcli.models.build import load
+from certcli.models.build import PixelModel, load_double
 from certcli.system.errors import NoBoundError
 
 USEFUL = 0.1
@@ -31,58 +34,78 @@ ENCLOSED = 20_000
 
 @dataclass(frozen=True)
 class Choice:
-    """The method that is worth having, and why in a sentence. beside: others that cost next to nothing."""
+    """The method that is worth having.
+
+    Attributes:
+        reason: A sentence; "" for a method that a person named.
+        beside: Further methods.
+        effort: Of local certificates.
+        ready: Certifiers made while choosing, by method.
+    """
 
     method: str
     reason: str
     beside: tuple[str, ...] = ()
     effort: str = "auto"
+    ready: Mapping[str, Certifier] = field(default_factory=dict)
 
 
 def choose_method(
     checkpoint: Checkpoint, device: torch.device, images: Images, radius: float, batch_size: int
 ) -> Choice:
-    """The proven bound where it certifies a tenth of what is correct at `radius`; then local certificates; then smoothing."""
-    told, useful, finite = _bound(checkpoint, device, images, radius, batch_size)
+    """Choose the proven bound where it certifies a tenth of the correct images at `radius`; else local; else smoothing.
+
+    The network is built once; its certifiers are handed on.
+    """
+    model, ready = load_double(checkpoint, device), dict[str, Certifier]()
+    bound, useful = _try_bound(model, checkpoint, images, radius, batch_size, ready)
     if useful:
-        return Choice("lipschitz", f"{told}, with proof")
-    beside = ("lipschitz",) if finite else ()
-    effort = "auto" if _largest(checkpoint, device) <= ENCLOSED else "norms"
-    local, share, seconds = _local(checkpoint, device, images, radius, effort)
+        return Choice("lipschitz", f"{bound}, with proof", ready=ready)
+    beside = tuple(ready)
+    effort = "auto" if _largest(model) <= ENCLOSED else "norms"
+    local, share, seconds = _try_local(model, images, radius, effort, ready)
     if share >= USEFUL:
-        return Choice("local", f"{told}; {local}, with proof", beside, effort)
+        return Choice("local", f"{bound}; {local}, with proof", beside, effort, ready)
     if seconds * len(images) <= BESIDE:
         beside = (*beside, "local")
-    return Choice("smoothing", f"{told}; {local}; noise may certify more, with probability", beside, effort)
+    reason = f"{bound}; {local}; noise may certify more, with probability"
+    return Choice("smoothing", reason, beside, effort, ready)
 
 
-def _bound(
-    checkpoint: Checkpoint, device: torch.device, images: Images, radius: float, batch_size: int
-) -> tuple[str, bool, bool]:
-    """What the global bound certifies, in words; whether that is worth having; whether it is finite."""
+def _try_bound(
+    model: PixelModel,
+    checkpoint: Checkpoint,
+    images: Images,
+    radius: float,
+    batch_size: int,
+    ready: dict[str, Certifier],
+) -> tuple[str, bool]:
+    """Return what the global bound certifies, in words, and whether that is worth having."""
     try:
-        certifier = prepare("lipschitz", checkpoint, device)
+        certifier = ready["lipschitz"] = lipschitz_certifier(model, checkpoint.record.classes)
     except NoBoundError as failure:
-        return f"this network has no finite bound ({failure.message})", False, False
+        return f"the global bound gives {failure.message}", False
     sample = images.limit(TRIED)
     found = certified_accuracy(
         [row for rows in certify(certifier, sample, batch_size) for row in rows], [Threat("l2", radius)]
     )
     (share,) = found.certified.values()
     name = certifier.title.partition(",")[0]
-    told = f"the {name} certifies {proven_percent(share)} of {len(sample)} images at {proven_radius(radius)}"
-    return told, share > 0 and share >= USEFUL * found.clean, True
+    words = f"the {name} certifies {proven_percent(share)} of {len(sample)} images at {proven_radius(radius)}"
+    return words, share > 0 and share >= USEFUL * found.clean
 
 
-def _local(
-    checkpoint: Checkpoint, device: torch.device, images: Images, radius: float, effort: str
+def _try_local(
+    model: PixelModel, images: Images, radius: float, effort: str, ready: dict[str, Certifier]
 ) -> tuple[str, float, float]:
-    """What local certificates are, on a few images: in words, the share of the correct ones that they certify at `radius`,
-    seconds an image (infinite where there are none).
+    """Certify a few images locally.
+
+    Returns:
+        The result in words, the share of the correct ones certified at `radius`, seconds an image (infinite without any).
     """
     try:
-        certifier = prepare("local", checkpoint, device, Local(effort))
-        sample, rows, started = images.limit(TRIED_LOCAL), [], time.perf_counter()
+        certifier = ready["local"] = LocalCertifier(model, model.input_size, Local(effort))
+        sample, rows, started = images.limit(TRIED_LOCAL), list[Certificate](), time.perf_counter()
         for indices, pixels, labels in sample.batches(1):
             rows += certifier.batch(indices.tolist(), pixels, labels.tolist())
             if time.perf_counter() - started > PATIENCE:
@@ -92,10 +115,10 @@ def _local(
     seconds = (time.perf_counter() - started) / len(rows)
     right = [row for row in rows if row.correct]
     held = sum(row.holds_at(Threat("l2", radius)) for row in right)
-    told = (
+    words = (
         f"local certificates hold at {proven_radius(radius)} for {held} of {len(right)} images tried ({_radii(right)})"
     )
-    return told, held / max(1, len(right)), seconds
+    return words, held / max(1, len(right)), seconds
 
 
 def _radii(rows: Sequence[Certificate]) -> str:
@@ -104,17 +127,17 @@ def _radii(rows: Sequence[Certificate]) -> str:
     return f"median radius {proven_radius(middle, 2)}{', by ' if rungs else ''}{' and '.join(rungs)}"
 
 
-def _largest(checkpoint: Checkpoint, device: torch.device) -> int:
-    """Entries of the largest tensor that a module returns for one image."""
-    model, found = load(checkpoint, device), [0]
+def _largest(model: PixelModel) -> int:
+    """Return the number of entries of the largest tensor that a module makes of one image."""
+    sizes = [0]
 
     def note(module: object, inputs: object, output: object) -> None:
         if isinstance(output, torch.Tensor):
-            found.append(output.numel())
+            sizes.append(output.numel())
 
-    for module in model.modules():
-        module.register_forward_hook(note)
+    hooks = [module.register_forward_hook(note) for module in model.modules()]
     with torch.no_grad():
-        weight = next(model.parameters())
-        model(torch.zeros(1, *checkpoint.record.input.size, device=weight.device, dtype=weight.dtype))
-    return max(found)
+        model(example_of(model, model.input_size))
+    for hook in hooks:
+        hook.remove()
+    return max(sizes)

@@ -6,15 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate, Certifier, Weights, require_logits, whole_batch
+from certcli.certify.certificate import Certificate, Certifier, PinnedWeights, require_logits, whole_batch
 from certcli.certify.options import Options
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.table import NoRule
+from certcli.engine.trace import example_of
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.network import NetworkBound, prove
-from certcli.models.build import load_double
-from certcli.rounding import Evaluation
+from certcli.models.build import PixelModel, load_double
+from certcli.rounding import ErrorAnalysis
 from certcli.system.errors import NoBoundError
 
 METHOD = "lipschitz"
@@ -57,10 +58,10 @@ class LipschitzCertifier(Certifier):
         self.model, self.bound = model, bound
         self._device = next(model.parameters()).device
         try:
-            self._evaluated = Evaluation(model)
+            self._evaluated = ErrorAnalysis(model)
         except NoRule as reason:
             raise NoBoundError(f"no certificate: {reason}", _HINT) from reason
-        self._weights = Weights(model)
+        self._weights = PinnedWeights(model)
         self._pairs = bound.pairs.double().to(self._device)
         self.title = f"global bound {bound.upper}, per-pair margins"
 
@@ -73,7 +74,7 @@ class LipschitzCertifier(Certifier):
         return self.model
 
     def evaluated(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and their rounding errors. NoBoundError names what none is known of."""
+        """Return logits and their rounding errors. NoBoundError names what none is known of."""
         self._weights.require_unchanged()
         try:
             with whole_batch(pixels):
@@ -91,12 +92,16 @@ class LipschitzCertifier(Certifier):
         return [Certificate(index, label, top, radius, METHOD, 0.0) for index, label, top, radius in rows]
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Options) -> LipschitzCertifier:
-    """The checkpoint's proven bound, made ready. NoBoundError when none is finite."""
-    model = load_double(checkpoint, device)
-    certifier = LipschitzCertifier(model, prove(model, checkpoint.record.classes))
-    certifier.evaluated(torch.full((1, *checkpoint.record.input.size), 0.5, dtype=torch.float64, device=device))
+def lipschitz_certifier(model: PixelModel, classes: int) -> LipschitzCertifier:
+    """Prove the bound of a float64 network and certify by it. NoBoundError when none is finite."""
+    certifier = LipschitzCertifier(model, prove(model, classes))
+    certifier.evaluated(example_of(model, model.input_size))
     return certifier
+
+
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Options) -> LipschitzCertifier:
+    """Make the checkpoint's proven bound ready. NoBoundError when none is finite."""
+    return lipschitz_certifier(load_double(checkpoint, device), checkpoint.record.classes)
 
 
 def plain_accuracy(model: nn.Module, images: Images, batch_size: int = 256) -> float:

@@ -15,7 +15,7 @@ from certcli.certify.certificate import (
     Certifier,
     Confirmation,
     Doubt,
-    Weights,
+    PinnedWeights,
     require_logits,
     whole_batch,
 )
@@ -68,9 +68,9 @@ class LocalCertifier(Certifier):
         if self.effort == AUTO:
             self.walked = ZONOTOPE if math.prod(size) <= SQUARES and self.norm == "l2" else BACKWARD
         self.squares = SQUARES if self.walked == ZONOTOPE and self.norm == "l2" else 0
-        self.asked = symbols or SYMBOLS.get(self.walked, 0)
+        self.most_symbols = symbols or SYMBOLS.get(self.walked, 0)
         self._size, self._device = size, next(model.parameters()).device
-        self._weights = Weights(model)
+        self._weights = PinnedWeights(model)
         self._norms: NormsNetwork | None = None
         self._guess, self._known = 1e-2, False
         self._zonotope = self._enclosed() if self.effort != NORMS else None
@@ -84,11 +84,11 @@ class LocalCertifier(Certifier):
         self.title = f"an enclosure of each image's neighbourhood, {self.symbols:,} box symbols from block to block"
         if self.walked == BACKWARD:
             self.title += ", and back"
-        if self.symbols < self.asked:
-            self.title += f" (not {self.asked:,}: memory)"
+        if self.symbols < self.most_symbols:
+            self.title += f" (not {self.most_symbols:,}: memory)"
 
     def _enclosed(self) -> LocalNetwork | None:
-        """The network for zonotopes; None where `auto` does without. NoBoundError where they were asked for."""
+        """Return the network for zonotopes; None where `auto` does without. NoBoundError where they were asked for."""
         try:
             network = LocalNetwork(self.model, self._size)
         except (NoRule, Untraceable) as reason:
@@ -97,13 +97,13 @@ class LocalCertifier(Certifier):
                 return None
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
         keep_pages()
-        kept = affordable(network, self.squares, self.asked, available(self._device))
-        if kept is None or (kept == 0 and self.effort == AUTO):  # without symbols it takes minutes for little
+        symbols = affordable(network, self.squares, self.most_symbols, available(self._device))
+        if symbols is None or (symbols == 0 and self.effort == AUTO):  # without symbols it takes minutes for little
             self._why = "enclosures of this network do not fit into memory"
             if self.effort == AUTO:
                 return None
             raise NoBoundError(f"no local certificate: {self._why}", f"--effort {NORMS} fits; {_HINT}")
-        self.symbols = kept
+        self.symbols = symbols
         return network
 
     def _balls(self) -> NormsNetwork:
@@ -116,19 +116,19 @@ class LocalCertifier(Certifier):
 
     @property
     def network(self) -> LocalNetwork:
-        """The network for zonotopes, where there is one."""
+        """Return the network for zonotopes, where there is one."""
         assert self._zonotope is not None
         return self._zonotope
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        found = {"effort": self.effort, "norm": self.norm, "symbols": self.asked, "steps": self.steps}
+        found = {"effort": self.effort, "norm": self.norm, "symbols": self.most_symbols, "steps": self.steps}
         return {**found, "at": list(self.at)} if self.at else found
 
     @property
     def rung(self) -> str:
-        """The way that zonotopes were used."""
-        return self.walked if self.symbols == self.asked else f"{self.walked}, {self.symbols} symbols"
+        """Return the way that zonotopes were used."""
+        return self.walked if self.symbols == self.most_symbols else f"{self.walked}, {self.symbols} symbols"
 
     @torch.no_grad()
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
@@ -155,7 +155,7 @@ class LocalCertifier(Certifier):
         ]
 
     def _best(self, image: Tensor, label: Tensor) -> tuple[float, str]:
-        """The radius of one image, and the rung that gave it."""
+        """Return the radius of one image, and the rung that gave it."""
         radius = self.radius(image, int(label))
         if radius == 0 and self.effort == AUTO:
             try:
@@ -167,7 +167,7 @@ class LocalCertifier(Certifier):
         return radius, self.rung
 
     def by_norms(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Radii (b,) by balls of norms, a few images at a time."""
+        """Return radii (b,) by balls of norms, a few images at a time."""
         network = self._balls()
         step = network.at_once(available(self._device))
         try:
@@ -185,30 +185,34 @@ class LocalCertifier(Certifier):
 
     @torch.no_grad()
     def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
-        """The stated radius is proven again, at once: a search begun elsewhere may end at another radius."""
+        """Prove the stated radius again, at once: a search begun elsewhere may end at another radius."""
         self._weights.require_unchanged()
         found = []
         for claim, image in zip(claims, pixels.double().to(self._device), strict=True):
             top = self.model(image[None]).argmax(1)
             if int(top) != claim.prediction:
-                told = Confirmation("refuted", f"class {claim.prediction} is stated, the network says {int(top)}")
+                confirmation = Confirmation(
+                    "refuted", f"class {claim.prediction} is stated, the network says {int(top)}"
+                )
             elif claim.radius == 0 or self._holds(image[None], top, claim.radius * (1 - AGAIN)):
-                told = Confirmation("verified", f"radius {claim.radius:.6g} is proven again")
-            elif claim.rung != NORMS and (self._zonotope is None or self.symbols < self.asked):
-                told = Confirmation("not checked", "memory does not last here for the enclosure that it states")
+                confirmation = Confirmation("verified", f"radius {claim.radius:.6g} is proven again")
+            elif claim.rung != NORMS and (self._zonotope is None or self.symbols < self.most_symbols):
+                confirmation = Confirmation("not checked", "memory does not last here for the enclosure that it states")
             else:
-                told = Confirmation("refuted", f"radius {claim.radius:.6g} is stated, and not proven by this method")
-            found.append(told)
+                confirmation = Confirmation(
+                    "refuted", f"radius {claim.radius:.6g} is stated, and not proven by this method"
+                )
+            found.append(confirmation)
         return found
 
     def _holds(self, image: Tensor, label: Tensor, radius: float) -> bool:
-        """Whether one of the ways that `effort` allows proves this radius."""
+        """Tell whether one of the ways that `effort` allows proves this radius."""
         if self._zonotope is not None and self.proven(image, int(label), radius):
             return True
         return self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius
 
     def radius(self, image: Tensor, label: int) -> float:
-        """A pixel radius at which every margin of `label` was proven positive; the search starts at the last one."""
+        """Return a pixel radius at which every margin of `label` was proven positive; the search starts at the last one."""
         if self.at:
             beyond = (radius * (1 + _BEYOND) for radius in self.at)  # a certificate holds at what its radius exceeds
             held = list(itertools.takewhile(lambda r: self.proven(image, label, r), beyond))
@@ -221,7 +225,7 @@ class LocalCertifier(Certifier):
         return found
 
     def proven(self, image: Tensor, label: int, radius: float) -> bool:
-        """Whether no image (1, c, h, w) within `radius` is classified as anything but `label`."""
+        """Tell whether no image (1, c, h, w) within `radius` is classified as anything but `label`."""
         try:
             back = self.walked == BACKWARD
             if self.norm == "linf":
@@ -246,5 +250,5 @@ class LocalCertifier(Certifier):
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Local) -> LocalCertifier:
-    """The checkpoint's network traced for local certificates. NoBoundError names what has no theorem."""
+    """Return the checkpoint's network traced for local certificates. NoBoundError names what has no theorem."""
     return LocalCertifier(load_double(checkpoint, device), checkpoint.record.input.size, options)

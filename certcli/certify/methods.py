@@ -76,7 +76,7 @@ def options_of(method: str, values: Mapping[str, Any]) -> Options:
 
 
 def run_of(certifier: Certifier, checkpoint: Checkpoint, images: Images) -> Run:
-    """What decides the certificates: network, images, method and its parameters."""
+    """Return the facts that decide the certificates: network, images, method and its parameters."""
     stated = {"promise": certifier.promise, "arithmetic": certifier.arithmetic, "domain": certifier.domain}
     return Run.of(
         "certify",
@@ -91,7 +91,7 @@ def run_of(certifier: Certifier, checkpoint: Checkpoint, images: Images) -> Run:
 def certify(
     certifier: Certifier, images: Images, batch_size: int, file: RecordFile | None = None, team: Team = ALONE
 ) -> Iterator[list[Certificate]]:
-    """Certificates in the order of the images, batch by batch; what `file` holds already is read, not found again.
+    """Yield certificates in the order of the images, batch by batch; what `file` holds already is read, not found again.
 
     A batch is one process's, whole: a network's last digits depend on how many images it is given. Only the leader is
     handed certificates.

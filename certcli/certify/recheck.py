@@ -57,7 +57,7 @@ def require_same_way(run: Run, now: Run, where: str) -> None:
 def recheck(
     certifier: Certifier, claims: Sequence[Certificate], images: Images, seed: int, attack: Attack, batch_size: int
 ) -> Iterator[Checked]:
-    """Every claim in turn. seed: of fresh noise. A claim that is found again is then attacked inside its radius."""
+    """Check every claim in turn. seed: of fresh noise. A claim that is found again is then attacked inside its radius."""
     doubt = Doubt(seed, FALSE_ALARM / max(1, 2 * len(claims)))
     positions = {index: position for position, index in enumerate(images.indices.tolist())}
     step = certifier.at_once or batch_size
@@ -73,11 +73,11 @@ def recheck(
             confirmed.update(zip(open_rows, found, strict=True))
         for row, claim in enumerate(part):
             why = plain[row]
-            told = confirmed[row] if why is None else why
-            if told.status == "verified" and claim.held:
-                yield _attacked(certifier, claim, pixels[row : row + 1], told, doubt, attack)
+            confirmation = confirmed[row] if why is None else why
+            if confirmation.status == "verified" and claim.held:
+                yield _attacked(certifier, claim, pixels[row : row + 1], confirmation, doubt, attack)
             else:
-                yield Checked(claim, told.status, told.why)
+                yield Checked(claim, confirmation.status, confirmation.why)
 
 
 def plainly_wrong(claim: Certificate, label: int, certifier: Certifier) -> Confirmation | None:
@@ -100,7 +100,7 @@ def plainly_wrong(claim: Certificate, label: int, certifier: Certifier) -> Confi
 
 
 def _attacked(
-    certifier: Certifier, claim: Certificate, image: Tensor, told: Confirmation, doubt: Doubt, attack: Attack
+    certifier: Certifier, claim: Certificate, image: Tensor, confirmation: Confirmation, doubt: Doubt, attack: Attack
 ) -> Checked:
     assert claim.prediction is not None
     weight = next(certifier.attacked.parameters(), image)
@@ -112,7 +112,7 @@ def _attacked(
             far = threat.norm if threat.norm == "patch" else f"{threat.norm} {threat.attacked()}"
             within = f"within a patch of {threat.key}" if threat.norm == "patch" else f"within {far}"
             return Checked(claim, "refuted", f"an image {within} is of another class", True)
-    return Checked(claim, "verified", f"{told.why}; no attack inside it succeeded", True)
+    return Checked(claim, "verified", f"{confirmation.why}; no attack inside it succeeded", True)
 
 
 def claimed_threats(claim: Certificate, certifier: Certifier, entries: int) -> list[Threat]:

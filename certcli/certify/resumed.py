@@ -15,9 +15,9 @@ HINT = "it was edited, or written on a machine that computes otherwise: leave ou
 def require_possible(claims: Sequence[Certificate], certifier: Certifier, where: str) -> None:
     """DataError for a record that states what no run of this method and these parameters does. Labels are known to agree."""
     for claim in claims:
-        told = plainly_wrong(claim, claim.label, certifier)
-        if told is not None and told.status == "refuted":
-            raise DataError(f"the record of image {claim.index} in {where} is false: {told.why}", HINT)
+        confirmation = plainly_wrong(claim, claim.label, certifier)
+        if confirmation is not None and confirmation.status == "refuted":
+            raise DataError(f"the record of image {claim.index} in {where} is false: {confirmation.why}", HINT)
 
 
 def find_again(
@@ -29,7 +29,7 @@ def find_again(
     batch_size: int,
     where: str,
 ) -> Resumed:
-    """Some of the records of the first images, computed again (`to_compute_again`); DataError when one does not agree.
+    """Compute some of the records of the first images again (`to_compute_again`); DataError when one does not agree.
 
     threat: at which `demanded` counts images.
     """

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from certcli.engine.state import differs, state_of
 from certcli.engine.table import RuleTable
 from certcli.engine.trace import Trace, example_of, refuse_hooks, trace_model
-from certcli.engine.tracer import Untraceable, reason_of
+from certcli.engine.tracer import Untraceable, reason_of, tensors_of
 from certcli.models.build import own_name
 
 _READERS = frozenset(
@@ -66,7 +66,7 @@ class _Follow(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in _FROM_SHAPE or not self.knows(args, kwargs):
             return result
-        made = list(_tensors(result))
+        made = tensors_of(result)
         if not made and result is not None:
             raise _Reads(name)
         self.known.update((tensor, None) for tensor in made)
@@ -75,8 +75,8 @@ class _Follow(TorchDispatchMode):
         return result
 
     def knows(self, *arguments: Any) -> bool:
-        """Whether one of these depends on the image."""
-        return any(tensor in self.known for tensor in _tensors(arguments))
+        """Tell whether one of these depends on the image."""
+        return any(tensor in self.known for tensor in tensors_of(arguments))
 
 
 class _Readers(TorchFunctionMode):
@@ -94,17 +94,6 @@ class _Readers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-
-
 @contextmanager
 def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Iterator[Trace]:
     """`trace_model` for the body; at its end the graph is the network as far as running both can tell.
@@ -115,7 +104,7 @@ def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Ite
     Untraceable says what differs, but only where the body had no reason of its own to refuse: that one names a module.
     Costs one run of the graph and five of the model besides the trace, and reading the model's state twice.
     """
-    with torch.no_grad(), _random_states_kept():
+    with torch.no_grad(), _random_states_saved():
         images = _images(model, size)
         refuse_hooks(model)
         example = example_of(model, size)
@@ -132,7 +121,7 @@ def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Ite
 
 
 def _warm_up(model: nn.Module, image: Tensor) -> Any:
-    """A first run may fill a cache (timm's relative positions): what changes afterwards is the network's own."""
+    """Run the model once, which may fill a cache (timm's relative positions): later changes are the network's own."""
     try:
         return model(image.clone())
     except Exception as failure:
@@ -177,7 +166,7 @@ def _images(model: nn.Module, size: tuple[int, ...]) -> list[Tensor]:
 
 
 def noise_like(example: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """An image of noise, of a fixed generator where none is given."""
+    """Return an image of noise, of a fixed generator where none is given."""
     generator = generator or torch.Generator().manual_seed(21)
     return torch.rand(example.shape, generator=generator, dtype=torch.float64).to(example)
 
@@ -202,13 +191,13 @@ def _run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, Oper
 
 
 def result_of(traced: Trace, image: Tensor) -> Any:
-    """The graph's result on an image."""
+    """Return the graph's result on an image."""
     *_, (_, result) = executed(traced, image)
     return result
 
 
 def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
-    """The graph on an image, node by node, its output last: modules as they are, constants as they were traced."""
+    """Yield the graph on an image, node by node, its output last: modules as they are, constants as they were traced."""
     values: dict[fx.Node, Any] = {}
     last_use = {argument: node for node in traced.graph.nodes for argument in node.all_input_nodes}
     for node in traced.graph.nodes:
@@ -250,7 +239,7 @@ def _require_same_batch(model: nn.Module, images: list[Tensor], logits: list[Ten
 
 
 def agree(a: Tensor, b: Tensor) -> bool:
-    """Whether two results are the same up to the rounding of different kernels."""
+    """Tell whether two results are the same up to the rounding of different kernels."""
     return _close(a, b, torch.finfo(a.dtype).eps ** -0.5)
 
 
@@ -286,7 +275,7 @@ def _require_same_state(before: dict[str, Any], model: nn.Module) -> None:
 
 
 @contextmanager
-def _random_states_kept() -> Iterator[None]:
+def _random_states_saved() -> Iterator[None]:
     """Untraceable when the body draws from a generator that the process shares; they are put back either way."""
     numpy = sys.modules.get("numpy")
     cuda = torch.cuda.is_initialized()
@@ -299,21 +288,21 @@ def _random_states_kept() -> Iterator[None]:
             found.append((name, keys.tolist(), *rest))
         return found
 
-    kept, kept_torch = states(), torch.get_rng_state()
-    kept_cuda = torch.cuda.get_rng_state_all() if cuda else []
+    saved, torch_state = states(), torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state_all() if cuda else []
     try:
         try:
             yield
         except Untraceable as other:
-            if states() != kept:
+            if states() != saved:
                 raise Untraceable("the network draws random numbers") from other
             raise
-        if states() != kept:
+        if states() != saved:
             raise Untraceable("the network draws random numbers")
     finally:
-        random.setstate(kept[0])
-        torch.set_rng_state(kept_torch)
+        random.setstate(saved[0])
+        torch.set_rng_state(torch_state)
         if cuda:
-            torch.cuda.set_rng_state_all(kept_cuda)
+            torch.cuda.set_rng_state_all(cuda_state)
         if numpy is not None:
-            numpy.random.set_state(kept[3])
+            numpy.random.set_state(saved[3])

@@ -63,30 +63,14 @@ class RuleTable:
         return register
 
     def function(self, *functions: Any) -> Register:
-        def register(rule: Rule) -> Rule:
-            for function in functions:
-                self.functions[function] = rule
-            return rule
-
-        return register
+        return _into(self.functions, functions)
 
     def method(self, *names: str) -> Register:
-        def register(rule: Rule) -> Rule:
-            for name in names:
-                self.methods[name] = rule
-            return rule
-
-        return register
+        return _into(self.methods, names)
 
     def settles(self, *kinds: type) -> Register:
         """Register a rule that charges a waiting operation of these types when its partner does not follow."""
-
-        def register(rule: Rule) -> Rule:
-            for kind in kinds:
-                self.settlers[kind] = rule
-            return rule
-
-        return register
+        return _into(self.settlers, kinds)
 
     def find(self, module: nn.Module) -> ModuleRule | None:
         """Return the rule of the class whose forward this module runs, or None."""
@@ -99,6 +83,21 @@ class RuleTable:
     def settler(self, waiting: object) -> Rule:
         """Return the rule that settles a waiting operation; every type that waits has one."""
         return self.settlers[type(waiting)]
+
+
+def _into(rules: dict[Any, Rule], names: tuple[Any, ...]) -> Register:
+    """Return a decorator that enters a rule under these names."""
+
+    def register(rule: Rule) -> Rule:
+        rules.update(dict.fromkeys(names, rule))
+        return rule
+
+    return register
+
+
+def with_attributes(rule: Rule, *names: str) -> Rule:
+    """Return a module's rule: a function's rule, called with these attributes of the module."""
+    return lambda ctx, module, x: rule(ctx, x, **{name: getattr(module, name) for name in names})
 
 
 def runs_known_code(module: nn.Module, kind: type[nn.Module]) -> bool:

@@ -84,12 +84,12 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
 def _nothing_wrapped() -> Iterator[None]:
     """Trace through functions marked with `torch.fx.wrap` too: fx would make them opaque."""
     wrapped = _symbolic_trace._wrapped_fns_to_patch
-    kept = dict(wrapped)
+    saved = dict(wrapped)
     wrapped.clear()
     try:
         yield
     finally:
-        wrapped.update(kept)
+        wrapped.update(saved)
 
 
 def refuse_patched_library() -> None:

@@ -88,14 +88,14 @@ class Proxy(fx.Proxy):
         raise self.tracer.refusal("the network branches on the value of a tensor")
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors in a nested value; proxies are none."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
+        return [tensor for item in value for tensor in tensors_of(item)]
     if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
+        return [tensor for item in value.values() for tensor in tensors_of(item)]
     return []
 
 
@@ -204,7 +204,7 @@ class Tracer(fx.Tracer):
             value = self._execute(kind, target, args, kwargs)
             if value is None and target is operator.getitem:
                 return None  # one of several results, left out: attention weights that nobody needs
-            if not _tensors(value):
+            if not tensors_of(value):
                 if kind == "call_method" and target in _STATIC_METHODS:
                     return value
                 if kind == "call_function" and target in (getattr, torch._assert, len):
@@ -219,7 +219,7 @@ class Tracer(fx.Tracer):
         self.state.recording = False
         assert isinstance(proxy, Proxy)
         proxy.value = value
-        proxy.versions = tuple(tensor._version for tensor in _tensors(value))
+        proxy.versions = tuple(tensor._version for tensor in tensors_of(value))
         proxy.node.meta["shape"] = _shape(value)
         proxy.node.meta["dtype"] = value.dtype if isinstance(value, Tensor) else None
         within = self.state.stack[-1] if self.state.stack else ""
@@ -231,7 +231,7 @@ class Tracer(fx.Tracer):
         return proxy
 
     def _execute(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        fixed = [(tensor, tensor._version) for tensor in _tensors((args, kwargs))]
+        fixed = [(tensor, tensor._version) for tensor in tensors_of((args, kwargs))]
         args, kwargs = self._concrete(args), self._concrete(kwargs)
         if kind == "call_module":
             value = self.root.get_submodule(target).forward(*args, **kwargs)  # hooks were refused before
@@ -246,7 +246,7 @@ class Tracer(fx.Tracer):
 
     def _concrete(self, value: Any) -> Any:
         if type(value) is Proxy:
-            if value.versions != tuple(tensor._version for tensor in _tensors(value.value)):
+            if value.versions != tuple(tensor._version for tensor in tensors_of(value.value)):
                 raise self.refusal(f"{self._where()}: uses a tensor after it was overwritten in place")
             return value.value
         if isinstance(value, tuple):

@@ -50,26 +50,26 @@ class Domain(ABC):
 
     @abstractmethod
     def image(self, shape: tuple[int, ...]) -> Any:
-        """The value of the network's input, (1, c, h, w)."""
+        """Return the value of the network's input, (1, c, h, w)."""
 
     @abstractmethod
     def context(self, call: Call) -> Any:
-        """What the rule of this call receives first."""
+        """Return the first argument of the rule of this call."""
 
     def read(self, node: fx.Node, argument: fx.Node, value: Any) -> Any:
-        """The value of `argument` as the rule of `node` receives it."""
+        """Return the value of `argument` as the rule of `node` receives it."""
         return value
 
     @abstractmethod
     def shape(self, value: Any) -> tuple[int, ...] | None:
-        """The shape of the tensor that a value is about; None where values of this domain know none."""
+        """Return the shape of the tensor that a value is about; None where values of this domain know none."""
 
     def expected(self, call: Call) -> Any:
-        """The shape, or list of shapes, that the rule's result must have."""
+        """Return the shape, or list of shapes, that the rule's result must have."""
         return call.shape
 
     def result(self, value: Any, call: Call) -> Any:
-        """A rule's result as it is kept; its shape is checked afterwards."""
+        """Return a rule's result as it is kept; its shape is checked afterwards."""
         return value
 
     def found(self, node: fx.Node, value: Any) -> None:  # noqa: B027 (a domain may keep nothing)
@@ -80,7 +80,7 @@ class Domain(ABC):
 
 
 def walk(traced: Trace, domain: Domain) -> Any:
-    """The value of the network's output. NoRule names the module or operation without a theorem."""
+    """Return the value of the network's output. NoRule names the module or operation without a theorem."""
     values: dict[fx.Node, Any] = {}
     last_use = {argument: node for node in traced.graph.nodes for argument in node.all_input_nodes}
     empty = True
@@ -152,7 +152,7 @@ def _visit(
 
 
 def _shaped(domain: Domain, value: Any, shape: Any) -> bool:
-    """Whether a rule's result has the shape of the call, or each of several results its own."""
+    """Tell whether a rule's result has the shape of the call, or each of several results its own."""
     if isinstance(shape, list):
         several = isinstance(value, (list, tuple)) and len(value) == len(shape)
         return several and all(_shaped(domain, part, own) for part, own in zip(value, shape, strict=True))
@@ -167,7 +167,7 @@ _FIRST, _SECOND = ("input", "x", "a", "x1"), ("other", "x2")
 
 
 def _as_documented(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call of torch's with NumPy's spellings undone, and the tensors it is about without their names.
+    """Return a call of torch's with NumPy's spellings undone, and the tensors it is about without their names.
 
     torch takes `axis` for `dim` and `keepdims` for `keepdim` wherever it has them, and its operands by name as well. A
     rule that is then called with a name twice has not been understood, and refuses.

@@ -51,7 +51,7 @@ class LinearLayer:
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias in a shape that broadcasts to the result."""
+        """Return the bias in a shape that broadcasts to the result."""
         if isinstance(self.module, PixelNormalize):
             return -self.module.mean / self.module.std
         bias: Tensor | None = self.module.bias  # type: ignore[assignment]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from certcli.engine.table import NoRule, Rule
+from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix, Scalar
@@ -71,7 +71,7 @@ class Context:
         return self.call.dtype
 
     def at(self, shape: tuple[int, ...]) -> "Context":
-        """The same call, for an intermediate result of another shape."""
+        """Return the same call, for an intermediate result of another shape."""
         return replace(self, call=replace(self.call, shape=shape))
 
     def chain(
@@ -227,13 +227,3 @@ class Context:
         if not torch.isfinite(tensor).all():
             raise NoRule("a constant with infinite or NaN entries")
         return self.arith.const(float(tensor.detach().double().abs().max()))
-
-
-def with_attributes(rule: Rule, *names: str) -> Rule:
-    """Return a module's rule: a function's rule, called with these attributes of the module."""
-
-    def apply(ctx: Context, module: nn.Module, x: Value) -> Value:
-        value: Value = rule(ctx, x, **{name: getattr(module, name) for name in names})
-        return value
-
-    return apply

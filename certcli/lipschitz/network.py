@@ -16,7 +16,7 @@ from certcli.lipschitz.context import Charge
 from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, RigorousArithmetic
 from certcli.lipschitz.numerics.real import INF, Real
 from certcli.lipschitz.numerics.spectral import gamma, scale_to_unit, up
-from certcli.lipschitz.propagate import Outcome, deep_recursion, propagate
+from certcli.lipschitz.propagate import Propagation, deep_recursion, propagate
 from certcli.lipschitz.table import rules
 from certcli.models.build import PixelModel, load
 
@@ -80,7 +80,7 @@ def trial_upper(model: nn.Module, size: tuple[int, ...]) -> Real:
         return outcome.context.settle(outcome.logits).base
 
 
-def pair_constants(outcome: Outcome, classes: int) -> Any:
+def pair_constants(outcome: Propagation, classes: int) -> Any:
     """Return K with |(z_i - z_j)(x) - (z_i - z_j)(y)| <= K_ij |x - y|: (k, k), zero diagonal.
 
     With a final linear map pending, K_ij = base |w_i - w_j|; else, and beyond 4096 classes, sqrt(2) times the constant of

@@ -24,7 +24,7 @@ from certcli.lipschitz.value import Value
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Propagation:
     """The result of a walk.
 
     Attributes:
@@ -114,7 +114,7 @@ def deep_recursion() -> Iterator[None]:
         sys.setrecursionlimit(limit)
 
 
-def propagate(traced: Trace, arith: Arithmetic) -> Outcome:
+def propagate(traced: Trace, arith: Arithmetic) -> Propagation:
     """Apply the rules node by node; NoRule, with the path, where there is no theorem."""
     with deep_recursion():
         arith.begin()
@@ -122,4 +122,4 @@ def propagate(traced: Trace, arith: Arithmetic) -> Outcome:
         logits = walk(traced, domain)
         if not isinstance(logits, Value) or domain.last is None:
             raise NoRule("the logits do not depend on the image")
-        return Outcome(logits, tuple(domain.scopes(traced)), domain.last)
+        return Propagation(logits, tuple(domain.scopes(traced)), domain.last)

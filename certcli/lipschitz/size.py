@@ -53,7 +53,7 @@ class Size:
 
     @property
     def fibre(self) -> Scalar:
-        """The largest fibre along `axis`."""
+        """Return the largest fibre along `axis`."""
         return self.fibre_along(self.axis)
 
     def fibre_along(self, axis: int) -> Scalar:

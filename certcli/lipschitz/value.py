@@ -64,7 +64,7 @@ class Affine:
 
     @property
     def features(self) -> int:
-        """Number of features of a token after this map."""
+        """Return the number of features of a token after this map."""
         if self.index is not None:
             return self.index.numel()
         return self.width if self.matrix is None else self.matrix.shape[0]
@@ -159,5 +159,5 @@ class Value:
 
     @property
     def pending(self) -> Affine | None:
-        """The waiting operation if it is an affine map, else None."""
+        """Return the waiting operation if it is an affine map, else None."""
         return self.waiting if isinstance(self.waiting, Affine) else None

@@ -1,6 +1,6 @@
 """How far the logits that were computed can lie from those of real arithmetic. Importing this package registers all rules."""
 
 from certcli.rounding import curves, moves, sums  # noqa: F401 (for their decorators)
-from certcli.rounding.running import Evaluation
+from certcli.rounding.running import ErrorAnalysis
 
-__all__ = ["Evaluation"]
+__all__ = ["ErrorAnalysis"]

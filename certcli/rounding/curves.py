@@ -9,7 +9,7 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma
 from certcli.engine.table import NoRule
-from certcli.rounding.running import ROUNDED, Found, Step, put_together, rule
+from certcli.rounding.running import ROUNDED, Found, Operation, put_together, rule
 from certcli.rounding.sums import UNIT, total
 
 
@@ -17,10 +17,10 @@ def _curve(*names: str, slope: float, rounding: Callable[[Tensor, Tensor, float]
     """A function with this largest slope; its own rounding from the lengths of its argument and its result."""
 
     @rule(*names)
-    def passed(step: Step, x: Tensor, *_: Any, **__: Any) -> Found:
-        value, size = step.run(), step.size(x)
+    def passed(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
+        value, size = op.run(), op.size(x)
         result = value[0] if isinstance(value, (tuple, list)) else value
-        own = rounding(step.norm(x), step.norm(result), math.sqrt(x.numel())) + TINY
+        own = rounding(op.norm(x), op.norm(result), math.sqrt(x.numel())) + TINY
         found = total(own, None if size is None else size * slope)
         return value, found if result is value else [found, *[torch.full_like(found, torch.inf)] * (len(value) - 1)]
 
@@ -39,47 +39,37 @@ _curve("hardsigmoid", slope=0.17, rounding=lambda x, value, root: x.new_tensor(2
 
 
 @rule("leaky_relu")
-def leaky_relu(step: Step, x: Tensor, negative_slope: float = 0.01) -> Found:
-    value, size = step.run(), step.size(x)
-    own = step.norm(value) * (2 * UNIT) + TINY
+def leaky_relu(op: Operation, x: Tensor, negative_slope: float = 0.01) -> Found:
+    value, size = op.run(), op.size(x)
+    own = op.norm(value) * (2 * UNIT) + TINY
     return value, total(own, None if size is None else size * max(1.0, abs(negative_slope)))
 
 
 @rule("elu")
-def elu(step: Step, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Found:
-    value, size = step.run(), step.size(x)
+def elu(op: Operation, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Found:
+    value, size = op.run(), op.size(x)
     slope = abs(scale) * max(1.0, abs(alpha * input_scale)) * ROUNDED
-    own = (step.norm(x) + math.sqrt(x.numel()) * (1 + abs(alpha))) * (4 * FUNCTION * slope) + TINY
+    own = (op.norm(x) + math.sqrt(x.numel()) * (1 + abs(alpha))) * (4 * FUNCTION * slope) + TINY
     return value, total(own, None if size is None else size * slope)
 
 
 @rule("exp")
-def exponential(step: Step, x: Tensor) -> Found:
-    value, size = step.run(), step.size(x)
-    own = step.norm(value) * FUNCTION + TINY
+def exponential(op: Operation, x: Tensor) -> Found:
+    value, size = op.run(), op.size(x)
+    own = op.norm(value) * FUNCTION + TINY
     return value, own if size is None else own + size * (value.amax() * (size * ROUNDED).exp() * ROUNDED)
 
 
-@rule("sqrt")
-def root(step: Step, x: Tensor) -> Found:
-    """Slope 1 / (2 sqrt t) at t >= min x - e."""
-    value, size = step.run(), step.size(x)
-    own = step.norm(value) * UNIT + TINY
+@rule("sqrt", "rsqrt")
+def root(op: Operation, x: Tensor) -> Found:
+    """Slope 1 / (2 sqrt t), of the inverse 1 / (2 t sqrt t), at t >= min x - e."""
+    value, size = op.run(), op.size(x)
+    own = op.norm(value) * (UNIT if op.name == "sqrt" else FUNCTION) + TINY
     if size is None:
         return value, own
     below = x.amin() - size * ROUNDED
-    return value, torch.where(below > 0, own + size / below.sqrt() * ROUNDED, torch.inf)
-
-
-@rule("rsqrt")
-def inverse_root(step: Step, x: Tensor) -> Found:
-    """Slope 1 / (2 t sqrt t) at t >= min x - e."""
-    value, size = step.run(), step.size(x)
-    own = step.norm(value) * FUNCTION + TINY
-    if size is None:
-        return value, own
-    below = x.amin() - size * ROUNDED
-    return value, torch.where(below > 0, own + size / (below * below.sqrt()) * ROUNDED, torch.inf)
+    steep = below.sqrt() if op.name == "sqrt" else below * below.sqrt()
+    return value, torch.where(below > 0, own + size / steep * ROUNDED, torch.inf)
 
 
 @put_together("reciprocal")
@@ -104,46 +94,46 @@ def power(x: Any, exponent: Any) -> Any:
 
 
 @rule("_softmax", "_safe_softmax", "softmax")
-def softmax(step: Step, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
+def softmax(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
     """Slope 1/2 a row, also for the rounding of x - max x; then that of exp and of the sum, relative to the result.
 
     Scores of exactly -inf (a mask) have probability exactly 0.
     """
-    value, size = step.run(), step.size(x)
+    value, size = op.run(), op.size(x)
     masked = x.isneginf()
     scores = x.masked_fill(masked, 0.0) if bool(masked.any()) else x
-    shifted = (step.norm(scores) + scores.abs().amax() * math.sqrt(x.numel())) * UNIT
-    own = step.norm(value) * (4 * FUNCTION + gamma(x.shape[dim])) + TINY
+    shifted = (op.norm(scores) + scores.abs().amax() * math.sqrt(x.numel())) * UNIT
+    own = op.norm(value) * (4 * FUNCTION + gamma(x.shape[dim])) + TINY
     return value, own + total(shifted, size) * (0.5 * ROUNDED)
 
 
 @rule("linalg_vector_norm")
-def length(step: Step, x: Tensor, order: Any = 2, *_: Any, **__: Any) -> Found:
+def length(op: Operation, x: Tensor, order: Any = 2, *_: Any, **__: Any) -> Found:
     """The length of the error, by the triangle inequality."""
-    step.require(order == 2, f"a norm of order {order}")
-    value = step.run()
-    return value, total(step.norm(value) * gamma(x.numel() // max(1, value.numel()) + 8) + TINY, step.size(x))
+    op.require(order == 2, f"a norm of order {order}")
+    value = op.run()
+    return value, total(op.norm(value) * gamma(x.numel() // max(1, value.numel()) + 8) + TINY, op.size(x))
 
 
-def _normalised(step: Step, x: Tensor, size: Any, eps: float) -> tuple[Tensor, Tensor]:
+def _normalised(op: Operation, x: Tensor, size: Any, eps: float) -> tuple[Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) along the last axis, computed here by two passes, and its error.
 
     Slope 1 / sqrt(variance + eps), with the least variance within the error: a deviation moves by e / sqrt(n) at most. The
     rounding of the centred entries counts as one of the input.
     """
-    step.require(eps >= 0, "a negative eps")
+    op.require(eps >= 0, "a negative eps")
     n = x.shape[-1]
     centred = x - x.mean(-1, keepdim=True)
     variance = (centred * centred).mean(-1, keepdim=True)
     found = centred * (variance + eps).rsqrt()
-    moved = total(step.norm(x) * (4 * gamma(n + 8)), size)
+    moved = total(op.norm(x) * (4 * gamma(n + 8)), size)
     least = variance.amin().sqrt() / ROUNDED - moved * (ROUNDED / math.sqrt(n))
     slope = 1 / (least.clamp_min(0.0).square() + eps).sqrt() * ROUNDED
-    return found, moved * slope + step.norm(found) * (gamma(n + 8) + 2 * FUNCTION) + TINY
+    return found, moved * slope + op.norm(found) * (gamma(n + 8) + 2 * FUNCTION) + TINY
 
 
-def _scaled(step: Step, x: Tensor, size: Tensor, weight: Any, bias: Any) -> Found:
-    step.require(step.size(weight) is None and step.size(bias) is None, "a norm whose weights were computed")
+def _scaled(op: Operation, x: Tensor, size: Tensor, weight: Any, bias: Any) -> Found:
+    op.require(op.size(weight) is None and op.size(bias) is None, "a norm whose weights were computed")
     if weight is not None:
         x, size = x * weight, size * weight.abs().amax()
         size = size + (torch.linalg.vector_norm(x) + TINY) * UNIT
@@ -154,19 +144,19 @@ def _scaled(step: Step, x: Tensor, size: Tensor, weight: Any, bias: Any) -> Foun
 
 
 @rule("native_layer_norm")
-def layer_norm(step: Step, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Found:
-    found, size = _normalised(step, x.flatten(-len(shape)), step.size(x), eps)
-    return _scaled(step, found.view(x.shape), size, weight, bias)
+def layer_norm(op: Operation, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Found:
+    found, size = _normalised(op, x.flatten(-len(shape)), op.size(x), eps)
+    return _scaled(op, found.view(x.shape), size, weight, bias)
 
 
 @rule("native_group_norm")
 def group_norm(
-    step: Step, x: Tensor, weight: Any, bias: Any, count: int, channels: int, size: int, groups: int, eps: float
+    op: Operation, x: Tensor, weight: Any, bias: Any, count: int, channels: int, size: int, groups: int, eps: float
 ) -> Found:
     shape = (-1, *[1] * (x.dim() - 2))
-    found, error = _normalised(step, x.reshape(count, groups, -1), step.size(x), eps)
+    found, error = _normalised(op, x.reshape(count, groups, -1), op.size(x), eps)
     parts = [None if part is None else part.view(shape) for part in (weight, bias)]
-    return _scaled(step, found.view(x.shape), error, *parts)
+    return _scaled(op, found.view(x.shape), error, *parts)
 
 
 @put_together("native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm")

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.rounding.running import Error, Found, Piece, Sorted, Step, rule
+from certcli.rounding.running import Error, Found, Operation, Piece, Sorted, rule
 
 
-def spread(step: Step, x: Any, entries: int) -> Tensor | None:
-    """The size of x's error once x is copied along other axes to `entries` entries."""
-    size = step.size(x)
+def spread(op: Operation, x: Any, entries: int) -> Tensor | None:
+    """Return the size of x's error once x is copied along other axes to `entries` entries."""
+    size = op.size(x)
     return None if size is None else size * math.sqrt(max(1.0, entries / max(1, x.numel())))
 
 
@@ -26,27 +26,27 @@ def rooted(sizes: Sequence[Tensor]) -> Tensor | None:
     "clone", "roll", "flip", "rot90", "detach", "alias", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
     "native_channel_shuffle", "diagonal", "tril", "triu", "lift_fresh", "constant_pad_nd", "diag_embed", "copy",
 )  # fmt: skip
-def moved(step: Step, x: Tensor, *others: Any, **named: Any) -> Found:
+def moved(op: Operation, x: Tensor, *others: Any, **named: Any) -> Found:
     """Every entry goes to one place at most. `copy` takes the second tensor's."""
-    value = step.run()
-    return value, spread(step, others[0], value.numel()) if step.name == "copy" else step.size(x)
+    value = op.run()
+    return value, spread(op, others[0], value.numel()) if op.name == "copy" else op.size(x)
 
 
 @rule("split", "split_with_sizes", "unbind")
-def cut(step: Step, x: Tensor, *_: Any) -> Found:
-    value, size = step.run(), step.size(x)
+def cut(op: Operation, x: Tensor, *_: Any) -> Found:
+    value, size = op.run(), op.size(x)
     if size is None:
         return value, None
     whole = object()
     return value, [Error(size, Piece(whole, place, size)) for place in range(len(value))]
 
 
-def _together(step: Step, tensors: Sequence[Tensor]) -> Tensor | None:
+def _together(op: Operation, tensors: Sequence[Tensor]) -> Tensor | None:
     """Error of several tensors: pieces of one tensor have, together, no more than it has."""
     wholes: dict[int, Tensor] = {}
     places, sizes = set(), []
     for x in tensors:
-        size, note = step.size(x), step.note(x)
+        size, note = op.size(x), op.note(x)
         if size is None:
             continue
         if isinstance(note, Piece) and (id(note.cut), note.place) not in places:
@@ -58,32 +58,32 @@ def _together(step: Step, tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 @rule("cat", "stack")
-def joined(step: Step, tensors: Sequence[Tensor], *_: Any) -> Found:
+def joined(op: Operation, tensors: Sequence[Tensor], *_: Any) -> Found:
     """Of max(a, b) and min(a, b) the error of a and b: sorting has slope 1."""
-    value, notes = step.run(), [step.note(x) for x in tensors]
+    value, notes = op.run(), [op.note(x) for x in tensors]
     if len(notes) == 2 and all(isinstance(note, Sorted) for note in notes) and notes[0].name != notes[1].name:
         one, other = notes[0].pair
         if one is not other and notes[1].pair[0] is one and notes[1].pair[1] is other:
-            return value, _together(step, (one, other))
-    return value, _together(step, tensors)
+            return value, _together(op, (one, other))
+    return value, _together(op, tensors)
 
 
 @rule("maximum", "minimum")
-def larger(step: Step, a: Tensor, b: Tensor) -> Found:
-    value = step.run()
-    if step.exact:
+def larger(op: Operation, a: Tensor, b: Tensor) -> Found:
+    value = op.run()
+    if op.exact:
         return value, None
     if a.shape == b.shape:
-        size = _together(step, (a, b)) if a is not b else step.size(a)
-        return value, Error(size, Sorted(step.name, (a, b)))  # type: ignore[arg-type]
-    return value, rooted([size for x in (a, b) if (size := spread(step, x, value.numel())) is not None])
+        size = _together(op, (a, b)) if a is not b else op.size(a)
+        return value, Error(size, Sorted(op.name, (a, b)))  # type: ignore[arg-type]
+    return value, rooted([size for x in (a, b) if (size := spread(op, x, value.numel())) is not None])
 
 
 @rule("expand", "repeat", "repeat_interleave")
-def repeated(step: Step, x: Tensor, *counts: Any, **_: Any) -> Found:
-    step.require(not any(isinstance(count, Tensor) for count in counts) or step.size(x) is None, "uneven repetition")
-    value = step.run()
-    return value, spread(step, x, value.numel())
+def repeated(op: Operation, x: Tensor, *counts: Any, **_: Any) -> Found:
+    op.require(not any(isinstance(count, Tensor) for count in counts) or op.size(x) is None, "uneven repetition")
+    value = op.run()
+    return value, spread(op, x, value.numel())
 
 
 @rule(
@@ -91,85 +91,85 @@ def repeated(step: Step, x: Tensor, *counts: Any, **_: Any) -> Found:
     "replication_pad1d", "replication_pad2d", "replication_pad3d", "upsample_nearest1d", "upsample_nearest2d",
     "upsample_nearest3d", "take_along_dim", "embedding",
 )  # fmt: skip
-def copied_to_places(step: Step, x: Tensor, *rest: Any, **named: Any) -> Found:
+def copied_to_places(op: Operation, x: Tensor, *rest: Any, **named: Any) -> Found:
     """sqrt of how often an entry appears at most, counted by running the operation on the entries' numbers."""
-    value, size = step.run(), step.size(x)
+    value, size = op.run(), op.size(x)
     places = [*rest, *named.values()]
     flat = [y for group in places for y in (group if isinstance(group, (list, tuple)) else [group])]
-    step.require(all(step.size(y) is None for y in flat), "places that depend on rounded numbers")
+    op.require(all(op.size(y) is None for y in flat), "places that depend on rounded numbers")
     if size is None:
         return value, None
     numbers = torch.arange(1, x.numel() + 1, device=x.device, dtype=torch.float64).view(x.shape)
-    found = step.call(numbers, *rest, **named).flatten().long()
+    found = op.call(numbers, *rest, **named).flatten().long()
     return value, size * math.sqrt(float(found.bincount(minlength=2)[1:].max()))
 
 
 @rule("where", "masked_fill")
-def chosen(step: Step, *tensors: Any) -> Found:
+def chosen(op: Operation, *tensors: Any) -> Found:
     """`where` keeps an entry of one or the other, `masked_fill` an entry or a number, by an exact mask."""
-    mask = tensors[0] if step.name == "where" else tensors[1]
-    step.require(len(tensors) == 3 and step.size(mask) is None, "a choice by rounded numbers")
-    value = step.run()
+    mask = tensors[0] if op.name == "where" else tensors[1]
+    op.require(len(tensors) == 3 and op.size(mask) is None, "a choice by rounded numbers")
+    value = op.run()
     others = [x for x in tensors if x is not mask]
-    return value, rooted([size for x in others if (size := spread(step, x, value.numel())) is not None])
+    return value, rooted([size for x in others if (size := spread(op, x, value.numel())) is not None])
 
 
 @rule("_to_copy")
-def copied(step: Step, x: Tensor, *_: Any, **__: Any) -> Found:
+def copied(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
     """To a type that holds the numbers: floating point from integers, float64 from float32."""
-    value, size = step.run(), step.size(x)
+    value, size = op.run(), op.size(x)
     if size is not None:
-        step.require(value.dtype == torch.float64, f"a rounded number becomes {value.dtype}")
+        op.require(value.dtype == torch.float64, f"a rounded number becomes {value.dtype}")
         return value, size.to(value.device)
     if value.is_floating_point():
-        step.require(not x.is_complex() and torch.equal(value.to(x), x), f"{x.dtype} becomes {value.dtype}")
+        op.require(not x.is_complex() and torch.equal(value.to(x), x), f"{x.dtype} becomes {value.dtype}")
     return value, None
 
 
 @rule("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
-def made_of_shape(step: Step, x: Tensor, *numbers: Any, **_: Any) -> Found:
-    step.require(not any(isinstance(number, Tensor) for number in numbers), "a number that may be rounded")
-    return step.run(), None
+def made_of_shape(op: Operation, x: Tensor, *numbers: Any, **_: Any) -> Found:
+    op.require(not any(isinstance(number, Tensor) for number in numbers), "a number that may be rounded")
+    return op.run(), None
 
 
 @rule("_local_scalar_dense")
-def read_back(step: Step, x: Tensor) -> Found:
-    step.require(step.size(x) is None, "a rounded number is read back into Python")
-    return step.run(), None
+def read_back(op: Operation, x: Tensor) -> Found:
+    op.require(op.size(x) is None, "a rounded number is read back into Python")
+    return op.run(), None
 
 
 @rule("relu", "abs", "neg", "clamp", "clamp_min", "clamp_max", "hardtanh")
-def passed_on(step: Step, x: Tensor, *limits: Any, **named: Any) -> Found:
+def passed_on(op: Operation, x: Tensor, *limits: Any, **named: Any) -> Found:
     """Slope 1 and no rounding."""
-    value = step.run()
-    step.require(all(step.size(limit) is None for limit in [*limits, *named.values()]), "limits that are rounded")
-    return value, spread(step, x, value.numel())
+    value = op.run()
+    op.require(all(op.size(limit) is None for limit in [*limits, *named.values()]), "limits that are rounded")
+    return value, spread(op, x, value.numel())
 
 
 @rule("amax", "amin")
-def largest(step: Step, x: Tensor, *_: Any, **__: Any) -> Found:
-    return step.run(), step.size(x)
+def largest(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
+    return op.run(), op.size(x)
 
 
 @rule("max", "min", "sort", "adaptive_max_pool2d", "adaptive_max_pool3d", "max_pool2d_with_indices",
       "max_pool3d_with_indices")  # fmt: skip
-def with_places(step: Step, x: Tensor, *options: Any, **named: Any) -> Found:
+def with_places(op: Operation, x: Tensor, *options: Any, **named: Any) -> Found:
     """Of two results the second one is places, which rounding may change. An entry may lie in several windows."""
-    value, size = step.run(), step.size(x)
-    step.require(not any(isinstance(y, Tensor) for y in options), "two tensors")
+    value, size = op.run(), op.size(x)
+    op.require(not any(isinstance(y, Tensor) for y in options), "two tensors")
     if size is None or isinstance(value, Tensor):
         return value, size
     windows = 1.0
-    if step.name.startswith("adaptive"):
+    if op.name.startswith("adaptive"):
         windows = windows_of_entry(x.shape, options[0])
-    elif "pool" in step.name:
+    elif "pool" in op.name:
         plain = len(options) < 4 or options[3] in (1, [1] * len(options[3]))
         windows = overlap(options[0], options[1] if len(options) > 1 and options[1] else options[0], plain)
     return value, [size * math.sqrt(windows), torch.full_like(size, torch.inf)]
 
 
 def overlap(kernel: Sequence[int], stride: Sequence[int], plain: bool = True) -> float:
-    """How many windows an entry lies in, at most; plain: no dilation."""
+    """Return the largest number of windows that an entry lies in; plain: no dilation."""
     if not plain:
         return float(math.prod(kernel))
     steps = list(stride) * (len(kernel) if len(stride) == 1 else 1)
@@ -177,6 +177,6 @@ def overlap(kernel: Sequence[int], stride: Sequence[int], plain: bool = True) ->
 
 
 def windows_of_entry(sizes: Sequence[int], counts: Sequence[int]) -> float:
-    """The same of adaptive pooling: windows overlap where their number does not divide the size."""
+    """Return the same of adaptive pooling: windows overlap where their number does not divide the size."""
     sizes = list(sizes)[-len(counts) :]
     return float(math.prod(1 if s % c == 0 else 2 if c <= s else c for s, c in zip(sizes, counts, strict=True)))

@@ -30,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from certcli.enclosure.zonotopes.rounding import TINY
 from certcli.engine.table import NoRule
+from certcli.engine.tracer import tensors_of
 from certcli.models.build import own_name
 
 ROUNDED = 1 + 2.0**-20
@@ -41,19 +42,8 @@ RULES: dict[str, Callable[..., Found]] = {}
 PUT_TOGETHER: dict[str, Callable[..., Any]] = {}
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor in an operation's arguments or result."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_of(part)
-    elif isinstance(value, dict):
-        yield from tensors_of(tuple(value.values()))
-
-
 def rule(*names: str) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
-    """Register how errors pass these operations: a function of the step and of the operation's arguments."""
+    """Register how errors pass these operations: a function of the op and of the operation's arguments."""
 
     def register(function: Callable[..., Found]) -> Callable[..., Found]:
         RULES.update(dict.fromkeys(names, function))
@@ -113,7 +103,7 @@ class Sorted:
 
 
 @dataclass(frozen=True)
-class Step:
+class Operation:
     """One operation: run() is its result, size(x) the error of an argument, None where it is exact."""
 
     name: str
@@ -143,7 +133,7 @@ class Step:
 
     @property
     def exact(self) -> bool:
-        """Whether no argument has an error."""
+        """Tell whether no argument has an error."""
         return all(self.size(x) is None for x in tensors_of((self.args, self.kwargs)))
 
     def require(self, condition: bool, reason: str) -> None:
@@ -175,32 +165,32 @@ class Running(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         try:
-            if not any(True for _ in tensors_of((args, kwargs))):
+            if not tensors_of((args, kwargs)):
                 return self._keep(func(*args, **kwargs), None)
             if name in PUT_TOGETHER:
                 with self:
                     return PUT_TOGETHER[name](*args, **kwargs)
             if func._schema.is_mutable:
                 return self._in_place(name, func, args, kwargs)
-            return self._keep(*self._found(Step(name, func, args, kwargs, self)))
+            return self._keep(*self._found(Operation(name, func, args, kwargs, self)))
         except NoRule as reason:
             self.refused = self.refused or NoRule(f"{self._module()}: {reason}")
             raise self.refused from None
 
-    def _found(self, step: Step) -> Found:
-        """A result with its error. What is not of floating point is exact, if its arguments are."""
-        known = RULES.get(step.name)
+    def _found(self, op: Operation) -> Found:
+        """Return a result with its error. What is not of floating point is exact, if its arguments are."""
+        known = RULES.get(op.name)
         if known is not None:
             try:
-                return known(step, *step.args, **step.kwargs)
+                return known(op, *op.args, **op.kwargs)
             except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as failure:
-                raise NoRule(f"'{step.name}' is called with arguments its rule does not know ({failure})") from failure
-        if step.exact:
-            value = step.run()
-            found = list(tensors_of(value))
+                raise NoRule(f"'{op.name}' is called with arguments its rule does not know ({failure})") from failure
+        if op.exact:
+            value = op.run()
+            found = tensors_of(value)
             if found and not any(x.is_floating_point() for x in found):
                 return value, None
-        raise NoRule(f"no rounding error is known of the operation '{step.name}'")
+        raise NoRule(f"no rounding error is known of the operation '{op.name}'")
 
     def _in_place(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """x.add_(y) as x + y, written to x. What else sees x's memory would not learn of the error."""
@@ -213,8 +203,8 @@ class Running(TorchDispatchMode):
         def on_copy(first: Tensor, *rest: Any, **named: Any) -> Tensor:
             return func(first.clone(), *rest, **named)
 
-        step = Step(plain, on_copy, args, kwargs, self)
-        value, error = self._found(step) if plain != "fill" else (step.run(), step.size(args[1]))
+        op = Operation(plain, on_copy, args, kwargs, self)
+        value, error = self._found(op) if plain != "fill" else (op.run(), op.size(args[1]))
         if value.shape != target.shape:
             raise NoRule(f"'{name}' changes a tensor's shape")
         for x, found in list(self.errors.items()):  # what was noted speaks of the numbers before
@@ -223,7 +213,7 @@ class Running(TorchDispatchMode):
         for x in list(self.made):
             if x.untyped_storage().data_ptr() == storage:
                 self.norms.pop(x, None)
-                if error is not None or not step.exact:
+                if error is not None or not op.exact:
                     self.errors[x] = Error(torch.full((), torch.inf, dtype=torch.float64, device=x.device))
         target.copy_(value)
         self.errors.pop(target, None)
@@ -244,7 +234,7 @@ class Running(TorchDispatchMode):
         return value
 
     def _module(self) -> str:
-        """The module that runs now: the innermost call of one on Python's stack."""
+        """Return the module that runs now: the innermost call of one on Python's stack."""
         frame: Any = sys._getframe(1)
         while frame is not None:
             name = self.names.get(id(frame.f_locals.get("self")))
@@ -271,7 +261,7 @@ def _written_out() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-class Evaluation:
+class ErrorAnalysis:
     """A network's logits with a bound on their rounding. model: in float64 and eval mode; its weights stay as they are."""
 
     def __init__(self, model: nn.Module) -> None:

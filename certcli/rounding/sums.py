@@ -9,7 +9,7 @@ from torch import Tensor
 from certcli.enclosure.zonotopes.rounding import TINY, gamma
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.rounding.moves import overlap, spread, windows_of_entry
-from certcli.rounding.running import ROUNDED, Error, Found, Mean, Square, Step, rule
+from certcli.rounding.running import ROUNDED, Error, Found, Mean, Operation, Square, rule
 
 UNIT = gamma(0)
 """Above the relative error of a few roundings."""
@@ -17,32 +17,30 @@ _SHORT = 2.0**20
 
 
 def total(*errors: Any) -> Any:
-    """The sum of those that are there."""
+    """Return the sum of those that are there."""
     there = [error for error in errors if error is not None]
     return sum(there[1:], there[0]) if there else None
 
 
 def _of_number(x: float) -> float | None:
-    """The error of a number of Python's, which may have been computed (1 / sqrt(d)), unless it has few digits."""
+    """Return the error of a number of Python's, which may have been computed (1 / sqrt(d)), unless it has few digits."""
     few = not math.isfinite(x) or ((float(x) * _SHORT).is_integer() and abs(x) < 2.0**30)
     return None if few else UNIT * abs(float(x))
 
 
-def _spread(step: Step, x: Any, entries: int) -> Any:
-    """The size of an operand's error, copied to `entries` entries."""
+def _spread(op: Operation, x: Any, entries: int) -> Any:
+    """Return the size of an operand's error, copied to `entries` entries."""
     if isinstance(x, Tensor):
-        return spread(step, x, entries)
+        return spread(op, x, entries)
     own = _of_number(x)
     return None if own is None else own * math.sqrt(entries)
 
 
-def _unrounded(step: Step, value: Tensor) -> bool:
-    """Whether this is made of exact numbers and integers, or small integers itself: then nothing was rounded."""
+def _unrounded(op: Operation, value: Tensor) -> bool:
+    """Tell whether this is made of exact numbers and integers, or small integers itself: then nothing was rounded."""
     if not value.is_floating_point():
-        return step.exact
-    return (
-        step.exact and value.dtype == torch.float32 and bool(((value == value.round()) & (value.abs() < 2**22)).all())
-    )
+        return op.exact
+    return op.exact and value.dtype == torch.float32 and bool(((value == value.round()) & (value.abs() < 2**22)).all())
 
 
 def _reach(x: Any, like: Any) -> Any:
@@ -58,47 +56,47 @@ def _reach(x: Any, like: Any) -> Any:
 
 
 @rule("add", "sub", "rsub")
-def added(step: Step, a: Any, b: Any, *, alpha: Any = 1) -> Found:
+def added(op: Operation, a: Any, b: Any, *, alpha: Any = 1) -> Found:
     """e_a + |alpha| e_b, and the rounding of the result. Where an exact operand is -inf (a mask), so is the result.
 
     x - mean(x) is a projection: the mean brings its own rounding only.
     """
-    value = step.run()
-    if _unrounded(step, value):
+    value = op.run()
+    if _unrounded(op, value):
         return value, None
     scale = 1.0 if alpha == 1 else abs(float(alpha)) * (1 + UNIT)
-    one, other, entries = _spread(step, a, value.numel()), _spread(step, b, value.numel()), value.numel()
-    scaled, plain = (one, other) if step.name == "rsub" else (other, one)
-    note = step.note(b)
-    if step.name == "sub" and scale == 1.0 and isinstance(note, Mean) and note.of is a and b.dim() == a.dim():
+    one, other, entries = _spread(op, a, value.numel()), _spread(op, b, value.numel()), value.numel()
+    scaled, plain = (one, other) if op.name == "rsub" else (other, one)
+    note = op.note(b)
+    if op.name == "sub" and scale == 1.0 and isinstance(note, Mean) and note.of is a and b.dim() == a.dim():
         scaled = note.own * math.sqrt(entries / b.numel())
-    size = step.norm(_unmasked(step, value, a, b)) * UNIT
+    size = op.norm(_unmasked(op, value, a, b)) * UNIT
     if scale != 1.0:
-        factor = a if step.name == "rsub" else b
-        length = step.norm(factor) if isinstance(factor, Tensor) else abs(float(factor))
+        factor = a if op.name == "rsub" else b
+        length = op.norm(factor) if isinstance(factor, Tensor) else abs(float(factor))
         size = size + length * (UNIT * scale * math.sqrt(entries))
     return value, total(size, plain, None if scaled is None else scaled * scale)
 
 
-def _unmasked(step: Step, value: Tensor, *operands: Any) -> Tensor:
+def _unmasked(op: Operation, value: Tensor, *operands: Any) -> Tensor:
     """value with 0 where an exact operand is -inf."""
     for x in operands:
-        if isinstance(x, Tensor) and step.size(x) is None and bool(x.isneginf().any()):
+        if isinstance(x, Tensor) and op.size(x) is None and bool(x.isneginf().any()):
             value = value.masked_fill(x.isneginf(), 0.0)
     return value
 
 
 @rule("mul")
-def multiplied(step: Step, a: Any, b: Any) -> Found:
+def multiplied(op: Operation, a: Any, b: Any) -> Found:
     """|a| e_b + |b| e_a + e_a e_b, and the rounding of the result."""
-    value = step.run()
-    if _unrounded(step, value):
+    value = op.run()
+    if _unrounded(op, value):
         return value, None
-    one, other = step.size(a), step.size(b)
-    size = step.norm(value) * UNIT + TINY
+    one, other = op.size(a), op.size(b)
+    size = op.norm(value) * UNIT + TINY
     for x in (a, b):
         if not isinstance(x, Tensor):
-            size = size + step.norm(value) * UNIT  # the number itself may be rounded
+            size = size + op.norm(value) * UNIT  # the number itself may be rounded
     if one is not None:
         size = size + one * _reach(b, a)
     if other is not None:
@@ -109,15 +107,15 @@ def multiplied(step: Step, a: Any, b: Any) -> Found:
 
 
 @rule("div")
-def divided(step: Step, a: Any, b: Any, **named: Any) -> Found:
+def divided(op: Operation, a: Any, b: Any, **named: Any) -> Found:
     """(e_a + |a / b| e_b) / (min |b| - e_b), and the rounding of the result; infinite where b may be 0."""
     jumps = named.get("rounding_mode") is not None
-    step.require(not jumps or step.exact, "a division that jumps")
-    value = step.run()
-    if jumps or _unrounded(step, value):
+    op.require(not jumps or op.exact, "a division that jumps")
+    value = op.run()
+    if jumps or _unrounded(op, value):
         return value, None
-    one, other = step.size(a), step.size(b)
-    size = step.norm(value) * (2 * UNIT) + TINY
+    one, other = op.size(a), op.size(b)
+    size = op.norm(value) * (2 * UNIT) + TINY
     if one is None and other is None:
         return value, size
     least = b.abs().amin() if isinstance(b, Tensor) else torch.full_like(size, abs(float(b)))
@@ -130,15 +128,15 @@ def divided(step: Step, a: Any, b: Any, **named: Any) -> Found:
 
 
 @rule("addcmul")
-def added_product(step: Step, x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Found:
-    result = step.run()
-    made, error = multiplied(Step("mul", torch.mul, (a, b), {}, step.running), a, b)
+def added_product(op: Operation, x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Found:
+    result = op.run()
+    made, error = multiplied(Operation("mul", torch.mul, (a, b), {}, op.running), a, b)
     size = error.size if isinstance(error, Error) else error
     entries = result.numel()
-    size = size * math.sqrt(entries / made.numel()) * abs(value) + step.norm(made) * (
+    size = size * math.sqrt(entries / made.numel()) * abs(value) + op.norm(made) * (
         2 * UNIT * abs(value) * math.sqrt(entries)
     )
-    return result, total(size, spread(step, x, entries), step.norm(result) * UNIT)
+    return result, total(size, spread(op, x, entries), op.norm(result) * UNIT)
 
 
 def _plain_norm(x: Tensor) -> Tensor:
@@ -149,39 +147,39 @@ def _plain_norm(x: Tensor) -> Tensor:
     return torch.minimum(torch.linalg.vector_norm(size, dim=(-2, -1)), crossed).amax() * (most * ROUNDED) + TINY
 
 
-def _norms(step: Step, x: Tensor) -> tuple[Any, Any]:
+def _norms(op: Operation, x: Tensor) -> tuple[Any, Any]:
     """Above |x| and | |x| |, spectral norms, over all matrices of x; of exact ones proven and, for weights, kept."""
-    if step.size(x) is not None or x.numel() > 2**26:
+    if op.size(x) is not None or x.numel() > 2**26:
         plain = _plain_norm(x)
         return plain, plain
-    kept = x.untyped_storage().data_ptr() in step.running.weights
+    is_weight = x.untyped_storage().data_ptr() in op.running.weights
     key = (x.data_ptr(), tuple(x.shape), x.stride(), x._version)
-    if kept and key in step.running.known:
-        return step.running.known[key]
+    if is_weight and key in op.running.known:
+        return op.running.known[key]
     matrices = x.reshape(-1, *x.shape[-2:])
     plain = _plain_norm(x)
-    few = len(matrices) <= 64 and (kept or x.numel() <= 2**16)
+    few = len(matrices) <= 64 and (is_weight or x.numel() <= 2**16)
     found = (plain.new_tensor(max(spectral_norms(list(matrices)))) if few and bool(plain.isfinite()) else plain, plain)
-    if kept:
-        step.running.known[key] = found
+    if is_weight:
+        op.running.known[key] = found
     return found
 
 
 @rule("mm", "bmm", "mv", "dot")
-def matrices(step: Step, a: Tensor, b: Tensor) -> Found:
-    return step.run(), _product(step, a, b, a.shape[-1])
+def matrices(op: Operation, a: Tensor, b: Tensor) -> Found:
+    return op.run(), _product(op, a, b, a.shape[-1])
 
 
-def _product(step: Step, a: Tensor, b: Tensor, terms: int) -> Tensor:
+def _product(op: Operation, a: Tensor, b: Tensor, terms: int) -> Tensor:
     """|b| e_a + |a| e_b + e_a e_b, and gamma | |a| |b| |_2."""
-    one, other = step.size(a), step.size(b)
+    one, other = op.size(a), op.size(b)
     a_, b_ = (a[None] if a.dim() == 1 else a), (b[:, None] if b.dim() == 1 else b)
     left = right = None
     if other is not None or one is None:
-        left = _norms(step, a if a_ is a else _same(step, a, a_))
+        left = _norms(op, a if a_ is a else _same(op, a, a_))
     if one is not None or other is None:
-        right = _norms(step, b if b_ is b else _same(step, b, b_))
-    own = [side[1] * step.norm(x) for side, x in ((left, b), (right, a)) if side is not None]
+        right = _norms(op, b if b_ is b else _same(op, b, b_))
+    own = [side[1] * op.norm(x) for side, x in ((left, b), (right, a)) if side is not None]
     size = own[0] if len(own) == 1 else torch.minimum(*own)
     size = size * (gamma(terms) * ROUNDED) + TINY
     if one is not None and right is not None:
@@ -191,57 +189,57 @@ def _product(step: Step, a: Tensor, b: Tensor, terms: int) -> Tensor:
     return size if one is None or other is None else size + one * other
 
 
-def _same(step: Step, x: Tensor, view: Tensor) -> Tensor:
-    """A view of x, with its error."""
-    if x in step.running.errors:
-        step.running.errors[view] = step.running.errors[x]
+def _same(op: Operation, x: Tensor, view: Tensor) -> Tensor:
+    """Return a view of x, with its error."""
+    if x in op.running.errors:
+        op.running.errors[view] = op.running.errors[x]
     return view
 
 
 @rule("addmm", "baddbmm", "addmv")
-def matrices_and_bias(step: Step, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Found:
-    value, terms = step.run(), a.shape[-1] + 4
-    size = _product(step, a, b, terms) * (abs(alpha) * ROUNDED)
-    return value, size if beta == 0 else size + _bias(step, bias, value, terms) * abs(beta)
+def matrices_and_bias(op: Operation, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Found:
+    value, terms = op.run(), a.shape[-1] + 4
+    size = _product(op, a, b, terms) * (abs(alpha) * ROUNDED)
+    return value, size if beta == 0 else size + _bias(op, bias, value, terms) * abs(beta)
 
 
-def _bias(step: Step, bias: Tensor, value: Tensor, terms: int) -> Tensor:
+def _bias(op: Operation, bias: Tensor, value: Tensor, terms: int) -> Tensor:
     copies = math.sqrt(value.numel() / max(1, bias.numel()))
-    size: Tensor = total(step.norm(bias) * (gamma(terms) * ROUNDED), step.size(bias)) * copies
+    size: Tensor = total(op.norm(bias) * (gamma(terms) * ROUNDED), op.size(bias)) * copies
     return size
 
 
 @rule("convolution")
-def convolution(step: Step, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
+def convolution(op: Operation, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
                 transposed: bool, *_: Any) -> Found:  # fmt: skip
     """sqrt(windows of an entry) |W|, W of one window; of a transposed one the same, it is the adjoint of another."""
-    value = step.run()
+    value = op.run()
     windows = math.sqrt(overlap(weight.shape[2:], stride, all(d == 1 for d in dilation)))
-    flat, plain = _norms(step, _same(step, weight, weight.flatten(1)))
+    flat, plain = _norms(op, _same(op, weight, weight.flatten(1)))
     terms = (weight.numel() if transposed else weight[0].numel()) + 2
-    size = step.norm(x) * plain * (windows * gamma(terms) * ROUNDED) + TINY
-    inherited, of_weight = step.size(x), step.size(weight)
+    size = op.norm(x) * plain * (windows * gamma(terms) * ROUNDED) + TINY
+    inherited, of_weight = op.size(x), op.size(weight)
     if inherited is not None:
         size = size + inherited * flat * windows
     if of_weight is not None:
-        size = size + of_weight * total(step.norm(x), inherited) * windows
-    return value, size if bias is None else size + _bias(step, bias, value, terms)
+        size = size + of_weight * total(op.norm(x), inherited) * windows
+    return value, size if bias is None else size + _bias(op, bias, value, terms)
 
 
 @rule("sum", "mean")
-def summed(step: Step, x: Tensor, *_: Any, **__: Any) -> Found:
+def summed(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
     """sqrt(n) times the error of n terms, 1 / sqrt(n) of their mean; 2 |x| times it for sums of squares x^2."""
-    value = step.run()
-    if _unrounded(step, value):
+    value = op.run()
+    if _unrounded(op, value):
         return value, None
     count = x.numel() // max(1, value.numel())
-    factor = 1 / math.sqrt(count) if step.name == "mean" else math.sqrt(count)
-    size, note = step.size(x), step.note(x)
-    own = step.norm(x) * (factor * gamma(count + 8)) + TINY
+    factor = 1 / math.sqrt(count) if op.name == "mean" else math.sqrt(count)
+    size, note = op.size(x), op.note(x)
+    own = op.norm(x) * (factor * gamma(count + 8)) + TINY
     if isinstance(note, Square):
         source = note.of
         error, axes = (
-            step.size(source),
+            op.size(source),
             [axis for axis in range(x.dim()) if len(value.shape) == x.dim() and value.shape[axis] != x.shape[axis]],
         )
         if math.prod(x.shape[axis] for axis in axes) == count:
@@ -249,29 +247,29 @@ def summed(step: Step, x: Tensor, *_: Any, **__: Any) -> Found:
                 return value, own
             longest = torch.linalg.vector_norm(source, dim=axes).amax() + TINY if axes else source.abs().amax()
             squares = error * (2 * longest * ROUNDED + error)
-            return value, own + (squares / count if step.name == "mean" else squares)
+            return value, own + (squares / count if op.name == "mean" else squares)
     found = total(own, None if size is None else size * factor)
-    return value, Error(found, Mean(x, own)) if step.name == "mean" else found
+    return value, Error(found, Mean(x, own)) if op.name == "mean" else found
 
 
 @rule("cumsum")
-def running_sum(step: Step, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
-    value = step.run()
-    if _unrounded(step, value):
+def running_sum(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
+    value = op.run()
+    if _unrounded(op, value):
         return value, None
     n = x.shape[dim]
-    return value, total(step.norm(x) * (n * gamma(n)), None if (size := step.size(x)) is None else size * n)
+    return value, total(op.norm(x) * (n * gamma(n)), None if (size := op.size(x)) is None else size * n)
 
 
 @rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d")
-def pooled(step: Step, x: Tensor, sizes: Any, *options: Any, **named: Any) -> Found:
+def pooled(op: Operation, x: Tensor, sizes: Any, *options: Any, **named: Any) -> Found:
     """A mean has slope 1 at most, and an entry may lie in several windows."""
-    step.require(len(options) < 5 or options[4] is None, "a divisor of its own")
-    value = step.run()
-    if "adaptive" in step.name:
+    op.require(len(options) < 5 or options[4] is None, "a divisor of its own")
+    value = op.run()
+    if "adaptive" in op.name:
         windows = math.sqrt(windows_of_entry(x.shape, sizes))
     else:
         windows = math.sqrt(overlap(sizes, options[0] if options and options[0] else sizes))
-    size = step.size(x)
-    own = step.norm(x) * (windows * gamma(x.numel() // max(1, math.prod(x.shape[:2])) + 8)) + TINY
+    size = op.size(x)
+    own = op.norm(x) * (windows * gamma(x.numel() // max(1, math.prod(x.shape[:2])) + 8)) + TINY
     return value, total(own, None if size is None else size * windows)

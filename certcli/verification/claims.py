@@ -1,7 +1,7 @@
 """A checkpoint's evidence, entry by entry: verified, refuted, or not checked, and why.
 
 What can be recomputed is recomputed from the weights: bounds here, certificates by the caller, who knows the images and the
-methods. Measured results (attacks) prove nothing and are not run again; lineage is told by the file, and only what
+methods. Measured results (attacks) prove nothing and are not run again; lineage is the file's own word, and only what
 contradicts it can be found.
 """
 
@@ -56,7 +56,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Request:
     """Images to certify again, as the evidence names them. digest: of all of them, where it was recorded."""
 
     split: str | None
@@ -87,14 +87,14 @@ class Again:
     stated: Mapping[str, Any] = field(default_factory=dict)
 
 
-Certify = Callable[[Wanted], Again]
+Certify = Callable[[Request], Again]
 """Certify again, all or a sample. CertvitError says why it cannot be done (no images, no such method)."""
 
 
 def check(
     checkpoint: Checkpoint, certify: Certify, device: torch.device | str = "cpu", *, measured: bool = True
 ) -> list[Claim]:
-    """Every claim of the checkpoint's record. measured: whether results of attacks are asked for too."""
+    """Return every claim of the checkpoint's record. measured: whether results of attacks are asked for too."""
     claims = list(_lineage(checkpoint))
     proven: Real | None = None
     for number, entry in enumerate(checkpoint.record.evidence):
@@ -111,8 +111,8 @@ def check(
         except Refused as refusal:
             unknown = command_of(entry) != entry.command
             why = f"not what {command_of(entry)} writes ({refusal})"
-            told = "not understood, not shown"
-            found = [Claim(where, told, "not checked" if unknown else "refuted", str(refusal) if unknown else why)]
+            statement = "not understood, not shown"
+            found = [Claim(where, statement, "not checked" if unknown else "refuted", str(refusal) if unknown else why)]
         claims += [replace(claim, number=number) for claim in found]
     return claims
 
@@ -148,32 +148,32 @@ def _check(
     elif isinstance(entry.result, CertifyResult):
         yield from _certified(entry.parameters, entry.result, where, certify)
     elif isinstance(entry.result, AttackResult):
-        told = f"robust {entry.result.robust:.4f} of clean {entry.result.clean:.4f}"
+        statement = f"robust {entry.result.robust:.4f} of clean {entry.result.clean:.4f}"
         why = "measured, the author's word: run `certvit attack` again"
-        yield Claim(where, told, "not checked", why, asked=measured)
+        yield Claim(where, statement, "not checked", why, asked=measured)
     else:
         why = "measured on images, the author's word: run the command again"
         yield Claim(where, "what was kept", "not checked", why, asked=measured)
 
 
 def _bound(where: str, result: Any, proven: Real) -> Iterator[Claim]:
-    """The bound itself; a measured slope above it is a contradiction."""
+    """Yield the bound itself; a measured slope above it is a contradiction."""
     if result.log10_upper is None and result.upper == "inf":
         yield Claim(where, "no bound", "verified", f"no bound is stated; proven is {proven}")
         return
-    told = f"bound 10^{result.log10_upper}" if isinstance(result.upper, str) else f"bound {result.upper:.9g}"
+    statement = f"bound 10^{result.log10_upper}" if isinstance(result.upper, str) else f"bound {result.upper:.9g}"
     wrong = below_log10(result.log10_upper, proven)
     if isinstance(result.upper, float):
         wrong = wrong or below(Real(result.upper), proven)
     if (text := getattr(result, "upper_text", None)) is not None:
-        told, wrong = f"{told} ({text})", wrong or below_text(text, proven)
+        statement, wrong = f"{statement} ({text})", wrong or below_text(text, proven)
     lower = getattr(result, "lower", None)
     if wrong:
-        yield Claim(where, told, "refuted", f"it does not follow from the weights; proven is {proven}")
+        yield Claim(where, statement, "refuted", f"it does not follow from the weights; proven is {proven}")
     elif lower is not None and proven * (1 + SLACK) < Real(lower):
-        yield Claim(where, told, "refuted", f"the measured slope {lower:.6g} is above what is proven, {proven}")
+        yield Claim(where, statement, "refuted", f"the measured slope {lower:.6g} is above what is proven, {proven}")
     else:
-        yield Claim(where, told, "verified", f"proven again: {proven}")
+        yield Claim(where, statement, "verified", f"proven again: {proven}")
     if lower is not None:
         slope = f"slope {lower:.6g}"
         yield Claim(where, slope, "not checked", "measured, the author's word", asked=False)
@@ -183,9 +183,9 @@ def _training(checkpoint: Checkpoint, entry: Decoded, where: str, certify: Certi
     steps, result = checkpoint.record.lineage, entry.result
     images = result.dataset if isinstance(result.dataset, JudgedImages) else None
     limit, digest = entry.parameters.images, None if images is None else images.digest
-    wanted = Wanted("val", limit, steps[-1].seed if steps else 0, "lipschitz", {}, digest)
+    request = Request("val", limit, steps[-1].seed if steps else 0, "lipschitz", {}, digest)
     shares = [(Threat("l2", entry.parameters.epsilon), result.certified)]
-    yield from _again(where, result.clean, shares, None, images, {}, wanted, certify)
+    yield from _again(where, result.clean, shares, None, images, {}, request, certify)
 
 
 def _certified(about: Any, result: CertifyResult, where: str, certify: Certify) -> Iterator[Claim]:
@@ -201,9 +201,9 @@ def _certified(about: Any, result: CertifyResult, where: str, certify: Certify) 
         "parameters": msgspec.to_builtins(options),
     }
     given = {name: value for name, value in stated["parameters"].items() if name != "noise"}
-    wanted = Wanted(about.split, about.limit, about.seed, result.method, given, result.dataset.digest)
+    request = Request(about.split, about.limit, about.seed, result.method, given, result.dataset.digest)
     mean = None if isinstance(result.average_radius, msgspec.UnsetType) else result.average_radius
-    yield from _again(where, result.clean, result.shares, mean, result.dataset, stated, wanted, certify)
+    yield from _again(where, result.clean, result.shares, mean, result.dataset, stated, request, certify)
 
 
 def _again(
@@ -213,12 +213,12 @@ def _again(
     mean: float | None,
     images: JudgedImages | None,
     stated: Mapping[str, Any],
-    wanted: Wanted,
+    request: Request,
     certify: Certify,
 ) -> Iterator[Claim]:
     """Stated counts beside those of the images certified again. shares: (threat, certified share)."""
     try:
-        again = certify(wanted)
+        again = certify(request)
     except CertvitError as failure:
         yield Claim(where, "certificates", "not checked", failure.message)
         return
@@ -226,32 +226,32 @@ def _again(
     if total != again.total:
         yield Claim(where, f"{total} images", "refuted", f"they are {again.total}")
         return
-    yield _named(where, images, again, wanted)
+    yield _named(where, images, again, request)
     different = [name for name, value in stated.items() if again.stated and again.stated.get(name) != value]
     if different:
-        why = f"{wanted.method} states another {' and '.join(different)}"
+        why = f"{request.method} states another {' and '.join(different)}"
         yield Claim(where, "how it was certified", "refuted", why)
         return
     yield Claim(where, f"clean {count_of(clean, total)} of {total}", *_judge(None, clean, again))
     for threat, share in shares:
-        told = f"certified {count_of(share, total)} of {total} at {threat.norm} {threat.proven()}"
-        yield Claim(where, told, *_judge(threat, share, again))
+        statement = f"certified {count_of(share, total)} of {total} at {threat.norm} {threat.proven()}"
+        yield Claim(where, statement, *_judge(threat, share, again))
     if mean is not None:
         whole = len(again.rows) == again.total  # who asks for a sample does not ask for what no sample can tell
         yield Claim(where, f"mean radius {proven_radius(mean)}", *_judge_mean(mean, again), asked=whole)
 
 
-def _named(where: str, images: JudgedImages | None, again: Again, wanted: Wanted) -> Claim:
-    """Whether the images are those of the dataset and the split that the evidence names."""
+def _named(where: str, images: JudgedImages | None, again: Again, request: Request) -> Claim:
+    """Tell whether the images are those of the dataset and the split that the evidence names."""
     here = f"{again.name} ({again.split})"
-    chosen = "" if wanted.limit is None else f"; which of them, its author chose (seed {wanted.seed})"
+    chosen = "" if request.limit is None else f"; which of them, its author chose (seed {request.seed})"
     if images is None or (images.name, images.split) == (again.name, again.split):
         same = "the same pixels and labels" if images is not None else "no digest is stated"
         return Claim(where, f"{again.total} images of {here}", "verified", same + chosen)
-    told = f"{again.total} images of {images.name} ({images.split})"
+    statement = f"{again.total} images of {images.name} ({images.split})"
     if again.registered or again.split != images.split:
-        return Claim(where, told, "refuted", f"they are of {here}")
-    return Claim(where, told, "not checked", f"the same pixels and labels, in a folder that is named {here} here")
+        return Claim(where, statement, "refuted", f"they are of {here}")
+    return Claim(where, statement, "not checked", f"the same pixels and labels, in a folder that is named {here} here")
 
 
 def _judge(threat: Threat | None, share: float, again: Again) -> tuple[Status, str]:
@@ -300,19 +300,21 @@ def _stale(checkpoint: Checkpoint, entry: Evidence, where: str) -> Claim:
 
 
 def _lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
-    """What contradicts the steps that the file tells; that they happened, no file can prove."""
+    """Yield each contradiction of the steps that the file tells; that they happened, no file can prove."""
     record = checkpoint.record
     commands = [step.command for step in record.lineage]
-    told = " -> ".join(commands) or "no step"
+    statement = " -> ".join(commands) or "no step"
     if record.surgery and "adapt" not in commands:
-        yield Claim("lineage", told, "refuted", "the network has replaced modules, and no step `adapt`")
+        yield Claim("lineage", statement, "refuted", "the network has replaced modules, and no step `adapt`")
     fresh = [entry for entry in record.evidence if entry.digest == checkpoint.digest]
     if any(entry.command == "finetune" for entry in fresh) and (not commands or commands[-1] != "finetune"):
-        yield Claim("lineage", told, "refuted", "there is a result of `finetune`, and it is not the last step")
+        yield Claim("lineage", statement, "refuted", "there is a result of `finetune`, and it is not the last step")
     late = next((number for number, command in enumerate(commands) if command == "init" and number), None)
     if late is not None:
-        yield Claim("lineage", told, "refuted", f"step {late + 1} is `init`, which only begins")
-    yield Claim("lineage", told, "not checked", "told by the file; give the earlier files too to compare", asked=False)
+        yield Claim("lineage", statement, "refuted", f"step {late + 1} is `init`, which only begins")
+    yield Claim(
+        "lineage", statement, "not checked", "told by the file; give the earlier files too to compare", asked=False
+    )
 
 
 def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:

@@ -12,7 +12,7 @@ from certcli.system.errors import one_line
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """problems: what does not hold, a line each. leaves: whether the theorems about weights were proven again."""
 
     nodes: int
@@ -30,18 +30,18 @@ class Verdict:
         return self.leaves and not self.problems
 
 
-def verify_laws(report: ReportFields) -> Verdict:
-    """Whether the report hangs together; its leaves are unchecked."""
-    return Verdict(len(report.proof), theorems(report), False, tuple(check_laws(report)))
+def verify_laws(report: ReportFields) -> Verification:
+    """Tell whether the report hangs together; its leaves are unchecked."""
+    return Verification(len(report.proof), theorems(report), False, tuple(check_laws(report)))
 
 
 def theorems(report: ReportFields) -> int:
-    """How many leaves follow from weights."""
+    """Return the number of leaves that follow from weights."""
     return sum(row.law == "theorem" for row in report.proof)
 
 
 def check_laws(report: ReportFields) -> Iterator[str]:
-    """What is wrong with the report by itself: a law that does not hold, a root that is not the headline."""
+    """Yield the errors of the report by itself: a law that does not hold, a root that is not the headline."""
     if not report.proof:
         yield "the proof is empty"
         return
@@ -63,7 +63,7 @@ def check_laws(report: ReportFields) -> Iterator[str]:
 
 
 def _same_log10(stated: float | UnsetType | None, value: Real) -> bool:
-    """Whether this is the logarithm of the value; None stands for a value that is 0 or infinite."""
+    """Tell whether this is the logarithm of the value; None stands for a value that is 0 or infinite."""
     log10 = value.log10() if value.finite and value > ZERO else None
     if not isinstance(stated, float) or log10 is None:
         return stated is None and log10 is None

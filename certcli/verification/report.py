@@ -9,7 +9,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.schema import LayerFields, ReportFields
 from certcli.lipschitz.network import NetworkBound, prove_checkpoint
 from certcli.lipschitz.numerics.real import ZERO, Real
-from certcli.verification.laws import Verdict, check_laws, theorems
+from certcli.verification.laws import Verification, check_laws, theorems
 
 SLACK = 1e-6
 """Relative: how far a stated number may lie below the one proven again. A norm is proven from a power iteration and a
@@ -17,14 +17,14 @@ residual, whose last digits differ between BLAS libraries, thread counts and dev
 and far below what a forged number would have to gain."""
 
 
-def verify(report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Verdict:
-    """The report's laws and headline, its leaves, root and layers proven again."""
+def verify(report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Verification:
+    """Check the report's laws and headline, and prove its leaves, root and layers again."""
     problems = tuple(check_laws(report)) or tuple(check_weights(report, checkpoint, device))
-    return Verdict(len(report.proof), theorems(report), True, problems)
+    return Verification(len(report.proof), theorems(report), True, problems)
 
 
 def check_weights(report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Iterator[str]:
-    """What of the report does not follow from these weights; the engine proves everything again."""
+    """Yield each statement that does not follow from these weights; the engine proves everything again."""
     record = checkpoint.record
     if report.checkpoint != checkpoint.digest:
         yield f"the report is about network {report.checkpoint[:16]}, this is {checkpoint.digest[:16]}"
@@ -43,8 +43,8 @@ def check_weights(report: ReportFields, checkpoint: Checkpoint, device: torch.de
         if different is not None:
             yield f"{where}: {different} is {getattr(stated, different)!a}, of these weights {proven[different]!a}"
         elif below(Real.from_json(list(stated.value)), Real.from_json(proven["value"])):
-            told, again = Real.from_json(list(stated.value)), Real.from_json(proven["value"])
-            yield f"{where}: {told.log10():.9f} is stated (log10), {again.log10():.9f} is proven"
+            lower, again = Real.from_json(list(stated.value)), Real.from_json(proven["value"])
+            yield f"{where}: {lower.log10():.9f} is stated (log10), {again.log10():.9f} is proven"
     if report.why not in (found.bound.why, UNSET):
         yield f"the headline's why is {report.why!a}, of these weights {found.bound.why!a}"
     yield from _check_layers(report.layers, found)
@@ -69,12 +69,12 @@ def _check_layers(layers: list[LayerFields], found: NetworkBound) -> Iterator[st
 
 
 def below(stated: Real, proven: Real) -> bool:
-    """Whether a stated bound lies below the proven one by more than SLACK."""
+    """Tell whether a stated bound lies below the proven one by more than SLACK."""
     return stated * (1 + SLACK) < proven
 
 
 def below_text(text: str, proven: Real) -> bool:
-    """The same for a bound in words ("1.23e+968"), which are rounded up; also what is no number."""
+    """Return the same for a bound in words ("1.23e+968"), which are rounded up; also what is no number."""
     mantissa, _, exponent = text.partition("e")
     if text == "inf":
         return False
@@ -86,7 +86,7 @@ def below_text(text: str, proven: Real) -> bool:
 
 
 def below_log10(stated: float | None, proven: Real) -> bool:
-    """The same for a logarithm; None stands for a bound that is 0 or infinite."""
+    """Return the same for a logarithm; None stands for a bound that is 0 or infinite."""
     if stated is None:
         return False
     return not proven.finite or (proven > ZERO and stated < proven.log10() - SLACK / 3)  # log10(1 + SLACK) > SLACK / 3

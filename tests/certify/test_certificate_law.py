@@ -35,7 +35,7 @@ from certcli.system.errors import DataError, NoBoundError
 from certcli.system.registry import Entry
 from tests.certify.test_local_lip import SIZE, neighbours
 
-COUNT = 8
+COUNT = 6
 ALPHA = 0.001
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from certcli.certify.certificate import Doubt
 from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
-from certcli.certify.chains.sequential import Activation, Affine, SequentialNetwork
+from certcli.certify.chains.sequential import Activation, AffineStep, SequentialNetwork
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.network import prove
@@ -86,7 +86,7 @@ def tensors(found: SequentialNetwork, pixels: Tensor) -> list[Tensor]:
     """The input of every affine step but the first, and the logits."""
     x, seen = pixels, []
     for step in (*found.body, found.last):
-        if isinstance(step, Affine):
+        if isinstance(step, AffineStep):
             seen.append(x)
             x = step.run(x, step.weight) + (0 if step.bias is None else step.bias)
         else:

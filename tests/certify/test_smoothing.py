@@ -18,6 +18,7 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import HOPELESS, UNLIKELY, Smoothing
 from certcli.checkpoint.file import Checkpoint
+from certcli.engine.table import NoRule
 from certcli.evaluation.records import read_records
 from certcli.system.errors import CertvitError, UsageError
 from tests.helpers.commands import attempt, document
@@ -199,6 +200,8 @@ NONSENSE = [
     (["--precision", "int3"], "int3"),
     (["--seed", "-1"], "seed"),
     (["--method", "auto"], "auto alone"),
+    (["--norm", "linf"], "local alone"),
+    (["--method", "local", "--norm", "linf"], "local alone"),
     (["--method", "smoothing"], "once"),
     (["--method", "lipschitz", "--records", "r.jsonl"], "holds one method"),
 ]
@@ -301,6 +304,22 @@ def test_auto_says_which_certificate_is_worth_having(
     assert [part["method"] for part in found.get("methods", [found])] == methods
     if stem == "certified":
         assert f"--method {methods[0]}: " in attempt(*words).stdout
+
+
+def test_auto_builds_the_network_once_and_names_what_lacks_a_rule(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("certify", workshop / "certified.safetensors", "--method", "auto", *RUN[2:8], "--limit", 2, "-e", 0.1)
+    monkeypatch.setattr(
+        "certcli.certify.lipschitz.load_double", None
+    )  # the certifier that was tried is the one that runs
+    assert document(*words)["method"] == "lipschitz"
+
+    def analysis(model: Any) -> None:
+        raise NoRule("blocks.0: no rounding error is known of the operation 'odd'")
+
+    monkeypatch.setattr("certcli.certify.lipschitz.ErrorAnalysis", analysis)
+    assert "gives no certificate: blocks.0: no rounding error is known" in document(*words)["reason"]
 
 
 def test_sigma_is_chosen_on_other_images_with_other_noise(workshop: Path) -> None:

@@ -10,14 +10,13 @@ from torch import Tensor, fx, nn
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.checkpoint.record import Evidence
-from certcli.cli.certify.run import require_methods
 from certcli.cli.log.view import _certified, sentence
 from certcli.enclosure.balls.attention import nonnegative_norm
 from certcli.enclosure.balls.ball import Near, Normalised, settled
+from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.layers import arranged
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.balls.table import BallContext, rules
-from certcli.enclosure.balls.written_attention import heads
 from certcli.engine.table import NoRule
 from certcli.evaluation.evidence import decode_evidence
 from certcli.system.errors import NoBoundError, UsageError
@@ -95,7 +94,7 @@ def test_ascent_does_not_leave_the_ball_of_heads(size: float) -> None:
         size * torch.rand(1, 1, 2, 4, generator=torch.Generator().manual_seed(seed)).double() for seed in (4, 5, 6)
     ]
     near = [Near.of(c, r, torch.full((1,), 9 * size).double()) for c, r in zip(parts, radii, strict=True)]
-    found = heads(context(), *near, scale=0.7)
+    found = heads(context(), *near, None, 0.7)
     moves, best = [draw(60, 1, 2, 4, 3, seed=seed) for seed in (7, 8, 9)], 0.0
     for _ in range(30):
         moves = [
@@ -140,7 +139,7 @@ def test_every_node_stays_near(kind: str) -> None:
             if isinstance(value, (Near, Normalised)):
                 balls[node] = settled(value), token
 
-        local.margins(pixels, torch.tensor([radius]).double(), label, watch=watch)
+        local.margins(pixels, torch.tensor([radius], dtype=torch.float64), label, watch=watch)
         for e in moves:
             values = node_values(local, pixels + radius * e.view_as(pixels))
             for node, (ball, token) in balls.items():
@@ -252,14 +251,6 @@ def test_linf_balls_of_all_rungs_hold_and_are_not_mixed_with_l2() -> None:
         assert certifier.norm == "linf"
     with pytest.raises(UsageError, match="unknown norm 'l1'"):
         Local(norm="l1")  # type: ignore[arg-type]
-
-
-def test_linf_is_refused_beside_other_methods() -> None:
-    require_methods(["local"], "linf", None)
-    require_methods(["lipschitz", "local"], "l2", None)
-    for methods in (["lipschitz"], ["local", "lipschitz"], ["auto"]):
-        with pytest.raises(UsageError, match="local alone"):
-            require_methods(methods, "linf", None)
 
 
 def test_log_never_puts_linf_shares_into_its_column_of_l2() -> None:

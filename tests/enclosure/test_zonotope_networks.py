@@ -24,7 +24,7 @@ from certcli.models.build import PixelModel
 from certcli.system.errors import NoBoundError
 from tests.helpers.enclosure_cases import square_symbols
 
-SIZE = (1, 8, 8)
+SIZE = (1, 4, 4)
 SPEC = InputSpec(size=SIZE, mean=(0.3,), std=(0.7,))
 OPTIONS = {
     "plain": {},
@@ -41,8 +41,8 @@ def network(kind: str, seed: int = 0) -> PixelModel:
     """A ViT of depth 2 with weights large enough that attention and GELU are far from linear."""
     torch.manual_seed(seed)
     net = VisionTransformer(
-        img_size=8,
-        patch_size=4,
+        img_size=4,
+        patch_size=2,
         in_chans=1,
         num_classes=4,
         embed_dim=8,
@@ -178,6 +178,14 @@ def test_what_has_no_relaxation_is_named() -> None:
         LocalCertifier(model, SIZE, Local())
 
 
+@pytest.mark.parametrize("effort", ["norms", "zonotope", "backward", "auto"])
+def test_a_network_of_one_class_has_no_certificate(effort: str) -> None:
+    model = network("plain")
+    model.net.head = nn.Linear(8, 1).double().eval()
+    with pytest.raises(NoBoundError, match="one class"):
+        LocalCertifier(model, SIZE, Local(effort=effort))
+
+
 def test_a_network_that_is_not_its_trace_has_no_certificate() -> None:
     """The tracer shows it something that is no Tensor; on images it does something else."""
 
@@ -201,10 +209,10 @@ def test_attention_with_options_is_followed_through_its_parts() -> None:
 def test_memory_decides_how_many_symbols_there_are() -> None:
     local = LocalNetwork(network("plain"), SIZE)
     assert affordable(local, 128, 4000, 1e12) == 4000
-    fewer = affordable(local, 128, 4000, 3e7)
+    fewer = affordable(local, 128, 4000, 5e6)
     assert fewer is not None
     assert 40 <= fewer < 4000
-    assert affordable(local, 0, 4000, 8e5) == 0
+    assert affordable(local, 0, 4000, 4e5) == 0
     assert affordable(local, 128, 4000, 1e5) is None
 
 

@@ -1,5 +1,6 @@
 """The table of cases: every rule of the bound as a small network, shared by the laws over it."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,9 @@ from timm.models.convit import GPSA
 from timm.models.swin_transformer import WindowAttention
 from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 
+from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.propagate import propagate, trace_network
+from certcli.lipschitz.value import Value
 from certcli.models.build import PixelNormalize
 from certcli.nn.activations import MaxMin
 from certcli.nn.attention_weights import AttentionShape
@@ -26,6 +30,7 @@ from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.nn.surgery import REPLACEMENTS
+from tests.helpers.slopes import IMAGE
 
 D = 8
 
@@ -500,3 +505,11 @@ def build(name: str) -> nn.Module:
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     return net
+
+
+@functools.cache
+def walked(name: str) -> tuple[nn.Module, Value]:
+    """Return a case and its settled logits in the rigorous arithmetic, once for all laws that read them."""
+    net = build(name)
+    outcome = propagate(trace_network(net, IMAGE), RigorousArithmetic())
+    return net, outcome.context.settle(outcome.logits)

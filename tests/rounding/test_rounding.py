@@ -21,7 +21,7 @@ from certcli.models import build
 from certcli.models.build import PixelModel
 from certcli.nn.l2_attention import l2_logits
 from certcli.nn.surgery import REPLACEMENTS
-from certcli.rounding import Evaluation
+from certcli.rounding import ErrorAnalysis
 
 Exact = Any  # an array of mpmath's numbers
 mpmath.mp.prec = 600
@@ -137,7 +137,7 @@ def test_real_arithmetic_is_within_the_error(name: str, spread: float) -> None:
     """Also of tokens that hardly differ, and of large ones; the error is one of each logit, of the whole batch's at most."""
     function, real = CASES[name]
     x = torch.rand(3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(9)) * spread + (spread < 1)
-    logits, errors = Evaluation(Network(function))(x)
+    logits, errors = ErrorAnalysis(Network(function))(x)
     apart = np.abs(exact(logits) - real(exact(x)).reshape(3, -1))
     assert (apart <= exact(errors)).all()
     if spread == 1.0 and "cancel" not in name and "huge" not in name:
@@ -147,7 +147,7 @@ def test_real_arithmetic_is_within_the_error(name: str, spread: float) -> None:
 def test_an_error_is_found_where_the_logits_are_off_by_much() -> None:
     """2^40 + x - 2^40 keeps 12 bits of x behind the point."""
     x = torch.rand(1, 5, 6, dtype=torch.float64)
-    logits, errors = Evaluation(Network(lambda x: (x + 2.0**40) - 2.0**40))(x)
+    logits, errors = ErrorAnalysis(Network(lambda x: (x + 2.0**40) - 2.0**40))(x)
     assert 0 < float((logits - x.flatten(1)).abs().max()) <= float(errors.min()) < 1
 
 
@@ -171,7 +171,7 @@ class Catching(nn.Module):
 )
 def test_what_has_no_rule_is_named(network: nn.Module) -> None:
     with pytest.raises(NoRule, match=r"^0: "):
-        Evaluation(nn.Sequential(network))(torch.rand(1, 5, 6, dtype=torch.float64))
+        ErrorAnalysis(nn.Sequential(network))(torch.rand(1, 5, 6, dtype=torch.float64))
 
 
 def test_memory_that_is_shared_is_not_trusted() -> None:
@@ -182,14 +182,14 @@ def test_memory_that_is_shared_is_not_trusted() -> None:
         y[:, 0].add_(2.0**40).sub_(2.0**40)
         return y
 
-    assert not Evaluation(Network(function))(torch.rand(1, 5, 6, dtype=torch.float64))[1].isfinite().any()
+    assert not ErrorAnalysis(Network(function))(torch.rand(1, 5, 6, dtype=torch.float64))[1].isfinite().any()
 
 
 def test_an_image_does_not_suffer_from_its_batch() -> None:
-    evaluation = Evaluation(Network(lambda x: x @ W[0]))
+    analysis = ErrorAnalysis(Network(lambda x: x @ W[0]))
     x = torch.rand(4, 5, 6, dtype=torch.float64)
     x[2] *= 1e40
-    logits, errors = evaluation(x)
+    logits, errors = analysis(x)
     assert float(errors[[0, 1, 3]].max()) < 1e-10
     assert torch.allclose(logits, (x @ W[0]).flatten(1))
 
@@ -234,7 +234,7 @@ def test_biases_that_cancel_certify_nothing_wrong(power: int) -> None:
 def test_reference_networks_lose_next_to_nothing(arch: str) -> None:
     torch.manual_seed(0)
     net = build.create(arch, {}, initialise=True).double()
-    _, errors = Evaluation(net)(torch.rand(4, *net.pretrained_cfg["input_size"], dtype=torch.float64))
+    _, errors = ErrorAnalysis(net)(torch.rand(4, *net.pretrained_cfg["input_size"], dtype=torch.float64))
     assert float(errors.max()) < 1e-5
 
 
@@ -251,7 +251,7 @@ def test_every_replacement_has_rules(kind: str, tiny: Checkpoint) -> None:
         build.replace_module(net, Replacement(path=path, kind=kind, args=arguments))
     net = net.double().eval()
     images = torch.rand(2, 1, 8, 8, dtype=torch.float64)
-    logits, errors = Evaluation(net)(images)
+    logits, errors = ErrorAnalysis(net)(images)
     assert places
     assert float(errors.max()) < 1e-3
     assert bool(((logits - net(images)).abs() <= errors).all())  # fused kernels sum in another order

@@ -20,7 +20,7 @@ from certcli.evaluation.evidence import AUTHORS_WORD
 from certcli.evaluation.records import describe
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import CertvitError
-from certcli.verification.claims import Again, Claim, Wanted, check
+from certcli.verification.claims import Again, Claim, Request, check
 from certcli.verification.report import SLACK
 from tests.helpers.commands import certvit
 from tests.soundness.edits import MARK, Raw
@@ -109,11 +109,11 @@ class Laboratory:
         options = VerifyOptions(None, None, None, measured=True, machine=Machine(batch_size=64))
         again = certify_again(checkpoint, options, Screen())
 
-        def remembered(wanted: Wanted) -> Again:
-            key = f"{checkpoint.digest} {record.dataset!r} {record.class_names!r} {wanted!r}"
+        def remembered(request: Request) -> Again:
+            key = f"{checkpoint.digest} {record.dataset!r} {record.class_names!r} {request!r}"
             if key not in self.known:
                 try:
-                    self.known[key] = again(wanted)
+                    self.known[key] = again(request)
                 except CertvitError as failure:
                     self.known[key] = failure
             found = self.known[key]

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from certcli.attack.campaign import Campaign, run_of, stages_of, tasks_of
 from certcli.attack.findings import findings_of
@@ -21,9 +20,14 @@ from certcli.attack.resumed import attack_again
 from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
 from certcli.certify import methods
+from certcli.certify.choice import Choice
+from certcli.certify.local_options import Local
+from certcli.certify.patch.options import Patches
+from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.certify.run import CertifyRun, Demand, run
-from certcli.cli.shared.groups import Machine
+from certcli.cli.certify.options import Options, Target
+from certcli.cli.certify.run import Demand, Task, run_all
+from certcli.cli.shared.groups import Evaluation, Machine, Output, Source
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.records import RecordFile
 from certcli.evaluation.threat import Threat
@@ -102,12 +106,12 @@ class Runs:
     def certify(self, share: float, every: bool) -> list[float]:
         """Return the clean share, and the certified share at each radius."""
         threats, sink = [Threat("l2", radius) for radius in RADII], Sink(as_json=True, quiet=True)
-        machine, resume = Machine(device="cpu", batch_size=BATCH), self.path.exists()
-        with mock.patch.object(methods, "prepare", return_value=self.certifier):
-            demand = Demand(threats[0], share, every)
-            shared = CertifyRun(self.net, self.images, threats, demand, machine, sink)
-            found = run(shared, "lipschitz", None, self.path, resume)
-        assert found is not None
+        demand = Demand(threats[0], share, every)
+        target = Target(records=self.path, resume=self.path.exists())
+        machine = Machine(device="cpu", batch_size=BATCH)
+        options = Options(Source(ckpt=""), target, Smoothing(), Local(), Patches(), Evaluation(), machine, Output())
+        choice = Choice("lipschitz", "", ready={"lipschitz": self.certifier})
+        (found,) = run_all(choice, Task(self.net, self.images, threats, demand), options, sink)
         return [found.found.clean, *found.found.certified.values()]
 
     def attack(self, share: float, every: bool) -> list[float]:

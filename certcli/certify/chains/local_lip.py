@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmation, Doubt, Weights
+from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmation, Doubt, PinnedWeights
 from certcli.certify.chains.sequential import SequentialNetwork, Values
 from certcli.certify.lipschitz import certified_radii
 from certcli.certify.options import Options
@@ -44,7 +44,7 @@ class LocalLipCertifier(Certifier):
     def __init__(self, model: PixelModel, classes: int, size: tuple[int, int, int]) -> None:
         self.model = model
         self._device = next(model.parameters()).device
-        self._weights = Weights(model)
+        self._weights = PinnedWeights(model)
         self.network = SequentialNetwork(model, size)
         bound = prove(model, classes)
         self._pairs = None if bound.pairs is None else bound.pairs.double().to(self._device)
@@ -82,12 +82,12 @@ class LocalLipCertifier(Certifier):
 
     @torch.no_grad()
     def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
-        """The stated radius is proven again itself: a search from elsewhere may end at another radius."""
+        """Prove the stated radius again itself: a search from elsewhere may end at another radius."""
         pixels, values, top, start = self._begun(pixels)
-        wanted = torch.tensor([claim.radius for claim in claims], dtype=torch.float64, device=self._device) * (
+        claimed = torch.tensor([claim.radius for claim in claims], dtype=torch.float64, device=self._device) * (
             1 - AGAIN
         )
-        held = (wanted <= start) | self.proven(pixels, top, wanted.clamp(min=TINY), values)
+        held = (claimed <= start) | self.proven(pixels, top, claimed.clamp(min=TINY), values)
         found = []
         for claim, now, good in zip(claims, top.tolist(), held.tolist(), strict=True):
             if now != claim.prediction:
@@ -100,7 +100,7 @@ class LocalLipCertifier(Certifier):
         return found
 
     def radii(self, pixels: Tensor, values: Values, labels: Tensor, start: Tensor) -> Tensor:
-        """A proven radius for each image (b, c, h, w), at least `start` (b,), which is proven already."""
+        """Return a proven radius for each image (b, c, h, w), at least `start` (b,), which is proven already."""
         proven, failed = start.clone(), torch.full_like(start, torch.inf)
 
         def attempt(chosen: Tensor, radii: Tensor) -> None:
@@ -121,7 +121,7 @@ class LocalLipCertifier(Certifier):
         return proven
 
     def proven(self, pixels: Tensor, labels: Tensor, radii: Tensor, values: Values | None = None) -> Tensor:
-        """Whether no image within each radius is classified as anything but its label: (b,) bool."""
+        """Tell whether no image within each radius is classified as anything but its label: (b,) bool."""
         values = self.network.values(pixels) if values is None else values
         moves = self.network.moves(pixels, values, radii, drop=self.drop)
         margins = self.network.margins(values, moves, labels, drop=self.drop)

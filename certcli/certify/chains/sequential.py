@@ -26,7 +26,7 @@ from certcli.lipschitz.numerics.spectral import spectral_norms
 
 
 @dataclass(frozen=True)
-class Affine:
+class AffineStep:
     """x -> W x + bias on batches. run(x, weight): the linear map with another weight of the same form; norm: |W|_2 <= norm.
 
     matrix: W itself where it is one, acting on the last axis of (b, n). terms: of its longest inner product.
@@ -40,8 +40,8 @@ class Affine:
     matrix: bool = False
 
     @classmethod
-    def of(cls, step: LinearLayer) -> "Affine":
-        """The map with its weights of now and a proven norm."""
+    def of(cls, step: LinearLayer) -> "AffineStep":
+        """Return the map with its weights of now and a proven norm."""
         norm = float(step.norm(RigorousArithmetic()))
         bias = None if step.bias is None else step.bias.detach()
         return cls(step.weight.detach(), bias, step.run, norm, step.terms, step.matrix)
@@ -77,14 +77,14 @@ class SequentialNetwork:
 
     def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
         body, last = read_chain(model, size)
-        self.body = tuple(Affine.of(step) if isinstance(step, LinearLayer) else step for step in body)
-        self.last = Affine.of(last)
+        self.body = tuple(AffineStep.of(step) if isinstance(step, LinearLayer) else step for step in body)
+        self.last = AffineStep.of(last)
 
     def values(self, pixels: Tensor) -> Values:
-        """Every affine step at these images, (b, c, h, w) float64."""
+        """Return every affine step at these images, (b, c, h, w) float64."""
         x, error, found = pixels, torch.zeros_like(pixels), Values([], [])
         for step in (*self.body, self.last):
-            if isinstance(step, Affine):
+            if isinstance(step, AffineStep):
                 doubt = step.run(gamma(step.terms + 4) * x.abs() + error, step.weight.abs())
                 x = step.run(x, step.weight)
                 if step.bias is not None:
@@ -104,10 +104,10 @@ class SequentialNetwork:
         r = radii.view(shape)
         found = Moves(-torch.minimum(r, pixels), torch.minimum(r, up(1 - pixels)), radii)
         mask = torch.ones_like(pixels)
-        waiting: tuple[Affine, Tensor] | None = None  # the last affine step, and the mask before it
+        waiting: tuple[AffineStep, Tensor] | None = None  # the last affine step, and the mask before it
         place = 0
         for step in self.body:
-            if isinstance(step, Affine):
+            if isinstance(step, AffineStep):
                 if waiting is not None:
                     found = self._charged(found, waiting, torch.ones_like(found.lo), drop)
                 waiting = (step, mask)
@@ -126,7 +126,7 @@ class SequentialNetwork:
             found = self._charged(found, waiting, torch.ones_like(found.lo), drop)
         return found
 
-    def _charged(self, found: Moves, waiting: tuple[Affine, Tensor], after: Tensor, drop: bool) -> Moves:
+    def _charged(self, found: Moves, waiting: tuple[AffineStep, Tensor], after: Tensor, drop: bool) -> Moves:
         """rho times the norm of a step between the mask before it and the one after, and never above the box's."""
         step, before = waiting
         norms = (
@@ -155,8 +155,8 @@ class SequentialNetwork:
         return lowest.scatter(1, labels[:, None], math.inf)
 
 
-def _mapped(found: Moves, step: Affine, mask: Tensor, drop: bool) -> Moves:
-    """The box after an affine step; rho is left as it is before it."""
+def _mapped(found: Moves, step: AffineStep, mask: Tensor, drop: bool) -> Moves:
+    """Return the box after an affine step; rho is left as it is before it."""
     middle, half = (found.hi + found.lo) / 2, up((found.hi - found.lo) / 2)
     centre = step.run(middle, step.weight)
     away = step.run(half, step.weight.abs()) * (1 + gamma(2 * step.terms + 32)) + TINY
@@ -169,7 +169,7 @@ def _mapped(found: Moves, step: Affine, mask: Tensor, drop: bool) -> Moves:
 
 
 def _activated(found: Moves, step: Activation, centre: Tensor, error: Tensor) -> Moves:
-    """The box after an activation."""
+    """Return the box after an activation."""
     size = centre.abs() + error + found.reach
     rounding = gamma(4) * size + TINY
     a, b = centre - error - rounding, centre + error + rounding
@@ -181,11 +181,11 @@ def _activated(found: Moves, step: Activation, centre: Tensor, error: Tensor) ->
 
 
 def _away(x: Tensor) -> Tensor:
-    """A difference rounded up; 0 stays 0, so that a constant unit is seen."""
+    """Return a difference rounded up; 0 stays 0, so that a constant unit is seen."""
     return torch.where(x > 0, up(x), torch.zeros_like(x))
 
 
-def _masked_norms(step: Affine, before: Tensor, after: Tensor) -> Tensor:
+def _masked_norms(step: AffineStep, before: Tensor, after: Tensor) -> Tensor:
     """|D' W D|_2 <= value for each image, D and D' the masks (b, n), (b, m); never above |W|_2."""
     norms = [0.0] * len(before)
     parts = [step.weight[rows > 0][:, columns > 0] for rows, columns in zip(after, before, strict=True)]

@@ -42,7 +42,7 @@ class Denoiser(nn.Module):
 
 
 def read_denoiser(path: Path, channels: int) -> Denoiser:
-    """The denoiser in a file, for images of so many channels. ArchitectureError when its tensors are not a DnCNN's."""
+    """Return the denoiser in a file, for images of so many channels. ArchitectureError when its tensors are not a DnCNN's."""
     tensors, _ = read_tensors(path)
     tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     first = tensors.get("dncnn.0.weight")
@@ -62,16 +62,16 @@ def read_denoiser(path: Path, channels: int) -> Denoiser:
 
 def _load(net: Denoiser, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     """Put the tensors into the network, all of them and no others; those that decide its function are returned."""
-    wanted = net.state_dict()
-    optional = {name for name in wanted if name.endswith("num_batches_tracked")}
-    wrong = sorted((wanted.keys() - optional) ^ (tensors.keys() - optional))
-    wrong += [name for name in wanted.keys() & tensors.keys() if wanted[name].shape != tensors[name].shape]
+    expected = net.state_dict()
+    optional = {name for name in expected if name.endswith("num_batches_tracked")}
+    wrong = sorted((expected.keys() - optional) ^ (tensors.keys() - optional))
+    wrong += [name for name in expected.keys() & tensors.keys() if expected[name].shape != tensors[name].shape]
     if wrong:
         raise ArchitectureError(
             f"{path} is no DnCNN of {len(net.dncnn)} layers: '{wrong[0]}' is missing, unknown or of another shape",
             f"it knows {_KIND}",
         )
     counted = {name: torch.zeros((), dtype=torch.long) for name in optional}
-    plain = {name: tensors[name].float() for name in wanted if name not in optional}
+    plain = {name: tensors[name].float() for name in expected if name not in optional}
     net.load_state_dict({**plain, **counted}, strict=True, assign=True)
     return plain

@@ -15,7 +15,7 @@ CLIMBED = 16
 
 
 def out_of_memory(failure: BaseException) -> bool:
-    """Whether torch or Python ran out of memory: on a CPU torch says so by a plain RuntimeError."""
+    """Tell whether torch or Python ran out of memory: on a CPU torch says so by a plain RuntimeError."""
     return isinstance(failure, (MemoryError, torch.OutOfMemoryError)) or "alloc" in str(failure).lower()
 
 
@@ -41,7 +41,7 @@ class Classifier(nn.Module):
         return found
 
     def run(self, prepared: Tensor) -> Tensor:
-        """The rest: prepared pixels -> logits."""
+        """Return the rest: prepared pixels -> logits."""
         try:
             if self.denoiser is not None:
                 prepared = self._normalised(self.denoiser(prepared).float()).to(self.kind)
@@ -58,7 +58,7 @@ class Classifier(nn.Module):
 def classifier(
     checkpoint: Checkpoint, device: torch.device, precision: str, denoiser: Denoiser | None = None
 ) -> Classifier:
-    """The checkpoint's network as smoothing runs it."""
+    """Return the checkpoint's network as smoothing runs it."""
     return Classifier(build.load(checkpoint, device), precision, None if denoiser is None else denoiser.to(device))
 
 

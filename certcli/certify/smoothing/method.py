@@ -119,15 +119,15 @@ class SmoothingCertifier(Certifier):
         hits, found = dict(zip(stated, drawn, strict=True)), []
         for row, claim in enumerate(claims):
             if row not in hits:  # known before a file that asks for ten million draws has them
-                told = f"no count of hits gives the radius {claim.radius!r} with these parameters"
-                found.append(Confirmation("refuted", told))
+                message = f"no count of hits gives the radius {claim.radius!r} with these parameters"
+                found.append(Confirmation("refuted", message))
                 continue
-            told = f"{hits[row]} of {self.settings.samples} fresh draws are of class {claim.prediction}"
+            message = f"{hits[row]} of {self.settings.samples} fresh draws are of class {claim.prediction}"
             least = chance(claim.radius / self.settings.deviation)
             if _chance_of_so_few(hits[row], self.settings.samples, least) <= doubt.level:
-                found.append(Confirmation("refuted", f"{told}, {least:.4f} of all are stated"))
+                found.append(Confirmation("refuted", f"{message}, {least:.4f} of all are stated"))
             else:
-                found.append(Confirmation("verified", told))
+                found.append(Confirmation("verified", message))
         return found
 
     def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Confirmation]:
@@ -150,7 +150,7 @@ class SmoothingCertifier(Certifier):
         return [_chance_of_so_few(count, samples, 0.5) > doubt.level for count in hits]
 
     def _hits(self, claims: Sequence[Certificate], pixels: Tensor, seed: int, purpose: int) -> list[int]:
-        """How many of `samples` draws at each image are of the claimed class."""
+        """Return the number of `samples` draws at each image that are of the claimed class."""
         ranges = dict.fromkeys(range(len(claims)), (0, self.settings.samples))
         pixels = pixels.to(self._device, torch.float32)
         counts = self._count([claim.index for claim in claims], pixels, ranges, seed, purpose)

@@ -128,7 +128,7 @@ class Smoothing(Options):
 
     @property
     def deviation(self) -> float:
-        """The sigma that was named or chosen; UsageError where none was."""
+        """Return the sigma that was named or chosen; UsageError where none was."""
         if self.sigma == AUTO:
             raise UsageError("there are no images to choose a sigma on", "name it: --sigma 0.25")
         return self.sigma
@@ -150,7 +150,7 @@ class Smoothing(Options):
 
     @property
     def reach(self) -> float:
-        """The radius when every sample falls into one class: none larger can be certified."""
+        """Return the radius when every sample falls into one class: none larger can be certified."""
         return self.radius(self.samples, self.samples)
 
     def radius(self, hits: int, drawn: int) -> float:
@@ -162,7 +162,7 @@ class Smoothing(Options):
         return max(0.0, self.deviation * float(ndtri(p)) * _DOWN) if p > 0.5 else 0.0
 
     def states(self, radius: float) -> bool:
-        """Whether there is a count of hits at which CERTIFY with these settings states this radius."""
+        """Tell whether there is a count of hits at which CERTIFY with these settings states this radius."""
         for look in self.looks:
             low, high = 0, look
             while low < high:  # the fewest hits that give this radius

@@ -33,7 +33,7 @@ def choose_sigma(
     images: Images,
     radii: Sequence[float],
 ) -> tuple[float, dict[float, float]]:
-    """The sigma of `SIGMAS` with the largest mean certified accuracy over the radii, estimated; and all their shares.
+    """Return the sigma of `SIGMAS` with the largest mean certified accuracy over the radii, estimated; and all their shares.
 
     A radius that the samples of `settings` could not reach counts nothing. The noise is other noise than that which
     certifies, so the certificates do not know of the choice. Equal shares: the larger average radius.
@@ -57,8 +57,8 @@ def _denoiser(checkpoint: Checkpoint, options: Smoothing) -> Denoiser | None:
     if file is None:
         if stated is None:
             return None
-        told = f"these certificates are of the network behind a denoiser, digest {stated[:16]}"
-        raise DataError(told, "name its file: --denoiser FILE")
+        message = f"these certificates are of the network behind a denoiser, digest {stated[:16]}"
+        raise DataError(message, "name its file: --denoiser FILE")
     net = read_denoiser(file, checkpoint.record.input.size[0])
     if stated not in (None, net.digest):
         raise DataError(

@@ -1,81 +1,23 @@
 """certvit certify: certified accuracy at radii or against patches, one record an image."""
 
-from dataclasses import field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from certcli.certify.local_options import Local
 from certcli.certify.patch.options import Patches
-from certcli.certify.smoothing.options import Smoothing, Tuning
-from certcli.cli.shared import inputs, options
-from certcli.cli.shared.command import command, group
+from certcli.certify.smoothing.options import Smoothing
+from certcli.cli.certify.options import Options, Target
+from certcli.cli.shared import inputs
+from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import Evaluation, Machine, Output, Source, Talk
 from certcli.cli.shared.output import Gate
-from certcli.evaluation.threat import Threat
 from certcli.system.processes import require_one, team
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
-
-RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
-"""Radii at which certified accuracy is shown where none is asked for."""
-
-
-@group()
-class Wanted:
-    """What is certified, at which radii, and what the result must meet."""
-
-    epsilon: Annotated[
-        list[float],
-        typer.Option(
-            "--epsilon",
-            "-e",
-            parser=options.fraction,
-            metavar="R",
-            help="Radius in pixel units: 0.5 or 36/255; may be repeated. Default: 0.25, 0.5, 1; in linf 1, 2, 4, 8 / 255.",
-        ),
-    ] = field(default_factory=list)
-    methods: Annotated[
-        list[str],
-        typer.Option(
-            "--method",
-            help="lipschitz (global bound, proof), local (each image on its own, small networks, proof), local-lip or bcp "
-            "(the same for chains of layers), smoothing (any network, probability), patch (any network behind masks, against "
-            "patches, proof), auto (says which is worth having); several: side by side.",
-        ),
-    ] = field(default_factory=lambda: ["lipschitz"])
-    minimum: Annotated[
-        str | None,
-        typer.Option(
-            "--min-certified",
-            metavar="SHARE[@R]",
-            help="Exit 7 below this share at radius (or patch) R (default: the smallest).",
-        ),
-    ] = None
-    records: options.Records = None
-    resume: options.Resume = False
-    attack_records: Annotated[
-        Path | None,
-        typer.Option(
-            "--attack-records", help="Records of `attack`, shown beside the certificates and above the curve of --plot."
-        ),
-        options.Reads(),
-    ] = None
-    verify: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.jsonl",
-            help="Check these --records: certify again with other noise, attack inside each radius; exit 7 if refuted.",
-        ),
-        options.Reads(),
-    ] = None
-    sample: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="With --verify: check N records, drawn afresh.")
-    ] = None
-    plot: options.Plot = None
-    html: options.Html = None
 
 
 @command(
@@ -88,7 +30,7 @@ class Wanted:
 def certify(
     context: typer.Context,
     source: Source,
-    wanted: Wanted = Wanted(),
+    target: Target = Target(),
     smoothing: Smoothing = Smoothing(),
     local: Local = Local(),
     patches: Patches = Patches(),
@@ -98,96 +40,50 @@ def certify(
     talk: Talk = Talk(),
 ) -> None:
     """Share of the images that are classified correctly, certified, within each pixel l2 radius (or against each patch)."""
-    from certcli.cli.certify import run, view
-    from certcli.cli.certify import verify as rechecked
+    from certcli.cli.certify import run, verify, view
     from certcli.cli.shared import pages, typed_command
     from certcli.evaluation.records import digested
-    from certcli.system.errors import NoBoundError
 
-    if wanted.verify is not None or wanted.sample is not None:
+    options = Options(source, target, smoothing, local, patches, data, machine, output)
+    if target.verify is not None or target.sample is not None:
         require_one("records are verified", "certvit certify ... --verify, without torchrun")
-        asked = rechecked.Asked(
-            wanted.verify,
-            wanted.sample,
-            wanted.methods,
-            smoothing.denoiser_file,
-            max(rechecked.ALLOWED_DRAWS, smoothing.samples),
-        )
-        asked.require_alone(
-            records=wanted.records, plot=wanted.plot, html=wanted.html, attack_records=wanted.attack_records
-        )
-        asked.require_alone(min_certified=wanted.minimum, output=output.output, resume=wanted.resume or None)
-        rechecked.verify_records(asked, source, data, machine, talk.sink())
+        verify.verify_records(options, talk.sink())
         return
-    gate = Gate()
-    patched = run.patches_alone(
-        wanted.methods,
-        patches,
-        epsilon=wanted.epsilon,
-        plot=wanted.plot,
-        attack_records=wanted.attack_records,
-    )
-    threats: list[Threat] = []
-    if not patched:
-        balls = [Threat(local.norm, radius) for radius in wanted.epsilon or RADII[local.norm]]
-        demand, threats = run.demand(wanted.minimum, balls)
-    run.require_methods(wanted.methods, local.norm, wanted.records)
-    if run.AUTO in wanted.methods or smoothing.sigma == run.AUTO:
+    gate, chooses = Gate(), run.AUTO in target.methods or smoothing.sigma == run.AUTO
+    demand, threats = run.require_compatible(options)
+    if chooses:
         require_one("auto chooses by trying", "certvit certify ... --limit 50 says what it chooses; name that")
-    output.claim(source, wanted, smoothing, data)
+    output.claim(source, target, smoothing, data)
     sink = talk.sink()
     checkpoint = source.read(sink)
-    if patched:
-        image = checkpoint.record.input.size[1:]
-        named = [Threat("patch", patch) for patch in patches.sizes(image)]
-        demand, threats = run.demand(wanted.minimum, named, image)
-    radii = [] if patched else [threat.radius for threat in threats]
+    if demand is None:
+        demand, threats = run.patch_demand(target.minimum, patches, checkpoint.record.input.size[1:])
     demand = replace(demand, every=output.output is not None)
     images = digested(data.images(checkpoint.record, sink), team())
     seen = inputs.say_seen(checkpoint.record, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
-    attacked = run.attacked_shares(wanted.attack_records, checkpoint.digest, images, local.norm)
-    methods, reason, effort = run.settle(wanted.methods, checkpoint, machine, images, radii, sink)
-    given = {
-        "local": local if effort is None else replace(local, effort=effort),
-        "patch": patches,
-        "smoothing": replace(
-            smoothing,
-            seed=data.seed,
-            batch_size=machine.batch_size,
-            tuning=Tuning(lambda: run.tuning_images(checkpoint.record, data, images, sink), radii),
-        ),
-    }
-    files = [(wanted.records, wanted.resume)] + [(None, False)] * (len(methods) - 1)  # records are of the first
-    shared = run.CertifyRun(checkpoint, images, threats, demand, machine, sink, output.force)
-    results: list[run.Result] = []
-    for method, (records, resume) in zip(methods, files, strict=True):
-        try:
-            found = run.run(shared, method, given.get(method), records, resume)
-        except NoBoundError as failure:
-            if method == methods[0]:  # gate and document speak of the first: no other may stand in its place
-                raise
-            sink.warn(f"{method} is left out: {failure.message}")
-        else:
-            results += [found] if found is not None else []
+    attacked = run.attacked_shares(target.attack_records, checkpoint.digest, images, local.norm)
+    task = run.Task(checkpoint, images, threats, demand)
+    choice = run.choose(task, options, sink)
+    results = run.run_all(choice, task, options, sink)
     if not results:  # a process that leads no others
         return
     first = results[0]
-    demand.ask(first.found, gate)
-    document = view.document(results, reason, checkpoint.digest, images)
+    demand.check(first.found, gate)
+    document = view.document(results, choice.reason or None, checkpoint.digest, images)
     sink.document({**document, "seen": seen, "doubts": sink.doubts}, gate)
     view.table(results, images, attacked, sink)
-    if methods[0] not in ("smoothing", "patch"):  # whose network is another one: under noise, behind masks
+    if choice.method not in ("smoothing", "patch"):  # whose network is another one: under noise, behind masks
         inputs.doubt_accuracy(first.found.clean, images, checkpoint, sink)
-    if wanted.plot is not None:
-        view.plot(results, attacked, _name(source.ckpt), images, wanted.plot, radii[-1], sink)
-    if wanted.html is not None:
+    if target.plot is not None:
+        view.plot(results, attacked, _name(source.ckpt), images, target.plot, threats[-1].radius, sink)
+    if target.html is not None:
         again = typed_command.again(context, frozenset(("minimum", "attack_records")))
         pages.write(
             pages.certify_page(results, attacked, checkpoint, _name(source.ckpt), images, again, sink.doubts),
-            wanted.html,
+            target.html,
         )
-        sink.note(f"wrote {wanted.html}")
+        sink.note(f"wrote {target.html}")
     if output.output is not None:
         about = {"dataset": images.name, "split": images.split, "limit": data.limit, "seed": data.seed}
         written: Checkpoint = checkpoint
@@ -200,6 +96,6 @@ def certify(
 
 
 def _name(ckpt: str) -> str:
-    """A network as a figure names it: its file's stem, or that of the folder it lies in."""
+    """Return a network's name in a figure: its file's stem, or that of the folder it lies in."""
     path = Path(ckpt)
     return path.parent.name if path.stem == "model" and path.parent.name else path.stem

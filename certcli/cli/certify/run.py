@@ -1,26 +1,26 @@
-"""What `certify` does between its options and its result: the demand, the methods, what they found."""
+"""What `certify` does between its options and its result: the demand, the methods, the certificates."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from certcli.cli.certify.options import RADII, Options
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation.radii import Norm, parse_number, proven_percent
-from certcli.system.errors import DataError, GateError, UsageError
+from certcli.system.errors import DataError, GateError, NoBoundError, UsageError
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
-    from certcli.certify.options import Options
+    from certcli.certify.choice import Choice
+    from certcli.certify.options import Options as MethodOptions
     from certcli.certify.patch.options import Patches
     from certcli.checkpoint.file import Checkpoint
-    from certcli.checkpoint.record import Record
-    from certcli.cli.shared.groups import Evaluation, Machine
     from certcli.evaluation.resumed import Resumed
     from certcli.evaluation.threat import Threat
     from certcli.images.labelled import Images
@@ -31,22 +31,73 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Demand:
-    """--min-certified: a share of the images against a threat. every: no record may rest on a file."""
+    """--min-certified: a share of the images against a threat; a share of 0 demands nothing.
+
+    Args:
+        every: No record may rest on a file alone.
+    """
 
     threat: Threat
     share: float = 0.0
     every: bool = False
 
-    def ask(self, found: CertifiedAccuracy, gate: Gate) -> None:
+    def check(self, found: CertifiedAccuracy, gate: Gate) -> None:
         reached = found.against(self.threat)
-        told = f"certified accuracy {proven_percent(reached)} at {self.threat.proven()}"
-        gate.demand(reached >= self.share, GateError(f"{told} is below --min-certified {self.share:g}"))
+        message = f"certified accuracy {proven_percent(reached)} at {self.threat.proven()}"
+        gate.demand(reached >= self.share, GateError(f"{message} is below --min-certified {self.share:g}"))
 
 
-def demand(text: str | None, threats: Sequence[Threat], image: tuple[int, int] = (1, 1)) -> tuple[Demand, list[Threat]]:
-    """Read "0.6@1.58", or "0.6" for the smallest threat: the demand, and all threats, ascending.
+@dataclass(frozen=True)
+class Task:
+    """A network, the images on which it is certified, and the threats of one norm at which shares are shown."""
 
-    A patch that is demanded is among those certified: the defence depends on them. UsageError when it is no share.
+    checkpoint: Checkpoint
+    images: Images
+    threats: Sequence[Threat]
+    demand: Demand
+
+
+def require_compatible(options: Options) -> tuple[Demand | None, list[Threat]]:
+    """Return the demand and the balls; none for patches, whose sizes wait for the image. UsageError for a contradiction."""
+    from certcli.certify.methods import METHODS
+    from certcli.evaluation.threat import Threat
+
+    target, methods, norm = options.target, options.target.methods, options.local.norm
+    if "patch" not in methods and options.patches.patches:
+        raise UsageError("--patch is for --method patch", "certvit certify ... --method patch --patch 32")
+    if "patch" in methods and methods != ["patch"]:
+        raise UsageError("--method patch stands alone: shares against patches and within radii cannot be compared")
+    for name in ("epsilon", "plot", "attack_records") if "patch" in methods else ():
+        if getattr(target, name):
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --method patch", "leave it out")
+    demand, threats = None, list[Threat]()
+    if not of_patches(options):
+        demand, threats = _demand(target.minimum, [Threat(norm, radius) for radius in target.epsilon or RADII[norm]])
+    for method in methods:
+        if method != AUTO:
+            METHODS[method]
+    if len(set(methods)) != len(methods) or (AUTO in methods and len(methods) > 1):
+        raise UsageError(f"--method {' '.join(methods)}: name each method once, and auto alone")
+    if norm == "linf" and methods != ["local"]:
+        raise UsageError(
+            "--norm linf is of --method local alone", "certvit certify ... --method local --norm linf -e 1/255"
+        )
+    if target.records is not None and len(methods) > 1:
+        raise UsageError("a file of records holds one method", "run them one by one, or leave out --records")
+    return demand, threats
+
+
+def of_patches(options: Options) -> bool:
+    """Tell whether patches are certified, not radii."""
+    return options.target.methods == ["patch"]
+
+
+def _demand(
+    text: str | None, threats: Sequence[Threat], image: tuple[int, int] = (1, 1)
+) -> tuple[Demand, list[Threat]]:
+    """Return the demand of "0.6@1.58", or of "0.6" for the smallest threat, and all threats, ascending.
+
+    A demanded patch must be among those certified, for the defence depends on them. UsageError when it is no share.
     """
     from certcli.evaluation.records import require_share
     from certcli.evaluation.threat import Threat
@@ -60,6 +111,13 @@ def demand(text: str | None, threats: Sequence[Threat], image: tuple[int, int] =
     return Demand(there, least), sorted({*chosen, there})
 
 
+def patch_demand(text: str | None, patches: Patches, image: tuple[int, int]) -> tuple[Demand, list[Threat]]:
+    """Return the demand of "0.6@32", and all patches, for images of this height and width."""
+    from certcli.evaluation.threat import Threat
+
+    return _demand(text, [Threat("patch", patch) for patch in patches.sizes(image)], image)
+
+
 def _number(text: str) -> float:
     try:
         return parse_number(text)
@@ -67,66 +125,58 @@ def _number(text: str) -> float:
         raise UsageError(f"--min-certified: {failure}", "certvit certify --help shows how it is written") from failure
 
 
-def patches_alone(methods: Sequence[str], patches: Patches, **others: object) -> bool:
-    """Whether patches are what is certified; UsageError for --patch without the method, and for options of balls."""
-    if "patch" not in methods:
-        if patches.patches:
-            raise UsageError("--patch is for --method patch", "certvit certify ... --method patch --patch 32")
-        return False
-    if methods != ["patch"]:
-        raise UsageError("--method patch stands alone: shares against patches and within radii cannot be compared")
-    for name, value in others.items():
-        if value:
-            raise UsageError(f"--{name.replace('_', '-')} does not go with --method patch", "leave it out")
-    return True
+def choose(task: Task, options: Options, sink: Sink) -> Choice:
+    """Return the methods as named; for `auto` the one worth having, whose reason is shown."""
+    from certcli.certify.choice import Choice, choose_method
 
-
-def require_methods(methods: Sequence[str], norm: str, records: Path | None) -> None:
-    """Raise UsageError for methods that are unknown, repeated, or cannot be combined, or do not know the norm."""
-    from certcli.certify.methods import METHODS
-
-    for method in methods:
-        if method != AUTO:
-            METHODS[method]
-    if len(set(methods)) != len(methods) or (AUTO in methods and len(methods) > 1):
-        raise UsageError(f"--method {' '.join(methods)}: name each method once, and auto alone")
-    if norm == "linf" and methods != ["local"]:
-        raise UsageError(
-            "--norm linf is of --method local alone", "certvit certify ... --method local --norm linf -e 1/255"
-        )
-    if records is not None and len(methods) > 1:
-        raise UsageError("a file of records holds one method", "run them one by one, or leave out --records")
-
-
-def settle(
-    methods: Sequence[str],
-    checkpoint: Checkpoint,
-    machine: Machine,
-    images: Images,
-    radii: Sequence[float],
-    sink: Sink,
-) -> tuple[Sequence[str], str | None, str | None]:
-    """The methods as named; `auto` becomes the one that is worth having, with its reason, which is shown, and effort."""
-    from certcli.certify.choice import choose_method
-
-    if AUTO not in methods:
-        return methods, None, None
-    least = next((radius for radius in radii if radius > 0), 0.25)
-    choice = choose_method(checkpoint, machine.pick(), images, least, machine.batch_size)
+    first, *others = options.target.methods
+    if first != AUTO:
+        return Choice(first, "", tuple(others), options.local.effort)
+    least = next((threat.radius for threat in task.threats if threat.radius > 0), 0.25)
+    machine = options.machine
+    choice = choose_method(task.checkpoint, machine.pick(), task.images, least, machine.batch_size)
     sink.text(f"--method {choice.method}: {choice.reason}")
-    return [choice.method, *choice.beside], choice.reason, choice.effort
+    return choice
 
 
-def tuning_images(record: Record, data: Evaluation, judged: Images, sink: Sink) -> Images:
-    """A few images of another split than the judged one, where the dataset has one; what was taken is said."""
+def run_all(choice: Choice, task: Task, options: Options, sink: Sink) -> list[Result]:
+    """Certify by each method; one beside the first is left out where it says nothing. None where another process leads."""
+    results: list[Result] = []
+    for method in (choice.method, *choice.beside):
+        try:
+            found = _run(method, choice, task, options, sink)
+        except NoBoundError as failure:
+            if method == choice.method:  # gate and document speak of the first: no other may stand in its place
+                raise
+            sink.warn(f"{method} is left out: {failure.message}")
+        else:
+            results += [found] if found is not None else []
+    return results
+
+
+def _options_of(method: str, choice: Choice, task: Task, options: Options, sink: Sink) -> MethodOptions | None:
+    from certcli.certify.smoothing.options import Tuning
+
+    if method == "local":
+        return replace(options.local, effort=choice.effort)
+    if method == "smoothing":
+        tuning = Tuning(lambda: _tuning_images(task, options, sink), [threat.radius for threat in task.threats])
+        return replace(options.smoothing, seed=options.data.seed, batch_size=options.machine.batch_size, tuning=tuning)
+    return options.patches if method == "patch" else None
+
+
+def _tuning_images(task: Task, options: Options, sink: Sink) -> Images:
+    """Return a few images of another split than the judged one, where the dataset has one, and say which."""
     from certcli.certify.smoothing.sigma import TUNED
     from certcli.cli.shared.inputs import evaluation_images
 
-    quiet = Sink(as_json=True, quiet=True)
+    judged, data, quiet = task.images, options.data, Sink(as_json=True, quiet=True)
     other = "train" if judged.split in ("val", "validation") else "val"
     if judged.split != "all":  # a folder without splits: any part of it is judged too
         try:
-            images = evaluation_images(record, data.dataset, data.data_dir, other, TUNED, data.seed, quiet)
+            images = evaluation_images(
+                task.checkpoint.record, data.dataset, data.data_dir, other, TUNED, data.seed, quiet
+            )
         except DataError:
             pass
         else:
@@ -141,7 +191,7 @@ def tuning_images(record: Record, data: Evaluation, judged: Images, sink: Sink) 
 
 @dataclass(frozen=True)
 class Result:
-    """What one method found. seconds: an image, of this run; None where all was read from --records."""
+    """The certificates of one method. seconds: an image, of this run; None where all was read from --records."""
 
     certifier: Certifier
     rows: Sequence[Certificate]
@@ -163,25 +213,10 @@ class Result:
         }
 
 
-@dataclass(frozen=True)
-class CertifyRun:
-    """What all methods of one command share: the network, the images, the threats of one norm, and the demand."""
+def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) -> Result | None:
+    """Certify all images by one method, each record written as it is found; None where another process leads.
 
-    checkpoint: Checkpoint
-    images: Images
-    threats: Sequence[Threat]
-    demand: Demand
-    machine: Machine
-    sink: Sink
-    force: bool = False
-
-
-def run(
-    shared: CertifyRun, method: str, options: Options | None, records: Path | None = None, resume: bool = False
-) -> Result | None:
-    """All certificates of one method, shown as a bar and written as they are found; None where another process leads.
-
-    Of the records that were read instead, some are found again: as many as the demand must not do without.
+    Of the records that were read instead, some are found again: as many as the demand rests on.
     """
     from certcli.certify.certificate import certified_accuracy
     from certcli.certify.methods import certify, prepare, run_of
@@ -190,32 +225,36 @@ def run(
     from certcli.evaluation.resumed import Demanded
     from certcli.evaluation.threat import one_norm
 
-    checkpoint, images, machine, sink = shared.checkpoint, shared.images, shared.machine, shared.sink
-    certifier = prepare(method, checkpoint, machine.pick(), options)
-    assert one_norm(shared.threats) == certifier.norm, f"{method} certifies in {certifier.norm}"
-    _require_reach(certifier, shared.threats, sink)
+    images, demand, batch_size = task.images, task.demand, options.machine.batch_size
+    certifier = choice.ready.get(method)
+    if certifier is None:
+        chosen = _options_of(method, choice, task, options, sink)
+        certifier = prepare(method, task.checkpoint, options.machine.pick(), chosen)
+    assert one_norm(task.threats) == certifier.norm, f"{method} certifies in {certifier.norm}"
+    _require_reach(certifier, task.threats, sink)
     if not team().leads:
-        list(certify(certifier, images, machine.batch_size, team=team()))
+        list(certify(certifier, images, batch_size, team=team()))
         return None
     rows: list[Certificate] = []
-    with RecordFile(
-        records, run_of(certifier, checkpoint, images), images, resume=resume, force=shared.force, network=sink.network
-    ) as file:
+    first = method == choice.method  # a file holds the records of the first method
+    records, resume = (options.target.records, options.target.resume) if first else (None, False)
+    run = run_of(certifier, task.checkpoint, images)
+    force = options.output.force
+    with RecordFile(records, run, images, resume=resume, force=force, network=sink.network) as file:
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
         started = time.perf_counter()
         with sink.progress(f"certify ({method})", total=len(images)) as bar:
-            for batch in certify(certifier, images, machine.batch_size, file, team()):
+            for batch in certify(certifier, images, batch_size, file, team()):
                 rows += batch
                 bar.advance(len(batch))
     spent, resumed = time.perf_counter() - started, None
     if file.taken:
-        demand = shared.demand
         new = sum(row.holds_at(demand.threat) for row in rows[file.taken :])
         demanded = Demanded(demand.share, len(rows), new, demand.every)
         claims, where = rows[: file.taken], str(records)
-        resumed = find_again(certifier, claims, images, demand.threat, demanded, machine.batch_size, where)
-    found = certified_accuracy(rows, shared.threats)
+        resumed = find_again(certifier, claims, images, demand.threat, demanded, batch_size, where)
+    found = certified_accuracy(rows, task.threats)
     if certifier.remark:
         sink.warn(certifier.remark)
     if found.abstained == 1:
@@ -225,16 +264,16 @@ def run(
 
 
 def _require_reach(certifier: Certifier, threats: Sequence[Threat], sink: Sink) -> None:
-    """UsageError when no radius asked for can be certified, whatever the network; a warning when some cannot."""
+    """Raise UsageError when none of these radii can be certified, whatever the network; warn when some cannot."""
     beyond = [t.attacked() for t in threats if isinstance(t.size, float) and t.size >= certifier.reach]
     if not beyond:
         return
-    told = f"no radius beyond {certifier.reach:.4g} can be certified with these --samples, --alpha and --sigma"
+    message = f"no radius beyond {certifier.reach:.4g} can be certified with these --samples, --alpha and --sigma"
     if len(beyond) == len(threats):
         raise UsageError(
-            f"{told}; asked for {', '.join(beyond)}", "a smaller --epsilon, more --samples, a larger --sigma"
+            f"{message}; asked for {', '.join(beyond)}", "a smaller --epsilon, more --samples, a larger --sigma"
         )
-    sink.warn(f"{told}: 0 % at {', '.join(beyond)} says nothing about the network")
+    sink.warn(f"{message}: 0 % at {', '.join(beyond)} says nothing about the network")
 
 
 def attacked_shares(

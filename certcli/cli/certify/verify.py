@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,15 @@ from certcli.evaluation.threat import Patch, Threat
 from certcli.system.errors import DataError, GateError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch import Tensor
 
     from certcli.certify.certificate import Certifier
     from certcli.certify.recheck import Attack
     from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.shared.groups import Evaluation, Machine, Source
+    from certcli.cli.certify.options import Options
+    from certcli.cli.shared.groups import Evaluation
     from certcli.evaluation.records import Run
     from certcli.images.labelled import Images
 
@@ -33,55 +34,49 @@ STEPS, SMOOTH_STEPS, PATCH_STEPS = 40, 10, 3
 """Of margin PGD: on a network; on a smoothed one, each of whose steps costs sixteen passes; behind masks up to 32."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """--verify with what goes with it: a sample, the denoiser that the records name, and the draws that they may ask for."""
-
-    records: Path | None
-    sample: int | None
-    methods: Sequence[str]
-    denoiser: Path | None
-    samples: int = ALLOWED_DRAWS
-
-    def require_alone(self, **others: object) -> None:
-        """UsageError for options that say what to certify anew."""
-        if self.records is None:
-            raise UsageError("--sample is for --verify", "--verify FILE.jsonl --sample 100, or --limit for images")
-        for name, value in others.items():
-            if value is not None:
-                raise UsageError(
-                    f"--verify checks records and writes nothing: --{name.replace('_', '-')} does not go with it",
-                    "leave it out",
-                )
+def _require_alone(options: Options) -> Path:
+    """Return the records to verify; UsageError for options that say what to certify anew."""
+    target = options.target
+    if target.verify is None:
+        raise UsageError("--sample is for --verify", "--verify FILE.jsonl --sample 100, or --limit for images")
+    others = {name: getattr(target, name) for name in ("records", "plot", "html", "attack_records")}
+    others |= {"min_certified": target.minimum, "output": options.output.output, "resume": target.resume or None}
+    for name, value in others.items():
+        if value is not None:
+            raise UsageError(
+                f"--verify checks records and writes nothing: --{name.replace('_', '-')} does not go with it",
+                "leave it out",
+            )
+    return target.verify
 
 
-def verify_records(asked: Asked, source: Source, data: Evaluation, machine: Machine, sink: Sink) -> None:
-    """Every record, or a sample: verified, refuted or not checked. GateError when one is refuted or none was verified."""
+def verify_records(options: Options, sink: Sink) -> None:
+    """Verify every record, or a sample. GateError when one is refuted or none was verified."""
     from certcli.certify.methods import options_of, prepare, run_of
     from certcli.certify.recheck import FALSE_ALARM, read_claims, recheck, require_same_way
     from certcli.evaluation.records import read_records, require_same_images, require_same_network
 
-    assert asked.records is not None
-    run, rows = read_records(asked.records, "certify")
-    checkpoint = source.open(sink)
-    require_same_network(run, checkpoint.digest, asked.records)
-    method, parameters = _stated(run, asked)
-    images = _images(run, checkpoint, data, asked.records, sink)
-    require_same_images(rows, images, asked.records)
-    values = {**parameters, "batch_size": machine.batch_size, "denoiser_file": asked.denoiser}
+    path, sample, machine = _require_alone(options), options.target.sample, options.machine
+    run, rows = read_records(path, "certify")
+    checkpoint = options.source.open(sink)
+    require_same_network(run, checkpoint.digest, path)
+    method, parameters = _stated(run, path, options)
+    images = _images(run, checkpoint, options.data, path, sink)
+    require_same_images(rows, images, path)
+    values = {**parameters, "batch_size": machine.batch_size, "denoiser_file": options.smoothing.denoiser_file}
     try:
         certifier = prepare(method, checkpoint, machine.pick(), options_of(method, values))
     except UsageError as failure:
-        raise DataError(f"{asked.records} states parameters that mean nothing: {failure.message}") from failure
-    require_same_way(run, run_of(certifier, checkpoint, images), str(asked.records))
-    claims = read_claims(rows, images, certifier, str(asked.records))
+        raise DataError(f"{path} states parameters that mean nothing: {failure.message}") from failure
+    require_same_way(run, run_of(certifier, checkpoint, images), str(path))
+    claims = read_claims(rows, images, certifier, str(path))
     seed = int.from_bytes(os.urandom(6), "little")  # nobody who wrote the file can have known it
     chosen = claims
-    if asked.sample is not None and asked.sample < len(claims):
-        chosen = sorted(random.Random(seed).sample(claims, asked.sample), key=lambda claim: claim.index)
-        sink.note(f"a sample of {asked.sample} of {len(claims)} records, drawn with seed {seed}")
+    if sample is not None and sample < len(claims):
+        chosen = sorted(random.Random(seed).sample(claims, sample), key=lambda claim: claim.index)
+        sink.note(f"a sample of {sample} of {len(claims)} records, drawn with seed {seed}")
     if len(claims) < len(images):
-        sink.warn(f"{asked.records} holds records of {len(claims)} of its {len(images)} images: the rest is unknown")
+        sink.warn(f"{path} holds records of {len(claims)} of its {len(images)} images: the rest is unknown")
     attack = margin_attack(STEPS if certifier.promise == "proof" else SMOOTH_STEPS)
     found = []
     with sink.progress(f"verify ({method})", total=len(chosen)) as bar:
@@ -93,9 +88,9 @@ def verify_records(asked: Asked, source: Source, data: Evaluation, machine: Mach
     gate = Gate()
     if refuted:
         first = refuted[0]
-        told = f"{len(refuted)} of {len(found)} records are refuted; image {first.claim.index}: {first.why}"
-        gate.demand(False, GateError(f"{asked.records} is refuted: {told}"))
-    gate.demand(counts["verified"] > 0, GateError(f"nothing was verified: {asked.records} states nothing"))
+        message = f"{len(refuted)} of {len(found)} records are refuted; image {first.claim.index}: {first.why}"
+        gate.demand(False, GateError(f"{path} is refuted: {message}"))
+    gate.demand(counts["verified"] > 0, GateError(f"nothing was verified: {path} states nothing"))
     attacked = sum(row.attacked for row in found)
     document: dict[str, Any] = {
         "checkpoint": checkpoint.digest,
@@ -126,24 +121,25 @@ def verify_records(asked: Asked, source: Source, data: Evaluation, machine: Mach
     gate.enforce()
 
 
-def _stated(run: Run, asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def _stated(run: Run, path: Path, options: Options) -> tuple[str, Mapping[str, Any]]:
     """Method and parameters as the header has them; DataError when they are none of a method's, or ask for too much."""
     from certcli.checkpoint.schema import convert
     from certcli.evaluation.record_lines import PARAMETERS
     from certcli.system.errors import Refused
 
     if not isinstance(run.method, str) or run.method not in PARAMETERS:
-        raise DataError(f"{asked.records} names no method of certify", "certvit certify ... --records FILE writes them")
-    if asked.methods not in (["lipschitz"], [run.method]):
-        raise UsageError(f"{asked.records} holds records of {run.method}", "leave out --method: the file names it")
+        raise DataError(f"{path} names no method of certify", "certvit certify ... --records FILE writes them")
+    allowed = max(ALLOWED_DRAWS, options.smoothing.samples)
+    if options.target.methods not in (["lipschitz"], [run.method]):
+        raise UsageError(f"{path} holds records of {run.method}", "leave out --method: the file names it")
     try:
         convert(run.parameters, PARAMETERS[run.method])
     except Refused as refusal:
-        raise DataError(f"{asked.records} states parameters that no {run.method} has: {refusal}") from refusal
+        raise DataError(f"{path} states parameters that no {run.method} has: {refusal}") from refusal
     draws = max(run.parameters.get("n0", 0), run.parameters.get("samples", 0))
-    if draws > asked.samples:
+    if draws > allowed:
         raise DataError(
-            f"{asked.records} states {draws:,} draws an image; a file alone may ask for {asked.samples:,}",
+            f"{path} states {draws:,} draws an image; a file alone may ask for {allowed:,}",
             f"--samples {draws} allows them",
         )
     return run.method, run.parameters

@@ -22,7 +22,7 @@ EVIDENCE = (
 
 
 def document(results: Sequence[Result], reason: str | None, checkpoint: str, images: Images) -> dict[str, Any]:
-    """The one document: what was certified, of which network, on which images, with which promise.
+    """Return the one document: what was certified, of which network, on which images, with which promise.
 
     It speaks of the first method; `methods` holds all of them when there are several, `reason` why auto took it.
     """
@@ -38,7 +38,7 @@ def document(results: Sequence[Result], reason: str | None, checkpoint: str, ima
 
 
 def evidence(result: Result, images: Images) -> dict[str, Any]:
-    """What a checkpoint keeps of one method."""
+    """Return the evidence that a checkpoint keeps of one method."""
     from certcli.evaluation.records import describe
 
     found = {**result.to_json(), "dataset": describe(images)}
@@ -56,9 +56,9 @@ def table(results: Sequence[Result], images: Images, attacked: dict[Threat, dict
     if results[0].resumed is not None:
         sink.text(f"{results[0].resumed}")
     if attacked:
-        count, told = len(next(iter(attacked.values()))), "what attacks leave of the network itself, without noise"
+        count, message = len(next(iter(attacked.values()))), "what attacks leave of the network itself, without noise"
         shown = ", ".join(f"{percent(left[threat])} at {threat.attacked()}" for threat in sorted(attacked))
-        sink.text(f"attacked (measured, as the file says, not run again): {told}, {count} of these images: {shown}")
+        sink.text(f"attacked (measured, as the file says, not run again): {message}, {count} of these images: {shown}")
 
 
 def _side_by_side(results: Sequence[Result], where: str, left: Mapping[Threat, float], sink: Sink) -> None:
@@ -141,8 +141,8 @@ def plot(
         for certificate in shown if certifier.promise == "proof" else ():
             broken = [t for t, left in attacked.items() if certificate.holds_at(t) and not left[certificate.index]]
             if broken:
-                told = f"certified to {proven_radius(certificate.radius)} and broken at {broken[0].attacked()}"
-                sink.warn(f"image {certificate.index} is {told}")
+                message = f"certified to {proven_radius(certificate.radius)} and broken at {broken[0].attacked()}"
+                sink.warn(f"image {certificate.index} is {message}")
         promise = "proven" if certifier.promise == "proof" else certifier.promise
         label = f"{certifier.method}: certified ({promise})"
         curves[label] = [certificate.radius if certificate.correct else -1.0 for certificate in shown]

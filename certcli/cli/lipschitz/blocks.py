@@ -46,9 +46,9 @@ def rows(found: NetworkBound) -> list[BlockRow]:
         if charge.path.count(".") == 0 and charge.path not in named
     ]
     place = {charge.path: number for number, charge in enumerate(found.charges)}
-    kept = [row for row in [*blocks, *single] if not _is_its_parts(row, blocks)]
-    kept.sort(key=lambda row: max((place[path] for path in place if _within(path, row.name)), default=-1))
-    return kept + _last(found, kept)
+    chosen = [row for row in [*blocks, *single] if not _is_its_parts(row, blocks)]
+    chosen.sort(key=lambda row: max((place[path] for path in place if _within(path, row.name)), default=-1))
+    return chosen + _last(found, chosen)
 
 
 def show(found: NetworkBound, worst: bool, sink: Sink) -> None:
@@ -77,11 +77,11 @@ def ratio(before: Real, after: Real) -> Real:
     return after / before if before.finite and after.finite and float(before) > 0 else after
 
 
-def _last(found: NetworkBound, kept: Sequence[BlockRow]) -> list[BlockRow]:
+def _last(found: NetworkBound, chosen: Sequence[BlockRow]) -> list[BlockRow]:
     """Return the last linear map's row: it is charged after all others, for it waits for the pairs of classes."""
-    if not (found.charges and found.upper.finite and kept):
+    if not (found.charges and found.upper.finite and chosen):
         return []
-    before, last = kept[-1].after, found.charges[-1]
+    before, last = chosen[-1].after, found.charges[-1]
     if not (before.finite and before > 0.0 and found.upper > 0.0) or abs((found.upper / before).log10()) < SAME:
         return []
     return [BlockRow(last.path, last.kind, found.upper / before, found.upper)]

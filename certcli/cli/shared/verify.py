@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from certcli.checkpoint.file import Checkpoint
-    from certcli.verification.claims import Again, Claim, Wanted
+    from certcli.verification.claims import Again, Claim, Request
 
 LARGEST_REPORT = 256 * 2**20
 
@@ -108,16 +108,16 @@ def verify_checkpoints(
     return found
 
 
-def certify_again(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) -> Callable[[Wanted], Again]:
+def certify_again(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) -> Callable[[Request], Again]:
     """Return a function that certifies the images of an entry again, by the entry's method."""
     from certcli.certify.methods import certify, options_of, prepare
     from certcli.cli.shared.inputs import evaluation_images
     from certcli.verification.claims import Again, Held
 
-    def again(wanted: Wanted) -> Again:
-        where = (options.dataset, options.data_dir, wanted.split, wanted.limit, wanted.seed)
+    def again(request: Request) -> Again:
+        where = (options.dataset, options.data_dir, request.split, request.limit, request.seed)
         images = evaluation_images(checkpoint.record, *where, sink)
-        if wanted.digest is not None and images.digest != wanted.digest:
+        if request.digest is not None and images.digest != request.digest:
             raise DataError("these are other images than those of the evidence: name its --dataset")
         chosen = images
         if options.sample is not None and options.sample < len(images):
@@ -127,10 +127,10 @@ def certify_again(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) ->
         device, batch = options.machine.pick(), options.machine.batch_size
         whose = Again([], len(images), images.name, images.split, registered=images.ahead is None)
         try:
-            given = options_of(wanted.method, {**wanted.options, "batch_size": batch})
-            certifier = prepare(wanted.method, checkpoint, device, given)
+            given = options_of(request.method, {**request.options, "batch_size": batch})
+            certifier = prepare(request.method, checkpoint, device, given)
         except NoBoundError:
-            if wanted.method != "lipschitz":
+            if request.method != "lipschitz":
                 raise
             return replace(whose, rows=[(correct, 0.0) for correct in _right(checkpoint, chosen, device, batch)])
         with sink.progress("certify again", total=len(chosen)) as bar:

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.layers.attention import Attention
 from torch import Tensor
 
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.layers import fibres
 from certcli.enclosure.balls.table import BallContext, rules
 from certcli.enclosure.zonotopes.rounding import TINY, gamma, up
-from certcli.enclosure.zonotopes.rules.layers import plain
+from certcli.engine.attention import attention_module, require_no_mask
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.spectral import frobenius_norm, spectral_norm
 
@@ -19,7 +18,7 @@ _LONG = 1e300
 
 
 @dataclass(frozen=True)
-class Weights:
+class HeadWeights:
     """Heads' matrices (h, e, d) of an attention, what waits of a LayerNorm multiplied in, and norms of their products.
 
     through: sigma(Wo Wv) (h). curve: sigma(Wk^T Wq) (h). largest: above the Frobenius norms of all (h).
@@ -34,7 +33,7 @@ class Weights:
     sizes: Tensor
 
 
-def _weights(module: Any, gain: Tensor | None) -> Weights:
+def _weights(module: Any, gain: Tensor | None) -> HeadWeights:
     heads, width = module.num_heads, module.head_dim
     query, key, value = module.qkv.weight.unflatten(0, (3, heads, width))
     query = query * module.scale
@@ -50,7 +49,7 @@ def _weights(module: Any, gain: Tensor | None) -> Weights:
         curve.append(spectral_norm(k.T @ q, loss * lengths[0] * lengths[1]))
         sizes.append(lengths)
     make = lambda values: torch.tensor(values, dtype=torch.float64, device=query.device)  # noqa: E731
-    return Weights(query, key, value, out, make(through), make(curve), make(sizes).T * (1 + 2**-40))
+    return HeadWeights(query, key, value, out, make(through), make(curve), make(sizes).T * (1 + 2**-40))
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Facts:
     own: Tensor
 
 
-def _facts(module: Any, w: Weights, tokens: Tensor, size: Tensor, pick: slice) -> Facts:
+def _facts(module: Any, w: HeadWeights, tokens: Tensor, size: Tensor, pick: slice) -> Facts:
     """tokens (b, n, d), made of terms whose lengths are at most size (b, n).
 
     Beside every length stands what rounding may have done to it: names end in _off.
@@ -114,7 +113,7 @@ def _facts(module: Any, w: Weights, tokens: Tensor, size: Tensor, pick: slice) -
     return Facts(centre, up(noise, heads + 4), up(share * (1 + unsure[..., None]), 4), reach, toward, turn, own)
 
 
-def _own(w: Weights, share: Tensor, v: Tensor, o: Tensor, k: Tensor, m: Tensor) -> Tensor:
+def _own(w: HeadWeights, share: Tensor, v: Tensor, o: Tensor, k: Tensor, m: Tensor) -> Tensor:
     """Above sigma(Wo C_i Wq), C_i = sum_j p_ij (v_j - o_i)(k_j - m_i)^T: the trace of a fourth power, to its fourth root.
 
     |Wo C Wq|_{S4}^4 = tr Z^2, Z = (Wo^T Wo) C (Wq Wq^T) C^T. The error of Z is at most gamma times the lengths of its parts.
@@ -130,7 +129,7 @@ def _own(w: Weights, share: Tensor, v: Tensor, o: Tensor, k: Tensor, m: Tensor) 
     return up(fourth.sqrt().sqrt(), 64)
 
 
-def _gains(facts: Facts, w: Weights, radius: Tensor, asking: Tensor) -> Tensor:
+def _gains(facts: Facts, w: HeadWeights, radius: Tensor, asking: Tensor) -> Tensor:
     """M (b, i, j) with |out_i - centre_i| <= sum_j M_ij |z_j - c_j| while |z_j - c_j| <= radius_j (b, n).
 
     asking (b, i): the radii of the tokens whose results are computed; what they add themselves is the last column (b, i, n).
@@ -163,11 +162,10 @@ def nonnegative_norm(matrix: Tensor) -> Tensor:
     return up((image / x).amax((1, 2)), sum(matrix.shape[1:]) + 4).sqrt() * (1 + 2**-50)
 
 
-@rules.module(Attention, when=plain)
+@attention_module(rules)
 def attention(ctx: BallContext, module: Any, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Near:
     """timm's multi-head attention, for the queries that are read later."""
-    if attn_mask is not None or is_causal:
-        raise NoRule("attention with a mask")
+    require_no_mask(attn_mask, is_causal)
     gain = x.gain if isinstance(x, Normalised) else None
     near = x.near if isinstance(x, Normalised) else settled(x)
     if len(near.shape) != 3 or near.shape[0] != 1:

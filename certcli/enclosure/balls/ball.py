@@ -136,7 +136,7 @@ def _beside(whole: Tensor, fibre: Tensor) -> Tensor:
 
 
 def pixel_ball(images: Tensor, radii: Tensor, norm: Norm = "l2") -> Near:
-    """All images within distance radii (b,) of `images` (b, c, h, w): |d|_2 <= sqrt(n) |d|_inf for n entries."""
+    """Return all images within distance radii (b,) of `images` (b, c, h, w): |d|_2 <= sqrt(n) |d|_inf for n entries."""
     centre = images[:, None]
     if norm == "linf":
         fibre = _beside(up(radii * math.sqrt(images.shape[-1])), centre[..., 0]).expand(centre.shape[:-1])

@@ -15,9 +15,9 @@ from certcli.enclosure.balls.table import BallContext, folded_norm, rules
 from certcli.enclosure.zonotopes.form import fitting
 from certcli.enclosure.zonotopes.functions import GELU
 from certcli.enclosure.zonotopes.rounding import FUNCTION, gamma, norm2, up
-from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand
+from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, register_arithmetic
 from certcli.enclosure.zonotopes.rules.shapes import register_moves
-from certcli.engine.table import NoRule
+from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.spectral import frobenius_norm
@@ -81,11 +81,11 @@ def rms_norm(ctx: BallContext, x: Any, shape: Any, weight: Any = None, eps: floa
     x = settled(x)
     if eps is None or tuple(shape) != x.shape[-1:]:
         raise NoRule("an RMSNorm over several axes, or with the default eps of its dtype")
-    return _scaled(x, x.centre, eps, None if weight is None else _constant(weight, x), None)
+    return _scaled(x, x.centre, eps, None if weight is None else constant_operand(weight, x.centre, x.shape), None)
 
 
 def normalised(module: Any, x: Any) -> Normalised:
-    """A LayerNorm over the last axis."""
+    """Return a LayerNorm over the last axis."""
     x = settled(x)
     y = x.centre - x.centre.mean(-1, keepdim=True)
     # y is off by 2 gamma |c|: as if the image's tensor were, so it counts into the radius
@@ -113,11 +113,6 @@ def layer_scale(ctx: BallContext, module: LayerScale, x: Any) -> Near:
     return settled(x).scale(module.gamma)
 
 
-@rules.module(nn.GELU, when=lambda module: module.approximate in ("none", "tanh"))
-def gelu_module(ctx: BallContext, module: nn.GELU, x: Any) -> Near:
-    return gelu(ctx, x, module.approximate)
-
-
 @rules.function(F.gelu)
 def gelu(ctx: BallContext, x: Any, approximate: str = "none") -> Near:
     """|f'(z)| <= |f'(c)| + sup |f''| r, and never above sup |f'|."""
@@ -130,16 +125,15 @@ def gelu(ctx: BallContext, x: Any, approximate: str = "none") -> Near:
     return x.moved(centre, slope, 2 * FUNCTION * x.size)  # x Phi(x) cancels for x far below 0
 
 
-@rules.module(nn.ReLU)
-def relu_module(ctx: BallContext, module: nn.ReLU, x: Any) -> Near:
-    return relu(ctx, x)
-
-
 @rules.function(F.relu, torch.relu)
 def relu(ctx: BallContext, x: Any, inplace: bool = False) -> Near:
     x = settled(x)
     alive = (x.centre.amax(-1) + x.fibre > 0).double()  # a fibre of which no unit can open does not move
     return Near.of(x.centre.relu(), x.fibre * alive, x.whole)
+
+
+rules.module(nn.GELU)(with_attributes(gelu, "approximate"))
+rules.module(nn.ReLU)(with_attributes(relu))
 
 
 @rules.module(nn.Conv2d, when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str))
@@ -209,54 +203,28 @@ def cat(ctx: BallContext, parts: Any, dim: int = 0) -> Near:
 
 
 def still(constant: Tensor, images: int) -> Near:
-    """A constant, as near as can be to itself."""
+    """Return a constant, as near as can be to itself."""
     centre = constant.double().expand(images, *constant.shape)
     return Near(centre, centre.new_zeros(centre.shape[:-1]), centre.new_zeros(images))
 
 
-def _constant(value: Any, like: Near) -> Tensor:
-    return constant_operand(value, like.centre, like.shape)
-
-
-def _pair(x: Any, y: Any) -> tuple[Near, Any]:
-    if not isinstance(x, (Near, Normalised)):
-        x, y = y, x
-    x = settled(x)
-    if isinstance(y, (Near, Normalised)):
-        y = settled(y)
-        if x.shape != y.shape:
-            raise NoRule("an operation that repeats a tensor")
-    return x, y
-
-
-@rules.function(operator.add, operator.iadd, torch.add)
-@rules.method("add", "add_")
-def add(ctx: BallContext, x: Any, y: Any) -> Near:
-    x, y = _pair(x, y)
-    return x + y if isinstance(y, Near) else x.shift(_constant(y, x))
-
-
-@rules.function(operator.sub, operator.isub, torch.sub)
-@rules.method("sub", "sub_")
-def subtract(ctx: BallContext, x: Any, y: Any) -> Near:
-    if not isinstance(y, (Near, Normalised)):
-        x = settled(x)
-        return x.shift(-_constant(y, x))
-    return add(ctx, x, settled(y).scale(torch.tensor(-1.0, dtype=torch.float64)))
-
-
-@rules.function(operator.mul, operator.imul, torch.mul)
-@rules.method("mul", "mul_")
-def multiply(ctx: BallContext, x: Any, y: Any) -> Near:
-    """z w - c d = (z - c) d + c (w - d) + (z - c)(w - d), with |entries| <= |fibre|_2; or a product with a constant."""
-    x, y = _pair(x, y)
-    if not isinstance(y, Near):
-        return x.scale(_constant(y, x))
+def product(x: Near, y: Near) -> Near:
+    """z w - c d = (z - c) d + c (w - d) + (z - c)(w - d), with |entries| <= |fibre|_2."""
     centre = x.centre * y.centre
     first, second = (t.centre.abs().amax(-1) for t in (x, y))
     fibre = up(x.fibre * second + first * y.fibre + x.fibre * y.fibre, 4)
     together = up(fibre.flatten(1).norm(dim=1), fibre[0].numel())
     return Near.of(centre, fibre, together).noisy(gamma(1) * fibres(centre))
+
+
+register_arithmetic(
+    rules,
+    Near,
+    operator.add,
+    lambda x: x.scale(torch.tensor(-1.0, dtype=torch.float64)),
+    product,
+    lambda x: settled(x) if isinstance(x, Normalised) else x,
+)
 
 
 @rules.function(operator.truediv, torch.div)

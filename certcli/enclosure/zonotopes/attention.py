@@ -32,7 +32,7 @@ def _score_square(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _average_square(a: Tensor, b: Tensor) -> Tensor:
-    """The same for sum_j a_ij b_je^T: (m, 1, h, i, j) x (m, 1, h, j, e) -> (1, h, i, e)."""
+    """Return the same for sum_j a_ij b_je^T: (m, 1, h, i, j) x (m, 1, h, j, e) -> (1, h, i, e)."""
     first = torch.einsum("mzhij,mzhik->zhijk", a, a).flatten(-2)
     second = torch.einsum("mzhje,mzhke->zhejk", b, b).flatten(-2)
     return first @ second.mT
@@ -70,7 +70,7 @@ def softmax(x: Form) -> Form:
 
 
 def _bounds(x: Form) -> tuple[Tensor, Tensor]:
-    """Bounds of p_j = 1 / sum_k exp(x_k - x_j) from the intervals of the differences."""
+    """Return bounds of p_j = 1 / sum_k exp(x_k - x_j) from the intervals of the differences."""
     count = x.shape[-1]
     flat = x.gens.flatten(1, -2).permute(1, 2, 0).contiguous()  # (rows, k, columns)
     reach = _distances(flat, x).view(*x.shape[:-1], count, count)  # (*rows, j, k)

@@ -123,6 +123,8 @@ def prepared(
         logits = result_of(traced, image)
         if logits.dim() != 2 or len(logits) != 1:
             raise NoRule(f"the network makes logits of shape {tuple(logits.shape)} of one image")
+        if logits.shape[1] < 2:
+            raise NoRule("the network has one class, and no margin to another")
         ending = split(traced, NORMS)
         if not agree(ending.finish(result_of(ending.trace, image)), logits):
             raise NoRule("the network without its last layers, and these, are not the network")
@@ -161,7 +163,7 @@ class LocalNetwork:
         return pixels, stream, largest, fresh
 
     def last_form(self, start: Form, watch: Watch | None = None) -> Form:
-        """The form before the last norm and linear layer. `watch` is shown every node's value on the way."""
+        """Return the form before the last norm and linear layer. `watch` is shown every node's value on the way."""
         with torch.no_grad():
             witnesses = [(e, start.at(e)) for e in start.somewhere()[: 1 if self._seen else 3]]
             domain = Enclosure(self.ending, self.needed, start, watch, witnesses, thorough=not self._seen)

@@ -39,7 +39,7 @@ def affordable(network: LocalNetwork, squares_up_to: int, symbols: int, budget: 
     pixels, stream, largest, fresh = network.sizes()
     squares = pixels * (pixels + 1) // 2 if pixels <= squares_up_to else 0
     room = budget / (8 * _COPIES * largest) - pixels - squares - fresh
-    kept = min(symbols, int(room))
-    if kept >= min(symbols, stream) and room >= stream:
-        return max(kept, stream)
+    count = min(symbols, int(room))
+    if count >= min(symbols, stream) and room >= stream:
+        return max(count, stream)
     return 0 if room + fresh >= 0 else None

@@ -48,7 +48,7 @@ class Free:
         numbers.append(torch.zeros((), dtype=torch.float64, device=found[0].columns.device))
         return Free(found, [t.requires_grad_(True) for t in numbers])
 
-    def kept(self) -> "Free":
+    def copy(self) -> "Free":
         return Free(self.hinges, [t.detach().clone() for t in self.numbers])
 
     def choices(self) -> dict[Node, HingeChoice]:
@@ -76,22 +76,22 @@ def coupled(out: Node, row: Tensor, steps: int = STEPS) -> float:
     free = Free.start(found)
     columns = torch.cat([node.columns for node in found], 1)
     gram = columns.mT @ columns
-    best, kept = -math.inf, free.kept()
+    best, chosen = -math.inf, free.copy()
     with torch.enable_grad():
         adam = torch.optim.Adam(free.numbers)
         for step in range(steps):
             adam.param_groups[0]["lr"] = _RATE * 0.05 ** (step / steps)  # eigenvalues have kinks: ever smaller steps
             value = _estimate(descend(out, row, free.choices()), columns, gram, free.level)
             if float(value.detach()) > best:
-                best, kept = float(value.detach()), free.kept()
+                best, chosen = float(value.detach()), free.copy()
             if best > 0 and step % 4 == 0:
-                sure = proven(descend(out, row, kept.choices()), float(kept.level.exp()))
+                sure = proven(descend(out, row, chosen.choices()), float(chosen.level.exp()))
                 if sure > 0:
                     return sure
             adam.zero_grad()
             (-value).backward()
             adam.step()
-    return proven(descend(out, row, kept.choices()), float(kept.level.exp()))
+    return proven(descend(out, row, chosen.choices()), float(chosen.level.exp()))
 
 
 def _linear(descent: BackwardBound) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ class Fit:
 
 @cache
 def _grid(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The grid t in [-1, 1] and the least squares fit of 1, t, t^2 on it (weighted towards the ends)."""
+    """Return the grid t in [-1, 1] and the least squares fit of 1, t, t^2 on it (weighted towards the ends)."""
     t = torch.linspace(-1, 1, _POINTS, dtype=torch.float64)
     weight = (1.02 - t * t).rsqrt().sqrt()
     basis = torch.stack([torch.ones_like(t), t, t * t], 1)
@@ -36,7 +36,7 @@ def _grid(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def residual(f: Function, centre: Tensor, low: Tensor, high: Tensor, slope: Tensor, curve: Tensor) -> Fit:
-    """The best constant and the proven error for given slope and curve: the law on which every fit rests.
+    """Return the best constant and the proven error for given slope and curve: the law on which every fit rests.
 
     g = f - slope (x - c) - curve (x - c)^2 on cells of width h: |g - its chord| <= h^2/8 sup |f'' - 2 curve|, and on a
     cell f'' lies between its ends (monotone f''), or within third h/2 of one of them.
@@ -67,7 +67,7 @@ def residual(f: Function, centre: Tensor, low: Tensor, high: Tensor, slope: Tens
 
 
 def fits(f: Function, centre: Tensor, low: Tensor, high: Tensor) -> tuple[Fit, Fit]:
-    """A linear and a quadratic fit on [low, high]; any slope and curve are sound, these are nearly the best."""
+    """Return a linear and a quadratic fit on [low, high]; any slope and curve are sound, these are nearly the best."""
     t, solve = _grid(centre.device)
     half = ((high - low) / 2).clamp_min(TINY)
     middle = (low + high) / 2
@@ -85,7 +85,7 @@ def fits(f: Function, centre: Tensor, low: Tensor, high: Tensor) -> tuple[Fit, F
 
 
 def best_fit(f: Function, x: Form, low: Tensor, high: Tensor) -> Fit:
-    """The fit that leaves the least for box symbols, entry by entry."""
+    """Return the fit that leaves the least for box symbols, entry by entry."""
     flat, bent = fits(f, x.centre, low, high)
     if not x.space.squares:
         return flat

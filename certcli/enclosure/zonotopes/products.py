@@ -15,7 +15,7 @@ Contract = Callable[[Tensor, Tensor], Tensor]
 
 
 def product(x: Form, y: Form, contract: Contract, terms: int, frobenius: Contract | None = None) -> Form:
-    """The form of contract(x, y): inner products of `terms` terms.
+    """Return the form of contract(x, y): inner products of `terms` terms.
 
     With x = c + a + r (a the ball part), xy = c c' + c (a' + r') + (a + r) c' + a a' + (a r' + r a' + r r'). The ball part
     a a' = e^T T e has columns of its own, or is at most the Frobenius norm of T (`frobenius`: its square, from A and A').

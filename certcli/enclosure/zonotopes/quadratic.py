@@ -38,7 +38,7 @@ def folded(products: Tensor) -> Tensor:
 
 
 def matrices(columns: Tensor, count: int) -> Tensor:
-    """The symmetric M of each entry: (columns, *s) -> (entries, m, m)."""
+    """Return the symmetric M of each entry: (columns, *s) -> (entries, m, m)."""
     flat = columns.flatten(1) * weights(count, diagonal=1.0, beside=0.5**0.5, like=columns, axes=1)
     first, second = pairs(count)
     found = flat.new_zeros(flat.shape[1], count, count)

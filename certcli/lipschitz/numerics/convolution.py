@@ -207,7 +207,7 @@ def _is_small(kernels: Tensor, axes: list[_Axis]) -> bool:
 
 
 def _dense(kernels: Tensor, axes: list[_Axis]) -> Tensor:
-    """Each group's convolution as a matrix, (g, out n n', in H H'), exactly: entries are assigned, never added."""
+    """Return each group's convolution as a matrix, (g, out n n', in H H'), exactly: entries are assigned, never added."""
     import torch
 
     outputs, sizes = [axis.outputs for axis in axes], [axis.size for axis in axes]
@@ -227,7 +227,7 @@ def _dense(kernels: Tensor, axes: list[_Axis]) -> Tensor:
 
 
 def _torus_norm(kernels: Tensor, axes: list[_Axis]) -> float:
-    """The bound by the torus, kernels (g, out, in, k, k')."""
+    """Return the bound by the torus, kernels (g, out, in, k, k')."""
     shifts, taps = _polyphase(kernels, axes)
     if taps.shape[2] > taps.shape[3]:
         taps = taps.mT
@@ -240,7 +240,7 @@ def _torus_norm(kernels: Tensor, axes: list[_Axis]) -> float:
 
 
 def _polyphase(kernels: Tensor, axes: list[_Axis]) -> tuple[list[tuple[int, ...]], Tensor]:
-    """The kernel as one of stride 1: shifts q and matrices V_q, (taps, g, out, in r) with the r residues in use."""
+    """Return the kernel as one of stride 1: shifts q and matrices V_q, (taps, g, out, in r) with the r residues in use."""
     places = {
         tap: [divmod(axis.dilation * j, axis.stride) for axis, j in zip(axes, tap)]
         for tap in itertools.product(*(range(axis.kernel) for axis in axes))
@@ -255,7 +255,7 @@ def _polyphase(kernels: Tensor, axes: list[_Axis]) -> tuple[list[tuple[int, ...]
 
 
 def _half_lags(shifts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The differences of shifts that are greater than 0 in lexicographic order; the others are their negatives."""
+    """Return the differences of shifts that are greater than 0 in lexicographic order; the others are their negatives."""
     differences = {tuple(b - a for a, b in zip(first, second)) for first in shifts for second in shifts}
     return sorted(lag for lag in differences if lag > (0,) * len(lag))
 
@@ -285,7 +285,7 @@ def _waves(frequencies: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis]
 
 
 def _fourier_grams(taps: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis]) -> Iterator[Tensor]:
-    """All G(nu) of all groups, in chunks of shape (chunk, n, n), complex; taps (taps, g, n, c)."""
+    """Yield all G(nu) of all groups, in chunks of shape (chunk, n, n), complex; taps (taps, g, n, c)."""
     import torch
 
     side = taps.shape[2]

@@ -157,7 +157,7 @@ def _all_waves(
 
 
 def _of_taps(slopes: Tensor, axes: list[_Axis]) -> Tensor:
-    """The inverse of the polyphase arrangement: (shifts, out, in, residues) -> (out, in, k, k')."""
+    """Return the inverse of the polyphase arrangement: (shifts, out, in, residues) -> (out, in, k, k')."""
     places = [[divmod(axis.dilation * j, axis.stride) for j in range(axis.kernel)] for axis in axes]
     pairs = list(itertools.product(*places))
     shifts = sorted({tuple(q for q, _ in pair) for pair in pairs})

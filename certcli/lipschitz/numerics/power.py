@@ -28,7 +28,7 @@ def block_norms(blocks: Tensor, vectors: dict[str, Tensor], name: str, iteration
 
 
 def leading(blocks: Tensor) -> Tensor:
-    """The first left singular vectors, to start from; exact where that is cheap: (g, m, n) -> (g, m, 1)."""
+    """Return the first left singular vectors, to start from; exact where that is cheap: (g, m, n) -> (g, m, 1)."""
     count, rows, columns = blocks.shape
     side = min(rows, columns)
     sound = bool(torch.isfinite(blocks.abs()).all())  # LAPACK does not take NaN
@@ -44,7 +44,7 @@ def leading(blocks: Tensor) -> Tensor:
 
 
 def warm(known: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor | None:
-    """The vectors of the last call, if they fit."""
+    """Return the vectors of the last call, if they fit."""
     return known.to(like) if known is not None and known.shape == torch.Size(shape) else None
 
 

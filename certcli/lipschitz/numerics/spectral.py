@@ -63,7 +63,7 @@ def gamma(terms: int) -> float:
 
 
 def up(x: float, steps: int = 1) -> float:
-    """The float64 that lies `steps` ulps above x. One step covers one rounded operation; inf stays inf."""
+    """Return the float64 that lies `steps` ulps above x. One step covers one rounded operation; inf stays inf."""
     for _ in range(steps):
         x = math.nextafter(x, math.inf)
     return x

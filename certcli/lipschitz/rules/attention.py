@@ -8,7 +8,8 @@ import torch
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
-from certcli.engine.table import NoRule, runs_known_code
+from certcli.engine.attention import attention_module
+from certcli.engine.table import NoRule
 from certcli.engine.walk import Unproven
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
@@ -17,20 +18,7 @@ from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 
 
-def _plain(module: Attention) -> bool:
-    """Tell whether the options and parts are those of Theorem 5.1; else the attention is traced through to Theorem 5.2."""
-    identities = [getattr(module, name, None) for name in ("q_norm", "k_norm", "norm")]
-    return (
-        all(part is None or type(part) is nn.Identity for part in identities)
-        and getattr(module, "gate", None) is None
-        and all(runs_known_code(part, nn.Linear) for part in (module.qkv, module.proj))
-        and all(type(part) in (nn.Dropout, nn.Identity) for part in (module.attn_drop, module.proj_drop))
-        and module.qkv.out_features == 3 * module.num_heads * module.head_dim
-        and module.scale == module.head_dim**-0.5
-    )
-
-
-@rules.module(Attention, when=_plain)
+@attention_module(rules)
 def dot_product_attention(
     ctx: Context, module: Attention, x: Value, attn_mask: Any = None, is_causal: bool = False
 ) -> Value:

@@ -59,17 +59,21 @@ class HeadMap:
         return self.arith.rows(matrix, h * width, (h + 1) * width)
 
 
-def head_map(ctx: Context, x: Value, layer: nn.Linear, heads: int, name: str) -> tuple[Value, HeadMap]:
-    """Return the tokens that the maps of an attention act on, and one of these maps."""
-    ctx.require(runs_known_code(layer, nn.Linear), "a replaced linear layer")
-    folded = ctx.fold(x, layer.weight, layer.bias)
-    pending = folded.pending
-    assert pending is not None
-    matrix = pending.effective(ctx.arith)
-    if matrix is None:
-        raise AssertionError("a linear layer has a matrix")
-    radius = folded.size.fibre
-    return replace(folded, waiting=None), HeadMap(ctx.arith, matrix, pending.bias, heads, radius, f"{ctx.path}.{name}")
+def head_maps(ctx: Context, x: Value, module: LipschitzAttention, *names: str) -> tuple[Value, list[HeadMap]]:
+    """Return the tokens that the maps of an attention act on, and the maps, by the names of their layers."""
+    found = []
+    for name in names:
+        layer = getattr(module, name)
+        ctx.require(runs_known_code(layer, nn.Linear), "a replaced linear layer")
+        folded = ctx.fold(x, layer.weight, layer.bias)
+        pending = folded.pending
+        assert pending is not None
+        matrix = pending.effective(ctx.arith)
+        if matrix is None:
+            raise AssertionError("a linear layer has a matrix")
+        size, place = folded.size.fibre, f"{ctx.path}.{name}"
+        found.append(HeadMap(ctx.arith, matrix, pending.bias, module.num_heads, size, place))
+    return replace(folded, waiting=None), found
 
 
 def require_tokens(ctx: Context, x: Value, what: str, attn_mask: object = None, is_causal: bool = False) -> int:

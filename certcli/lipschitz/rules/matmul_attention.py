@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from certcli.engine.table import NoRule
+from certcli.engine.attention import fused_attention
+from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
-from certcli.lipschitz.context import Context, with_attributes
+from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.rules.attention_positions import Gates
@@ -223,24 +224,15 @@ def _together(ctx: Context, weights: list[Scalar], part: _Heads) -> Scalar:
     return arith.minimum(coarse, fine)
 
 
-@rules.function(functional.scaled_dot_product_attention)
+@fused_attention(rules)
 def scaled_dot_product_attention(
-    ctx: Context,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    ctx: Context, query: Any, key: Any, value: Any, mask: Any, scale: float | None
 ) -> Value:
     ctx.require(isinstance(query, (Value, Constant)), "attention with unusual queries")
     ctx.require(isinstance(key, Value) and isinstance(value, Value), "attention with constant keys or values")
-    ctx.require(dropout_p == 0 and not enable_gqa, "attention with dropout or grouped queries")
     moving = None
-    if isinstance(attn_mask, Value):
-        moving = ctx.spread(ctx.settle(attn_mask), (*query.shape[:-1], key.shape[-2]))
+    if isinstance(mask, Value):
+        moving = ctx.spread(ctx.settle(mask), (*query.shape[:-1], key.shape[-2]))
     width = key.shape[-1]
     factor = ctx.arith.const(up(1 / math.sqrt(width), 2) if scale is None else abs(float(scale)))
     return attend(ctx, query, key, value, factor, moving=moving)

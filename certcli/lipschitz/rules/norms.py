@@ -13,8 +13,8 @@ from timm.layers.norm_act import RmsNormAct2d, RmsNormAct2dFp32
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.engine.table import NoRule
-from certcli.lipschitz.context import Context, with_attributes
+from certcli.engine.table import NoRule, with_attributes
+from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.rules.scale_shift import gain_and_shift
 from certcli.lipschitz.rules.shapes import moved

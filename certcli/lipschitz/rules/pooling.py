@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.lipschitz.context import Context, with_attributes
+from certcli.engine.table import with_attributes
+from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.spectral import gamma, up
 from certcli.lipschitz.rules.reduce import mean
 from certcli.lipschitz.rules.repeat_pad import copied, pair, windows_of
@@ -44,7 +45,7 @@ if hasattr(functional, "_max_pool2d"):  # what functional.max_pool2d dispatches 
     rules.function(functional._max_pool2d)(max_pool)
 
 
-@rules.function(functional.avg_pool2d)
+@rules.function(functional.avg_pool2d, functional.avg_pool1d, torch.avg_pool1d)
 def average_pool(
     ctx: Context,
     x: Value,
@@ -55,38 +56,19 @@ def average_pool(
     count_include_pad: bool = True,
     divisor_override: Any = None,
 ) -> Value:
-    """Averages separate by axis: the product of the norms of the two averaging matrices."""
+    """Averages separate by axis: the product of the norms of the averaging matrices."""
     ctx.require(divisor_override is None, "average pooling with another divisor")
-    kernel, pads = pair(kernel_size), pair(padding)
+    axes = int(ctx.kind[-2])  # avg_pool1d, AvgPool2d
     steps = pair(stride if stride not in (None, [], ()) else kernel_size)
-    matrices = [
-        functional.avg_pool1d(torch.eye(size, dtype=torch.float64).unsqueeze(0), k, s, p, ceil_mode, count_include_pad)[
-            0
-        ].T
-        for size, k, s, p in zip(x.shape[-2:], kernel, steps, pads, strict=True)
-    ]
+    matrices = []
+    for size, k, s, p in zip(x.shape[-axes:], pair(kernel_size), steps, pair(padding), strict=False):
+        line = torch.eye(size, dtype=torch.float64).unsqueeze(0)
+        matrices.append(functional.avg_pool1d(line, k, s, p, ceil_mode, count_include_pad)[0].T)
     return separable(ctx, x, matrices, "average over windows")
 
 
-@rules.function(functional.avg_pool1d, torch.avg_pool1d)
-def average_pool_1d(
-    ctx: Context,
-    x: Value,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-) -> Value:
-    kernel, pad = pair(kernel_size)[0], pair(padding)[0]
-    step = pair(stride if stride not in (None, [], ()) else kernel_size)[0]
-    line = torch.eye(x.shape[-1], dtype=torch.float64).unsqueeze(0)
-    matrix = functional.avg_pool1d(line, kernel, step, pad, ceil_mode, count_include_pad)[0].T
-    return separable(ctx, x, [matrix], "average over windows")
-
-
 rules.module(nn.AvgPool2d)(with_attributes(average_pool, *_WINDOWS, "count_include_pad", "divisor_override"))
-rules.module(nn.AvgPool1d)(with_attributes(average_pool_1d, *_WINDOWS, "count_include_pad"))
+rules.module(nn.AvgPool1d)(with_attributes(average_pool, *_WINDOWS, "count_include_pad"))
 
 
 def separable(ctx: Context, x: Value, matrices: list[Tensor], why: str, averages: bool = True) -> Value:

@@ -1,6 +1,7 @@
 """Sums and products of tensors, and of tensors with constants."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,54 +10,73 @@ from torch import Tensor
 from certcli.enclosure.zonotopes.form import Form, fitting
 from certcli.enclosure.zonotopes.products import product, times
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
-from certcli.engine.table import NoRule
+from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
 
 
 def constant_operand(value: Any, centre: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A constant operand as a tensor that broadcasts to one of that shape, in centre's type and place."""
+    """Return a constant operand as a tensor that broadcasts to one of that shape, in centre's type and place."""
     tensor = value.tensor if isinstance(value, Constant) else value
     return fitting(torch.as_tensor(tensor, dtype=centre.dtype, device=centre.device), shape)
 
 
-def _constant(value: Any, like: Form) -> Tensor:
-    return constant_operand(value, like.centre, like.shape)
+def register_arithmetic(
+    table: RuleTable,
+    kind: Any,
+    add: Callable[[Any, Any], Any],
+    negative: Callable[[Any], Any],
+    multiply: Callable[[Any, Any], Any],
+    settle: Callable[[Any], Any] = lambda x: x,
+) -> None:
+    """Register in a domain's table the sums and products of two tensors, and of a tensor with a constant.
 
+    Args:
+        kind: The domain's values, which have `shift` and `scale` for constants.
+        add, negative, multiply: For values of one shape.
+        settle: Makes a value speak of the tensor itself, and leaves a constant as it is.
+    """
 
-def _pair(x: Any, y: Any) -> tuple[Form, Any]:
-    """The two operands, a form first."""
-    if not isinstance(x, Form):
-        x, y = y, x
-    if isinstance(y, Form) and x.shape != y.shape:
-        raise NoRule("an operation that repeats a tensor")
-    return x, y
+    def pair(x: Any, y: Any) -> tuple[Any, Any]:
+        """Return the two operands, a value first, and a constant as one that broadcasts to the value's shape."""
+        x, y = settle(x), settle(y)
+        if not isinstance(x, kind):
+            x, y = y, x
+        if not isinstance(y, kind):
+            return x, constant_operand(y, x.centre, x.shape)
+        if x.shape != y.shape:
+            raise NoRule("an operation that repeats a tensor")
+        return x, y
 
+    @table.function(operator.add, operator.iadd, torch.add)
+    @table.method("add", "add_")
+    def plus(ctx: Any, x: Any, y: Any) -> Any:
+        x, y = pair(x, y)
+        return add(x, y) if isinstance(y, kind) else x.shift(y)
 
-@rules.function(operator.add, operator.iadd, torch.add)
-@rules.method("add", "add_")
-def add(ctx: ZonotopeContext, x: Any, y: Any) -> Form:
-    """A sum of two tensors is where the streams meet: the place to keep the number of symbols within its limit."""
-    x, y = _pair(x, y)
-    return (x + y).reduced() if isinstance(y, Form) else x.shift(_constant(y, x))
+    @table.function(operator.sub, operator.isub, torch.sub)
+    @table.method("sub", "sub_")
+    def minus(ctx: Any, x: Any, y: Any) -> Any:
+        y = settle(y)
+        if isinstance(y, kind):
+            return plus(ctx, x, negative(y))
+        x = settle(x)
+        return x.shift(-constant_operand(y, x.centre, x.shape))
+
+    @table.function(operator.mul, operator.imul, torch.mul)
+    @table.method("mul", "mul_")
+    def multiplied(ctx: Any, x: Any, y: Any) -> Any:
+        x, y = pair(x, y)
+        return multiply(x, y) if isinstance(y, kind) else x.scale(y)
 
 
 def negative(x: Form) -> Form:
     return x.linear(torch.neg, lambda t: t)
 
 
-@rules.function(operator.sub, operator.isub, torch.sub)
-@rules.method("sub", "sub_")
-def subtract(ctx: ZonotopeContext, x: Any, y: Any) -> Form:
-    if not isinstance(y, Form):
-        return x.shift(-_constant(y, x))
-    return add(ctx, x, negative(y))
-
-
-@rules.function(operator.mul, operator.imul, torch.mul)
-@rules.method("mul", "mul_")
-def multiply(ctx: ZonotopeContext, x: Any, y: Any) -> Form:
-    x, y = _pair(x, y)
-    return product(x.worked(), y.worked(), times, 1) if isinstance(y, Form) else x.scale(_constant(y, x))
+# where two streams meet is the place to keep the number of symbols within its limit
+register_arithmetic(
+    rules, Form, lambda x, y: (x + y).reduced(), negative, lambda x, y: product(x.worked(), y.worked(), times, 1)
+)
 
 
 @rules.function(operator.truediv, torch.div)

@@ -15,7 +15,8 @@ from certcli.enclosure.zonotopes.functions import GELU, GELU_TANH
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
-from certcli.engine.table import NoRule, runs_known_code
+from certcli.engine.attention import attention_module, fused_attention, require_no_mask
+from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
 from certcli.models.build import PixelNormalize
 
@@ -54,24 +55,18 @@ def rms_norm(ctx: ZonotopeContext, x: Form, shape: Any, weight: Any = None, eps:
     return layer_norm(x, eps, gain, None, center=False)
 
 
-@rules.module(nn.GELU, when=lambda module: module.approximate in ("none", "tanh"))
-def gelu(ctx: ZonotopeContext, module: nn.GELU, x: Form) -> Form:
-    return apply(GELU if module.approximate == "none" else GELU_TANH, x)
-
-
 @rules.function(F.gelu)
-def gelu_function(ctx: ZonotopeContext, x: Form, approximate: str = "none") -> Form:
+def gelu(ctx: ZonotopeContext, x: Form, approximate: str = "none") -> Form:
     return apply(GELU if approximate == "none" else GELU_TANH, x)
-
-
-@rules.module(nn.ReLU)
-def relu_module(ctx: ZonotopeContext, module: nn.ReLU, x: Form) -> Form:
-    return relu(x)
 
 
 @rules.function(F.relu, torch.relu)
 def relu_function(ctx: ZonotopeContext, x: Form, inplace: bool = False) -> Form:
     return relu(x)
+
+
+rules.module(nn.GELU)(with_attributes(gelu, "approximate"))
+rules.module(nn.ReLU)(with_attributes(relu_function))
 
 
 @rules.module(LayerScale)
@@ -100,24 +95,10 @@ def convolution(ctx: ZonotopeContext, module: nn.Conv2d, x: Form) -> Form:
     return out if module.bias is None else out.shift(module.bias.view(-1, 1, 1))
 
 
-def plain(module: Any) -> bool:
-    """timm's attention without options; others are traced through."""
-    identities = [getattr(module, name, None) for name in ("q_norm", "k_norm", "norm")]
-    return (
-        all(part is None or type(part) is nn.Identity for part in identities)
-        and getattr(module, "gate", None) is None
-        and all(runs_known_code(part, nn.Linear) for part in (module.qkv, module.proj))
-        and all(type(part) in (nn.Dropout, nn.Identity) for part in (module.attn_drop, module.proj_drop))
-        and module.qkv.out_features == 3 * module.num_heads * module.head_dim
-        and module.scale == module.head_dim**-0.5
-    )
-
-
-@rules.module(Attention, when=plain)
+@attention_module(rules)
 def attention(ctx: ZonotopeContext, module: Any, x: Form, attn_mask: Any = None, is_causal: bool = False) -> Form:
     """timm's multi-head attention, for the queries that are read later."""
-    if attn_mask is not None or is_causal:
-        raise NoRule("attention with a mask")
+    require_no_mask(attn_mask, is_causal)
     x, heads = x.worked(), module.num_heads
     inner, token = heads * module.head_dim, ctx.token
 
@@ -134,19 +115,11 @@ def attention(ctx: ZonotopeContext, module: Any, x: Form, attn_mask: Any = None,
     return affine(out.linear(lambda t: t.transpose(-3, -2).flatten(-2)), module.proj.weight, module.proj.bias)
 
 
-@rules.function(F.scaled_dot_product_attention)
-def fused_attention(
-    ctx: ZonotopeContext,
-    query: Form,
-    key: Form,
-    value: Form,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
+@fused_attention(rules)
+def attention_function(
+    ctx: ZonotopeContext, query: Form, key: Form, value: Form, mask: Any, scale: float | None
 ) -> Form:
-    if attn_mask is not None or is_causal or dropout_p:
-        raise NoRule("attention with a mask or dropout")
+    require_no_mask(mask)
     if not all(isinstance(part, Form) and len(part.shape) == 4 for part in (query, key, value)):
         raise NoRule("attention over something constant")
     return attend(query, key, value, scale if scale is not None else query.shape[-1] ** -0.5)

@@ -81,10 +81,6 @@ register_moves(rules, arranged)
 
 
 @rules.method("mean")
-def mean_method(ctx: ZonotopeContext, x: Form, dim: Any, keepdim: bool = False) -> Form:
-    return mean(ctx, x, dim, keepdim)
-
-
 @rules.function(torch.mean)
 def mean(ctx: ZonotopeContext, x: Form, dim: Any, keepdim: bool = False) -> Form:
     dims = [d % len(x.shape) for d in ([dim] if isinstance(dim, int) else dim)]

@@ -1,37 +1,27 @@
-"""Attention written out (queries and keys with norms of their own, pooling by attention): docs/local.md, 10.3."""
+"""torch's fused attention: of queries and keys with norms of their own, and of pooling. docs/local.md, 10.3."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from certcli.enclosure.balls.ball import Near, settled
 from certcli.enclosure.balls.layers import fibres, still
 from certcli.enclosure.balls.table import BallContext, rules
 from certcli.enclosure.zonotopes.rounding import gamma, up
+from certcli.engine.attention import fused_attention, require_no_mask
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 
 
-@rules.function(F.scaled_dot_product_attention)
-def heads(
-    ctx: BallContext,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Near:
+@fused_attention(rules)
+def heads(ctx: BallContext, query: Any, key: Any, value: Any, mask: Any, scale: float | None) -> Near:
     """softmax(scale q k^T) v, heads (1, h, n, e): p' = p exp(t - log S), |t_ij| <= T_ij, |log S| <= L_i.
 
     |out'_i - out_i| <= sum_j min(p_ij e^(T_ij + L_i), 1) |dv_j| + min(sum_j p_ij (e^(T_ij + L_i) - 1) |v_j - o_i|,
     2 max_j |v_j - o_i|).
     """
-    if attn_mask is not None or is_causal or dropout_p:
-        raise NoRule("attention with a mask or dropout")
+    require_no_mask(mask)
     images = next((len(part.centre) for part in (query, key, value) if not isinstance(part, Constant)), 1)
     parts = (query, key, value)
     q, k, v = (still(part.tensor, images) if isinstance(part, Constant) else settled(part) for part in parts)
@@ -59,16 +49,16 @@ def _facts(q: Near, k: Near, v: Near, factor: float) -> tuple[Tensor, ...]:
     """
     width, count = q.shape[-1], k.shape[-2]
     inner, exact = gamma(width + count + 64), "donot_use_mm_for_euclid_dist"
-    asked, k_most, v_most = (
+    q_size, k_most, v_most = (
         fibres(q.centre),
         fibres(k.centre).amax(-1, keepdim=True),
         fibres(v.centre).amax(-1, keepdim=True),
     )
-    doubt = up(abs(factor) * inner * asked * k_most, 8)
+    doubt = up(abs(factor) * inner * q_size * k_most, 8)
     unsure = up(torch.expm1(2 * doubt) * (1 + 2**-40) + inner, 4)
     share = ((q.centre * factor) @ k.centre.mT).softmax(-1)
     o, m = share @ v.centre, share @ k.centre
     off = up((unsure + inner) * v_most, 4)
     turn = up(torch.cdist(m, k.centre, compute_mode=exact), width + 8)
     reach = up(torch.cdist(o, v.centre, compute_mode=exact) + off[..., None], width + 8)
-    return up(share * (1 + unsure[..., None]), 4), o, asked, turn, reach, off
+    return up(share * (1 + unsure[..., None]), 4), o, q_size, turn, reach, off

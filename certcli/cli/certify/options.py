@@ -1,0 +1,86 @@
+"""The options of `certvit certify`: what is certified, and all groups of one call."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from certcli.certify.local_options import Local
+from certcli.certify.patch.options import Patches
+from certcli.certify.smoothing.options import Smoothing
+from certcli.cli.shared import options
+from certcli.cli.shared.command import group
+from certcli.cli.shared.groups import Evaluation, Machine, Output, Source
+
+RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
+"""Radii at which certified accuracy is shown by default."""
+
+
+@group()
+class Target:
+    """What is certified, at which radii, and what the result must meet."""
+
+    epsilon: Annotated[
+        list[float],
+        typer.Option(
+            "--epsilon",
+            "-e",
+            parser=options.fraction,
+            metavar="R",
+            help="Radius in pixel units: 0.5 or 36/255; may be repeated. Default: 0.25, 0.5, 1; in linf 1, 2, 4, 8 / 255.",
+        ),
+    ] = field(default_factory=list)
+    methods: Annotated[
+        list[str],
+        typer.Option(
+            "--method",
+            help="lipschitz (global bound, proof), local (each image on its own, small networks, proof), local-lip or bcp "
+            "(the same for chains of layers), smoothing (any network, probability), patch (any network behind masks, against "
+            "patches, proof), auto (says which is worth having); several: side by side.",
+        ),
+    ] = field(default_factory=lambda: ["lipschitz"])
+    minimum: Annotated[
+        str | None,
+        typer.Option(
+            "--min-certified",
+            metavar="SHARE[@R]",
+            help="Exit 7 below this share at radius (or patch) R (default: the smallest).",
+        ),
+    ] = None
+    records: options.Records = None
+    resume: options.Resume = False
+    attack_records: Annotated[
+        Path | None,
+        typer.Option(
+            "--attack-records", help="Records of `attack`, shown beside the certificates and above the curve of --plot."
+        ),
+        options.Reads(),
+    ] = None
+    verify: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Check these --records: certify again with other noise, attack inside each radius; exit 7 if refuted.",
+        ),
+        options.Reads(),
+    ] = None
+    sample: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With --verify: check N records, drawn afresh.")
+    ] = None
+    plot: options.Plot = None
+    html: options.Html = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """All options of one call that certifies."""
+
+    source: Source
+    target: Target
+    smoothing: Smoothing
+    local: Local
+    patches: Patches
+    data: Evaluation
+    machine: Machine
+    output: Output

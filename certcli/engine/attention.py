@@ -1,0 +1,69 @@
+"""Dot-product attention as every domain meets it: timm's module without options, and torch's fused function."""
+
+from typing import Any
+
+import certcli.system.compat  # noqa: F401 (before timm)
+
+# isort: split
+from timm.layers.attention import Attention
+from torch import nn
+from torch.nn import functional
+
+from certcli.engine.table import NoRule, Register, Rule, RuleTable, runs_known_code
+
+
+def attention_module(table: RuleTable) -> Register:
+    """Register a domain's rule for timm's multi-head attention; one with options is traced through."""
+    return table.module(Attention, when=_has_no_options)
+
+
+def _has_no_options(module: Any) -> bool:
+    """Tell whether the module is softmax(q k^T / sqrt(d)) v between two linear maps."""
+    identities = [getattr(module, name, None) for name in ("q_norm", "k_norm", "norm")]
+    return (
+        all(part is None or type(part) is nn.Identity for part in identities)
+        and getattr(module, "gate", None) is None
+        and all(runs_known_code(part, nn.Linear) for part in (module.qkv, module.proj))
+        and all(type(part) in (nn.Dropout, nn.Identity) for part in (module.attn_drop, module.proj_drop))
+        and module.qkv.out_features == 3 * module.num_heads * module.head_dim
+        and module.scale == module.head_dim**-0.5
+    )
+
+
+def fused_attention(table: RuleTable) -> Register:
+    """Register a domain's rule (ctx, query, key, value, mask, scale) for torch's fused attention.
+
+    The rule receives a mask of None where every token sees every other; a scale of None stands for 1 / sqrt(width).
+    """
+
+    def register(rule: Rule) -> Rule:
+        @table.function(functional.scaled_dot_product_attention)
+        def apply(
+            ctx: Any,
+            query: Any,
+            key: Any,
+            value: Any,
+            attn_mask: Any = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> Any:
+            if dropout_p or enable_gqa:
+                raise NoRule("attention with dropout or grouped queries")
+            mask = CAUSAL if attn_mask is None and is_causal else attn_mask
+            return rule(ctx, query, key, value, mask, scale)
+
+        return rule
+
+    return register
+
+
+CAUSAL = object()
+"""The mask under which a token sees those before it."""
+
+
+def require_no_mask(mask: Any, is_causal: bool = False) -> None:
+    """Raise NoRule for attention under a mask."""
+    if mask is not None or is_causal:
+        raise NoRule("attention with a mask")
