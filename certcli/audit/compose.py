@@ -44,7 +44,7 @@ def compose(
         headline=headline.headline(findings, plan, size),
         scale=headline.scale(plan, size),
         reference=headline.reference(size),
-        verdict=[*findings.seen, *words.verdict(findings, plan)],
+        verdict=words.verdict(findings, plan),
         doubts=[*doubts, *findings.doubts],
         next=words.next_steps(findings, plan, named),
         gate=gates.judge(plan.gates, findings, size[1:]),

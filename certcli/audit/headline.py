@@ -15,13 +15,17 @@ smallest step of an 8-bit image."""
 
 
 def headline(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
-    """Return the answer in one sentence. size: (channels, height, width) of an image."""
+    """Return the answer in one sentence, after what training saw of the images. size: (channels, height, width)."""
+    return " ".join(text if text[-1] in ".?" else f"{text}." for text in (*findings.seen, _answer(findings, plan, size)))
+
+
+def _answer(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
     if findings.failing is not None:
-        return f"Nothing can be said about robustness yet: {findings.failing}."
+        return f"Nothing can be said about robustness yet: {findings.failing}"
     if findings.dataset is None:
-        return "No images were judged: nothing is known of accuracy, certificates or attacks."
+        return "No images were judged: nothing is known of accuracy, certificates or attacks"
     if findings.clean is None:
-        return "The time was too short to judge one image."
+        return "The time was too short to judge one image"
     proof = best_proof(findings, plan)
     least = radius_key(plan.least)
     parts = [_attacked(findings, size), *_others(findings)]
@@ -35,7 +39,7 @@ def headline(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
         nothing = "nothing useful was proven about it as it is"
         parts.insert(1, nothing if known else "the time was too short to prove anything about it")
     text = "; ".join(filter(None, parts))
-    return f"{text[:1].upper()}{text[1:]}."
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _attacked(findings: Findings, size: Sequence[int]) -> str:

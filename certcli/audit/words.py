@@ -80,7 +80,7 @@ def _proof(findings: Findings, plan: Plan) -> str:
     if best is not None:
         by_bound = best.method == "lipschitz" and bound is not None
         way = f"the global bound is {bound.upper_text}" if by_bound and bound else "image by image"
-        sentence = f"Proven: {counted(best.certified[least])} keep their class under {every_change(least)} ({way})."
+        sentence = f"Proven at l2 {proven_radius(least)}: {counted(best.certified[least])} ({way})."
         return sentence if by_bound or bound is None or not bound.upper_finite else (
             f"{sentence} The global bound proves nothing: {large}."
         )  # fmt: skip
