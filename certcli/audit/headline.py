@@ -16,7 +16,9 @@ smallest step of an 8-bit image."""
 
 def headline(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
     """Return the answer in one sentence, after what training saw of the images. size: (channels, height, width)."""
-    return " ".join(text if text[-1] in ".?" else f"{text}." for text in (*findings.seen, _answer(findings, plan, size)))
+    return " ".join(
+        text if text[-1] in ".?" else f"{text}." for text in (*findings.seen, _answer(findings, plan, size))
+    )
 
 
 def _answer(findings: Findings, plan: Plan, size: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from certcli.system.processes import require_one, team
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.finetune.command import Order
+    from certcli.cli.finetune.options import Order
     from certcli.finetune.loop import Trainer
     from certcli.images.labelled import Images
 

@@ -77,7 +77,7 @@ _VIT_HEADS = {768: 12, 1024: 16, 1280: 16}
 
 
 @dataclass(frozen=True)
-class Network:
+class SizedNetwork:
     """A torchvision network read off its tensors: (timm's architecture, its arguments, the tensors by timm's names)."""
 
     family: str
@@ -126,7 +126,7 @@ def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
     return 1 + max(int(found[1]) for name in tensors if (found := re.match(pattern, name)))
 
 
-def _vit(tensors: Mapping[str, Tensor], hints: Hints) -> Network:
+def _vit(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
     found = renamed(tensors, _VIT_NAMES)
     width, channels, patch, _ = found["patch_embed.proj.weight"].shape
     depth = _count(found, r"blocks\.(\d+)\.")
@@ -150,7 +150,7 @@ def _vit(tensors: Mapping[str, Tensor], hints: Hints) -> Network:
     }
     published = _PUBLISHED.get(("vit", patch, width, (depth,)))
     side = patch * grid
-    return Network("vit", "vit_base_patch16_224", arguments, found, (channels, side, side), published)
+    return SizedNetwork("vit", "vit_base_patch16_224", arguments, found, (channels, side, side), published)
 
 
 def _stages(tensors: Mapping[str, Tensor], pattern: str) -> list[int]:
@@ -158,7 +158,7 @@ def _stages(tensors: Mapping[str, Tensor], pattern: str) -> list[int]:
     return [_count(tensors, f"{pattern}{stage}" + r"\.blocks\.(\d+)\.") for stage in range(stages)]
 
 
-def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> Network:
+def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
     second = family_of(tensors) == "swin_v2"
     found = dropped(renamed(tensors, _SWIN_NAMES), r"relative_position_index$|relative_coords_table$")
     width, channels, patch, _ = found["patch_embed.proj.weight"].shape
@@ -188,7 +188,7 @@ def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> Network:
     }
     family, arch = ("swin_v2", "swinv2_tiny_window8_256") if second else ("swin", "swin_tiny_patch4_window7_224")
     published = _PUBLISHED.get((family, patch, width, tuple(depths)))
-    return Network(family, arch, arguments, found, (channels, side, side), published)
+    return SizedNetwork(family, arch, arguments, found, (channels, side, side), published)
 
 
 def _without_key_bias(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -202,7 +202,7 @@ def _without_key_bias(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _convnext(tensors: Mapping[str, Tensor], hints: Hints) -> Network:
+def _convnext(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
     found = renamed(tensors, _CONVNEXT_NAMES)
     found = {name: value.flatten() if name.endswith(".gamma") else value for name, value in found.items()}
     width, channels, patch, _ = found["stem.0.weight"].shape
@@ -216,7 +216,7 @@ def _convnext(tensors: Mapping[str, Tensor], hints: Hints) -> Network:
     }
     published = _PUBLISHED.get(("convnext", patch, width, tuple(depths)))
     side = _side(hints, 224)
-    return Network("convnext", "convnext_tiny", arguments, found, (channels, side, side), published)
+    return SizedNetwork("convnext", "convnext_tiny", arguments, found, (channels, side, side), published)
 
 
 def _side(hints: Hints, usual: int) -> int:
@@ -226,7 +226,7 @@ def _side(hints: Hints, usual: int) -> int:
     return side
 
 
-def _input(network: Network, hints: Hints) -> tuple[InputSpec, dict[str, str]]:
+def _input(network: SizedNetwork, hints: Hints) -> tuple[InputSpec, dict[str, str]]:
     """Pixel statistics, filter and crop of the published network, unless the options say otherwise."""
     mean, std, interpolation, crop = hints.mean, hints.std, "bilinear", 1.0
     own = f"torchvision's own for {network.published}"

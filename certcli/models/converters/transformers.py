@@ -39,7 +39,7 @@ _ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
-class Network:
+class TimmNetwork:
     """timm's architecture for a config: its name, arguments, and modules whose eps differs from the other norms'."""
 
     arch: str
@@ -47,11 +47,11 @@ class Network:
     surgery: tuple[Replacement, ...] = ()
 
 
-Described = Callable[[Any, str], Network]
+Described = Callable[[Any, str], TimmNetwork]
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelType:
     """One `model_type` of transformers: its config's type, timm's network for it, the names, and a last conversion."""
 
     config: type[Config]
@@ -146,35 +146,35 @@ def _activation(config: Config) -> dict[str, Any]:
     return {} if word is None else {"act_layer": word}
 
 
-def _vit(config: TokenConfig, _: str) -> Network:
-    return Network("vit_base_patch16_224", {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias})
+def _vit(config: TokenConfig, _: str) -> TimmNetwork:
+    return TimmNetwork("vit_base_patch16_224", {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias})
 
 
-def _deit(config: TokenConfig, architecture: str) -> Network:
+def _deit(config: TokenConfig, architecture: str) -> TimmNetwork:
     arguments = {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias}
     if architecture.endswith("WithTeacher"):
-        return Network("deit_base_distilled_patch16_224", arguments)
-    return Network("vit_base_patch16_224", {**arguments, "reg_tokens": 1})
+        return TimmNetwork("deit_base_distilled_patch16_224", arguments)
+    return TimmNetwork("vit_base_patch16_224", {**arguments, "reg_tokens": 1})
 
 
-def _dinov2(config: TokenConfig, _: str) -> Network:
+def _dinov2(config: TokenConfig, _: str) -> TimmNetwork:
     if config.use_swiglu_ffn:
         raise Refused("use_swiglu_ffn: such an MLP is not converted; timm's own vit_giant_patch14_dinov2 has it")
     arguments = {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias, "init_values": 1e-5}
-    return Network("certvit_dinov2_classifier", arguments)
+    return TimmNetwork("certvit_dinov2_classifier", arguments)
 
 
-def _dinov2_registers(config: TokenConfig, architecture: str) -> Network:
+def _dinov2_registers(config: TokenConfig, architecture: str) -> TimmNetwork:
     network = _dinov2(config, architecture)
-    return Network(network.arch, {**network.arguments, "reg_tokens": config.num_register_tokens})
+    return TimmNetwork(network.arch, {**network.arguments, "reg_tokens": config.num_register_tokens})
 
 
-def _beit(config: TokenConfig, _: str) -> Network:
+def _beit(config: TokenConfig, _: str) -> TimmNetwork:
     if not config.use_mean_pooling:
         raise Refused("use_mean_pooling is false: a head on BEiT's class token is not converted")
     if config.hidden_act != "gelu":
         raise Refused(f"timm's BEiT has no activation '{one_line(config.hidden_act)[:40]}'")
-    return Network(
+    return TimmNetwork(
         "beit_base_patch16_224",
         {
             **_tokens(config),
@@ -186,7 +186,7 @@ def _beit(config: TokenConfig, _: str) -> Network:
     )
 
 
-def _swin(config: SwinConfig, _: str) -> Network:
+def _swin(config: SwinConfig, _: str) -> TimmNetwork:
     second = config.model_type == "swinv2"
     if config.use_absolute_embeddings or not config.qkv_bias:
         raise Refused("use_absolute_embeddings and attention without qkv_bias have no counterpart in timm's Swin")
@@ -208,13 +208,13 @@ def _swin(config: SwinConfig, _: str) -> Network:
         **activation,
     }
     if second:
-        return Network(
+        return TimmNetwork(
             "swinv2_tiny_window8_256", {**arguments, "pretrained_window_sizes": config.pretrained_window_sizes}
         )
-    return Network("swin_tiny_patch4_window7_224", arguments)
+    return TimmNetwork("swin_tiny_patch4_window7_224", arguments)
 
 
-def _convnext(config: ConvNextConfig, _: str) -> Network:
+def _convnext(config: ConvNextConfig, _: str) -> TimmNetwork:
     arguments = {
         "patch_size": config.patch_size,
         "in_chans": config.num_channels,
@@ -225,7 +225,7 @@ def _convnext(config: ConvNextConfig, _: str) -> Network:
         **_activation(config),
     }
     last = Replacement("head.norm", "norm-eps", {"eps": config.layer_norm_eps})  # the other norms have timm's 1e-6
-    return Network("convnext_tiny", arguments, (last,))
+    return TimmNetwork("convnext_tiny", arguments, (last,))
 
 
 def _dinov2_tensors(tensors: dict[str, Tensor], config: TokenConfig) -> dict[str, Tensor]:
@@ -251,16 +251,16 @@ def _deit_tensors(tensors: dict[str, Tensor], config: TokenConfig) -> dict[str, 
     return {"dist_token" if name == "reg_token" else name: value for name, value in tensors.items()}
 
 
-FAMILIES: Mapping[str, Family] = {
-    "vit": Family(TokenConfig, _vit, _TOKEN_NAMES),
-    "vit_msn": Family(TokenConfig, _vit, _TOKEN_NAMES),
-    "deit": Family(TokenConfig, _deit, _TOKEN_NAMES, _deit_tensors),
-    "beit": Family(TokenConfig, _beit, _TOKEN_NAMES),
-    "dinov2": Family(TokenConfig, _dinov2, _TOKEN_NAMES),
-    "dinov2_with_registers": Family(TokenConfig, _dinov2_registers, _TOKEN_NAMES, _dinov2_tensors),
-    "swin": Family(SwinConfig, _swin, _SWIN_NAMES, _swin_tensors),
-    "swinv2": Family(SwinConfig, _swin, _SWIN_NAMES, _swin_tensors),
-    "convnext": Family(ConvNextConfig, _convnext, _CONVNEXT_NAMES),
+FAMILIES: Mapping[str, ModelType] = {
+    "vit": ModelType(TokenConfig, _vit, _TOKEN_NAMES),
+    "vit_msn": ModelType(TokenConfig, _vit, _TOKEN_NAMES),
+    "deit": ModelType(TokenConfig, _deit, _TOKEN_NAMES, _deit_tensors),
+    "beit": ModelType(TokenConfig, _beit, _TOKEN_NAMES),
+    "dinov2": ModelType(TokenConfig, _dinov2, _TOKEN_NAMES),
+    "dinov2_with_registers": ModelType(TokenConfig, _dinov2_registers, _TOKEN_NAMES, _dinov2_tensors),
+    "swin": ModelType(SwinConfig, _swin, _SWIN_NAMES, _swin_tensors),
+    "swinv2": ModelType(SwinConfig, _swin, _SWIN_NAMES, _swin_tensors),
+    "convnext": ModelType(ConvNextConfig, _convnext, _CONVNEXT_NAMES),
 }
 _UNUSED = r"^mask_token$|relative_position_index$|relative_coords_table$|^pooler\.dense\."
 """Tensors that a classifier never reads, or that timm computes itself."""

@@ -1,0 +1,44 @@
+"""The options of `certvit finetune`: the settings of a run, and the files, images and processes that it works with."""
+
+from typing import Annotated
+
+import typer
+
+from certcli.cli.shared import options
+from certcli.cli.shared.command import group
+from certcli.cli.shared.groups import Data, Machine, Output, Source
+from certcli.finetune.settings import FinetuneSettings
+
+
+@group()
+class Order:
+    """One run: its settings, and the files, images and processes that it works with."""
+
+    source: Source
+    settings: FinetuneSettings
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Continue an interrupted run of the same command.", rich_help_panel="Length of the run"
+        ),
+    ] = False
+    shard_weights: Annotated[
+        bool,
+        typer.Option(
+            "--shard-weights",
+            help="Under torchrun: each process keeps a part of the weights (ce, with adamw or sgd).",
+            rich_help_panel="Optimiser",
+        ),
+    ] = False
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CKPT",
+            help="Learn from this network's answers too (distillation).",
+            rich_help_panel="Teacher",
+        ),
+        options.Reads(),
+    ] = None
+    data: Data = Data()
+    machine: Machine = Machine(batch_size=128)
+    output: Output = Output()
