@@ -1,6 +1,7 @@
 """State dicts of the repositories that networks come from (DINOv2, BEiT, Swin, ConvNeXt, OpenCLIP), by timm's own filters."""
 
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,9 @@ from unittest import mock
 from torch import Tensor, nn
 
 from certcli.system.errors import ArchitectureError, CertvitError, one_line
+
+_RESAMPLED = re.compile(r"pos_embed|patch_embed|relative_position|head")
+"""Tensors whose shape may differ before the filter: embeddings of another image size, and heads that it renames."""
 
 
 def filtered(tensors: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor] | None:
@@ -19,8 +23,10 @@ def filtered(tensors: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor]
     """
     module: Any = sys.modules[type(net).__module__]
     convert = getattr(module, "checkpoint_filter_fn", None)
-    if convert is None:
-        return None
+    expected = net.state_dict()
+    wrong = [name for name in tensors.keys() & expected.keys() if tensors[name].shape != expected[name].shape]
+    if convert is None or not all(_RESAMPLED.search(name) for name in wrong):
+        return None  # tensors of other widths: no renaming makes them fit
     layer = next((name for name in tensors if "pre_logits" in name), None)
     if layer is not None:
         raise ArchitectureError(f"'{one_line(layer)}' belongs to a representation layer, which timm's network lacks")
