@@ -140,7 +140,7 @@ class Session:
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
         names = class_names(self.images, record.classes, record.class_names)
-        _draw(gathered, names, results.gallery, f"{name} on {self.images.name} ({self.images.split})")
+        _draw(gathered, names, results.gallery, f"{name} on {self.images.name} ({self.images.split})", self.images)
         self.sink.note(f"wrote {results.gallery}")
 
 
@@ -185,7 +185,7 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
             )
 
 
-def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str) -> None:
+def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str, images: Images) -> None:
     from certcli.report.gallery import AttackedImage, draw_gallery
 
     def picture(shown: Exhibit) -> AttackedImage:
@@ -201,7 +201,9 @@ def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str) -
             found_class=names[shown.adversarial_prediction],
             found_right=shown.adversarial_prediction == shown.label,
             norm=caption,
+            file=images.file_of.get(shown.index, ""),
         )
 
-    title = f"{about}: {len(rows)} attacked images\nimage, perturbation, their sum; classes in blue where right"
+    count = f"{len(rows)} attacked image{'s' * (len(rows) != 1)}"
+    title = f"{about}: {count}\nimage, perturbation, their sum; classes in blue where right"
     draw_gallery([[picture(shown) for shown in row] for row in rows], path, title)

@@ -142,7 +142,7 @@ def plot(
             broken = [t for t, left in attacked.items() if certificate.holds_at(t) and not left[certificate.index]]
             if broken:
                 message = f"certified to {proven_radius(certificate.radius)} and broken at {broken[0].attacked()}"
-                sink.warn(f"image {certificate.index} is {message}")
+                sink.warn(f"{images.named(certificate.index)} is {message}")
         promise = "proven" if certifier.promise == "proof" else certifier.promise
         label = f"{certifier.method}: certified ({promise})"
         curves[label] = [certificate.radius if certificate.correct else -1.0 for certificate in shown]
