@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.groups import Machine
 from certcli.cli.shared.output import Gate, Sink, percent
+from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import attacked_radius
 from certcli.system.errors import CertvitError, GateError
 from certcli.system.processes import team
@@ -151,7 +152,7 @@ def gate_of(findings: Findings, minimum: float | None, gate: Gate) -> None:
         gate.demand(False, CertvitError(f"certified above attacked: {measured}", _BUG))
     if minimum is not None:
         first = findings.first
-        reached = f"robust accuracy {percent(first.robust)} at {attacked_radius(first.epsilon)}"
+        reached = f"robust accuracy {share_text(first.robust, first.images)} at {attacked_radius(first.epsilon)}"
         failure = f"{reached} is below --min-robust {minimum:g}"
         gate.demand(first.robust >= minimum, GateError(failure))
 
