@@ -31,7 +31,8 @@ def show(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
     from certcli.evaluation.evidence import command_of
 
     record = checkpoint.record
-    sink.text(f"{path}: {record.arch}, {record.classes} classes, digest {checkpoint.digest[:16]}")
+    outputs = f"{record.classes} classes" if record.classes else "no classifier"
+    sink.text(f"{path}: {record.arch}, {outputs}, digest {checkpoint.digest[:16]}")
     sink.table(
         "Lineage, as the file tells it",
         ["step", "seed", "parent", "parameters"],
@@ -92,7 +93,12 @@ def _lipschitz(result: Any, about: Any) -> str:
 def _bound_of(result: Any) -> str:
     if result.log10_upper is None:
         return "bound 0 (proven)" if result.upper == 0 else "no bound"
-    return f"bound {_power(result.log10_upper)} (proven)"
+    return f"bound {_power(result.log10_upper)} ({'proven, of features' if _of_features(result) else 'proven'})"
+
+
+def _of_features(result: Any) -> bool:
+    """Tell whether a bound is one of features: of a network without a classifier."""
+    return getattr(result, "bound_of", "") == "features"
 
 
 def _certify(result: Any, about: Any) -> str:
@@ -294,7 +300,9 @@ def _validation(found: Found, name: str) -> _Cell | None:
 
 def _bound(found: Found) -> str:
     result = _result(found, "lipschitz") or _result(found, "finetune")
-    return "-" if result is None else "none" if result.log10_upper is None else _power(result.log10_upper)
+    if result is None or result.log10_upper is None:
+        return "-" if result is None else "none"
+    return _power(result.log10_upper) + (" (of features)" if _of_features(result) else "")
 
 
 def _slope(found: Found) -> str:
