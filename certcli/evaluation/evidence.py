@@ -247,6 +247,8 @@ class KeptResult(_Closed):
     took_part: bool
     trained_on: bool
     chose: bool | UnsetType = UNSET
+    logits_error_at_most: Measured | UnsetType = UNSET
+    agreement_at_least: Share | UnsetType = UNSET
     trade: Annotated[list[Rung], Meta(max_length=10_000)] | UnsetType = UNSET
 
 

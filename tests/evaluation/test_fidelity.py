@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
-from certcli.cli.shared.fidelity import show
+from certcli.cli.shared.fidelity import fidelity_document, show
 from certcli.cli.shared.output import Sink
 from certcli.constrain import keep
 from certcli.constrain.network import LayerCalibration
 from certcli.constrain.settings import ConstrainSettings
 from certcli.evaluation import fidelity
-from certcli.evaluation.fidelity import ERROR_SHARE, Fidelity, ReferenceLogits, known_labels
+from certcli.evaluation.evidence import decode_evidence
+from certcli.evaluation.fidelity import PREDICTABLE, Fidelity, ReferenceLogits, expected_on_real, known_labels
 from certcli.images import datasets
 from certcli.images.calibration import synthetic_photographs
 from certcli.images.labelled import Images
@@ -189,8 +190,13 @@ def test_without_data_a_network_of_photographs_is_judged_on_synthetic_ones(tmp_p
     found = certvit("constrain", source, "--beta", 0.01, "--limit", 60, "--json", "-o", out)
     kept = json.loads(found.stdout)["kept"]
     assert (kept["dataset"], kept["accuracy_after"]) == ("synthetic photographs", None)
-    assert 0.03 < kept["logits_error"] <= ERROR_SHARE * 0.05
+    assert 0.015 < kept["logits_error"] <= 0.05
+    assert kept["agreement_at_least"] >= 0.95
+    assert kept["logits_error_at_most"] > kept["logits_error"]
     assert "only 12 images" in found.stderr.replace("\n", " ")
+    (evidence,) = [entry for entry in Checkpoint.read(out).record.evidence if entry.command == "constrain"]
+    decode_evidence(evidence)
+    assert evidence.result["logits_error_at_most"] == kept["logits_error_at_most"]
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -212,13 +218,27 @@ def test_a_share_is_a_share(tiny: Checkpoint, tmp_path: Path, share: float) -> N
     assert "--keep must lie between 0 and 1" in str(outcome.exception) + outcome.output
 
 
-@pytest.mark.parametrize(("error", "warned"), [(0.10, False), (0.40, True)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_real_images_are_expected_to_keep_less_than_synthetic_ones(channels: int) -> None:
+    """A larger error promises less, and none promises more than real images were seen to keep."""
+    found = [expected_on_real(Fidelity(80, 43, step * PREDICTABLE / 10), channels) for step in range(11)]
+    for error, expected in zip((step * PREDICTABLE / 10 for step in range(11)), found, strict=True):
+        assert expected["logits_error_at_most"] > error
+        assert 0 <= expected["agreement_at_least"] < 1 - error / 2
+    assert [e["logits_error_at_most"] for e in found] == sorted(e["logits_error_at_most"] for e in found)
+    assert expected_on_real(Fidelity(80, 43, 1.01 * PREDICTABLE), channels) == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "refitted", "warned"), [(0.10, False, False), (0.10, True, True), (0.40, False, True)]
+)
 def test_synthetic_photographs_do_not_vouch_for_large_changes(
-    error: float, warned: bool, capsys: pytest.CaptureFixture[str]
+    tiny: Checkpoint, error: float, refitted: bool, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = fidelity.Fidelity(80, 43, error).to_json()
-    show(
-        {"dataset": "synthetic photographs", "split": "made", "took_part": False, "trained_on": False, **found},
-        Sink(False, False),
-    )
-    assert ("on real ones nothing may be" in " ".join(capsys.readouterr().err.split())) == warned
+    colour = replace(tiny.record, input=InputSpec((3, 8, 8), (0.5,) * 3, (0.5,) * 3))
+    reference = ReferenceLogits(nn.Flatten(), synthetic_photographs(colour.input, 60))
+    kept = fidelity_document(reference, nn.Flatten(), colour, False, Fidelity(60, 43, error), refitted)
+    show(kept, Sink(False, False))
+    said = capsys.readouterr()
+    assert ("nothing may be left" in " ".join(said.err.split())) == warned
+    assert ("expected on real images" in said.out) == (not warned)
