@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from certcli.images.labelled import Images
 from certcli.report.document import (
     AttackShares,
     CertifiedShares,
@@ -22,6 +23,7 @@ class Findings:
     """Measured and proven results. A stage that was not done leaves None, and a line in `skipped`.
 
     exhibits: fooled images with their pixels. sample: the first image. patched_pair: an image without and with a patch.
+    images: that are judged.
     failing: why the figures say little about the network, so that the other stages are not worth their time.
     """
 
@@ -38,6 +40,7 @@ class Findings:
     patch_attack: PatchAttack | None = None
     skipped: list[Skipped] = field(default_factory=list)
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+    images: Images | None = None
     exhibits: list[Any] = field(default_factory=list)
     sample: Any = None
     patched_pair: tuple[Any, Any] | None = None
@@ -54,4 +57,5 @@ class Findings:
         return self.rows.setdefault(index, {"index": index, "label": label})
 
     def records(self) -> list[ImageRow]:
-        return [ImageRow(**row) for _, row in sorted(self.rows.items())]
+        files = {} if self.images is None else self.images.file_of
+        return [ImageRow(file=files.get(index), **row) for index, row in sorted(self.rows.items())]

@@ -117,7 +117,7 @@ def _classify(
     checkpoint: Checkpoint, model: build.PixelModel, images: Images, plan: Plan, clock: Clock, findings: Findings
 ) -> float:
     """Measure clean accuracy, ask whether the file is read as it was trained, and return seconds an image."""
-    findings.dataset, findings.sample = judging.dataset_of(images), images.fetch([0])[0]
+    findings.dataset, findings.images, findings.sample = judging.dataset_of(images), images, images.fetch([0])[0]
     part = clock.part(0.2)
     found, seconds = judging.predictions(model, images, min(plan.batch_size, CLASSIFIED), part, clock.team)
     if not found:

@@ -53,6 +53,7 @@ class LipschitzResult(_Closed):
     lower: Measured | None = None
     why: Annotated[str, Meta(max_length=65_536)] = ""
     attention_weight: Measured | None = None
+    bound_of: Literal["logits", "features"] = "logits"
 
 
 class FinetuneParameters(_Closed):

@@ -158,7 +158,7 @@ class PatchAttack(_Part):
 
 class ImageRow(_Part):
     """One image. radius: certified, by method; "inf" where nothing changes the class. withstood: at each radius. proven:
-    patches that do not change the class behind masks.
+    patches that do not change the class behind masks. file: below the dataset's folder, where the dataset is one.
     """
 
     index: Natural
@@ -169,6 +169,7 @@ class ImageRow(_Part):
     proven: list[str] = []
     adversarial_prediction: int | None = None
     norm: float | None = None
+    file: str | None = None
 
 
 class Skipped(_Part):

@@ -1,6 +1,7 @@
 """The answer for everyone: what comes first, how few images are said, and what stops an audit."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from timm.data.constants import IMAGENET_DEFAULT_MEAN
 
+from certcli.audit import gates, words
 from certcli.audit.exhibits import moved
 from certcli.audit.findings import Findings
 from certcli.audit.headline import grey_levels, headline, scale
@@ -17,7 +19,18 @@ from certcli.evaluation.doubts import better_statistics
 from certcli.images.labelled import Images
 from certcli.models.build import PixelNormalize
 from certcli.report.compare import changes
-from certcli.report.document import AttackShares, Audit, CertifiedShares, Dataset, GlobalBound, Share, from_json
+from certcli.report.document import (
+    AttackShares,
+    Audit,
+    CertifiedShares,
+    Dataset,
+    GlobalBound,
+    PatchAttack,
+    PatchShares,
+    Share,
+    from_json,
+)
+from certcli.report.formats import text_of
 from certcli.report.published import markdown, nearest, published
 from certcli.system.errors import DataError
 from tests.audit.conftest import QUICK
@@ -86,6 +99,58 @@ def test_one_sentence_says_it(findings: Findings, size: tuple[int, int, int], sa
     assert [words for words in said if words not in sentence] == []
     assert sentence[:1].isupper()
     assert sentence.endswith(".")
+
+
+WITH_INTERVAL = re.compile(r"(\d+|none|the one) (of \d+)?[a-z0-9. ]*\(95 % interval \d+ to \d+ %\)")
+
+
+def standing_alone(text: str) -> list[str]:
+    """Shares of few images without their interval; the chances of certificates are no shares."""
+    rest = WITH_INTERVAL.sub("", text.replace("99.9 %", ""))
+    return [
+        found[0] for found in re.finditer(r"(?:\d+|none) of (?:the )?(\d+)|[\d.]+ %", rest) if int(found[1] or 0) < 30
+    ]
+
+
+def test_the_check_finds_what_stands_alone() -> None:
+    assert standing_alone("3 of 4 correct images; none of the 5, 20.0 % (95 % interval 1 to 2 %)")
+    assert not standing_alone(
+        "none of 4 correct images (95 % interval 0 to 60 %), 2 of 3 (95 % interval 1 to 2 %), 99.9 %"
+    )
+
+
+@pytest.mark.parametrize("failure", [0.0, 0.001])
+@pytest.mark.parametrize(("fooled", "correct", "kept"), [(0, 1, 0), (0, 7, 0), (3, 7, 4), (29, 29, 0), (0, 29, 29)])
+def test_no_share_of_few_images_stands_alone(fooled: int, correct: int, kept: int, failure: float) -> None:
+    findings = found(fooled, correct, failure, kept)
+    findings.patched = PatchShares(
+        procedure="voting",
+        clean=Share.of(kept, correct),
+        certified={"2x2": Share.of(kept, correct)},
+        parameters={},
+        **SAME,
+    )
+    findings.patch_attack = PatchAttack(
+        patch="2x2", dataset=DATASET, clean=Share.of(correct, correct), robust=Share.of(kept, correct), seconds=0.0
+    )
+    plan = Plan(radii=(0.12,), gates=tuple(map(gates.parse, ("certified@0.12<0.5", "robust@0.12<0.5", "clean<1"))))
+    judged = gates.judge(plan.gates, findings, (8, 8))
+    for text in (
+        headline(findings, plan, LARGE),
+        *words.verdict(findings, plan),
+        *(row.reason for row in judged.judged),
+    ):
+        assert standing_alone(text.rpartition(", found ")[2]) == [], text
+
+
+def test_no_share_of_few_images_stands_alone_in_badge_card_and_evidence(folder: Path) -> None:
+    audit = from_json((folder / "certified.json").read_text())
+    card = text_of(audit, ".md").partition("| share of")[0]
+    shown = attempt("log", folder / "certified.safetensors").stdout
+    sentences = [line for line in shown.splitlines() if " 24 images of " in line]
+    texts = [re.sub("<[^>]+>", " ", text_of(audit, ".svg")), card, *sentences]
+    assert sentences
+    assert [found for text in texts for found in standing_alone(text)] == []
 
 
 def test_the_scale_is_the_length_of_the_change_that_is_shown() -> None:

@@ -13,6 +13,7 @@ from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import decode_evidence
+from certcli.evaluation.intervals import share_text
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.system.errors import CertvitError, DataError, UsageError
@@ -186,7 +187,8 @@ def test_attacks_with_patches_become_evidence(
     evidence = decode_evidence(Checkpoint.read(out).record.evidence[-1])
     assert [(part.patch, part.robust) for part in evidence.result.parts] == list(found["robust"].items())
     assert evidence.result.threat == Threat("patch", Patch(1, 1))
-    assert f"withstand patch 1x1 {100 * found['robust']['1x1']:.1f} %" in attempt("log", out).stdout.replace("\n", " ")
+    shown = " ".join(attempt("log", out).stdout.split())
+    assert f"withstand patch 1x1 {share_text(found['robust']['1x1'], evidence.result.images)}" in shown
 
 
 FORGED: dict[str, dict[str, Any]] = {

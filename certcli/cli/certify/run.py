@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.certify.options import RADII, Options
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.radii import Norm, parse_number, proven_percent
+from certcli.evaluation.intervals import share_text
+from certcli.evaluation.radii import Norm, parse_number
 from certcli.system.errors import DataError, GateError, NoBoundError, UsageError
 from certcli.system.processes import team
 
@@ -43,7 +44,7 @@ class Demand:
 
     def check(self, found: CertifiedAccuracy, gate: Gate) -> None:
         reached = found.against(self.threat)
-        message = f"certified accuracy {proven_percent(reached)} at {self.threat.proven()}"
+        message = f"certified accuracy {share_text(reached, found.images, proven=True)} at {self.threat.proven()}"
         gate.demand(reached >= self.share, GateError(f"{message} is below --min-certified {self.share:g}"))
 
 
