@@ -17,6 +17,22 @@ import formulas
 
 ROOT = Path(__file__).parent.parent
 AT_THE_ROOT = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+WITH_FORMULAS = {
+    f"{page}.md"
+    for page in (
+        "bounds",
+        "certify",
+        "chains",
+        "constrain",
+        "lab/attention-at-work",
+        "limits",
+        "local",
+        "patch",
+        "scaling",
+    )
+    + ("smoothing", "soundness")
+}
+"""Pages whose sentences hold formulas; a letter that stands alone is one there."""
 MERMAID = Path(os.environ.get("MERMAID", ""))
 """mermaid.min.js; without it, the theme loads it from the internet when a page with a picture is opened."""
 
@@ -58,6 +74,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links to the root's pages lead to their copies; what is not of the site (code, the root's README) is named only."""
     if page.file.src_uri == "README.md":
         markdown = _first_page(markdown)
+    if page.file.src_uri in WITH_FORMULAS:
+        markdown = formulas.inline(markdown)
     markdown = re.sub(r"^- \[(examples/ci/[\w.-]+)\]\(.*\)$", _shown, formulas.display(markdown), flags=re.MULTILINE)
     up = "../" * page.file.src_uri.count("/")
     for name in AT_THE_ROOT:
