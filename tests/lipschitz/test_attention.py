@@ -70,7 +70,7 @@ AXES = torch.linalg.qr(torch.cat([torch.ones(8, 1), torch.eye(8)[:, :7]], dim=1)
 
 
 class Normed(nn.Module):
-    """Tokens of length at most sqrt 8, which a norm with a floor makes of pixels with the slope 1 / FLOOR, attained inside."""
+    """Tokens of length at most sqrt 8: a norm with a floor makes them of pixels, linearly, with the slope 1 / FLOOR."""
 
     def __init__(self, attention: nn.Module, mask: Tensor | None = None) -> None:
         super().__init__()
