@@ -237,7 +237,9 @@ def convex_residual(op: Operation, module: ConvexResidual, x: Followed, branch: 
     """(1 - t) x + t f: t = sigmoid(theta) has slope 1/4, and an error of its own."""
     theta = op.stored(module.theta)
     share = theta.moved + 4 * op.precision.function
-    return lambda sizes: (sizes(x).total + sizes(branch).total) * compounded(share + 4 * op.precision.unit) + op.underflow()
+    return lambda sizes: (
+        (sizes(x).total + sizes(branch).total) * compounded(share + 4 * op.precision.unit) + op.underflow()
+    )
 
 
 @rules.module(WeightedResidual)
@@ -252,7 +254,9 @@ def weighted_residual(op: Operation, module: WeightedResidual, x: Followed, bran
     return rounding
 
 
-def _gain(op: Operation, weight: Tensor | None, bias: Tensor | None, factor: float, n: Real, error: Real, rows: int) -> Real:
+def _gain(
+    op: Operation, weight: Tensor | None, bias: Tensor | None, factor: float, n: Real, error: Real, rows: int
+) -> Real:
     """Return the error of gain n + bias for an n that is off by `error`, of norm `n` as executed."""
     root, relative = as_real(float(rows)).sqrt(), compounded(as_real(6 * op.precision.unit))
     gain, moved = as_real(factor), ZERO

@@ -34,7 +34,6 @@ from certcli.lipschitz.propagate import GlobalDomain, deep_recursion
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules as slopes
 from certcli.lipschitz.value import Value
-from certcli.rounding import executed_attention  # noqa: F401 (for its decorators)
 from certcli.rounding.executed import Executed, Followed, Operation, Sizes, head_of, rules
 from certcli.rounding.precisions import Precision
 from certcli.rounding.running import written_out
@@ -148,7 +147,9 @@ class _Stepwise(GlobalDomain):
         size = Size(arith, box.shape, lambda: box.fibre, -1, lambda: box.total, lambda: box.peak)
         return Value(base, size, None, None, box.shape)
 
-    def _step(self, sources: Sequence[Followed], values: Sequence[Value], rounding: Callable[[Sizes], Real]) -> Followed:
+    def _step(
+        self, sources: Sequence[Followed], values: Sequence[Value], rounding: Callable[[Sizes], Real]
+    ) -> Followed:
         shape, size = tuple(values[0].shape), values[0].size
         bases = tuple(value.base for value in values)
         places = tuple(x.place for x in sources)
@@ -227,14 +228,14 @@ class NeighbourErrors:
             raise NoRule("the graph makes other tensors than its rules say")
         return [length + error for length, error in zip(found, self._widest, strict=True)]
 
-    def __call__(self, pixels: Tensor, radii: Tensor) -> Tensor:
-        """Return bounds E_ij on the rounding of z_i - z_j within each radius of each image: (b, c, h, w), (b,) -> (b, k, k).
+    def __call__(self, pixels: Tensor, radii: Tensor, tops: Tensor) -> Tensor:
+        """Return bounds on the rounding of z_i - z_j, i the top class, within each radius: (b, c, h, w), (b,), (b,) -> (b, k).
 
-        Images whose distances from the reference images are rounded up to the same step share one (k, k).
+        Images whose distances from the reference images are rounded up to the same step share one matrix of all pairs.
         """
         furthest = [math.sqrt(self.pixels) * max(grey, 1 - grey) for grey in _REFERENCES]
         rows = []
-        for image, radius in zip(pixels.detach().double().flatten(1), radii.tolist(), strict=True):
+        for image, radius, top in zip(pixels.flatten(1), radii.tolist(), tops.tolist(), strict=True):
             steps = []
             for grey, most in zip(_REFERENCES, furthest, strict=True):
                 reach = float((image - grey).norm()) * (1 + 2.0**-20) + radius
@@ -244,7 +245,7 @@ class NeighbourErrors:
                 reaches = [as_real(most) * (1 + 2.0**-20) * (step / _STEPS)
                            for most, step in zip(furthest, key, strict=True)]  # fmt: skip
                 self._known[key] = self._pairs(reaches).to(pixels.device)
-            rows.append(self._known[key])
+            rows.append(self._known[key][top])
         return torch.stack(rows)
 
     def _pairs(self, reaches: Sequence[Real]) -> Tensor:

@@ -70,9 +70,7 @@ PRECISIONS: dict[str, Precision] = {
         FLOAT64,
         FLOAT32,
         Precision("tf32", torch.float32, 2.0**-24, 2.0**-126, FLOAT32.largest, 2.0**-18, factor=2.0**-10),
-        Precision(
-            "bf16", torch.bfloat16, 2.0**-8, 2.0**-126, torch.finfo(torch.bfloat16).max, 2.0**-7, wide=FLOAT32
-        ),
+        Precision("bf16", torch.bfloat16, 2.0**-8, 2.0**-126, torch.finfo(torch.bfloat16).max, 2.0**-7, wide=FLOAT32),
         Precision("fp16", torch.float16, 2.0**-11, 2.0**-24, 65504.0, 2.0**-10, wide=FLOAT32),
     )
 }
