@@ -128,7 +128,7 @@ class CertifyResult(_Closed):
     method: Text
     failure: Annotated[float, Meta(ge=0, lt=1)]
     promise: Text
-    arithmetic: Literal["real", "float64", "float32", "bf16"]
+    arithmetic: Literal["real", "float64", "float32", "tf32", "bf16", "fp16"]
     parameters: Json
     average_radius: Radius | UnsetType = UNSET
 
