@@ -275,3 +275,39 @@ def test_log_never_puts_linf_shares_into_its_column_of_l2() -> None:
     told = [sentence(entry) for entry in entries]
     assert "linf" not in told[0]
     assert "radii linf" in told[1]
+
+
+def _one_rare_key(size: float) -> tuple[Near, Near, Near]:
+    """A query that sees one key of value 0; another of value 1, which it hardly sees, comes nearer as that one goes."""
+    parts = [torch.tensor(part, dtype=torch.float64).view(1, 1, 1, -1, 1) for part in ([3.0], [-1.0, 1.0], [1.0, 0.0])]
+    radii = [0 * parts[0][..., 0], torch.full((1, 1, 1, 2), size).double(), 0 * parts[2][..., 0]]
+    return tuple(Near.of(c, r, r.flatten(1).norm(dim=1)) for c, r in zip(parts, radii, strict=True))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("size", [0.05, 0.2, 0.4])
+def test_a_rare_key_gains_what_the_others_lose(size: float) -> None:
+    """Its probability grows by nearly e^(2 T), T the most that a score moves: half of it since the sum shrinks."""
+    q, k, v = _one_rare_key(size)
+    found = heads(context(), q, k, v, None, 1.0)
+    keys = k.centre + size * torch.tensor([1.0, -1.0]).double().view(1, 1, 1, 2, 1)
+    far = ((q.centre @ keys.mT).softmax(-1) @ v.centre - found.centre).norm()
+    assert 0.4 < float(far / found.fibre) <= 1
+
+
+@pytest.mark.parametrize("size", [0.05, 0.2])
+def test_a_rare_token_gains_what_the_others_lose(size: float) -> None:
+    """The same within an attention, whose first token asks and stays where it is."""
+    part = Attention(3, num_heads=1, qkv_bias=False).double().eval()
+    for parameter in part.parameters():
+        parameter.requires_grad_(False).zero_()
+    part.qkv.weight[[0, 3, 6], [0, 1, 2]] = 1.0  # the first entry asks, the second answers, the third is the value
+    part.proj.weight[0, 0] = 1.0
+    root = 3**0.5
+    tokens = torch.tensor([[3 * root, -20, 0], [0, -1, 1e6], [0, 1, 0]], dtype=torch.float64).view(1, 1, 3, 3)
+    fibre = torch.tensor([0.0, size, size], dtype=torch.float64).view(1, 1, 3)
+    found = enclosed(part, Near.of(tokens, fibre, torch.full((1,), 9 * size).double()))
+    moved = tokens.clone()
+    moved[0, 0, 1, 1] += size
+    moved[0, 0, 2, 1] -= size
+    far = (part(moved[0]) - part(tokens[0]))[0, 0].norm()
+    assert 0.05 < float(far / found.fibre[0, 0, 0]) <= 1

@@ -40,16 +40,25 @@ def codes(code: CodeType) -> Iterator[CodeType]:
             yield from codes(constant)
 
 
-def place(mutant: Mutant) -> bool:
-    """Give the functions of this process the mutant's code. False where it fits none of them."""
-    new = {
-        (code.co_qualname, code.co_firstlineno): code
-        for code in codes(compile(mutated(mutant), str(mutant.path), "exec"))
-    }
+def functions_by_file() -> dict[str, list[FunctionType]]:
+    """Return all functions of this process, by the file of their code."""
+    gc.unfreeze()  # what is frozen cannot be found
+    found = collections.defaultdict(list)
+    for function in gc.get_objects():
+        if isinstance(function, FunctionType):
+            found[function.__code__.co_filename].append(function)
+    gc.freeze()  # no fork copies what a collection would write to
+    return found
+
+
+def place(mutant: Mutant, functions: list[FunctionType]) -> bool:
+    """Give the functions of the mutant's file its code. False where it fits none of them."""
+    tree = mutated(mutant)
+    new = {(code.co_qualname, code.co_firstlineno): code for code in codes(compile(tree, str(mutant.path), "exec"))}
     changed = False
-    for function in [f for f in gc.get_objects() if isinstance(f, FunctionType)]:
+    for function in functions:
         old = function.__code__
-        code = new.get((old.co_qualname, old.co_firstlineno)) if old.co_filename == str(mutant.path) else None
+        code = new.get((old.co_qualname, old.co_firstlineno))
         if code is not None and code != old and len(code.co_freevars) == len(old.co_freevars):
             function.__code__, changed = code, True
     return changed
@@ -145,14 +154,14 @@ class Campaign:
         for file in room.files():  # before a fork: a later import would bring the code without its mutant
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all forks
-        gc.unfreeze()  # what is frozen cannot be found
+        functions = functions_by_file()
         self.state.parent.mkdir(parents=True, exist_ok=True)
-        mapped = self.state.with_suffix(".lines.json")
-        files = {str(file) for file in room.files()}
+        alike = [name for name in ROOMS if ROOMS[name].tests == room.tests]  # traced together
+        mapped = self.state.with_name("+".join(alike) + ".lines.json")
+        files = {str(file) for name in alike for file in ROOMS[name].files()}
         if not mapped.exists() or self.options.trace:
-            lines = self.forked(lambda: self.tracing(session.items, files), 3000)
-            mapped.write_text(json.dumps(lines))
-        lines = json.loads(mapped.read_text())
+            mapped.write_text(json.dumps(self.forked(lambda: self.tracing(session.items, files), 3000)))
+        lines: Lines = json.loads(mapped.read_text())
         items = {item.nodeid: item for item in session.items}
         done = {row["key"]: row["status"] for row in answers(self.state)}
         for mutant in chosen(room, self.options):
@@ -162,21 +171,23 @@ class Campaign:
                 continue
             if time.monotonic() > self.deadline:
                 break
-            runs = sorted(lines.get(f"{mutant.path}:{mutant.line}", []), key=lambda run: run[1])
+            tests = {name: cost for line in mutant.lines for name, cost in lines.get(f"{mutant.path}:{line}", [])}
             picked, cost = [], 0.0
-            for name, seconds in runs:
+            for name, seconds in sorted(tests.items(), key=lambda test: test[1]):
                 if name in items and cost + seconds <= max(self.options.tests, seconds if not picked else 0):
                     picked.append(items[name])
                     cost += seconds
 
             def trial(mutant: Mutant = mutant, picked: list[pytest.Item] = picked) -> dict[str, Any]:
-                return self.run(picked) if place(mutant) else {"status": "misfit", "by": ""}
+                return (
+                    self.run(picked) if place(mutant, functions[str(mutant.path)]) else {"status": "misfit", "by": ""}
+                )
 
             start = time.monotonic()
             answer = self.forked(trial, 10 * cost + 20) if picked else {"status": "survived", "by": "no test"}
             if answer["status"] == "crash" and mutant.operator in CHECKS:
                 answer["status"] = "killed"
-            row = {"key": mutant.key, "operator": mutant.operator, "line": mutant.line, **answer}
+            row = {"key": mutant.key, "operator": mutant.operator, "line": mutant.lines[0], **answer}
             with self.state.open("a") as out:
                 out.write(json.dumps({**row, "seconds": round(time.monotonic() - start, 1)}) + "\n")
         return True

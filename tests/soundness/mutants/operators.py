@@ -33,12 +33,12 @@ CHECKS = ("check skipped", "condition dropped", "call skipped", "negation droppe
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mutation of one file. key: stable while the function keeps its lines elsewhere in the file may move."""
+    """One mutation of one file. key: names it while other lines of the file change. lines: its own, its statement's."""
 
     key: str
     operator: str
     path: Path
-    line: int
+    lines: tuple[int, int]
     number: int
 
 
@@ -134,7 +134,7 @@ def _variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         if index != "0" and (index.lstrip("-").isdigit() or len(index) == 1 or index in ("index", "row", "head")):
             yield "index lost", ast.Subscript(node.value, ast.Constant(0), node.ctx)
     elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
-        if (node.id if isinstance(node, ast.Name) else node.attr) in ("alpha", "failure"):
+        if (node.id if isinstance(node, ast.Name) else node.attr) == "alpha":
             yield "alpha doubled", _times(node, 2.0)
     elif isinstance(node, ast.If):
         last = node.body[-1]
@@ -152,8 +152,8 @@ class _Visitor(ast.NodeTransformer):
 
     def __init__(self, chosen: int | None) -> None:
         self.chosen, self.count, self.names = chosen, 0, list[str]()
-        self.inside = 0
-        self.found: list[tuple[str, str, str, int]] = []
+        self.inside, self.statement = 0, 0
+        self.found: list[tuple[str, str, str, tuple[int, int]]] = []
 
     def _body(self, node: ast.FunctionDef) -> ast.AST:
         self.names.append(node.name)
@@ -190,12 +190,16 @@ class _Visitor(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> ast.AST:
         placed: ast.AST | None = None
+        if isinstance(node, ast.stmt):
+            self.statement = node.lineno
         if self.inside:
             for operator, variant in _variants(node):
                 if self.chosen is None:
                     short = lambda part: " ".join(ast.unparse(ast.fix_missing_locations(part)).split())[:90]  # noqa: E731
                     after = short(copy.deepcopy(variant))
-                    self.found.append((operator, ".".join(self.names), f"{short(node)} => {after}", node.lineno))
+                    self.found.append(
+                        (operator, ".".join(self.names), f"{short(node)} => {after}", (node.lineno, self.statement))
+                    )
                 elif self.count == self.chosen:
                     placed = copy.deepcopy(variant)
                 self.count += 1
@@ -214,11 +218,11 @@ def mutants(path: Path, root: Path) -> list[Mutant]:
     visitor.visit(ast.parse(path.read_text()))
     seen: dict[str, int] = {}
     found = []
-    for number, (operator, function, change, line) in enumerate(visitor.found):
+    for number, (operator, function, change, lines) in enumerate(visitor.found):
         key = f"{path.relative_to(root)} {function}: {change}"
         seen[key] = seen.get(key, 0) + 1
         key += f" #{seen[key]}" if seen[key] > 1 else ""
-        found.append(Mutant(key, operator, path, line, number))
+        found.append(Mutant(key, operator, path, lines, number))
     return found
 
 

@@ -34,5 +34,7 @@ ROOMS = {
     "evaluation": Room(("evaluation",), ("evaluation",)),
     "verification": Room(("verification",), ("verification",)),
     "checkpoint": Room(("checkpoint",), ("checkpoint",)),
-    "engine": Room(("engine",), ("engine", "lipschitz/test_options.py", "lipschitz/test_refusals.py")),
+    "engine": Room(
+        ("engine",), ("engine", *(f"lipschitz/test_{name}.py" for name in ("options", "refusals", "attention")))
+    ),
 }
