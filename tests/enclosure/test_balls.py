@@ -1,11 +1,13 @@
 """Balls of norms: nothing that stays near the image leaves them; they are not vacuous; big batches change nothing."""
 
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
 import torch
 from timm.layers.attention import Attention
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
@@ -14,10 +16,11 @@ from certcli.cli.log.view import _certified, sentence
 from certcli.enclosure.balls.attention import nonnegative_norm
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.fused_attention import heads
-from certcli.enclosure.balls.layers import arranged
+from certcli.enclosure.balls.layers import arranged, cat, divide, mean, product, rms_norm
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.balls.table import BallContext, rules
 from certcli.engine.table import NoRule
+from certcli.engine.walk import Constant
 from certcli.evaluation.evidence import decode_evidence
 from certcli.system.errors import NoBoundError, UsageError
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network, node_values
@@ -61,27 +64,63 @@ def enclosed(part: nn.Module, x: Near) -> Near:
     return settled(value)
 
 
+W, G = draw(3, 1, 2, 3, seed=5), draw(8, seed=6)
+
+
+def strided(t: Tensor) -> Tensor:
+    return F.conv2d(t.flatten(0, 1)[:, None], W, None, 2, 1).unflatten(0, (len(t), 1))
+
+
+def strided_near(x: Near) -> Near:
+    conv = nn.Conv2d(1, 3, (2, 3), stride=2, padding=1, bias=False).double().requires_grad_(False)
+    conv.weight.copy_(W)
+    return enclosed(conv, arranged(torch.unsqueeze, x, 1))
+
+
+# an operation on balls, and the same on (b, 1, 5, 8)
+OPERATIONS: dict[str, tuple[Callable[[Near], Near], Callable[[Tensor], Tensor]]] = {
+    "product": (lambda x: product(x, x.scale(-G)), lambda t: -G * t * t),
+    "scaled": (lambda x: x.scale(G), lambda t: G * t),
+    "sum with itself": (lambda x: x + x, lambda t: 2 * t),
+    "mean of tokens": (lambda x: mean(context(), x, 1), lambda t: t.mean(2)),
+    "mean of entries": (lambda x: mean(context(), x, -1), lambda t: t.mean(-1)),
+    "mean of both": (lambda x: mean(context(), x, (1, 2), True), lambda t: t.mean((2, 3), keepdim=True)),
+    "tokens twice": (lambda x: cat(context(), [x, x], 1), lambda t: torch.cat([t, t], 2)),
+    "entries twice": (lambda x: cat(context(), [x, x], -1), lambda t: torch.cat([t, t], 3)),
+    "divided": (lambda x: divide(context(), x, -0.3), lambda t: t / -0.3),
+    "RMSNorm": (lambda x: settled(rms_norm(context(), x, (8,), Constant(G), 0.1)), lambda t: F.rms_norm(t, (8,), G, 0.1)),
+    "convolution": (strided_near, strided),
+}  # fmt: skip
+
+
+def of_kind(kind: str) -> tuple[Callable[[Near], Near], Callable[[Tensor], Tensor]]:
+    if kind in OPERATIONS:
+        return OPERATIONS[kind]
+    part = module(kind)
+    return lambda x: enclosed(part, x), lambda t: part(t.flatten(0, 1)).unflatten(0, (len(t), 1))
+
+
 @pytest.mark.parametrize("size", [1e-8, 1e-3, 0.1, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OPERATIONS])
 def test_ascent_does_not_leave_the_ball(kind: str, size: float) -> None:
     """Tokens moved within their radii, up the gradient of how far each token's result has come."""
-    part, tokens = module(kind), draw(1, 1, 5, 8)
+    (near, run), tokens = of_kind(kind), draw(1, 1, 5, 8)
     fibre = size * torch.rand(1, 1, 5, generator=torch.Generator().manual_seed(3)).double()
     x = Near.of(tokens, fibre, torch.full((1,), 0.8 * float(fibre.norm())).double())
-    found = enclosed(part, x)
+    found, before = near(x), run(tokens)
     delta = draw(40, 1, 5, 8, seed=2)
     best = 0.0
     for _ in range(25):
         delta = delta * (fibre[..., None] / delta.norm(dim=-1, keepdim=True)).clamp_max(1)
         delta = (delta * (x.whole / delta.flatten(1).norm(dim=1)).clamp_max(1).view(-1, 1, 1, 1)).requires_grad_(True)
-        out = part((tokens + delta).flatten(0, 1)) - part(tokens[0])
+        out = run(tokens + delta) - before
         far = out.norm(dim=-1)
         noise = 1e-14 * (1 + found.centre.norm())
         share = (far - noise) / found.fibre[0]
         whole = (out.flatten(1).norm(dim=1) - noise) / found.whole
         best = max(best, float(share.detach().max()), float(whole.detach().max()))
         assert best <= 1
-        (up,) = torch.autograd.grad((share.amax(1) + whole).sum(), delta)
+        (up,) = torch.autograd.grad((share.flatten(1).amax(1) + whole).sum(), delta)
         delta = delta.detach() + size * up / up.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, 1, 1, 1)
     assert best > (0.1 if size < 0.1 else 0.001)  # and the ball is no larger than it must be by more than this
 
