@@ -17,18 +17,18 @@ from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.models.build import PixelModel
 from certcli.system.errors import NoBoundError
-from tests.enclosure.test_zonotope_networks import SIZE, SPEC, image
+from tests.enclosure.test_zonotope_networks import SIZE, SPEC, directions, image
 
 Middle = Callable[["Tokens", Tensor], Any]
 
 
 class Tokens(nn.Module):
-    """Four tokens of 6 entries, something between, and three logits."""
+    """Four tokens of 6 entries, something between, and four logits."""
 
     def __init__(self, middle: Middle, width: int | None = None, **parts: Any) -> None:
         super().__init__()
         self.embed, self.middle = nn.Linear(4, 6), middle
-        self.head = nn.Linear(24 if width is None else width, 3)
+        self.head = nn.Linear(24 if width is None else width, 4)
         for name, part in parts.items():
             setattr(self, name, part)
 
@@ -47,6 +47,12 @@ def sdpa(**options: Any) -> Middle:
 
 def attention() -> Attention:
     return Attention(6, num_heads=2)
+
+
+def read_twice(net: Any, x: Tensor) -> Tensor:
+    """All tokens of a norm, and one of them."""
+    y = net.norm(x)
+    return (net.mix(y) + y)[:, 1]
 
 
 SEEN = torch.ones(4, 4, dtype=torch.bool).tril()
@@ -73,6 +79,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "RMSNorm of all tokens": (lambda: Tokens(lambda m, x: F.rms_norm(x, (4, 6), eps=0.1)), False),
     "LayerNorm": (lambda: Tokens(lambda m, x: m.norm(x), norm=nn.LayerNorm(6, eps=0.1)), True),
     "LayerNorm of all tokens": (lambda: Tokens(lambda m, x: m.norm(x), norm=nn.LayerNorm((4, 6), eps=0.1)), False),
+    "norm read twice": (lambda: Tokens(read_twice, 6, mix=attention(), norm=nn.LayerNorm(6, eps=0.1)), True),
     "half": (lambda: Tokens(lambda m, x: x / 2), True),
     "divided by what depends on the image": (lambda: Tokens(lambda m, x: x / (3 + x)), False),
     "divided by 0": (lambda: Tokens(lambda m, x: (x / 0).clamp(0, 1)), False),
@@ -82,7 +89,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
         ),
         False,
     ),
-    "logits of every token": (lambda: nn.Sequential(nn.Flatten(2), nn.Linear(16, 3)), False),
+    "logits of every token": (lambda: nn.Sequential(nn.Flatten(2), nn.Linear(16, 4)), False),
     "one logit": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 1)), False),
 }  # fmt: skip
 
@@ -105,3 +112,5 @@ def test_a_network_without_a_local_theorem_is_refused(name: str, effort: str) ->
     else:
         assert known
         assert row.radius > 1e-3
+        moved = pixels + row.radius * directions(model, pixels, label, 40).view(-1, *SIZE)
+        assert (model(moved).argmax(1) == label).all()

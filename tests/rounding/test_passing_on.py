@@ -42,6 +42,8 @@ INDEX = torch.tensor([0, 0, 0, 2])
 HIGH, FLAT, CAP = peak(4), ones(4), 9 * ones(9)
 CENTRE = 0.1 * ones(1, 1, 5, 5)
 CENTRE[..., 2, 2] = 9.0
+EVEN = 0.1 * ones(1, 1, 8, 8)
+EVEN[..., 2, 2] = 9.0
 # the operation, its arguments, the error of each, and how much of what the rule allows is found (1: the rule is tight)
 Row = tuple[Callable[..., Tensor], tuple[Tensor, ...], float, float]
 ROWS: dict[str, Row] = {
@@ -133,7 +135,7 @@ ROWS: dict[str, Row] = {
     "least, copied": (lambda x: torch.clamp(x, max=CAP), (at(1.0),), 0.5, 0.99),
     "largest": (lambda x: x.amax(-1), (at(1.0, 9.0),), 0.5, 0.99),
     "largest of windows": (lambda x: F.max_pool2d(x, 3, 1), (CENTRE,), 0.2, 0.99),
-    "largest of dilated windows": (lambda x: F.max_pool2d(x, 2, 2, 0, 2), (draw(1, 1, 8, 8),), 0.01, 0.4),
+    "largest of dilated windows": (lambda x: F.max_pool2d(x, 2, 2, 0, 2), (EVEN,), 0.2, 0.99),
     "largest of adaptive windows": (lambda x: F.adaptive_max_pool2d(x, 3), (peak(1, 1, 4, 4, height=9),), 0.2, 0.6),
     "sorted": (lambda x: x.sort().values, (draw(6),), 0.01, 0.99),
 }  # fmt: skip
