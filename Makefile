@@ -1,5 +1,6 @@
 # make demo: install, then the whole chain on embedded real images.   make test: install, lint, types, tests.
 # make gpu: the tests that need a GPU, and a table of what each command takes on it.   make soundness: the long campaigns.
+# make mutants: how many small faults in the code on which certificates rest the tests notice.
 # make test-elsewhere: the tests in another order, with other thread counts and instructions, on a busy machine.
 # make docs: the documentation site, in site/.   make tutorial: types it again.
 # make release-check: what would be pushed, installed into an empty environment.   make test-min: the oldest dependencies.
@@ -11,7 +12,7 @@ TORCH_INDEX ?=
 # one command and one index: a torchvision built for another torch breaks every `import timm` outside certvit
 TORCH := "torch>=2.6,<2.14" torchvision $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install demo test test-elsewhere test-min check gpu soundness docs test-converters tutorial release-check clean
+.PHONY: install demo test test-elsewhere test-min check gpu soundness mutants docs test-converters tutorial release-check clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -81,6 +82,10 @@ soundness: install
 	$(BIN)/python benchmarks/soundness.py --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --programs --seconds 600
+
+# an hour, divided among the rooms; answers in build/mutants, from which the next call goes on
+mutants: install
+	$(BIN)/python -m tests.soundness.mutants --seconds 3600
 
 # the logits that tests/models/test_converters.py holds converted networks to, asked of transformers itself
 test-converters:
