@@ -95,12 +95,9 @@ def constrain_keeping(
         def look() -> tuple[bool, float]:
             nonlocal found
             write(model, weights)
-            logits = reference.logits(model)
+            found = reference.compare(reference.logits(model))
             write(model, originals)
-            found = reference.compare(logits)
-            return keeps_enough(found, keep, reference), _SAFE * eta * allowed_share(
-                reference, logits, found, keep, FAR
-            )
+            return keeps_enough(found, keep), _SAFE * eta * allowed_share(found, keep, FAR)
 
         enough, aim = calibration.team.agree(look)
         return enough, aim

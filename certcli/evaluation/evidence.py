@@ -230,6 +230,7 @@ class Rung(_Closed):
     error: Measured
     accuracy: Share | None
     taken: bool
+    agreement_at_least: Share | UnsetType = UNSET
 
 
 class KeptResult(_Closed):

@@ -51,9 +51,11 @@ def fidelity_document(
     trained = images.split == "train" and record.dataset in (images.name, f"torch/{images.name}")
     about = {"dataset": images.name, "split": images.split, "took_part": took_part, "trained_on": trained}
     found = reference.compare(reference.logits(model)) if found is None else found
-    photographs = images.name == PHOTOGRAPHS and not refitted
-    expected = expected_on_real(found, record.input.size[0]) if photographs else {}
-    return {**found.to_json(), **about, **expected}
+    document = {**found.to_json(), **about}
+    if images.name == PHOTOGRAPHS:
+        document.pop("agreement_at_least")
+        document |= {} if refitted else expected_on_real(found, record.input.size[0])
+    return document
 
 
 def show(kept: Mapping[str, Any], sink: Sink) -> None:
@@ -68,6 +70,12 @@ def show(kept: Mapping[str, Any], sink: Sink) -> None:
         f"kept, on {kept['images']} images of {kept['dataset']} ({kept['split']}) {where}: first choice on {share}, "
         f"logits to {100 * kept['logits_error']:.1f} %"
     )
+    if kept.get("chose") and kept["dataset"] != "synthetic photographs":
+        sink.text(
+            f"by the margins of these images, at least {100 * kept['agreement_at_least']:.1f} % of all such images "
+            "keep their first choice (true for nine of ten draws)"
+        )
+        _say_few_judges(kept["images"], sink)
     if kept["dataset"] == "synthetic photographs":
         sink.note(
             "synthetic photographs have no class, so their first choices are near ties: --dataset for a true agreement"
@@ -87,6 +95,18 @@ def show(kept: Mapping[str, Any], sink: Sink) -> None:
         names = ("accuracy_before", "accuracy_after")
         before, after = (between(kept[name], kept[f"{name}_interval"]) for name in names)
         sink.text(f"accuracy on them: {before} -> {after}")
+
+
+def _say_few_judges(images: int, sink: Sink) -> None:
+    """Say what more judging images would allow, where it is a twentieth or more."""
+    from certcli.evaluation.fidelity import MANY_JUDGES, worth_of_judges
+
+    factor = worth_of_judges(images)
+    if factor > 1.05:
+        sink.note(
+            f"{images} images judge, which limits eta: {MANY_JUDGES} (--limit {5 * MANY_JUDGES}) would allow about "
+            f"{factor:.1f} times as much"
+        )
 
 
 def between(share: float, interval: list[float]) -> str:
