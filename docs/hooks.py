@@ -71,7 +71,7 @@ def _first_page(index: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to the root's pages lead to their copies; what is not of the site (code, the root's README) is named only."""
+    """Point links to the root's pages at their copies; only name files outside the site (code, the root's README)."""
     if page.file.src_uri == "README.md":
         markdown = _first_page(markdown)
     if page.file.src_uri in WITH_FORMULAS:

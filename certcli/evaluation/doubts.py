@@ -39,7 +39,7 @@ _STATISTICS = {
 }
 """(mean, std) in common use, as timm names them."""
 _FAR = 0.1
-"""How far below an earlier accuracy the whole interval has to lie before it is said."""
+"""Smallest distance of the whole interval below an earlier accuracy that makes a doubt."""
 
 
 def image_doubts(images: Images, channels: int) -> list[str]:

@@ -37,9 +37,12 @@ class Share(_Part):
 
 
 class Network(_Part):
-    """name: as it was given, without its folders. reading: what was assumed of the file, and whence.
+    """The audited network.
 
-    path: within the repository that holds the file, where one does.
+    Args:
+        name: the source as it was given, without its folders.
+        reading: the assumptions about the file, each with its origin.
+        path: the file below the root of its git repository; None for a file outside every repository.
     """
 
     name: str

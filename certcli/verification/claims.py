@@ -43,9 +43,13 @@ MOST_DRAWS = 10**5
 
 @dataclass(frozen=True)
 class Claim:
-    """entry: where it stands; claim: what is said; asked: whether it counts for the verdict (history does not).
+    """A statement of a checkpoint, and the result of checking it.
 
-    number: of the evidence, from 0; None for the lineage.
+    Args:
+        entry: the entry of evidence that states it, or the lineage.
+        claim: the statement in words.
+        asked: whether it counts for the verdict; history does not.
+        number: of the entry of evidence, from 0; None for the lineage.
     """
 
     entry: str

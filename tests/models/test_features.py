@@ -94,7 +94,7 @@ def test_evidence_of_features_is_told_apart_and_all_other_commands_refuse(
 def test_a_record_with_other_outputs_than_its_network_is_refused(
     classes: int, workshop: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A classifier that is said to have none, and features that are said to be 16 logits."""
+    """The record of a classifier states no classes, or that of features 16."""
     kept = workshop / "plain.safetensors"
     if classes:
         kept = tmp_path / "kept.safetensors"
