@@ -38,6 +38,7 @@ def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
         "checkpoint": audited.checkpoint.digest,
         "arch": audited.checkpoint.record.arch,
         "input": list(audited.checkpoint.record.input.size),
+        "function": audited.checkpoint.record.function(),
         **bound_document(found.upper),
         "lower": lower,
         "why": found.bound.why,
