@@ -36,11 +36,7 @@ def verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
     except Unknown as reason:
         yield Verdict("network", OPEN, str(reason))
     except (ValueError, KeyError, TypeError, IndexError, ArithmeticError, np.linalg.LinAlgError) as failure:
-        yield Verdict(
-            "network",
-            OPEN,
-            f"the tensors do not fit the record, or are no numbers ({type(failure).__name__}: {failure})",
-        )
+        yield Verdict("network", OPEN, f"not a network of numbers ({type(failure).__name__}: {failure})")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from check.interval import ONE, Interval, extreme
 from check.norms import Array, Unknown, length
-from check.tensors import GELU_SLOPE, Layers, Node, Tensor
+from check.tensors import GELU_SLOPE, Layers, Node, Tensor, fit
 
 HEADS = {"tiny": 3, "small": 6, "medium": 8, "base": 12, "large": 16, "digits": 4, "mnist": 4, "cifar10": 6, "cifar100": 6,
          "tinyimagenet": 6, "ibp": 3, "pgd": 3}  # fmt: skip
@@ -26,8 +26,6 @@ def sort_pairs(t: Array, distance: int = 0) -> Array:
 
 def rebuild(tensors: Mapping[str, Array], function: Mapping[str, Any], images: Array | None = None) -> Tensor:
     """Return the logits of a record's `function`, their last map pending, at images (b, c, h, w) where it can follow them."""
-    if function["surgery"]:
-        raise Unknown(f"replaced modules ({function['surgery'][0]['kind']})")
     arch, layers = str(function["arch"]), Layers(tensors)
     options = {name: value for name, value in function["arch_args"].items() if not re.fullmatch(SHAPES, name)}
     x = Tensor(Node("pixels", "identity", ONE), lambda: ONE, batch=images)
@@ -43,8 +41,9 @@ def rebuild(tensors: Mapping[str, Array], function: Mapping[str, Any], images: A
     else:
         raise Unknown(f"the architecture {arch}")
     unread = [name for name in tensors if name not in layers.read and not name.endswith(("_index", "attn_mask"))]
-    if strange := [*options, *unread]:
-        raise Unknown(f"'{strange[0]}' of {arch}")
+    if strange := [*function["surgery"], *options, *unread]:
+        raise Unknown(f"{strange[0]!r:.80} of {arch}")
+    fit("logits", found.width, function["classes"] or found.width)
     return found
 
 
@@ -55,9 +54,9 @@ def vit(layers: Layers, x: Tensor, function: Mapping[str, Any], heads: int, opti
     x, patches = layers.patches(x, "patch_embed.proj", function)
     prefix, position = layers.weight("cls_token", 3)[0], layers.weight("pos_embed", 3)[0]
     tokens = patches + len(prefix)
-    if len(position) not in (tokens, patches):
-        raise Unknown(f"{len(position)} positions of {tokens} tokens")
-    x = replace(x, batch=None, size=lambda x=x: extreme(max, x.size(), *map(length, prefix))).shifted(position)  # type: ignore[misc]
+    fit("pos_embed", len(position) in (tokens, patches), True)
+    x = replace(x, batch=None, size=lambda x=x: extreme(max, x.size(), *map(length, prefix)))  # type: ignore[misc]
+    x = x.shifted(position, len(position))
     for block in layers.each("blocks.{}"):
         for number, part in (("1", "attn"), ("2", "mlp")):
             branch = layers.norm(x, f"{block}.norm{number}", eps) if normed else x
@@ -82,14 +81,12 @@ def swin(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
     for number, stage in enumerate(layers.each("layers.{}")):
         side = first >> number
         if number:
-            merged = layers.norm(x, f"{stage}.downsample.norm", eps)
+            merged = layers.norm(replace(x, width=4 * x.width), f"{stage}.downsample.norm", eps)
             x = layers.linear(merged, f"{stage}.downsample.reduction").settled()
         for place, block in enumerate(layers.each(f"{stage}.blocks.{{}}")):
             table = layers.weight(f"{block}.attn.relative_position_bias_table", 2)  # constants in the scores (5.2)
             heads, window = table.shape[1], (round(len(table) ** 0.5) + 1) // 2
-            whole = patches == first**2 and (first >> number << number) == first
-            if not whole or side % window or len(table) != (2 * window - 1) ** 2:
-                raise Unknown(f"windows of {window} on {side} tokens a side")
+            fit(block, (side**2 << 2 * number, side % window, len(table)), (patches, 0, (2 * window - 1) ** 2))
             normal = layers.norm(x, f"{block}.norm1", eps).settled()
             theorem = "7.2" if place % 2 and side > window else "5.2"
             x = x.plus(layers.attention(normal, f"{block}.attn", heads, window**2, theorem), block)
@@ -100,21 +97,19 @@ def swin(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
 def mixer(layers: Layers, x: Tensor, function: Mapping[str, Any], mixing: str) -> Tensor:
     """Patches, then linear layers and MaxMin on tokens that are apart, sorted or mixed; a head on all or on their mean."""
     (x, patches), position = layers.patches(x, "embed", function), layers.weight("position", 2)
-    if len(position) != patches:
-        raise Unknown(f"{len(position)} positions of {patches} tokens")
-    x = x.shifted(position)
+    x = x.shifted(position, patches)
     for number, path in enumerate(layers.each("layers.{}")):
         if mixing == "orthogonal":
-            x = layers.mixing(x, f"mixings.{number}")
+            x = layers.mixing(x, f"mixings.{number}", patches)
         elif mixing in ("sort", "none"):
-            x = x.shifted(layers.weight(f"mixings.{number}.shift", 2))
+            x = x.shifted(layers.weight(f"mixings.{number}.shift", 2), patches)
         elif mixing != "lip":
             raise Unknown(f"token mixing '{mixing}'")
         if mixing == "sort":
-            distance = position.shape[1] << number % max(1, len(position).bit_length() - 1)
+            distance = position.shape[1] << number % max(1, patches.bit_length() - 1)
             x = x.curved(f"mixings.{number}", ONE, partial(sort_pairs, distance=distance))
         x = layers.linear(x, path).curved("act", ONE, sort_pairs)
-    x = x if mixing == "lip" else x.mean("", len(position))
+    x = replace(x, width=x.width * patches) if mixing == "lip" else x.mean("", patches)
     x = replace(x, batch=None if x.batch is None else x.batch.reshape(len(x.batch), -1))
     for path in layers.each("head.hidden.{}"):
         x = layers.linear(x, path).curved("head.act", ONE, sort_pairs)
@@ -123,13 +118,14 @@ def mixer(layers: Layers, x: Tensor, function: Mapping[str, Any], mixing: str) -
 
 def convnet(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
     """Convolutions of kernel 3 (stride 1) and 4 (stride 2) with a border of one pixel, linear layers, ReLU."""
-    high, wide = function["size"][1:]
+    x, (high, wide) = replace(x, width=function["size"][0]), function["size"][1:]
     for number, path in enumerate(layers.each("features.{}", 2)):
         kernel = layers.weight(f"{path}.weight", 4).shape[2:]
         if kernel not in ((3, 3), (4, 4)) or any(function["mean"]) or set(function["std"]) != {1.0}:
             raise Unknown(f"a kernel of {kernel}, or a border after a normalisation of pixels")
         x = layers.convolution(x, path, kernel[0] - 2, (high, wide)).curved(f"features.{2 * number + 1}", ONE, np.copy)
         high, wide = ((n + 2 - kernel[0]) // (kernel[0] - 2) + 1 for n in (high, wide))
+    x = replace(x, width=x.width * high * wide)
     for number, path in enumerate(layers.each("hidden.{}", 2)):
         x = layers.linear(x, path).curved(f"hidden.{2 * number + 1}", ONE, np.copy)
     return layers.linear(x, "head")

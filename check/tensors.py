@@ -12,9 +12,7 @@ import numpy as np
 from check.interval import ONE, Interval, extreme, root, root_sum
 from check.norms import NONE, Array, U, Unknown, convolution, frobenius, gamma, length, of_product, spectral
 
-Follow = Callable[[Array], Array]
-GELU_SLOPE = Interval(Fraction("1.12890414"), Fraction("1.12890415"))
-"""Phi(sqrt 2) + sqrt 2 phi(sqrt 2) = 1.128904145..."""
+GELU_SLOPE = Interval(Fraction("1.12890414"), Fraction("1.12890415"))  # Phi(sqrt 2) + sqrt 2 phi(sqrt 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +61,10 @@ class Map:
         return Map(path, matrix @ self.matrix, carried + bias, error, off)
 
 
+ZERO = Map("", np.zeros((1, 1)), np.zeros(1))
+Follow = Callable[[Array], Array]
+
+
 @dataclass(frozen=True, eq=False)
 class Tensor:
     """A tensor of the network before the map that is pending."""
@@ -72,41 +74,38 @@ class Tensor:
     pending: Map | None = None
     batch: Array | None = None  # its values at some images, where they are followed
     lost: Fraction = NONE  # a bound on their rounding errors, of all images together (l2)
+    width: int = 0  # numbers a token has after the pending map
 
     def charged(self, path: str, slope: Interval, size: Callable[[], Interval] | None = None) -> "Tensor":
         """Return the tensor after a map of this slope; its values are the caller's to follow."""
         node = Node(path, "composition", slope * self.node.value, (Node(path, "theorem", slope), self.node))
-        return Tensor(node, size or self.size, self.pending, None, self.lost * slope.high)
+        return Tensor(node, size or self.size, self.pending, None, self.lost * slope.high, self.width)
 
-    def at(self, old: "Tensor", follow: Follow, terms: int = 0, reach: Fraction = NONE) -> "Tensor":
-        """Return the tensor with its values, in which sums of `terms` products of sizes up to `reach` were rounded."""
-        batch = None if old.batch is None else follow(old.batch)
-        return replace(self, batch=batch, lost=self.lost + gamma(terms + 4) * reach)
-
-    @property
-    def extent(self) -> Fraction:
-        return NONE if self.batch is None else frobenius(self.batch)
-
-    def repeated(self, bias: Array) -> Fraction:
-        """Return |b| over all tokens of all images."""
-        return NONE if self.batch is None else frobenius(bias) * root(Fraction(self.batch[..., 0].size), True)
+    def at(self, old: "Tensor", follow: Follow, terms: int = 0, factor: Fraction = NONE, last: Map = ZERO) -> "Tensor":
+        """Return the tensor with its values: sums of `terms` products, up to factor |x|, plus the bias of the last map."""
+        if old.batch is None:
+            return self
+        extent, tokens = frobenius(old.batch), root(Fraction(old.batch[..., 0].size), True)
+        rounded = gamma(terms + 4) * (factor * extent + frobenius(last.bias) * tokens)
+        lost = self.lost + rounded + last.error * extent + last.bias_error * tokens
+        return replace(self, batch=follow(old.batch), lost=lost)
 
     def settled(self) -> "Tensor":
         """Charge the pending map: |M| (1), and |M x + b| <= |M| |x| + |b|."""
         last = self.pending
         if last is None:
             return self
-        plain, reach = replace(self, pending=None), frobenius(last.matrix) * self.extent + self.repeated(last.bias)
+        plain, (_, terms) = replace(self, pending=None), last.matrix.shape
         found = plain.charged(last.path, last.norm, lambda: last.norm * self.size() + last.shift)
-        found = found.at(self, lambda t: t @ last.matrix.T + last.bias, last.matrix.shape[1], reach)
-        off = last.error * self.extent + self.repeated(np.ones(1)) * last.bias_error
-        return replace(found, lost=found.lost + off)
+        return found.at(self, lambda t: t @ last.matrix.T + last.bias, terms, frobenius(last.matrix), last)
 
-    def shifted(self, shift: Array) -> "Tensor":
+    def shifted(self, shift: Array, tokens: int) -> "Tensor":
         """Add a constant to every image."""
+        fit("a shift of tokens", (tokens, self.width), shift.shape)
         x, longest = self.settled(), extreme(max, *map(length, shift))
-        reach = x.extent + x.repeated(shift)
-        return replace(x, size=lambda: x.size() + longest).at(x, lambda t: t + shift, 1, reach)
+        return replace(x, size=lambda: x.size() + longest).at(
+            x, lambda t: t + shift, 1, Fraction(1), Map("", shift, shift)
+        )
 
     def curved(self, path: str, slope: Interval, follow: Follow) -> "Tensor":
         """Act on entries with this slope, |f(t)| <= |t| (3), or move entries: MaxMin, sorting (3.2, 11.2)."""
@@ -116,13 +115,19 @@ class Tensor:
     def mean(self, path: str, tokens: int) -> "Tensor":
         """Return the mean of all tokens: 1/sqrt(n) (8.5); a map that is pending on each token commutes with it."""
         found = self.charged(path, Interval.of(Fraction(1, tokens)).sqrt())
-        return found.at(self, lambda t: t.mean(axis=1), tokens, self.extent)
+        return found.at(self, lambda t: t.mean(axis=1), tokens, Fraction(1))
 
     def plus(self, branch: "Tensor", path: str) -> "Tensor":
         """x + f (8.2); values are not followed further."""
         other = branch.settled()
+        fit(path, self.width, other.width)
         node = Node(path, "sum", self.node.value + other.node.value, (self.node, other.node))
-        return Tensor(node, lambda: self.size() + other.size())
+        return Tensor(node, lambda: self.size() + other.size(), width=self.width)
+
+
+def fit(path: str, found: object, needed: object) -> None:
+    if found != needed:
+        raise Unknown(f"{path}: {found} where {needed} is needed")
 
 
 class Layers:
@@ -150,13 +155,14 @@ class Layers:
     def linear(self, x: Tensor, path: str) -> Tensor:
         matrix = self.weight(f"{path}.weight", 2)
         bias = self.bias(path, len(matrix))
-        return replace(x, pending=x.pending.then(path, matrix, bias) if x.pending else Map(path, matrix, bias))
+        fit(path, (x.width, len(matrix)), (matrix.shape[1], len(bias)))
+        pending = x.pending.then(path, matrix, bias) if x.pending else Map(path, matrix, bias)
+        return replace(x, pending=pending, width=len(matrix))
 
     def norm(self, x: Tensor, path: str, eps: float) -> Tensor:
         """LayerNorm: 1/sqrt(eps), tokens of norm below sqrt(d) (4.1); scale, centring and shift stay pending."""
         gain, shift = self.weight(f"{path}.weight", 1), self.weight(f"{path}.bias", 1)
-        if len(gain) < 2:
-            raise Unknown("a norm of one feature")
+        fit(path, (x.width, x.width, True), (len(gain), len(shift), len(gain) > 1))
         matrix = np.diag(gain) - gain[:, None] / len(gain)
         found = x.settled().charged(path, Interval.of(1 / Fraction(eps)).sqrt(), Interval.of(len(gain)).sqrt)
         return replace(found, pending=Map(path, matrix, shift, 3 * U * frobenius(matrix)))
@@ -165,9 +171,9 @@ class Layers:
         """Normalised pixels, cut into so many patches, each mapped to a token (2.3): one linear map of the patch."""
         weight, mean, std = self.weight(f"{path}.weight", 4), function["mean"], function["std"]
         (out, channels, high, wide), size = weight.shape, function["size"]
-        if not len(mean) == len(std) == size[0] == channels or min(std) <= 0 or size[1] % high or size[2] % wide:
-            raise Unknown(f"{path} of shape {weight.shape}, images of {size}, statistics {mean} and {std}")
+        fit(path, (len(mean), len(std), size[0], size[1] % high, size[2] % wide), (channels, channels, channels, 0, 0))
         plain, bias = weight.reshape(out, -1), self.bias(path, out)
+        fit(path, (len(bias), min(std) > 0), (out, True))
         deviation, middle = (np.repeat(np.array(values, dtype=np.float64), high * wide) for values in (std, mean))
         matrix = plain / deviation
         extent, moved = frobenius(matrix), matrix @ middle
@@ -178,35 +184,37 @@ class Layers:
         if batch is not None:
             grid = (len(batch), channels, batch.shape[2] // high, high, batch.shape[3] // wide, wide)
             batch = batch.reshape(grid).transpose(0, 2, 4, 1, 3, 5).reshape(len(batch), -1, plain.shape[1])
-        found = replace(x, pending=pending, batch=batch).settled()
+        found = replace(x, pending=pending, batch=batch, width=out).settled()
         tokens = size[1] // high * (size[2] // wide)
         return replace(found, size=lambda: spectral(plain) * longest + length(bias)), tokens
 
     def convolution(self, x: Tensor, path: str, stride: int, size: tuple[int, int]) -> Tensor:
         """A convolution with one pixel of zeros around the image (2.3); its values are not followed."""
-        self.bias(path, 0)
-        return x.charged(path, convolution(self.weight(f"{path}.weight", 4), stride, size))
+        weight = self.weight(f"{path}.weight", 4)
+        fit(path, (x.width, len(weight)), (weight.shape[1], len(self.bias(path, len(weight)))))
+        return replace(x.charged(path, convolution(weight, stride, size)), width=len(weight))
 
-    def mixing(self, x: Tensor, path: str) -> Tensor:
+    def mixing(self, x: Tensor, path: str, tokens: int) -> Tensor:
         """Each head's channels times a matrix over the tokens: the largest norm, not the product (11.1)."""
         x, maps = x.settled(), [self.weight(f"{part}.weight", 2) for part in self.each(f"{path}.maps.{{}}")]
-        found, reach = x.charged(path, extreme(max, *map(spectral, maps))), max(map(frobenius, maps)) * x.extent
+        fit(path, (x.width % len(maps), {m.shape for m in maps}), (0, {(tokens, tokens)}))
+        found, factor = x.charged(path, extreme(max, *map(spectral, maps))), max(map(frobenius, maps))
         follow = lambda t: np.concatenate([m @ s for m, s in zip(maps, np.split(t, len(maps), 2))], 2)  # noqa: E731
-        return found.at(x, follow, len(maps[0]), reach).shifted(self.weight(f"{path}.shift", 2))
+        return found.at(x, follow, len(maps[0]), factor).shifted(self.weight(f"{path}.shift", 2), tokens)
 
     def attention(self, x: Tensor, path: str, heads: int, tokens: int, theorem: str) -> Tensor:
         """Dot-product attention of tokens of norm at most R, by theorem 5.1, 5.2 or 7.2, and its output map, pending."""
         pending = self.linear(x, f"{path}.qkv").pending
-        width = 0 if pending is None or heads < 1 else len(pending.matrix) // (3 * heads)
-        if pending is None or width < 1 or len(pending.matrix) != 3 * heads * width:
-            raise Unknown(f"{heads} heads at {path}")
-        starts = range(0, 3 * heads * width, width)
-        rows, plain = [pending.rows(start, start + width) for start in starts], replace(x, pending=None)
+        assert pending is not None
+        width = len(pending.matrix) // (3 * heads)
+        fit(path, (3 * heads * width, width > 0), (len(pending.matrix), heads > 0))
+        starts, plain = range(0, 3 * heads * width, width), replace(x, pending=None, width=heads * width)
+        rows = [pending.rows(start, start + width) for start in starts]
         query, key, value = rows[:heads], rows[heads : 2 * heads], rows[2 * heads :]
         whole = [pending.rows(k * heads * width, (k + 1) * heads * width) for k in range(3)]
         if theorem == "7.2":
             return self.linear(self._products(plain, path, whole, width, tokens), f"{path}.proj")
-        radius, scale = x.size(), Interval.of(Fraction(1, width)).sqrt()
+        radius, scale = x.size(), Interval.of(Fraction(1, width)).sqrt().wider(U)
         pull, constant = Interval.of(Fraction(tokens, 2)).sqrt(), Interval.of(tokens).sqrt() * whole[2].norm
         sizes = [v.norm * radius + v.shift for v in value]
         if theorem == "5.2":
@@ -233,7 +241,7 @@ class Layers:
         def of_two(a: Tensor, b: Tensor, size_a: Interval, size_b: Interval) -> Tensor:
             first, second = (t.charged(path, other * times).node for t, other in ((a, size_b), (b, size_a)))
             node = Node(path, "sum", first.value + second.value, (first, second))
-            return Tensor(node, lambda: size_a * size_b * times)
+            return Tensor(node, lambda: size_a * size_b * times, width=x.width)
 
         chances = of_two(query, key, query.size(), key.size()).charged(f"{path}.softmax", Interval.of(0.5))
         return of_two(chances, value, ONE, value.size())

@@ -30,12 +30,6 @@ def judge(where: str, stated: Fraction | None, own: Interval) -> Verdict:
     return Verdict(where, status, f"{shown(stated)} stated, {shown(own.low)} to {shown(own.high)} found")
 
 
-def given(law: str, parts: list[Fraction | None]) -> Fraction | None:
-    """Return what a law of the networks gives, exactly; None is infinity, and the identity a product of nothing."""
-    known = [part for part in parts if part is not None]
-    return None if len(known) < len(parts) else Fraction(sum(known) if law == "sum" else prod(known))
-
-
 def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
     """Yield a verdict on each leaf, on each node that is not the network's or breaks its law, and on the headline."""
     try:
@@ -61,8 +55,11 @@ def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
         stack += reversed(list(zip(parts, node.parts)))
         if law == "theorem":
             yield judge(where, stated, node.value)
-        elif stated is not None and ((low := given(law, [rows[part][2] for part in parts])) is None or stated < low):
-            yield Verdict(where, REFUTE, f"{shown(stated)} is stated, its law '{law}' gives {shown(low)}")
+        elif stated is not None:
+            values = [value for part in parts if (value := rows[part][2]) is not None]
+            low = Fraction(sum(values) if law == "sum" else prod(values)) if len(values) == len(parts) else None
+            if low is None or stated < low:
+                yield Verdict(where, REFUTE, f"{shown(stated)} is stated, its law '{law}' gives {shown(low)}")
     if len({number for number, _ in seen}) < len(rows):
         yield Verdict("proof", REFUTE, "it has nodes that no part of the network leads to")
     digits = float("inf") if top is None else float((Decimal(top.numerator) / top.denominator).log10())
@@ -87,13 +84,14 @@ def judge_radii(tensor: Tensor, rows: Sequence[Mapping[str, Any]]) -> Iterator[V
     last, logits, slope = tensor.pending, tensor.settled(), tensor.node.value
     if last is None or logits.batch is None:
         raise Unknown("logits behind attention, norms or convolutions")
-    off, error, slack = float(logits.lost) * 2.01 + 1e-300, 2.01 * float(last.error) + 1e-300, 2.0**-40
+    off, error = float(logits.lost) * 2.01 + 1e-300, 2.01 * float(last.error) + 1e-150
+    slack = 2.0**-40 + last.matrix.shape[1] * 2.0**-50  # of lengths of rows, quotients and conversions
     for row, z in zip(rows, logits.batch):
         top, radius, where = int(z.argmax()), float(row["radius"]), f"image {row['index']}"
         others = np.arange(len(z)) != top
         margins, apart = z[top] - z[others], np.linalg.norm(last.matrix[others] - last.matrix[top], axis=1)
         with np.errstate(divide="ignore", over="ignore"):
-            steepest = (apart * (1 + slack) + error) * (float(slope.high) * (1 + slack))
+            steepest = (apart * (1 + slack) + error) * (float(slope.high) * (1 + slack)) + 1e-290
             gentlest = np.fmax(apart * (1 - slack) - error, 0.0) * (float(slope.low) * (1 - slack))
             low = np.fmax((margins * (1 - slack) - off) / steepest, 0.0).min() * (1 - slack)
             high = ((margins * (1 + slack) + off) / gentlest).min() * (1 + slack)

@@ -274,6 +274,35 @@ def test_what_is_no_proof_is_unreadable(text: str, case: Any, run: Any) -> None:
     assert run(case("lip").path, text)[0] == 3
 
 
+@pytest.mark.parametrize("edit", ["nan", "inf", "short", "flat", "empty", "gone", "more"])
+@pytest.mark.parametrize(("family", "name"), [
+    ("lip", "layers.0.weight"), ("lip", "head.out.weight"), ("conv", "features.2.weight"), ("sort", "mixings.0.shift"),
+    ("mix", "mixings.0.maps.1.weight"), ("digits", "blocks.0.attn.proj.weight"), ("layer scale", "blocks.0.ls1.gamma"),
+    ("swin", "layers.0.blocks.1.attn.qkv.weight"), ("swin", "layers.1.downsample.reduction.weight"),
+])  # fmt: skip
+def test_tensors_that_make_no_network_never_agree(
+    family: str, name: str, edit: str, case: Any, run: Any, tmp_path: Path
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    from check.documents import read_checkpoint
+
+    path, report = case(family)
+    tensors = load_file(path)
+    old = tensors.pop(name)
+    new = {
+        "nan": old * float("nan"), "inf": old + float("inf"), "short": old[1:], "flat": old.reshape(-1, 1, 1, 1, 1),
+        "empty": old[:0], "more": old,
+    }  # fmt: skip
+    tensors |= {name: new[edit]} if edit in new else {}
+    tensors |= {"more": old} if edit == "more" else {}
+    save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, tmp_path / "edited.safetensors")
+    report = {**report, "checkpoint": read_checkpoint(tmp_path / "edited.safetensors", report)[2]}
+    with np.errstate(all="ignore"):
+        code, lines = run(tmp_path / "edited.safetensors", report)
+    assert code in (1, 2), lines  # without its layer scale the network is another one, whose proof this is not
+
+
 def test_what_is_no_checkpoint_is_unreadable(case: Any, run: Any, tmp_path: Path) -> None:
     path, report = case("lip")
     whole = path.read_bytes()
