@@ -31,11 +31,10 @@ def verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
         for row in (row for row in rows if row not in chosen):
             yield Verdict(f"image {row['index']}", OPEN, "another method or arithmetic, or its image is not given")
         if chosen:
-            batch = np.stack([images[key(row)] for row in chosen])
-            yield from judge_radii(rebuild(tensors, function, batch), chosen)
+            yield from judge_radii(rebuild(tensors, function, np.stack([images[key(row)] for row in chosen])), chosen)
     except Unknown as reason:
         yield Verdict("network", OPEN, str(reason))
-    except (ValueError, KeyError, TypeError, IndexError, ArithmeticError, np.linalg.LinAlgError) as failure:
+    except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError) as failure:
         yield Verdict("network", OPEN, f"not a network of numbers ({type(failure).__name__}: {failure})")
 
 

@@ -77,6 +77,6 @@ def read_images(path: Path, size: list[int]) -> list[np.ndarray]:
     try:
         npz = path.suffix == ".npz"
         found = (np.load(path)["images"] if npz else np.fromfile(path, np.uint8, offset=16)).reshape(-1, *size)
+        return [found.astype(np.float32) / np.float32(s) for s in ((255, 16) if found.dtype.kind == "u" else (1,))]
     except Exception as failure:  # numpy's readers raise errors of any type
         raise Unreadable(f"{path}: no images of {size} ({failure})") from failure
-    return [found.astype(np.float32) / np.float32(s) for s in ((255, 16) if found.dtype.kind == "u" else (1,))]

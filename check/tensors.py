@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import count, takewhile
 from typing import Any
 
@@ -75,6 +75,9 @@ class Tensor:
     batch: Array | None = None  # its values at some images, where they are followed
     lost: Fraction = NONE  # a bound on their rounding errors, of all images together (l2)
     width: int = 0  # numbers a token has after the pending map
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", cache(self.size))  # a residual asks twice
 
     def charged(self, path: str, slope: Interval, size: Callable[[], Interval] | None = None) -> "Tensor":
         """Return the tensor after a map of this slope; its values are the caller's to follow."""

@@ -243,6 +243,10 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "std 0": {"std": [0.0]},
     "channels": {"std": [1.0, 1.0], "mean": [0.0, 0.0]},
     "image": {"size": [1, 9, 9]},
+    "arguments that are a list": {"arch_args": ["depth"]},
+    "statistics that are words": {"mean": ["half"]},
+    "no image": {"size": [1, 0, 0]},
+    "other classes": {"classes": 9},
 }
 
 
@@ -355,6 +359,10 @@ def test_certificates_that_it_cannot_compute_are_left_open(judge: Any, records: 
     assert judge(header={"parameters": {"arithmetic": "float32"}})[0] == 2
     assert judge(label=11)[0] == 2  # the digest is of label and pixels
     assert judge(radius=None)[0] == 3
+    np.savez(few, images=np.array([["word"] * 64]))
+    assert judge(images=few)[0] == 3
+    few.write_bytes(b"no archive")
+    assert judge(images=few)[0] == 3
 
 
 def test_mnists_format_is_read_and_attention_is_not_followed(case: Any, judge: Any, run: Any, tmp_path: Path) -> None:
