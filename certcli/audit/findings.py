@@ -25,6 +25,7 @@ class Findings:
     exhibits: fooled images with their pixels. sample: the first image. patched_pair: an image without and with a patch.
     images: that are judged.
     failing: why the figures say little about the network, so that the other stages are not worth their time.
+    statistics: options that give the pixel statistics with which it is more often right.
     """
 
     parameters: int = 0
@@ -46,8 +47,14 @@ class Findings:
     patched_pair: tuple[Any, Any] | None = None
     precision: str = "float32"
     failing: str | None = None
+    statistics: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing was certified or attacked because the figures would say little."""
+        return self.failing is not None and self.attack is None and not self.certificates
 
     def skip(self, stage: str, why: str, for_time: bool = False) -> None:
         self.skipped.append(Skipped(stage=stage, why=why, for_time=for_time))

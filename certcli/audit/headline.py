@@ -86,15 +86,17 @@ def grey_levels(radius: float, size: Sequence[int]) -> float:
     return 255 * radius / math.sqrt(math.prod(size))
 
 
-def scale(plan: Plan, size: Sequence[int]) -> str:
-    """Return how large the radii are."""
+def scale(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
+    """Return how large the radii are; nothing where the audit stopped before them."""
+    if findings.stopped:
+        return ""
     radii = [radius for radius in plan.certified_radii if radius > 0] or [plan.least]
     levels = " and ".join(f"l2 {radius:g} is {grey_levels(radius, size):.2g}" for radius in radii)
     pixels = " x ".join(str(side) for side in size)
     return f"How large is that? Spread over all {pixels} pixel values, {levels} of 255 grey levels each."
 
 
-def reference(size: Sequence[int]) -> str:
-    """Return the same figures of a network that is known; empty where none sees images of such a size."""
-    known = nearest(size)
+def reference(findings: Findings, size: Sequence[int]) -> str:
+    """Return the same figures of a known network; nothing where none sees such images, or the audit stopped before them."""
+    known = None if findings.stopped else nearest(size)
     return "" if known is None else f"For comparison, {known.sentence}"

@@ -192,7 +192,8 @@ def _training(checkpoint: Checkpoint, entry: Decoded, where: str, certify: Certi
     steps, result = checkpoint.record.lineage, entry.result
     images = result.dataset if isinstance(result.dataset, JudgedImages) else None
     limit, digest = entry.parameters.images, None if images is None else images.digest
-    request = Request("val", limit, steps[-1].seed if steps else 0, "lipschitz", {}, digest)
+    seed = steps[-1].seed if steps else 0
+    request = Request("val", limit, seed, "lipschitz", {"arithmetic": "real"}, digest)  # of which finetune speaks
     shares = [(Threat("l2", entry.parameters.epsilon), result.certified)]
     yield from _again(where, result.clean, shares, None, images, {}, request, certify)
 
@@ -210,6 +211,7 @@ def _certified(about: Any, result: CertifyResult, where: str, certify: Certify) 
         "parameters": msgspec.to_builtins(options),
     }
     given = {name: value for name, value in stated["parameters"].items() if name != "noise"}
+    given["arithmetic"] = result.arithmetic
     request = Request(about.split, about.limit, about.seed, result.method, given, result.dataset.digest)
     mean = None if isinstance(result.average_radius, msgspec.UnsetType) else result.average_radius
     yield from _again(where, result.clean, result.shares, mean, result.dataset, stated, request, certify)

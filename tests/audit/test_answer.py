@@ -14,7 +14,8 @@ from certcli.audit import gates, words
 from certcli.audit.exhibits import moved
 from certcli.audit.findings import Findings
 from certcli.audit.headline import grey_levels, headline, scale
-from certcli.audit.plan import Plan
+from certcli.audit.plan import Plan, Typed
+from certcli.audit.words import next_steps
 from certcli.evaluation.doubts import better_statistics
 from certcli.images.labelled import Images
 from certcli.models.build import PixelNormalize
@@ -160,7 +161,7 @@ def test_the_scale_is_the_length_of_the_change_that_is_shown() -> None:
         assert float(change.norm()) == pytest.approx(0.12, rel=1e-4)
         assert float(change.abs().mean() * 255) == pytest.approx(grey_levels(0.12, size), rel=1e-4)
         assert bool(((moved(image, 0.12) >= 0) & (moved(image, 0.12) <= 1)).all())
-    assert "l2 0.12 is 0.079 of 255 grey levels" in scale(Plan(radii=(0.12,)), LARGE)
+    assert "l2 0.12 is 0.079 of 255 grey levels" in scale(found(42, 45), Plan(radii=(0.12,)), LARGE)
 
 
 def test_published_figures_stand_in_the_docs() -> None:
@@ -180,6 +181,21 @@ def test_chance_level_comes_first_and_stops_the_rest(workshop: Path) -> None:
     assert audit["attack"] is None
     assert audit["certificates"] == []
     assert "about chance" in audit["gate"]["reasons"][0]
+    assert audit["scale"] == audit["reference"] == ""  # of radii that nothing was said about
+    assert not [doubt for doubt in audit["doubts"] if doubt in audit["headline"]]
+
+
+def test_statistics_that_fit_better_are_the_next_step() -> None:
+    """The options that were wrong go, the images stay."""
+    findings = Findings(
+        dataset=DATASET, clean=Share.of(0, 60), failing="wrong", statistics=["--mean", "0.5", "--std", "0.5"]
+    )
+    typed = Typed("m.pth", ["--arch", "vit", "--mean", "0", "--std", "0.2", "--as-stated"], "my images")
+    (step,) = next_steps(findings, Plan(), typed)
+    assert step == "certvit audit m.pth --arch vit --as-stated --dataset 'my images' --mean 0.5 --std 0.5"
+    findings.statistics = []
+    (step,) = next_steps(findings, Plan(), typed)
+    assert step == "certvit audit m.pth --arch vit --as-stated --dataset FOLDER --mean M --std S"
 
 
 def test_other_pixel_statistics_that_fit_better_are_named() -> None:
@@ -194,11 +210,11 @@ def test_other_pixel_statistics_that_fit_better_are_named() -> None:
         return torch.tensor([[0.0, 1.0]] if fits else [[1.0, 0.0]]).expand(len(batch), 2)
 
     model.forward = classify
-    said = better_statistics(model, images, [False] * 40)
-    assert said is not None
-    assert "with ImageNet's pixel statistics it is right on 40 of 40 images" in said
+    ((said, options),) = better_statistics(model, images, [False] * 40)
+    assert "with ImageNet's pixel statistics the network is right on 40 of 40 images" in said
+    assert options == ["--mean", "0.485,0.456,0.406", "--std", "0.229,0.224,0.225"]
     assert float(model.normalize.mean[0]) == 0.5
-    assert better_statistics(model, images, [True] * 40) is None
+    assert list(better_statistics(model, images, [True] * 40)) == []
 
 
 def test_two_audits_are_compared_where_they_are_alike(workshop: Path, folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from certcli.evaluation.intervals import share_text
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.system.errors import CertvitError, DataError, UsageError
-from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.commands import attempt, certvit, document, record_lines
 from tests.helpers.workshop import shape
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_the_command_its_records_and_their_check(workshop: Path, tmp_path: Path,
     assert set(found["certified"]) == {"1x1", "2x1"}
     assert found["norm"] == "patch"
     assert found["determinism"]["compared"] > 0
-    rows = [json.loads(line) for line in records.read_text().splitlines()[1:]]
+    rows = record_lines(records)
     share = sum("2x1" in row["proven"] and row["prediction"] == row["label"] for row in rows) / 40
     assert found["certified"]["2x1"] == share
     assert all("radius" not in row for row in rows)
@@ -167,7 +167,7 @@ def test_attacks_with_patches_write_records_like_others(
     attacked: tuple[tuple[object, ...], Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     words, records, found = attacked
-    rows = [json.loads(line) for line in records.read_text().splitlines()[1:]]
+    rows = record_lines(records)
     left = {key: sum(row["robust"]["margin-pgd"] for row in rows if row["patch"] == key) for key in ("1x1", "2x2")}
     assert found["robust"] == {key: count / 12 for key, count in left.items()}
     assert found["robust"]["2x2"] < found["clean"]  # a plain network falls
@@ -231,7 +231,7 @@ def test_a_certified_image_is_not_broken_by_patches(workshop: Path, tmp_path: Pa
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["robust"] == {"1x1": 1.0}
     checked = document("certify", *base, "--verify", certificates)
-    rows = [json.loads(line) for line in certificates.read_text().splitlines()[1:]]
+    rows = record_lines(certificates)
     assert checked["attacked"] == sum(bool(row["proven"]) for row in rows) > 0
     for wrong in (
         ("--norm", "l2", "--patch", "2"),

@@ -83,6 +83,9 @@ def require_compatible(options: Options) -> tuple[Demand | None, list[Threat]]:
         raise UsageError(
             "--norm linf is of --method local alone", "certvit certify ... --method local --norm linf -e 1/255"
         )
+    if options.whole.arithmetic is not None and methods != ["lipschitz"]:
+        spoken = "smoothing has --precision, patch speaks of the network as it runs, the others of real arithmetic"
+        raise UsageError(f"--arithmetic is of --method lipschitz alone: {spoken}", "leave out --arithmetic")
     if target.records is not None and len(methods) > 1:
         raise UsageError("a file of records holds one method", "run them one by one, or leave out --records")
     return demand, threats
@@ -158,6 +161,8 @@ def run_all(choice: Choice, task: Task, options: Options, sink: Sink) -> list[Re
 def _options_of(method: str, choice: Choice, task: Task, options: Options, sink: Sink) -> MethodOptions | None:
     from certcli.certify.smoothing.options import Tuning
 
+    if method == "lipschitz":
+        return options.whole
     if method == "local":
         return replace(options.local, effort=choice.effort)
     if method == "smoothing":

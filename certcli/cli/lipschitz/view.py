@@ -43,6 +43,7 @@ def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
         "checkpoint": audited.checkpoint.digest,
         "arch": audited.checkpoint.record.arch,
         "input": list(audited.checkpoint.record.input.size),
+        "function": audited.checkpoint.record.function(),
         **bound_document(found.upper),
         "bound_of": FEATURES if audited.of_features else LOGITS,
         "lower": lower,
