@@ -126,7 +126,7 @@ class Campaign:
     def tracing(self, items: list[pytest.Item], files: set[str]) -> Lines:
         """Run all tests once; return which of them run each line."""
         ran: Lines = collections.defaultdict(list)
-        calls = collections.Counter[CodeType]()
+        calls = collections.Counter[int]()
 
         def local(frame: FrameType, event: str, argument: object) -> Any:
             if event == "line" and self.lines is not None:
@@ -137,8 +137,8 @@ class Campaign:
             code = frame.f_code
             if code.co_filename not in files:
                 return None
-            calls[code] += 1
-            return local if calls[code] <= 8 else None  # later calls seldom run other lines
+            calls[id(code)] += 1
+            return local if calls[id(code)] <= 8 else None  # later calls seldom run other lines
 
         threading.settrace(traced)
         for item, following in zip(items, [*items[1:], None]):
