@@ -35,6 +35,6 @@ class Hints:
     @property
     def given(self) -> list[str]:
         """Return the options that are given, as spelled on the command line."""
-        named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std}
+        named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std, "--weights": self.weights}
         arguments = [f"--arch-arg {key}" for key in self.arch_args]
         return [option for option, value in named.items() if value] + arguments
