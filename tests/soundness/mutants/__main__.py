@@ -208,8 +208,11 @@ def score(state: Path) -> None:
     left, counts = [], {"all": Counter[str]()}
     for room in ROOMS:
         rows = answers(state / f"{room}.jsonl")
-        counts[room] = Counter("equivalent" if row["key"] in known else row["status"] for row in rows)
-        left += [row for row in rows if row["status"] == "survived" and row["key"] not in known]
+        for row in rows:
+            if row["status"] == "survived" and row["key"] in known:
+                row["status"] = "equivalent"
+        counts[room] = Counter(row["status"] for row in rows)
+        left += [row for row in rows if row["status"] == "survived"]
         counts["all"] += counts[room]
     print(f"{'room':<14}{'counted':>8}{'killed':>8}{'survived':>9}{'score':>7}   equivalent, crashed at once")
     for room in (*ROOMS, "all"):
