@@ -48,7 +48,9 @@ test-min:
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(VENV)/min/bin/python -m pytest -n 2 --dist loadscope --ignore tests/cli/test_processes.py
 
-# what would be pushed: built, checked, installed into an empty environment, and used there
+# what would be pushed: built, checked, installed into an empty environment, and used there; fails at the end while the
+# repository has no address
+PLACEHOLDER := HOST/OWNER
 release-check:
 	rm -rf dist
 	$(PYTHON) -m venv --clear $(VENV)/build
@@ -59,9 +61,13 @@ release-check:
 	$(VENV)/empty/bin/pip install --quiet $(TORCH)
 	$(VENV)/empty/bin/pip install --quiet dist/*.whl
 	-$(VENV)/empty/bin/certvit doctor
-	cd $(VENV)/empty && bin/certvit init certvit_vit_digits -o digits.safetensors && \
-		bin/certvit audit digits.safetensors --dataset digits --time-budget 30s --html audit.html && ls -l audit.html
+	cd $(VENV)/empty && bin/certvit init certvit_vit_digits -o init.safetensors && \
+		bin/certvit finetune init.safetensors --dataset digits --loss ce --lr 2e-3 --noise 0.1 --epochs 20 -o digits.safetensors && \
+		bin/certvit audit digits.safetensors --dataset digits --time-budget 30s --fail-on "clean<0.5" --html audit.html && \
+		ls -l audit.html
 	ls -l dist
+	@! grep -rn $(PLACEHOLDER) README.md examples/ci || { echo "not to be pushed: $(PLACEHOLDER) is no address"; exit 1; }
+	@grep -q '^\[project.urls\]' pyproject.toml || { echo "not to be pushed: pyproject.toml has no [project.urls]"; exit 1; }
 
 # without a CUDA device both say so and do nothing
 gpu: install
