@@ -70,7 +70,9 @@ def _random_linear(seed: int, kinds: int = 10) -> nn.Module:
             if shape[1] % groups == 0 and all(n + 2 * pad >= taps for n in shape[2:]):
                 sizes = [out, shape[1] // groups, *[taps] * (len(shape) - 2)]
                 kernel = torch.randn(sizes, generator=generator, dtype=torch.float64)
-                steps.append(("conv", kernel, 3 * torch.randn(out, generator=generator, dtype=torch.float64), pad, groups))
+                steps.append(
+                    ("conv", kernel, 3 * torch.randn(out, generator=generator, dtype=torch.float64), pad, groups)
+                )
                 shape[1:] = [out, *[n + 2 * pad - taps + 1 for n in shape[2:]]]
 
     def forward(net: nn.Module, x: Tensor) -> Tensor:

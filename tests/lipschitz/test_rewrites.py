@@ -439,11 +439,11 @@ def position_between() -> Pair:
 
 
 EXCEPTIONS: dict[str, tuple[Callable[[], Pair], float]] = {
-    "a sum of two maps of one tensor": (sum_of_maps, 1.0),
-    "gains moved over ReLU": (gains_over_relu, 1.0),
-    "BN behind a pool": (pooled_before, 1.0),
-    "two convolutions": (two_convolutions, 1.0),
-    "a position embedding between linear layers": (position_between, 1.0),
+    "a sum of two maps of one tensor": (sum_of_maps, 1.23),
+    "gains moved over ReLU": (gains_over_relu, 1.32),
+    "BN behind a pool": (pooled_before, 1.25),
+    "two convolutions": (two_convolutions, 1.92),
+    "a position embedding between linear layers": (position_between, 1.37),
 }
 """Rewrites that change a bound, by this factor (docs/bounds.md, 1.7)."""
 
