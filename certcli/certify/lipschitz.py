@@ -82,7 +82,7 @@ class LipschitzCertifier(Certifier):
         self.title = f"global bound {bound.upper}, per-pair margins"
         what = "real arithmetic, every rounding of float64 counted"
         if self._neighbours is not None:
-            what = f"the network as {self.arithmetic} executes it, every rounding counted at every neighbour"
+            what = f"the network as executed in {self.arithmetic}, every rounding counted"
         self.statement = f"certificates: {what}; the bound is proven on [0, 1] images"
 
     def _executed(self, arithmetic: str | None) -> NeighbourErrors | None:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import certcli.system.compat  # noqa: F401 (before timm)
+
+# isort: split
 import torch
 from timm.layers import GELU as TimmGELU
 from timm.layers import DropPath, GELUTanh, LayerScale
