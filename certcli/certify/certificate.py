@@ -102,8 +102,8 @@ class Certifier(ABC):
     """A method made ready for one network: images in, certificates out.
 
     promise: "proof", or "probability 1 - alpha" (with alpha as a number). arithmetic: of the network that the statement is
-    about ("real", "float64", "float32", "tf32", "bf16", "fp16"). domain: the images around x it speaks of, "all" or the "box" [0, 1].
-    failure: of each certificate, as it states it.
+    about ("real", "float64", "float32", "tf32", "bf16", "fp16"). domain: the images around x it speaks of, "all" or the
+    "box" [0, 1]. failure: of each certificate, as it states it.
     parameters: what decides its certificates beside network and images. about: facts for the document. title, statement:
     what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller.
     norm: of its radii, "patch" where it speaks of patches. certificate: the type of its records. reach: no radius beyond it

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from certcli.cli.certify.options import RADII, Options
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation.intervals import share_text
-from certcli.evaluation.radii import Norm, parse_number
+from certcli.evaluation.radii import Norm, parse_number, proven_percent
 from certcli.system.errors import DataError, GateError, NoBoundError, UsageError
 from certcli.system.processes import team
 
