@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from certcli.evaluation.radii import proven_percent
 from certcli.report import formats
 from certcli.report.document import Audit, from_json, written_schema
 from certcli.report.page import Figure, Gallery
@@ -174,7 +175,7 @@ def test_pages_of_certify_and_log(workshop: Path, folder: Path, monkeypatch: pyt
     path, page = workshop / "certified.safetensors", folder / "certify.html"
     found = document("certify", path, "--limit", 12, "-e", 0.1, "-e", 0.3, "--quiet", "--html", page)
     text = page.read_text()
-    assert f"{100 * found['certified']['0.3']:.1f} %" in text
+    assert proven_percent(found["certified"]["0.3"]) in text
     assert found["checkpoint"] in text
     monkeypatch.chdir(workshop)  # a page names its files, not where they were
     again = shlex.split(unescape(re.sub("<[^>]+>", "", text.partition("<pre>")[2].partition("</pre>")[0])))

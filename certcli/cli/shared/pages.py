@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from certcli.evaluation.intervals import counted, share_interval
+from certcli.evaluation.intervals import counted, part_of, share_interval
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,7 +74,7 @@ def certify_page(
         points = [(threat.radius, left) for threat, left in shares]
         curves.append(PlotLine(f"attacked (measured), n = {count}", "attacked", points, marks))
         largest, left = shares[-1]
-        correct = f"{round(left * count)} of {count} of these images at {largest.norm} {largest.attacked()}"
+        correct = f"{part_of(round(left * count), count, 'of these images')} at {largest.norm} {largest.attacked()}"
         verdict.append(f"Attacks left {correct}, as their records say.")
     statements = [[result.certifier.method, result.certifier.statement] for result in results]
     columns = ["share of the images", "patch" if of_patches else "radius", "share", "95 % interval", "n", "holds"]
