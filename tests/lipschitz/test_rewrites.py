@@ -200,6 +200,14 @@ def pointwise_then_conv() -> Pair:
     return seq(point, conv, tail()), seq(whole, tail())
 
 
+def linear_before_conv() -> Pair:
+    """A linear layer on channels that lie last, then a convolution."""
+    linear, conv, point = nn.Linear(2, 4), nn.Conv2d(4, 3, 2), nn.Conv2d(2, 4, 1)
+    point.weight.data, point.bias.data = linear.weight.data[..., None, None], linear.bias.data
+    last, first = f(lambda m, x: x.permute(0, 2, 3, 1)), f(lambda m, x: x.permute(0, 3, 1, 2))
+    return seq(last, linear, first, conv, tail()), seq(point, conv, tail())
+
+
 def scaled_twice(factor: float, between: nn.Module) -> Pair:
     first, last = nn.Linear(8, 6), nn.Linear(6, 5)
     larger, smaller = then(first, torch.full((6,), factor)), copy.deepcopy(last)
@@ -342,6 +350,7 @@ REWRITES: dict[str, Callable[[], Pair]] = {
     ),
     "depthwise conv, pointwise conv": depthwise_then_pointwise,
     "pointwise conv, conv": pointwise_then_conv,
+    "linear, moved, conv": linear_before_conv,
     "a scale moved over ReLU": lambda: scaled_twice(3.0, nn.ReLU()),
     "a scale moved": lambda: scaled_twice(0.3, nn.Identity()),
     "a number between": lambda: number(times),
@@ -392,6 +401,52 @@ REWRITES: dict[str, Callable[[], Pair]] = {
 }  # fmt: skip
 
 
+def sum_of_maps() -> Pair:
+    """x + W x, and (I + W) x."""
+    layer, whole = nn.Linear(8, 8), nn.Linear(8, 8)
+    whole.weight.data, whole.bias.data = layer.weight.data + torch.eye(8), layer.bias.data
+    return tokens((residual(layer), whole))
+
+
+def gains_over_relu() -> Pair:
+    """Positive numbers, one a feature, moved over ReLU."""
+    first, last, gain = nn.Linear(8, 16), nn.Linear(16, 5), torch.rand(16) + 0.5
+    smaller = copy.deepcopy(last)
+    smaller.weight.data = last.weight.data / gain
+    return tokens((seq(then(first, gain), nn.ReLU(), smaller), seq(first, nn.ReLU(), last)))
+
+
+def pooled_before() -> Pair:
+    """BatchNorm behind average pooling, and before it."""
+    conv, norm, pool = nn.Conv2d(2, 4, 3, padding=1), bn(4), nn.AvgPool2d(2)
+    return seq(conv, pool, norm), seq(then(conv, *gain_and_shift(norm)), pool)
+
+
+def two_convolutions() -> Pair:
+    """Two convolutions without padding, and the larger one that they are."""
+    first, second, whole = nn.Conv2d(2, 4, 2), nn.Conv2d(4, 3, 2), nn.Conv2d(2, 3, 3)
+    taps = functional.conv2d(first.weight.data.transpose(0, 1), second.weight.data.flip(2, 3), padding=1)
+    whole.weight.data = taps.transpose(0, 1)
+    whole.bias.data = second.bias.data + second.weight.data.sum((2, 3)) @ first.bias.data
+    return seq(first, second), seq(whole)
+
+
+def position_between() -> Pair:
+    """A position embedding between two linear layers, and behind them."""
+    first, last, position = nn.Linear(8, 8), nn.Linear(8, 5), torch.randn(1, 4, 8)
+    added, moved = (f(lambda m, x: x + m.p, p=p) for p in (position, position @ last.weight.data.T))
+    return tokens((seq(first, added, last), seq(product(first, last), moved)))
+
+
+EXCEPTIONS: dict[str, tuple[Callable[[], Pair], float]] = {
+    "a sum of two maps of one tensor": (sum_of_maps, 1.23),
+    "gains moved over ReLU": (gains_over_relu, 1.32),
+    "BN behind a pool": (pooled_before, 1.25),
+    "two convolutions": (two_convolutions, 1.92),
+    "a position embedding between linear layers": (position_between, 1.37),
+}
+"""Rewrites that change a bound, by this factor (docs/bounds.md, 1.7)."""
+
 DEAD = [name for name in REWRITES if name.startswith("a branch ")]
 
 
@@ -400,7 +455,7 @@ def built(name: str) -> Pair:
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        pair = REWRITES[name]()
+        pair = REWRITES[name]() if name in REWRITES else EXCEPTIONS[name][0]()
     finally:
         torch.set_default_dtype(dtype)
     return pair[0].double().eval().requires_grad_(False), pair[1].double().eval().requires_grad_(False)
@@ -425,3 +480,14 @@ def test_a_rewrite_changes_no_bound(name: str) -> None:
         estimate = float(outcome.context.settle(outcome.logits).base)
         assert estimate >= bounds[0] * (1 - 1e-4)  # power iteration approaches from below
         assert estimate <= bounds[0] * (1 + 1e-6) or name in DEAD
+
+
+@pytest.mark.parametrize("name", EXCEPTIONS)
+def test_the_exceptions_are_those_that_are_written_down(name: str) -> None:
+    """Both bounds hold; their ratio is the documented one, in its three digits."""
+    pair = built(name)
+    images = torch.rand(3, *IMAGE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert torch.allclose(pair[0](images), pair[1](images), rtol=1e-9, atol=1e-9)
+    bounds = [float(bound_network(net, IMAGE, 3).upper) for net in pair]
+    assert steepest(pair[0], steps=2) <= min(bounds) * (1 + 1e-9)
+    assert bounds[0] / bounds[1] == pytest.approx(EXCEPTIONS[name][1], abs=0.006)
