@@ -32,7 +32,6 @@ class Interval:
 
     @staticmethod
     def of(value: float | Fraction) -> "Interval":
-        """Return the number itself: a float is a fraction."""
         return Interval(Fraction(value), Fraction(value))
 
     def __add__(self, other: "Interval") -> "Interval":

@@ -99,4 +99,4 @@ def judge_radii(tensor: Tensor, rows: Sequence[Mapping[str, Any]]) -> Iterator[V
             yield Verdict(where, REFUTE if low > 0 else OPEN, f"class {row.get('prediction')} stated, {top} found")
         else:
             status = AGREE if radius <= low else OPEN if radius <= high else REFUTE
-            yield Verdict(where, status, f"radius {radius:.9g} stated, {low:.9g} to {high:.9g} found")
+            yield Verdict(where, status, f"radius {radius:.9g} stated, {low:.9g} to {high:.9g} in real arithmetic")
