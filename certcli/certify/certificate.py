@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, Self
@@ -107,7 +107,8 @@ class Certifier(ABC):
     parameters: what decides its certificates beside network and images. about: facts for the document. title, statement:
     what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller.
     norm: of its radii, "patch" where it speaks of patches. certificate: the type of its records. reach: no radius beyond it
-    can be certified, whatever the network. remark: what happened on the way that a person should know.
+    can be certified, whatever the network. drawn_to: beyond this radius it ends its search, so that a share says nothing.
+    remark: what happened on the way that a person should know. within: called in a batch, with the images' worth done.
     """
 
     method: ClassVar[str]
@@ -119,9 +120,15 @@ class Certifier(ABC):
     norm: Kind = "l2"
     certificate: ClassVar[type[Certificate]] = Certificate
     reach: float = math.inf
+    drawn_to: float = math.inf
+    within: Callable[[float], None] | None = None
     title: str = ""
     statement: str = ""
     remark: str = ""
+
+    def searches(self, threat: Threat) -> bool:
+        """Tell whether the method looks for a certificate against this threat, where there may be one."""
+        return not isinstance(threat.size, float) or threat.size <= self.drawn_to
 
     @property
     def parameters(self) -> Mapping[str, Any]:

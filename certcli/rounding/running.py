@@ -178,7 +178,7 @@ class Running(TorchDispatchMode):
             raise self.refused from None
 
     def _found(self, op: Operation) -> Found:
-        """Return a result with its error. What is not of floating point is exact, if its arguments are."""
+        """Return a result with its error; integers and truth values are exact where their arguments are."""
         known = RULES.get(op.name)
         if known is not None:
             try:

@@ -13,8 +13,11 @@ from tests.helpers.lipschitz_cases import Function
 from tests.helpers.slopes import IMAGE
 
 
-def _random_linear(seed: int) -> nn.Module:
-    """A chain of random linear operations on tokens: what the engine keeps pending, moves, splits and merges."""
+def _random_linear(seed: int, kinds: int = 10) -> nn.Module:
+    """A chain of random affine operations on tokens: what the engine keeps pending, moves, splits and merges.
+
+    kinds: 10 for linear operations, 14 with convolutions, and shifts that may cancel.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(options: int) -> int:
@@ -23,7 +26,7 @@ def _random_linear(seed: int) -> nn.Module:
     steps: list[tuple[Any, ...]] = []
     shape = [1, 4, 8]
     for _ in range(7):
-        kind, axis = draw(10), draw(len(shape))
+        kind, axis = draw(kinds), draw(len(shape))
         if kind <= 1:
             out = (2, 4, 6, 8)[draw(4)]
             steps.append(("linear", torch.randn(out, shape[-1], generator=generator, dtype=torch.float64), draw(2)))
@@ -56,6 +59,21 @@ def _random_linear(seed: int) -> nn.Module:
             steps.append(("gain", torch.randn(sizes, generator=generator, dtype=torch.float64)))
         elif kind == 9:
             steps.append(("roll", draw(3), axis))
+        elif kind in (10, 11):
+            sizes = [n if a == axis and draw(3) else 1 for a, n in enumerate(shape)]
+            shift = 10 * torch.randn(sizes, generator=generator, dtype=torch.float64)
+            steps.append(("shift", steps[-1][1] if steps and steps[-1][0] == "shift" and draw(2) else shift, draw(3)))
+        elif kind == 12:
+            steps.append(("times", (-2.0, 0.5, -1.0, 0.0)[draw(4)]))
+        elif kind == 13 and len(shape) in (3, 4):
+            out, taps, groups, pad = 2 * (1 + draw(3)), 1 + draw(2), 1 + draw(2), draw(2)
+            if shape[1] % groups == 0 and all(n + 2 * pad >= taps for n in shape[2:]):
+                sizes = [out, shape[1] // groups, *[taps] * (len(shape) - 2)]
+                kernel = torch.randn(sizes, generator=generator, dtype=torch.float64)
+                steps.append(
+                    ("conv", kernel, 3 * torch.randn(out, generator=generator, dtype=torch.float64), pad, groups)
+                )
+                shape[1:] = [out, *[n + 2 * pad - taps + 1 for n in shape[2:]]]
 
     def forward(net: nn.Module, x: Tensor) -> Tensor:
         y = x.reshape(1, 4, 8)
@@ -72,6 +90,13 @@ def _random_linear(seed: int) -> nn.Module:
                 y = y.mean(step[1], keepdim=bool(step[2]))
             elif step[0] == "gain":
                 y = y * step[1]
+            elif step[0] == "shift":
+                y = (y + step[1], y - step[1], step[1] - y)[step[2]]
+            elif step[0] == "times":
+                y = y * step[1]
+            elif step[0] == "conv":
+                convolved = functional.conv1d if y.dim() == 3 else functional.conv2d
+                y = convolved(y, step[1], step[2], padding=step[3], groups=step[4])
             else:
                 y = y.roll(step[1], step[2])
         return y
@@ -79,18 +104,22 @@ def _random_linear(seed: int) -> nn.Module:
     return Function(forward, buffer=torch.zeros(1, dtype=torch.float64)).eval()
 
 
-@pytest.mark.parametrize("first", [0, 25, 50, 1290, 1700, 1740])  # the last three hold chains that once failed
-def test_random_linear_chains_stay_below_their_bound_and_size(first: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "kinds"), [(0, 10), (25, 10), (50, 10), (1290, 10), (1700, 10), (1740, 10), (0, 14), (25, 14)]
+)  # 1290, 1700 and 1740 hold chains that once failed
+def test_random_chains_stay_below_their_bound_and_size(first: int, kinds: int) -> None:
     """The oracle is the dense matrix of the whole chain."""
     for seed in range(first, first + 25):
-        net = _random_linear(seed)
+        net = _random_linear(seed, kinds)
         outcome = propagate(trace_network(net, IMAGE), RigorousArithmetic())
         value = outcome.context.settle(outcome.logits)
         zero = net(torch.zeros(1, *IMAGE, dtype=torch.float64))
         units = torch.eye(32, dtype=torch.float64).view(32, 1, *IMAGE)
         columns = torch.stack([(net(unit) - zero).flatten() for unit in units], dim=1)
         # 1e-9: the dense matrix is itself the difference of two forward passes in float64
-        assert float(torch.linalg.matrix_norm(columns, 2)) <= float(value.base) * (1 + 1e-9) + 1e-12, seed
-        corner = net((columns.sum(0) > 0).double().view(1, *IMAGE))
-        for axis in range(-corner.dim(), 0):
-            assert float(corner.norm(dim=axis).max()) <= float(value.size.fibre_along(axis)) * (1 + 1e-12), seed
+        reach = float(zero.abs().max()) * 1e-12
+        assert float(torch.linalg.matrix_norm(columns, 2)) <= float(value.base) * (1 + 1e-9) + 1e-12 + reach, seed
+        for result in (zero, net((columns.sum(0) > 0).double().view(1, *IMAGE)), net(torch.ones_like(units[0]))):
+            for axis in range(-result.dim(), 0):
+                assert float(result.norm(dim=axis).max()) <= float(value.size.fibre_along(axis)) * (1 + 1e-12), seed
+            assert float(result.abs().max()) <= float(value.size.peak) * (1 + 1e-12), seed

@@ -115,6 +115,47 @@ def test_shifts_that_cancel_keep_their_size(make: Callable[[], nn.Module]) -> No
     assert found <= float(bound_network(net, (1, 1, 1), 1).upper)
 
 
+def dead_linear(shift: float) -> nn.Module:
+    layer = nn.Linear(1, 1)
+    layer.weight.data.zero_()
+    layer.bias.data.fill_(shift)
+    return layer
+
+
+def differences() -> nn.Module:
+    """(x, -x) of one pixel: in a window of two pixels a shift would cancel, at the border it does not."""
+    conv = nn.Conv2d(1, 1, (1, 2), padding=(0, 1), bias=False)
+    conv.weight.data.copy_(torch.tensor([1.0, -1.0]).view(1, 1, 1, 2))
+    return conv
+
+
+HIDDEN: dict[str, Callable[[], nn.Module]] = {
+    "beside zeros": lambda: f(lambda m, x: m.parts[0](x + 5), differences()),
+    "of a dead branch that is subtracted": lambda: f(
+        lambda m, x: m.parts[0](x) - m.parts[1](x) - 5, nn.Linear(1, 1), dead_linear(5.0)
+    ),
+    "a dead branch from which is subtracted": lambda: f(
+        lambda m, x: m.parts[1](x) - m.parts[0](x) - 5, nn.Linear(1, 1), dead_linear(-5.0)
+    ),
+    "of a dead branch that is not linear": lambda: f(
+        lambda m, x: m.parts[0](x) + m.parts[1](x).relu(), nn.Linear(1, 1), dead_linear(5.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_shift_counts_where_nothing_cancels_it(name: str) -> None:
+    """The slope of a square shows how large a number is: a bound that lost the shift would be below the slope."""
+    torch.manual_seed(0)
+    inner = HIDDEN[name]()
+    net = f(lambda m, x: m.parts[0](x) ** 2, inner).double().eval().requires_grad_(False)
+    image = torch.ones(1, 1, 1, dtype=torch.float64)
+    found = max(slope(net, image)[0], slope(net, 0 * image)[0])
+    result = bound_network(net, (1, 1, 1), 1)
+    assert result.upper.finite, result.bound.why
+    assert found <= float(result.upper) * (1 + 1e-9)  # rounding of the measured slope
+
+
 @pytest.mark.parametrize("number", range(len(CURVES)))
 def test_an_activation_has_one_bound_as_module_and_as_function(number: int) -> None:
     module, function = CURVES[number]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.groups import Machine
 from certcli.cli.shared.output import Gate, Sink, percent
+from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import attacked_radius
 from certcli.system.errors import CertvitError, GateError
 from certcli.system.processes import team
@@ -29,6 +30,8 @@ _BUG = (
     "a certificate and a counterexample cannot both be right: certify --verify checks the file; if it is verified, report "
     "the bug with --save-examples"
 )
+WORTH_A_LINE = 10.0
+"""Seconds beyond which checks that take longer than the attacks are mentioned."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,12 @@ class Session:
         model = self.load(self.checkpoint)
         crafter = None if crafted_on is None else self.load(crafted_on)
         found: dict[int, list[AttackRecord]] = {}
-        spent = (self.tasks, self.settings, batch_size)
-        campaign = Campaign(model, *spent, crafter, self.facts["refine"], team().leads and results.keeps_images)
+        work = (self.tasks, self.settings, batch_size)
+        campaign = Campaign(model, *work, crafter, self.facts["refine"], team().leads and results.keeps_images)
         if not team().leads:
             list(campaign.run(team=team()))
             return None
-        run = run_of(*spent, self.checkpoint.digest, self.images, **self.facts)
+        run = run_of(*work, self.checkpoint.digest, self.images, **self.facts)
         with RecordFile(
             results.records,
             run,
@@ -88,9 +91,15 @@ class Session:
                 self.sink.note(f"{results.records} holds {file.earlier} records of this run")
             flags: tuple[Flag, ...] = ()
 
+            spent, started = 0.0, self.sink.clock()
+
             def check() -> None:
-                nonlocal flags
-                flags = inspect(model, crafter, self.tasks[0], self.settings) if checks else ()
+                nonlocal flags, spent
+                if not checks:
+                    return
+                begun = self.sink.clock()
+                flags = inspect(model, crafter, self.tasks[0], self.settings)
+                spent = self.sink.clock() - begun
                 for flag in raised(flags):
                     self.sink.warn(f"{flag.check.name}: {flag.measured}. {flag.check.explanation}")
 
@@ -98,6 +107,8 @@ class Session:
                 for number, rows in campaign.run(file, team(), check):
                     found.setdefault(number, []).extend(rows)
                     bar.advance(len(rows))
+            if spent > max(WORTH_A_LINE, 0.5 * (self.sink.clock() - started)):
+                self.sink.note(f"{spent:.0f} s of this went into checks of the attacks; --no-checks leaves them out")
         findings = findings_of(self.tasks, found, flags, self.certificates)
         if file.taken:
             resumed = attack_again(campaign, found, file.taken, results.minimum, every, str(results.records))
@@ -140,7 +151,7 @@ class Session:
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
         names = class_names(self.images, record.classes, record.class_names)
-        _draw(gathered, names, results.gallery, f"{name} on {self.images.name} ({self.images.split})")
+        _draw(gathered, names, results.gallery, f"{name} on {self.images.name} ({self.images.split})", self.images)
         self.sink.note(f"wrote {results.gallery}")
 
 
@@ -151,7 +162,7 @@ def gate_of(findings: Findings, minimum: float | None, gate: Gate) -> None:
         gate.demand(False, CertvitError(f"certified above attacked: {measured}", _BUG))
     if minimum is not None:
         first = findings.first
-        reached = f"robust accuracy {percent(first.robust)} at {attacked_radius(first.epsilon)}"
+        reached = f"robust accuracy {share_text(first.robust, first.images)} at {attacked_radius(first.epsilon)}"
         failure = f"{reached} is below --min-robust {minimum:g}"
         gate.demand(first.robust >= minimum, GateError(failure))
 
@@ -185,7 +196,7 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
             )
 
 
-def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str) -> None:
+def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str, images: Images) -> None:
     from certcli.report.gallery import AttackedImage, draw_gallery
 
     def picture(shown: Exhibit) -> AttackedImage:
@@ -201,7 +212,9 @@ def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str) -
             found_class=names[shown.adversarial_prediction],
             found_right=shown.adversarial_prediction == shown.label,
             norm=caption,
+            file=images.file_of.get(shown.index, ""),
         )
 
-    title = f"{about}: {len(rows)} attacked images\nimage, perturbation, their sum; classes in blue where right"
+    count = f"{len(rows)} attacked image{'s' * (len(rows) != 1)}"
+    title = f"{about}: {count}\nimage, perturbation, their sum; classes in blue where right"
     draw_gallery([[picture(shown) for shown in row] for row in rows], path, title)

@@ -1,0 +1,193 @@
+"""Mutations of a syntax tree: each makes a bound smaller, a check weaker, or a rounding point the wrong way."""
+
+import ast
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+BINARY = {
+    ast.Mult: (("factor dropped", "(A, B)[0]"), ("factor dropped", "(B, A)[0]")),
+    ast.Add: (("term dropped", "(A, B)[0]"), ("term dropped", "(B, A)[0]"), ("sign turned", "A - B")),
+    ast.Sub: (("sign turned", "A + B"), ("term dropped", "(A, B)[0]")),
+    ast.Pow: (("power or divisor dropped", "(A, B)[0]"),),
+    ast.Div: (("power or divisor dropped", "(A, B)[0]"),),
+}
+"""(A, B)[0] still evaluates B, so that a closure keeps its variables and a proof its leaves."""
+TURNED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
+EXTREMES = {
+    "max": "min", "min": "max", "amax": "amin", "amin": "amax", "maximum": "minimum", "minimum": "maximum",
+    "sum": "max", "real_sum": "max", "any": "all", "all": "any",
+}  # fmt: skip
+NORMS = ("norm", "sigma", "length", "norm1", "norm2", "fibres", "root_up", "bound", "radius")
+LAYOUT = ("dim", "keepdim", "device", "strict", "hint", "path", "name", "why")
+"""Keywords without which a call means the same, raises, or words a message otherwise."""
+COUNTS = ("len", "count", "tokens", "heads", "size", "shape", "taps", "width", "numel", "classes", "images")
+REFUSED = ("None", "False", "INF", "math.inf", "inf", "ZERO")
+CHECKS = ("check skipped", "condition dropped", "call skipped", "negation dropped", "end of a range")
+"""Mutations that a crash rightly kills: a check is there so that nothing crashes later."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mutation of one file. key: names it while other lines of the file change. lines: its own, its statement's."""
+
+    key: str
+    operator: str
+    path: Path
+    lines: tuple[int, int]
+    number: int
+
+
+class _Filled(ast.NodeTransformer):
+    def __init__(self, parts: dict[str, ast.expr]) -> None:
+        self.parts = parts
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.parts.get(node.id, node)
+
+
+def _made(template: str, **parts: ast.expr) -> ast.expr:
+    """Return the expression of the template with these parts for its names."""
+    return _Filled(parts).visit(ast.parse(template, mode="eval").body)
+
+
+def _binary(node: ast.BinOp) -> Iterator[tuple[str, ast.AST]]:
+    words = (ast.JoinedStr, ast.List, ast.Tuple, ast.ListComp)
+    constants = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    if any(isinstance(part, words) for part in ast.walk(node)) or not all(
+        isinstance(value, (int, float)) for value in constants
+    ):
+        return
+    for name, template in BINARY.get(type(node.op), ()):
+        yield name, _made(template, A=node.left, B=node.right)
+    if isinstance(node.op, ast.Mult) and any(word in ast.unparse(node.right) for word in COUNTS):
+        yield "root of a count", _made("A * B ** 0.5", A=node.left, B=node.right)
+
+
+def _called(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
+    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    library = owner is not None and ast.unparse(owner) in ("math", "torch", "torch.linalg", "arith")
+    argument = owner if owner is not None and not library else next(iter(node.args), None)
+    if argument is None:
+        return
+    if name in ("sqrt", "abs", "ceil") or name.startswith("clamp"):
+        yield "root, abs or clamp dropped", _made("(A, B)[0]", A=argument, B=node)
+    if name in ("up", "_up") and owner is None:
+        yield "rounding dropped", _made("(A, B)[0]", A=argument, B=node)
+        yield "rounding turned", _made("A * 2.0 - B", A=argument, B=node)
+    if name == "nextafter" and len(node.args) > 1:
+        yield "rounding turned", _made("F(A, -B)", F=node.func, A=node.args[0], B=node.args[1])
+    if name == "gamma":
+        yield "rounding dropped", _made("A * 0.0", A=node)
+    if name in EXTREMES:
+        other = EXTREMES[name] if owner is None or name != "sum" else "amax"
+        function = _made(other) if owner is None else _made(f"A.{other}", A=owner)
+        yield "max, min or sum", ast.Call(function, node.args, node.keywords)
+    if name.endswith(NORMS):
+        yield "underestimated by 2^-20", _made(f"A * {1 - 2**-20!r}", A=node)
+    for keyword in node.keywords:
+        if keyword.arg is not None and keyword.arg not in LAYOUT:
+            yield "option ignored", ast.Call(node.func, node.args, [k for k in node.keywords if k is not keyword])
+
+
+def _variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Yield what this node becomes, with the name of the mutation."""
+    if isinstance(node, ast.BinOp):
+        yield from _binary(node)
+    elif isinstance(node, ast.Call):
+        yield from _called(node)
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in TURNED:
+        yield "end of a range", ast.Compare(node.left, [TURNED[type(node.ops[0])]()], node.comparators)
+    elif isinstance(node, ast.BoolOp):
+        for gone in node.values:
+            kept = [value for value in node.values if value is not gone]
+            yield "condition dropped", kept[0] if len(kept) == 1 else ast.BoolOp(node.op, kept)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield "negation dropped", _made("bool(A)", A=node.operand)
+    elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+        index = ast.unparse(node.slice)
+        if index != "0" and (index.lstrip("-").isdigit() or len(index) == 1 or index in ("index", "row", "head")):
+            yield "index lost", _made("A[0]", A=node.value)
+    elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+        if (node.id if isinstance(node, ast.Name) else node.attr) == "alpha":
+            yield "alpha doubled", _made("A * 2.0", A=node)
+    elif isinstance(node, ast.If):
+        last = node.body[-1]
+        returned = ast.unparse(last.value) if isinstance(last, ast.Return) and last.value is not None else ""
+        if isinstance(last, ast.Raise) or returned in REFUSED:
+            yield "check skipped", ast.If(_made("(False, A)[0]", A=node.test), node.body, node.orelse)
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and "super()" not in ast.unparse(node):
+        yield "call skipped", ast.Expr(_made("lambda: A", A=node.value))
+
+
+class _Visitor(ast.NodeTransformer):
+    """Walk over the bodies of functions; list each variant, or put the chosen one in its place."""
+
+    def __init__(self, chosen: int | None = None) -> None:
+        self.chosen, self.count, self.inside, self.statement = chosen, 0, 0, 0
+        self.names: list[str] = []
+        self.found: list[tuple[str, str, str, tuple[int, int]]] = []
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self.names.append(node.name)
+        self.inside += 1
+        node.body = [self.visit(part) for part in node.body]  # not its decorators and defaults, which run at import
+        self.inside -= 1
+        self.names.pop()
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        self.inside += 1
+        node.body = self.visit(node.body)
+        self.inside -= 1
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        self.names.append(node.name)
+        self.generic_visit(node)
+        self.names.pop()
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.value = None if node.value is None else self.visit(node.value)
+        return node
+
+    def visit_Raise(self, node: ast.AST) -> ast.AST:
+        return node  # the words of a message are no law
+
+    visit_JoinedStr = visit_Raise
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        placed: ast.AST | None = None
+        self.statement = node.lineno if isinstance(node, ast.stmt) else self.statement
+        for operator, variant in _variants(node) if self.inside else ():
+            if self.chosen is None:
+                change = [" ".join(ast.unparse(copy.deepcopy(part)).split())[:90] for part in (node, variant)]
+                place = ".".join(self.names)
+                self.found.append((operator, place, " => ".join(change), (node.lineno, self.statement)))  # type: ignore[attr-defined]
+            elif self.count == self.chosen:
+                placed = copy.deepcopy(variant)
+            self.count += 1
+        result = super().visit(node)
+        return result if placed is None else ast.copy_location(placed, node)
+
+
+def mutants(path: Path, root: Path) -> list[Mutant]:
+    """Return all mutants of a file."""
+    visitor = _Visitor()
+    visitor.visit(ast.parse(path.read_text()))
+    seen: Counter[str] = Counter()
+    found = []
+    for number, (operator, function, change, lines) in enumerate(visitor.found):
+        key = f"{path.relative_to(root)} {function}: {change}"
+        seen[key] += 1
+        found.append(Mutant(key + (f" #{seen[key]}" if seen[key] > 1 else ""), operator, path, lines, number))
+    return found
+
+
+def mutated(mutant: Mutant) -> ast.Module:
+    """Return the tree of the file with this mutation in it."""
+    return ast.fix_missing_locations(_Visitor(mutant.number).visit(ast.parse(mutant.path.read_text())))
