@@ -323,7 +323,9 @@ def test_what_is_no_checkpoint_is_unreadable(case: Any, run: Any, tmp_path: Path
 @pytest.fixture(scope="module")
 def records(case: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     file = tmp_path_factory.mktemp("records") / "records.jsonl"
-    certvit("certify", case("lip").path, "--dataset", "digits", "--limit", 20, "--records", file)
+    certvit(
+        "certify", case("lip").path, "--dataset", "digits", "--limit", 20, "--arithmetic", "real", "--records", file
+    )
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
