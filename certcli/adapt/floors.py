@@ -1,4 +1,4 @@
-"""Put a floor below every deviation that reaches a LayerNorm: on such images the function stays the same.
+"""Put a floor below the deviations that reach a LayerNorm, with ROOM for images not seen: the function stays the same.
 
 The deviations come from the old network on the calibration images and on blank ones (black, grey, white). On a ViT-Tiny,
 blank images have the least deviations at the first norms, and synthetic photographs at the last norms.
@@ -18,12 +18,17 @@ from certcli.system.processes import ALONE, Team
 
 BLANK = (0.0, 0.5, 1.0)
 
+ROOM = 0.7
+"""A floor is this share of the deviation that it is meant to lie below (docs/lab/adapt.md, *Room under the floors*)."""
+
 
 @torch.no_grad()
 def least_floors(
     teacher: Any, student: Any, images: Tensor, batch_size: int, team: Team = ALONE
 ) -> Iterator[AdaptedPart]:
-    """Set every floor of the student to the least deviation that reaches it, at least 1e-6; yield a record for each.
+    """Set every floor of the student to ROOM times the least deviation that reaches it; yield a record for each.
+
+    A floor is at least 1e-6.
 
     The error of a record is eps / (2 floor^2): above a floor the two norms differ by LayerNorm's eps alone.
 
@@ -36,7 +41,7 @@ def least_floors(
             pairs.append((path, teacher.net.get_submodule(path), new))
     least = least_deviations(teacher, [old for _, old, _ in pairs], images, batch_size, team)
     for (path, old, new), floor in zip(pairs, least, strict=True):
-        floor = max(floor, 1e-6) if math.isfinite(floor) else 1.0  # a norm that is never called
+        floor = max(ROOM * floor, 1e-6) if math.isfinite(floor) else 1.0  # a norm that is never called
         new.floor.fill_(floor)
         yield AdaptedPart(path, type(old).__name__, f"FloorNorm, floor {floor:.3g}", old.eps / (2 * floor * floor))
 

@@ -70,10 +70,8 @@ def search_moves(
         upper = trials.log10_upper() if team.rank == team.size - 1 else None
         judged: tuple[dict[str, Any], bool, float] | None = None
         if reference is not None:
-            logits = reference.logits(trials.student)
-            fidelity = reference.compare(logits)
-            enough = keeps_enough(fidelity, keep, reference)
-            judged = asdict(fidelity), enough, allowed_share(reference, logits, fidelity, keep)
+            fidelity = reference.compare(reference.logits(trials.student))
+            judged = asdict(fidelity), keeps_enough(fidelity, keep), allowed_share(fidelity, keep)
         everyone = team.everyone([judged, upper])
         measured, enough, share = everyone[0][0]
         rungs[count] = _rung(count, placed, everyone[-1][1], Fidelity(**measured))
@@ -110,6 +108,7 @@ def _rung(count: int, placed: Mapping[str, Candidate], upper: float, fidelity: F
         attentions=len(placed) - floors,
         log10_upper=upper if math.isfinite(upper) else None,
         agreement=fidelity.agreement,
+        agreement_at_least=fidelity.agreement_at_least,
         error=fidelity.error,
         accuracy=None if fidelity.right_after is None else fidelity.right_after / fidelity.images,
         taken=False,

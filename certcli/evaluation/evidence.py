@@ -53,6 +53,7 @@ class LipschitzResult(_Closed):
     lower: Measured | None = None
     why: Annotated[str, Meta(max_length=65_536)] = ""
     attention_weight: Measured | None = None
+    bound_of: Literal["logits", "features"] = "logits"
 
 
 class FinetuneParameters(_Closed):
@@ -127,7 +128,7 @@ class CertifyResult(_Closed):
     method: Text
     failure: Annotated[float, Meta(ge=0, lt=1)]
     promise: Text
-    arithmetic: Literal["real", "float64", "float32", "bf16"]
+    arithmetic: Literal["real", "float64", "float32", "tf32", "bf16", "fp16"]
     parameters: Json
     average_radius: Radius | UnsetType = UNSET
 
@@ -229,6 +230,7 @@ class Rung(_Closed):
     error: Measured
     accuracy: Share | None
     taken: bool
+    agreement_at_least: Share | UnsetType = UNSET
 
 
 class KeptResult(_Closed):
@@ -247,6 +249,8 @@ class KeptResult(_Closed):
     took_part: bool
     trained_on: bool
     chose: bool | UnsetType = UNSET
+    logits_error_at_most: Measured | UnsetType = UNSET
+    agreement_at_least: Share | UnsetType = UNSET
     trade: Annotated[list[Rung], Meta(max_length=10_000)] | UnsetType = UNSET
 
 

@@ -27,7 +27,7 @@ def appearance(tensors: Mapping[str, Tensor]) -> str:
         known = ", ".join(sorted(tensors)[:2])
         return f"has no certvit record, and its tensors ({known}, ...) are not those of a timm vision transformer"
     width, channels, patch = embedding.shape[0], embedding.shape[1], embedding.shape[2]
-    depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
+    depth = len({found[1] for name in tensors if (found := re.match(r"blocks\.(\d+)\.", name))})
     return (
         f"looks like a timm vision transformer (width {width}, depth {depth}, patch {patch}, {channels} channels), but "
         "its number of heads, mean and std cannot be known from its tensors"

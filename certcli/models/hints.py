@@ -16,6 +16,7 @@ class Hints:
     Attributes:
         as_stated: Believe these and config.json where the tensors fit another network too.
         weights: The weights to read of a file that holds raw and averaged ones.
+        features: Open a network without a classifier, which ends in features.
     """
 
     arch: str | None = None
@@ -24,6 +25,7 @@ class Hints:
     std: tuple[float, ...] | None = None
     as_stated: bool = False
     weights: Literal["raw", "ema"] | None = None
+    features: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -35,6 +37,6 @@ class Hints:
     @property
     def given(self) -> list[str]:
         """Return the options that are given, as spelled on the command line."""
-        named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std}
+        named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std, "--weights": self.weights}
         arguments = [f"--arch-arg {key}" for key in self.arch_args]
         return [option for option, value in named.items() if value] + arguments

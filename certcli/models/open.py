@@ -4,7 +4,7 @@ Tensors do not show heads, mean or standard deviation. `OpenCheckpoint.reading` 
 one, or that fits two networks, is refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
@@ -34,12 +34,12 @@ from certcli.models.converters.original import filtered
 from certcli.models.converters.transformers import convert as convert_transformers
 from certcli.models.converters.transformers import is_transformers
 from certcli.models.converters.transformers_config import PIXELS
-from certcli.models.converters.wrapping import TORCH_SUFFIXES, read_torch, unwrapped
+from certcli.models.converters.wrapping import TORCH_SUFFIXES, Bare, read_torch, unwrapped
 from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable
 from certcli.models.reading import Fact
-from certcli.models.weights import require_fitting
-from certcli.system.errors import ArchitectureError, CheckpointError, one_line
+from certcli.models.weights import require_computed, require_fitting
+from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError, one_line
 
 
 def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
@@ -47,9 +47,22 @@ def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
 
     Raises:
         CheckpointError: there is no such file, or it cannot be read.
-        ArchitectureError: no network fits its tensors, or two do.
+        ArchitectureError: no network fits its tensors, or two do, or it has no classifier and no hint allows for that.
     """
     hints = hints or Hints()
+    found = _opened(source, hints)
+    stated, own = found.record.classes, build.classes_of(found.net)
+    if bool(stated) != bool(own):
+        raise ArchitectureError(
+            f"the record of {source} says {stated} classes, and its network has {own}",
+            "the file was edited, or written by another program; go back to the checkpoint it came from",
+        )
+    if not stated and not hints.features:
+        raise _headless(source)
+    return found
+
+
+def _opened(source: str, hints: Hints) -> OpenCheckpoint:
     path = Path(source)
     try:
         found = path.exists()
@@ -91,87 +104,145 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     if not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
     if path.suffix in TORCH_SUFFIXES:
-        tensors = read_torch(path, hints.weights)
+        bare = read_torch(path, hints.weights)
     else:
         tensors, metadata = read_tensors(path)
+        bare = Bare(tensors)
     if KEY in metadata:
-        return _with_record(Checkpoint(tensors, Record.from_json(metadata[KEY])), path, hints)
-    tensors, prefix = unwrapped(tensors, path, hints.weights)
-    converted = _converted(tensors, path, hints)
-    found = _of_timm(path, tensors, hints) if converted is None else _as_timm(converted)
-    names = [Fact("names", f"without '{prefix}'", "the file")] if prefix else []
-    reading = replace(found.reading, facts=(*found.reading.facts, *names))
+        return _with_record(Checkpoint(bare.tensors, Record.from_json(metadata[KEY])), path, hints)
+    bare = unwrapped(bare, path, hints.weights)
+    converted = _converted(bare.tensors, path, hints)
+    found = _of_timm(path, bare, hints) if converted is None else _as_timm(converted, bare.facts())
     texts = {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
-    record = reading.noted(replace(found.record, foreign=texts))
-    return build.with_network(Checkpoint(found.tensors, record), found.net, reading)
+    record = _valid(found.reading.noted(replace(found.record, foreign=texts)), path.name)
+    return build.with_network(Checkpoint(found.tensors, record), found.net, found.reading)
+
+
+def _valid(record: Record, name: str) -> Record:
+    """Return the record; ArchitectureError unless it could be read again from a file of certvit's own."""
+    try:
+        return Record.from_json(record.to_json())
+    except CertvitError as failure:
+        raise ArchitectureError(
+            f"{one_line(name)} is described by values that no record may hold: {failure.message}",
+            "check the options and the configs beside the file",
+        ) from failure
+
+
+_OF_ANOTHER_SHAPE = (KeyError, IndexError, ValueError, RuntimeError, ArithmeticError, TypeError, AttributeError)
+"""Errors of torch and Python where a tensor is missing or has another shape than a converter expects."""
 
 
 def _converted(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converted | None:
     """Return the file in timm's terms where its names are another library's, else None."""
-    if is_transformers(tensors):
-        return convert_transformers(tensors, path, hints)
     family = torchvision.family_of(tensors)
-    return None if family is None else torchvision.convert(tensors, family, hints)
+    library = "transformers" if is_transformers(tensors) else f"torchvision's {family}"
+    try:
+        if is_transformers(tensors):
+            return convert_transformers(tensors, path, hints)
+        return None if family is None else torchvision.convert(tensors, family, hints)
+    except CertvitError:
+        raise
+    except _OF_ANOTHER_SHAPE as failure:
+        raise ArchitectureError(
+            f"{path} has the names of {library}, and tensors that do not fit them ({one_line(failure)[:160]})",
+            "fetch it again, as its author wrote it",
+        ) from failure
 
 
-def _as_timm(converted: Converted) -> OpenCheckpoint:
+def _as_timm(converted: Converted, facts: Sequence[Fact]) -> OpenCheckpoint:
     """Return the network of timm that computes the same function; ArchitectureError where a tensor is missing or left."""
     record, tensors = converted.record, converted.tensors
     net = build.build(record, like=tensors)
     try:
         require_fitting(net, tensors)
+        require_computed(net, converted.computed)
     except ArchitectureError as failure:
         raise ArchitectureError(
             f"{converted.source}, by timm's names: {failure.message}", "its config may belong to another file"
         ) from failure
     reading = reading_of(net, record, converted.origins, f"{converted.source}, converted", converted.doubts)
-    return build.with_network(Checkpoint(tensors, record), net, reading)
+    return build.with_network(Checkpoint(tensors, record), net, reading.with_facts(facts))
 
 
-def _of_timm(path: Path, tensors: dict[str, Tensor], hints: Hints) -> OpenCheckpoint:
+def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
     """Return the network of a file with timm's names, or those of the repository that timm took the network from."""
     config, doubts = config_beside(path, hints)
     if hints.arch is None and config is None:
-        raise ArchitectureError(f"{path} {appearance(tensors)}", _MISSING_HINT)
-    description = describe(path, hints, config, tensors)
+        raise ArchitectureError(f"{path} {appearance(bare.tensors)}", _MISSING_HINT)
+    description = describe(path, hints, config, bare.tensors)
     record = description.record
-    net = description.net or build.build(record, like=tensors)
-    fitting = _fitting(path, tensors, net, hints)
+    net = description.net or build.build(record, like=bare.tensors)
+    try:
+        bare = _fitting(path, bare, net, hints)
+    except ArchitectureError:
+        if not hints.features and _ends_in_features(path, bare, record, hints):
+            raise _headless(str(path)) from None
+        raise
     if config is not None:
         require_consistent(config, net, config_path(path), hints)
     if not hints.as_stated:
-        why = rival(net, record, fitting, hints.arch_args)
+        why = rival(net, record, bare.tensors, hints.arch_args)
         if why is not None:
             raise ArchitectureError(
                 f"which network is {path.name}? {why}",
                 "--as-stated if it was trained with these arguments; else leave them out",
             )
-        if config is not None and (why := rival(net, record, fitting, config.model_args)) is not None:
+        if config is not None and (why := rival(net, record, bare.tensors, config.model_args)) is not None:
             doubts.append(f"config.json is believed: {why}")
     doubts = doubts or statistics_doubts(net, record)
-    reading = reading_of(net, record, description.origins, doubts=doubts)
-    if fitting is not tensors:
-        fact = Fact("tensors", "renamed", "timm's filter for the original repository")
-        reading = replace(reading, facts=(*reading.facts, fact))
-    return build.with_network(Checkpoint(fitting, record), net, reading)
+    if config is not None and config.num_classes not in (None, record.classes, hints.arch_args.get("num_classes")):
+        head = f"the head has {record.classes}: the head is taken" if record.classes else "the file has no classifier"
+        doubts.append(f"config.json says {config.num_classes} classes, {head}")
+    reading = reading_of(net, record, description.origins, doubts=doubts).with_facts(bare.facts())
+    return build.with_network(Checkpoint(bare.tensors, record), net, reading)
 
 
-def _fitting(path: Path, tensors: dict[str, Tensor], net: nn.Module, hints: Hints) -> dict[str, Tensor]:
-    """Return the tensors by the network's names, by timm's filter where they do not fit; refuse what would not load."""
+def _fits(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
     try:
         require_fitting(net, tensors)
-        return tensors
+        return True
+    except ArchitectureError:
+        return False
+
+
+def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
+    """Return the tensors by the network's names, by timm's filter where they do not fit; refuse what would not load."""
+    whole = {bare.prefix + name: value for name, value in bare.tensors.items()}
+    if whole.keys() == net.state_dict().keys():
+        bare = replace(bare, tensors=whole, prefix="")  # three of timm's networks consist of one module `encoder`
+    tensors = bare.tensors
+    try:
+        require_fitting(net, tensors)
+        return bare
     except ArchitectureError as failure:
         found = filtered(tensors, net)
-        if found is not None:
-            with suppress(ArchitectureError):
-                require_fitting(net, found)
-                return found
+        if found is not None and _fits(net, found):
+            own = {name for name, _ in net.named_buffers()}
+            require_computed(net, {name: value for name, value in tensors.items() if name in own - found.keys()})
+            return replace(bare, tensors=found, original=True)
         if hints.arch is None and not hints.arch_args:
             raise ArchitectureError(
                 failure.message, f"does {config_path(path)} belong to another file? Name the architecture with --arch"
             ) from failure
         raise
+
+
+def _ends_in_features(path: Path, bare: Bare, record: Record, hints: Hints) -> bool:
+    """Tell whether the tensors are those of the same network without a classifier."""
+    arguments = {**record.arch_args, "num_classes": 0}
+    try:
+        _fitting(path, bare, build.create(record.arch, arguments, initialise=False, like=bare.tensors), hints)
+        return True
+    except ArchitectureError:
+        return False
+
+
+def _headless(source: str) -> ArchitectureError:
+    return ArchitectureError(
+        f"{one_line(source)} has no classifier: its network ends in features",
+        "certvit lipschitz --features proves a bound to them; all other commands need a classifier",
+    )
 
 
 def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> OpenCheckpoint:
@@ -252,6 +323,7 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     if why is not None:
         raise ArchitectureError(f"{name} is not published with these arguments: {why}", "--as-stated if it is meant")
     doubts = [] if hints.arch is None else [f"{name} names its architecture: --arch ignored"]
+    doubts += [] if hints.weights is None else [f"{name} is one set of weights: --weights ignored"]
     doubts += [
         f"{name} was published with {option[2:]} {published}, {option} says otherwise"
         for option, given, published in (

@@ -1,5 +1,6 @@
 """What was assumed in reading a file, and where each assumption came from."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +38,9 @@ class Reading:
     def to_json(self) -> dict[str, Any]:
         facts = {fact.name: {"value": fact.value, "from": fact.origin} for fact in self.facts}
         return {**facts, "doubts": list(self.doubts)}
+
+    def with_facts(self, facts: Sequence[Fact]) -> "Reading":
+        return replace(self, facts=(*self.facts, *facts))
 
     def noted(self, record: Record) -> Record:
         """Return the record of a foreign file with these facts in `foreign`."""

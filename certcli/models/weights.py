@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from certcli.checkpoint import mapped
 from certcli.checkpoint.file import FLOATS, INTEGERS
-from certcli.system.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError, one_line
 
 
 def load_weights(
@@ -53,6 +53,25 @@ def require_fitting(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             f"architecture and tensors disagree: {'; '.join(problems)}",
             "name the architecture with --arch (and --arch-arg key=value), or put timm's config.json beside the file",
         )
+
+
+def require_computed(net: nn.Module, stated: Mapping[str, Tensor]) -> None:
+    """Raise ArchitectureError unless tensors that the network computes itself are, in the file, what it computes.
+
+    A difference is allowed up to four roundings of the file's type, which logarithms may differ by.
+    """
+    own = dict(net.named_buffers())
+    for name, value in stated.items():
+        if name not in own:
+            raise ArchitectureError(f"architecture and tensors disagree: unexpected '{one_line(name)}'")
+        expected = own[name].double().flatten()
+        rounding = 4 * torch.finfo(value.dtype).eps if value.dtype.is_floating_point else 0.0
+        allowed = rounding * float(expected.abs().max()) if len(expected) else 0.0
+        same = value.numel() == len(expected)
+        if not (same and torch.allclose(value.double().flatten(), expected, rtol=0, atol=allowed)):
+            raise ArchitectureError(
+                f"'{one_line(name)}' is not the one that timm's network computes: another window, or an edited file"
+            )
 
 
 def _kind(tensor: Tensor) -> str:

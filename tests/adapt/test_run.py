@@ -14,6 +14,8 @@ from certcli.adapt.run import Adapter
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.state import load_state, save_state
 from certcli.checkpoint.file import Checkpoint
+from certcli.cli.adapt.run import say_training_follows
+from certcli.cli.shared.output import Sink
 from certcli.images import datasets
 from certcli.models import build as models
 from certcli.system.errors import ArchitectureError, CheckpointError
@@ -234,6 +236,19 @@ def test_a_goal_chooses_the_parts_and_what_is_kept_is_told(
     if chosen[0] == "keep":  # nothing but eps and rows below every floor seen can differ
         assert kept["agreement"] >= 0.95
         assert kept["logits_error"] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("goal", "classes", "said"),
+    [("keep", 1000, ""), ("certify", 10, "must follow"), ("certify", 1000, "does not fit 1000 classes")],
+)
+def test_training_to_follow_is_announced(
+    goal: str, classes: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_training_follows(AdaptSettings(goal), classes, Sink(False, False))
+    words = " ".join(capsys.readouterr().err.split())
+    assert said in words
+    assert bool(words) == bool(said)
 
 
 def test_an_unknown_goal_is_refused_before_any_work(workshop: Path) -> None:

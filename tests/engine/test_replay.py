@@ -178,7 +178,18 @@ def constant_0() -> nn.Module:
     return Named()
 
 
+def hooked(before: bool) -> nn.Module:
+    net = Net(lambda m, x: m.act(x), act=nn.ReLU())
+    if before:
+        net.act.register_forward_pre_hook(lambda module, inputs: (50 * inputs[0],))
+    else:
+        net.act.register_forward_hook(lambda module, inputs, output: 50 * output)
+    return net
+
+
 TRACES: dict[str, Case] = {
+    "a hook": (lambda: hooked(False), "act has a forward hook"),
+    "a hook before": (lambda: hooked(True), "act has a forward hook"),
     "written into a copy": (lambda: Net(adds_to_store), "writes"),
     "written out": (lambda: Net(writes_out), "writes"),
     "written into a buffer": (lambda: Net(adds_to_buffer), "writes"),
@@ -230,6 +241,16 @@ def test_a_network_that_is_not_its_trace_has_no_bound(name: str) -> None:
     states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     judge(net, reason)
     assert states == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+@pytest.mark.parametrize("register", ["register_module_forward_hook", "register_module_forward_pre_hook"])
+def test_a_hook_for_all_modules_leaves_no_bound(register: str) -> None:
+    net = Net(lambda m, x: m.act(x), act=nn.ReLU()).double().eval()
+    handle = getattr(nn.modules.module, register)(lambda module, inputs, *output: None)
+    try:
+        judge(net, "a hook is set for all modules")
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -68,12 +68,16 @@ def torchvision_swin(**parts: Any) -> nn.Module:
     return SwinTransformer([4, 4], 8, [1, 2], [1, 2], [4, 4], num_classes=3, **parts)
 
 
+def torchvision_swin_v2() -> nn.Module:
+    return torchvision_swin(block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2)
+
+
 STATISTICS: dict[str, Any] = {"mean": (0.5,), "std": (0.25,)}
 TORCHVISION: dict[str, tuple[Callable[[], nn.Module], Hints]] = {
     "vit": (lambda: VisionTransformer(16, 8, 2, 2, 16, 24, num_classes=3), Hints(None, {"num_heads": 2}, **STATISTICS)),
     "swin": (torchvision_swin, Hints(None, {"img_size": 32}, **STATISTICS)),
     "swin, version 2": (
-        lambda: torchvision_swin(block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2),
+        torchvision_swin_v2,
         Hints(None, {"img_size": 32}, **STATISTICS),
     ),
     "convnext": (
@@ -161,17 +165,52 @@ def test_original_names_pass_timms_own_filter(tmp_path: Path) -> None:
     }
     net = timm.create_model("swin_tiny_patch4_window7_224", **arguments, num_classes=3)
     tensors = weights({key: value.shape for key, value in net.state_dict().items()})
+    index = "layers.0.blocks.0.attn.relative_position_index"
     original = {
         name.replace("layers.1.downsample", "layers.0.downsample").replace("head.fc.", "head."): value
         for name, value in tensors.items()
     }
     torch.save(
-        {"model": {**original, "layers.0.blocks.0.attn.relative_position_index": torch.zeros(16, 16)}},
+        {"model": {**original, index: net.get_buffer(index)}},
         tmp_path / "s.pth",
     )
-    found = open_checkpoint(str(tmp_path / "s.pth"), Hints("swin_tiny_patch4_window7_224", arguments))
+    hints = Hints("swin_tiny_patch4_window7_224", arguments)
+    found = open_checkpoint(str(tmp_path / "s.pth"), hints)
     assert all(torch.equal(found.tensors[key], value) for key, value in tensors.items())
     assert "timm's filter" in found.reading.line()
+    torch.save({**original, index: net.get_buffer(index).roll(1)}, tmp_path / "s.pth")
+    with pytest.raises(ArchitectureError, match="relative_position_index"):
+        open_checkpoint(str(tmp_path / "s.pth"), hints)
+
+
+Edit = Callable[[dict[str, Tensor]], dict[str, Any]]
+QUERY = "vit.encoder.layer.0.attention.attention.query.weight"
+INDEX = "swin.encoder.layers.0.blocks.0.attention.self.relative_position_index"
+
+
+def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {key: value for key, value in tensors.items() if key != name}
+
+
+def endless() -> dict[str, Any]:
+    found: dict[str, Any] = {"epoch": 1}
+    found["model"] = found
+    return found
+
+
+def edited(name: str, edit: Edit) -> Callable[[Path], str]:
+    """Return what writes a checkpoint of transformers with edited tensors."""
+
+    def write(folder: Path) -> str:
+        transformers_folder(TRANSFORMERS[name], folder)
+        save_file(edit(weights(TRANSFORMERS[name]["shapes"])), folder / "model.safetensors")
+        return str(folder)
+
+    return write
+
+
+def torchvision_edited(name: str, edit: Edit) -> Callable[[Path], str]:
+    return lambda folder: saved(folder, edit(dict(TORCHVISION[name][0]().state_dict())))
 
 
 REFUSED: dict[str, tuple[Callable[[Path], str], Hints, str]] = {
@@ -209,10 +248,74 @@ REFUSED: dict[str, tuple[Callable[[Path], str], Hints, str]] = {
         Hints(),
         "torchvision",
     ),
+    "a class of another family": (
+        lambda folder: transformers_folder(TRANSFORMERS["vit"], folder, architectures=["SwinForImageClassification"]),
+        Hints(),
+        "SwinForImageClassification",
+    ),
+    "query and key of other widths": (edited("vit", lambda t: {**t, QUERY: torch.ones(16, 9)}), Hints(), "do not fit"),
+    "a key without its query": (edited("vit", lambda t: without(t, QUERY)), Hints(), "unexpected"),
+    "a key of no attention": (edited("vit", lambda t: {**t, "vit.key.weight": torch.ones(2)}), Hints(), "unexpected"),
+    "two names of one tensor": (
+        edited("vit", lambda t: {**t, QUERY.replace("attention.attention.query", "attention.q_proj"): t[QUERY] + 1}),
+        Hints(),
+        "two tensors",
+    ),
+    "another order of positions": (edited("swin", lambda t: {**t, INDEX: torch.zeros(16, 16).long()}), Hints(), "index"),
+    "positions of no layer": (
+        edited("swin", lambda t: {**t, INDEX.replace("layers.0", "layers.7"): torch.zeros(16, 16).long()}),
+        Hints(),
+        "unexpected",
+    ),
+    "a crop of nothing": (
+        lambda folder: transformers_folder(
+            TRANSFORMERS["vit"], folder, {**PIXELS, "do_center_crop": True, "size": {"shortest_edge": 10**9}}
+        ),
+        Hints(),
+        "no record may hold",
+    ),
+    "a dictionary that contains itself": (lambda folder: saved(folder, endless()), Hints(), "not a dictionary"),
+    "blocks without numbers": (
+        lambda folder: saved(folder, {**plain(), "blocks.x.y": torch.ones(1)}), Hints(), "looks like a timm"
+    ),
+    "no averaged weights": (
+        lambda folder: saved(folder, plain()), Hints("vit_tiny_patch16_224", SMALL, weights="ema"), "no averaged"
+    ),
+    "averaged weights alone": (
+        lambda folder: saved(folder, prefixed("model_ema.")),
+        Hints("vit_tiny_patch16_224", SMALL, weights="raw"),
+        "no raw",
+    ),
+    "stages up to a hundred million": (
+        torchvision_edited("convnext", lambda t: {**t, "stages.99999999.blocks.0.gamma": torch.ones(4, 1, 1)}),
+        TORCHVISION["convnext"][1],
+        "numbered",
+    ),
+    "no width": (
+        torchvision_edited("swin", lambda t: {**t, "features.0.0.weight": torch.ones(0, 3, 4, 4)}),
+        TORCHVISION["swin"][1],
+        "do not fit|disagree",
+    ),
+    "windows past the edge": (
+        lambda folder: transformers_folder(TRANSFORMERS["swin"], folder, image_size=36), Hints(), "whole windows"
+    ),
+    "windows past the edge, version 2": (
+        lambda folder: transformers_folder(TRANSFORMERS["swinv2"], folder, image_size=48), Hints(), "whole windows"
+    ),
+    "windows past torchvision's edge": (
+        torchvision_edited("swin, version 2", dict), Hints(None, {"img_size": 16}, **STATISTICS), "whole windows"
+    ),
+    "a flat table, edited": (
+        torchvision_edited(
+            "swin", lambda t: {**t, "features.1.0.attn.relative_position_index": torch.zeros(256).long()}
+        ),
+        TORCHVISION["swin"][1],
+        "relative_position_index",
+    ),
 }  # fmt: skip
 
 
-def saved(folder: Path, tensors: dict[str, Tensor]) -> str:
+def saved(folder: Path, tensors: dict[str, Any]) -> str:
     torch.save(tensors, folder / "weights.pth")
     return str(folder / "weights.pth")
 

@@ -39,6 +39,7 @@ ROWS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "dinov2, registers": ("Dinov2WithRegisters", {**_DINO, "num_register_tokens": 2}),
     "swin": ("Swin", _SWIN),
     "swinv2": ("Swinv2", _SWIN),
+    "swinv2, a window larger than a stage": ("Swinv2", {**_SWIN, "image_size": 16}),
     "swinv2, another window": ("Swinv2", {**_SWIN, "pretrained_window_sizes": [6, 6]}),
     "convnext": (
         "ConvNext",

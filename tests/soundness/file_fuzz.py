@@ -31,10 +31,12 @@ from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import load_state, save_state
 from certcli.images import datasets
 from certcli.models import build
+from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import CertvitError
 from certcli.verification.laws import verify_laws
 from tests.helpers.commands import console
+from tests.models.transformers_logits import FILE, PIXELS, weights
 from tests.soundness.edits import BAIT, Case, edit_bytes, edit_text, main
 
 TOO_LONG = 20
@@ -98,7 +100,7 @@ class Laboratory:
         config = {"architecture": "certvit_vit_digits", "num_classes": 10, "model_args": TINY}
         self.config_text = json.dumps({**config, "pretrained_cfg": pretrained})
         Path(BAIT).write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
-        for folder in ("hub", "cut", "images/a", "table"):
+        for folder in ("hub", "cut", "images/a", "table", "foreign"):
             Path(folder).mkdir(parents=True)
         safetensors.torch.save_file(self.tensors, "hub/model.safetensors")
         self.write("good.safetensors", self.record)
@@ -121,6 +123,10 @@ class Laboratory:
         self.pictures += [(end, self.picture(rows, kind)) for end, kind in
                           (("png", "PNG"), ("tif", "TIFF"), ("bmp", "BMP"), ("pgm", "PPM"))]  # fmt: skip
         Path("table/x.png").write_bytes(self.pictures[1][1])
+        self.foreign = list(json.loads(FILE.read_text()).values())
+        from torchvision.models import VisionTransformer  # after certcli.system.compat
+
+        self.torchvision = dict(VisionTransformer(16, 8, 1, 2, 8, 8, num_classes=3).state_dict())
 
     @staticmethod
     def picture(pixels: np.ndarray, kind: str) -> bytes:
@@ -179,6 +185,41 @@ class Laboratory:
         build.load(open_checkpoint("hub"))
         return 0
 
+    def of_transformers(self, rng: random.Random) -> int:
+        row = rng.choice(self.foreign)
+        texts = {"config": json.dumps(row["config"]), "preprocessor_config": json.dumps(PIXELS)}
+        tensors, edited = weights(row["shapes"]), rng.choice([*texts, "tensors"])
+        if edited == "tensors":
+            tensors = self.swapped(tensors, rng)
+        else:
+            texts[edited] = edit_text(texts[edited], rng)
+        for name, text in texts.items():
+            Path(f"foreign/{name}.json").write_text(text, errors="replace")
+        safetensors.torch.save_file(tensors, "foreign/model.safetensors")
+        build.load(open_checkpoint("foreign"))
+        return 0
+
+    def of_torch(self, rng: random.Random) -> int:
+        """Read an edited state dict in a wrapping that may contain itself, by torchvision's names."""
+        keys = rng.choices(("model", "state_dict", "model_ema", "module", "optimizer"), k=2)
+        inner: dict[str, Any] = {keys[1]: self.swapped(self.torchvision, rng)}
+        if rng.random() < 0.2:
+            inner[rng.choice(("model", "ema"))] = inner
+        torch.save({keys[0]: inner, "epoch": 1}, "m.pth")
+        arguments = {"num_heads": rng.choice((2, 3, 0))}
+        build.load(open_checkpoint("m.pth", Hints(None, arguments, (0.5,), (0.5,), weights=rng.choice((None, "ema")))))
+        return 0
+
+    @staticmethod
+    def swapped(tensors: dict[str, torch.Tensor], rng: random.Random) -> dict[str, torch.Tensor]:
+        """Edit a tensor, or give a copy of it a name that is made of two others'."""
+        if rng.random() < 0.5:
+            return edit_tensors(tensors, rng)
+        first, second, third = rng.choices([name.split(".") for name in tensors], k=3)
+        cut = rng.randrange(1, 1 + len(second))
+        name = ".".join([*second[:cut], *third[cut:]]).replace("0", rng.choice(("0", "1", "99999999", "x")))
+        return {**tensors, name: tensors[".".join(first)].clone()}
+
     def of_report(self, rng: random.Random) -> int:
         try:
             verify_laws(decode(edit_text(self.report_text, rng), ReportFields))
@@ -207,8 +248,8 @@ class Laboratory:
 
 
 KINDS = {
-    "record": 40, "config": 13, "bytes": 11, "tensors": 9, "index": 9, "report": 6, "state": 4, "image": 5, "table": 3,
-    "records": 2, "audit": 0.5,
+    "record": 40, "config": 9, "transformers": 4, "torch": 4, "bytes": 9, "tensors": 8, "index": 8, "report": 6,
+    "state": 4, "image": 5, "table": 3, "records": 2, "audit": 0.5,
 }  # fmt: skip
 
 

@@ -66,6 +66,7 @@ def adapt(
     path = output.target("adapt", source.ckpt, source, data, state=KEY)
     state_path = beside(path, "state")
     checkpoint = source.open(sink)
+    run.say_training_follows(settings, checkpoint.record.classes, sink)
     plan(checkpoint, settings)  # refuses parts that cannot be replaced before any image is read
     images = data.images(checkpoint.record, sink)
     seen, unseen = hold_out(images)
@@ -83,7 +84,9 @@ def adapt(
     require_own_state(state_path, KEY, adapter.identity, output.force or mode.resume)
     run.fit(adapter, state_path, mode.resume, sink)
     result = remember(adapter.result(), seen)  # before the comparison: `result` folds norms
-    end_to_end = fidelity.fidelity_document(reference, adapter.student, checkpoint.record, took_part=not len(unseen))
+    end_to_end = fidelity.fidelity_document(
+        reference, adapter.student, checkpoint.record, took_part=not len(unseen), refitted=settings.refit
+    )
     written = build.load(result, machine.pick())
     after = _proven("upper_after", written, checkpoint)
     before = team().everyone(None if team().several else _proven("upper_before", adapter.teacher, checkpoint))[-1]

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from certcli.evaluation.intervals import share_interval
+from certcli.evaluation.intervals import counted, share_interval
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,10 +64,9 @@ def certify_page(
         least = found.threats[0]
         held, about = found.against(least), certifier.title[:1].upper() + certifier.title[1:]
         where = f"against every patch of {least.key} pixels" if of_patches else f"at {least.norm} {least.proven()}"
-        verdict.append(
-            f"{certifier.method} certifies {round(held * count)} of {count} images ({result.share(least)}) {where}, "
-            f"{promise}. {about}."
-        )
+        kept = f"certifies {counted(round(held * count), count, digits=1)}"
+        way = kept if certifier.searches(least) else "was not drawn for images"
+        verdict.append(f"{certifier.method} {way} {where}, {promise}. {about}.")
     if attacked:
         shares = sorted((threat, sum(left.values()) / len(left)) for threat, left in attacked.items())
         count = len(next(iter(attacked.values())))

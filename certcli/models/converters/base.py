@@ -1,25 +1,31 @@
 """What every converter returns, and how it renames tensors."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from certcli.checkpoint.record import Record
+from certcli.system.errors import ArchitectureError, one_line
 
 Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
 """Rows (regular expression, replacement), applied to a name one after the other."""
+
+COMPUTED = r"relative_position_index$|relative_coords_table$"
+"""Tensors that timm's network computes itself."""
 
 
 @dataclass(frozen=True)
 class Converted:
     """A file in timm's terms.
 
-    source: what was recognised, for the reading line ("transformers' ViTForImageClassification").
-    origins: where a fact of the record came from, by fact (`certcli.models.assumptions`).
-    doubts: what may make the network another one than its author's, a sentence each.
+    Attributes:
+        source: The network that was recognised, for the reading line ("transformers' ViTForImageClassification").
+        origins: The origin of each fact of the record, by fact (`certcli.models.assumptions`).
+        doubts: A sentence for each reason why the network may be another one than its author's.
+        computed: The file's copies of tensors that timm's network computes itself.
     """
 
     tensors: dict[str, Tensor]
@@ -27,22 +33,53 @@ class Converted:
     source: str
     origins: Mapping[str, str]
     doubts: tuple[str, ...] = ()
+    computed: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def require_whole_windows(sides: Iterable[int], patch: int, stages: int, window: int, *, shrinks: bool = False) -> None:
+    """Raise ArchitectureError unless the windows of every Swin stage cover its tokens exactly.
+
+    At the edge, transformers and torchvision pad a window in other places than timm.
+
+    Args:
+        shrinks: Whether a window is never larger than its stage, as in timm and in transformers' Swin v2.
+    """
+    for side in sides:
+        tokens = [side / patch / 2**stage for stage in range(stages)]
+        if any(count % (min(window, count) if shrinks else window) for count in tokens):
+            raise ArchitectureError(
+                f"{side} pixels are {', '.join(f'{count:g}' for count in tokens)} tokens in Swin's stages, no whole "
+                f"windows of {window}: timm's Swin would compute another function",
+                "the image size that it was trained with: --arch-arg img_size=... for torchvision's",
+            )
+
+
+def by_name(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the pairs as a dictionary; ArchitectureError where two tensors would get one name."""
+    found: dict[str, Tensor] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ArchitectureError(f"two tensors of the file are timm's '{one_line(name)}'")
+        found[name] = value
+    return found
 
 
 def renamed(tensors: Mapping[str, Tensor], table: Renames) -> dict[str, Tensor]:
     """Return the tensors under the names that the table's rows make of theirs, in order."""
     rows = [(re.compile(pattern), template) for pattern, template in table]
-    found: dict[str, Tensor] = {}
-    for name, value in tensors.items():
+
+    def new(name: str) -> str:
         for pattern, template in rows:
             name = pattern.sub(template, name)
-        found[name] = value
-    return found
+        return name
+
+    return by_name((new(name), value) for name, value in tensors.items())
 
 
-def dropped(tensors: Mapping[str, Tensor], pattern: str) -> dict[str, Tensor]:
-    """Return the tensors without those whose name matches: the network of timm computes them or never reads them."""
-    return {name: value for name, value in tensors.items() if not re.search(pattern, name)}
+def parted(tensors: Mapping[str, Tensor], pattern: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors whose names do not match the pattern, and those whose names do."""
+    matching = {name: value for name, value in tensors.items() if re.search(pattern, name)}
+    return {name: value for name, value in tensors.items() if name not in matching}, matching
 
 
 def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -50,17 +87,20 @@ def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     An attention whose key has no bias (BEiT, Swin v2) keeps `q_bias` and `v_bias`, as timm's does.
     """
-    found = {name: value for name, value in tensors.items() if not re.search(r"\.(query|key|value)\.", name)}
+    new: list[tuple[str, Tensor]] = []
+    used: set[str] = set()
     for name in tensors:
-        if not name.endswith(".query.weight"):
-            continue
         path = name.removesuffix("query.weight")
-        parts = [tensors.get(f"{path}{part}.weight") for part in ("query", "key", "value")]
-        biases = [tensors.get(f"{path}{part}.bias") for part in ("query", "key", "value")]
-        found[f"{path}qkv.weight"] = torch.cat([part for part in parts if part is not None])
-        if all(bias is not None for bias in biases):
-            found[f"{path}qkv.bias"] = torch.cat([bias for bias in biases if bias is not None])
+        parts = [f"{path}{part}" for part in ("query", "key", "value")]
+        if path == name or not all(f"{part}.weight" in tensors for part in parts):
+            continue
+        new.append((f"{path}qkv.weight", torch.cat([tensors[f"{part}.weight"] for part in parts])))
+        biases = [tensors.get(f"{part}.bias") for part in parts]
+        stated = [bias for bias in biases if bias is not None]
+        if len(stated) == 3:
+            new.append((f"{path}qkv.bias", torch.cat(stated)))
         else:
-            kept = zip(("q_bias", "k_bias", "v_bias"), biases, strict=True)
-            found |= {path + key: bias for key, bias in kept if bias is not None}
-    return found
+            keys = (f"{path}{letter}_bias" for letter in "qkv")
+            new += [(key, bias) for key, bias in zip(keys, biases, strict=True) if bias is not None]
+        used |= {f"{part}.{kind}" for part in parts for kind in ("weight", "bias")}
+    return by_name([*new, *((name, value) for name, value in tensors.items() if name not in used)])

@@ -7,7 +7,7 @@ published network of the same sizes; for other sizes the options must give them.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import certcli.system.compat  # noqa: F401 (before torchvision)
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from certcli.checkpoint.record import InputSpec, Record
 from certcli.checkpoint.schema import require_pixels
-from certcli.models.converters.base import Converted, Renames, dropped, renamed
+from certcli.models.converters.base import COMPUTED, Converted, Renames, by_name, parted, renamed, require_whole_windows
 from certcli.models.hints import Hints
 from certcli.system.errors import ArchitectureError, Refused
 
@@ -86,6 +86,7 @@ class SizedNetwork:
     tensors: dict[str, Tensor]
     size: tuple[int, int, int]
     published: str | None
+    computed: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def family_of(tensors: Mapping[str, Tensor]) -> str | None:
@@ -103,12 +104,7 @@ def convert(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Convert
     Raises:
         ArchitectureError: its sizes are of no published network, and the options do not say what its tensors cannot.
     """
-    try:
-        network = {"vit": _vit, "swin": _swin, "swin_v2": _swin, "convnext": _convnext}[family](tensors, hints)
-    except (KeyError, IndexError, ValueError) as failure:
-        raise ArchitectureError(
-            f"the tensors begin as those of torchvision's {family}, and do not go on so ({failure})"
-        ) from failure
+    network = {"vit": _vit, "swin": _swin, "swin_v2": _swin, "convnext": _convnext}[family](tensors, hints)
     spec, origins = _input(network, hints)
     arguments = {**network.arguments, **hints.arch_args}
     if family == "convnext":
@@ -118,12 +114,15 @@ def convert(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Convert
     origins |= dict.fromkeys(hints.arch_args, "--arch-arg")
     name = network.published or family
     doubts = () if hints.arch is None else (f"the tensors are torchvision's {name}: --arch ignored",)
-    return Converted(network.tensors, record, f"torchvision's {name}", origins, doubts)
+    return Converted(network.tensors, record, f"torchvision's {name}", origins, doubts, network.computed)
 
 
 def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
-    """One more than the largest number that the pattern finds in a name."""
-    return 1 + max(int(found[1]) for name in tensors if (found := re.match(pattern, name)))
+    """Return the count of numbers that the pattern finds in names; ValueError unless they are 0, 1, 2, ..."""
+    numbers = {int(found[1]) for name in tensors if (found := re.match(pattern, name))}
+    if not numbers or max(numbers) != len(numbers) - 1:
+        raise ValueError("its blocks are not numbered from 0 on")
+    return len(numbers)
 
 
 def _vit(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
@@ -160,7 +159,7 @@ def _stages(tensors: Mapping[str, Tensor], pattern: str) -> list[int]:
 
 def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
     second = family_of(tensors) == "swin_v2"
-    found = dropped(renamed(tensors, _SWIN_NAMES), r"relative_position_index$|relative_coords_table$")
+    found, computed = parted(renamed(tensors, _SWIN_NAMES), COMPUTED)
     width, channels, patch, _ = found["patch_embed.proj.weight"].shape
     depths = _stages(found, r"layers\.")
     firsts = [f"layers.{stage}.blocks.0.attn." for stage in range(len(depths))]
@@ -175,6 +174,7 @@ def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
             [found[f"{path}relative_position_bias_table"].shape[1] for path in firsts],
         )
     side = _side(hints, 256 if second else 224)
+    require_whole_windows([side], patch, len(depths), window)
     arguments = {
         "img_size": side,
         "patch_size": patch,
@@ -188,23 +188,28 @@ def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
     }
     family, arch = ("swin_v2", "swinv2_tiny_window8_256") if second else ("swin", "swin_tiny_patch4_window7_224")
     published = _PUBLISHED.get((family, patch, width, tuple(depths)))
-    return SizedNetwork(family, arch, arguments, found, (channels, side, side), published)
+    return SizedNetwork(family, arch, arguments, found, (channels, side, side), published, computed)
 
 
 def _without_key_bias(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """torchvision sets the key's third of Swin v2's bias to zero in each forward pass; timm has no such tensor."""
-    found = dict(tensors)
-    for name in tensors:
+    found: list[tuple[str, Tensor]] = []
+    for name, value in tensors.items():
+        path = name.removesuffix("qkv.bias")
         if name.endswith(".attn.qkv.bias"):
-            query, _, value = found.pop(name).chunk(3)
-            path = name.removesuffix("qkv.bias")
-            found |= {f"{path}q_bias": query.clone(), f"{path}v_bias": value.clone()}
-    return found
+            query, _, values = value.chunk(3)
+            found += [(f"{path}q_bias", query.clone()), (f"{path}v_bias", values.clone())]
+        else:
+            found.append((name, value))
+    return by_name(found)
 
 
 def _convnext(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
     found = renamed(tensors, _CONVNEXT_NAMES)
-    found = {name: value.flatten() if name.endswith(".gamma") else value for name, value in found.items()}
+    found = {
+        name: value.flatten() if name.endswith(".gamma") and value.shape[1:] == (1, 1) else value
+        for name, value in found.items()
+    }
     width, channels, patch, _ = found["stem.0.weight"].shape
     depths = _stages(found, r"stages\.")
     arguments = {

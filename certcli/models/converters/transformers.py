@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint.record import Record, Replacement
-from certcli.models.converters.base import Converted, Renames, dropped, joined, renamed
+from certcli.models.converters.base import COMPUTED, Converted, Renames, joined, parted, renamed, require_whole_windows
 from certcli.models.converters.transformers_config import (
     CONFIG,
     PIXELS,
@@ -52,12 +52,26 @@ Described = Callable[[Any, str], TimmNetwork]
 
 @dataclass(frozen=True)
 class ModelType:
-    """One `model_type` of transformers: its config's type, timm's network for it, the names, and a last conversion."""
+    """One `model_type` of transformers.
 
+    Attributes:
+        classifier: The class whose logits timm's network gives; one with a suffix of `suffixes` too.
+        config: The type of its config.
+        describe: Returns timm's network for a config and a class.
+        names: How its tensors are renamed.
+        finish: A last conversion of the tensors.
+    """
+
+    classifier: str
     config: type[Config]
     describe: Described
     names: Renames
     finish: Callable[[dict[str, Tensor], Any], dict[str, Tensor]] = lambda tensors, _: tensors
+    suffixes: tuple[str, ...] = ("",)
+
+    @property
+    def classes(self) -> list[str]:
+        return [f"{self.classifier}ForImageClassification{suffix}" for suffix in self.suffixes]
 
 
 _TOKEN_NAMES: Renames = (
@@ -192,6 +206,10 @@ def _swin(config: SwinConfig, _: str) -> TimmNetwork:
         raise Refused("use_absolute_embeddings and attention without qkv_bias have no counterpart in timm's Swin")
     if config.layer_norm_eps != 1e-5:  # transformers' other norms keep 1e-5
         raise Refused(f"layer_norm_eps is {config.layer_norm_eps:g}: only Swin's own 1e-5 is converted")
+    sides = [config.image_size] if isinstance(config.image_size, int) else config.image_size
+    require_whole_windows(
+        sides, config.patch_size, len(config.depths), config.window_size, shrinks=second and len(set(sides)) == 1
+    )
     activation = _activation(config)
     if activation and not second:
         raise Refused(f"timm's Swin has no activation '{config.hidden_act}'")
@@ -238,32 +256,31 @@ def _dinov2_tensors(tensors: dict[str, Tensor], config: TokenConfig) -> dict[str
 
 def _swin_tensors(tensors: dict[str, Tensor], config: SwinConfig) -> dict[str, Tensor]:
     """transformers merges patches at the end of a stage, timm at the start of the next."""
-    return {
-        re.sub(r"^layers\.(\d+)\.downsample", lambda found: f"layers.{int(found[1]) + 1}.downsample", name): value
-        for name, value in tensors.items()
-    }
+    return renamed(tensors, [(r"^layers\.(\d+)\.downsample", lambda found: f"layers.{int(found[1]) + 1}.downsample")])
 
 
 def _deit_tensors(tensors: dict[str, Tensor], config: TokenConfig) -> dict[str, Tensor]:
     """timm's network with two heads has a distillation token of its own name."""
     if "head_dist.weight" not in tensors or "reg_token" not in tensors:
         return tensors
-    return {"dist_token" if name == "reg_token" else name: value for name, value in tensors.items()}
+    return renamed(tensors, [("^reg_token$", "dist_token")])
 
 
 FAMILIES: Mapping[str, ModelType] = {
-    "vit": ModelType(TokenConfig, _vit, _TOKEN_NAMES),
-    "vit_msn": ModelType(TokenConfig, _vit, _TOKEN_NAMES),
-    "deit": ModelType(TokenConfig, _deit, _TOKEN_NAMES, _deit_tensors),
-    "beit": ModelType(TokenConfig, _beit, _TOKEN_NAMES),
-    "dinov2": ModelType(TokenConfig, _dinov2, _TOKEN_NAMES),
-    "dinov2_with_registers": ModelType(TokenConfig, _dinov2_registers, _TOKEN_NAMES, _dinov2_tensors),
-    "swin": ModelType(SwinConfig, _swin, _SWIN_NAMES, _swin_tensors),
-    "swinv2": ModelType(SwinConfig, _swin, _SWIN_NAMES, _swin_tensors),
-    "convnext": ModelType(ConvNextConfig, _convnext, _CONVNEXT_NAMES),
+    "vit": ModelType("ViT", TokenConfig, _vit, _TOKEN_NAMES),
+    "vit_msn": ModelType("ViTMSN", TokenConfig, _vit, _TOKEN_NAMES),
+    "deit": ModelType("DeiT", TokenConfig, _deit, _TOKEN_NAMES, _deit_tensors, ("", "WithTeacher")),
+    "beit": ModelType("Beit", TokenConfig, _beit, _TOKEN_NAMES),
+    "dinov2": ModelType("Dinov2", TokenConfig, _dinov2, _TOKEN_NAMES),
+    "dinov2_with_registers": ModelType(
+        "Dinov2WithRegisters", TokenConfig, _dinov2_registers, _TOKEN_NAMES, _dinov2_tensors
+    ),
+    "swin": ModelType("Swin", SwinConfig, _swin, _SWIN_NAMES, _swin_tensors),
+    "swinv2": ModelType("Swinv2", SwinConfig, _swin, _SWIN_NAMES, _swin_tensors),
+    "convnext": ModelType("ConvNext", ConvNextConfig, _convnext, _CONVNEXT_NAMES),
 }
-_UNUSED = r"^mask_token$|relative_position_index$|relative_coords_table$|^pooler\.dense\."
-"""Tensors that a classifier never reads, or that timm computes itself."""
+_UNUSED = r"^mask_token$|^pooler\.dense\."
+"""Tensors that a classifier never reads."""
 
 
 def is_transformers(tensors: Mapping[str, Tensor]) -> bool:
@@ -285,19 +302,21 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
         )
     about = decoded(beside, Config)
     architecture = about.architectures[0] if about.architectures else ""
-    if about.model_type not in FAMILIES or "ForImageClassification" not in architecture:
+    family = FAMILIES.get(about.model_type)
+    if family is None or architecture not in family.classes:
         raise ArchitectureError(
-            f"{beside} describes transformers' {architecture or about.model_type}, which certvit does not convert",
-            f"it converts image classifiers (...ForImageClassification) of {', '.join(FAMILIES)}",
+            f"{beside} describes transformers' {one_line(architecture or about.model_type)} (model_type "
+            f"{one_line(about.model_type)}), which certvit does not convert",
+            f"it converts {', '.join(name for each in FAMILIES.values() for name in each.classes)}",
         )
-    family = FAMILIES[about.model_type]
     config = decoded(beside, family.config)
     try:
         network = family.describe(config, architecture)
     except Refused as refusal:
         raise ArchitectureError(f"{beside}: {refusal}") from refusal
     spec, origins = input_spec(config, path.parent / PIXELS, hints)
-    found = family.finish(joined(dropped(renamed(tensors, family.names), _UNUSED)), config)
+    found, computed = parted(parted(renamed(tensors, family.names), _UNUSED)[0], COMPUTED)
+    found = family.finish(joined(found), config)
     record = Record(
         arch=network.arch,
         arch_args=network.arguments,
@@ -308,7 +327,7 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
     )
     origins = {**dict.fromkeys((*network.arguments, "architecture"), CONFIG), **origins}
     doubts = () if hints.arch is None else (f"{CONFIG} names the architecture: --arch ignored",)
-    return Converted(found, record, f"transformers' {architecture}", origins, doubts)
+    return Converted(found, record, f"transformers' {architecture}", origins, doubts, computed)
 
 
 def _class_names(labels: Mapping[str, str] | None) -> tuple[str, ...] | None:
