@@ -64,9 +64,9 @@ def certify_page(
         least = found.threats[0]
         held, about = found.against(least), certifier.title[:1].upper() + certifier.title[1:]
         where = f"against every patch of {least.key} pixels" if of_patches else f"at {least.norm} {least.proven()}"
-        certified = counted(round(held * count), count, digits=1)
-        claim = f"certifies {certified}" if certifier.searches(least) else "did not draw enough to certify images"
-        verdict.append(f"{certifier.method} {claim} {where}, {promise}. {about}.")
+        kept = f"certifies {counted(round(held * count), count, digits=1)}"
+        way = kept if certifier.searches(least) else "was not drawn for images"
+        verdict.append(f"{certifier.method} {way} {where}, {promise}. {about}.")
     if attacked:
         shares = sorted((threat, sum(left.values()) / len(left)) for threat, left in attacked.items())
         count = len(next(iter(attacked.values())))
