@@ -39,6 +39,9 @@ def _prepare() -> None:
     import torch
 
     import certcli.system.compat  # noqa: F401 (before a test imports timm)
+    from certcli.cli.shared.output import Sink
+
+    Sink.clock = staticmethod(float)  # it stands at 0: no output depends on how fast a machine is
 
     # tiny tensors: a second thread costs more than it gives; `make test-elsewhere` asks for other numbers
     torch.set_num_threads(int(os.environ.get("CERTVIT_TEST_THREADS", "1")))

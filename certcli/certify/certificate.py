@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, Self
@@ -102,12 +102,13 @@ class Certifier(ABC):
     """A method made ready for one network: images in, certificates out.
 
     promise: "proof", or "probability 1 - alpha" (with alpha as a number). arithmetic: of the network that the statement is
-    about ("real", "float64", "float32", "tf32", "bf16", "fp16"). domain: the images around x it speaks of, "all" or the "box" [0, 1].
-    failure: of each certificate, as it states it.
+    about ("real", "float64", "float32", "tf32", "bf16", "fp16"). domain: the images around x it speaks of, "all" or the
+    "box" [0, 1]. failure: of each certificate, as it states it.
     parameters: what decides its certificates beside network and images. about: facts for the document. title, statement:
     what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller.
     norm: of its radii, "patch" where it speaks of patches. certificate: the type of its records. reach: no radius beyond it
-    can be certified, whatever the network. remark: what happened on the way that a person should know.
+    can be certified, whatever the network. drawn_to: beyond this radius it ends its search, so that a share says nothing.
+    remark: what happened on the way that a person should know. within: called in a batch, with the images' worth done.
     """
 
     method: ClassVar[str]
@@ -119,9 +120,15 @@ class Certifier(ABC):
     norm: Kind = "l2"
     certificate: ClassVar[type[Certificate]] = Certificate
     reach: float = math.inf
+    drawn_to: float = math.inf
+    within: Callable[[float], None] | None = None
     title: str = ""
     statement: str = ""
     remark: str = ""
+
+    def searches(self, threat: Threat) -> bool:
+        """Tell whether the method looks for a certificate against this threat, where there may be one."""
+        return not isinstance(threat.size, float) or threat.size <= self.drawn_to
 
     @property
     def parameters(self) -> Mapping[str, Any]:

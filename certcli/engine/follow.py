@@ -95,6 +95,19 @@ def followed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, lis
     return result, follow.operations
 
 
+def steps_of(operations: list[Operation]) -> list[tuple[str, list[Any]]]:
+    """Return the operations without what torch decides by strides, which differ in a batch: copies, and x W^T + b in two."""
+    found: list[tuple[str, list[Any]]] = []
+    for name, _, numbers in operations:
+        if name in ("view", "_unsafe_view", "clone"):
+            continue
+        if (name, numbers) == ("add", []) and found and found[-1] == ("mm", []):
+            found[-1] = ("addmm", [])
+        else:
+            found.append((name, numbers))
+    return found
+
+
 def first_difference(ran: list[Operation], traced: list[Operation]) -> str:
     """Say where two runs part."""
     for number, (one, other) in enumerate(zip(ran, traced)):

@@ -9,8 +9,8 @@ run has its own task:
 - the graph on that image: the same operations, and the same logits to the last places. What depends on the image behind
   torch's back, on the type of a tensor or on an earlier run is another value here than in the trace,
 - the model on both images in one batch: each image's logits are those of its single run, so they depend neither on the
-  batch's size, nor on the place in it, nor on the other image. Its operations are those of one image; where the kernels of
-  a batch differ, the noise is run alone as well.
+  batch's size, nor on the place in it, nor on the other image. Its steps are those of one image; where it takes others, the
+  noise is run alone as well.
 
 Before and after, the state of the model (tensors by their content, attributes, training mode, hooks, the globals of code that
 is no library's) and the generators of random numbers are the same.
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.engine.follow import Operation, first_difference, followed
+from certcli.engine.follow import Operation, first_difference, followed, steps_of
 from certcli.engine.state import differs, state_of
 from certcli.engine.table import RuleTable
 from certcli.engine.trace import Trace, example_of, refuse_hooks, trace_model
@@ -181,7 +181,7 @@ def _is_run_in_a_batch(model: nn.Module, images: list[Tensor], logits: list[Tens
         return False
     if not agree(together, alone):
         raise Untraceable(f"the logits of an image depend on its batch: {_apart(together, alone)}")
-    return [(name, numbers) for name, _, numbers in operations] == [(name, numbers) for name, _, numbers in steps]
+    return steps_of(operations) == steps_of(steps)
 
 
 def agree(a: Tensor, b: Tensor) -> bool:

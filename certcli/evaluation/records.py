@@ -16,7 +16,7 @@ from typing import IO, Any
 from unicodedata import normalize
 
 from certcli.evaluation.record_lines import parse
-from certcli.images.labelled import DIGESTED, Images
+from certcli.images.labelled import DIGESTED, SPLITS, Images
 from certcli.system.errors import DataError, OutputError, UsageError
 from certcli.system.files import is_stream, open_stream, require_absent
 from certcli.system.processes import Team
@@ -255,11 +255,12 @@ def require_same_images(
 
 
 def _same_file(stated: str | None, found: str | None) -> bool:
-    """Tell whether two names are one: alike, or one of them begins further up, in a folder that holds the splits."""
+    """Tell whether two names are one: alike, or one of them begins further up, in the folder that holds the splits."""
     if stated is None or found is None:
         return True
-    pair = [f"/{normalize('NFC', name)}" for name in (stated, found)]  # file systems differ in how they spell accents
-    return pair[0].endswith(pair[1]) or pair[1].endswith(pair[0])
+    # file systems differ in how they spell accents
+    short, long = sorted((normalize("NFC", name) for name in (stated, found)), key=len)
+    return short == long or long in (f"{split}/{short}" for split in SPLITS)
 
 
 def require_same_network(run: Run, checkpoint: str, where: Path | str) -> None:

@@ -78,9 +78,12 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
 
     ahead = Ahead(lambda position: decode(paths[position]))
     positions, note = torch.arange(len(paths)), _sizes(paths, spec)
-    files = tuple(_printable(path.relative_to(dataset)) for path in paths)
+
+    def file(position: int) -> str:
+        return _printable(paths[position].relative_to(dataset))
+
     labelled = tuple(classes), torch.tensor(labels)
-    return Images(folder.name, split, *labelled, positions, ahead, note, ahead.expect, ahead, files)
+    return Images(folder.name, split, *labelled, positions, ahead, note, ahead.expect, ahead, file)
 
 
 def _printable(path: Path) -> str:

@@ -16,6 +16,8 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 DIGESTED = 256
 """Images in memory at a time while digests are computed."""
+SPLITS = ("train", "val", "validation", "test")
+"""Folders of a dataset that hold class folders."""
 VALIDATION_SHARE = 0.1
 _SPLIT_SEED = 20260101  # fixed for ever: the validation images of a dataset must be the same in every run
 
@@ -36,7 +38,7 @@ class Images:
     """Labelled images in a fixed order. `fetch(positions)` returns pixel images (b, c, h, w) in [0, 1].
 
     `expect(positions)` starts decoding all images that will be fetched next (`ahead`; None for images in memory).
-    files: the file of each image below the dataset's folder, printable; empty for a dataset that is not made of files.
+    `file(position)` returns the image's file below the dataset's folder, printable; None without files.
     """
 
     name: str
@@ -48,7 +50,7 @@ class Images:
     note: str = ""
     expect: Callable[[Sequence[int]], None] = _ignore
     ahead: Ahead | None = field(default=None, repr=False)
-    files: tuple[str, ...] = field(default=(), repr=False)
+    file: Callable[[int], str] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -73,12 +75,12 @@ class Images:
 
     def select(self, positions: Sequence[int]) -> "Images":
         """Return the images at these positions, in this order, with their indices."""
-        chosen = list(positions)
+        chosen, file = list(positions), self.file
         part = replace(
             self,
             labels=self.labels[chosen],
             indices=self.indices[chosen],
-            files=tuple(self.files[row] for row in chosen) if self.files else (),
+            file=None if file is None else lambda row: file(chosen[row]),
             fetch=lambda rows: self.fetch([chosen[row] for row in rows]),
             expect=lambda rows: self.expect([chosen[row] for row in rows]),
         )
@@ -110,7 +112,8 @@ class Images:
     @cached_property
     def file_of(self) -> Mapping[int, str]:
         """Index of each image -> its file; empty for a dataset that is not made of files."""
-        return dict(zip(self.indices.tolist(), self.files, strict=True)) if self.files else {}
+        file = self.file
+        return {} if file is None else {index: file(position) for position, index in enumerate(self.indices.tolist())}
 
     def named(self, index: int) -> str:
         """Return "image 7", with the file in parentheses where there is one."""

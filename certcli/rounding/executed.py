@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import certcli.system.compat  # noqa: F401 (before timm)
+
+# isort: split
 import torch
 from timm.layers import GELU as TimmGELU
 from timm.layers import DropPath, GELUTanh, LayerScale
@@ -61,7 +64,7 @@ class Followed:
 
 Sizes = Callable[[Followed], Executed]
 Rounding = Callable[[Sizes], Real]
-"""From the sizes of the executed operands to the l2 norm of what rounding adds to the result; infinite where it may overflow."""
+"""From the sizes of executed operands to the l2 norm of what rounding adds to the result; infinite where it may overflow."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,7 @@ def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
 def summed(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
     """gamma sum |x_i|, divided by n for a mean, is at most gamma |x| sqrt(n) or gamma |x| / sqrt(n) of n terms."""
     assert op.call is not None
-    count = x.entries // max(1, op.entries)
+    averaged, count = op.call.kind == "mean", x.entries // max(1, op.entries)
     root = as_real(float(count)).sqrt()
     products = op.precision.products(count)
 
@@ -213,7 +216,7 @@ def summed(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
         whole = sizes(x).total * root
         if not whole < op.precision.largest:
             return INF
-        return (whole / count if op.call.kind == "mean" else whole) * products + op.precision.lost(count, op.entries)
+        return (whole / count if averaged else whole) * products + op.precision.lost(count, op.entries)
 
     return rounding
 

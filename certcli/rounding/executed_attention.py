@@ -99,7 +99,7 @@ def dot_product(op: Operation, module: Any, x: Followed, attn_mask: Any = None, 
 @rules.module(L2Attention)
 def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, is_causal: bool = False,
        mask: Any = None) -> Rounding:  # fmt: skip
-    """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, which moves by 2 |q_i - q_j| 2 |dq| + 4 |dq|^2."""
+    """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, which moves by 8 |q| |dq| + 4 |dq|^2."""
     op.require(attn_mask is None and mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
     op.require(module.window_size is None and not module.gated, "attention with positions")
     op.require(all(runs_known_code(part, nn.Linear) for part in (module.query, module.proj)), "a replaced linear layer")

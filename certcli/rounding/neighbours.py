@@ -7,9 +7,9 @@ An operation f of tensors a, b, ... has the theorem |f(a, b) - f(a', b')| <= k_a
 
     c = k_a c_a + k_b c_b,      e = k_a e_a + k_b e_b + (what rounding adds in f, `rounding.executed`).
 
-Sizes are the lesser of those on the box, |v_A| <= |f| there + e, and of those near the image: for a reference image x_0
+Sizes are the lesser of those on the box, |v_A| <= |f| there + e, and of those near the image,
 
-    |v_A(x')| <= |v(x_0)| + c |x' - x_0| + e,      |x' - x_0| <= |x - x_0| + r for |x' - x| <= r.
+    |v_A(x')| <= |v(x)| + c r + e      for |x' - x| <= r.
 
 Every number is a `Real`, which rounds up. k_a is taken with b at rest, and k_b with a: the triangle inequality adds them.
 """
@@ -17,14 +17,14 @@ Every number is a `Real`, which rounds up. k_a is taken with b at rest, and k_b 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.engine.replay import executed, replayed
+from certcli.engine.replay import executed, noise_like, replayed
 from certcli.engine.table import NoRule, Rule
-from certcli.engine.trace import Trace
 from certcli.engine.tracer import Untraceable
 from certcli.engine.walk import Call, walk
 from certcli.lipschitz.context import Context
@@ -38,10 +38,12 @@ from certcli.rounding.executed import Executed, Followed, Operation, Sizes, head
 from certcli.rounding.precisions import Precision
 from certcli.rounding.running import written_out
 
-_STEPS = 64
-"""Distances from a reference image are rounded up to this part of the box's radius: images then share their error."""
-_REFERENCES = (0.0, 0.5)
-"""Grey levels of the reference images."""
+_STEPS = 32
+"""Sizes near an image are rounded up to the next of so many steps from a number to its double."""
+_FAR = 800 * _STEPS
+"""Steps from which on a size counts as infinite."""
+_AT_ONCE = 64
+"""Images whose sizes are found together."""
 
 
 @dataclass(frozen=True)
@@ -200,63 +202,86 @@ class NeighbourErrors:
             with replayed(model, size, slopes) as traced, torch.no_grad(), deep_recursion():
                 domain = _Stepwise(Operation(precision, weights))
                 self._last: Followed = walk(traced, domain)
-                self._steps, self._widest = domain.steps, domain.errors
+                self._steps = domain.steps
                 self._head = head_of(traced, precision)
-                lengths = [self._lengths(traced, domain, grey, size) for grey in _REFERENCES]
-                self._at_references = list(zip(*lengths, strict=True))
         except Untraceable as reason:
             raise NoRule(str(reason)) from reason
-        self._slopes: list[Real] = []
-        for step in self._steps:
-            known = [self._slopes[source] for source in step.sources]
-            self._slopes.append(_carried(step.slopes, known) if known else ONE)
-        self._known: dict[tuple[int, ...], Tensor] = {}
-
-    def _lengths(self, traced: Trace, domain: _Stepwise, grey: float, size: tuple[int, ...]) -> list[Real]:
-        """Return |v(x_0)| of every step at a grey image: that of float64, whose own error is below e of any arithmetic."""
-        example = next(iter([*traced.root.parameters(), *traced.root.buffers()]))
-        image = torch.full((1, *size), grey, dtype=torch.float64, device=example.device)
+        self._traced = traced
         found: list[Real] = []
-        with written_out():
-            for node, value in executed(traced, image):
-                if node.op in ("get_attr", "output"):
-                    continue
-                for part in value if isinstance(value, (list, tuple)) else [value]:
-                    length = float(torch.linalg.vector_norm(part.double())) * (1 + 2.0**-20)
-                    found.append(as_real(length if math.isfinite(length) else math.inf))
+        for step in self._steps:
+            known = [found[source] for source in step.sources]
+            found.append(_carried(step.slopes, known) if known else ONE)
+        self._slopes = found
+        example = next(iter(own))
+        self._widest = _floats(domain.errors).to(example.device)
+        image = noise_like(torch.empty(1, *size, dtype=torch.float64, device=example.device))
+        with torch.no_grad(), written_out():
+            at_noise = self._lengths_of(image[0])
+        # sizes that images may share, up to a factor: as those of noise, and as the slopes from the pixels
+        self._profiles = (at_noise.clamp_min(1e-300), _floats(found).to(at_noise).clamp_min(1e-300))
+        self._known: dict[tuple[int, int], Tensor] = {}
+
+    def _lengths_of(self, image: Tensor) -> Tensor:
+        """Return |v(x)| of every step at one image, rounded up: (c, h, w) -> (steps,).
+
+        That of float64, and its error, which is below e of any arithmetic.
+        """
+        found = []
+        for node, value in executed(self._traced, image[None]):
+            if node.op not in ("get_attr", "output"):
+                parts = value if isinstance(value, (list, tuple)) else [value]
+                found += [torch.linalg.vector_norm(part) for part in parts]
         if len(found) != len(self._steps):
             raise NoRule("the graph makes other tensors than its rules say")
-        return [length + error for length, error in zip(found, self._widest, strict=True)]
+        return torch.stack(found) * (1 + 2.0**-20) + self._widest
+
+    @torch.no_grad()
+    def _lengths(self, images: Tensor) -> Tensor:
+        """Return `_lengths_of` each image, a traced batch of its own: (b, c, h, w) -> (b, steps)."""
+        with written_out():
+            return torch.vmap(self._lengths_of, chunk_size=_AT_ONCE)(images)
+
+    @cached_property
+    def on_box(self) -> Tensor:
+        """Return bounds on the rounding of all z_i - z_j at every image of the box: (k, k)."""
+        return self._pairs([math.inf] * len(self._steps)).to(self._profiles[0])
 
     def __call__(self, pixels: Tensor, radii: Tensor, tops: Tensor) -> Tensor:
-        """Return bounds on the rounding of z_i - z_j, i the top class, within each radius: (b, c, h, w), (b,), (b,) -> (b, k).
+        """Return bounds on the rounding of z_i - z_j, i the top class: (b, c, h, w), (b,), (b,) -> (b, k).
 
-        Images whose distances from the reference images are rounded up to the same step share one matrix of all pairs.
+        They hold at all images of the box within each radius. An image's sizes are rounded up to a multiple of each
+        profile, the one that is less on the whole: images then share one matrix of all pairs.
         """
-        furthest = [math.sqrt(self.pixels) * max(grey, 1 - grey) for grey in _REFERENCES]
-        rows = []
-        for image, radius, top in zip(pixels.flatten(1), radii.tolist(), tops.tolist(), strict=True):
-            steps = []
-            for grey, most in zip(_REFERENCES, furthest, strict=True):
-                reach = float((image - grey).norm()) * (1 + 2.0**-20) + radius
-                steps.append(min(_STEPS, math.ceil(reach / most * _STEPS)) if math.isfinite(reach) else _STEPS)
-            key = tuple(steps)
-            if key not in self._known:
-                reaches = [as_real(most) * (1 + 2.0**-20) * (step / _STEPS)
-                           for most, step in zip(furthest, key, strict=True)]  # fmt: skip
-                self._known[key] = self._pairs(reaches).to(pixels.device)
-            rows.append(self._known[key][top])
-        return torch.stack(rows)
+        pixels = pixels.detach().double()
+        radii = radii.to(pixels).clamp(max=math.sqrt(self.pixels))  # no image of the box is further away
+        try:
+            at_images = self._lengths(pixels)
+        except (RuntimeError, ValueError, TypeError, LookupError):  # an operation that is not known for many images
+            return self.on_box[tops]
+        near = at_images + _floats(self._slopes).to(pixels) * radii[:, None] * (1 + 2.0**-20)
+        grown = torch.stack([(near / profile).amax(1).nan_to_num(nan=torch.inf) for profile in self._profiles], 1)
+        steps = (grown.clamp(1e-250, 1e250).log2() * _STEPS + 2.0**-10).ceil()
+        whole = torch.stack([profile.log().sum() for profile in self._profiles]) * (_STEPS / math.log(2))
+        chosen = (whole + steps * len(self._steps)).argmin(1, keepdim=True)
+        keys = torch.cat([chosen.double(), steps.gather(1, chosen)], 1).int().tolist()
+        return torch.stack([self._shared(*key)[top] for key, top in zip(keys, tops.tolist(), strict=True)])
 
-    def _pairs(self, reaches: Sequence[Real]) -> Tensor:
-        """Return E of all images that are no further than `reaches` from the reference images: (k, k)."""
+    def _shared(self, profile: int, step: int) -> Tensor:
+        """Return E near images whose sizes are below 2^(step / steps) times a profile."""
+        if (profile, step) not in self._known:
+            lengths = self._profiles[profile] * (2.0 ** (step / _STEPS) if step < _FAR else math.inf)
+            lengths = lengths * (1 + 2.0**-20) + 1e-290
+            self._known[profile, step] = self._pairs(lengths.tolist()).to(lengths)
+        return self._known[profile, step]
+
+    def _pairs(self, lengths: Sequence[float]) -> Tensor:
+        """Return E of all images near which each real tensor is no longer than this: (k, k)."""
         sizes: list[Executed] = []
         errors: list[Real] = []
-        for step, slope, lengths in zip(self._steps, self._slopes, self._at_references, strict=True):
+        for step, length in zip(self._steps, lengths, strict=True):
             added = step.rounding(lambda x: sizes[x.place])
             error = _carried(step.slopes, [errors[source] for source in step.sources]) + added
-            near = [length + slope * reach + error for length, reach in zip(lengths, reaches, strict=True)]
-            found = step.box.within(min(near))
+            found = step.box.within(as_real(length) + error)
             errors.append(error if found.peak < self.precision.largest else INF)
             sizes.append(found)
         last = self._last.place
@@ -266,3 +291,7 @@ class NeighbourErrors:
             return torch.full((classes, classes), float(both), dtype=torch.float64)
         (source,) = self._steps[last].sources
         return self._head.pairs(errors[source], sizes[source].total, errors[last])
+
+
+def _floats(values: Sequence[Real]) -> Tensor:
+    return torch.tensor([float(value) for value in values], dtype=torch.float64)

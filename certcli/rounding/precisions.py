@@ -74,5 +74,6 @@ PRECISIONS: dict[str, Precision] = {
         Precision("fp16", torch.float16, 2.0**-11, 2.0**-24, 65504.0, 2.0**-10, wide=FLOAT32),
     )
 }
-"""By name. float64: elementary functions within 2^-46 as in `enclosure.rounding`; float32: within 32 units of the last place
-(torch's fast exp on CPUs is allowed 20); half precisions: computed in float32, then rounded. Factors of TF32 may be cut off."""
+"""By name. Elementary functions of float64 are within 2^-46 as in `enclosure.rounding`; those of float32 within 32 units of
+the last place (torch's fast exp on CPUs is allowed 20); those of half precisions are computed in float32, then rounded. The
+factors of TF32 may be cut off."""

@@ -11,7 +11,7 @@ from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.lipschitz.numerics.spectral import frobenius_norm
-from certcli.rounding.precisions import Precision, compounded
+from certcli.rounding.precisions import Precision
 
 _ARITHMETIC = RigorousArithmetic()
 
@@ -105,15 +105,17 @@ class LinearMap:
     def rounding(self, x: Real, rows: float = 1.0) -> Real:
         """Return |executed - exact| for executed inputs of norm x over all rows.
 
-        What storing W and b moves; gamma (| |W| | |x| + |b|) of the sum; factors that are rounded, x as a vector; and the
-        rounding of the result, which is relative to W x + b itself.
+        What storing W and b moves, the factors that are rounded, the products, their sum in any order, and the result.
+        Every addition makes a sum of some of the terms t, which is at most (sum |t| + |sum t|) / 2, and loses u of it.
         """
         p, root = self.precision, as_real(rows).sqrt()
         mass, size = self.mass * x + self.shift * root, self.norm * x + self.shift * root
         if not mass < p.sums.largest:
             return INF
         moved = self.moved * x + (ZERO if self.bias is None else self.bias.moved * root)
-        # (W + dW)(x + dx) - W x with |dW| <= f |W| and |dx|_2 <= f |x|_2; 1 + 2^-8 is above third-order terms
-        both = compounded(p.order(self.terms) + p.factor * (1 + 2.0**-8))
-        inside = mass * both + self.norm * x * p.factor
+        # (W + dW)(x + dx) - W x with |dW| <= f |W| and |dx|_2 <= f |x|_2; 1 + 2^-8 is above f^2
+        factors = mass * (p.factor * (1 + 2.0**-8)) + self.norm * x * p.factor
+        mass, size = mass * (1 + 4 * p.factor), size + factors
+        sums = ((mass + size) * 0.5 + mass * p.order(self.terms)) * ((self.terms + 8) * p.sums.unit)
+        inside = factors + sums + mass * (2 * p.sums.unit)
         return moved + inside + (size + inside) * p.stored + p.lost(self.terms, rows * self.out)

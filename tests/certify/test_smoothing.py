@@ -1,7 +1,9 @@
 """Randomised smoothing: the noise, the confidence that is claimed, early stops, and the command."""
 
+import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,11 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import HOPELESS, UNLIKELY, Smoothing
 from certcli.checkpoint.file import Checkpoint
+from certcli.cli.shared.output import Sink
 from certcli.engine.table import NoRule
 from certcli.evaluation.records import read_records
 from certcli.system.errors import CertvitError, UsageError
-from tests.helpers.commands import attempt, document
+from tests.helpers.commands import attempt, certvit, document
 
 CPU = torch.device("cpu")
 
@@ -332,6 +335,23 @@ def test_sigma_is_chosen_on_other_images_with_other_noise(workshop: Path) -> Non
     assert "digits (val)" in done.stderr
     assert found["sigma"] == found["parameters"]["sigma"] == float(max(chosen["shares"], key=chosen["shares"].get))
     assert len(chosen["shares"]) == 5
+
+
+def test_radii_beyond_enough_are_not_drawn_for(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("certify", workshop / "plain.safetensors", *RUN, "--enough", 0.1)
+    shown = certvit(*words)
+    assert re.search(r"^0\.1 +\d+\.\d % .*\n0\.2 +not drawn for +-$", shown.stdout, re.MULTILINE), shown.stdout
+    assert shown.stderr.count("% after") == 0
+    assert document(*words)["not_drawn_for"] == ["0.2"]
+    assert "not_drawn_for" not in document(*words[:-2])
+    assert "--enough 0.1" in attempt(*words, "--min-certified", "0.5@0.2").exception.message
+    # where there is no terminal: a line a minute
+    seconds = itertools.count(0.0, 30.0)
+    monkeypatch.setattr(Sink, "clock", staticmethod(lambda: next(seconds)))
+    lines = [line for line in certvit(*words).stderr.splitlines() if "% after" in line]
+    assert len(lines) == int(next(seconds) / 30.0 - 1) // 2
+    assert re.fullmatch(r"certify \(smoothing\): \d+ % after 1 min, about \d+(\.\d h| min) left", lines[0])
+    assert certvit(*words, "--quiet").stderr == ""
 
 
 def test_a_network_that_abstains_everywhere_is_said_to(workshop: Path) -> None:

@@ -61,9 +61,7 @@ class Ordered(TorchDispatchMode):
                 x.float() if x.dtype != torch.float64 else x, weight.shape[2:], dilation, padding, stride
             )
             found = self.product(weight.flatten(1).expand(len(x), -1, -1), columns.to(x.dtype))
-            size = [(n + 2 * p - d * (k - 1) - 1) // s + 1
-                    for n, p, d, k, s in zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True)]  # fmt: skip
-            found = found.view(len(x), len(weight), *size)
+            found = found.view(func(*args, **(kwargs or {})).shape)
             return found if bias is None else found + bias.view(-1, 1, 1)
         return func(*args, **(kwargs or {}))
 

@@ -179,4 +179,4 @@ def test_classes_of_a_table_stand_in_the_order_of_names_or_numbers(
     images = datasets.load(str(tmp_path), DIGITS)
     assert images.classes == order
     assert [images.classes[label] for label in images.labels.tolist()] == list(classes)
-    assert images.files == ("0.png", "1.png", "2.png")
+    assert list(images.file_of.values()) == ["0.png", "1.png", "2.png"]

@@ -1,6 +1,7 @@
 """Norms of convolutions as upper bounds, against the dense matrix that torch's own convolution gives."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -254,3 +255,11 @@ def test_other_numbers_of_dimensions_are_refused() -> None:
     for shape in ((3, 3), (2, 2, 3, 3, 3)):
         with pytest.raises(UsageError, match="dimensions"):
             conv_norm(torch.ones(shape), stride=1, padding=0, dilation=1, groups=1, input_size=8)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 6), (6, 4), (5, 7), (7, 5), (1, 8), (8, 1)])
+def test_half_of_the_frequencies_and_their_mirrors_are_all(sizes: tuple[int, int]) -> None:
+    axes = [SimpleNamespace(torus=size) for size in sizes]
+    half = torch.cat(list(convolution._frequency_chunks(axes, 2**20, torch.device("cpu"))))  # type: ignore[arg-type]
+    found = {tuple(pair) for pair in half.tolist()} | {tuple(pair) for pair in (-half % torch.tensor(sizes)).tolist()}
+    assert len(found) == sizes[0] * sizes[1]

@@ -1,6 +1,7 @@
 """Spectral norms as upper bounds: never below the SVD, barely above it, and honest about what they refuse."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -176,6 +177,38 @@ def test_certificate_for_complex_matrices() -> None:
     top = float(torch.linalg.eigvalsh(gram)[0, -1])
     assert spectral.certify_below(gram, [0.999 * top])[0] >= top
     assert top <= spectral.certify_below(gram, [1.000001 * top])[0] <= 1.00001 * top
+
+
+@pytest.mark.parametrize("kind", ["real", "complex"])
+def test_any_factor_proves_no_less_than_the_truth(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A = 3 v v*, s = 1, L L* = s (I - v v*): what is left is a rank one matrix, so the theorem says 3 and no more."""
+    v = _random(400) if kind == "real" else torch.complex(_random(400), _random(400, seed=1))
+    v = v / torch.linalg.vector_norm(v)
+    line, one = torch.outer(v, v.conj()), torch.eye(400, dtype=v.dtype)
+    factor = torch.linalg.cholesky(one - line + 1e-9 * one)
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix: (factor[None], torch.zeros(1, dtype=torch.int32)))
+    assert 3.0 <= spectral.certify_below((3 * line)[None], [1.0])[0] <= 3.01
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix: (0 * matrix, torch.zeros(1, dtype=torch.int32)))
+    assert spectral.certify_below((3 * line)[None], [1.0])[0] >= 3.0
+
+
+def test_rounding_counts_where_nothing_was_rounded() -> None:
+    """s I - A and its factor are exact here, which a bound that holds for every library's sums cannot know."""
+    gram = torch.diag(torch.tensor([16.0, 11.0, 4.0], dtype=torch.float64))[None]
+    shifted, square = math.sqrt(4**2 + 9**2 + 16**2), 4 + 9 + 16
+    lost = Fraction(spectral.certify_below(gram, [20.0])[0]) - 20
+    assert lost >= Fraction(gamma(4) * (shifted + square) + 2.0**-53 * shifted)
+    assert lost <= Fraction(20 * gamma(4) * (shifted + square))
+
+
+def test_lost_terms_count_in_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Added one after another, n squares can be off by gamma_n of their sum."""
+    monkeypatch.setattr(spectral, "top_eigenvalues", lambda grams: [2304.0])  # of ones(9, 1024) / 2
+    wide = torch.ones(9, 1024) * 2.0**-4
+    assert Fraction(spectral_norm(wide)) ** 2 >= 36 * (1 + Fraction(1024 - 9, 2**53))
+    for square in (torch.ones(4096), torch.ones(64, 64).double() * 1e-170):
+        truth = sum(Fraction(t) ** 2 for t in square.flatten().tolist())
+        assert Fraction(frobenius_norm(square)) ** 2 >= truth * (1 + Fraction(4095, 2**53))
 
 
 @pytest.mark.parametrize("broken", ["guess too low", "guess not a number", "no eigenvalue solver"])

@@ -57,6 +57,11 @@ def test_a_file_without_classifier_has_a_bound_of_its_features_alone(
     assert "no classifier" in found["proof"][-1]["why"]
     report.write_text(json.dumps(found))
     assert document("lipschitz", path, *words, "--verify", report)["verified"]
+
+
+def test_a_report_that_calls_features_logits_is_refuted(files: dict[str, Path], tmp_path: Path) -> None:
+    path, words, report = files["class token"], options("class token"), tmp_path / "report.json"
+    found = document("lipschitz", path, *words, "--features", "--no-estimate")
     for edited in ({**found, "bound_of": "logits"}, {key: value for key, value in found.items() if key != "bound_of"}):
         report.write_text(json.dumps(edited))
         certvit("lipschitz", "--verify", report, code=7)

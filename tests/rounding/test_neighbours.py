@@ -15,7 +15,7 @@ from certcli.certify.lipschitz_options import ARITHMETICS, REAL
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
 from certcli.engine.table import NoRule
-from certcli.images.labelled import Images
+from certcli.images import datasets
 from certcli.lipschitz.network import prove
 from certcli.models import build
 from certcli.models.build import PixelModel
@@ -126,9 +126,10 @@ def test_no_execution_differs_by_more_than_is_proven(name: str, arithmetic: str)
     model, pixels, radius = network(CASES[name]), judged(), 0.5
     try:
         analysis = NeighbourErrors(model, SIZE, PRECISIONS[arithmetic])
-    except NoRule as reason:
-        assert arithmetic != "float64", reason
-        return
+    except NoRule:
+        if arithmetic in ("float64", "float32"):
+            raise
+        return  # sizes that overflow have no theorem
     radii = torch.full((len(pixels),), radius)
     classes = model(pixels).shape[1]
     bound = torch.stack([analysis(pixels, radii, torch.full((len(pixels),), top)) for top in range(classes)], 1)
@@ -201,9 +202,9 @@ def _hold(model: PixelModel, pixels: Tensor, claims: list[Any], arithmetic: str)
             assert bool((best.values[:, 0] > best.values[:, 1])[inside].all())  # a tie is no answer
 
 
-def test_certified_digits_withstand_other_orders_and_last_bits(certified: Checkpoint, digits: Images) -> None:
+def test_certified_digits_withstand_other_orders_and_last_bits(certified: Checkpoint) -> None:
     model = build.load_double(certified, torch.device("cpu"))
-    pixels = digits.limit(24).fetch(list(range(24))).double()
+    pixels = datasets.load("digits", certified.record.input, "test").fetch(list(range(24))).double()
     claims = {name: _claims(model, pixels, name) for name in ("float64", "float32", "fp16")}
     assert len(claims["float32"]) >= len(claims["float64"]) - 1 > 12
     for name in ("float32", "fp16"):
@@ -241,5 +242,5 @@ def test_float16_that_overflows_certifies_nothing() -> None:
 
 
 def test_the_command_line_knows_the_arithmetics() -> None:
-    assert ARITHMETICS == (REAL, *PRECISIONS)
+    assert (REAL, *PRECISIONS) == ARITHMETICS
     assert replace(PRECISIONS["bf16"]).sums is PRECISIONS["float32"]

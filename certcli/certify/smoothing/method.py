@@ -55,6 +55,8 @@ class SmoothingCertifier(Certifier):
         self.arithmetic = settings.precision
         self.at_once = max(1, -(-settings.batch_size // settings.n0))
         self.reach = settings.reach
+        self.drawn_to = math.inf if settings.enough is None else settings.enough
+        self._drawn = 0
         behind = "" if settings.denoiser is None else ", behind a denoiser"
         self.title = f"smoothed with sigma {settings.deviation:g}, n = {settings.samples}{behind}"
         self.statement = (
@@ -73,7 +75,7 @@ class SmoothingCertifier(Certifier):
 
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
         """CERTIFY for each image: the class by n0 draws, its probability by further ones, in looks."""
-        started = time.perf_counter()
+        started, self._drawn = time.perf_counter(), 0
         pixels = sent(pixels, self._device).float()
         first = self.settings.n0
         everything = range(len(indices))
@@ -194,6 +196,9 @@ class SmoothingCertifier(Certifier):
                 self.remark = f"memory lasts for {self._batch_size} noisy images at a time: --batch-size was reduced"
                 continue
             start += len(part)
+            self._drawn += len(part)
+            if self.within is not None:
+                self.within(self._drawn / (self.settings.n0 + self.settings.samples))
             if logits.shape != (len(part), self._classes):
                 raise ArchitectureError(f"the network returns {tuple(logits.shape)} for {len(part)} images")
             finite &= torch.isfinite(logits).all()

@@ -30,6 +30,8 @@ _BUG = (
     "a certificate and a counterexample cannot both be right: certify --verify checks the file; if it is verified, report "
     "the bug with --save-examples"
 )
+WORTH_A_LINE = 10.0
+"""Seconds beyond which checks that take longer than the attacks are mentioned."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,12 @@ class Session:
         model = self.load(self.checkpoint)
         crafter = None if crafted_on is None else self.load(crafted_on)
         found: dict[int, list[AttackRecord]] = {}
-        spent = (self.tasks, self.settings, batch_size)
-        campaign = Campaign(model, *spent, crafter, self.facts["refine"], team().leads and results.keeps_images)
+        work = (self.tasks, self.settings, batch_size)
+        campaign = Campaign(model, *work, crafter, self.facts["refine"], team().leads and results.keeps_images)
         if not team().leads:
             list(campaign.run(team=team()))
             return None
-        run = run_of(*spent, self.checkpoint.digest, self.images, **self.facts)
+        run = run_of(*work, self.checkpoint.digest, self.images, **self.facts)
         with RecordFile(
             results.records,
             run,
@@ -89,9 +91,15 @@ class Session:
                 self.sink.note(f"{results.records} holds {file.earlier} records of this run")
             flags: tuple[Flag, ...] = ()
 
+            spent, started = 0.0, self.sink.clock()
+
             def check() -> None:
-                nonlocal flags
-                flags = inspect(model, crafter, self.tasks[0], self.settings) if checks else ()
+                nonlocal flags, spent
+                if not checks:
+                    return
+                begun = self.sink.clock()
+                flags = inspect(model, crafter, self.tasks[0], self.settings)
+                spent = self.sink.clock() - begun
                 for flag in raised(flags):
                     self.sink.warn(f"{flag.check.name}: {flag.measured}. {flag.check.explanation}")
 
@@ -99,6 +107,8 @@ class Session:
                 for number, rows in campaign.run(file, team(), check):
                     found.setdefault(number, []).extend(rows)
                     bar.advance(len(rows))
+            if spent > max(WORTH_A_LINE, 0.5 * (self.sink.clock() - started)):
+                self.sink.note(f"{spent:.0f} s of this went into checks of the attacks; --no-checks leaves them out")
         findings = findings_of(self.tasks, found, flags, self.certificates)
         if file.taken:
             resumed = attack_again(campaign, found, file.taken, results.minimum, every, str(results.records))

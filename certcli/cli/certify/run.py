@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from certcli.cli.certify.options import RADII, Options
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation.intervals import share_text
-from certcli.evaluation.radii import Norm, parse_number
+from certcli.evaluation.radii import Norm, parse_number, proven_percent
 from certcli.system.errors import DataError, GateError, NoBoundError, UsageError
 from certcli.system.processes import team
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
+NOT_DRAWN_FOR = "not drawn for"
+"""In place of a share at a radius beyond --enough: images reach it by chance only."""
 
 
 @dataclass(frozen=True)
@@ -205,10 +207,16 @@ class Result:
     seconds: float | None
     resumed: Resumed | None = None
 
+    def share(self, threat: Threat) -> str:
+        """Return the certified share as it is shown."""
+        return proven_percent(self.found.against(threat)) if self.certifier.searches(threat) else NOT_DRAWN_FOR
+
     def to_json(self) -> dict[str, Any]:
         certifier = self.certifier
+        left_out = [threat.key for threat in self.found.threats if not certifier.searches(threat)]
         return {
             **self.found.to_json(),
+            **({"not_drawn_for": left_out} if left_out else {}),
             "promise": certifier.promise,
             "norm": certifier.norm,
             "arithmetic": certifier.arithmetic,
@@ -237,7 +245,7 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
         chosen = _options_of(method, choice, task, options, sink)
         certifier = prepare(method, task.checkpoint, options.machine.pick(), chosen)
     assert one_norm(task.threats) == certifier.norm, f"{method} certifies in {certifier.norm}"
-    _require_reach(certifier, task.threats, sink)
+    _require_reach(certifier, task.threats, demand, sink)
     if not team().leads:
         list(certify(certifier, images, batch_size, team=team()))
         return None
@@ -250,7 +258,8 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
         started = time.perf_counter()
-        with sink.progress(f"certify ({method})", total=len(images)) as bar:
+        with sink.progress(f"certify ({method})", total=len(images), known=file.earlier) as bar:
+            certifier.within = bar.within
             for batch in certify(certifier, images, batch_size, file, team()):
                 rows += batch
                 bar.advance(len(batch))
@@ -269,8 +278,11 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
     return Result(certifier, rows, found, each, resumed)
 
 
-def _require_reach(certifier: Certifier, threats: Sequence[Threat], sink: Sink) -> None:
+def _require_reach(certifier: Certifier, threats: Sequence[Threat], demand: Demand, sink: Sink) -> None:
     """Raise UsageError when none of these radii can be certified, whatever the network; warn when some cannot."""
+    if demand.share > 0 and not certifier.searches(demand.threat):
+        message = f"nothing is drawn for {demand.threat.attacked()}, of which --min-certified speaks"
+        raise UsageError(f"{message}: --enough {certifier.drawn_to:g} ends the draws", "a larger --enough")
     beyond = [t.attacked() for t in threats if isinstance(t.size, float) and t.size >= certifier.reach]
     if not beyond:
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.intervals import share_text
-from certcli.evaluation.radii import proven_percent, proven_radius
+from certcli.evaluation.radii import proven_radius
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,10 +39,12 @@ def document(results: Sequence[Result], reason: str | None, checkpoint: str, ima
 
 
 def evidence(result: Result, images: Images) -> dict[str, Any]:
-    """Return the evidence that a checkpoint keeps of one method."""
+    """Return the evidence that a checkpoint keeps of one method: shares where it was drawn for some radius there alone."""
     from certcli.evaluation.records import describe
 
     found = {**result.to_json(), "dataset": describe(images)}
+    drawn = {key: share for key, share in found["certified"].items() if key not in found.get("not_drawn_for", ())}
+    found["certified"] = drawn or found["certified"]
     return {name: found[name] for name in EVIDENCE if name in found}
 
 
@@ -77,7 +79,7 @@ def _side_by_side(results: Sequence[Result], where: str, left: Mapping[Threat, f
                     result.certifier.method,
                     result.certifier.promise,
                     percent(result.found.clean),
-                    *(proven_percent(result.found.against(threat)) for threat in threats),
+                    *(result.share(threat) for threat in threats),
                     proven_radius(result.found.average_radius or 0.0, 4),
                     "-" if result.seconds is None else f"{result.seconds:.3g}",
                 )
@@ -92,14 +94,15 @@ def _side_by_side(results: Sequence[Result], where: str, left: Mapping[Threat, f
 def _table(result: Result, where: str, left: Mapping[Threat, float], sink: Sink) -> None:
     found = result.found
 
-    def row(name: str, key: str, after_attacks: float | None, share: str) -> tuple[str, ...]:
+    def row(name: str, key: str, after_attacks: float | None, share: str, drawn: bool = True) -> tuple[str, ...]:
         low, high = found.intervals[key]
-        return name, *([percent(after_attacks)] if left else []), share, f"{100 * low:.1f} to {100 * high:.1f}"
+        interval = f"{100 * low:.1f} to {100 * high:.1f}" if drawn else "-"
+        return name, *([percent(after_attacks)] if left else []), share, interval
 
     untouched = next((share for threat, share in left.items() if threat.size == 0), None)
     rows = [
         row("clean", "clean", untouched, percent(found.clean)),
-        *(row(t.proven(), t.key, left.get(t), proven_percent(found.against(t))) for t in found.threats),
+        *(row(t.proven(), t.key, left.get(t), result.share(t), result.certifier.searches(t)) for t in found.threats),
     ]
     beside = ["after attacks"] if left else []
     of_patches = result.certifier.norm == "patch"

@@ -4,7 +4,8 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from certcli.system.errors import CertvitError, plain
 
 WIDE = 160
 """Characters a line of a file or a pipe."""
+EVERY = 60.0
+"""Seconds between two lines about progress, where there is no terminal for a bar."""
 SCHEMA = 1
 """Version of the documents: raised when a key that scripts may rely on changes its meaning."""
 
@@ -68,6 +71,8 @@ class Sink:
 
     invocation = Invocation()
     """Of this process; `main` sets it."""
+    clock: Callable[[], float] = staticmethod(time.monotonic)
+    """Seconds; tests have their own."""
 
     def __init__(self, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
@@ -156,9 +161,13 @@ class Sink:
         console.print(Text(text, style), soft_wrap=True)
 
     @contextmanager
-    def progress(self, label: str, total: int | None) -> Iterator["Bar"]:
-        """Show a bar with the time left on stderr, where it is a terminal and --quiet is absent."""
-        silent = self.quiet or Sink.invocation.silent or not sys.stderr.isatty()
+    def progress(self, label: str, total: int | None, known: int = 0) -> Iterator["Bar"]:
+        """Show a bar with the time left on stderr; where that is no terminal, a line every minute. With --quiet neither.
+
+        known: how much of the total takes no time, because a file holds it.
+        """
+        bare = not sys.stderr.isatty()
+        silent = self.quiet or Sink.invocation.silent or bare
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -168,20 +177,56 @@ class Sink:
             TextColumn("{task.fields[remark]}", markup=False),
         )
         with Progress(*columns, console=self._err, transient=True, disable=silent) as progress:
-            yield Bar(progress, progress.add_task(label, total=total, remark=""))
+            lines = Lines(self, label, total, known) if bare and total else None
+            yield Bar(progress, progress.add_task(label, total=total, remark=""), lines)
+
+
+class Lines:
+    """A line of progress every minute."""
+
+    def __init__(self, sink: Sink, label: str, total: int, known: int) -> None:
+        self._sink, self._label, self._total, self._known = sink, label, total, known
+        self._begun = self._last = sink.clock()
+        self.done = 0.0
+
+    def show(self, part: float = 0.0) -> None:
+        """Print the share done, `part` of the next step included, if a minute has passed since the last line."""
+        now, done = self._sink.clock(), self.done + part
+        if now < self._last + EVERY:
+            return
+        self._last, new = now, done - self._known
+        left = f", about {_minutes((now - self._begun) * (self._total - done) / new)} left" if new > 0 else ""
+        shown = percent(done / self._total, 0)
+        self._sink.note(f"{self._label}: {shown} after {_minutes(now - self._begun)}{left}")
 
 
 class Bar:
-    """One running progress bar."""
+    """One running progress bar, or its lines."""
 
-    def __init__(self, progress: Progress, task: Any) -> None:
-        self._progress, self._task = progress, task
+    def __init__(self, progress: Progress, task: Any, lines: Lines | None = None) -> None:
+        self._progress, self._task, self._lines = progress, task, lines
 
     def advance(self, steps: int = 1, remark: str = "") -> None:
         self._progress.update(self._task, advance=steps, remark=plain(remark))
+        if self._lines is not None:
+            self._lines.done += steps
+            self._lines.show()
 
     def reach(self, completed: int, remark: str = "") -> None:
         self._progress.update(self._task, completed=completed, remark=plain(remark))
+        if self._lines is not None:
+            self._lines.done = completed
+            self._lines.show()
+
+    def within(self, part: float) -> None:
+        """Say how far work on the next steps has come: a line that is due need not wait for their end."""
+        if self._lines is not None:
+            self._lines.show(part)
+
+
+def _minutes(seconds: float) -> str:
+    whole = max(1, round(seconds / 60))
+    return f"{whole} min" if whole < 120 else f"{whole / 60:.1f} h"
 
 
 def wrapped(line: str, room: int) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from certcli.evaluation.intervals import counted, share_interval
-from certcli.evaluation.radii import proven_percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,18 +54,19 @@ def certify_page(
         cut = "" if enough is None else f", draws stopped beyond {enough:g}"
         label = f"{certifier.method} ({promise}), n = {count}{cut}"
         if not of_patches:  # shares at patches are no curve over radii
-            marks = [Mark(t.radius, found.against(t), *found.intervals[t.key]) for t in found.threats]
+            drawn = [threat for threat in found.threats if certifier.searches(threat)]
+            marks = [Mark(t.radius, found.against(t), *found.intervals[t.key]) for t in drawn]
             curves.append(PlotLine(label, "proven" if proof else "probability", steps(radii), marks))
         for threat in found.threats:
             interval = "{:.1f} to {:.1f}".format(*(100 * end for end in found.intervals[threat.key]))
-            share = proven_percent(found.against(threat))
+            interval, share = interval if certifier.searches(threat) else "-", result.share(threat)
             rows.append([f"certified, {certifier.method}", threat.proven(), share, interval, str(count), promise])
         least = found.threats[0]
         held, about = found.against(least), certifier.title[:1].upper() + certifier.title[1:]
         where = f"against every patch of {least.key} pixels" if of_patches else f"at {least.norm} {least.proven()}"
-        verdict.append(
-            f"{certifier.method} certifies {counted(round(held * count), count, digits=1)} {where}, {promise}. {about}."
-        )
+        certified = counted(round(held * count), count, digits=1)
+        claim = f"certifies {certified}" if certifier.searches(least) else "did not draw enough to certify images"
+        verdict.append(f"{certifier.method} {claim} {where}, {promise}. {about}.")
     if attacked:
         shares = sorted((threat, sum(left.values()) / len(left)) for threat, left in attacked.items())
         count = len(next(iter(attacked.values())))

@@ -1,27 +1,25 @@
-"""Mutations of one syntax tree: each makes a bound smaller, a check weaker, or a rounding point the wrong way.
-
-A mutated expression still evaluates its parts, so that a closure keeps its variables and a proof its leaves.
-"""
+"""Mutations of a syntax tree: each makes a bound smaller, a check weaker, or a rounding point the wrong way."""
 
 import ast
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+BINARY = {
+    ast.Mult: (("factor dropped", "(A, B)[0]"), ("factor dropped", "(B, A)[0]")),
+    ast.Add: (("term dropped", "(A, B)[0]"), ("term dropped", "(B, A)[0]"), ("sign turned", "A - B")),
+    ast.Sub: (("sign turned", "A + B"), ("term dropped", "(A, B)[0]")),
+    ast.Pow: (("power or divisor dropped", "(A, B)[0]"),),
+    ast.Div: (("power or divisor dropped", "(A, B)[0]"),),
+}
+"""(A, B)[0] still evaluates B, so that a closure keeps its variables and a proof its leaves."""
 TURNED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 EXTREMES = {
-    "max": "min",
-    "min": "max",
-    "amax": "amin",
-    "amin": "amax",
-    "maximum": "minimum",
-    "minimum": "maximum",
-    "sum": "max",
-    "real_sum": "max",
-    "any": "all",
-    "all": "any",
-}
+    "max": "min", "min": "max", "amax": "amin", "amin": "amax", "maximum": "minimum", "minimum": "maximum",
+    "sum": "max", "real_sum": "max", "any": "all", "all": "any",
+}  # fmt: skip
 NORMS = ("norm", "sigma", "length", "norm1", "norm2", "fibres", "root_up", "bound", "radius")
 LAYOUT = ("dim", "keepdim", "device", "strict", "hint", "path", "name", "why")
 """Keywords without which a call means the same, raises, or words a message otherwise."""
@@ -42,74 +40,54 @@ class Mutant:
     number: int
 
 
-def _call(name: str, *args: ast.expr) -> ast.expr:
-    return ast.Call(ast.Name(name, ast.Load()), list(args), [])
+class _Filled(ast.NodeTransformer):
+    def __init__(self, parts: dict[str, ast.expr]) -> None:
+        self.parts = parts
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.parts.get(node.id, node)
 
 
-def _first(kept: ast.expr, dropped: ast.expr) -> ast.expr:
-    """(kept, dropped)[0]: the dropped part is still evaluated."""
-    return ast.Subscript(ast.Tuple([kept, dropped], ast.Load()), ast.Constant(0), ast.Load())
+def _made(template: str, **parts: ast.expr) -> ast.expr:
+    """Return the expression of the template with these parts for its names."""
+    return _Filled(parts).visit(ast.parse(template, mode="eval").body)
 
 
-def _times(x: ast.expr, factor: float) -> ast.expr:
-    return ast.BinOp(x, ast.Mult(), ast.Constant(factor))
-
-
-def _text(node: ast.AST) -> bool:
-    return isinstance(node, (ast.JoinedStr, ast.List, ast.Tuple, ast.ListComp)) or (
-        isinstance(node, ast.Constant) and not isinstance(node.value, (int, float))
-    )
-
-
-def _binary(node: ast.BinOp) -> Iterator[tuple[str, ast.expr]]:
-    if any(_text(part) for part in ast.walk(node)):
+def _binary(node: ast.BinOp) -> Iterator[tuple[str, ast.AST]]:
+    words = (ast.JoinedStr, ast.List, ast.Tuple, ast.ListComp)
+    constants = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    if any(isinstance(part, words) for part in ast.walk(node)) or not all(
+        isinstance(value, (int, float)) for value in constants
+    ):
         return
-    left, right = node.left, node.right
-    if isinstance(node.op, ast.Mult):
-        yield "factor dropped", _first(left, right)
-        yield "factor dropped", _first(right, left)
-        if any(word in ast.unparse(right) for word in COUNTS):
-            yield "root of a count", ast.BinOp(left, node.op, ast.BinOp(right, ast.Pow(), ast.Constant(0.5)))
-    elif isinstance(node.op, ast.Add):
-        yield "term dropped", _first(left, right)
-        yield "term dropped", _first(right, left)
-        yield "sign turned", ast.BinOp(left, ast.Sub(), right)
-    elif isinstance(node.op, ast.Sub):
-        yield "sign turned", ast.BinOp(left, ast.Add(), right)
-        yield "term dropped", _first(left, right)
-    elif isinstance(node.op, (ast.Pow, ast.Div)):
-        yield "power or divisor dropped", _first(left, right)
+    for name, template in BINARY.get(type(node.op), ()):
+        yield name, _made(template, A=node.left, B=node.right)
+    if isinstance(node.op, ast.Mult) and any(word in ast.unparse(node.right) for word in COUNTS):
+        yield "root of a count", _made("A * B ** 0.5", A=node.left, B=node.right)
 
 
-def _called(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
-    method = isinstance(node.func, ast.Attribute)
+def _called(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
+    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    library = method and ast.unparse(node.func).rsplit(".", 1)[0] in ("math", "torch", "torch.linalg", "arith")
-    argument = node.func.value if isinstance(node.func, ast.Attribute) and not library else next(iter(node.args), None)
+    library = owner is not None and ast.unparse(owner) in ("math", "torch", "torch.linalg", "arith")
+    argument = owner if owner is not None and not library else next(iter(node.args), None)
     if argument is None:
         return
     if name in ("sqrt", "abs", "ceil") or name.startswith("clamp"):
-        yield "root, abs or clamp dropped", _first(argument, node)
-    if name in ("up", "_up") and not method:
-        yield "rounding dropped", _first(argument, node)
-        yield "rounding turned", ast.BinOp(_times(argument, 2.0), ast.Sub(), node)
+        yield "root, abs or clamp dropped", _made("(A, B)[0]", A=argument, B=node)
+    if name in ("up", "_up") and owner is None:
+        yield "rounding dropped", _made("(A, B)[0]", A=argument, B=node)
+        yield "rounding turned", _made("A * 2.0 - B", A=argument, B=node)
     if name == "nextafter" and len(node.args) > 1:
-        turned = ast.UnaryOp(ast.USub(), node.args[1])
-        yield "rounding turned", ast.Call(node.func, [node.args[0], turned], node.keywords)
+        yield "rounding turned", _made("F(A, -B)", F=node.func, A=node.args[0], B=node.args[1])
     if name == "gamma":
-        yield "rounding dropped", _times(node, 0.0)
+        yield "rounding dropped", _made("A * 0.0", A=node)
     if name in EXTREMES:
-        other = EXTREMES[name]
-        if isinstance(node.func, ast.Attribute):
-            other = "amax" if name == "sum" else other
-            yield (
-                "max, min or sum",
-                ast.Call(ast.Attribute(node.func.value, other, ast.Load()), node.args, node.keywords),
-            )
-        else:
-            yield "max, min or sum", ast.Call(ast.Name(other, ast.Load()), node.args, node.keywords)
+        other = EXTREMES[name] if owner is None or name != "sum" else "amax"
+        function = _made(other) if owner is None else _made(f"A.{other}", A=owner)
+        yield "max, min or sum", ast.Call(function, node.args, node.keywords)
     if name.endswith(NORMS):
-        yield "underestimated by 2^-20", _times(node, 1 - 2**-20)
+        yield "underestimated by 2^-20", _made(f"A * {1 - 2**-20!r}", A=node)
     for keyword in node.keywords:
         if keyword.arg is not None and keyword.arg not in LAYOUT:
             yield "option ignored", ast.Call(node.func, node.args, [k for k in node.keywords if k is not keyword])
@@ -128,43 +106,38 @@ def _variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
             kept = [value for value in node.values if value is not gone]
             yield "condition dropped", kept[0] if len(kept) == 1 else ast.BoolOp(node.op, kept)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield "negation dropped", _call("bool", node.operand)
+        yield "negation dropped", _made("bool(A)", A=node.operand)
     elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
         index = ast.unparse(node.slice)
         if index != "0" and (index.lstrip("-").isdigit() or len(index) == 1 or index in ("index", "row", "head")):
-            yield "index lost", ast.Subscript(node.value, ast.Constant(0), node.ctx)
+            yield "index lost", _made("A[0]", A=node.value)
     elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
         if (node.id if isinstance(node, ast.Name) else node.attr) == "alpha":
-            yield "alpha doubled", _times(node, 2.0)
+            yield "alpha doubled", _made("A * 2.0", A=node)
     elif isinstance(node, ast.If):
         last = node.body[-1]
         returned = ast.unparse(last.value) if isinstance(last, ast.Return) and last.value is not None else ""
         if isinstance(last, ast.Raise) or returned in REFUSED:
-            never = _first(ast.Constant(False), node.test)
-            yield "check skipped", ast.If(never, node.body, node.orelse)
+            yield "check skipped", ast.If(_made("(False, A)[0]", A=node.test), node.body, node.orelse)
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and "super()" not in ast.unparse(node):
-        nothing = ast.arguments([], [], None, [], [], None, [])
-        yield "call skipped", ast.Expr(ast.Lambda(nothing, node.value))
+        yield "call skipped", ast.Expr(_made("lambda: A", A=node.value))
 
 
 class _Visitor(ast.NodeTransformer):
-    """Walk over the bodies of functions; note each variant, or put one in its place."""
+    """Walk over the bodies of functions; list each variant, or put the chosen one in its place."""
 
-    def __init__(self, chosen: int | None) -> None:
-        self.chosen, self.count, self.names = chosen, 0, list[str]()
-        self.inside, self.statement = 0, 0
+    def __init__(self, chosen: int | None = None) -> None:
+        self.chosen, self.count, self.inside, self.statement = chosen, 0, 0, 0
+        self.names: list[str] = []
         self.found: list[tuple[str, str, str, tuple[int, int]]] = []
 
-    def _body(self, node: ast.FunctionDef) -> ast.AST:
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.names.append(node.name)
         self.inside += 1
-        node.body = [self.visit(part) for part in node.body]
+        node.body = [self.visit(part) for part in node.body]  # not its decorators and defaults, which run at import
         self.inside -= 1
         self.names.pop()
         return node
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return self._body(node)
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
         self.inside += 1
@@ -182,51 +155,39 @@ class _Visitor(ast.NodeTransformer):
         node.value = None if node.value is None else self.visit(node.value)
         return node
 
-    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+    def visit_Raise(self, node: ast.AST) -> ast.AST:
         return node  # the words of a message are no law
 
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        return node
+    visit_JoinedStr = visit_Raise
 
     def visit(self, node: ast.AST) -> ast.AST:
         placed: ast.AST | None = None
-        if isinstance(node, ast.stmt):
-            self.statement = node.lineno
-        if self.inside:
-            for operator, variant in _variants(node):
-                if self.chosen is None:
-                    short = lambda part: " ".join(ast.unparse(ast.fix_missing_locations(part)).split())[:90]  # noqa: E731
-                    after = short(copy.deepcopy(variant))
-                    self.found.append(
-                        (operator, ".".join(self.names), f"{short(node)} => {after}", (node.lineno, self.statement))
-                    )
-                elif self.count == self.chosen:
-                    placed = copy.deepcopy(variant)
-                self.count += 1
+        self.statement = node.lineno if isinstance(node, ast.stmt) else self.statement
+        for operator, variant in _variants(node) if self.inside else ():
+            if self.chosen is None:
+                change = [" ".join(ast.unparse(copy.deepcopy(part)).split())[:90] for part in (node, variant)]
+                place = ".".join(self.names)
+                self.found.append((operator, place, " => ".join(change), (node.lineno, self.statement)))  # type: ignore[attr-defined]
+            elif self.count == self.chosen:
+                placed = copy.deepcopy(variant)
+            self.count += 1
         result = super().visit(node)
-        if placed is None:
-            return result
-        for part in ast.walk(placed):
-            if not hasattr(part, "lineno"):
-                ast.copy_location(part, node)
-        return ast.copy_location(placed, node)
+        return result if placed is None else ast.copy_location(placed, node)
 
 
 def mutants(path: Path, root: Path) -> list[Mutant]:
     """Return all mutants of a file."""
-    visitor = _Visitor(None)
+    visitor = _Visitor()
     visitor.visit(ast.parse(path.read_text()))
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     found = []
     for number, (operator, function, change, lines) in enumerate(visitor.found):
         key = f"{path.relative_to(root)} {function}: {change}"
-        seen[key] = seen.get(key, 0) + 1
-        key += f" #{seen[key]}" if seen[key] > 1 else ""
-        found.append(Mutant(key, operator, path, lines, number))
+        seen[key] += 1
+        found.append(Mutant(key + (f" #{seen[key]}" if seen[key] > 1 else ""), operator, path, lines, number))
     return found
 
 
 def mutated(mutant: Mutant) -> ast.Module:
     """Return the tree of the file with this mutation in it."""
-    tree = _Visitor(mutant.number).visit(ast.parse(mutant.path.read_text()))
-    return ast.fix_missing_locations(tree)
+    return ast.fix_missing_locations(_Visitor(mutant.number).visit(ast.parse(mutant.path.read_text())))
