@@ -121,7 +121,7 @@ def show_trade(trade: "Trade", sink: Sink) -> None:
                 "-" if rung.log10_upper is None else f"{rung.log10_upper:.1f}",
                 "-" if rung.log10_upper is None else f"{first - rung.log10_upper:.1f}",
                 f"{100 * rung.agreement:.1f} %",
-                f"{100 * rung.agreement_at_least:.1f} %",
+                f"{100 * rung.agreement_at_least:.1f} %" if isinstance(rung.agreement_at_least, float) else "-",
                 f"{100 * rung.error:.1f} %",
             )
             for rung in trade.rungs
