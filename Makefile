@@ -1,5 +1,6 @@
 # make demo: install, then the whole chain on embedded real images.   make test: install, lint, types, tests.
 # make gpu: the tests that need a GPU, and a table of what each command takes on it.   make soundness: the long campaigns.
+# make mutants: how many small faults in the code on which certificates rest the tests notice.
 # make test-elsewhere: the tests in another order, with other thread counts and instructions, on a busy machine.
 # make docs: the documentation site, in site/.   make tutorial: types it again.
 # make release-check: what would be pushed, installed into an empty environment.   make test-min: the oldest dependencies.
@@ -11,7 +12,7 @@ TORCH_INDEX ?=
 # one command and one index: a torchvision built for another torch breaks every `import timm` outside certvit
 TORCH := "torch>=2.6,<2.14" torchvision $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install demo test test-elsewhere test-min check gpu soundness docs test-converters tutorial release-check clean
+.PHONY: install demo test test-elsewhere test-min check gpu soundness mutants docs test-converters tutorial release-check clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -47,7 +48,9 @@ test-min:
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(VENV)/min/bin/python -m pytest -n 2 --dist loadscope --ignore tests/cli/test_processes.py
 
-# what would be pushed: built, checked, installed into an empty environment, and used there
+# what would be pushed: built, checked, installed into an empty environment, and used there; fails at the end while the
+# repository has no address
+PLACEHOLDER := HOST/OWNER
 release-check:
 	rm -rf dist
 	$(PYTHON) -m venv --clear $(VENV)/build
@@ -58,9 +61,13 @@ release-check:
 	$(VENV)/empty/bin/pip install --quiet $(TORCH)
 	$(VENV)/empty/bin/pip install --quiet dist/*.whl
 	-$(VENV)/empty/bin/certvit doctor
-	cd $(VENV)/empty && bin/certvit init certvit_vit_digits -o digits.safetensors && \
-		bin/certvit audit digits.safetensors --dataset digits --time-budget 30s --html audit.html && ls -l audit.html
+	cd $(VENV)/empty && bin/certvit init certvit_vit_digits -o init.safetensors && \
+		bin/certvit finetune init.safetensors --dataset digits --loss ce --lr 2e-3 --noise 0.1 --epochs 20 -o digits.safetensors && \
+		bin/certvit audit digits.safetensors --dataset digits --time-budget 30s --fail-on "clean<0.5" --html audit.html && \
+		ls -l audit.html
 	ls -l dist
+	@! grep -rn $(PLACEHOLDER) README.md examples/ci || { echo "not to be pushed: $(PLACEHOLDER) is no address"; exit 1; }
+	@grep -q '^\[project.urls\]' pyproject.toml || { echo "not to be pushed: pyproject.toml has no [project.urls]"; exit 1; }
 
 # without a CUDA device both say so and do nothing
 gpu: install
@@ -75,6 +82,10 @@ soundness: install
 	$(BIN)/python benchmarks/soundness.py --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --programs --seconds 600
+
+# an hour, divided among the rooms; answers in build/mutants, from which the next call goes on
+mutants: install
+	$(BIN)/python -m tests.soundness.mutants --seconds 3600
 
 # the logits that tests/models/test_converters.py holds converted networks to, asked of transformers itself
 test-converters:

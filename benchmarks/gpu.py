@@ -92,7 +92,7 @@ def rows(count: int, batch: int) -> list[Row]:
 
 
 def make_images(folder: Path, side: int, count: int, channels: int) -> None:
-    """Noise in class folders, train/, val/ and test/ of so many each."""
+    """Write noise into class folders of train/, val/ and test/, `count` images each."""
     generator = np.random.default_rng(0)
     for part in ("train", "val", "test"):
         for number in range(count):

@@ -36,11 +36,11 @@ NAMED = {"ViT-Ti/16": (12, 192, 196, 1000), "ViT-S/16": (12, 384, 196, 1000), "V
 
 
 SHORT, SHORT_RUNS = 1.0, 5
-"""What takes less CPU seconds the first time is timed over so many further runs."""
+"""CPU seconds of a first run below which further runs are timed, and their number."""
 
 
 def network(depth: int, width: int, tokens: int, classes: int) -> build.PixelModel:
-    """A ViT with heads of 64, patches of 16 and so many tokens beside the class token."""
+    """Return a ViT with heads of 64, patches of 16 and `tokens` tokens beside the class token."""
     side = 16 * math.isqrt(tokens)
     size = {"embed_dim": width, "depth": depth, "num_heads": width // 64, "img_size": side, "num_classes": classes}
     arch = "vit_base_patch16_224"

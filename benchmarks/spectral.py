@@ -72,7 +72,7 @@ SIZE = (3, 224, 224)
 
 
 def least(work: Callable[[], Any], times: int = 3) -> float:
-    """CPU seconds, the least of so many runs."""
+    """Return the least CPU seconds of several runs."""
     found = math.inf
     for _ in range(times):
         begun = time.process_time()

@@ -3,6 +3,7 @@
 from typing import Any
 
 from certcli import api
+from certcli.evaluation.intervals import counted
 from certcli.evaluation.threat import Threat
 from certcli.report.document import Share
 from certcli.system.errors import UsageError
@@ -26,10 +27,9 @@ def assert_certified(
     found = api.certify(network, images, labels, method=method, **options)
     hits = sum(row.holds_at(Threat("l2", radius)) for row in found)
     share = Share.of(hits, len(found))
-    low, high = share.interval
     assert share.share >= at_least, (
-        f"{hits} of {len(found)} images ({100 * share.share:.1f} %, 95 % interval {100 * low:.0f} to {100 * high:.0f}) are "
-        f"certified at l2 {radius:g} by {method}; {100 * at_least:g} % were demanded"
+        f"{counted(hits, len(found), digits=1)} are certified at l2 {radius:g} by {method}; "
+        f"{100 * at_least:g} % were demanded"
     )
     return share
 
@@ -59,8 +59,8 @@ def assert_robust(
     _require_share(at_least)
     (found,) = api.attack(network, images, labels, radii=(radius,), **settings)
     assert found.robust >= at_least, (
-        f"{100 * found.robust:.1f} % of {found.images} images withstand {', '.join(found.attacks)} at l2 {radius:g}; "
-        f"{100 * at_least:g} % were demanded"
+        f"{counted(round(found.robust * found.images), found.images, digits=1, proven=False)} withstand "
+        f"{', '.join(found.attacks)} at l2 {radius:g}; {100 * at_least:g} % were demanded"
     )
     return float(found.robust)
 

@@ -2,8 +2,10 @@
 CI files in the page that links to them, formulas as MathML, and mermaid's script where `make docs` found it."""
 
 import os
+import posixpath
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,23 @@ import formulas
 
 ROOT = Path(__file__).parent.parent
 AT_THE_ROOT = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+WITH_FORMULAS = {
+    f"{page}.md"
+    for page in (
+        "bounds",
+        "certify",
+        "chains",
+        "constrain",
+        "lab/attention-at-work",
+        "limits",
+        "local",
+        "patch",
+        "scaling",
+    )
+    + ("smoothing", "soundness")
+}
+"""Pages whose sentences hold formulas; a letter that stands alone is one there."""
+TITLES: dict[str, str] = {}
 MERMAID = Path(os.environ.get("MERMAID", ""))
 """mermaid.min.js; without it, the theme loads it from the internet when a page with a picture is opened."""
 
@@ -27,6 +46,7 @@ def on_config(config: Any) -> Any:
     for entry in config.nav:
         if "All options" in entry:
             entry["All options"] = pages
+    TITLES.update(_titles(config.nav), **{"commands.md": "all options"})
     named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
     docs = Path(config.docs_dir)
     found = [page.relative_to(docs).as_posix() for page in sorted(docs.rglob("*.md"))]
@@ -35,6 +55,14 @@ def on_config(config: Any) -> Any:
     if MERMAID.is_file():
         config.extra_javascript.append("assets/mermaid.min.js")
     return config
+
+
+def _titles(nav: list[Any]) -> dict[str, str]:
+    """Return the title of each page of the navigation."""
+    found: dict[str, str] = {}
+    for title, entry in (pair for part in nav for pair in part.items()):
+        found |= _titles(entry) if isinstance(entry, list) else {entry: title}
+    return found
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -55,14 +83,23 @@ def _first_page(index: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to the root's pages lead to their copies; what is not of the site (code, the root's README) is named only."""
+    """Point links to the root's pages at their copies; only name files outside the site (code, the root's README)."""
     if page.file.src_uri == "README.md":
         markdown = _first_page(markdown)
+    if page.file.src_uri in WITH_FORMULAS:
+        markdown = formulas.inline(markdown)
     markdown = re.sub(r"^- \[(examples/ci/[\w.-]+)\]\(.*\)$", _shown, formulas.display(markdown), flags=re.MULTILINE)
+    markdown = re.sub(r"\[[\w/-]+\.md\]\(([\w/.-]+\.md)", partial(_titled, page.file.src_uri), markdown)
     up = "../" * page.file.src_uri.count("/")
     for name in AT_THE_ROOT:
         markdown = markdown.replace(f"]({up}../{name}", f"]({up}{name}")
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!commands|img|howto)([\w./-]+)\)", _named, markdown)
+
+
+def _titled(page: str, link: re.Match[str]) -> str:
+    """A link whose words are a file's name, by the title of its page."""
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(page), link.group(1)))
+    return f"[{TITLES.get(target, link.group(1))}]({link.group(1)}"
 
 
 def _shown(link: re.Match[str]) -> str:

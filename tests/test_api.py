@@ -74,7 +74,7 @@ def test_assertions_fail_with_figures(certified: Checkpoint) -> None:
     share = testing.assert_certified(certified, images, labels, radius=0.05, at_least=0.1)
     assert share.images == 20
     wrong = (labels + 1) % 10
-    with pytest.raises(AssertionError, match=r"\d+ of 20 images \(.* %, 95 % interval .*50 % were demanded"):
+    with pytest.raises(AssertionError, match=r"\d+ of 20 images \(95 % interval .*50 % were demanded"):
         testing.assert_certified(certified, images, wrong, radius=0.05, at_least=0.5)
     with pytest.raises(AssertionError, match="the proven bound is"):
         testing.assert_bound(certified, 1e-3)

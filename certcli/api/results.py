@@ -5,6 +5,7 @@ from html import escape
 
 from certcli.attack.summary import RobustAccuracy
 from certcli.certify.certificate import Certificate
+from certcli.evaluation.intervals import interval_of_few, share_text
 from certcli.evaluation.radii import attacked_radius, proven_radius
 from certcli.lipschitz.network import NetworkBound
 from certcli.report.document import Audit
@@ -56,10 +57,11 @@ class Certificates(Shown, list[Certificate]):
     def headline(self) -> str:
         if not self:
             return "no certificates"
-        right = sum(one.correct for one in self)
+        hits = sum(one.correct for one in self)
         held = sorted((one.radius for one in self if one.correct), reverse=True)
         middle = f", median certified radius {proven_radius(held[len(held) // 2], 3)}" if any(held) else ""
-        return f"{len(self)} certificates by {self[0].method}: {right} images are classified correctly{middle}"
+        right = f"{hits} images are classified correctly{interval_of_few(hits, len(self))}"
+        return f"{len(self)} certificates by {self[0].method}: {right}{middle}"
 
     @property
     def rows(self) -> Sequence[Sequence[str]]:
@@ -76,8 +78,9 @@ class AttackCurve(Shown, tuple[RobustAccuracy, ...]):
     @property
     def headline(self) -> str:
         last = self[-1]
-        left = ", ".join(f"{_percent(one.robust)} at {attacked_radius(one.epsilon)}" for one in self)
-        return f"{last.images} images, {_percent(last.clean)} right; under {', '.join(last.attacks)} in {last.kind}: {left}"
+        left = ", ".join(f"{share_text(one.robust, one.images)} at {attacked_radius(one.epsilon)}" for one in self)
+        right = f"{last.images} images, {share_text(last.clean, last.images)} right"
+        return f"{right}; under {', '.join(last.attacks)} in {last.kind}: {left}"
 
     @property
     def rows(self) -> Sequence[Sequence[str]]:

@@ -212,7 +212,7 @@ def _digest(values: Sequence[Any]) -> str:
 class Campaign:
     """Tasks made ready for a model: source crafts in its place; `keep_images` keeps those of an image's first success only.
 
-    Each portion draws from its own seed, whoever attacks it and whenever: resumed records are those of an uninterrupted run.
+    Each portion draws from its own seed, in every process and order: resumed records are those of an uninterrupted run.
     """
 
     model: nn.Module

@@ -87,7 +87,10 @@ class Watched(nn.Module):
         self._half = precision == "bf16"
         self._successes = Successes(model, images, labels, region)
         self._all = torch.arange(len(images), device=images.device)
-        self._rows, self._known = self._all, 0  # those that stand, as of so many that fell
+        self._rows, self._known = (
+            self._all,
+            0,
+        )  # the images that stand, and the number of fallen ones when they were counted
         self._last: Tensor | None = None
         self.eval()
 

@@ -42,10 +42,10 @@ def compose(
             path=path_in_repository(Path(typed.source)),
         ),
         headline=headline.headline(findings, plan, size),
-        scale=headline.scale(plan, size),
-        reference=headline.reference(size),
+        scale=headline.scale(findings, plan, size),
+        reference=headline.reference(findings, size),
         verdict=words.verdict(findings, plan),
-        doubts=[*doubts, *findings.doubts],
+        doubts=[doubt for doubt in (*doubts, *findings.doubts) if doubt != findings.failing],  # that is the headline
         next=words.next_steps(findings, plan, named),
         gate=gates.judge(plan.gates, findings, size[1:]),
         lineage=[

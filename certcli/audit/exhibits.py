@@ -9,6 +9,7 @@ from torch import Tensor
 
 from certcli.audit.findings import Findings
 from certcli.audit.headline import grey_levels
+from certcli.images.labelled import Images
 from certcli.report.page import Figure, Gallery
 from certcli.report.pixels import LARGEST, data_uri, triple
 
@@ -34,7 +35,8 @@ def pictures_of(findings: Findings, names: Sequence[str], radius: float) -> dict
     if examples:
         found["scale"] = Gallery("What such changes look like", "", examples)
     if findings.exhibits:
-        found["fooled"] = Gallery("Images that were fooled", EACH, [_fooled(row, names) for row in findings.exhibits])
+        fooled = [_fooled(row, names, findings.images) for row in findings.exhibits]
+        found["fooled"] = Gallery("Images that were fooled", EACH, fooled)
     return found
 
 
@@ -49,11 +51,12 @@ def moved(image: Tensor, radius: float) -> Tensor:
     return image + step * signs
 
 
-def _fooled(row: Any, names: Sequence[str]) -> Figure:
+def _fooled(row: Any, names: Sequence[str], images: Images | None) -> Figure:
     uris, factor = triple(row.image, row.adversarial)
     before, after = names[row.prediction], names[row.adversarial_prediction]
-    words = (f"image {row.index}, classified {before}", "what changes, magnified", f"changed image, classified {after}")
-    caption = f"image {row.index}: {before}, then {after}; l2 {row.norm:.3g}, change shown {factor:.3g} times"
+    image = f"image {row.index}" if images is None else images.named(row.index)
+    words = (f"{image}, classified {before}", "what changes, magnified", f"changed image, classified {after}")
+    caption = f"{image}: {before}, then {after}; l2 {row.norm:.3g}, change shown {factor:.3g} times"
     return Figure(caption, list(zip(uris, words, strict=True)), _large(row.image))
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from certcli.images.labelled import Images
 from certcli.report.document import (
     AttackShares,
     CertifiedShares,
@@ -22,7 +23,9 @@ class Findings:
     """Measured and proven results. A stage that was not done leaves None, and a line in `skipped`.
 
     exhibits: fooled images with their pixels. sample: the first image. patched_pair: an image without and with a patch.
+    images: that are judged.
     failing: why the figures say little about the network, so that the other stages are not worth their time.
+    statistics: options that give the pixel statistics with which it is more often right.
     """
 
     parameters: int = 0
@@ -38,13 +41,20 @@ class Findings:
     patch_attack: PatchAttack | None = None
     skipped: list[Skipped] = field(default_factory=list)
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+    images: Images | None = None
     exhibits: list[Any] = field(default_factory=list)
     sample: Any = None
     patched_pair: tuple[Any, Any] | None = None
     precision: str = "float32"
     failing: str | None = None
+    statistics: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing was certified or attacked because the figures would say little."""
+        return self.failing is not None and self.attack is None and not self.certificates
 
     def skip(self, stage: str, why: str, for_time: bool = False) -> None:
         self.skipped.append(Skipped(stage=stage, why=why, for_time=for_time))
@@ -54,4 +64,5 @@ class Findings:
         return self.rows.setdefault(index, {"index": index, "label": label})
 
     def records(self) -> list[ImageRow]:
-        return [ImageRow(**row) for _, row in sorted(self.rows.items())]
+        files = {} if self.images is None else self.images.file_of
+        return [ImageRow(file=files.get(index), **row) for index, row in sorted(self.rows.items())]

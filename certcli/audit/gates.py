@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from certcli.audit.findings import Findings
+from certcli.evaluation.intervals import interval_of_few, interval_text
 from certcli.evaluation.radii import proven_percent, radius_key
 from certcli.evaluation.threat import Threat
 from certcli.report.document import GateReport, GateResult, Share
-from certcli.report.shares import FEW
 from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
 
@@ -130,9 +130,10 @@ def _judged(gate: FailOn, findings: Findings, image: tuple[int, int]) -> GateRes
         reason = f"{gate.requirement}, not measured ({why or 'nothing was found at this radius'}): failed"
         return GateResult(fail_on=gate.text, passed=False, measured=None, reason=reason)
     if share is not None:
-        low, high = share.interval
-        few = "" if share.images < FEW else f"{proven_percent(share.share)}, "
-        found = f"{few}{share.hits} of {share.images} images (95 % interval {100 * low:.0f} to {100 * high:.0f} %){by}"
+        few = interval_of_few(share.hits, share.images)
+        percent = "" if few else f"{proven_percent(share.share)}, "
+        between = few or f" ({interval_text(share.hits, share.images)} %)"
+        found = f"{percent}{share.hits} of {share.images} images{between}{by}"
     else:
         found = "" if bound is None else bound.upper_text
     failed = gate.met(measured)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from certcli.audit.findings import Findings
 from certcli.audit.plan import Plan
-from certcli.audit.words import best_proof, every_change, part
+from certcli.audit.words import CORRECT, best_proof, every_change
+from certcli.evaluation.intervals import interval_of_few, part_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
 from certcli.report.published import nearest
 
@@ -33,9 +34,7 @@ def _answer(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
     parts = [_attacked(findings, size), *_others(findings)]
     if proof is not None:
         kept = proof.certified[least]
-        parts.insert(
-            0, f"proven: {part(kept.hits, kept.images, 'images')} keep their class under {every_change(least)}"
-        )
+        parts.insert(0, f"proven: {part_of(kept.hits, kept.images)} keep their class under {every_change(least)}")
     elif findings.patched is None or not any(kept.hits for kept in findings.patched.certified.values()):
         known = findings.bound is not None or any(found.failure == 0 for found in findings.certificates)
         nothing = "nothing useful was proven about it as it is"
@@ -54,11 +53,12 @@ def _attacked(findings: Findings, size: Sequence[int]) -> str:
     fooled, correct, names = attack.fooled[at], attack.clean.hits, ", ".join(name.upper() for name in attack.attacks)
     where = f"at l2 {attacked_radius(at)}"
     if not fooled:
-        return f"{names} fooled none of {correct} correct images {where}, which proves nothing"
+        none = f"none of {correct} {CORRECT}{interval_of_few(0, correct)}"
+        return f"{names} fooled {none} {where}, which proves nothing"
     seen = (
         "changes nobody sees" if unseen else f"changes of {grey_levels(float(at), size):.2g} grey levels a pixel value"
     )
-    return f"this network can be fooled by {seen}: {part(fooled, correct)} {where}"
+    return f"this network can be fooled by {seen}: {part_of(fooled, correct, CORRECT)} {where}"
 
 
 def _others(findings: Findings) -> list[str]:
@@ -66,14 +66,14 @@ def _others(findings: Findings) -> list[str]:
     parts = []
     if findings.patched is not None:
         parts += [
-            f"behind masks, no {size.replace('x', ' x ')} patch changes the class of {part(kept.hits, kept.images, 'images')}"
+            f"behind masks, no {size.replace('x', ' x ')} patch changes the class of {part_of(kept.hits, kept.images)}"
             for size, kept in findings.patched.certified.items()
             if kept.hits
         ]
     for found in findings.certificates:
         if found.failure > 0:
             at = max(found.certified, key=float)
-            kept = part(found.certified[at].hits, found.certified[at].images, "images")
+            kept = part_of(found.certified[at].hits, found.certified[at].images)
             sure = confidence(found.failure, 100)
             parts.append(
                 f"with noise, {kept} keep their class at l2 {proven_radius(at)}, each with probability {sure} %"
@@ -86,15 +86,17 @@ def grey_levels(radius: float, size: Sequence[int]) -> float:
     return 255 * radius / math.sqrt(math.prod(size))
 
 
-def scale(plan: Plan, size: Sequence[int]) -> str:
-    """Return how large the radii are."""
+def scale(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
+    """Return how large the radii are; nothing where the audit stopped before them."""
+    if findings.stopped:
+        return ""
     radii = [radius for radius in plan.certified_radii if radius > 0] or [plan.least]
     levels = " and ".join(f"l2 {radius:g} is {grey_levels(radius, size):.2g}" for radius in radii)
     pixels = " x ".join(str(side) for side in size)
     return f"How large is that? Spread over all {pixels} pixel values, {levels} of 255 grey levels each."
 
 
-def reference(size: Sequence[int]) -> str:
-    """Return the same figures of a network that is known; empty where none sees images of such a size."""
-    known = nearest(size)
+def reference(findings: Findings, size: Sequence[int]) -> str:
+    """Return the same figures of a known network; nothing where none sees such images, or the audit stopped before them."""
+    known = None if findings.stopped else nearest(size)
     return "" if known is None else f"For comparison, {known.sentence}"

@@ -81,6 +81,13 @@ class Typed:
     def network(self) -> list[str]:
         return [self.source, *self.hints]
 
+    def without(self, *options: str) -> list[str]:
+        """Return the words that name the network, less these options and their values."""
+        words, left = iter(self.hints), [self.source]
+        for word in words:
+            left += [] if word in options and next(words) else [word]
+        return left
+
     def images(self, judged: bool = True) -> list[str]:
         """judged: for a command that judges a network, which knows splits."""
         found = [] if self.dataset is None else ["--dataset", self.dataset]

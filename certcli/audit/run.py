@@ -117,7 +117,7 @@ def _classify(
     checkpoint: Checkpoint, model: build.PixelModel, images: Images, plan: Plan, clock: Clock, findings: Findings
 ) -> float:
     """Measure clean accuracy, ask whether the file is read as it was trained, and return seconds an image."""
-    findings.dataset, findings.sample = judging.dataset_of(images), images.fetch([0])[0]
+    findings.dataset, findings.images, findings.sample = judging.dataset_of(images), images, images.fetch([0])[0]
     part = clock.part(0.2)
     found, seconds = judging.predictions(model, images, min(plan.batch_size, CLASSIFIED), part, clock.team)
     if not found:
@@ -131,11 +131,13 @@ def _classify(
     for index, label, prediction in zip(indices, labels, found):
         findings.row(index, label)["prediction"] = prediction
     chance = chance_doubt(sum(right), len(right), checkpoint.record.classes)
-    readings: list[str | None] = []
     if checkpoint.record.foreign and clock.team.leads:  # a file of certvit is read as it was trained
-        with contextlib.suppress(OutOfTime), StageTime(0.1 * clock.left).ended():
-            for doubt in (order_doubt, better_statistics):
-                readings.append(doubt(model, images, right[:READ_OTHERWISE]))
-    findings.doubts += filter(None, readings)
+        share = 0.1 if chance is None else 0.5  # about chance, no stage follows that would need the time
+        with contextlib.suppress(OutOfTime), StageTime(share * clock.left).ended():
+            if (order := order_doubt(model, images, right[:READ_OTHERWISE])) is not None:
+                findings.doubts.append(order)
+            else:
+                for better, options in better_statistics(model, images, right[:READ_OTHERWISE]):
+                    findings.doubts, findings.statistics = [better], options
     findings.failing = next(filter(None, [*findings.doubts, chance]), None)
     return seconds

@@ -6,11 +6,11 @@ import shlex
 from certcli.audit.findings import Findings
 from certcli.audit.plan import Plan, Typed
 from certcli.audit.stages import HOPELESS
-from certcli.evaluation.intervals import share_interval
+from certcli.evaluation.intervals import FEW, counted, interval_of_few, part_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
 from certcli.report.document import CertifiedShares
-from certcli.report.shares import FEW, counted
 
+CORRECT = "correct images"
 LITTLE_ATTENTION = 0.01
 """Largest weight of an attention branch below which the answer says that attention hardly takes part."""
 
@@ -23,13 +23,17 @@ def verdict(findings: Findings, plan: Plan) -> list[str]:
         names = ", then ".join(name.upper() for name in attack.attacks)
         at, correct = list(attack.fooled)[-1], attack.clean.hits
         if correct:
-            sentences.append(f"{names} fooled {part(attack.fooled[at], correct)} at l2 {attacked_radius(at)}.")
+            sentences.append(
+                f"{names} fooled {part_of(attack.fooled[at], correct, CORRECT)} at l2 {attacked_radius(at)}."
+            )
         else:
-            sentences.append(f"Nothing to attack: none of {attack.clean.images} images is classified correctly.")
+            none = _none_of(attack.clean.images, "images")
+            sentences.append(f"Nothing to attack: {none} is classified correctly.")
     elif findings.clean is not None:
-        sentences.append(f"Correct without any attack: {counted(findings.clean, False)}. It was not attacked.")
+        right = counted(findings.clean.hits, findings.clean.images, proven=False)
+        sentences.append(f"Correct without any attack: {right}. It was not attacked.")
     if (tried := findings.patch_attack) is not None and tried.clean.hits:
-        fell = part(tried.clean.hits - tried.robust.hits, tried.clean.hits)
+        fell = part_of(tried.clean.hits - tried.robust.hits, tried.clean.hits, CORRECT)
         sentences.append(f"Without masks, a patch of {_size_of(tried.patch)} pixels fooled {fell}.")
     weight = findings.attention_weight
     if weight is not None and weight < LITTLE_ATTENTION:
@@ -41,14 +45,6 @@ def verdict(findings: Findings, plan: Plan) -> list[str]:
     return sentences
 
 
-def part(hits: int, images: int, noun: str = "correct images") -> str:
-    """ "21 of 45 correct images"; of few with the interval of the share."""
-    if images >= FEW:
-        return f"{hits} of {images} {noun}"
-    low, high = share_interval(hits, images)
-    return f"{hits} of {images} {noun} (95 % interval {100 * low:.0f} to {100 * high:.0f} %)"
-
-
 def _size_of(patch: str) -> str:
     return patch.replace("x", " x ")
 
@@ -58,10 +54,10 @@ def _patched(findings: Findings) -> list[str]:
     found = findings.patched
     if found is None:
         return []
-    way = found.procedure.replace("-", " ")
+    way, right = found.procedure.replace("-", " "), part_of(found.clean.hits, found.clean.images)
     return [
-        f"Proven: with {way} no {_size_of(size)} patch changes the answer for {counted(kept)}; without a patch it is right "
-        f"on {found.clean.hits}."
+        f"Proven: with {way} no {_size_of(size)} patch changes the answer for {counted(kept.hits, kept.images)}; without a "
+        f"patch it is right on {right}."
         for size, kept in found.certified.items()
     ]
 
@@ -80,7 +76,8 @@ def _proof(findings: Findings, plan: Plan) -> str:
     if best is not None:
         by_bound = best.method == "lipschitz" and bound is not None
         way = f"the global bound is {bound.upper_text}" if by_bound and bound else "image by image"
-        sentence = f"Proven at l2 {proven_radius(least)}: {counted(best.certified[least])} ({way})."
+        kept = best.certified[least]
+        sentence = f"Proven at l2 {proven_radius(least)}: {counted(kept.hits, kept.images)} ({way})."
         return sentence if by_bound or bound is None or not bound.upper_finite else (
             f"{sentence} The global bound proves nothing: {large}."
         )  # fmt: skip
@@ -103,14 +100,18 @@ def every_change(radius: str) -> str:
 
 
 def _none(found: CertifiedShares, radius: float) -> str:
-    """That proofs certify no image, and of how many."""
+    """Return that proofs certify no image, and of how many."""
     right = found.clean.hits
     if right == 0:
-        return f"Correct images among those tried: none of {found.clean.images}."
+        return f"Correct images among those tried: {_none_of(found.clean.images, 'images')}."
     way = "By it" if found.method == "lipschitz" else "Image by image"
     if right == 1:
-        return f"{way}, the one correct image tried is not certified at {proven_radius(radius)}."
-    return f"{way}, none of the {right} correct images tried is certified at {proven_radius(radius)}."
+        return f"{way}, the one correct image tried is not certified at {proven_radius(radius)}{interval_of_few(0, 1)}."
+    return f"{way}, {_none_of(right, 'correct images tried')} is certified at {proven_radius(radius)}."
+
+
+def _none_of(images: int, noun: str) -> str:
+    return f"none of {images} {noun}{interval_of_few(0, images)}"
 
 
 def _magnitude(log10: float | None, text: str) -> str:
@@ -125,9 +126,9 @@ def _margin(log10: float, radius: float) -> str:
 def _smoothed(found: CertifiedShares) -> str:
     at = max(found.certified, key=float)
     reached = found.certified[at]
-    sigma = found.parameters["sigma"]
+    sigma, held = found.parameters["sigma"], counted(reached.hits, reached.images)
     return (
-        f"Smoothing at sigma {sigma:g} certifies {counted(reached)} at l2 {proven_radius(at)}, each with probability "
+        f"Smoothing at sigma {sigma:g} certifies {held} at l2 {proven_radius(at)}, each with probability "
         f"{confidence(found.failure, 100)} %: a statement about the smoothed network."
     )
 
@@ -140,7 +141,13 @@ def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
     if findings.dataset is None:
         return [f"certvit audit {ckpt} --dataset FOLDER"]
     if findings.failing is not None:
-        return [f"certvit audit {ckpt} --dataset FOLDER --mean M --std S"]
+        network = shlex.join(typed.without("--mean", "--std"))
+        again = (
+            f"{images} {shlex.join(findings.statistics)}"
+            if findings.statistics
+            else " --dataset FOLDER --mean M --std S"
+        )
+        return [f"certvit audit {network}{again}"]
     short = {item.stage for item in findings.skipped if item.for_time} & {"bound", "clean", "attack", "smoothing"}
     seen = [one.clean.images for one in (*findings.certificates, findings.attack) if one is not None]
     if short or min(seen, default=0) < min(FEW, findings.dataset.images):

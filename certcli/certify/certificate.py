@@ -102,7 +102,7 @@ class Certifier(ABC):
     """A method made ready for one network: images in, certificates out.
 
     promise: "proof", or "probability 1 - alpha" (with alpha as a number). arithmetic: of the network that the statement is
-    about ("real", "float64", "float32", "bf16"). domain: the images around x it speaks of, "all" or the "box" [0, 1].
+    about ("real", "float64", "float32", "tf32", "bf16", "fp16"). domain: the images around x it speaks of, "all" or the "box" [0, 1].
     failure: of each certificate, as it states it.
     parameters: what decides its certificates beside network and images. about: facts for the document. title, statement:
     what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller.

@@ -14,7 +14,8 @@ from certcli.certify.local_options import Local
 from certcli.certify.methods import certify
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.trace import example_of
-from certcli.evaluation.radii import proven_percent, proven_radius
+from certcli.evaluation.intervals import counted
+from certcli.evaluation.radii import proven_radius
 from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
 from certcli.models.build import PixelModel, load_double
@@ -91,7 +92,8 @@ def _try_bound(
     )
     (share,) = found.certified.values()
     name = certifier.title.partition(",")[0]
-    words = f"the {name} certifies {proven_percent(share)} of {len(sample)} images at {proven_radius(radius)}"
+    certified = counted(round(share * len(sample)), len(sample), digits=1)
+    words = f"the {name} certifies {certified} at {proven_radius(radius)}"
     return words, share > 0 and share >= USEFUL * found.clean
 
 

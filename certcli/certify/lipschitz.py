@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier, PinnedWeights, require_logits, whole_batch
-from certcli.certify.options import Options
+from certcli.certify.lipschitz_options import REAL, Global
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.table import NoRule
 from certcli.engine.trace import example_of
@@ -15,26 +15,30 @@ from certcli.images.labelled import Images, sent
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models.build import PixelModel, load_double
-from certcli.rounding import ErrorAnalysis
+from certcli.rounding import PRECISIONS, ErrorAnalysis, NeighbourErrors
 from certcli.system.errors import NoBoundError
 
 METHOD = "lipschitz"
 _HINT = "--method smoothing takes any network"
 
 
-def certified_radii(logits: Tensor, errors: Tensor, pairs: Tensor) -> Tensor:
-    """r = min_{j != i} (z_i - z_j - e_i - e_j) / K_ij, pixel l2, for the top class i: (b, k), (b, k or 1), (k, k) -> (b,).
+def certified_radii(logits: Tensor, errors: Tensor, pairs: Tensor, nearby: Tensor | None = None) -> Tensor:
+    """r = min_{j != i} (z_i - z_j - e_i - e_j - E_ij) / K_ij, pixel l2, for the top class i: (b, k), ..., (k, k) -> (b,).
 
-    errors: how far each logit may lie from that of real arithmetic. K_ij bounds the slope of z_i - z_j, so no image within
-    r changes the sign of any margin. Every step rounds down; the quotient is multiplied by 1 - 2^-40. Where w_i = w_j
-    exactly, K_ij = 0 and a positive margin never changes. Source: Tsuzuku et al. 2018, Prop. 1, per pair.
+    K_ij bounds the slope of z_i - z_j, so no image within r changes the sign of any margin. Every step rounds down; the
+    quotient is multiplied by 1 - 2^-40. Where w_i = w_j exactly, K_ij = 0 and a positive margin never changes.
+    Source: Tsuzuku et al. 2018, Prop. 1, per pair.
+
+    Args:
+        errors: How far each logit may lie from that of real arithmetic, (b, k or 1).
+        nearby: E_ij of the top class i, (b, k): how far z_i - z_j as executed at any neighbour may lie from the real one.
     """
     if not logits.dtype == errors.dtype == pairs.dtype == torch.float64:
         raise TypeError("certificates are computed in float64")
     top, errors = logits.argmax(dim=1, keepdim=True), errors.expand_as(logits)
     plain = logits.gather(1, top) - logits
     lost = (errors.gather(1, top) + errors) * (1 + 2.0**-40) + plain.abs() * 2.0**-50
-    margins = plain - lost
+    margins = plain - (lost if nearby is None else (lost + nearby) * (1 + 2.0**-40))
     slopes = pairs[top.squeeze(1)]
     radii = torch.where(
         margins > 0,  # not where it is NaN
@@ -46,13 +50,21 @@ def certified_radii(logits: Tensor, errors: Tensor, pairs: Tensor) -> Tensor:
 
 
 class LipschitzCertifier(Certifier):
-    """Margins over pair constants. model: pixels to logits, float64, eval mode; bound: proven for exactly that model."""
+    """Margins over pair constants.
+
+    Args:
+        model: Pixels to logits, float64, eval mode.
+        bound: Proven for exactly that model.
+        arithmetic: Of the network that the certificates speak of, as in `Global`.
+
+    Raises:
+        NoBoundError: There is no bound, or the rounding of an operation in this arithmetic is not proven.
+    """
 
     method = METHOD
-    statement = "certificates: real arithmetic, every rounding of float64 counted; the bound is proven on [0, 1] images"
     domain = "box"
 
-    def __init__(self, model: nn.Module, bound: NetworkBound) -> None:
+    def __init__(self, model: PixelModel, bound: NetworkBound, arithmetic: str | None = None) -> None:
         if bound.pairs is None:
             raise NoBoundError(f"no certificate: {bound.bound.why}", "certvit adapt makes a plain ViT Lipschitz")
         self.model, self.bound = model, bound
@@ -63,7 +75,25 @@ class LipschitzCertifier(Certifier):
             raise NoBoundError(f"no certificate: {reason}", _HINT) from reason
         self._weights = PinnedWeights(model)
         self._pairs = bound.pairs.double().to(self._device)
+        self._neighbours = self._executed(arithmetic)
+        self.arithmetic = REAL if self._neighbours is None else self._neighbours.precision.name
         self.title = f"global bound {bound.upper}, per-pair margins"
+        what = "real arithmetic, every rounding of float64 counted"
+        if self._neighbours is not None:
+            what = f"the network as {self.arithmetic} executes it, every rounding counted at every neighbour"
+        self.statement = f"certificates: {what}; the bound is proven on [0, 1] images"
+
+    def _executed(self, arithmetic: str | None) -> NeighbourErrors | None:
+        """Return the rounding at neighbours; None for real arithmetic, and where nobody named the one that has no proof."""
+        if arithmetic == REAL:
+            return None
+        try:
+            return NeighbourErrors(self.model, self.model.input_size, PRECISIONS[arithmetic or "float64"])
+        except NoRule as reason:
+            if arithmetic is None:
+                return None
+            hint = f"--arithmetic {REAL} speaks of real numbers"
+            raise NoBoundError(f"no certificate in {arithmetic}: {reason}", hint) from reason
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -88,20 +118,23 @@ class LipschitzCertifier(Certifier):
         logits, errors = self.evaluated(images)
         require_logits(logits, images)
         radii = certified_radii(logits, errors, self._pairs)
+        if self._neighbours is not None:
+            nearby = self._neighbours(images, radii, logits.argmax(1))
+            radii = certified_radii(logits, errors, self._pairs, nearby)
         rows = zip(indices, labels, logits.argmax(1).tolist(), radii.tolist(), strict=True)
         return [Certificate(index, label, top, radius, METHOD, 0.0) for index, label, top, radius in rows]
 
 
-def lipschitz_certifier(model: PixelModel, classes: int) -> LipschitzCertifier:
+def lipschitz_certifier(model: PixelModel, classes: int, arithmetic: str | None = None) -> LipschitzCertifier:
     """Prove the bound of a float64 network and certify by it. NoBoundError when none is finite."""
-    certifier = LipschitzCertifier(model, prove(model, classes))
+    certifier = LipschitzCertifier(model, prove(model, classes), arithmetic)
     certifier.evaluated(example_of(model, model.input_size))
     return certifier
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Options) -> LipschitzCertifier:
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Global) -> LipschitzCertifier:
     """Make the checkpoint's proven bound ready. NoBoundError when none is finite."""
-    return lipschitz_certifier(load_double(checkpoint, device), checkpoint.record.classes)
+    return lipschitz_certifier(load_double(checkpoint, device), checkpoint.record.classes, options.arithmetic)
 
 
 def plain_accuracy(model: nn.Module, images: Images, batch_size: int = 256) -> float:

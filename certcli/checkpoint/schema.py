@@ -211,6 +211,7 @@ class ReportFields(Struct):
     layers: list[LayerFields]
     proof: list[ProofFields]
     why: str | UnsetType = UNSET
+    bound_of: Literal["logits", "features"] = "logits"
 
 
 def decode_config(text: str | bytes) -> ConfigFields:

@@ -105,15 +105,16 @@ def _named(kind: type[nn.Module]) -> Iterator[tuple[dict[str, Any], Names]]:
             continue
         seen.add(id(function))
         space = function.__globals__
-        named = {name: space[name] for name in _names(function.__code__) if callable(space.get(name))}
+        named = {name: space[name] for name in names_of(function.__code__) if callable(space.get(name))}
         if named:
             yield space, _callables(named)
         local = [value for value in named.values() if isinstance(value, FunctionType)]
         waiting += [value for value in local if value.__module__.partition(".")[0] in ("timm", "certcli")]
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_of(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes in a function's code, functions inside it included."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _names(inner)
+            yield from names_of(inner)

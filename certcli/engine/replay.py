@@ -1,97 +1,40 @@
 """Is the traced graph the network? It is executed beside the model, and everything that the model could hide is looked at.
 
-The bound is one of the graph. It is the network's if the network runs that graph on every image, so here it is *run*: on a
-few images, one by one, in a batch, and again after it was run. Looked at are
+The bound is one of the graph. It is the network's if the network runs that graph on every image, so here it is *run*. Each
+run has its own task:
 
-- the logits of graph and model, which must agree to rounding,
-- the operations that the model applies to the image and to what is made of it: the graph's, in the same order and of the
-  same shapes, on every image. A branch that no example shows is seen by what it reads: none of these may return a number,
-- the state of the model before and after: tensors by their content, attributes, training mode, hooks,
-- the generators of random numbers.
+- the trace, of an image of noise: the graph, and its logits there. A cache that a first run fills shows in the state,
+- the model on a saturated image: its operations on the image and on what is made of it, with shapes and numbers. A branch
+  that no image shows is seen by what it reads: no operation may return a number,
+- the graph on that image: the same operations, and the same logits to the last places. What depends on the image behind
+  torch's back, on the type of a tensor or on an earlier run is another value here than in the trace,
+- the model on both images in one batch: each image's logits are those of its single run, so they depend neither on the
+  batch's size, nor on the place in it, nor on the other image. Its operations are those of one image; where the kernels of
+  a batch differ, the noise is run alone as well.
+
+Before and after, the state of the model (tensors by their content, attributes, training mode, hooks, the globals of code that
+is no library's) and the generators of random numbers are the same.
 """
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from certcli.engine.follow import Operation, first_difference, followed
 from certcli.engine.state import differs, state_of
 from certcli.engine.table import RuleTable
 from certcli.engine.trace import Trace, example_of, refuse_hooks, trace_model
-from certcli.engine.tracer import Untraceable, reason_of, tensors_of
+from certcli.engine.tracer import Untraceable, reason_of
 from certcli.models.build import own_name
-
-_READERS = frozenset(
-    (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__, Tensor.untyped_storage)
-)
-"""What takes a tensor's numbers out of torch without an operation of torch's."""
-
-_FROM_SHAPE = ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
-"""Operations whose result depends on the shape alone: the trace takes it for a constant."""
 
 SAME_SHAPE = 64.0
 """Units of the last place, of the largest logit: the same kernels on the same numbers, of which reductions may be split
 over threads in another way. In all runs seen the difference was 0."""
-
-Operations = list[tuple[str, list[tuple[int, ...]], list[Any]]]
-
-
-class _Reads(Exception):
-    """The network takes a number out of a tensor that depends on the image."""
-
-
-class _Follow(TorchDispatchMode):
-    """The operations on the image and on what is made of it, in order, with the shapes of their results and their numbers."""
-
-    def __init__(self, image: Tensor) -> None:
-        super().__init__()
-        self.operations: Operations = []
-        self.known = WeakTensorKeyDictionary({image: None})
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would load its compiler at the first call, to tell it not to compile this one
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in _FROM_SHAPE or not self.knows(args, kwargs):
-            return result
-        made = tensors_of(result)
-        if not made and result is not None:
-            raise _Reads(name)
-        self.known.update((tensor, None) for tensor in made)
-        numbers = [value for value in args if isinstance(value, (bool, int, float))]
-        self.operations.append((name, [tuple(tensor.shape) for tensor in made], numbers))
-        return result
-
-    def knows(self, *arguments: Any) -> bool:
-        """Tell whether one of these depends on the image."""
-        return any(tensor in self.known for tensor in tensors_of(arguments))
-
-
-class _Readers(TorchFunctionMode):
-    """Refuses what reads a tensor that `follow` knows."""
-
-    def __init__(self, follow: _Follow) -> None:
-        super().__init__()
-        self.follow = follow
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _READERS and self.follow.knows(args, kwargs):
-            raise _Reads(func.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -102,52 +45,57 @@ def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Ite
             found = walk(traced, domain)
 
     Untraceable says what differs, but only where the body had no reason of its own to refuse: that one names a module.
-    Costs one run of the graph and five of the model besides the trace, and reading the model's state twice.
+    Costs one run of the graph and one of the model besides the trace, one of two images, and reading the state three times.
     """
     with torch.no_grad(), _random_states_saved():
         images = _images(model, size)
-        refuse_hooks(model)
-        example = example_of(model, size)
-        first = _warm_up(model, example)
-        before = state_of(model)
-        traced = trace_model(model, size, *tables)
+        refuse_hooks(model)  # before anything runs: training mode would change statistics
+        traced, before = _trace(model, images[0], tables)
         yield traced
         try:
-            _require_same_logits(traced, model, images, example, first)
+            _require_same_logits(traced, model, images)
         except Untraceable:
+            refuse_hooks(model)
             _require_same_state(before, model)  # names what changes before the logits do
             raise
         _require_same_state(before, model)
 
 
-def _warm_up(model: nn.Module, image: Tensor) -> Any:
-    """Run the model once, which may fill a cache (timm's relative positions): later changes are the network's own."""
+def _trace(model: nn.Module, image: Tensor, tables: Sequence[RuleTable]) -> tuple[Trace, dict[str, Any]]:
+    """Return a trace and the state that it left as it was. A first run may fill a cache: then a second one is traced."""
+    before = state_of(model)
     try:
-        return model(image.clone())
-    except Exception as failure:
-        raise Untraceable(f"the network does not run on one image ({reason_of(failure)})") from failure
+        traced = trace_model(model, image, *tables)
+    except Untraceable:
+        try:
+            model(image.clone())
+        except Exception as failure:
+            raise Untraceable(f"the network does not run on one image ({reason_of(failure)})") from failure
+    else:
+        after = state_of(model)
+        if differs(before, after) is None:
+            return traced, after
+    before = state_of(model)
+    return trace_model(model, image, *tables), before
 
 
-def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor], example: Tensor, first: Any) -> None:
-    """Graph and model give the same logits on the example, on the last of `images`, and run the same operations on all.
+def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor]) -> None:
+    """Graph and model run the same operations and return the same logits, of each image alone and of both in a batch."""
+    noise, saturated = images
+    logits, operations = _run(model, saturated)
+    _require_finite(model, logits)
+    _require_finite(model, traced.result)
+    replay, steps = _run(lambda x: result_of(traced, x), saturated)
+    _require_same_run(logits, operations, replay, steps)
+    if not _is_run_in_a_batch(model, images, [traced.result, logits], steps):
+        _require_same_run(*_run(model, noise), traced.result, steps)
 
-    The graph's operations are the same for every image. Of the example, the trace holds the graph's logits, and the model's
-    were found before it: that they are equal says as well that a run leaves nothing behind.
-    """
-    runs = [_run(model, image) for image in images]
-    for logits, _ in runs:
-        _require_finite(model, logits)
-    replay, steps = _run(lambda x: result_of(traced, x), images[-1])
-    for _, operations in runs:
-        if operations != steps:
-            raise Untraceable(f"the network runs another graph than its trace: {_first_difference(operations, steps)}")
-    if not _close(runs[-1][0], replay, SAME_SHAPE):
-        raise Untraceable(f"the traced graph returns other logits than the network: {_apart(runs[-1][0], replay)}")
-    _require_same_batch(model, images, [logits for logits, _ in runs])
-    if not isinstance(first, Tensor) or not _close(first, traced.result, SAME_SHAPE):  # the very first may fill a cache
-        again, _ = _run(model, example)
-        if not _close(again, traced.result, SAME_SHAPE):
-            raise Untraceable("the network returns other logits when it is run again")
+
+def _require_same_run(logits: Tensor, operations: list[Operation], replay: Tensor, steps: list[Operation]) -> None:
+    if operations != steps:
+        raise Untraceable(f"the network runs another graph than its trace: {first_difference(operations, steps)}")
+    if not _close(logits, replay, SAME_SHAPE):
+        raise Untraceable(f"the traced graph returns other logits than the network: {_apart(logits, replay)}")
 
 
 def _require_finite(model: nn.Module, logits: Tensor) -> None:
@@ -171,14 +119,9 @@ def noise_like(example: Tensor, generator: torch.Generator | None = None) -> Ten
     return torch.rand(example.shape, generator=generator, dtype=torch.float64).to(example)
 
 
-def _run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, Operations]:
-    image = image.clone()
-    follow = _Follow(image)
+def _run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, list[Operation]]:
     try:
-        with _Readers(follow), follow:
-            result = function(image)
-    except _Reads as what:
-        raise Untraceable(f"the network reads a tensor's value back into Python ({what})") from None
+        result, operations = followed(function, image)
     except Untraceable:
         raise
     except Exception as failure:
@@ -187,7 +130,7 @@ def _run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, Oper
         raise Untraceable("the network returns something other than one tensor of logits")
     if not result.dim():
         raise Untraceable("the network returns a single number for all images of a batch")
-    return result, follow.operations
+    return result, operations
 
 
 def result_of(traced: Trace, image: Tensor) -> Any:
@@ -221,21 +164,24 @@ def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
                 values.pop(argument)
 
 
-def _require_same_batch(model: nn.Module, images: list[Tensor], logits: list[Tensor]) -> None:
-    """An image's logits do not depend on what stands beside it. A network for single images is left alone.
+def _is_run_in_a_batch(model: nn.Module, images: list[Tensor], logits: list[Tensor], steps: list[Operation]) -> bool:
+    """Tell whether the network runs these steps in a batch too; Untraceable where an image's logits depend on its batch.
 
-    Other batches are computed by other kernels: sqrt(eps) of the largest logit is far above their rounding, and far below
-    what a network does that mixes images.
+    False for a network of single images: no wrong logits come of that. Other batches are computed by other kernels:
+    sqrt(eps) of the largest logit is far above their rounding, and far below what a network does that mixes images.
     """
     try:
-        together = model(torch.cat(images))
+        together, operations = followed(model, torch.cat(images))
+    except Untraceable:
+        raise
     except Exception:
-        return  # it takes one image only: no wrong logits come of that
+        return False
     alone = torch.cat(logits)
     if not isinstance(together, Tensor) or together.shape != alone.shape or logits[0].shape[0] != 1:
-        return
+        return False
     if not agree(together, alone):
         raise Untraceable(f"the logits of an image depend on its batch: {_apart(together, alone)}")
+    return [(name, numbers) for name, _, numbers in operations] == [(name, numbers) for name, _, numbers in steps]
 
 
 def agree(a: Tensor, b: Tensor) -> bool:
@@ -254,18 +200,6 @@ def _apart(a: Tensor, b: Tensor) -> str:
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{tuple(a.shape)} of {a.dtype}, {tuple(b.shape)} of {b.dtype}"
     return f"they differ by {float((a - b).abs().max()):.3g}"
-
-
-def _first_difference(ran: Operations, traced: Operations) -> str:
-    for number, (one, other) in enumerate(zip(ran, traced)):
-        if one != other:
-            return f"step {number + 1} is {_shown(*one)}, in the trace {_shown(*other)}"
-    longer, verb = (ran, "more") if len(ran) > len(traced) else (traced, "fewer")
-    return f"{abs(len(ran) - len(traced))} {verb} operations, from {longer[min(len(ran), len(traced))][0]}"
-
-
-def _shown(name: str, shapes: list[tuple[int, ...]], numbers: list[Any]) -> str:
-    return f"{name}{tuple(numbers) if numbers else ''} to {', '.join(map(str, shapes)) or 'nothing'}"
 
 
 def _require_same_state(before: dict[str, Any], model: nn.Module) -> None:

@@ -3,12 +3,14 @@
 import random
 import zlib
 from collections import OrderedDict
-from types import FunctionType
+from inspect import getgeneratorlocals
+from types import FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from certcli.engine.pinned import names_of
 from certcli.models.build import own_name
 
 _DEPTH = 6
@@ -21,8 +23,15 @@ _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set))
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Describe, by name, the content of every tensor and every attribute of every module, closures of functions included."""
+    """Describe, by name, the content of every tensor and every attribute of every module and of its class.
+
+    Of functions, closures and the globals that they name count as well. Library code has none that changes.
+    """
     found: dict[str, Any] = {}
+    for kind in {type(module) for module in model.modules()}:
+        for base in kind.__mro__:
+            if not _of_library(base):
+                found |= {f"{base.__qualname__}.{n}": _described(v, set(), _DEPTH) for n, v in list(vars(base).items())}
     for path, module in model.named_modules():
         where = own_name(model, path) if path else ""
         for name, value in vars(module).items():
@@ -58,7 +67,7 @@ def _described(value: Any, seen: set[int], depth: int) -> Any:
         return repr(value)
     if isinstance(value, Tensor):
         return id(value) if value.is_meta else (id(value), tuple(value.shape), str(value.dtype), digest(value))
-    if isinstance(value, nn.Module):
+    if isinstance(value, (nn.Module, ModuleType)):
         return id(value)
     if id(value) in seen or depth == 0:
         return id(value)
@@ -74,14 +83,26 @@ def _described(value: Any, seen: set[int], depth: int) -> Any:
         return value.get_state().tolist()
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-        inner = (*cells, value.__defaults__, value.__kwdefaults__)
+        named = {} if _of_library(value) else {name: value.__globals__.get(name) for name in names_of(value.__code__)}
+        inner = (*cells, value.__defaults__, value.__kwdefaults__, named)
         return id(value), [_described(item, seen, depth - 1) for item in inner]
     if type(value).__module__.partition(".")[0] == "numpy":
         state = getattr(value, "bit_generator", value)
         return repr(getattr(state, "state", None)) + repr(getattr(value, "tobytes", bytes)())
-    if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
+    if isinstance(value, GeneratorType):
+        return id(value), _described(getgeneratorlocals(value), seen, depth - 1)
+    if isinstance(value, type) or (callable(value) and _of_library(type(value))):
         return id(value)
-    return id(value), [(name, _described(item, seen, depth - 1)) for name, item in vars(value).items()]
+    if hasattr(value, "__dict__"):
+        return id(value), [(name, _described(item, seen, depth - 1)) for name, item in vars(value).items()]
+    try:
+        return id(value), _described(value.__reduce_ex__(2), seen, depth - 1)  # counters and queues written in C
+    except Exception:
+        return id(value)
+
+
+def _of_library(code: Any) -> bool:
+    return str(code.__module__).partition(".")[0] in ("builtins", "torch", "timm", "certcli")
 
 
 def _filled(cell: Any) -> bool:

@@ -27,8 +27,8 @@ class Trace:
     result: Tensor
 
 
-def trace_model(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Trace:
-    """Trace `model` on one image of this size (c, h, w).
+def trace_model(model: nn.Module, image: Tensor, *tables: RuleTable) -> Trace:
+    """Trace `model` on one image (1, c, h, w).
 
     Args:
         tables: Of the domains that will walk the graph. A module is a leaf if each has a rule for it; none is, without.
@@ -36,8 +36,7 @@ def trace_model(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> 
     Raises:
         Untraceable: Names the module that cannot be followed.
     """
-    example = example_of(model, size)
-    return trace(model, example, lambda m: bool(tables) and all(table.find(m) is not None for table in tables))
+    return trace(model, image, lambda m: bool(tables) and all(table.find(m) is not None for table in tables))
 
 
 def example_of(model: nn.Module, size: tuple[int, ...]) -> Tensor:

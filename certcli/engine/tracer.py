@@ -27,6 +27,9 @@ _STATIC_METHODS = frozenset(
 # made from a tensor's shape alone, whatever its values
 _SHAPE_ONLY = frozenset(("new_zeros", "new_ones", "new_full", torch.zeros_like, torch.ones_like, torch.full_like))
 
+_PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+"""Types of most arguments, which hold no tensor and are no node: looked for first."""
+
 
 class Untraceable(Exception):
     """The network cannot be followed as a graph; the message names the place and the reason."""
@@ -90,6 +93,8 @@ class Proxy(fx.Proxy):
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors in a nested value; proxies are none."""
+    if type(value) in _PLAIN:
+        return []
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
@@ -100,6 +105,8 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def _holds_proxy(value: Any) -> bool:
+    if type(value) in _PLAIN:
+        return False
     if isinstance(value, fx.Proxy):
         return True
     if isinstance(value, Mapping):
@@ -145,6 +152,8 @@ class Tracer(fx.Tracer):
         return Proxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
+        if type(a) in _PLAIN:
+            return a
         if isinstance(a, fx.Proxy):
             if not self.state.recording and type(a) is Proxy:
                 # the network's result, refused like any tensor that was overwritten

@@ -22,7 +22,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Unproven:
-    """One of several results, of which nothing is proven. An error where it is used, and only there."""
+    """A result without a proof, one of several; using it is an error."""
 
     reason: str
 
@@ -99,7 +99,7 @@ def walk(traced: Trace, domain: Domain) -> Any:
             values[node] = _visit(traced, node, values, domain, precision)
             empty = False
         domain.found(node, values[node])
-        for argument in node.all_input_nodes:  # weights in float64 are large: let go of what is not used again
+        for argument in node.all_input_nodes:  # weights in float64 are large: release values after their last use
             if last_use[argument] is node:
                 domain.forget(argument, values.pop(argument))
     raise AssertionError("a graph ends in its output")

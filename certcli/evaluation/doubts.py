@@ -1,5 +1,6 @@
 """Why images may say little about a network: few, grey, of another size, or with labels of another network's classes."""
 
+from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -38,7 +39,7 @@ _STATISTICS = {
 }
 """(mean, std) in common use, as timm names them."""
 _FAR = 0.1
-"""How far below an earlier accuracy the whole interval has to lie before it is said."""
+"""Smallest distance of the whole interval below an earlier accuracy that makes a doubt."""
 
 
 def image_doubts(images: Images, channels: int) -> list[str]:
@@ -114,8 +115,9 @@ def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | No
     )
 
 
-def better_statistics(model: nn.Module, images: Images, right: list[bool]) -> str | None:
-    """Return whether other pixel statistics in common use are right on significantly more of the images (a sign test).
+def better_statistics(model: nn.Module, images: Images, right: list[bool]) -> Iterator[tuple[str, list[str]]]:
+    """Yield pixel statistics in common use that are right on significantly more of the images (a sign test), each better
+    than those before: a sentence about them, and the options that give them.
 
     model.normalize holds `mean` and `std`, (c, 1, 1). right: of the first len(right) images, which the network as it is read
     gets right.
@@ -123,22 +125,29 @@ def better_statistics(model: nn.Module, images: Images, right: list[bool]) -> st
     normalize: Any = model.normalize
     mean, std = normalize.mean, normalize.std
     if sum(right) >= _UNSURE * len(right) or len(mean) != 3:
-        return None
-    try:
-        for name, statistics in _STATISTICS.items():
+        return
+    best = sum(right)
+    for name, statistics in _STATISTICS.items():
+        found: list[bool] = []
+        try:
             normalize.mean, normalize.std = (mean.new_tensor(values).view(-1, 1, 1) for values in statistics)
-            found: list[bool] = []
             with torch.no_grad():
                 for _, pixels, labels in images.select(range(len(right))).batches(_TOGETHER):
                     found += (model(pixels.to(mean.device)).argmax(1).cpu() == labels).tolist()
-            if _significantly_better(right, found, _LEVEL / len(_STATISTICS)):
-                return (
-                    f"with {name}'s pixel statistics it is right on {sum(found)} of {len(found)} images, as it is read on "
-                    f"{sum(right)}: its mean and std seem to be wrong (--mean, --std)"
-                )
-    finally:
-        normalize.mean, normalize.std = mean, std
-    return None
+        finally:
+            normalize.mean, normalize.std = mean, std
+        if sum(found) > best and _significantly_better(right, found, _LEVEL / len(_STATISTICS)):
+            best = sum(found)
+            options = ["--mean", _typed(statistics[0]), "--std", _typed(statistics[1])]
+            yield (
+                f"with {name}'s pixel statistics the network is right on {best} of {len(found)} images, as it is read on "
+                f"{sum(right)}: its mean and std seem to be wrong (try {' '.join(options)})",
+                options,
+            )
+
+
+def _typed(values: Sequence[float]) -> str:
+    return ",".join(str(value) for value in (values[:1] if len(set(values)) == 1 else values))
 
 
 def _significantly_better(right: list[bool], found: list[bool], level: float) -> bool:

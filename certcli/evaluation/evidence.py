@@ -53,6 +53,7 @@ class LipschitzResult(_Closed):
     lower: Measured | None = None
     why: Annotated[str, Meta(max_length=65_536)] = ""
     attention_weight: Measured | None = None
+    bound_of: Literal["logits", "features"] = "logits"
 
 
 class FinetuneParameters(_Closed):
@@ -127,7 +128,7 @@ class CertifyResult(_Closed):
     method: Text
     failure: Annotated[float, Meta(ge=0, lt=1)]
     promise: Text
-    arithmetic: Literal["real", "float64", "float32", "bf16"]
+    arithmetic: Literal["real", "float64", "float32", "tf32", "bf16", "fp16"]
     parameters: Json
     average_radius: Radius | UnsetType = UNSET
 

@@ -1,11 +1,14 @@
-"""Exact binomial statements: what a count of successes says about a probability."""
+"""Exact binomial statements: what a count of successes says about a probability, as numbers and in words."""
 
 import math
 
+from certcli.evaluation.radii import proven_percent
 from certcli.system.errors import DataError
 
 Interval = tuple[float, float]
 
+FEW = 30
+"""Images below which a share never stands without its count and its interval: words about shares are made here."""
 MOST_DRAWS = 10_000_000
 """Draws an image: nobody makes more, and a file that asks for more is not to be trusted."""
 
@@ -44,6 +47,39 @@ def share_interval(successes: int, trials: int, alpha: float = 0.05) -> Interval
     About the sampling of images, not about attacks that were not tried. Source: Clopper & Pearson 1934, Biometrika 26.
     """
     return lower_confidence(successes, trials, alpha / 2), upper_confidence(successes, trials, alpha / 2)
+
+
+def interval_of_few(hits: int, images: int) -> str:
+    """Return " (95 % interval 15 to 95 %)" for fewer than 30 images, nothing for more."""
+    return f" ({interval_text(hits, images)} %)" if 0 < images < FEW else ""
+
+
+def part_of(hits: int, images: int, noun: str = "images") -> str:
+    """Return "21 of 45 images"; of few images with the interval of the share."""
+    return f"{hits} of {images} {noun}{interval_of_few(hits, images)}"
+
+
+def counted(hits: int, images: int, noun: str = "images", digits: int = 0, *, proven: bool = True) -> str:
+    """Return "26 of 50 images (52 %, 95 % interval 37 to 66)"; of few images without the percentage."""
+    shown = f" ({_percent(hits / images, digits, proven)}, {interval_text(hits, images)})"
+    return f"{hits} of {images} {noun}{interval_of_few(hits, images) or shown}"
+
+
+def share_text(share: float, images: int | None, digits: int = 1, *, proven: bool = False) -> str:
+    """Return a share in percent; of few images their count and the interval in its place. images: None if unknown."""
+    if images is None or images >= FEW:
+        return _percent(share, digits, proven)
+    return f"{round(share * images)} of {images}{interval_of_few(round(share * images), images)}"
+
+
+def _percent(share: float, digits: int, proven: bool) -> str:
+    return proven_percent(share, digits) if proven else f"{100 * share:.{digits}f} %"
+
+
+def interval_text(hits: int, images: int) -> str:
+    """Return "95 % interval 37 to 66", in percent."""
+    low, high = share_interval(hits, images)
+    return f"95 % interval {100 * low:.0f} to {100 * high:.0f}"
 
 
 def _require_counts(successes: int, trials: int, alpha: float) -> None:

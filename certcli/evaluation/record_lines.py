@@ -71,6 +71,7 @@ class CertificateFields(_Fields):
     method: Name
     failure: Annotated[float, Meta(ge=0, lt=1)]
     pixels: Pixels
+    file: Text | UnsetType = UNSET
     rung: Text = ""
     seconds: Length = 0.0
 
@@ -94,6 +95,7 @@ class AttackedFields(_Fields):
     broken_by: Text | None
     task: Index
     pixels: Pixels
+    file: Text | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         left, broken = set(self.robust.values()), self.broken_by is not None
@@ -120,6 +122,7 @@ class PatchCertificateFields(_Fields):
     failure: Annotated[float, Meta(ge=0, le=0)]
     proven: Annotated[list[PatchKey], Meta(max_length=32)]
     pixels: Pixels
+    file: Text | UnsetType = UNSET
     seconds: Length = 0.0
     votes: Annotated[list[Annotated[int, Meta(ge=-1, lt=MOST_CLASSES)]], Meta(max_length=65_536)] = []
     counts: Annotated[dict[str, Index], Meta(max_length=65_536)] = {}
@@ -143,6 +146,7 @@ class PatchAttackedFields(_Fields):
     robust: Annotated[dict[Text, bool], Meta(min_length=1, max_length=1)]
     corner: Annotated[list[Index], Meta(min_length=2, max_length=2)] | None
     pixels: Pixels
+    file: Text | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         right, broken = self.prediction == self.label, self.corner is not None

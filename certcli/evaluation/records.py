@@ -2,7 +2,7 @@
 
 A file of records is JSON lines. The first is the header: all that decides the records (`Run`). Each other line is one
 record, written and flushed as it is found, so an interrupted run is a shorter run; it carries `pixels`, the digest of its
-image, so that records of two runs can be compared image by image.
+image, so that records of two runs can be compared image by image, and `file`, the image's name, where it has one.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
+from unicodedata import normalize
 
 from certcli.evaluation.record_lines import parse
 from certcli.images.labelled import DIGESTED, Images
@@ -22,6 +23,7 @@ from certcli.system.processes import Team
 
 SCHEMA = "certvit-records/1"
 PIXELS = "pixels"
+FILE = "file"
 NETWORK = "network"
 
 
@@ -182,9 +184,11 @@ class RecordFile:
         self._earlier, self._ends = self._earlier[: self._taken], self._ends[: self._taken + 1]
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append records and flush them, each with the digest of its image."""
+        """Append records and flush them, each with the digest and the file of its image."""
         if self._handle is not None:
-            self._append([{**row, PIXELS: self._images.digests[row["index"]]} for row in rows])
+            files, digests = self._images.file_of, self._images.digests
+            named = ({**row, FILE: files[row["index"]]} if files else row for row in rows)
+            self._append([{**row, PIXELS: digests[row["index"]]} for row in named])
 
     def _append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         assert self._handle is not None
@@ -228,7 +232,7 @@ def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
 def require_same_images(
     rows: Iterable[Mapping[str, Any]], images: Images, where: Path | str, *, all_of_them: bool = False
 ) -> None:
-    """DataError when a record speaks of other pixels or another label than the image with its index.
+    """DataError when a record speaks of other pixels, another label or another file than the image with its index.
 
     all_of_them: also when it speaks of an image that is not among these.
     """
@@ -240,9 +244,22 @@ def require_same_images(
                 raise DataError(f"{where} speaks of image {index}, which is not among these images")
         elif row[PIXELS] != images.digests[index] or row["label"] != labels[index]:
             raise DataError(
-                f"image {index} in {where} is another one than here: its pixels or its label differ",
+                f"{images.named(index)} is another one in {where}: its pixels or its label differ",
                 "give the --dataset, --data-dir and --split of those records",
             )
+        elif not _same_file(row.get(FILE), images.file_of.get(index)):
+            raise DataError(
+                f"{where} says that image {index} is {row[FILE]}; its pixels are those of {images.file_of[index]}",
+                "the records were edited, or the files were renamed: certify or attack again",
+            )
+
+
+def _same_file(stated: str | None, found: str | None) -> bool:
+    """Tell whether two names are one: alike, or one of them begins further up, in a folder that holds the splits."""
+    if stated is None or found is None:
+        return True
+    pair = [f"/{normalize('NFC', name)}" for name in (stated, found)]  # file systems differ in how they spell accents
+    return pair[0].endswith(pair[1]) or pair[1].endswith(pair[0])
 
 
 def require_same_network(run: Run, checkpoint: str, where: Path | str) -> None:

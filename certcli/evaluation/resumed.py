@@ -1,7 +1,7 @@
-"""How much of what an earlier run left is computed again, before a result rests on it.
+"""The share of an earlier run's records that is computed again, before a result rests on them.
 
-Whoever can write a file can write what it says, a digest of it too; only computing again tells. Which pieces are computed
-again is drawn by the operating system's generator when the run has ended, so nobody who wrote the file can have known it.
+Anyone who can write a file can write false records, and their digest too, so only computing them again shows whether they are
+true. The operating system's generator draws them when the run has ended: no author of the file can have known the draw.
 """
 
 import random

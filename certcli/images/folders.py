@@ -14,10 +14,12 @@ from torch import Tensor
 from certcli.checkpoint.record import InputSpec
 from certcli.images.labelled import Images, require_split, split_training
 from certcli.images.prefetch import Ahead
-from certcli.system.errors import DataError, one_line
+from certcli.system.errors import DataError, one_line, plain
 
 LARGEST_RESIZED = 2**24
 """Pixels of an image after resizing its short side, before the crop."""
+LONGEST_NAME = 512
+"""Characters of a file's name in records and reports; of a longer one the end is kept."""
 IMAGE_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"))
 
 
@@ -46,7 +48,7 @@ def _part_of_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
     if (folder / "validation").is_dir() and "val" not in parts:
         parts.append("validation")
     if not parts:
-        whole = _class_folder(folder, spec, split or "all")
+        whole = _class_folder(folder, folder, spec, split or "all")
         if split in (None, "all"):
             return whole
         require_split(folder.name, split, ("all", "train", "val"))
@@ -55,15 +57,15 @@ def _part_of_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
     if wanted == "val" and "validation" in parts:
         wanted = "validation"
     if wanted in parts and not (wanted == "train" and not {"val", "validation"} & set(parts)):
-        return _class_folder(folder / wanted, spec, wanted)
+        return _class_folder(folder, folder / wanted, spec, wanted)
     if wanted in ("train", "val") and "train" in parts:
-        whole = _class_folder(folder / "train", spec, wanted)
+        whole = _class_folder(folder, folder / "train", spec, wanted)
         return whole.select(split_training(whole.labels, wanted).tolist())
     require_split(folder.name, wanted, parts)
     raise AssertionError("unreachable")
 
 
-def _class_folder(folder: Path, spec: InputSpec, split: str) -> Images:
+def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> Images:
     listing = folder / "labels.csv"
     if listing.is_file() and not any(child.is_dir() for child in folder.iterdir()):
         paths, labels, classes = _listed(folder, listing)
@@ -76,7 +78,15 @@ def _class_folder(folder: Path, spec: InputSpec, split: str) -> Images:
 
     ahead = Ahead(lambda position: decode(paths[position]))
     positions, note = torch.arange(len(paths)), _sizes(paths, spec)
-    return Images(folder.name, split, tuple(classes), torch.tensor(labels), positions, ahead, note, ahead.expect, ahead)
+    files = tuple(_printable(path.relative_to(dataset)) for path in paths)
+    labelled = tuple(classes), torch.tensor(labels)
+    return Images(folder.name, split, *labelled, positions, ahead, note, ahead.expect, ahead, files)
+
+
+def _printable(path: Path) -> str:
+    """Return a path for one line of a record or a report: slashes between folders, unprintable characters escaped."""
+    text = plain(path.as_posix()).replace("\n", "\\n")
+    return text if len(text) <= LONGEST_NAME else f"…{text[1 - LONGEST_NAME :]}"
 
 
 def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:
@@ -126,7 +136,10 @@ def _images_below(folder: Path) -> Iterator[Path]:
 
 
 def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[str]]:
-    """Images beside a labels.csv with a header, whose columns include a file name and a class (index or name)."""
+    """Return the images beside a labels.csv, which has a header and columns for file and class.
+
+    Classes come in the order of their names, as those of folders do; where all are numbers, in the order of the numbers.
+    """
     try:
         with listing.open(newline="", encoding="utf-8") as handle:
             rows = list(csv.DictReader(handle, restkey="", restval=""))
@@ -143,7 +156,10 @@ def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[st
     empty = next((row for row in rows if not row[name_column] or not row[class_column]), None)
     if empty is not None:
         raise DataError(f"{listing} has a row without file or class", f"line {rows.index(empty) + 2}")
-    classes = sorted({row[class_column] for row in rows})
+    found = {row[class_column] for row in rows}
+    numbered = all(name.isascii() and name.isdigit() for name in found)
+    # by length first: Python refuses to read a hostile number of many thousand digits
+    classes = sorted(found, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name) if numbered else (0, name))
     paths = [folder / row[name_column] for row in rows]
     for row, path in zip(rows, paths, strict=True):
         if ".." in path.parts or Path(row[name_column]).is_absolute():

@@ -1,7 +1,7 @@
 """Labelled images in a fixed order, from any source."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -36,6 +36,7 @@ class Images:
     """Labelled images in a fixed order. `fetch(positions)` returns pixel images (b, c, h, w) in [0, 1].
 
     `expect(positions)` starts decoding all images that will be fetched next (`ahead`; None for images in memory).
+    files: the file of each image below the dataset's folder, printable; empty for a dataset that is not made of files.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Images:
     note: str = ""
     expect: Callable[[Sequence[int]], None] = _ignore
     ahead: Ahead | None = field(default=None, repr=False)
+    files: tuple[str, ...] = field(default=(), repr=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -76,6 +78,7 @@ class Images:
             self,
             labels=self.labels[chosen],
             indices=self.indices[chosen],
+            files=tuple(self.files[row] for row in chosen) if self.files else (),
             fetch=lambda rows: self.fetch([chosen[row] for row in rows]),
             expect=lambda rows: self.expect([chosen[row] for row in rows]),
         )
@@ -103,6 +106,15 @@ class Images:
             members = (self.labels == label).nonzero().flatten()
             chosen += members[torch.randperm(len(members), generator=generator)][:count].tolist()
         return self.select(sorted(chosen))
+
+    @cached_property
+    def file_of(self) -> Mapping[int, str]:
+        """Index of each image -> its file; empty for a dataset that is not made of files."""
+        return dict(zip(self.indices.tolist(), self.files, strict=True)) if self.files else {}
+
+    def named(self, index: int) -> str:
+        """Return "image 7", with the file in parentheses where there is one."""
+        return f"image {index} ({self.file_of[index]})" if index in self.file_of else f"image {index}"
 
     @cached_property
     def digests(self) -> dict[int, str]:

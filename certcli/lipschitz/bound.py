@@ -7,6 +7,9 @@ from typing import Any
 
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, real_sum
 
+FEATURES, LOGITS = "features", "logits"
+"""The outputs that a bound speaks of; a proof's root has the kind `FEATURES` where the network has no classifier."""
+
 
 @dataclass(frozen=True, eq=False)
 class Bound:

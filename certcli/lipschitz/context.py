@@ -18,6 +18,13 @@ from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Value
 
 
+def resized(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:
+    """Return the shape with another length along one axis."""
+    changed = list(shape)
+    changed[axis] = length
+    return tuple(changed)
+
+
 @dataclass(frozen=True)
 class Charge:
     """One theorem applied to one module or operation: a line of the layer report."""
@@ -149,26 +156,27 @@ class Context:
             settled[id(x)] = (x, rules.settler(x.waiting)(self, x, x.waiting))
         return settled[id(x)][1]
 
-    def fold(self, x: Value, weight: Tensor | Matrix, bias: Tensor | None, path: str | None = None) -> Value:
-        """Return `x` after a linear layer on the last axis, composed with the map that is pending there.
+    def fold(
+        self, x: Value, weight: Tensor | Matrix, bias: Tensor | None, path: str | None = None, axis: int = -1
+    ) -> Value:
+        """Return `x` after a linear layer on an axis, composed with the map that is pending there.
 
         Args:
             weight: (out, features).
             path: The layer's name, where it is a part of the call's module.
         """
-        x = self.on_last_axis(x)
+        x = self.on_axis(x, axis)
         matrix = weight if isinstance(weight, Matrix) else self.arith.matrix(weight)
         pending = x.pending
         if pending is None:
-            x = replace(x, size=x.size.along(-1))
-            pending = Affine(axis=-1, width=matrix.shape[1])
-        shape = (*x.shape[:-1], matrix.shape[0])
+            x = replace(x, size=x.size.along(axis))
+            pending = Affine(axis=axis, width=matrix.shape[1])
         after = pending.after(self.arith, matrix, bias, self.path if path is None else path)
-        return replace(x, waiting=after, shape=shape)
+        return replace(x, waiting=after, shape=resized(x.shape, axis, matrix.shape[0]))
 
-    def on_last_axis(self, x: Value) -> Value:
-        """Return `x` with nothing waiting, or only a map on the last axis."""
-        return x if x.pending is not None and x.pending.axis == -1 else self.settle(x)
+    def on_axis(self, x: Value, axis: int = -1) -> Value:
+        """Return `x` with nothing waiting, or only a map on this axis."""
+        return x if x.pending is not None and x.pending.axis == axis else self.settle(x)
 
     def spread(self, x: Value, shape: tuple[int, ...]) -> Value:
         """Return a settled `x` repeated (broadcast) to this shape: constant sqrt(repetitions)."""

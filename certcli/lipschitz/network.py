@@ -1,7 +1,7 @@
 """The proven bound of a whole network: pixels in [0, 1] -> logits."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.replay import replayed
 from certcli.engine.table import NoRule
-from certcli.engine.trace import Untraceable, trace_model
-from certcli.lipschitz.bound import Bound
+from certcli.engine.trace import Untraceable
+from certcli.lipschitz.bound import FEATURES, Bound
 from certcli.lipschitz.context import Charge
 from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, RigorousArithmetic
 from certcli.lipschitz.numerics.real import INF, Real
 from certcli.lipschitz.numerics.spectral import gamma, scale_to_unit, up
-from certcli.lipschitz.propagate import Propagation, deep_recursion, propagate
+from certcli.lipschitz.propagate import Propagation, deep_recursion, propagate, trace_network
 from certcli.lipschitz.table import rules
 from certcli.models.build import PixelModel, load
 
@@ -44,8 +44,13 @@ class NetworkBound:
 
 
 def prove(model: PixelModel, classes: int) -> NetworkBound:
-    """Prove the bound of a network of `classes` logits; inf, with the reason, where there is none."""
-    return bound_network(model, model.input_size, classes)
+    """Prove the bound of a network of `classes` logits, or 0 for one that ends in features; inf where there is none."""
+    found = bound_network(model, model.input_size, classes)
+    if classes:
+        return found
+    root = found.bound
+    why = "the network has no classifier: its outputs are features" if root.value.finite else root.why
+    return replace(found, bound=Bound("", FEATURES, root.value, "same", why, (root,)))
 
 
 def prove_checkpoint(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> NetworkBound:
@@ -74,7 +79,7 @@ def trial_upper(model: nn.Module, size: tuple[int, ...]) -> Real:
     """Return the bound of the trace, without a replay, for steps of a search that ends in `prove`. Never shown."""
     with torch.no_grad(), deep_recursion():
         try:
-            outcome = propagate(trace_model(model, size, rules), RigorousArithmetic())
+            outcome = propagate(trace_network(model, size), RigorousArithmetic())
         except (NoRule, Untraceable):
             return INF
         return outcome.context.settle(outcome.logits).base

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import certcli.lipschitz.rules  # noqa: F401 (registers every rule)
 from certcli.engine.table import NoRule
-from certcli.engine.trace import Trace, trace_model
+from certcli.engine.trace import Trace, example_of, trace_model
 from certcli.engine.tracer import Scope
 from certcli.engine.walk import Call, Domain, walk
 from certcli.lipschitz.bound import Bound
@@ -100,7 +100,7 @@ def _arranged(result: Any, shape: Any) -> Any:
 
 def trace_network(model: nn.Module, size: tuple[int, ...]) -> Trace:
     """Return the graph of `model` on one image of this size (c, h, w); modules with a rule of this domain are leaves."""
-    return trace_model(model, size, rules)
+    return trace_model(model, example_of(model, size), rules)
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """The value of one tensor of the network: its bounds, and the operation that waits to be charged with its neighbours."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +28,7 @@ class Affine:
         index: For features on several axes (heads): entry p of the tensor is feature index[p] of its token. `index` has
             the tensor's rank, and size 1 on every axis that holds tokens.
         result: The size of the tensor after the map, where more is known than its norm times the input's size.
+        kind: The type of module that is charged.
     """
 
     axis: int
@@ -38,6 +41,7 @@ class Affine:
     factor: float = 1.0
     index: Tensor | None = None
     result: Size | None = None
+    kind: str = "Linear"
 
     def after(self, arith: Arithmetic, weight: Matrix, bias: Tensor | None, path: str) -> "Affine":
         """Return this map followed by weight (out, features) and bias."""
@@ -46,7 +50,27 @@ class Affine:
             carried = arith.matmul(weight, self.bias)
             offset = carried if offset is None else arith.add(offset, carried)
         matrix = weight if self.matrix is None else arith.matmul(weight, self.matrix)
-        return replace(self, matrix=matrix, bias=offset, source=(*self.source, path), result=None)
+        return replace(self, matrix=matrix, bias=offset, source=(*self.source, path), result=None, kind="Linear")
+
+    def scaled(self, arith: Arithmetic, gain: Tensor, path: str) -> "Affine":
+        """Return this map followed by a gain for each of its features."""
+        bias = None if self.bias is None else arith.scale_rows(self.bias, gain)
+        after = replace(self, bias=bias, source=(*self.source, path), result=None)
+        if self.matrix is None and self.gain is None:
+            return replace(after, gain=gain)
+        return replace(after, matrix=arith.scale_rows(self.rows(arith), gain))
+
+    def shifted(self, arith: Arithmetic, shift: Matrix) -> "Affine":
+        """Return this map plus a constant vector."""
+        return replace(self, bias=shift if self.bias is None else arith.add(self.bias, shift), result=None)
+
+    def rows(self, arith: Arithmetic) -> Matrix:
+        """Return `matrix`, the identity where it is None: a second gain is not multiplied into the first, whose rounding
+        away from zero allows for one."""
+        if self.matrix is not None:
+            return self.matrix
+        place = None if self.gain is None else self.gain.device
+        return arith.matrix(torch.eye(self.width, dtype=torch.float64, device=place))
 
     def effective(self, arith: Arithmetic) -> Matrix | None:
         """Return factor M diag(gain) P as one matrix, or None for the identity (and for P alone)."""
@@ -78,32 +102,95 @@ class Affine:
 
 
 @dataclass(frozen=True)
-class Convolution:
-    """A pending convolution: a batch norm or scale that follows on its channels is multiplied in first.
+class Windows:
+    """One way to bound a fibre of a convolution's result: kernel times a window, plus bias.
 
     Attributes:
-        weight: The kernel with the maps before it folded in; it acts on `input`.
-        plain: The kernel without them; it acts on the tensor before it, of size `entry`.
+        kernel: As in `Convolution`, within `error` (Frobenius).
+        bias: (out, 1), or None.
+        entry: Size of the tensor that the windows are cut from.
+    """
+
+    kernel: Tensor
+    error: float
+    bias: Matrix | None
+    entry: Size
+
+
+_LARGEST_KERNEL = 2**20
+"""Entries of a kernel that is written out without groups, so that the map after it can be multiplied in."""
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A pending convolution: maps of its output channels that follow are multiplied in first.
+
+    Attributes:
+        weight: The kernel with the neighbouring maps folded in, within `error` (Frobenius); it acts on `input`.
         input: The settled value before the maps that are folded in.
-        error: Bound on the error of `weight` (Frobenius).
+        windows: What bounds the size of the result; the smallest bound counts.
+        axis: Where the output channels are (negative).
         key: id() of the parameter that `weight` is, None if it was computed.
         source: Names of the modules that were folded in.
     """
 
     weight: Tensor
-    bias: Tensor | None
     stride: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
     dilation: tuple[int, ...]
     groups: int
     path: str
     kind: str
-    plain: Tensor
     input: "Value"
-    entry: Size
+    windows: tuple[Windows, ...]
+    axis: int
     error: float = 0.0
     key: int | None = None
     source: tuple[str, ...] = ()
+
+    def scaled(self, arith: Arithmetic, gain: Tensor, path: str) -> "Convolution":
+        """Return this convolution followed by a gain for each of its output channels."""
+        return self._followed(arith, lambda rows: arith.scale_rows(rows, gain), path)
+
+    def shifted(self, arith: Arithmetic, shift: Matrix) -> "Convolution":
+        """Return this convolution plus a constant for each of its output channels."""
+        sums = [shift if seen.bias is None else arith.add(seen.bias, shift) for seen in self.windows]
+        shifted = tuple(replace(seen, bias=bias) for seen, bias in zip(self.windows, sums, strict=True))
+        return replace(self, windows=shifted)
+
+    def after(self, arith: Arithmetic, weight: Matrix, bias: Tensor | None, path: str) -> "Convolution | None":
+        """Return this convolution followed by weight (new out, out) and bias; None where its kernel would be too large."""
+        whole = self
+        if self.groups > 1:
+            if self.weight.numel() * self.groups > _LARGEST_KERNEL:
+                return None
+            spread = tuple(replace(seen, kernel=_ungrouped(seen.kernel, self.groups)) for seen in self.windows)
+            whole = replace(self, weight=_ungrouped(self.weight, self.groups), windows=spread, groups=1)
+        followed = whole._followed(arith, lambda rows: arith.matmul(weight, rows), path)
+        return followed if bias is None else followed.shifted(arith, arith.matrix(bias.reshape(-1, 1)))
+
+    def _followed(self, arith: Arithmetic, change: Callable[[Matrix], Matrix], path: str) -> "Convolution":
+        """Return this convolution followed by a linear map, given as a change of matrices whose rows are the channels."""
+
+        def kernel(old: Tensor, error: float) -> tuple[Tensor, float]:
+            new = change(replace(arith.matrix(old.flatten(1)), error=error, key=None))
+            return new.tensor.view(-1, *old.shape[1:]), new.error
+
+        weight, error = kernel(self.weight, self.error)
+        windows = []
+        for seen in self.windows:
+            moved = (weight, error) if seen.kernel is self.weight else kernel(seen.kernel, seen.error)
+            windows.append(Windows(*moved, None if seen.bias is None else change(seen.bias), seen.entry))
+        source = (*self.source, path)
+        return replace(self, weight=weight, error=error, windows=tuple(windows), key=None, source=source)
+
+
+def _ungrouped(kernel: Tensor, groups: int) -> Tensor:
+    """Return the kernel (out, in, ...) of one group that is this kernel of several, (out, in / groups, ...)."""
+    out, width, *taps = kernel.shape
+    blocks = kernel.reshape(groups, out // groups, 1, width, math.prod(taps))
+    own = torch.eye(groups, dtype=kernel.dtype, device=kernel.device).view(groups, 1, groups, 1, 1)
+    return (own * blocks).reshape(out, groups * width, *taps)
 
 
 @dataclass(frozen=True)

@@ -150,15 +150,15 @@ def describe(path: Path, hints: Hints, config: ConfigFields | None, tensors: Map
 
 def _as_hints(stated: ConfigFields, hints: Hints) -> Hints:
     """Return what config.json says as options would say it; the options themselves come first."""
-    classes = {} if stated.num_classes is None else {"num_classes": stated.num_classes}
+    classes = {} if stated.num_classes is None or hints.features else {"num_classes": stated.num_classes}
     return replace(hints, arch=stated.architecture, arch_args={**classes, **stated.model_args, **hints.arch_args})
 
 
 def _from_config(config: Path, stated: ConfigFields, hints: Hints, tensors: Mapping[str, Tensor]) -> Record:
     about = stated.pretrained_cfg
     arguments = {**stated.model_args, **hints.arch_args}
-    if stated.num_classes is not None:
-        arguments.setdefault("num_classes", _head_rows(tensors) or stated.num_classes)
+    if (found := _classes(tensors, hints, stated.num_classes)) is not None:
+        arguments.setdefault("num_classes", found)
     mean, std = hints.mean or about.mean, hints.std or about.std
     classes = arguments.get("num_classes", about.num_classes)
     needed = {"input_size": about.input_size, "mean": mean, "std": std, "num_classes": classes}
@@ -172,18 +172,18 @@ def _from_config(config: Path, stated: ConfigFields, hints: Hints, tensors: Mapp
     return Record(stated.architecture, arguments, spec, classes)
 
 
-def _head_rows(tensors: Mapping[str, Tensor]) -> int | None:
-    """Return the number of classes that the last layer's matrix shows."""
+def _classes(tensors: Mapping[str, Tensor], hints: Hints, stated: int | None = None) -> int | None:
+    """Return the number of classes: that of the last layer's matrix, else 0 for features, else the stated one."""
     head = tensors.get("head.weight", tensors.get("head.fc.weight"))
-    return int(head.shape[0]) if head is not None and head.dim() else None
+    rows = int(head.shape[0]) if head is not None and head.dim() else 0
+    return rows or (0 if hints.features else stated)
 
 
 def _from_hints(hints: Hints, tensors: Mapping[str, Tensor], path: Path) -> tuple[Record, nn.Module]:
     """Return record and network of `hints.arch`; mean, std, crop and interpolation are timm's unless given."""
     arguments = dict(hints.arch_args)
-    rows = _head_rows(tensors)
-    if "num_classes" not in arguments and rows is not None:
-        arguments["num_classes"] = rows
+    if (classes := _classes(tensors, hints)) is not None:
+        arguments.setdefault("num_classes", classes)
     assert hints.arch is not None
     net = build.create(hints.arch, arguments, initialise=False, like=tensors)
     config: Mapping[str, Any] = getattr(net, "pretrained_cfg", None) or {}

@@ -16,6 +16,7 @@ class Hints:
     Attributes:
         as_stated: Believe these and config.json where the tensors fit another network too.
         weights: The weights to read of a file that holds raw and averaged ones.
+        features: Open a network without a classifier, which ends in features.
     """
 
     arch: str | None = None
@@ -24,6 +25,7 @@ class Hints:
     std: tuple[float, ...] | None = None
     as_stated: bool = False
     weights: Literal["raw", "ema"] | None = None
+    features: bool = False
 
     def __post_init__(self) -> None:
         try:

@@ -47,9 +47,22 @@ def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
 
     Raises:
         CheckpointError: there is no such file, or it cannot be read.
-        ArchitectureError: no network fits its tensors, or two do.
+        ArchitectureError: no network fits its tensors, or two do, or it has no classifier and no hint allows for that.
     """
     hints = hints or Hints()
+    found = _opened(source, hints)
+    stated, own = found.record.classes, build.classes_of(found.net)
+    if bool(stated) != bool(own):
+        raise ArchitectureError(
+            f"the record of {source} says {stated} classes, and its network has {own}",
+            "the file was edited, or written by another program; go back to the checkpoint it came from",
+        )
+    if not stated and not hints.features:
+        raise _headless(source)
+    return found
+
+
+def _opened(source: str, hints: Hints) -> OpenCheckpoint:
     path = Path(source)
     try:
         found = path.exists()
@@ -160,7 +173,12 @@ def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
     description = describe(path, hints, config, bare.tensors)
     record = description.record
     net = description.net or build.build(record, like=bare.tensors)
-    bare = _fitting(path, bare, net, hints)
+    try:
+        bare = _fitting(path, bare, net, hints)
+    except ArchitectureError:
+        if not hints.features and _ends_in_features(path, bare, record, hints):
+            raise _headless(str(path)) from None
+        raise
     if config is not None:
         require_consistent(config, net, config_path(path), hints)
     if not hints.as_stated:
@@ -174,9 +192,8 @@ def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
             doubts.append(f"config.json is believed: {why}")
     doubts = doubts or statistics_doubts(net, record)
     if config is not None and config.num_classes not in (None, record.classes, hints.arch_args.get("num_classes")):
-        doubts.append(
-            f"config.json says {config.num_classes} classes, the head has {record.classes}: the head is taken"
-        )
+        head = f"the head has {record.classes}: the head is taken" if record.classes else "the file has no classifier"
+        doubts.append(f"config.json says {config.num_classes} classes, {head}")
     reading = reading_of(net, record, description.origins, doubts=doubts).with_facts(bare.facts())
     return build.with_network(Checkpoint(bare.tensors, record), net, reading)
 
@@ -209,6 +226,23 @@ def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
                 failure.message, f"does {config_path(path)} belong to another file? Name the architecture with --arch"
             ) from failure
         raise
+
+
+def _ends_in_features(path: Path, bare: Bare, record: Record, hints: Hints) -> bool:
+    """Tell whether the tensors are those of the same network without a classifier."""
+    arguments = {**record.arch_args, "num_classes": 0}
+    try:
+        _fitting(path, bare, build.create(record.arch, arguments, initialise=False, like=bare.tensors), hints)
+        return True
+    except ArchitectureError:
+        return False
+
+
+def _headless(source: str) -> ArchitectureError:
+    return ArchitectureError(
+        f"{one_line(source)} has no classifier: its network ends in features",
+        "certvit lipschitz --features proves a bound to them; all other commands need a classifier",
+    )
 
 
 def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> OpenCheckpoint:

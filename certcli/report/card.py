@@ -7,9 +7,10 @@ from itertools import groupby
 
 from markupsafe import escape
 
+from certcli.evaluation.intervals import interval_of_few
 from certcli.evaluation.radii import confidence, proven_percent, proven_radius
 from certcli.report.document import Audit, CertifiedShares, Dataset, Share
-from certcli.report.shares import COLUMNS, FEW, share_rows
+from certcli.report.shares import COLUMNS, share_rows
 
 PROVEN, PROBABLE, NONE = "#0060a8", "#00795a", "#6e7781"
 """As in the charts of a page."""
@@ -39,10 +40,8 @@ def as_badge(audit: Audit) -> str:
         found, radius, share = chosen
         left = f"certified l2 {proven_radius(radius)}"
         promise = "proven" if found.failure == 0 else f"p {confidence(found.failure)}"
-        few = share.images < FEW
-        right = f"{share.hits} of {share.images}" if few else f"{proven_percent(share.share, 0)} of {share.images}"
-        low, high = share.interval
-        right += f" ({100 * low:.0f} to {100 * high:.0f} %), {promise}" if few else f", {promise}"
+        few = interval_of_few(share.hits, share.images)
+        right = f"{share.hits if few else proven_percent(share.share, 0)} of {share.images}{few}, {promise}"
         colour = NONE if not share.hits else PROVEN if found.failure == 0 else PROBABLE
     first, second = (round(CHARACTER * len(text) + 14) for text in (left, right))
     title = escape(one_line(f"certvit audit of {audit.network.name}: {left}: {right}"))

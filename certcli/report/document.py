@@ -37,9 +37,12 @@ class Share(_Part):
 
 
 class Network(_Part):
-    """name: as it was given, without its folders. reading: what was assumed of the file, and whence.
+    """The audited network.
 
-    path: within the repository that holds the file, where one does.
+    Args:
+        name: the source as it was given, without its folders.
+        reading: the assumptions about the file, each with its origin.
+        path: the file below the root of its git repository; None for a file outside every repository.
     """
 
     name: str
@@ -158,7 +161,7 @@ class PatchAttack(_Part):
 
 class ImageRow(_Part):
     """One image. radius: certified, by method; "inf" where nothing changes the class. withstood: at each radius. proven:
-    patches that do not change the class behind masks.
+    patches that do not change the class behind masks. file: below the dataset's folder, where the dataset is one.
     """
 
     index: Natural
@@ -169,6 +172,7 @@ class ImageRow(_Part):
     proven: list[str] = []
     adversarial_prediction: int | None = None
     norm: float | None = None
+    file: str | None = None
 
 
 class Skipped(_Part):

@@ -25,20 +25,25 @@ def as_json(audit: Audit) -> str:
 
 
 def as_csv(audit: Audit) -> str:
-    """One line an image: index, label, prediction, a certified radius a method, whether it withstood each radius."""
+    """One line an image: index, label, prediction, a certified radius a method, whether it withstood each radius, file."""
     methods = [found.method for found in audit.certificates]
     radii = [] if audit.attack is None else list(audit.attack.robust)
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
     heads = [f"radius_{method}" for method in methods] + [f"withstood_{radius}" for radius in radii]
-    table.writerow(["index", "label", "prediction", *heads, "adversarial_prediction", "norm"])
+    table.writerow(["index", "label", "prediction", *heads, "adversarial_prediction", "norm", "file"])
     for row in audit.records:
         found = [row.radius.get(method, "") for method in methods]
         found += [str(int(row.withstood[radius])) if radius in row.withstood else "" for radius in radii]
-        last = [row.adversarial_prediction, row.norm]
+        last = [row.adversarial_prediction, row.norm, _no_formula(row.file or "")]
         cells = [row.index, row.label, row.prediction, *found, *last]
         table.writerow(["" if cell is None else cell for cell in cells])
     return out.getvalue()
+
+
+def _no_formula(text: str) -> str:
+    """Put an apostrophe before text that a spreadsheet would compute."""
+    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
 
 
 TEXTS: Mapping[str, Callable[[Audit], str]] = {

@@ -24,6 +24,7 @@ class AttackedImage:
     found_class: str
     found_right: bool
     norm: str
+    file: str = ""
 
 
 def draw_gallery(rows: Sequence[Sequence[AttackedImage]], path: Path, title: str) -> None:
@@ -32,7 +33,8 @@ def draw_gallery(rows: Sequence[Sequence[AttackedImage]], path: Path, title: str
     Each perturbation is drawn around grey, magnified until its largest change of a pixel fills the range.
     """
     networks = len(rows[0])
-    with figure(path, (1.0 + 2.1 * 3 * networks, 0.9 + 2.5 * len(rows)), title) as whole:
+    height = 2.75 if any(picture.file for row in rows for picture in row) else 2.5  # a second line above each image
+    with figure(path, (1.0 + 2.1 * 3 * networks, 0.9 + height * len(rows)), title) as whole:
         canvas = whole.figure
         whole.remove()
         for pictures, axes in zip(rows, canvas.subplots(len(rows), 3 * networks, squeeze=False), strict=True):
@@ -48,7 +50,8 @@ def _triple(picture: AttackedImage, axes: Sequence[Any]) -> None:
     _show(left, picture.image)
     _show(middle, 0.5 + factor * delta)
     _show(right, picture.adversarial)
-    left.set_title(picture.heading, fontsize=10, loc="left")
+    heading = "\n".join(filter(None, (_cut(picture.heading), _cut(picture.file, from_the_left=True))))
+    left.set_title(heading, fontsize=10, loc="left")
     middle.set_title(f"shown {factor:.3g} times", fontsize=10, loc="left")
     _caption(left, picture.clean_class, _RIGHT if picture.clean_right else _WRONG)
     _caption(middle, picture.norm, "#333333")
@@ -68,4 +71,11 @@ def _show(axes: Any, image: Tensor) -> None:
 
 
 def _caption(axes: Any, text: str, colour: str) -> None:
-    axes.set_xlabel(text if len(text) <= 34 else text[:33] + "…", fontsize=10, color=colour)
+    axes.set_xlabel(_cut(text), fontsize=10, color=colour)
+
+
+def _cut(text: str, *, from_the_left: bool = False) -> str:
+    """Return at most 34 characters, the width of an image."""
+    if len(text) <= 34:
+        return text
+    return f"…{text[-33:]}" if from_the_left else f"{text[:33]}…"

@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 
+from certcli.evaluation.intervals import part_of
 from certcli.report.document import Audit
 from certcli.report.shares import share_rows
 
@@ -32,7 +33,7 @@ def as_sarif(audit: Audit) -> str:
     if audit.attack is not None:
         for radius, count in audit.attack.fooled.items():
             names, correct = ", ".join(audit.attack.attacks), audit.attack.clean.hits
-            told = f"{names} fooled {count} of {correct} correct images at l2 {radius}"
+            told = f"{names} fooled {part_of(count, correct, 'correct images')} at l2 {radius}"
             results += [_result("certvit/fooled", told, f"{names}@{radius}")] if count else []
     results += [_result("certvit/not-done", f"{item.stage}: {item.why}", item.stage) for item in audit.skipped]
     where = {"uri": quote(audit.network.path or audit.network.name)}

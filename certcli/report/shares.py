@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from certcli.evaluation.intervals import interval_of_few
 from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius
 from certcli.report.document import Audit, Dataset, Share
 
-FEW = 30
-"""Images below which a share never stands without its count and its interval."""
 MEASURED = "measured"
 
 
@@ -36,7 +35,7 @@ class ShareRow:
         what = {"accuracy": "accuracy", "robust_accuracy": f"accuracy {self.what}"}.get(self.kind, "certified accuracy")
         at = "" if not self.size else f", patch {self.size}" if "x" in self.size else f", l2 {self.size}"
         how = f", {self.name.split()[0]} ({self.holds})" if self.kind == "certified_accuracy" else ""
-        few = f" (95 % interval {self.between})" if self.share.images < FEW else ""
+        few = interval_of_few(self.share.hits, self.share.images)
         return f"{what}{at}{how}, n = {self.share.images}{few}"
 
     @property
@@ -82,12 +81,3 @@ def share_rows(audit: Audit) -> Iterator[ShareRow]:
     if (tried := audit.patch_attack) is not None:
         key, name, what = f"robust.patch@{tried.patch}", f"patched by {tried.patch}", "after patches, without masks"
         yield ShareRow(key, "robust_accuracy", name, what, tried.patch, tried.robust, MEASURED, tried.dataset)
-
-
-def counted(share: Share, proven: bool = True) -> str:
-    """ "26 of 50 images (52 %, 95 % interval 37 to 66)"; few images without a percentage."""
-    low, high = share.interval
-    shown = proven_percent(share.share, 0) if proven else f"{100 * share.share:.0f} %"
-    between = f"95 % interval {100 * low:.0f} to {100 * high:.0f}"
-    inside = f"{shown}, {between}" if share.images >= FEW else f"{between} %"
-    return f"{share.hits} of {share.images} images ({inside})"

@@ -178,7 +178,7 @@ class Running(TorchDispatchMode):
             raise self.refused from None
 
     def _found(self, op: Operation) -> Found:
-        """Return a result with its error. What is not of floating point is exact, if its arguments are."""
+        """Return a result with its error; integers and truth values are exact where their arguments are."""
         known = RULES.get(op.name)
         if known is not None:
             try:
@@ -245,7 +245,7 @@ class Running(TorchDispatchMode):
 
 
 @contextmanager
-def _written_out() -> Iterator[None]:
+def written_out() -> Iterator[None]:
     """Fused kernels are left aside for the operations that they are made of; convolutions are sums of products."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -292,7 +292,7 @@ class ErrorAnalysis:
 
     def _once(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         running = Running(self.model, self._weights, self._known)
-        with _written_out(), running:
+        with written_out(), running:
             logits = self.model(pixels.clone())
         if running.refused is not None:  # the network caught it and went another way
             raise running.refused

@@ -27,6 +27,7 @@ from certcli.evaluation.evidence import (
 from certcli.evaluation.intervals import share_interval
 from certcli.evaluation.radii import proven_radius
 from certcli.evaluation.threat import Threat
+from certcli.lipschitz.bound import FEATURES
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.lipschitz.numerics.real import Real
 from certcli.system.errors import CertvitError, Refused
@@ -42,9 +43,13 @@ MOST_DRAWS = 10**5
 
 @dataclass(frozen=True)
 class Claim:
-    """entry: where it stands; claim: what is said; asked: whether it counts for the verdict (history does not).
+    """A statement of a checkpoint, and the result of checking it.
 
-    number: of the evidence, from 0; None for the lineage.
+    Args:
+        entry: the entry of evidence that states it, or the lineage.
+        claim: the statement in words.
+        asked: whether it counts for the verdict; history does not.
+        number: of the entry of evidence, from 0; None for the lineage.
     """
 
     entry: str
@@ -141,6 +146,10 @@ def _check(
     checkpoint: Checkpoint, entry: Decoded, where: str, proven: Real | None, certify: Certify, measured: bool
 ) -> Iterator[Claim]:
     if entry.command == "lipschitz" and proven is not None:
+        if (entry.result.bound_of == FEATURES) is not (checkpoint.record.classes == 0):
+            yield Claim(
+                where, f"a bound of the {entry.result.bound_of}", "refuted", "this network ends in other outputs"
+            )
         yield from _bound(where, entry.result, proven)
     elif entry.command == "finetune" and proven is not None:
         yield from _bound(where, entry.result, proven)
@@ -183,7 +192,8 @@ def _training(checkpoint: Checkpoint, entry: Decoded, where: str, certify: Certi
     steps, result = checkpoint.record.lineage, entry.result
     images = result.dataset if isinstance(result.dataset, JudgedImages) else None
     limit, digest = entry.parameters.images, None if images is None else images.digest
-    request = Request("val", limit, steps[-1].seed if steps else 0, "lipschitz", {}, digest)
+    seed = steps[-1].seed if steps else 0
+    request = Request("val", limit, seed, "lipschitz", {"arithmetic": "real"}, digest)  # of which finetune speaks
     shares = [(Threat("l2", entry.parameters.epsilon), result.certified)]
     yield from _again(where, result.clean, shares, None, images, {}, request, certify)
 
@@ -201,6 +211,7 @@ def _certified(about: Any, result: CertifyResult, where: str, certify: Certify) 
         "parameters": msgspec.to_builtins(options),
     }
     given = {name: value for name, value in stated["parameters"].items() if name != "noise"}
+    given["arithmetic"] = result.arithmetic
     request = Request(about.split, about.limit, about.seed, result.method, given, result.dataset.digest)
     mean = None if isinstance(result.average_radius, msgspec.UnsetType) else result.average_radius
     yield from _again(where, result.clean, result.shares, mean, result.dataset, stated, request, certify)

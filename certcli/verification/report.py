@@ -7,6 +7,7 @@ from msgspec import UNSET
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.schema import LayerFields, ReportFields
+from certcli.lipschitz.bound import FEATURES, LOGITS
 from certcli.lipschitz.network import NetworkBound, prove_checkpoint
 from certcli.lipschitz.numerics.real import ZERO, Real
 from certcli.verification.laws import Verification, check_laws, theorems
@@ -31,6 +32,9 @@ def check_weights(report: ReportFields, checkpoint: Checkpoint, device: torch.de
         return
     if (report.arch, report.input) != (record.arch, record.input.size):
         yield f"the report is about {report.arch} on {report.input}, this is {record.arch} on {record.input.size}"
+    if report.bound_of != (outputs := LOGITS if record.classes else FEATURES):
+        yield f"the report speaks of {report.bound_of}, and this network ends in {outputs}"
+        return
     found = prove_checkpoint(checkpoint, device)
     rows = found.bound.to_json()
     if len(rows) != len(report.proof):

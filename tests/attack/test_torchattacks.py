@@ -1,6 +1,5 @@
 """Attacks of torchattacks by name: what they find lies in the ball and is judged anew, and their arguments are checked."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from certcli.evaluation.evidence import decode_evidence
 from certcli.evaluation.region import Norm, Region
 from certcli.system.errors import UsageError
 from tests.helpers.attack_nets import labelled
-from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.commands import attempt, certvit, document, record_lines
 
 AVAILABLE = [name for name in names() if not signature(name).missing]
 SHORT = {
@@ -149,7 +148,7 @@ def test_the_command_writes_records_and_evidence_like_any_other(workshop: Path, 
     found = document(*words, "-o", out)
     (label,) = found["attacks"]
     assert label == "torchattacks:Jitter,steps=3"
-    rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    rows = record_lines(path)
     assert found["robust"] == sum(row["robust"][label] is True for row in rows) / 12
     assert decode_evidence(Checkpoint.read(out).record.evidence[-1]).result.robust == found["robust"]
     again = document(*words, "--resume")

@@ -1,6 +1,7 @@
 """The answer for everyone: what comes first, how few images are said, and what stops an audit."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,28 @@ import pytest
 import torch
 from timm.data.constants import IMAGENET_DEFAULT_MEAN
 
+from certcli.audit import gates, words
 from certcli.audit.exhibits import moved
 from certcli.audit.findings import Findings
 from certcli.audit.headline import grey_levels, headline, scale
-from certcli.audit.plan import Plan
+from certcli.audit.plan import Plan, Typed
+from certcli.audit.words import next_steps
 from certcli.evaluation.doubts import better_statistics
 from certcli.images.labelled import Images
 from certcli.models.build import PixelNormalize
 from certcli.report.compare import changes
-from certcli.report.document import AttackShares, Audit, CertifiedShares, Dataset, GlobalBound, Share, from_json
+from certcli.report.document import (
+    AttackShares,
+    Audit,
+    CertifiedShares,
+    Dataset,
+    GlobalBound,
+    PatchAttack,
+    PatchShares,
+    Share,
+    from_json,
+)
+from certcli.report.formats import text_of
 from certcli.report.published import markdown, nearest, published
 from certcli.system.errors import DataError
 from tests.audit.conftest import QUICK
@@ -88,6 +102,58 @@ def test_one_sentence_says_it(findings: Findings, size: tuple[int, int, int], sa
     assert sentence.endswith(".")
 
 
+WITH_INTERVAL = re.compile(r"(\d+|none|the one) (of \d+)?[a-z0-9. ]*\(95 % interval \d+ to \d+ %\)")
+
+
+def standing_alone(text: str) -> list[str]:
+    """Shares of few images without their interval; the chances of certificates are no shares."""
+    rest = WITH_INTERVAL.sub("", text.replace("99.9 %", ""))
+    return [
+        found[0] for found in re.finditer(r"(?:\d+|none) of (?:the )?(\d+)|[\d.]+ %", rest) if int(found[1] or 0) < 30
+    ]
+
+
+def test_the_check_finds_what_stands_alone() -> None:
+    assert standing_alone("3 of 4 correct images; none of the 5, 20.0 % (95 % interval 1 to 2 %)")
+    assert not standing_alone(
+        "none of 4 correct images (95 % interval 0 to 60 %), 2 of 3 (95 % interval 1 to 2 %), 99.9 %"
+    )
+
+
+@pytest.mark.parametrize("failure", [0.0, 0.001])
+@pytest.mark.parametrize(("fooled", "correct", "kept"), [(0, 1, 0), (0, 7, 0), (3, 7, 4), (29, 29, 0), (0, 29, 29)])
+def test_no_share_of_few_images_stands_alone(fooled: int, correct: int, kept: int, failure: float) -> None:
+    findings = found(fooled, correct, failure, kept)
+    findings.patched = PatchShares(
+        procedure="voting",
+        clean=Share.of(kept, correct),
+        certified={"2x2": Share.of(kept, correct)},
+        parameters={},
+        **SAME,
+    )
+    findings.patch_attack = PatchAttack(
+        patch="2x2", dataset=DATASET, clean=Share.of(correct, correct), robust=Share.of(kept, correct), seconds=0.0
+    )
+    plan = Plan(radii=(0.12,), gates=tuple(map(gates.parse, ("certified@0.12<0.5", "robust@0.12<0.5", "clean<1"))))
+    judged = gates.judge(plan.gates, findings, (8, 8))
+    for text in (
+        headline(findings, plan, LARGE),
+        *words.verdict(findings, plan),
+        *(row.reason for row in judged.judged),
+    ):
+        assert standing_alone(text.rpartition(", found ")[2]) == [], text
+
+
+def test_no_share_of_few_images_stands_alone_in_badge_card_and_evidence(folder: Path) -> None:
+    audit = from_json((folder / "certified.json").read_text())
+    card = text_of(audit, ".md").partition("| share of")[0]
+    shown = attempt("log", folder / "certified.safetensors").stdout
+    sentences = [line for line in shown.splitlines() if " 24 images of " in line]
+    texts = [re.sub("<[^>]+>", " ", text_of(audit, ".svg")), card, *sentences]
+    assert sentences
+    assert [found for text in texts for found in standing_alone(text)] == []
+
+
 def test_the_scale_is_the_length_of_the_change_that_is_shown() -> None:
     for size in (LARGE, SMALL):
         image = torch.rand(size, generator=torch.Generator().manual_seed(1))
@@ -95,7 +161,7 @@ def test_the_scale_is_the_length_of_the_change_that_is_shown() -> None:
         assert float(change.norm()) == pytest.approx(0.12, rel=1e-4)
         assert float(change.abs().mean() * 255) == pytest.approx(grey_levels(0.12, size), rel=1e-4)
         assert bool(((moved(image, 0.12) >= 0) & (moved(image, 0.12) <= 1)).all())
-    assert "l2 0.12 is 0.079 of 255 grey levels" in scale(Plan(radii=(0.12,)), LARGE)
+    assert "l2 0.12 is 0.079 of 255 grey levels" in scale(found(42, 45), Plan(radii=(0.12,)), LARGE)
 
 
 def test_published_figures_stand_in_the_docs() -> None:
@@ -115,6 +181,21 @@ def test_chance_level_comes_first_and_stops_the_rest(workshop: Path) -> None:
     assert audit["attack"] is None
     assert audit["certificates"] == []
     assert "about chance" in audit["gate"]["reasons"][0]
+    assert audit["scale"] == audit["reference"] == ""  # of radii that nothing was said about
+    assert not [doubt for doubt in audit["doubts"] if doubt in audit["headline"]]
+
+
+def test_statistics_that_fit_better_are_the_next_step() -> None:
+    """The options that were wrong go, the images stay."""
+    findings = Findings(
+        dataset=DATASET, clean=Share.of(0, 60), failing="wrong", statistics=["--mean", "0.5", "--std", "0.5"]
+    )
+    typed = Typed("m.pth", ["--arch", "vit", "--mean", "0", "--std", "0.2", "--as-stated"], "my images")
+    (step,) = next_steps(findings, Plan(), typed)
+    assert step == "certvit audit m.pth --arch vit --as-stated --dataset 'my images' --mean 0.5 --std 0.5"
+    findings.statistics = []
+    (step,) = next_steps(findings, Plan(), typed)
+    assert step == "certvit audit m.pth --arch vit --as-stated --dataset FOLDER --mean M --std S"
 
 
 def test_other_pixel_statistics_that_fit_better_are_named() -> None:
@@ -129,11 +210,11 @@ def test_other_pixel_statistics_that_fit_better_are_named() -> None:
         return torch.tensor([[0.0, 1.0]] if fits else [[1.0, 0.0]]).expand(len(batch), 2)
 
     model.forward = classify
-    said = better_statistics(model, images, [False] * 40)
-    assert said is not None
-    assert "with ImageNet's pixel statistics it is right on 40 of 40 images" in said
+    ((said, options),) = better_statistics(model, images, [False] * 40)
+    assert "with ImageNet's pixel statistics the network is right on 40 of 40 images" in said
+    assert options == ["--mean", "0.485,0.456,0.406", "--std", "0.229,0.224,0.225"]
     assert float(model.normalize.mean[0]) == 0.5
-    assert better_statistics(model, images, [True] * 40) is None
+    assert list(better_statistics(model, images, [True] * 40)) == []
 
 
 def test_two_audits_are_compared_where_they_are_alike(workshop: Path, folder: Path, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_a_card_is_yaml_and_its_figures_are_the_audits(folder: Path, certified_a
     found = {metric["name"]: metric["value"] for result in model["results"] for metric in result["metrics"]}
     held = certified_audit["certificates"][0]["certified"]["0.3"]
     share, (low, high) = held["share"], held["interval"]
-    between = f"{100 * low:.1f} to {100 * high:.1f}"
+    between = f"{100 * low:.0f} to {100 * high:.0f} %"
     assert found[f"certified accuracy, l2 0.3, lipschitz (proven), n = 24 (95 % interval {between})"] == pytest.approx(
         share, abs=1e-6
     )

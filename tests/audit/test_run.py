@@ -15,12 +15,12 @@ from certcli.audit import judging
 from certcli.audit import run as audit_run
 from certcli.audit.attacking import Attacking
 from certcli.audit.clock import Clock, OutOfTime, StageTime
-from certcli.audit.words import part
 from certcli.certify.certificate import Doubt
 from certcli.certify.local_options import Local
 from certcli.certify.methods import prepare
 from certcli.certify.smoothing.functions import Classifier
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.intervals import part_of
 from certcli.evaluation.threat import Threat
 from certcli.images import datasets
 from certcli.models import build
@@ -47,7 +47,7 @@ def test_the_answer_is_what_the_commands_find(workshop: Path, folder: Path, cert
     held = found["certified"]["0.05"]
     assert f"{held['hits']} of 24 images" in certified_audit["verdict"][0]
     fooled = certified_audit["attack"]["fooled"]["0.3"]
-    few = part(fooled, found["clean"]["hits"])  # with its interval
+    few = part_of(fooled, found["clean"]["hits"], "correct images")  # with its interval
     assert f"FGSM fooled {few} at l2 0.3" in certified_audit["verdict"][1]
     assert {item["stage"] for item in certified_audit["skipped"]} == {"local", "smoothing"}
 

@@ -9,34 +9,19 @@ import torch
 from safetensors.torch import load_file
 
 from certcli.attack import campaign
-from certcli.attack.campaign import stages_of, tasks_of
 from certcli.attack.catalogue import ATTACKS
-from certcli.attack.certified_radii import CertifiedImage
 from certcli.attack.checks import CHECKS
 from certcli.attack.presets import PRESETS
 from certcli.attack.run import attack_images
-from certcli.attack.settings import AttackSettings
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.region import Region, image_norms
-from certcli.images import datasets
 from certcli.images.labelled import Batch
 from certcli.models import build
 from certcli.report.gallery import AttackedImage, draw_gallery
-from certcli.system.errors import CertvitError, DataError, UsageError
-from tests.helpers.commands import attempt, certvit, document
+from certcli.system.errors import DataError, UsageError
+from tests.helpers.commands import attempt, certvit, document, record_lines
 
 QUICK = ("--no-checks", "--limit", 40)
-
-
-def lines(path: Path) -> list[dict]:
-    """The records, without the header."""
-    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
-
-
-def rewrite(path: Path, like: Path, rows: list[dict]) -> None:
-    """A file of records with the header of another."""
-    head = like.read_text().splitlines()[0]
-    path.write_text("".join(line + "\n" for line in [head, *map(json.dumps, rows)]))
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +34,12 @@ def proven(workshop: Path) -> Path:
     return workshop / "certified.safetensors"
 
 
-@pytest.fixture(scope="module")
-def certificates(proven: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("certified") / "records.jsonl"
-    certvit("certify", proven, "--limit", 30, "--records", path)
-    return path
-
-
 @pytest.mark.parametrize("independent", [False, True])
 def test_the_document_counts_the_records(net: Path, tmp_path: Path, independent: bool) -> None:
     path = tmp_path / "r.jsonl"
     flag = ["--independent"] if independent else []
     found = document("attack", net, "-a", "fgsm", "-a", "pgd-5", "-e", 0.4, "-e", 0.2, *QUICK, "--records", path, *flag)
-    rows = [row for row in lines(path) if row["epsilon"] == 0.2]
+    rows = [row for row in record_lines(path) if row["epsilon"] == 0.2]
     correct = [row for row in rows if row["label"] == row["prediction"]]
     standing = [row for row in correct if all(outcome is True for outcome in row["robust"].values())]
     norms = sorted(row["norm"] for row in correct if row["norm"] is not None)
@@ -155,14 +133,14 @@ def test_a_seed_is_a_run(net: Path, tmp_path: Path) -> None:
     for number, seed in enumerate((0, 0, 1)):  # the whole split: a sample of it would depend on the seed, too
         path = tmp_path / f"{number}.jsonl"
         document("attack", net, "-a", "pgd-2", "-e", 0.3, "--no-checks", "--seed", seed, "--records", path)
-        found.append([row["norm"] for row in lines(path)])
+        found.append([row["norm"] for row in record_lines(path)])
     assert found[0] == found[1] != found[2]
 
 
 def test_selection_takes_k_images_of_every_class(net: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     document("attack", net, "-a", "fgsm", "--per-class", 2, "--no-checks", "--records", path)
-    labels = [row["label"] for row in lines(path)]
+    labels = [row["label"] for row in record_lines(path)]
     assert sorted(labels) == sorted([*range(10)] * 2)
 
 
@@ -223,86 +201,6 @@ def test_records_of_another_run_are_not_continued(net: Path, proven: Path, tmp_p
     assert isinstance(attempt("attack", net, *RUN, "--records", path, "--resume").exception, DataError)
     certvit("attack", net, *RUN, "--records", path, "--force")
     assert path.read_bytes() == before
-
-
-def test_what_is_certified_is_not_broken(proven: Path, certificates: Path, tmp_path: Path) -> None:
-    """Each certified image at its own radius, in float64; then those certified beyond a radius, at that radius."""
-    path = tmp_path / "r.jsonl"
-    radii = {row["index"]: row["radius"] for row in lines(certificates) if row["label"] == row["prediction"]}
-    words = (proven, "-a", "margin-pgd-10", "-a", "fgsm", "--only-certified", certificates)
-    found = document("attack", *words, "--records", path)
-    assert found["robust"] == found["clean"] == 1.0
-    assert {row["index"]: row["epsilon"] for row in lines(path)} == {i: r for i, r in radii.items() if r > 0}
-    assert found["own_radii"]["smallest"] == found["epsilon"] == min(r for r in radii.values() if r > 0)
-    assert "certified above attacked" in found["checks"]
-    assert found["flags"] == []
-    found = document("attack", *words, "-e", 0.2, "-e", 0.5, "--no-checks")
-    for part, radius in zip(found["parts"], (0.2, 0.5), strict=True):
-        assert (part["epsilon"], part["robust"]) == (radius, 1.0)
-        assert part["images"] == sum(r > radius for r in radii.values())
-
-
-def test_certificates_in_linf_are_attacked_in_linf(proven: Path, certificates: Path, tmp_path: Path) -> None:
-    """A ball of l2 within that of linf would be attacked otherwise: an attack that cannot refute what it is given."""
-    path, found = tmp_path / "linf.jsonl", tmp_path / "found.jsonl"
-    header, *rest = certificates.read_text().splitlines()
-    # a linf radius of r / 8 lies within the l2 radius r of 64 pixels, so these hold as well
-    rows = [{**row, "radius": row["radius"] / 8} for row in map(json.loads, rest)]
-    text = [json.dumps({**json.loads(header), "norm": "linf"}), *map(json.dumps, rows)]
-    path.write_text("\n".join(text) + "\n")
-    words = (proven, "-a", "margin-pgd-5", "--only-certified", path, "--no-checks")
-    assert document("attack", *words, "--records", found)["norm"] == "linf"
-    assert {row["kind"] for row in lines(found)} == {"linf"}
-    assert isinstance(attempt("attack", *words, "--norm", "l2").exception, UsageError)
-    path.write_text(path.read_text().replace('"norm": "linf"', '"norm": "l1"', 1))
-    assert isinstance(attempt("attack", *words).exception, DataError)
-
-
-def test_a_broken_certificate_is_a_bug_and_names_the_image(proven: Path, certificates: Path, tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.jsonl"
-    rows = lines(certificates)
-    victim = next(row for row in rows if row["label"] == row["prediction"] and row["radius"] > 0.2)
-    victim["radius"] = 8.0  # the diagonal of 64 pixels: images of all classes lie within
-    rewrite(wrong, certificates, rows)
-    words = (proven, "-a", "fgsm", "--only-certified", wrong, "--json", "--no-checks")
-    outcome = certvit("attack", *words, "--save-examples", tmp_path / "x.safetensors", code=1)
-    assert f"index {victim['index']} " in str(outcome.exception)
-    assert [flag["name"] for flag in json.loads(outcome.stdout)["flags"]] == ["certified above attacked"]
-    saved = load_file(tmp_path / "x.safetensors")  # the proof of the bug is kept
-    assert saved["indices"].tolist() == [victim["index"]]
-    assert saved["adversarial"].dtype == torch.float64  # the arithmetic that the certificate speaks of
-
-
-def test_certificates_that_speak_of_something_else_are_refused(
-    net: Path, proven: Path, certificates: Path, tmp_path: Path
-) -> None:
-    def refused(kind: type[CertvitError], **changes: object) -> None:
-        path = tmp_path / "c.jsonl"
-        rewrite(path, certificates, [{**row, **changes} for row in lines(certificates)])
-        failure = attempt("attack", proven, "-a", "fgsm", "--only-certified", path, "--no-checks").exception
-        assert isinstance(failure, kind), (changes, failure)
-
-    refused(UsageError, failure=0.001)
-    refused(DataError, radius="far")
-    refused(DataError, index=1)
-    refused(DataError, radius=0.0)
-    refused(DataError, label=3, prediction=3)
-    words = ("--only-certified", certificates, "--no-checks")
-    assert isinstance(attempt("attack", net, "-a", "fgsm", *words).exception, DataError)  # of another checkpoint
-    assert isinstance(attempt("attack", proven, *words, "-e", 7).exception, DataError)
-    assert isinstance(attempt("attack", proven, *words, "--norm", "linf").exception, UsageError)
-    assert isinstance(attempt("attack", proven, *words, "--preset", "certvit").exception, UsageError)
-    assert isinstance(attempt("attack", proven, "--only-certified", tmp_path / "none").exception, DataError)
-
-
-def test_an_unbounded_certificate_is_attacked_in_the_whole_box(plain: Checkpoint) -> None:
-    images = datasets.load("digits", plain.record.input, "test").select([3, 5])
-    certificates = {
-        i: CertifiedImage(i, int(images.labels[n]), float("inf"), images.digests[i])
-        for n, i in enumerate(images.indices.tolist())
-    }
-    (task,) = tasks_of(stages_of([], None, None, [], AttackSettings(), certified=True), images, certificates)
-    assert set(task.own.values()) == {8.0}
 
 
 def test_transfer_is_judged_on_the_tested_network(net: Path, proven: Path, tmp_path: Path) -> None:

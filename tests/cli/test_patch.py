@@ -13,10 +13,11 @@ from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import decode_evidence
+from certcli.evaluation.intervals import share_text
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.system.errors import CertvitError, DataError, UsageError
-from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.commands import attempt, certvit, document, record_lines
 from tests.helpers.workshop import shape
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def test_the_command_its_records_and_their_check(workshop: Path, tmp_path: Path,
     assert set(found["certified"]) == {"1x1", "2x1"}
     assert found["norm"] == "patch"
     assert found["determinism"]["compared"] > 0
-    rows = [json.loads(line) for line in records.read_text().splitlines()[1:]]
+    rows = record_lines(records)
     share = sum("2x1" in row["proven"] and row["prediction"] == row["label"] for row in rows) / 40
     assert found["certified"]["2x1"] == share
     assert all("radius" not in row for row in rows)
@@ -166,7 +167,7 @@ def test_attacks_with_patches_write_records_like_others(
     attacked: tuple[tuple[object, ...], Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     words, records, found = attacked
-    rows = [json.loads(line) for line in records.read_text().splitlines()[1:]]
+    rows = record_lines(records)
     left = {key: sum(row["robust"]["margin-pgd"] for row in rows if row["patch"] == key) for key in ("1x1", "2x2")}
     assert found["robust"] == {key: count / 12 for key, count in left.items()}
     assert found["robust"]["2x2"] < found["clean"]  # a plain network falls
@@ -186,7 +187,8 @@ def test_attacks_with_patches_become_evidence(
     evidence = decode_evidence(Checkpoint.read(out).record.evidence[-1])
     assert [(part.patch, part.robust) for part in evidence.result.parts] == list(found["robust"].items())
     assert evidence.result.threat == Threat("patch", Patch(1, 1))
-    assert f"withstand patch 1x1 {100 * found['robust']['1x1']:.1f} %" in attempt("log", out).stdout.replace("\n", " ")
+    shown = " ".join(attempt("log", out).stdout.split())
+    assert f"withstand patch 1x1 {share_text(found['robust']['1x1'], evidence.result.images)}" in shown
 
 
 FORGED: dict[str, dict[str, Any]] = {
@@ -229,7 +231,7 @@ def test_a_certified_image_is_not_broken_by_patches(workshop: Path, tmp_path: Pa
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["robust"] == {"1x1": 1.0}
     checked = document("certify", *base, "--verify", certificates)
-    rows = [json.loads(line) for line in certificates.read_text().splitlines()[1:]]
+    rows = record_lines(certificates)
     assert checked["attacked"] == sum(bool(row["proven"]) for row in rows) > 0
     for wrong in (
         ("--norm", "l2", "--patch", "2"),

@@ -1,11 +1,13 @@
 """Balls of norms: nothing that stays near the image leaves them; they are not vacuous; big batches change nothing."""
 
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
 import torch
 from timm.layers.attention import Attention
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
@@ -14,10 +16,11 @@ from certcli.cli.log.view import _certified, sentence
 from certcli.enclosure.balls.attention import nonnegative_norm
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.fused_attention import heads
-from certcli.enclosure.balls.layers import arranged
+from certcli.enclosure.balls.layers import arranged, cat, divide, mean, product, rms_norm
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.balls.table import BallContext, rules
 from certcli.engine.table import NoRule
+from certcli.engine.walk import Constant
 from certcli.evaluation.evidence import decode_evidence
 from certcli.system.errors import NoBoundError, UsageError
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network, node_values
@@ -61,27 +64,63 @@ def enclosed(part: nn.Module, x: Near) -> Near:
     return settled(value)
 
 
+W, G = draw(3, 1, 2, 3, seed=5), draw(8, seed=6)
+
+
+def strided(t: Tensor) -> Tensor:
+    return F.conv2d(t.flatten(0, 1)[:, None], W, None, 2, 1).unflatten(0, (len(t), 1))
+
+
+def strided_near(x: Near) -> Near:
+    conv = nn.Conv2d(1, 3, (2, 3), stride=2, padding=1, bias=False).double().requires_grad_(False)
+    conv.weight.copy_(W)
+    return enclosed(conv, arranged(torch.unsqueeze, x, 1))
+
+
+# an operation on balls, and the same on (b, 1, 5, 8)
+OPERATIONS: dict[str, tuple[Callable[[Near], Near], Callable[[Tensor], Tensor]]] = {
+    "product": (lambda x: product(x, x.scale(-G)), lambda t: -G * t * t),
+    "scaled": (lambda x: x.scale(G), lambda t: G * t),
+    "sum with itself": (lambda x: x + x, lambda t: 2 * t),
+    "mean of tokens": (lambda x: mean(context(), x, 1), lambda t: t.mean(2)),
+    "mean of entries": (lambda x: mean(context(), x, -1), lambda t: t.mean(-1)),
+    "mean of both": (lambda x: mean(context(), x, (1, 2), True), lambda t: t.mean((2, 3), keepdim=True)),
+    "tokens twice": (lambda x: cat(context(), [x, x], 1), lambda t: torch.cat([t, t], 2)),
+    "entries twice": (lambda x: cat(context(), [x, x], -1), lambda t: torch.cat([t, t], 3)),
+    "divided": (lambda x: divide(context(), x, -0.3), lambda t: t / -0.3),
+    "RMSNorm": (lambda x: settled(rms_norm(context(), x, (8,), Constant(G), 0.1)), lambda t: F.rms_norm(t, (8,), G, 0.1)),
+    "convolution": (strided_near, strided),
+}  # fmt: skip
+
+
+def of_kind(kind: str) -> tuple[Callable[[Near], Near], Callable[[Tensor], Tensor]]:
+    if kind in OPERATIONS:
+        return OPERATIONS[kind]
+    part = module(kind)
+    return lambda x: enclosed(part, x), lambda t: part(t.flatten(0, 1)).unflatten(0, (len(t), 1))
+
+
 @pytest.mark.parametrize("size", [1e-8, 1e-3, 0.1, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OPERATIONS])
 def test_ascent_does_not_leave_the_ball(kind: str, size: float) -> None:
     """Tokens moved within their radii, up the gradient of how far each token's result has come."""
-    part, tokens = module(kind), draw(1, 1, 5, 8)
+    (near, run), tokens = of_kind(kind), draw(1, 1, 5, 8)
     fibre = size * torch.rand(1, 1, 5, generator=torch.Generator().manual_seed(3)).double()
     x = Near.of(tokens, fibre, torch.full((1,), 0.8 * float(fibre.norm())).double())
-    found = enclosed(part, x)
+    found, before = near(x), run(tokens)
     delta = draw(40, 1, 5, 8, seed=2)
     best = 0.0
     for _ in range(25):
         delta = delta * (fibre[..., None] / delta.norm(dim=-1, keepdim=True)).clamp_max(1)
         delta = (delta * (x.whole / delta.flatten(1).norm(dim=1)).clamp_max(1).view(-1, 1, 1, 1)).requires_grad_(True)
-        out = part((tokens + delta).flatten(0, 1)) - part(tokens[0])
+        out = run(tokens + delta) - before
         far = out.norm(dim=-1)
         noise = 1e-14 * (1 + found.centre.norm())
         share = (far - noise) / found.fibre[0]
         whole = (out.flatten(1).norm(dim=1) - noise) / found.whole
         best = max(best, float(share.detach().max()), float(whole.detach().max()))
         assert best <= 1
-        (up,) = torch.autograd.grad((share.amax(1) + whole).sum(), delta)
+        (up,) = torch.autograd.grad((share.flatten(1).amax(1) + whole).sum(), delta)
         delta = delta.detach() + size * up / up.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, 1, 1, 1)
     assert best > (0.1 if size < 0.1 else 0.001)  # and the ball is no larger than it must be by more than this
 
@@ -275,3 +314,39 @@ def test_log_never_puts_linf_shares_into_its_column_of_l2() -> None:
     told = [sentence(entry) for entry in entries]
     assert "linf" not in told[0]
     assert "radii linf" in told[1]
+
+
+def _one_rare_key(size: float) -> tuple[Near, Near, Near]:
+    """A query that sees one key of value 0; another of value 1, which it hardly sees, comes nearer as that one goes."""
+    parts = [torch.tensor(part, dtype=torch.float64).view(1, 1, 1, -1, 1) for part in ([3.0], [-1.0, 1.0], [1.0, 0.0])]
+    radii = [0 * parts[0][..., 0], torch.full((1, 1, 1, 2), size).double(), 0 * parts[2][..., 0]]
+    return tuple(Near.of(c, r, r.flatten(1).norm(dim=1)) for c, r in zip(parts, radii, strict=True))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("size", [0.05, 0.2, 0.4])
+def test_a_rare_key_gains_what_the_others_lose(size: float) -> None:
+    """Its probability grows by nearly e^(2 T), T the most that a score moves: half of it since the sum shrinks."""
+    q, k, v = _one_rare_key(size)
+    found = heads(context(), q, k, v, None, 1.0)
+    keys = k.centre + size * torch.tensor([1.0, -1.0]).double().view(1, 1, 1, 2, 1)
+    far = ((q.centre @ keys.mT).softmax(-1) @ v.centre - found.centre).norm()
+    assert 0.4 < float(far / found.fibre) <= 1
+
+
+@pytest.mark.parametrize("size", [0.05, 0.2])
+def test_a_rare_token_gains_what_the_others_lose(size: float) -> None:
+    """The same within an attention, whose first token asks and stays where it is."""
+    part = Attention(3, num_heads=1, qkv_bias=False).double().eval()
+    for parameter in part.parameters():
+        parameter.requires_grad_(False).zero_()
+    part.qkv.weight[[0, 3, 6], [0, 1, 2]] = 1.0  # the first entry asks, the second answers, the third is the value
+    part.proj.weight[0, 0] = 1.0
+    root = 3**0.5
+    tokens = torch.tensor([[3 * root, -20, 0], [0, -1, 1e6], [0, 1, 0]], dtype=torch.float64).view(1, 1, 3, 3)
+    fibre = torch.tensor([0.0, size, size], dtype=torch.float64).view(1, 1, 3)
+    found = enclosed(part, Near.of(tokens, fibre, torch.full((1,), 9 * size).double()))
+    moved = tokens.clone()
+    moved[0, 0, 1, 1] += size
+    moved[0, 0, 2, 1] -= size
+    far = (part(moved[0]) - part(tokens[0]))[0, 0].norm()
+    assert 0.05 < float(far / found.fibre[0, 0, 0]) <= 1

@@ -188,3 +188,22 @@ def test_third_derivatives_of_gelu_are_bounded(f: Function) -> None:
     x = torch.linspace(-6, 6, 600_001).double().requires_grad_(True)
     (third,) = torch.autograd.grad(f.second(x).sum(), x)
     assert float(third.abs().max()) + 1e-5 * 7500 <= f.third + (0.0 if f is GELU_TANH else 1e-1)
+
+
+@pytest.mark.parametrize("limit", [0, 8, 14, 99])
+def test_reduced_symbols_still_reach_as_far(limit: int) -> None:
+    """In exact arithmetic, at the corner where all symbols of an entry have its signs."""
+    (x,) = forms(CASES[0], 1.0, True, 3, mixed=True)
+    x = Form(Space(BALL, True, limit), x.centre, x.gens, x.slack, x.blocks)
+    reach = lambda form: [  # noqa: E731
+        sum(map(abs, exact(column)), exact(slack)[0])
+        for column, slack in zip(form.box.flatten(1).T, form.slack.flatten(), strict=True)
+    ]
+    for result in (x.reduced(), x.solid(), x.worked()):
+        assert result.consistent
+        assert len(result.box) <= max(limit, BOX + x.centre.numel())
+        assert all(most >= least for most, least in zip(reach(result), reach(x), strict=True))
+    assert all(Fraction(most) >= least for most, least in zip(x.box_radius.flatten().tolist(), reach(x), strict=True))
+    squares_of = [sum(t * t for t in exact(column)) for column in x.ball.flatten(1).T]
+    radii = x.ball_radius.flatten().tolist()
+    assert all(Fraction(radius) ** 2 >= least for radius, least in zip(radii, squares_of, strict=True))

@@ -1,5 +1,7 @@
 """Networks that are not their trace: a true bound or a refusal, never a number below a measured slope."""
 
+import collections
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -130,6 +132,40 @@ def batch_mean(net: Net, x: Tensor) -> Tensor:
     return x + 9 * x.mean(0, keepdim=True)
 
 
+def reads_and_catches(net: Net, x: Any) -> Tensor:
+    mean = x.mean()
+    try:
+        return 50 * x if type(x) is Tensor and float(mean) > 0.9999 else 2 * x
+    except Exception:
+        return 2 * x
+
+
+def after(runs: int, tick: Callable[[Any], int]) -> Callable[..., Tensor]:
+    """Return x -> 2 x, and 50 x after so many runs, by the same operation: tick(net) counts them."""
+    return lambda net, x: x * torch.full((1,), 2.0 if tick(net) <= runs else 50.0, dtype=x.dtype)
+
+
+HIDDEN = memoryview(bytearray(1))
+
+
+def hidden_tick(net: Any) -> int:
+    HIDDEN[0] += 1  # no state that Python shows
+    return HIDDEN[0]
+
+
+def class_tick(net: Any) -> int:
+    type(net).runs = getattr(type(net), "runs", 0) + 1
+    return int(type(net).runs)
+
+
+TICKS = itertools.count(1)
+
+
+def queue_tick(net: Any, queue: Any = collections.deque()) -> int:  # noqa: B006
+    queue.append(1)
+    return len(queue)
+
+
 def constant_0() -> nn.Module:
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -142,7 +178,18 @@ def constant_0() -> nn.Module:
     return Named()
 
 
+def hooked(before: bool) -> nn.Module:
+    net = Net(lambda m, x: m.act(x), act=nn.ReLU())
+    if before:
+        net.act.register_forward_pre_hook(lambda module, inputs: (50 * inputs[0],))
+    else:
+        net.act.register_forward_hook(lambda module, inputs, output: 50 * output)
+    return net
+
+
 TRACES: dict[str, Case] = {
+    "a hook": (lambda: hooked(False), "act has a forward hook"),
+    "a hook before": (lambda: hooked(True), "act has a forward hook"),
     "written into a copy": (lambda: Net(adds_to_store), "writes"),
     "written out": (lambda: Net(writes_out), "writes"),
     "written into a buffer": (lambda: Net(adds_to_buffer), "writes"),
@@ -164,8 +211,21 @@ TRACES: dict[str, Case] = {
     "private generator": (lambda: Net(lambda m, x: x * m.own.random() * 50, own=random.Random(0)), "own"),
     "generator from outside": (
         lambda: Net(lambda m, x: x * torch.rand(1, generator=GENERATOR).double()),
-        "other logits",
+        "function",
     ),
+    "reads and catches": (lambda: Net(reads_and_catches), "value"),
+    "other from its second run": (lambda: Net(after(1, hidden_tick)), "other logits"),
+    "counts in its class": (lambda: type("Own", (Net,), {})(after(9, class_tick)), "runs"),
+    "counts in a global": (lambda: Net(after(9, lambda net: next(TICKS))), "function"),
+    "counts in a default": (lambda: Net(after(9, queue_tick)), "function"),
+    "size of the batch": (lambda: Net(lambda m, x: x * (2.0 if len(x) == 1 else 50.0)), "batch"),
+    "place in the batch": (lambda: Net(lambda m, x: x * torch.arange(1, len(x) + 1).view(-1, 1, 1, 1)), "batch"),
+    "the last of the batch": (lambda: Net(lambda m, x: x + 9 * x[-1:]), "batch"),
+    "tokens on the batch axis": (
+        lambda: Net(lambda m, x: functional.softmax(x.reshape(-1, 4).double(), dim=0).reshape(x.shape)),
+        "batch",
+    ),
+    "other operations in a batch": (lambda: Net(lambda m, x: 2 * x if len(x) == 1 else x * 4 - x - x), None),
     "batch": (lambda: Net(batch_mean), "batch"),
     "rolled into the next image": (lambda: Net(lambda m, x: x.roll(3)), "batch"),
     "not a number": (lambda: Net(lambda m, x: 2 * x + float("nan")), "finite"),
@@ -181,6 +241,16 @@ def test_a_network_that_is_not_its_trace_has_no_bound(name: str) -> None:
     states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     judge(net, reason)
     assert states == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+@pytest.mark.parametrize("register", ["register_module_forward_hook", "register_module_forward_pre_hook"])
+def test_a_hook_for_all_modules_leaves_no_bound(register: str) -> None:
+    net = Net(lambda m, x: m.act(x), act=nn.ReLU()).double().eval()
+    handle = getattr(nn.modules.module, register)(lambda module, inputs, *output: None)
+    try:
+        judge(net, "a hook is set for all modules")
+    finally:
+        handle.remove()
 
 
 @contextmanager

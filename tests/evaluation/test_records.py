@@ -244,7 +244,7 @@ def test_a_figure_compares_the_images_that_both_know(
     other = workshop / "constrained.safetensors"
     for refused, named in (
         (("certify", other), "another network"),
-        (("certify", proven, "--split", "val"), "is another one than here"),
+        (("certify", proven, "--split", "val"), "is another one in"),
     ):
         failure = attempt(*refused, "--attack-records", attacked, "--plot", tmp_path / "g.png").exception
         assert isinstance(failure, DataError)

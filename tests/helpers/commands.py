@@ -45,6 +45,11 @@ def document(*words: object, code: int = 0) -> dict[str, Any]:
     return json.loads(line)
 
 
+def record_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a JSON Lines file, without its header."""
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
 def console(*words: object, folder: Path | None = None) -> Done:
     """Run the console script's function: a process for each case would take minutes to start."""
     out, err, code = io.StringIO(), io.StringIO(), 0

@@ -158,3 +158,25 @@ def test_refusals_name_the_problem(tmp_path: Path, named: str) -> None:
         REFUSED[named](tmp_path)
     assert named in caught.value.message
     assert caught.value.code == 6
+
+
+@pytest.mark.parametrize(
+    ("classes", "order"),
+    [
+        (("dog", "cat", "Ape"), ("Ape", "cat", "dog")),
+        (("10", "2", "0"), ("0", "2", "10")),
+        (("10", "2", "0x"), ("0x", "10", "2")),
+        (("9" * 5000, "2", "02"), ("02", "2", "9" * 5000)),
+    ],
+)
+def test_classes_of_a_table_stand_in_the_order_of_names_or_numbers(
+    tmp_path: Path, classes: tuple[str, ...], order: tuple[str, ...]
+) -> None:
+    for number, _ in enumerate(classes):
+        Image.new("L", (8, 8), number).save(tmp_path / f"{number}.png")
+    rows = (f"{number}.png,x,{name}\n" for number, name in enumerate(classes))
+    (tmp_path / "labels.csv").write_text("Image,other,label\n" + "".join(rows))
+    images = datasets.load(str(tmp_path), DIGITS)
+    assert images.classes == order
+    assert [images.classes[label] for label in images.labels.tolist()] == list(classes)
+    assert images.files == ("0.png", "1.png", "2.png")

@@ -1,5 +1,7 @@
 """What single theorems of attention say: the counterexamples that they exclude, and the cases in which they agree."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,9 @@ from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.lipschitz.rules.l2_attention import l2_mixing_constant, lambert_w_of_exp
+from certcli.nn.norms import FloorNorm
 from certcli.nn.surgery import REPLACEMENTS
+from tests.helpers.slopes import slope
 from tests.nn.test_attention import CPU, PLACES, WIDTH, Lone, network, steepest
 
 
@@ -39,25 +43,141 @@ def _two_tokens(kind: str, **weights: Tensor) -> nn.Module:
 
 
 class Biased(nn.Module):
-    """Two tokens in [-4, 4]^2, from pixels in [0, 1], that prefer each other by b over themselves."""
+    """Tokens in [-span / 2, span / 2]^2, from pixels in [0, 1], and constants added to their scores."""
 
-    def __init__(self, attention: nn.Module, b: float) -> None:
+    def __init__(self, attention: nn.Module, mask: Tensor, span: float = 8.0) -> None:
         super().__init__()
-        self.attention = attention
-        self.register_buffer("mask", torch.tensor([[[0.0, b], [b, 0.0]]], dtype=torch.float64))
+        self.attention, self.span = attention, span
+        self.register_buffer("mask", mask.double().unsqueeze(0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attention(8 * (x - 0.5), mask=self.mask)
+        return self.attention(self.span * (x - 0.5), mask=self.mask)
 
 
 def test_positive_position_biases_exceed_the_constant_without_positions() -> None:
-    """b = 10 and two tokens: slopes of 10 are found, c_2 is below 3. Theorem 6.2 counts b."""
-    net = Biased(_two_tokens("l2-attention", query=torch.eye(2)), 10.0).eval()
+    """Two tokens that prefer each other by 10: slopes of 10 are found, c_2 is below 3. Theorem 6.2 counts b."""
+    net = Biased(_two_tokens("l2-attention", query=torch.eye(2)), 10 * (1 - torch.eye(2))).eval()
     root = 2**0.25  # z = q / dh^(1/4)
     tokens = root * torch.stack([torch.tensor([[-r, 0.0], [r, 0.0]]) for r in torch.linspace(0.5, 2, 60)]).double()
     found = steepest(net, 0.5 + tokens / 8, steps=3) / 8
     assert found > 3 * l2_mixing_constant(2)
     assert found <= float(bound_network(net, (2, 2), 2).upper) / 8
+
+
+FLOOR = 0.1
+AXES = torch.linalg.qr(torch.cat([torch.ones(8, 1), torch.eye(8)[:, :7]], dim=1).double())[0].T[1:]
+"""Orthonormal directions of tokens without mean: what a norm leaves as it is."""
+
+
+class Normed(nn.Module):
+    """Tokens of length at most sqrt 8: a norm with a floor makes them of pixels, linearly, with the slope 1 / FLOOR."""
+
+    def __init__(self, attention: nn.Module, mask: Tensor | None = None) -> None:
+        super().__init__()
+        self.norm, self.attention = FloorNorm(8, FLOOR), attention
+        self.options = {} if mask is None else {"mask": mask.double().unsqueeze(0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(self.norm(x), **self.options)
+
+
+def pixels(tokens: Tensor) -> Tensor:
+    """Return pixels of which the norm makes these tokens, a little shorter: beyond their length its slope ends."""
+    return 0.5 + FLOOR * tokens * (1 - 1e-9)
+
+
+def moved(net: nn.Module, x: Tensor, direction: Tensor) -> float:
+    """Return the slope of the network at x in this direction."""
+    _, change = torch.func.jvp(lambda one: net(one.unsqueeze(0)), (x,), (direction.to(x),))
+    return float(change.norm() / direction.norm())
+
+
+def _dot_product(heads: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> nn.Module:
+    """Return one dot-product attention whose maps have these rows, the same in every head."""
+    attention = Attention(8, heads, qkv_bias=True).double().eval().requires_grad_(False)
+    parts = attention.qkv.weight.zero_().view(3, heads, 8 // heads, 8)
+    for part, rows in zip(parts, (query, key, value), strict=True):
+        part[:, : len(rows)] = rows
+    attention.qkv.bias.zero_().view(3, heads, -1)[0, :, : len(bias)] = bias
+    attention.proj.weight.copy_(torch.eye(8))
+    attention.proj.bias.zero_()
+    return attention
+
+
+def _no_term_to_spare() -> dict[str, tuple[nn.Module, Tensor, float]]:
+    """Return for each term of Theorem 5.1 an attention and tokens (R = sqrt 8) where it counts, and the share attained."""
+    e, f, g, *_ = AXES
+    radius, none = 8**0.5, torch.zeros(1, dtype=torch.float64)
+    rows = torch.stack
+    mean = _dot_product(1, none.expand(1, 8), none.expand(1, 8), rows([e]), none)
+    # A = 3 (e g^T + f e^T) and tokens R e, -R e: each row's own score and its keys' move the result alike
+    both = _dot_product(1, rows([g, e]), 3 * 8**0.5 * rows([e, f]), rows([e]), none)
+    # A = 0 and W_K^T b_Q = 15 f: every row, of two heads, sees the same two of four tokens
+    offset = _dot_product(2, none.expand(1, 8), 4**0.5 * rows([f]), rows([e]), 15 + none)
+    high, low = (0.3 * f + (1 - 0.3**2) ** 0.5 * e, 0.3 * f - (1 - 0.3**2) ** 0.5 * e), (-f, -f)
+    return {
+        "averaging": (mean, rows([e, -e]), 0.7),
+        "both scores": (both, rows([radius * e, -radius * e]), 0.68),
+        "offset": (offset, radius * rows([*high, *low]), 0.9),
+    }
+
+
+@pytest.mark.parametrize("term", ["averaging", "both scores", "offset"])
+def test_no_term_of_dot_product_attention_can_be_spared(term: str) -> None:
+    """Without any one of its terms, or with another factor of n or of the heads, Theorem 5.1 would be below these slopes.
+
+    "Both scores" reaches sqrt 2 of 2 R^2 |A|, one half of it from either term; "offset" nearly all of sqrt(n/2) R |c|.
+    """
+    attention, tokens, share = _no_term_to_spare()[term]
+    net = Normed(attention).double().eval()
+    found, _ = slope(net, pixels(tokens))
+    bound = float(bound_network(net, tuple(tokens.shape), 3).upper)
+    assert share * bound <= found <= bound
+
+
+def _l2(kind: str, distance: float, mask: Tensor) -> nn.Module:
+    """Return L2 attention with z = distance u / sqrt 8 on tokens u, and v = u where it has values of its own."""
+    attention = REPLACEMENTS.load(kind)(Attention(8, 1, proj_bias=False)).double().eval().requires_grad_(False)
+    for name, size in (("query", 8**0.25 * distance / 8**0.5), ("value", 1.0), ("proj", 1.0)):
+        if hasattr(attention, name):
+            attention.get_submodule(name).weight.copy_(size * torch.eye(8))
+    return Normed(attention, mask).double().eval()
+
+
+@pytest.mark.parametrize("kind", ["l2-attention", "l2-untied-value-attention"])
+def test_no_factor_of_a_tokens_own_move_can_be_spared(kind: str) -> None:
+    """A token amid 400 others at the worst distance, S = W(400/e): its move is averaged by twice their covariance, 2 S.
+
+    Theorems 6.2 and 6.3 without that factor 2 would be below the slope.
+    """
+    e, s = AXES[0], lambert_w_upper(400 / math.e)
+    mask = torch.full((401, 401), -torch.inf).fill_diagonal_(0.0)
+    mask[0] = 0.0  # all others see themselves alone
+    tokens = torch.tensor([0.0, *[1.0, -1.0] * 200]).double()[:, None] * 8**0.5 * e
+    direction = torch.zeros(401, 8).double()
+    direction[0] = e
+    net = _l2(kind, (s + 1) ** 0.5, mask)
+    found = moved(net, pixels(tokens), direction)
+    bound = float(bound_network(net, (401, 8), 3).upper)
+    assert 0.5 * bound <= found <= bound
+
+
+def test_no_factor_of_the_move_of_others_can_be_spared() -> None:
+    """Forty tokens, of which each sees the same two others and prefers them by 40: these move all forty by 2 S.
+
+    Theorem 6.2 without the factor 2 of this term would be below the slope.
+    """
+    e, preferred = AXES[0], 40.0
+    mask = torch.full((42, 42), -torch.inf).fill_diagonal_(0.0)
+    mask[2:, :2] = preferred
+    tokens = torch.tensor([1.0, -1.0, *[0.0] * 40]).double()[:, None] * 8**0.5 * e
+    direction = torch.zeros(42, 8).double()
+    direction[:2] = e
+    s = float(lambert_w_of_exp(torch.tensor(preferred + math.log(2) - 1).double()))
+    net = _l2("l2-attention", (s + 1) ** 0.5, mask)
+    found = moved(net, pixels(tokens), direction)
+    bound = float(bound_network(net, (42, 8), 3).upper)
+    assert 0.5 * bound <= found <= bound
 
 
 @pytest.mark.parametrize("name", ["l2-attention", "l2-untied-value-attention"])

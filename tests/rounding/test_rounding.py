@@ -166,6 +166,9 @@ class Catching(nn.Module):
         Network(lambda x: (x @ W[0]).float().double()),
         Network(lambda x: (x @ W[0])[:, (x @ W[0])[0, :, 0].argsort()]),
         Network(lambda x: torch.special.gammaln(x @ W[0])),
+        Network(lambda x: (x @ W[0]).abs() ** 1.5),
+        Network(lambda x: (x @ W[0]) ** -2),
+        Network(lambda x: 2.0 ** (x @ W[0])),
         Catching(),
     ],
 )

@@ -115,6 +115,7 @@ REPORTS: dict[str, tuple[Callable[[Raw], object], bool]] = {
     "empty": (lambda raw: raw.update(proof=[]), False),
     "headline": (lambda raw: raw.update(upper=raw["upper"] / 2), False),
     "headline's logarithm": (lambda raw: raw.update(log10_upper=raw["log10_upper"] - 1), False),
+    "headline's logarithm, above": (lambda raw: raw.update(log10_upper=raw["log10_upper"] + 1), False),
     "no logarithm": (lambda raw: raw.update(log10_upper=None), False),
     "headline's text": (lambda raw: raw.update(upper_text="0.1"), False),
     "infinite": (lambda raw: raw.update(upper="inf", log10_upper=None, upper_finite=False, upper_text="inf"), False),
@@ -123,6 +124,7 @@ REPORTS: dict[str, tuple[Callable[[Raw], object], bool]] = {
     "layer without logarithm": (of_layer(log10_upper=None), True),
     "layer's why": (of_layer(why="proven to be less than 1"), True),
     "node's logarithm": (lambda raw: raw["proof"][0].update(log10_upper=-9), False),
+    "node's logarithm, above": (lambda raw: raw["proof"][0].update(log10_upper=9), False),
     "node's why": (lambda raw: raw["proof"][0].update(why="proven to be less than 1"), True),
     "a layer fewer": (lambda raw: raw["layers"].pop(), True),
     "other size": (lambda raw: raw.update(input=[1, 9, 9]), True),
@@ -168,6 +170,16 @@ def test_a_forged_report_is_refuted(lab: Path, tmp_path: Path, spoil: Callable[[
     done, told = report(lab, tmp_path, spoil)
     assert done.code == (0 if hidden else 7), told
     assert not told["verified"]
+
+
+def test_an_infinite_bound_keeps_the_laws(lab: Path, tmp_path: Path) -> None:
+    def infinite(raw: Raw) -> None:
+        leaf(raw)["value"] = ["inf", 0]
+        follow(raw)
+
+    done, told = report(lab, tmp_path, infinite)
+    assert done.code == 0, told
+    assert told["laws_hold"]
 
 
 def test_the_proof_of_other_weights_is_refuted(lab: Path, workshop: Path, tmp_path: Path) -> None:
@@ -223,6 +235,17 @@ def without_step(command: str) -> Callable[[Checkpoint], Checkpoint]:
     return forge
 
 
+def with_steps(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[Checkpoint], Checkpoint]:
+    return lambda checkpoint: Checkpoint(
+        checkpoint.tensors, replace(checkpoint.record, lineage=change(checkpoint.record.lineage))
+    )
+
+
+def mean_a_little_above(checkpoint: Checkpoint) -> Checkpoint:
+    *_, mean = [entry.result["average_radius"] for entry in checkpoint.record.evidence if entry.command == "certify"]
+    return change("certify", "average_radius", value=1.001 * mean)(checkpoint)
+
+
 def without_evidence(checkpoint: Checkpoint) -> Checkpoint:
     return Checkpoint(checkpoint.tensors, replace(checkpoint.record, evidence=()))
 
@@ -268,6 +291,7 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("certify no radius", change("certify", "certified", value={"nan": 0.5}), "refuted"),
     ("certify clean", change("certify", "clean", value=1.0), "refuted"),
     ("certify mean", change("certify", "average_radius", value=3.0), "refuted"),
+    ("certify mean just above", mean_a_little_above, "refuted"),
     ("certify images", change("certify", "images", value=10_000), "refuted"),
     ("certify dataset", change("certify", "dataset", "digest", value="0" * 64), "not checked"),
     ("certify method", change("certify", "method", value="divination"), "refuted"),
@@ -303,6 +327,9 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("stranger", about_a_stranger, "refuted"),
     ("no adapt", without_step("adapt"), "refuted"),
     ("no finetune", without_step("finetune"), "refuted"),
+    ("no step", with_steps(lambda steps: ()), "refuted"),
+    ("a step after finetune", with_steps(lambda steps: (*steps, steps[-2])), "refuted"),
+    ("init in the middle", with_steps(lambda steps: (*steps[:1], *steps)), "refuted"),
 ]
 
 

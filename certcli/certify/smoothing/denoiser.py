@@ -42,7 +42,11 @@ class Denoiser(nn.Module):
 
 
 def read_denoiser(path: Path, channels: int) -> Denoiser:
-    """Return the denoiser in a file, for images of so many channels. ArchitectureError when its tensors are not a DnCNN's."""
+    """Return the denoiser in a file, for images with this number of channels.
+
+    Raises:
+        ArchitectureError: the tensors are not a DnCNN's.
+    """
     tensors, _ = read_tensors(path)
     tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     first = tensors.get("dncnn.0.weight")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.attack.catalogue import PATCH_ATTACK as ATTACK
 from certcli.cli.shared.output import Gate, Sink, percent
+from certcli.evaluation.intervals import share_text
 from certcli.system.errors import CertvitError, DataError, GateError, UsageError
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def attack(
         hint = "a certificate and a counterexample cannot both be right, unless other bits are executed here: report it"
         gate.demand(False, CertvitError(f"certified and broken: images {', '.join(map(str, fallen[:5]))}", hint))
     if results.minimum is not None:
-        share = f"{percent(first['robust'])} withstand patches of {spelled[0]}"
+        share = f"{share_text(first['robust'], first['images'])} withstand patches of {spelled[0]}"
         failure = GateError(f"{share}, below --min-robust {results.minimum:g}")
         gate.demand(first["robust"] >= results.minimum, failure)
     curve = {part["patch"]: part["robust"] for part in parts}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.groups import Machine
 from certcli.cli.shared.output import Gate, Sink, percent
+from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import attacked_radius
 from certcli.system.errors import CertvitError, GateError
 from certcli.system.processes import team
@@ -140,7 +141,7 @@ class Session:
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
         names = class_names(self.images, record.classes, record.class_names)
-        _draw(gathered, names, results.gallery, f"{name} on {self.images.name} ({self.images.split})")
+        _draw(gathered, names, results.gallery, f"{name} on {self.images.name} ({self.images.split})", self.images)
         self.sink.note(f"wrote {results.gallery}")
 
 
@@ -151,7 +152,7 @@ def gate_of(findings: Findings, minimum: float | None, gate: Gate) -> None:
         gate.demand(False, CertvitError(f"certified above attacked: {measured}", _BUG))
     if minimum is not None:
         first = findings.first
-        reached = f"robust accuracy {percent(first.robust)} at {attacked_radius(first.epsilon)}"
+        reached = f"robust accuracy {share_text(first.robust, first.images)} at {attacked_radius(first.epsilon)}"
         failure = f"{reached} is below --min-robust {minimum:g}"
         gate.demand(first.robust >= minimum, GateError(failure))
 
@@ -185,7 +186,7 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
             )
 
 
-def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str) -> None:
+def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str, images: Images) -> None:
     from certcli.report.gallery import AttackedImage, draw_gallery
 
     def picture(shown: Exhibit) -> AttackedImage:
@@ -201,7 +202,9 @@ def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str) -
             found_class=names[shown.adversarial_prediction],
             found_right=shown.adversarial_prediction == shown.label,
             norm=caption,
+            file=images.file_of.get(shown.index, ""),
         )
 
-    title = f"{about}: {len(rows)} attacked images\nimage, perturbation, their sum; classes in blue where right"
+    count = f"{len(rows)} attacked image{'s' * (len(rows) != 1)}"
+    title = f"{about}: {count}\nimage, perturbation, their sum; classes in blue where right"
     draw_gallery([[picture(shown) for shown in row] for row in rows], path, title)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from certcli.certify.lipschitz_options import Global
 from certcli.certify.local_options import Local
 from certcli.certify.patch.options import Patches
 from certcli.certify.smoothing.options import Smoothing
@@ -31,6 +32,7 @@ def certify(
     context: typer.Context,
     source: Source,
     target: Target = Target(),
+    whole: Global = Global(),
     smoothing: Smoothing = Smoothing(),
     local: Local = Local(),
     patches: Patches = Patches(),
@@ -44,7 +46,7 @@ def certify(
     from certcli.cli.shared import pages, typed_command
     from certcli.evaluation.records import digested
 
-    options = Options(source, target, smoothing, local, patches, data, machine, output)
+    options = Options(source, target, whole, smoothing, local, patches, data, machine, output)
     if target.verify is not None or target.sample is not None:
         require_one("records are verified", "certvit certify ... --verify, without torchrun")
         verify.verify_records(options, talk.sink())

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from certcli.certify.lipschitz_options import Global
 from certcli.certify.local_options import Local
 from certcli.certify.patch.options import Patches
 from certcli.certify.smoothing.options import Smoothing
@@ -78,6 +79,7 @@ class Options:
 
     source: Source
     target: Target
+    whole: Global
     smoothing: Smoothing
     local: Local
     patches: Patches

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.certify.options import RADII, Options
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.radii import Norm, parse_number, proven_percent
+from certcli.evaluation.intervals import share_text
+from certcli.evaluation.radii import Norm, parse_number
 from certcli.system.errors import DataError, GateError, NoBoundError, UsageError
 from certcli.system.processes import team
 
@@ -43,7 +44,7 @@ class Demand:
 
     def check(self, found: CertifiedAccuracy, gate: Gate) -> None:
         reached = found.against(self.threat)
-        message = f"certified accuracy {proven_percent(reached)} at {self.threat.proven()}"
+        message = f"certified accuracy {share_text(reached, found.images, proven=True)} at {self.threat.proven()}"
         gate.demand(reached >= self.share, GateError(f"{message} is below --min-certified {self.share:g}"))
 
 
@@ -82,6 +83,9 @@ def require_compatible(options: Options) -> tuple[Demand | None, list[Threat]]:
         raise UsageError(
             "--norm linf is of --method local alone", "certvit certify ... --method local --norm linf -e 1/255"
         )
+    if options.whole.arithmetic is not None and methods != ["lipschitz"]:
+        spoken = "smoothing has --precision, patch speaks of the network as it runs, the others of real arithmetic"
+        raise UsageError(f"--arithmetic is of --method lipschitz alone: {spoken}", "leave out --arithmetic")
     if target.records is not None and len(methods) > 1:
         raise UsageError("a file of records holds one method", "run them one by one, or leave out --records")
     return demand, threats
@@ -157,6 +161,8 @@ def run_all(choice: Choice, task: Task, options: Options, sink: Sink) -> list[Re
 def _options_of(method: str, choice: Choice, task: Task, options: Options, sink: Sink) -> MethodOptions | None:
     from certcli.certify.smoothing.options import Tuning
 
+    if method == "lipschitz":
+        return options.whole
     if method == "local":
         return replace(options.local, effort=choice.effort)
     if method == "smoothing":

@@ -40,6 +40,7 @@ def _require_alone(options: Options) -> Path:
     if target.verify is None:
         raise UsageError("--sample is for --verify", "--verify FILE.jsonl --sample 100, or --limit for images")
     others = {name: getattr(target, name) for name in ("records", "plot", "html", "attack_records")}
+    others |= {"arithmetic": options.whole.arithmetic}
     others |= {"min_certified": target.minimum, "output": options.output.output, "resume": target.resume or None}
     for name, value in others.items():
         if value is not None:
@@ -88,7 +89,7 @@ def verify_records(options: Options, sink: Sink) -> None:
     gate = Gate()
     if refuted:
         first = refuted[0]
-        message = f"{len(refuted)} of {len(found)} records are refuted; image {first.claim.index}: {first.why}"
+        message = f"{len(refuted)} of {len(found)} records are refuted; {images.named(first.claim.index)}: {first.why}"
         gate.demand(False, GateError(f"{path} is refuted: {message}"))
     gate.demand(counts["verified"] > 0, GateError(f"nothing was verified: {path} states nothing"))
     attacked = sum(row.attacked for row in found)
@@ -102,12 +103,19 @@ def verify_records(options: Options, sink: Sink) -> None:
         "attacked": attacked,
         "seed": seed,
         "false_alarm": FALSE_ALARM,
-        "rows": [{"index": row.claim.index, "status": row.status, "why": row.why} for row in found],
+        "rows": [
+            {"index": row.claim.index, "status": row.status, "why": row.why}
+            | ({"file": images.file_of[row.claim.index]} if images.file_of else {})
+            for row in found
+        ],
     }
     sink.document(document, gate)
     if refuted:
         rest = f", the first {SHOWN} of {len(refuted)}" if len(refuted) > SHOWN else ""
-        shown = [(str(row.claim.index), f"{row.claim.radius:.6g}", row.why) for row in refuted[:SHOWN]]
+        shown = [
+            (images.named(row.claim.index).removeprefix("image "), f"{row.claim.radius:.6g}", row.why)
+            for row in refuted[:SHOWN]
+        ]
         sink.table(f"Refuted{rest}", ["image", "radius", "why"], shown)
     sink.text(
         f"{len(found)} of {len(claims)} records ({method}): {counts['verified']} verified, {counts['refuted']} refuted, "

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import proven_percent, proven_radius
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def table(results: Sequence[Result], images: Images, attacked: dict[Threat, dict
         sink.text(f"{results[0].resumed}")
     if attacked:
         count, message = len(next(iter(attacked.values()))), "what attacks leave of the network itself, without noise"
-        shown = ", ".join(f"{percent(left[threat])} at {threat.attacked()}" for threat in sorted(attacked))
+        shown = ", ".join(f"{share_text(left[threat], count)} at {threat.attacked()}" for threat in sorted(attacked))
         sink.text(f"attacked (measured, as the file says, not run again): {message}, {count} of these images: {shown}")
 
 
@@ -142,7 +143,7 @@ def plot(
             broken = [t for t, left in attacked.items() if certificate.holds_at(t) and not left[certificate.index]]
             if broken:
                 message = f"certified to {proven_radius(certificate.radius)} and broken at {broken[0].attacked()}"
-                sink.warn(f"image {certificate.index} is {message}")
+                sink.warn(f"{images.named(certificate.index)} is {message}")
         promise = "proven" if certifier.promise == "proof" else certifier.promise
         label = f"{certifier.method}: certified ({promise})"
         curves[label] = [certificate.radius if certificate.correct else -1.0 for certificate in shown]

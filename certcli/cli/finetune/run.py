@@ -11,7 +11,8 @@ from certcli.checkpoint.outputs import discard_state, last_command, remove, requ
 from certcli.cli.shared.groups import beside
 from certcli.cli.shared.inputs import return_large_blocks, say_wider
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation.radii import proven_percent, proven_radius
+from certcli.evaluation.intervals import share_text
+from certcli.evaluation.radii import proven_radius
 from certcli.evaluation.threat import Threat
 from certcli.system.processes import require_one, team
 
@@ -214,8 +215,8 @@ class Training:
         if finished:
             self.sink.document(report)
             self.sink.text(
-                f"wrote {self.path}: epoch {best}, validation clean {percent(final['clean'])}, "
-                f"certified at {proven_radius(epsilon)} {proven_percent(final['certified'])}, "
+                f"wrote {self.path}: epoch {best}, validation clean {share_text(final['clean'], len(images))}, "
+                f"certified at {proven_radius(epsilon)} {share_text(final['certified'], len(images), proven=True)}, "
                 f"bound {final['upper_text']} (proven){line}"
             )
 

@@ -6,12 +6,15 @@ from typing import Annotated
 import typer
 
 from certcli.cli.lipschitz import run, view
-from certcli.cli.lipschitz.options import Options, SlopeSearch, Views
+from certcli.cli.lipschitz.options import Network, Options, SlopeSearch, Views
 from certcli.cli.shared import options
 from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import Calibration, Machine, Output, Source, Talk
+from certcli.cli.shared.groups import Calibration, Machine, Output, Talk
 from certcli.system.errors import UsageError
 from certcli.system.processes import require_one, team
+
+EVIDENCE = ("upper", "log10_upper", "lower", "why", "attention_weight", "bound_of")
+"""Keys of the report that a checkpoint keeps."""
 
 
 @command(
@@ -20,7 +23,7 @@ from certcli.system.processes import require_one, team
     page="bounds.md",
 )
 def lipschitz(
-    source: Source = Source(ckpt=""),
+    source: Network = Network(ckpt=""),
     maximum: Annotated[
         float | None, typer.Option("--max", min=0, help="Exit 7 when the bound exceeds this; 5 if there is none.")
     ] = None,
@@ -67,7 +70,7 @@ def lipschitz(
     gate = run.gate_of(audited, maximum)
     sink.document({**report, "proof": audited.found.bound.to_json()}, gate)
     if output.output is not None:
-        result = {name: report[name] for name in ("upper", "log10_upper", "lower", "why", "attention_weight")}
+        result = {name: report[name] for name in EVIDENCE}
         about = {"images": data.limit if slope.estimate else 0}
         output.write(audited.checkpoint.with_evidence("lipschitz", about, result), output.output)
         sink.note(f"wrote {output.output}")

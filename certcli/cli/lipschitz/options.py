@@ -1,13 +1,30 @@
 """The options of `certvit lipschitz`, a group a panel."""
 
-from dataclasses import dataclass, field
-from typing import Annotated
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
 from certcli.cli.shared.groups import Calibration, Machine, Source
+
+if TYPE_CHECKING:
+    from certcli.models.hints import Hints
+
+
+@group("Checkpoints of others")
+class Network(Source):
+    """A network that may end in features."""
+
+    features: Annotated[
+        bool, typer.Option("--features", help="Bound the features of a network that has no classifier.")
+    ] = False
+
+    def hints(self) -> Hints:
+        return replace(super().hints(), features=self.features)
 
 
 @group("Lower bound")
@@ -48,7 +65,7 @@ class Views:
 class Options:
     """All options of one call that proves a bound."""
 
-    source: Source
+    source: Network
     views: Views
     search: SlopeSearch
     data: Calibration

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.lipschitz import jacobians, view
-from certcli.cli.lipschitz.options import Options
+from certcli.cli.lipschitz.options import Network, Options
 from certcli.cli.lipschitz.view import Audited
-from certcli.cli.shared.groups import Machine, Source
+from certcli.cli.shared.groups import Machine
 from certcli.cli.shared.output import Gate, Sink
 from certcli.system.errors import GateError, NoBoundError, UsageError
 from certcli.system.processes import team
@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
 
 
-def prove(source: Source, machine: Machine, sink: Sink) -> Audited:
+def prove(source: Network, machine: Machine, sink: Sink) -> Audited:
     """Open a checkpoint and prove its bound."""
     from certcli.lipschitz import network
     from certcli.models import build
 
     checkpoint = source.open(sink)
+    if source.features and checkpoint.record.classes:
+        has = f"{source.ckpt} has a classifier of {checkpoint.record.classes} classes"
+        raise UsageError(f"{has}, and --features is for networks without", "leave out --features")
     model = build.load(checkpoint, machine.pick())
     return Audited(Path(source.ckpt).name, checkpoint, model, network.prove(model, checkpoint.record.classes))
 
@@ -44,7 +47,8 @@ def measure_slope(audited: Audited, options: Options, sink: Sink) -> float:
     record = audited.checkpoint.record
     images = options.data.images(record, sink)
     doubt_images(images, record, sink)
-    labels, why = known_labels(images, record) if options.data.dataset is not None else (None, "")
+    judged = options.data.dataset is not None and record.classes > 0
+    labels, why = known_labels(images, record) if judged else (None, "")
     if why:
         sink.warn(why)
     if labels is not None:
@@ -131,7 +135,9 @@ def gate_of(audited: Audited, maximum: float | None) -> Gate:
     gate, upper = Gate(), audited.found.upper
     if maximum is not None and not upper.finite:
         why = f"no finite bound: {audited.found.bound.why}"
-        gate.demand(False, NoBoundError(why, "certvit adapt makes a plain ViT Lipschitz"))
+        hint = "" if audited.of_features else "certvit adapt makes a plain ViT Lipschitz"
+        gate.demand(False, NoBoundError(why, hint))
     elif maximum is not None:
-        gate.demand(upper <= maximum, GateError(f"the bound {upper} exceeds --max {maximum:g}"))
+        of = " of the features" if audited.of_features else ""
+        gate.demand(upper <= maximum, GateError(f"the bound{of} {upper} exceeds --max {maximum:g}"))
     return gate

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.lipschitz import blocks
 from certcli.cli.shared.output import Sink, percent
-from certcli.lipschitz.bound import bound_document, log10_or_none
+from certcli.lipschitz.bound import FEATURES, LOGITS, bound_document, log10_or_none
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -27,6 +27,11 @@ class Audited:
     model: "PixelModel"
     found: "NetworkBound"
 
+    @property
+    def of_features(self) -> bool:
+        """Tell whether the bound is one of features, since the network has no classifier."""
+        return self.checkpoint.record.classes == 0
+
 
 def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
     """Return the keys that every report has."""
@@ -38,7 +43,9 @@ def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
         "checkpoint": audited.checkpoint.digest,
         "arch": audited.checkpoint.record.arch,
         "input": list(audited.checkpoint.record.input.size),
+        "function": audited.checkpoint.record.function(),
         **bound_document(found.upper),
+        "bound_of": FEATURES if audited.of_features else LOGITS,
         "lower": lower,
         "why": found.bound.why,
         "attention_weight": attention_weight(model),
@@ -112,13 +119,16 @@ def show_heads(model: Any, sink: Sink) -> list[dict[str, Any]]:
 def explain(audited: Audited, lower: float | None, share: float | None, sink: Sink) -> None:
     """Say both bounds in words, and the radius that they certify for a margin of 1."""
     upper, why = audited.found.upper, audited.found.bound.why
+    of = " of the features" if audited.of_features else ""
     if upper.finite:
-        sink.text(f"upper bound (proven, l2, pixels in [0, 1]):  {upper}")
+        sink.text(f"upper bound{of} (proven, l2, pixels in [0, 1]):  {upper}")
     else:
-        sink.text(f"upper bound: none. {why}")
+        sink.text(f"upper bound{of}: none. {why}")
     if lower is not None:
-        sink.text(f"lower bound (measured):  {lower:.4g}")
-    if upper.finite and float(upper) > 0:
+        sink.text(f"lower bound{of} (measured):  {lower:.4g}")
+    if audited.of_features:
+        sink.text("the file has no classifier: this says how far its features move, and nothing about classes")
+    elif upper.finite and float(upper) > 0:
         radius = 1 / (2**0.5 * float(upper))
         if radius >= USABLE:
             sink.text(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import confidence, proven_percent, proven_radius
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def show(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
     from certcli.evaluation.evidence import command_of
 
     record = checkpoint.record
-    sink.text(f"{path}: {record.arch}, {record.classes} classes, digest {checkpoint.digest[:16]}")
+    outputs = f"{record.classes} classes" if record.classes else "no classifier"
+    sink.text(f"{path}: {record.arch}, {outputs}, digest {checkpoint.digest[:16]}")
     sink.table(
         "Lineage, as the file tells it",
         ["step", "seed", "parent", "parameters"],
@@ -91,13 +93,19 @@ def _lipschitz(result: Any, about: Any) -> str:
 def _bound_of(result: Any) -> str:
     if result.log10_upper is None:
         return "bound 0 (proven)" if result.upper == 0 else "no bound"
-    return f"bound {_power(result.log10_upper)} (proven)"
+    return f"bound {_power(result.log10_upper)} ({'proven, of features' if _of_features(result) else 'proven'})"
+
+
+def _of_features(result: Any) -> bool:
+    """Tell whether a bound is one of features: of a network without a classifier."""
+    return getattr(result, "bound_of", "") == "features"
 
 
 def _certify(result: Any, about: Any) -> str:
-    shares = ", ".join(f"{proven_percent(share)} at {threat.proven()}" for threat, share in result.shares)
+    n = result.images
+    shares = ", ".join(f"{share_text(share, n, proven=True)} at {threat.proven()}" for threat, share in result.shares)
     norm = {"l2": "", "linf": " (radii linf)", "patch": " (patches, pixels)"}[result.norm]
-    text = f"{_images(result)}: clean {percent(result.clean)}, certified {shares}{norm}"
+    text = f"{_images(result)}: clean {share_text(result.clean, n)}, certified {shares}{norm}"
     promise = _chance(result) or "proven"
     mean = (
         f", average radius {proven_radius(result.average_radius, 4)}"
@@ -118,26 +126,30 @@ def _chance(result: Any) -> str:
 
 
 def _attack(result: Any, about: Any) -> str:
-    each = ", ".join(f"{name} {percent(share)}" for name, share in result.attacks.items())
+    n = result.images
+    each = ", ".join(f"{name} {share_text(share, n)}" for name, share in result.attacks.items())
     flags = f"; checks raised: {len(result.flags)}" if result.flags else ""
     radius = f"{result.norm} {result.threat.attacked()}"
-    text = f"{_images(result)}: clean {percent(result.clean)}, withstand {radius} {percent(result.robust)}"
+    text = f"{_images(result)}: clean {share_text(result.clean, n)}, withstand {radius} {share_text(result.robust, n)}"
     return f"{text} (measured; {each}){flags}"
 
 
 def _finetune(result: Any, about: Any) -> str:
-    certified = f"certified {proven_percent(result.certified)} at {proven_radius(about.epsilon)}"
+    count = result.dataset.images if result.dataset else about.images
+    certified = f"certified {share_text(result.certified, count, proven=True)} at {proven_radius(about.epsilon)}"
     images = _images(result) if result.dataset else "all validation images, their number is not stated"
     if not result.dataset and about.images is not None:
         images = f"{about.images} validation image{'s' * (about.images != 1)}"
-    return f"{images}: clean {percent(result.clean)}, and {certified} (proven), {_bound_of(result)}"
+    return f"{images}: clean {share_text(result.clean, count)}, and {certified} (proven), {_bound_of(result)}"
 
 
 def _kept(result: Any, about: Any) -> str:
-    parts = [f"{result.images} images of {result.dataset}: first choice kept on {percent(result.agreement)}"]
+    n = result.images
+    parts = [f"{n} images of {result.dataset}: first choice kept on {share_text(result.agreement, n)}"]
     parts.append(f"logits to {percent(result.logits_error)}")
     if result.accuracy_before is not None:
-        parts.append(f"accuracy {percent(result.accuracy_before)} -> {percent(result.accuracy_after)}")
+        before, after = (share_text(share, n) for share in (result.accuracy_before, result.accuracy_after))
+        parts.append(f"accuracy {before} -> {after}")
     return ", ".join(parts) + " (measured)"
 
 
@@ -288,7 +300,9 @@ def _validation(found: Found, name: str) -> _Cell | None:
 
 def _bound(found: Found) -> str:
     result = _result(found, "lipschitz") or _result(found, "finetune")
-    return "-" if result is None else "none" if result.log10_upper is None else _power(result.log10_upper)
+    if result is None or result.log10_upper is None:
+        return "-" if result is None else "none"
+    return _power(result.log10_upper) + (" (of features)" if _of_features(result) else "")
 
 
 def _slope(found: Found) -> str:

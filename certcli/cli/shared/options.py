@@ -67,7 +67,11 @@ ShardSize = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output file.")]
 Dataset = Annotated[
     str | None,
-    typer.Option("--dataset", help="digits, torch/mnist, torch/cifar10, ..., or a folder of class folders."),
+    typer.Option(
+        "--dataset",
+        help="digits, torch/mnist, torch/cifar10, ..., or a folder: of class folders (classes in the order of their names), "
+        "or of images with a labels.csv (columns file and class).",
+    ),
     Reads(folder=True),
 ]
 DataDir = Annotated[

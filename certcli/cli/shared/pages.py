@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from certcli.evaluation.intervals import share_interval
+from certcli.evaluation.intervals import counted, share_interval
 from certcli.evaluation.radii import proven_percent
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ def certify_page(
         held, about = found.against(least), certifier.title[:1].upper() + certifier.title[1:]
         where = f"against every patch of {least.key} pixels" if of_patches else f"at {least.norm} {least.proven()}"
         verdict.append(
-            f"{certifier.method} certifies {round(held * count)} of {count} images ({proven_percent(held)}) {where}, "
-            f"{promise}. {about}."
+            f"{certifier.method} certifies {counted(round(held * count), count, digits=1)} {where}, {promise}. {about}."
         )
     if attacked:
         shares = sorted((threat, sum(left.values()) / len(left)) for threat, left in attacked.items())

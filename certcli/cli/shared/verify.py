@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from certcli.cli.shared.groups import Machine, Source
+from certcli.cli.shared.groups import Machine
 from certcli.cli.shared.output import Gate, Sink
 from certcli.system.errors import CheckpointError, DataError, GateError, NoBoundError
 
@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from certcli.checkpoint.file import Checkpoint
+    from certcli.cli.lipschitz.options import Network
     from certcli.verification.claims import Again, Claim, Request
 
 LARGEST_REPORT = 256 * 2**20
 
 
-def verify_report(path: Path, source: Source, machine: Machine, sink: Sink) -> None:
+def verify_report(path: Path, source: Network, machine: Machine, sink: Sink) -> None:
     """Check the laws of a report and, where its checkpoint is named too, all of it from the weights.
+
+    A report about features opens a network without a classifier, with or without --features.
 
     Raises:
         GateError: a statement of the report fails.
@@ -42,6 +45,7 @@ def verify_report(path: Path, source: Source, machine: Machine, sink: Sink) -> N
     if source.ckpt:
         from certcli.verification.report import verify
 
+        source = replace(source, features=source.features or report.bound_of == "features")
         found = verify(report, source.open(sink), machine.pick())
     else:
         found = verify_laws(report)
@@ -64,9 +68,10 @@ def verify_report(path: Path, source: Source, machine: Machine, sink: Sink) -> N
         sink.text(problem)
     gate.enforce()
     if found.verified:
+        about = ", a bound of features" if report.bound_of == "features" else ""
         sink.text(
-            f"verified: {found.nodes} steps hold, {found.theorems} of them proven again from the weights of {source.ckpt}; "
-            "whatever else the report holds (lower, attention_weight, formulas, network) was not checked"
+            f"verified{about}: {found.nodes} steps hold, {found.theorems} of them proven again from the weights of "
+            f"{source.ckpt}; whatever else the report holds (lower, attention_weight, formulas, network) was not checked"
         )
     else:
         sink.text(

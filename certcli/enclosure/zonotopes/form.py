@@ -36,7 +36,7 @@ def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
 @dataclass(frozen=True)
 class Space:
     """ball: entries of e. squares: whether e e^T has columns. limit: box symbols a form may carry after a residual sum;
-    0: none anywhere, what is not of the image stays slack.
+    with 0 it carries none, and errors that do not come from the image stay slack.
 
     boxed: |e|_inf <= 1 in place of |e|_2 <= 1; then there are no columns for e e^T.
     """

@@ -33,16 +33,17 @@ def jacobian_norms(
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
         logits = model(images)
         probe = torch.zeros_like(logits, requires_grad=True)
-        (pulled,) = torch.autograd.grad(logits, images, probe, create_graph=True)  # J^T probe, linear in probe
+        # sums, because autograd loads sympy for a gradient that begins with a tensor: d <logits, probe> = J^T probe
+        (pulled,) = torch.autograd.grad((logits * probe).sum(), images, create_graph=True)  # linear in probe
         norms = torch.zeros(len(images), dtype=torch.float64, device=images.device)
         for iteration in range(iterations):
             direction = direction / direction.flatten(1).norm(dim=1).clamp_min(1e-30).view(shape)
-            (pushed,) = torch.autograd.grad(pulled, probe, direction, retain_graph=True)  # J direction
+            (pushed,) = torch.autograd.grad((pulled * direction).sum(), probe, retain_graph=True)  # J direction
             before, norms = norms, torch.maximum(norms, pushed.detach().double().flatten(1).norm(dim=1))
             converged = tolerance > 0 and bool((norms <= (1 + tolerance) * before).all())
             if converged or iteration + 1 == iterations:  # the next direction is not needed
                 break
-            (direction,) = torch.autograd.grad(logits, images, pushed.detach(), retain_graph=True)
+            (direction,) = torch.autograd.grad((logits * pushed.detach()).sum(), images, retain_graph=True)
     return norms
 
 

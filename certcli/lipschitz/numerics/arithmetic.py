@@ -117,12 +117,13 @@ class Arithmetic(ABC):
 
     def matmul(self, a: Matrix, b: Matrix) -> Matrix:
         """Return a b: |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), beside the errors of a and b."""
-        return self._inexact(a.tensor @ b.tensor, self._product_error(a, b, self._norm(a.tensor), self._norm(b.tensor)))
+        product = a.tensor @ b.tensor.to(a.tensor.device)  # numbers of the code lie in main memory
+        return self._inexact(product, self._product_error(a, b, self._norm(a.tensor), self._norm(b.tensor)))
 
     def _product_error(self, a: Matrix, b: Matrix, size_a: float, size_b: float) -> float:
         (rows, inner), columns = a.shape, b.shape[1]
         return self._error(
-            inner * max(rows, columns),
+            inner * max(rows, columns) if size_a and size_b else 0,  # a product with 0 is 0
             (gamma(inner + 2), size_a, size_b),
             (a.error, size_b),
             (b.error, size_a),
@@ -130,7 +131,7 @@ class Arithmetic(ABC):
         )
 
     def add(self, a: Matrix, b: Matrix) -> Matrix:
-        tensor = a.tensor + b.tensor
+        tensor = a.tensor + b.tensor.to(a.tensor.device)
         return self._inexact(tensor, self._error(0, (a.error,), (b.error,), (gamma(2), self._norm(tensor))))
 
     def scale_columns(self, a: Matrix, gains: Tensor) -> Matrix:
@@ -159,7 +160,8 @@ class Arithmetic(ABC):
     def _centred(self, a: Matrix, dim: int) -> Matrix:
         """Subtract the mean along `dim`: mean and difference round within gamma_{d+3} |a|_F each."""
         tensor, d = a.tensor - a.tensor.mean(dim=dim, keepdim=True), a.tensor.shape[dim]
-        error = self._error(a.tensor.numel(), (2 * gamma(d + 3), self._norm(a.tensor)), (a.error,))
+        size = self._norm(a.tensor)
+        error = self._error(a.tensor.numel() if size else 0, (2 * gamma(d + 3), size), (a.error,))
         return self._inexact(tensor, error)
 
     def rows(self, a: Matrix, start: int, stop: int) -> Matrix:
@@ -170,7 +172,11 @@ class Arithmetic(ABC):
 
     def _scaled_error(self, a: Matrix, scaled: Tensor, largest: float) -> float:
         """Return the error of diag(g) a or a diag(g): GAIN_SLACK of every entry, and the error of a."""
-        return self._error(scaled.numel(), (GAIN_SLACK, self._norm(scaled)), (a.error, largest))
+        size = self._norm(scaled)
+        exact = size == 0 and (
+            largest == 0 or self._norm(a.tensor) == 0
+        )  # else entries may have been lost by underflow
+        return self._error(0 if exact else scaled.numel(), (GAIN_SLACK, size), (a.error, largest))
 
     def _error(self, products: int, *terms: tuple[float, ...]) -> float:
         """Return the sum of the terms (products of their factors) and of the underflow of `products` entries, rounded up.

@@ -127,5 +127,6 @@ class TrainableArithmetic(Arithmetic):
 
 
 def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors in one precision: a constant in float64 meets the network's float32."""
+    """Return both tensors in one precision on one device: a constant in float64 meets the network's float32."""
+    b = b.to(a.device)
     return (a, b) if a.dtype == b.dtype else (a.float(), b.float())

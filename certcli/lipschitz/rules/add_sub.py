@@ -7,17 +7,25 @@ from typing import Any
 
 import torch
 
+from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
+from certcli.lipschitz.numerics.arithmetic import Matrix
+from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.rules.mul_div import by_number, multiply, scaled
+from certcli.lipschitz.rules.scale_shift import feature_axis, shift_features
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
-from certcli.lipschitz.value import Scores, Value
+from certcli.lipschitz.value import Probabilities, Scores, Value
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 
 
 def add_values(ctx: Context, a: Value, b: Value, why: str = "Lip(f + g) <= Lip(f) + Lip(g)") -> Value:
     """Return f + g, the smaller one repeated."""
     shape = tuple(ctx.shape)
+    for x, other in ((b, a), (a, b)):
+        axis = feature_axis(x)
+        if axis is not None and tuple(x.shape) == shape and _constant(ctx, other):
+            return shift_features(ctx, x, _known(ctx, other, axis, shape[axis]), axis)
     a, b = ctx.spread(ctx.settle(a), shape), ctx.spread(ctx.settle(b), shape)
     axis = a.size.axis
     size = Size(
@@ -29,6 +37,26 @@ def add_values(ctx: Context, a: Value, b: Value, why: str = "Lip(f + g) <= Lip(f
         lambda: a.size.peak + b.size.peak,
     )
     return ctx.join("sum", [a, b], why, size)
+
+
+def _constant(ctx: Context, x: Value) -> bool:
+    """Tell whether a tensor is proven not to depend on the image: the branch of a weight that is exactly 0."""
+    follows = isinstance(x.waiting, (Scores, Probabilities))
+    return ctx.arith.rigorous and not follows and ctx.settle(x).base == ctx.arith.const(0.0)
+
+
+def _is_zero(matrix: Matrix | None) -> bool:
+    return matrix is not None and matrix.error == 0 and not bool(matrix.tensor.any())
+
+
+def _known(ctx: Context, x: Value, axis: int, features: int) -> Matrix:
+    """Return the vector that each fibre of a constant tensor is: the bias of a map of weight 0, else a ball about 0."""
+    pending = x.pending
+    bias = None if pending is None or pending.axis != axis or not _is_zero(pending.matrix) else pending.bias
+    if bias is not None and len(bias.tensor) == features:
+        return bias
+    radius = up(float(ctx.spread(ctx.settle(x), tuple(ctx.shape)).size.fibre_along(axis)))
+    return Matrix(torch.zeros(features, 1, dtype=torch.float64), radius)
 
 
 @rules.method("add", "add_")
@@ -45,33 +73,62 @@ def add(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
         return add_values(ctx, a, b)
     x, shift = (a, b) if isinstance(a, Value) else (b, a)
     ctx.require(isinstance(x, Value), "a sum without a tensor")
-    return _shifted(ctx, x, shift)
+    return _translated(ctx, x, shift)
+
+
+def _translated(ctx: Context, x: Value, shift: Any) -> Value:
+    """Return x + constant, added to the linear map or convolution that waits if it varies along its features only."""
+    shape = tuple(ctx.shape)
+    axis, tensor = feature_axis(x), as_tensor(ctx, shift)
+    axes = [a - tensor.dim() for a, n in enumerate(tensor.shape) if n > 1]
+    along = bool(shape) and tuple(x.shape) == shape and len(axes) <= 1 and bool(torch.isfinite(tensor).all())
+    if not along or isinstance(x.waiting, Scores):
+        return shifted(ctx, x, shift)
+    if axes and axis != axes[0]:
+        x, axis = ctx.settle(x), axes[0]
+    elif axis is None:
+        axis = 1 - len(shape) if len(shape) == 4 else -1
+        x = ctx.settle(x)
+    known = shifted(ctx, x, shift).size if x.waiting is None else None
+    column = ctx.arith.matrix(tensor.reshape(-1, 1).expand(shape[axis], 1))
+    x = shift_features(ctx, x, column, axis)
+    return x if known is None or x.pending is None else replace(x, waiting=replace(x.pending, result=known))
 
 
 @rules.method("sub", "sub_")
 @rules.function(operator.sub, operator.isub, torch.sub, torch.subtract)
 def subtract(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
-    """a - b has the bounds of a + b."""
-    return add(ctx, a, b, alpha)
+    """a - b: the sign counts for constants alone, which may cancel."""
+    if isinstance(a, Value) and not isinstance(b, Value):
+        ctx.require(alpha == 1, "a constant subtracted with alpha")
+        return add(ctx, a, Constant(-as_tensor(ctx, b)))
+    if isinstance(b, Value) and not isinstance(a, Value):
+        return add(ctx, by_number(ctx, b, -float(alpha)), a)
+    fixed = isinstance(a, Value) and isinstance(b, Value) and (_constant(ctx, a) or _constant(ctx, b))
+    return add(ctx, a, b, -alpha if fixed or alpha != 1 else 1)
 
 
 @rules.function(torch.rsub)
 def subtract_from(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
     ctx.require(alpha == 1, "subtraction with alpha")
-    return add(ctx, a, b)
+    return subtract(ctx, b, a)
 
 
-def _shifted(ctx: Context, x: Value, shift: Any) -> Value:
-    """Return x + constant, of the constant of x unless the sum repeats x."""
+def as_tensor(ctx: Context, constant: Any) -> torch.Tensor:
+    """Return a number or constant as a tensor."""
+    if isinstance(constant, (int, float)):
+        return torch.tensor(float(constant), dtype=torch.float64)
+    return ctx.constant_tensor(constant)
+
+
+def shifted(ctx: Context, x: Value, shift: Any) -> Value:
+    """Return x + a constant of which nothing but its entries' sizes counts: settled, unless x are scores."""
     shape = tuple(ctx.shape)
     if isinstance(x.waiting, Scores) and tuple(x.shape) == shape:
         # softmax of scores plus any constant: the attention theorems hold for every constant
         return replace(x, waiting=replace(x.waiting, shifted=True))
     x = ctx.spread(ctx.settle(x), shape)
-    if isinstance(shift, (int, float)):
-        tensor = torch.full((1,) * len(shape), float(abs(shift)), dtype=torch.float64)
-    else:
-        tensor = ctx.constant_tensor(shift)
+    tensor = as_tensor(ctx, shift)
     old, arith = x.size, ctx.arith
     slack = arith.const(1 + 2.0**-30)  # which fibre is the longest is decided in floating point
 

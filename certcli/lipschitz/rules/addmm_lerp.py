@@ -9,7 +9,7 @@ from torch import Tensor
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.spectral import gamma, up
-from certcli.lipschitz.rules.add_sub import add
+from certcli.lipschitz.rules.add_sub import add_values, shifted
 from certcli.lipschitz.rules.matmul import matmul
 from certcli.lipschitz.rules.mul_div import multiply
 from certcli.lipschitz.table import rules
@@ -30,7 +30,7 @@ def add_matrix_product(ctx: Context, x: Any, mat1: Any, mat2: Any, *, beta: Any 
         ctx.require(moving, "a product of constants")
         known: Value = product
         return known
-    return add(ctx, x if beta == 1 else _times(ctx, x, float(beta)), product)
+    return _plus(ctx, x if beta == 1 else _times(ctx, x, float(beta)), product)
 
 
 @rules.method("baddbmm", "baddbmm_")
@@ -44,11 +44,20 @@ def add_matrix_products(ctx: Context, x: Any, batch1: Any, batch2: Any, *, beta:
 def interpolate_linearly(ctx: Context, x: Any, end: Any, weight: Any) -> Value:
     """(1 - w) x + w end, for constant weights: max |1 - w| Lip(x) + max |w| Lip(end)."""
     if _is_finite(weight):
-        return add(ctx, _times(ctx, x, (1.0 - float(weight)) * _UP), _times(ctx, end, float(weight)))
+        return _plus(ctx, _times(ctx, x, (1.0 - float(weight)) * _UP), _times(ctx, end, float(weight)))
     ctx.require(not isinstance(weight, Value), "interpolation with weights that depend on the image")
     share = ctx.constant_tensor(weight).detach().double()
     ctx.require(bool(torch.isfinite(share).all()), "weights that are not finite numbers")
-    return add(ctx, _times(ctx, x, (1.0 - share) * _UP), _times(ctx, end, share))
+    return _plus(ctx, _times(ctx, x, (1.0 - share) * _UP), _times(ctx, end, share))
+
+
+def _plus(ctx: Context, a: Any, b: Any) -> Value:
+    """Return a + b; of constants, which are rounded here, only the size counts."""
+    if isinstance(a, Value) and isinstance(b, Value):
+        return add_values(ctx, a, b)
+    x, shift = (a, b) if isinstance(a, Value) else (b, a)
+    ctx.require(isinstance(x, Value), "a sum without a tensor")
+    return shifted(ctx, x, shift)
 
 
 def _no_smaller(a: Tensor, b: Tensor) -> Constant:

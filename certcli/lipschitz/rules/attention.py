@@ -64,7 +64,7 @@ def multihead_attention(
     tokens = query.shape[1 if len(query.shape) == 3 and module.batch_first else 0]
     qkv, proj = (module.in_proj_weight, module.in_proj_bias), (module.out_proj.weight, module.out_proj.bias)
     result = self_attention(ctx.at(tuple(query.shape)), query, qkv, proj, module.num_heads, int(tokens), "out_proj")
-    return [result, Unproven("attention weights are used, of which nothing is proven")]
+    return [result, Unproven("attention weights are used, and nothing is proven about them")]
 
 
 def self_attention(

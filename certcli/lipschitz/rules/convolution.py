@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -9,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.table import NoRule
-from certcli.lipschitz.context import Context
-from certcli.lipschitz.numerics.arithmetic import GAIN_SLACK, UNDERFLOW, Matrix, Scalar
+from certcli.lipschitz.context import Context, resized
+from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
-from certcli.lipschitz.numerics.spectral import frobenius_norm, gamma, up
-from certcli.lipschitz.rules.linear import size_after
+from certcli.lipschitz.numerics.spectral import frobenius_norm, up
+from certcli.lipschitz.rules.linear import followed, size_after
 from certcli.lipschitz.size import Lazy, Size
 from certcli.lipschitz.table import rules
-from certcli.lipschitz.value import Affine, Convolution, Value
+from certcli.lipschitz.value import Affine, Convolution, Value, Windows
 
 
 def _pads_with_zeros(module: nn.Conv2d) -> bool:
@@ -57,77 +58,72 @@ def convolve(
 ) -> Value:
     axes = weight.dim() - 2
     ctx.require(len(x.shape) == axes + 2, "a convolution without a batch axis")
-    plain, error = weight, 0.0
-    source: tuple[str, ...] = ()
+    axis, kernel = -axes - 1, tuple(weight.shape[2:])
+    steps, spread = tuple(_numbers(stride, axes)), tuple(_numbers(dilation, axes))
+    pads = _padding(padding, kernel, spread)
+    if groups == 1 and {*kernel, *steps} == {1} and not any(map(any, pads)):  # a linear layer on every pixel
+        matrix = replace(ctx.arith.matrix(weight.flatten(1)), key=id(weight))
+        x = followed(ctx, x, matrix, bias, axis)
+        return x if x.pending is None else replace(x, waiting=replace(x.pending, kind=ctx.kind))
     pending = x.pending
-    on_channels = pending is not None and pending.index is None and pending.axis == -axes - 1
-    if pending is not None and on_channels and groups == 1 and pending.matrix is None and pending.factor == 1.0:
-        entry = size_after(ctx, x, pending)
-        if pending.gain is not None or pending.centered:
-            weight, error = _scaled_inputs(ctx, weight, pending, axes)
-            source = pending.source
-        x = replace(x, waiting=None)
-    else:
-        x = ctx.settle(x)
-        entry = x.size
-    kernel = weight.shape[2:]
-    spread = tuple(_numbers(dilation, axes))
+    if pending is not None and (
+        pending.axis != axis or (groups > 1 and (pending.matrix is not None or pending.centered))
+    ):
+        x, pending = ctx.settle(x), None
+    x = x if pending is not None else ctx.settle(x)
+    offset = None if bias is None else ctx.arith.matrix(bias.reshape(-1, 1))
+    folded = Windows(weight, 0.0, offset, x.size)
+    windows: tuple[Windows, ...] = (folded,)
+    if pending is not None:
+        entry = x.size.arranged(resized(x.shape, axis, pending.width), axis)
+        folded = _with_inputs(ctx, folded, pending, entry, groups)
+        # with zeros around a tensor that was shifted a window holds a part of the shift only
+        whole = pending.bias is None or not any(map(any, pads))
+        plain = Windows(weight, 0.0, offset, size_after(ctx, x, pending)) if pending.result or not whole else None
+        windows = tuple(seen for seen in (folded if whole else None, plain) if seen is not None)
     convolution = Convolution(
-        weight=weight,
-        bias=bias,
-        stride=tuple(_numbers(stride, axes)),
-        padding=_padding(padding, tuple(kernel), spread),
+        weight=folded.kernel,
+        stride=steps,
+        padding=pads,
         dilation=spread,
         groups=groups,
         path=ctx.path,
         kind=ctx.kind,
-        key=id(plain) if weight is plain else None,
-        plain=plain,
-        input=x,
-        error=error,
-        entry=entry,
-        source=source,
+        input=replace(x, waiting=None),
+        windows=windows,
+        axis=axis,
+        error=folded.error,
+        key=id(weight) if pending is None else None,
+        source=() if pending is None else pending.source,
     )
     return Value(ctx.unbounded(), x.size, convolution, None, tuple(ctx.shape))
 
 
-def _scaled_inputs(ctx: Context, weight: Tensor, pending: Affine, axes: int) -> tuple[Tensor, float]:
-    """Return W G P, tap by tap, and a bound on its error (Frobenius)."""
-    rigorous, error = ctx.arith.rigorous, 0.0
-    weight = weight.detach().double() if rigorous else weight
-    if pending.gain is not None:
-        weight = weight * pending.gain.to(weight).view(1, -1, *[1] * axes)
-        error = up(GAIN_SLACK * frobenius_norm(weight) + weight.numel() * UNDERFLOW, 4) if rigorous else 0.0
-    if pending.centered:
-        # every output channel loses its mean over the input channels; the mean's error is gamma_{c+3} of the whole
-        if rigorous:
-            mean = 2 * gamma(weight.shape[1] + 3) * frobenius_norm(weight)
-            error = up(error + mean + weight.numel() * UNDERFLOW, 4)
-        weight = weight - weight.mean(dim=1, keepdim=True)
-    return weight, error
+def _with_inputs(ctx: Context, plain: Windows, pending: Affine, entry: Size, groups: int) -> Windows:
+    """Return the windows of the tensor before a pending map: W G P, tap by tap, and W b summed over the taps."""
+    arith, weight = ctx.arith, plain.kernel
+    taps, out = math.prod(weight.shape[2:]), len(weight) // groups
+    by_input = weight.view(groups, out, weight.shape[1], taps).permute(1, 3, 0, 2)  # input channels last
+    columns = arith.matrix(by_input.reshape(out * taps, -1))
+    map_only = replace(pending, bias=None).after(arith, columns, None, ctx.path).effective(arith)
+    assert map_only is not None
+    kernel, bias = _by_output(map_only.tensor, weight, groups), plain.bias
+    if pending.bias is not None:
+        shift, lost = pending.bias.tensor, 0.0
+        if arith.rigorous:  # entries of the shift are off by at most its error
+            lost = up(up(frobenius_norm(weight) * pending.bias.error), 2)
+        moved = arith.scale_columns(columns, shift)
+        rows = Matrix(_by_output(moved.tensor, weight, groups).flatten(1), up(moved.error + lost))
+        carried = arith.matmul(rows, arith.matrix(shift.new_ones(rows.shape[1], 1)))
+        bias = carried if bias is None else arith.add(bias, carried)
+    return Windows(kernel, map_only.error, bias, entry)
 
 
-def scaled_outputs(ctx: Context, conv: Convolution, gain: Tensor) -> Convolution:
-    """Return the convolution with diag(gain) W in place of W."""
-    rigorous = ctx.arith.rigorous
-    weight = conv.weight.detach().double() if rigorous else conv.weight
-    plain = conv.plain.detach().double() if rigorous else conv.plain
-    same = conv.plain is conv.weight
-    shape = (-1, *[1] * (weight.dim() - 1))
-    weight = weight * gain.to(weight).view(shape)
-    error = 0.0
-    if rigorous:
-        largest = float(gain.detach().double().abs().max())
-        error = up(conv.error * largest + GAIN_SLACK * frobenius_norm(weight) + (weight.numel() + 1) * UNDERFLOW, 4)
-    return replace(
-        conv,
-        weight=weight,
-        plain=weight if same else plain * gain.to(plain).view(shape),
-        bias=None if conv.bias is None else conv.bias.to(gain) * gain * (1 + 1e-12),
-        error=error,
-        key=None,
-        source=(*conv.source, ctx.path),
-    )
+def _by_output(columns: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """Return rows (out of one group, tap) of all input channels as a kernel of the weight's layout."""
+    taps, out = math.prod(weight.shape[2:]), len(weight) // groups
+    kernel = columns.view(out, taps, groups, -1).permute(2, 0, 3, 1)
+    return kernel.reshape(len(weight), -1, *weight.shape[2:])
 
 
 @rules.settles(Convolution)
@@ -151,38 +147,50 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
         geometry = Geometry(conv.stride, conv.padding, conv.dilation, conv.groups, size)
         sigma = arith.convolution(weight, perturbation, geometry, conv.path)
         why = "zero-padded convolution"
-    axis = -spatial - 1
-    bias = None if conv.bias is None else arith.length(arith.matrix(conv.bias.reshape(-1, 1)))
-    taps = math.prod(kernel)
-    unchanged, entry = conv.plain is weight, conv.entry
-    positions = float(math.prod(x.shape) // x.shape[axis])
+    axis, taps = -spatial - 1, math.prod(kernel)
+    positions = float(math.prod(x.shape) // x.shape[conv.axis])
 
-    def flat_norm() -> Scalar:
-        """Return the norm of the plain kernel as a matrix, as it acts on a window of the tensor before."""
-        if patches and unchanged:
+    def flat_norm(seen: Windows) -> Scalar:
+        """Return the norm of the kernel as a matrix, as it acts on a window of the tensor that the windows are cut from."""
+        if patches and seen.kernel is weight:
             return sigma
+        flat = replace(arith.matrix(seen.kernel.flatten(1)), error=seen.error)
         if patches and conv.groups == 1:
-            return arith.sigma(arith.matrix(conv.plain.reshape(len(conv.plain), -1)), f"{conv.path}:plain")
-        return arith.length(arith.matrix(conv.plain.reshape(-1, 1)))
+            return arith.sigma(flat, f"{conv.path}:plain")
+        return arith.length(flat)
 
-    # in training it is rarely needed; a proof must not keep weights in float64 alive
-    known = flat_norm() if arith.rigorous else None
-    flat = Lazy(flat_norm if known is None else lambda: known)
+    def lazy(seen: Windows) -> Lazy:
+        # in training it is rarely needed; a proof must not keep weights in float64 alive
+        known = flat_norm(seen) if arith.rigorous else None
+        return Lazy(partial(flat_norm, seen) if known is None else lambda: known)
+
+    # (norm of the kernel, whether it is the one whose operator has the norm sigma, length of the bias, size before)
+    seen = [
+        (lazy(part), part.kernel is weight, None if part.bias is None else arith.length(part.bias), part.entry)
+        for part in conv.windows
+    ]
 
     def fibre() -> Scalar:
-        window = entry.fibre_along(axis) * arith.sqrt(arith.const(float(taps)))
-        longest = flat.value * arith.minimum(window, entry.total)
-        return longest if bias is None else longest + bias
+        known = []
+        for flat, _, bias, entry in seen:
+            window = entry.fibre_along(axis) * arith.sqrt(arith.const(float(taps)))
+            longest = flat.value * arith.minimum(window, entry.total)
+            known.append(longest if bias is None else longest + bias)
+        return reduce(arith.minimum, known)
 
     def total() -> Scalar:
-        # a pixel lies in at most as many windows as the kernel has taps
-        repeats = arith.const(1.0 if patches else float(taps))
-        whole = sigma if unchanged else flat.value * arith.sqrt(repeats)
-        largest = whole * entry.total
-        return largest if bias is None else largest + bias * arith.sqrt(arith.const(positions))
+        known = []
+        for flat, whole, bias, entry in seen:
+            # a pixel lies in at most as many windows as the kernel has taps
+            repeats = arith.const(1.0 if patches else float(taps))
+            largest = (sigma if whole else flat.value * arith.sqrt(repeats)) * entry.total
+            known.append(largest if bias is None else largest + bias * arith.sqrt(arith.const(positions)))
+        return reduce(arith.minimum, known)
 
     folded = f"; with {', '.join(conv.source)} folded in" if conv.source else ""
-    return ctx.charge(conv.input, sigma, why + folded, Size(arith, x.shape, fibre, axis, total), conv.path, conv.kind)
+    return ctx.charge(
+        conv.input, sigma, why + folded, Size(arith, x.shape, fibre, conv.axis, total), conv.path, conv.kind
+    )
 
 
 def _by_windows(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:

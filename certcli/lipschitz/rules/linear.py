@@ -5,28 +5,39 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.lipschitz.context import Context
+from certcli.lipschitz.context import Context, resized
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.spectral import frobenius_norm, up
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
-from certcli.lipschitz.value import Affine, Value
+from certcli.lipschitz.value import Affine, Convolution, Value
 from certcli.models.build import PixelNormalize
 
 
 @rules.module(nn.Linear)
 def linear(ctx: Context, module: nn.Linear, x: Value) -> Value:
     """x -> W x + b on the last axis, pending: neighbouring linear maps are multiplied before their norm is taken."""
-    return ctx.fold(x, module.weight, module.bias)
+    return followed(ctx, x, module.weight, module.bias)
+
+
+def followed(ctx: Context, x: Value, weight: Tensor | Matrix, bias: Tensor | None, axis: int = -1) -> Value:
+    """Return `x` after a linear layer on an axis, multiplied into the linear map or convolution that waits there."""
+    conv = x.waiting
+    if isinstance(conv, Convolution) and conv.axis == axis:
+        matrix = weight if isinstance(weight, Matrix) else ctx.arith.matrix(weight)
+        after = conv.after(ctx.arith, matrix, bias, ctx.path)
+        if after is not None:
+            return replace(x, waiting=after, shape=resized(x.shape, axis, matrix.shape[0]))
+    return ctx.fold(x, weight, bias, axis=axis)
 
 
 @rules.function(functional.linear)
 def linear_function(ctx: Context, x: Any, weight: Any, bias: Any = None) -> Value:
     ctx.require(isinstance(x, Value), "a linear layer whose weight depends on the image")
-    return ctx.fold(x, ctx.constant_tensor(weight), ctx.optional_tensor(bias))
+    return followed(ctx, x, ctx.constant_tensor(weight), ctx.optional_tensor(bias))
 
 
 @rules.module(PixelNormalize)
@@ -72,17 +83,21 @@ def settle_affine(ctx: Context, x: Value, pending: Affine) -> Value:
     if effective is None:
         if pending.gain is None:
             return replace(before, size=size)
-        return ctx.charge(before, sigma, "largest |gain|", size, path, "Linear")
+        return ctx.charge(before, sigma, "largest |gain|", size, path, pending.kind)
     folded = f", with {', '.join(pending.source[:-1])} folded in" if len(pending.source) > 1 else ""
-    return ctx.charge(before, sigma, f"spectral norm of the matrix{folded}", size, path, "Linear")
+    return ctx.charge(before, sigma, f"spectral norm of the matrix{folded}", size, path, pending.kind)
 
 
 def size_after(ctx: Context, x: Value, pending: Affine) -> Size:
-    """Return the size of `x` after a pending gain: |diag(g) P v + b| <= max |g| |v| + |b|."""
+    """Return the size of `x` after its pending map: |E v + b| <= |E| |v| + |b|."""
     if pending.matrix is not None:
-        raise AssertionError("only for a pending gain")
-    gain = ctx.arith.const(1.0) if pending.gain is None else ctx.largest_entry(pending.gain)
-    return _size(ctx, x, pending, gain, pending.bias)
+        effective = pending.effective(ctx.arith)
+        assert effective is not None
+        sigma = ctx.arith.sigma(effective, f"{ctx.path}:before")
+    else:  # |diag(g) P| <= max |g|
+        sigma = ctx.arith.const(1.0) if pending.gain is None else ctx.largest_entry(pending.gain)
+        sigma = sigma * ctx.arith.const(pending.factor)
+    return _size(ctx, x, pending, sigma, pending.bias)
 
 
 def _size(ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix | None) -> Size:
@@ -104,6 +119,10 @@ def _size(ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix |
             return largest
         return largest + arith.length(bias) * arith.sqrt(arith.const(float(tokens)))
 
+    def peak() -> Scalar:
+        largest = sigma * old.peak
+        return largest if bias is None else largest + ctx.largest_entry(bias.tensor) + arith.const(bias.error)
+
     axis = pending.axis
     if pending.index is not None:
         # a fibre along one of the axes that hold features is a part of the token's feature vector
@@ -111,4 +130,5 @@ def _size(ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix |
         if not places:  # a single feature: the bound is one on entries
             return Size(arith, x.shape, total=total, peak=fibre)
         axis = places[-1]
-    return Size(arith, x.shape, fibre, axis, total)
+    entrywise = pending.matrix is None and not pending.centered
+    return Size(arith, x.shape, fibre, axis, total, peak if entrywise else None)

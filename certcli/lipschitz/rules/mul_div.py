@@ -10,10 +10,11 @@ import torch
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import UNDERFLOW
+from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.rules.matmul import product_of_entries
-from certcli.lipschitz.rules.scale_shift import scale_features
+from certcli.lipschitz.rules.scale_shift import feature_axis, scale_features
 from certcli.lipschitz.table import rules
-from certcli.lipschitz.value import Scores, Value
+from certcli.lipschitz.value import Convolution, Scores, Value
 
 
 def scaled(ctx: Context, x: Value, factor: Any, why: str) -> Value:
@@ -49,11 +50,16 @@ def by_number(ctx: Context, x: Value, factor: float) -> Value:
     """Return factor * x, multiplied into the linear map or the scores that wait there."""
     if isinstance(x.waiting, Scores) and x.waiting.moving is None:
         return replace(x, waiting=replace(x.waiting, scale=x.waiting.scale * ctx.arith.const(abs(factor))))
-    pending = x.pending
-    if pending is not None and pending.matrix is not None:
-        matrix = ctx.arith.scale(pending.matrix, factor)
-        bias = None if pending.bias is None else ctx.arith.scale(pending.bias, factor)
-        return replace(x, waiting=replace(pending, matrix=matrix, bias=bias, result=None))
+    pending, arith = x.pending, ctx.arith
+    if isinstance(x.waiting, Convolution):
+        gain = torch.full((x.shape[x.waiting.axis],), factor, dtype=torch.float64, device=x.waiting.weight.device)
+        return replace(x, waiting=x.waiting.scaled(arith, gain, ctx.path))
+    if pending is not None:
+        bias = None if pending.bias is None else arith.scale(pending.bias, factor)
+        after = replace(pending, bias=bias, result=None)
+        if pending.matrix is None:  # up to the sign of the map, which no norm sees
+            return replace(x, waiting=replace(after, factor=up(pending.factor * abs(factor)) if factor else 0.0))
+        return replace(x, waiting=replace(after, matrix=arith.scale(pending.matrix, factor)))
     return scaled(ctx, x, ctx.arith.const(abs(factor)), f"multiplied by {factor:g}")
 
 
@@ -67,10 +73,11 @@ def _by_tensor(ctx: Context, x: Value, factor: torch.Tensor) -> Value:
             largest = ctx.largest_entry(factor)
             return replace(x, waiting=replace(scores, scale=scores.scale * largest))
     axes = [a - factor.dim() for a, n in enumerate(factor.shape) if n > 1]
-    if len(axes) == 1 and tuple(x.shape) == shape and x.shape[axes[0]] == factor.shape[axes[0]]:
-        waits = x.waiting is not None and (x.pending is None or x.pending.axis == axes[0])
-        if waits or axes[0] in (-1, 1 - len(shape)):
-            return scale_features(ctx, x, factor, axes[0])
+    axis = feature_axis(x)
+    if len(axes) == 1 and tuple(x.shape) == shape and axes[0] in (axis, -1, 1 - len(shape)):
+        return scale_features(ctx, x, factor, axes[0])
+    if factor.numel() == 1 and tuple(x.shape) == shape and axis is not None:
+        return scale_features(ctx, x, factor.reshape(1).expand(shape[axis]), axis)
     if factor.numel() == 1 and tuple(x.shape) == shape and not ctx.arith.rigorous:
         return scaled(ctx, x, factor.abs().reshape(()), "multiplied by a constant")
     x = ctx.spread(ctx.settle(x), shape)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from certcli.engine.table import NoRule, with_attributes
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.spectral import up
-from certcli.lipschitz.rules.scale_shift import gain_and_shift
+from certcli.lipschitz.rules.scale_shift import gain_and_shift, scale_features, shift_features
 from certcli.lipschitz.rules.shapes import moved
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
@@ -134,52 +134,45 @@ def simple_norm_2d(ctx: Context, module: SimpleNorm2d, x: Value) -> Value:
 
 
 def _variance_norm(ctx: Context, x: Value, module: Any, axis: int) -> Value:
-    """gamma x / sqrt(var x + eps), not centred: max |gamma| (1/sqrt(eps) + |x| / (sqrt(d-1) eps)), Theorem 4.7."""
+    """gamma x / sqrt(var x + eps), not centred: 1/sqrt(eps) + |x| / (sqrt(d-1) eps), Theorem 4.7; gamma stays pending."""
     x, arith = ctx.settle(x), ctx.arith
     d, eps = int(module.normalized_shape[0]), float(module.eps)
     ctx.require(d > 1 and eps > 0, "a variance of one feature, or eps = 0")
     longest = x.size.fibre_along(axis)
     if arith.rigorous and not longest.finite:
         raise NoRule("division by the deviation without centring, of a tensor without a bound on its size")
-    gain = arith.const(1.0) if module.weight is None else ctx.largest_entry(module.weight)
-    steepest = arith.const(up(1 / math.sqrt(eps), 4))
-    slope = gain * (steepest + longest * arith.const(up(1 / (math.sqrt(d - 1) * eps), 8)))
-    old = x.size
-    return ctx.chain(
+    steepest, old = arith.const(up(1 / math.sqrt(eps), 4)), x.size
+    normal = ctx.chain(
         x,
-        slope,
-        f"x over its deviation, by the largest fibre on the pixel box, eps = {eps:g}",
-        lambda: gain * steepest * longest,
+        steepest + longest * arith.const(up(1 / (math.sqrt(d - 1) * eps), 8)),
+        f"x over its deviation, by the largest fibre on the pixel box, eps = {eps:g}; its scale is folded into the next map",
+        lambda: steepest * longest,
         axis=axis,
-        total=lambda: gain * steepest * old.total,
+        total=lambda: steepest * old.total,
+        peak=lambda: steepest * old.peak,
         shape=x.shape,
     )
+    return normal if module.weight is None else scale_features(ctx, normal, module.weight, axis)
 
 
 @rules.function(functional.group_norm, torch.group_norm)
 def group_norm_function(
     ctx: Context, x: Value, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> Value:
-    """Every group of m numbers is a LayerNorm of its own: max |gamma| / sqrt(eps), norm below sqrt(m) a group."""
+    """Every group of m numbers is a LayerNorm of its own: 1/sqrt(eps), norm below sqrt(m); weight and bias stay pending."""
     ctx.require(eps > 0, "a norm with eps = 0 is not Lipschitz")
-    x = ctx.settle(x)
-    gamma, beta = ctx.optional_tensor(weight), ctx.optional_tensor(bias)
-    arith = ctx.arith
-    largest = arith.const(1.0) if gamma is None else ctx.largest_entry(gamma)
+    x, arith = ctx.settle(x), ctx.arith
     count = math.prod(x.shape[1:])
-    members = count // num_groups
-
-    def shifted(factor: float) -> Any:
-        size = largest * arith.const(up(math.sqrt(factor), 2))
-        return size if beta is None else size + ctx.largest_entry(beta) * arith.const(up(math.sqrt(factor), 2))
-
-    return ctx.chain(
+    normal = ctx.chain(
         x,
-        largest * arith.const(up(1.0 / math.sqrt(eps), 4)),
-        f"normalisation of groups: max |weight| / sqrt(eps), eps = {eps:g}",
-        total=lambda: shifted(float(math.prod(x.shape))),
-        peak=lambda: shifted(float(members)),
+        arith.const(up(1.0 / math.sqrt(eps), 4)),
+        f"normalisation of groups: 1/sqrt(eps), eps = {eps:g}; its scale is folded into the next map",
+        total=lambda: arith.const(up(math.sqrt(count), 2)),
+        peak=lambda: arith.const(up(math.sqrt(count // num_groups), 2)),
     )
+    axis, gain, shift = 1 - len(x.shape), ctx.optional_tensor(weight), ctx.optional_tensor(bias)
+    scaled = normal if gain is None else scale_features(ctx, normal, gain, axis)
+    return scaled if shift is None else shift_features(ctx, scaled, arith.matrix(shift.reshape(-1, 1)), axis)
 
 
 rules.module(nn.GroupNorm)(with_attributes(group_norm_function, "num_groups", "weight", "bias", "eps"))

@@ -72,14 +72,22 @@ def maxmin(ctx: Context, module: MaxMin, x: Value) -> Value:
 
 
 @rules.module(
-    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, timm_layers.DropPath, timm_layers.PatchDropout, nn.AlphaDropout
+    nn.Identity,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+    timm_layers.DropPath,
+    timm_layers.PatchDropout,
 )
 def identity(ctx: Context, module: nn.Module, x: Value, *rest: Any) -> Value:
     """Identity, and dropout in eval mode (the tracer refuses training mode)."""
     return x
 
 
-@rules.function(functional.dropout, functional.dropout2d)
+@rules.function(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d)
 def dropout(ctx: Context, x: Value, p: float = 0.5, training: bool = True, inplace: bool = False) -> Value:
     ctx.require(not training or p == 0, "dropout in training mode")
     return x

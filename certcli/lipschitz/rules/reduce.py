@@ -61,7 +61,7 @@ def _reduce(ctx: Context, x: Value, dim: Any, keepdim: bool, constant: float, wh
         None if axis is None else (lambda: old.fibre * size),
         axis=where,
         total=lambda: old.total * factor,
-        peak=None if pending is not None else (lambda: old.peak * size),
+        peak=lambda: old.peak * size,
     )
     if pending is None:
         return reduced

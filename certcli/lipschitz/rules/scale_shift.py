@@ -10,9 +10,8 @@ from torch.nn import functional
 
 from certcli.engine.table import NoRule
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.numerics.arithmetic import UNDERFLOW
+from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, Matrix
 from certcli.lipschitz.numerics.spectral import frobenius_norm, up
-from certcli.lipschitz.rules.convolution import scaled_outputs
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Convolution, Value
 from certcli.nn.norms import CenterNorm
@@ -33,20 +32,22 @@ def gain_and_shift(ctx: Context, width: int, weight: Any, bias: Any, centered: b
 @rules.module(CenterNorm)
 def center_norm(ctx: Context, module: CenterNorm, x: Value) -> Value:
     """x -> d/(d-1) diag(weight) P x + bias is linear: pending, and folded into its neighbours."""
-    x = ctx.on_last_axis(x)
+    x = ctx.on_axis(x)
     d = module.width
     factor = up(d / (d - 1))
     pending = x.pending
-    if pending is None or pending.matrix is None:
-        x = ctx.settle(x)
+    if pending is None:
         fresh = replace(gain_and_shift(ctx, d, module.weight, module.bias, centered=True), factor=factor)
         return replace(x, size=x.size.along(-1), waiting=fresh)
-    matrix = ctx.arith.scale(ctx.arith.scale_rows(ctx.arith.center_rows(pending.matrix), module.weight), factor)
-    bias = ctx.arith.matrix(module.bias.reshape(-1, 1))
-    if pending.bias is not None:
-        carried = ctx.arith.scale_rows(ctx.arith.center_rows(pending.bias), module.weight)
-        bias = ctx.arith.add(bias, ctx.arith.scale(carried, factor))
-    return replace(x, waiting=replace(pending, matrix=matrix, bias=bias, source=(*pending.source, ctx.path)))
+
+    def after(rows: Matrix) -> Matrix:
+        return ctx.arith.scale(ctx.arith.scale_rows(ctx.arith.center_rows(rows), module.weight), factor)
+
+    bias = None if pending.bias is None else after(pending.bias)
+    folded = replace(
+        pending, matrix=after(pending.rows(ctx.arith)), bias=bias, source=(*pending.source, ctx.path), result=None
+    )
+    return replace(x, waiting=folded.shifted(ctx.arith, ctx.arith.matrix(module.bias.reshape(-1, 1))))
 
 
 @rules.module(LayerScale)
@@ -57,24 +58,37 @@ def layer_scale(ctx: Context, module: LayerScale, x: Value) -> Value:
 
 def scale_features(ctx: Context, x: Value, gain: Tensor, axis: int) -> Value:
     """Return gain * x along an axis, multiplied into the linear map or convolution that waits there, else pending."""
+    x = _with_features(ctx, x, axis)
     gain = gain.reshape(-1)
-    conv = x.waiting
-    if isinstance(conv, Convolution) and axis == -len(conv.stride) - 1:
-        return replace(x, waiting=scaled_outputs(ctx, conv, gain))
-    pending = x.pending
-    waits = pending is not None and pending.index is None and pending.axis == axis
-    if waits and pending is not None and pending.matrix is not None:
-        scaled = replace(
-            pending,
-            matrix=ctx.arith.scale_rows(pending.matrix, gain),
-            bias=None if pending.bias is None else ctx.arith.scale_rows(pending.bias, gain),
-            source=(*pending.source, ctx.path),
-            result=None,
-        )
-        return replace(x, waiting=scaled)
+    waiting = x.waiting
+    if isinstance(waiting, (Affine, Convolution)):
+        return replace(x, waiting=waiting.scaled(ctx.arith, gain, ctx.path))
+    return replace(x, waiting=Affine(axis=axis, width=gain.numel(), gain=gain, source=(ctx.path,)))
+
+
+def shift_features(ctx: Context, x: Value, shift: Matrix, axis: int) -> Value:
+    """Return x + shift along an axis, added to the linear map or convolution that waits there, else pending."""
+    x = _with_features(ctx, x, axis)
+    waiting = x.waiting
+    if isinstance(waiting, (Affine, Convolution)):
+        return replace(x, waiting=waiting.shifted(ctx.arith, shift))
+    return replace(x, waiting=Affine(axis=axis, width=shift.shape[0], bias=shift, source=(ctx.path,)))
+
+
+def feature_axis(x: Value) -> int | None:
+    """Return the axis of the features of the map or convolution that waits, None where there is no such axis."""
+    waiting = x.waiting
+    if isinstance(waiting, Convolution):
+        return waiting.axis
+    return waiting.axis if isinstance(waiting, Affine) and waiting.index is None else None
+
+
+def _with_features(ctx: Context, x: Value, axis: int) -> Value:
+    """Return `x` with only a map or convolution waiting whose features are on this axis, or with its fibres there."""
+    if feature_axis(x) == axis:
+        return x
     x = ctx.settle(x)
-    fresh = Affine(axis=axis, width=gain.numel(), gain=gain, source=(ctx.path,))
-    return replace(x, size=x.size.along(axis), waiting=fresh)
+    return replace(x, size=x.size.along(axis))
 
 
 @rules.module(nn.BatchNorm2d, nn.BatchNorm1d)
@@ -119,17 +133,8 @@ def batch_statistics(
     error = error + 4 * UNDERFLOW * (1 + mean.double().abs())
     if not ctx.arith.rigorous:
         gain, shift, error = gain.detach(), shift.detach(), torch.zeros_like(error)
-    axis = 1 - len(x.shape)
-    x = scale_features(ctx, x, gain, axis)
-    conv = x.waiting
-    if isinstance(conv, Convolution):
-        bias_size = (shift.abs() + error) * (1 + 1e-12)
-        return replace(x, waiting=replace(conv, bias=bias_size + (0 if conv.bias is None else conv.bias.abs())))
-    pending = x.pending
-    if pending is None:
-        raise AssertionError("a scale is pending")
     offset = ctx.arith.matrix(shift.reshape(-1, 1))
     if ctx.arith.rigorous:
         offset = replace(offset, error=frobenius_norm(error))
-    total = offset if pending.bias is None else ctx.arith.add(pending.bias, offset)
-    return replace(x, waiting=replace(pending, bias=total, result=None))
+    axis = 1 - len(x.shape)
+    return shift_features(ctx, scale_features(ctx, x, gain, axis), offset, axis)

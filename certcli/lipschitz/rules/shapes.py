@@ -14,8 +14,10 @@ from torch.nn import functional
 
 from certcli.engine.table import NoRule
 from certcli.lipschitz.context import Context
+from certcli.lipschitz.numerics.arithmetic import Matrix
+from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.table import rules
-from certcli.lipschitz.value import Affine, Value
+from certcli.lipschitz.value import Affine, Convolution, Value
 
 Shape = tuple[int, ...]
 
@@ -66,13 +68,15 @@ def tidy(pending: Affine) -> Affine:
 
 def moved(ctx: Context, x: Value, order: Sequence[int]) -> Value:
     """Return x.permute(order)."""
-    x = ctx.settle(x, keep=Affine)
+    x = ctx.settle(x, keep=(Affine, Convolution))
     rank = len(order)
     shape = tuple(x.shape[axis] for axis in order)
 
     def place(axis: int) -> int:
         return list(order).index(axis % rank) - rank
 
+    if isinstance(x.waiting, Convolution):
+        return replace(x, shape=shape, waiting=replace(x.waiting, axis=place(x.waiting.axis)))
     if x.pending is None:
         return replace(x, shape=shape, size=x.size.arranged(shape, place(x.size.axis)))
     if x.pending.index is None:
@@ -82,7 +86,7 @@ def moved(ctx: Context, x: Value, order: Sequence[int]) -> Value:
 
 def reshaped(ctx: Context, x: Value, after: Shape) -> Value:
     """Return x.reshape(after)."""
-    x = ctx.settle(x, keep=Affine)
+    x = ctx.settle(x, keep=(Affine, Convolution))
     before = tuple(x.shape)
     if math.prod(before) != math.prod(after):
         raise NoRule("a view that repeats or drops entries")
@@ -94,7 +98,15 @@ def reshaped(ctx: Context, x: Value, after: Shape) -> Value:
     if not before:  # a number
         return replace(x, shape=after, size=x.size.arranged(after, None))
     runs = groups(before, after)
+    if isinstance(x.waiting, Convolution):
+        places = _places(x.waiting.axis, before, after, runs)
+        if len(places) == 1:
+            return replace(x, shape=after, waiting=replace(x.waiting, axis=places[0]))
+        x = ctx.settle(x)
     if x.pending is not None:
+        merged = _merge_gain(x, x.pending, after, runs)
+        if merged is not None:
+            return merged
         pending = _reshape_pending(x, x.pending, after, runs)
         if pending is not None:
             return replace(x, shape=after, waiting=pending)
@@ -110,16 +122,40 @@ def reshaped(ctx: Context, x: Value, after: Shape) -> Value:
     return replace(x, shape=after, size=x.size.arranged(after, axis, float(factor)))
 
 
+def _places(axis: int, before: Shape, after: Shape, runs: list[tuple[list[int], list[int]]]) -> list[int]:
+    """Return the (negative) axes on which the entries of one axis lie afterwards, none if they are merged with others."""
+    place = axis % len(before)
+    for left, right in runs:
+        if place in left and math.prod(before[a] for a in left if a != place) == 1:
+            return [a - len(after) for a in right if after[a] > 1]
+    return []
+
+
+def _merge_gain(x: Value, pending: Affine, after: Shape, runs: list[tuple[list[int], list[int]]]) -> Value | None:
+    """Return a pending gain and shift whose axis is merged with others: every number is repeated; None for other maps."""
+    if pending.matrix is not None or pending.centered or pending.index is not None:
+        return None
+    before, place = tuple(x.shape), pending.axis % len(x.shape)
+    left, right = next(run for run in runs if place in run[0])
+    wide, times = [a for a in right if after[a] > 1], math.prod(before[a] for a in left if a != place)
+    if times == 1 or len(wide) != 1:
+        return None
+    sizes = [before[a] if a == place else 1 for a in left]
+    numbers = torch.arange(pending.width).view(sizes).expand([before[a] for a in left]).flatten()
+    gain, bias, axis = pending.gain, pending.bias, wide[0] - len(after)
+    if bias is not None:
+        bias = Matrix(bias.tensor[numbers], up(bias.error * math.sqrt(times), 2))
+    gain = None if gain is None else gain[numbers]
+    repeated = replace(pending, axis=axis, width=len(numbers), gain=gain, bias=bias)
+    return replace(x, shape=after, size=x.size.arranged(after, axis, float(times)), waiting=repeated)
+
+
 def _reshape_pending(x: Value, pending: Affine, after: Shape, runs: list[tuple[list[int], list[int]]]) -> Affine | None:
     before = tuple(x.shape)
     if pending.index is None:
-        place = pending.axis % len(before)
-        for left, right in runs:
-            others = math.prod(before[a] for a in left if a != place)
-            if place in left and others == 1:
-                axes = [a for a in right if after[a] > 1]
-                if len(axes) == 1:
-                    return replace(pending, axis=axes[0] - len(after))
+        places = _places(pending.axis, before, after, runs)
+        if len(places) == 1:
+            return replace(pending, axis=places[0])
         if pending.matrix is None:
             return None
     pending = with_index(x, pending)

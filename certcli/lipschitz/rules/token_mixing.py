@@ -38,7 +38,7 @@ def token_convolution(
     """The norm of one convolution with the taps W_O K_t M, where M was pending on each token."""
     tokens = require_tokens(ctx, x, "a convolution over tokens", attn_mask, is_causal)
     arith, conv, proj = ctx.arith, module.convolution, module.proj
-    x = ctx.on_last_axis(x)
+    x = ctx.on_axis(x)
     pending = x.pending
     taps = conv.kernel_size[0]
     # W_O on all taps at once; the error of this product is one on its entries (Frobenius), however they are arranged

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.add_sub import add
+from certcli.lipschitz.rules.add_sub import shifted
 from certcli.lipschitz.rules.reduce import extreme
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
@@ -35,7 +35,7 @@ def where(ctx: Context, condition: Any, input: Any, other: Any) -> Value:
     x = ctx.spread(ctx.settle(x), shape)
     if not bool(torch.isfinite(filled).all()):
         return replace(x, size=Size(ctx.arith, shape))  # constants of no finite size
-    return add(ctx, x, Constant(filled))  # the entries of x that are left, and constants beside them
+    return shifted(ctx, x, Constant(filled))  # the entries of x that are left, and constants beside them
 
 
 @rules.method("where")
@@ -55,7 +55,7 @@ def larger(ctx: Context, a: Any, b: Any) -> Value:
     ctx.require(bool(torch.isfinite(constant).all()), "a maximum with infinite or NaN entries")
     x = ctx.spread(ctx.settle(x), tuple(ctx.shape))
     # |max(x, c)| <= |x| + |c|: no larger than the sum
-    size = add(ctx, x, Constant(constant.abs())).size
+    size = shifted(ctx, x, Constant(constant)).size
     return ctx.charge(x, ctx.arith.const(1.0), "a maximum with a constant has slope 1", size)
 
 

@@ -1,0 +1,39 @@
+"""Options of --method lipschitz. No torch here: `certvit certify --help` reads them."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from certcli.certify.options import Options
+from certcli.system.errors import UsageError
+from certcli.system.options import Option
+from certcli.system.registry import one_of
+
+REAL = "real"
+ARITHMETICS = (REAL, "float64", "float32", "tf32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Global(Options):
+    """What the certificates of the global bound speak of.
+
+    Args:
+        arithmetic: That executes the network at the neighbours of an image; None stands for float64, and for real numbers
+            where an operation of the network has no proven rounding.
+
+    Raises:
+        UsageError: the arithmetic is unknown.
+    """
+
+    panel: ClassVar[str] = "Global bound"
+    arithmetic: Annotated[
+        str | None,
+        Option(
+            "The certificate speaks of the network as executed in it: real, float64, float32, tf32, bf16, fp16. "
+            "Default: float64 where the rounding of every operation is proven, else real.",
+            metavar="NAME",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.arithmetic is not None and self.arithmetic not in ARITHMETICS:
+            raise UsageError(f"--arithmetic {self.arithmetic}", one_of(self.arithmetic, ARITHMETICS))

@@ -1,0 +1,363 @@
+"""What the rounding of one operation adds, from the sizes of the tensors that are executed. Proofs: docs/soundness.md."""
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.layers import GELU as TimmGELU
+from timm.layers import DropPath, GELUTanh, LayerScale
+from timm.layers.norm import LayerNorm as TimmLayerNorm
+from torch import Tensor, nn
+from torch.nn import functional
+
+from certcli.engine.table import NoRule, RuleTable, runs_known_code
+from certcli.engine.trace import Trace
+from certcli.engine.walk import Call, Constant
+from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
+from certcli.models.build import PixelNormalize
+from certcli.nn.activations import MaxMin
+from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.nn.residual import ConvexResidual, WeightedResidual
+from certcli.rounding.precisions import Precision, compounded
+from certcli.rounding.stored import LinearMap, Stored, largest, length
+
+rules = RuleTable("executed")
+
+
+@dataclass(frozen=True)
+class Executed:
+    """Bounds on an executed tensor: its l2 norm, its longest row (last axis), its largest |entry|."""
+
+    shape: tuple[int, ...]
+    total: Real
+    fibre: Real
+    peak: Real
+
+    def within(self, total: Real) -> "Executed":
+        """Return the lesser bounds of a tensor of this norm."""
+        return Executed(self.shape, min(self.total, total), min(self.fibre, total), min(self.peak, total))
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A tensor of the graph: its place among those that were followed, and its shape."""
+
+    place: int
+    shape: tuple[int, ...]
+
+    @property
+    def entries(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """How many fibres there are along the last axis."""
+        return self.entries // max(1, self.shape[-1])
+
+
+Sizes = Callable[[Followed], Executed]
+Rounding = Callable[[Sizes], Real]
+"""From the sizes of the executed operands to the l2 norm of what rounding adds to the result; infinite where it may overflow."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The first argument of every rule. weights: where the network's own tensors lie."""
+
+    precision: Precision
+    weights: frozenset[int]
+    call: Call | None = None
+
+    @property
+    def entries(self) -> int:
+        """Return the number of entries of the result."""
+        assert self.call is not None
+        return math.prod(self.call.shape)
+
+    def require(self, condition: bool, reason: str) -> None:
+        if not condition:
+            raise NoRule(f"its rounding at the neighbours of an image is not known: {reason}")
+
+    def stored(self, tensor: Tensor) -> Stored:
+        """Return one of the network's own tensors, as it is or as a part of it; what was computed of them was rounded."""
+        self.require(tensor.untyped_storage().data_ptr() in self.weights, "a constant that the network computes")
+        return Stored.of(tensor, self.precision)
+
+    def map(self, weight: Tensor, bias: Tensor | None, geometry: Geometry | None = None) -> LinearMap:
+        for tensor in (weight, bias):
+            if tensor is not None:
+                self.stored(tensor)
+        return LinearMap(weight, bias, self.precision, geometry)
+
+    def underflow(self, entries: float | None = None) -> Real:
+        return self.precision.lost(1, self.entries if entries is None else entries)
+
+
+def exact(op: Operation, *_: Any, **__: Any) -> Rounding:
+    """Entries are moved, chosen or compared."""
+    return lambda sizes: ZERO
+
+
+def _exact_without_constants(op: Operation, x: Any, *others: Any, **named: Any) -> Rounding:
+    """Entries are moved or chosen; those of constants are stored."""
+    parts = x if isinstance(x, (list, tuple)) else [x]
+    moved = ZERO
+    for part in [*parts, *others, *named.values()]:
+        if isinstance(part, Constant):
+            moved = moved + op.stored(part.tensor).moved
+    return lambda sizes: moved
+
+
+rules.module(nn.Identity, nn.Dropout, DropPath, nn.ReLU, MaxMin, nn.Flatten)(exact)
+rules.method(
+    "flatten", "transpose", "permute", "reshape", "view", "contiguous", "squeeze", "unsqueeze", "chunk", "split",
+    "unbind", "clone", "swapaxes", "movedim", "relu", "neg", "t", "roll", "flip",
+)(exact)  # fmt: skip
+rules.function(
+    torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, torch.permute, torch.transpose, torch.chunk,
+    torch.split, torch.unbind, torch.relu, functional.relu, operator.getitem, torch.roll, torch.flip, operator.neg,
+    functional.dropout,
+)(exact)  # fmt: skip
+rules.function(torch.cat, torch.concat, torch.stack, torch.maximum, torch.minimum)(_exact_without_constants)
+
+
+@rules.module(nn.Linear)
+def linear(op: Operation, module: nn.Linear, x: Followed) -> Rounding:
+    layer = op.map(module.weight, module.bias)
+    return lambda sizes: layer.rounding(sizes(x).total, x.rows)
+
+
+@rules.module(nn.Conv2d, when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str))
+def convolution(op: Operation, module: nn.Conv2d, x: Followed) -> Rounding:
+    padding: Any = tuple((int(p), int(p)) for p in module.padding)
+    options: Any = module.stride, padding, module.dilation, module.groups, tuple(x.shape[-2:])
+    layer = op.map(module.weight, module.bias, Geometry(*options))
+    return lambda sizes: layer.rounding(sizes(x).total, op.entries // module.out_channels)
+
+
+@rules.module(PixelNormalize)
+def pixels(op: Operation, module: PixelNormalize, x: Followed) -> Rounding:
+    """(x - mean) / std: the difference and the quotient are rounded, mean and std are stored."""
+    mean, std = Stored.of(module.mean, op.precision), Stored.of(module.std, op.precision)
+    least = float(std.number.abs().min()) - float(std.farthest)
+    op.require(least > 0, "a deviation of 0")
+    relative = compounded(as_real(4 * op.precision.unit) + std.farthest / least)
+    root = as_real(float(x.entries)).sqrt()
+
+    def rounding(sizes: Sizes) -> Real:
+        difference = sizes(x).total + largest(mean.number) * root
+        return (difference * relative + mean.farthest * root * 2.0) / least + op.underflow()
+
+    return rounding
+
+
+@rules.method("add", "add_", "sub")
+@rules.function(operator.add, operator.iadd, torch.add, operator.sub, torch.sub)
+def added(op: Operation, a: Any, b: Any) -> Rounding:
+    """The result is rounded; a constant is stored first."""
+    moved, constant, tensors = ZERO, ZERO, []
+    for part in (a, b):
+        if isinstance(part, Followed):
+            tensors.append((part, as_real(op.entries / part.entries).sqrt()))
+        elif isinstance(part, Constant):
+            stored, root = op.stored(part.tensor), as_real(op.entries / max(1, part.tensor.numel())).sqrt()
+            moved, constant = moved + stored.moved * root, constant + length(stored.number) * root
+        else:
+            size = as_real(abs(float(part))) * as_real(float(op.entries)).sqrt()
+            moved, constant = moved + size * (2 * op.precision.unit), constant + size
+
+    def rounding(sizes: Sizes) -> Real:
+        total = constant + moved
+        for x, root in tensors:
+            total = total + sizes(x).total * root
+        return total * op.precision.unit + moved + op.underflow()
+
+    return rounding
+
+
+def _scaled(op: Operation, x: Followed, factor: Stored) -> Rounding:
+    relative = largest(factor.number) * compounded(as_real(3 * op.precision.unit)) + factor.farthest
+    root = as_real(op.entries / x.entries).sqrt()
+    return lambda sizes: sizes(x).total * root * relative + op.underflow()
+
+
+@rules.module(LayerScale)
+def layer_scale(op: Operation, module: LayerScale, x: Followed) -> Rounding:
+    return _scaled(op, x, op.stored(module.gamma))
+
+
+@rules.method("mul")
+@rules.function(operator.mul, torch.mul)
+def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
+    x, factor = (a, b) if isinstance(a, Followed) else (b, a)
+    op.require(not isinstance(factor, Followed), "a product of two tensors that depend on the image")
+    number = torch.tensor(float(factor), dtype=torch.float64) if not isinstance(factor, Constant) else None
+    stored = op.stored(factor.tensor) if number is None else Stored.of(number, op.precision)
+    return _scaled(op, x, stored)
+
+
+@rules.method("mean", "sum")
+@rules.function(torch.mean, torch.sum)
+def summed(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
+    """gamma sum |x_i|, divided by n for a mean, is at most gamma |x| sqrt(n) or gamma |x| / sqrt(n) of n terms."""
+    assert op.call is not None
+    count = x.entries // max(1, op.entries)
+    root = as_real(float(count)).sqrt()
+    products = op.precision.products(count)
+
+    def rounding(sizes: Sizes) -> Real:
+        whole = sizes(x).total * root
+        if not whole < op.precision.largest:
+            return INF
+        return (whole / count if op.call.kind == "mean" else whole) * products + op.precision.lost(count, op.entries)
+
+    return rounding
+
+
+@rules.module(nn.GELU, TimmGELU, GELUTanh)
+def gelu(op: Operation, module: Any, x: Followed) -> Rounding:
+    """x times a number of [0, 1] that is off by at most 4 `function`; the tanh form makes cubes on its way."""
+    cubed = isinstance(module, GELUTanh) or getattr(module, "approximate", "none") != "none"
+
+    def rounding(sizes: Sizes) -> Real:
+        peak = sizes(x).peak
+        if cubed and not peak * peak * peak < op.precision.largest:
+            return INF
+        return sizes(x).total * (4 * op.precision.function) + op.underflow()
+
+    return rounding
+
+
+@rules.module(ConvexResidual)
+def convex_residual(op: Operation, module: ConvexResidual, x: Followed, branch: Followed) -> Rounding:
+    """(1 - t) x + t f: t = sigmoid(theta) has slope 1/4, and an error of its own."""
+    theta = op.stored(module.theta)
+    share = theta.moved + 4 * op.precision.function
+    return lambda sizes: (
+        (sizes(x).total + sizes(branch).total) * compounded(share + 4 * op.precision.unit) + op.underflow()
+    )
+
+
+@rules.module(WeightedResidual)
+def weighted_residual(op: Operation, module: WeightedResidual, x: Followed, branch: Followed) -> Rounding:
+    scale = op.stored(module.scale)
+    size, relative = largest(scale.number), compounded(as_real(4 * op.precision.unit))
+
+    def rounding(sizes: Sizes) -> Real:
+        added_branch = sizes(branch).total
+        return (sizes(x).total + size * added_branch) * relative + scale.moved * added_branch + op.underflow()
+
+    return rounding
+
+
+def _gain(
+    op: Operation, weight: Tensor | None, bias: Tensor | None, factor: float, n: Real, error: Real, rows: int
+) -> Real:
+    """Return the error of gain n + bias for an n that is off by `error`, of norm `n` as executed."""
+    root, relative = as_real(float(rows)).sqrt(), compounded(as_real(6 * op.precision.unit))
+    gain, moved = as_real(factor), ZERO
+    if weight is not None:
+        stored = op.stored(weight)
+        gain, moved = gain * largest(stored.number), gain * stored.farthest
+    total = gain * (error + n * relative) + moved * n
+    if bias is not None:
+        shift = op.stored(bias)
+        total = total + (length(shift.number) * relative + shift.moved) * root
+    return total + gain * op.underflow()
+
+
+def _normalised(
+    op: Operation, x: Followed, sizes: Sizes, least: float, weight: Tensor | None, bias: Tensor | None
+) -> Real:
+    """Return the error of gain c / sqrt(s^2 + eps) or of gain c / max(s, floor), c = x - mean, s = |c| / sqrt(d).
+
+    least: sqrt(eps), or the floor. The centred c' is off by D = (products + 2 unit) |x|, the deviation s' by 4 D / sqrt(d)
+    (two passes, or Welford's), and |c| |1/sqrt(s'^2 + eps) - 1/sqrt(s^2 + eps)| <= sqrt(d) |s' - s| / least: the error of
+    a row is at most 5 D / least, and a few roundings of a row that is no longer than sqrt(d) + 5 D / least.
+    """
+    p, d = op.precision, x.shape[-1]
+    size = sizes(x)
+    square = size.fibre * size.fibre * 4.0
+    lost = as_real(least) * least
+    if not square < p.largest or not lost > 2.0**12 * (d + 8) * p.tiny:
+        return INF
+    moved = size.total * (p.products(d) + 2 * p.unit) * 5.0 / least
+    own = compounded(as_real(2 * p.function + 8 * p.unit + float(as_real((d + 8) * p.tiny) / float(lost)) * 2))
+    n = as_real(float(x.entries)).sqrt() + moved
+    return _gain(op, weight, bias, 1.0, n, moved + n * own, x.rows)
+
+
+@rules.module(nn.LayerNorm, TimmLayerNorm)
+def layer_norm(op: Operation, module: nn.LayerNorm, x: Followed) -> Rounding:
+    op.require(len(module.normalized_shape) == 1, "a norm over more than the last axis")
+    least = math.sqrt(module.eps) * (1 - 2.0**-40)
+    return lambda sizes: _normalised(op, x, sizes, least, module.weight, module.bias)
+
+
+@rules.module(FloorNorm)
+def floor_norm(op: Operation, module: FloorNorm, x: Followed) -> Rounding:
+    floor = op.stored(module.floor)
+    least = float(module.floor) - float(floor.farthest)
+    op.require(least > 0, "a floor of 0")
+    relative = compounded(floor.farthest / least * 2.0)
+    root = as_real(float(x.entries)).sqrt() * (1.0 if module.weight is None else float(largest(module.weight.detach())))
+    return lambda sizes: _normalised(op, x, sizes, least, module.weight, module.bias) + root * relative * 2.0
+
+
+@rules.module(CenterNorm)
+def center_norm(op: Operation, module: CenterNorm, x: Followed) -> Rounding:
+    d = module.width
+    relative = op.precision.products(d) + 2 * op.precision.unit
+
+    def rounding(sizes: Sizes) -> Real:
+        total = sizes(x).total
+        if not total * as_real(float(d)).sqrt() < op.precision.largest:
+            return INF
+        moved = total * relative
+        return _gain(op, module.weight, module.bias, d / (d - 1) * (1 + 2.0**-50), total + moved, moved, x.rows)
+
+    return rounding
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last linear layer: its rounding, logit by logit."""
+
+    layer: LinearMap
+    exact: Tensor
+
+    def pairs(self, error: Real, total: Real, whole: Real) -> Tensor:
+        """Return bounds on the rounding of z_i - z_j: (k, k).
+
+        |w_i - w_j| e of the features' error e, and of each logit gamma (|w_i| |x| + |b_i|) and what storing w_i moves.
+
+        Args:
+            total: The norm of the executed features.
+            whole: The error of all logits; infinite where they may overflow.
+        """
+        p, layer, up = self.layer.precision, self.layer, 1 + 2.0**-30
+        if not (whole.finite and float(total) < 1e150 and float(error) < 1e150):
+            return torch.full((layer.out, layer.out), math.inf, dtype=torch.float64)
+        size, gamma = float(total), float(p.products(layer.terms))
+        norm = torch.linalg.vector_norm(layer.weight.number, dim=1)
+        own = norm * (size * gamma) + float(p.lost(layer.terms, 1.0))
+        own = own + (torch.linalg.vector_norm(layer.weight.difference, dim=1) + layer.weight.flushed) * size
+        if layer.bias is not None:
+            own = own + layer.bias.number.abs() * gamma + layer.bias.difference.abs() + layer.bias.flushed
+        apart = torch.cdist(self.exact, self.exact, compute_mode="donot_use_mm_for_euclid_dist")
+        return (apart * float(error) + own[:, None] + own[None, :]) * up + 1e-300
+
+
+def head_of(traced: Trace, precision: Precision) -> Head | None:
+    """Return the linear layer that makes the logits, where one does."""
+    node: Any = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    if node.op != "call_module" or len(node.meta["shape"]) != 2:
+        return None
+    module = traced.root.get_submodule(str(node.target))
+    if not runs_known_code(module, nn.Linear) or not isinstance(module, nn.Linear) or module.out_features > 4096:
+        return None
+    return Head(LinearMap(module.weight, module.bias, precision), module.weight.detach().double())

@@ -1,0 +1,268 @@
+"""How far the logits that an arithmetic computes can lie from those of real arithmetic, at every image near one.
+
+Every operation of the traced graph is followed. For each tensor v, c bounds its slope from the pixels, and e the distance
+|v_A(x') - v(x')|_2 of the executed tensor from the real one, at every image x' of the box that the arithmetic can represent.
+An operation f of tensors a, b, ... has the theorem |f(a, b) - f(a', b')| <= k_a |a - a'| + k_b |b - b'| of the global domain
+(`lipschitz.rules`), on tensors of the sizes of the executed ones; so
+
+    c = k_a c_a + k_b c_b,      e = k_a e_a + k_b e_b + (what rounding adds in f, `rounding.executed`).
+
+Sizes are the lesser of those on the box, |v_A| <= |f| there + e, and of those near the image: for a reference image x_0
+
+    |v_A(x')| <= |v(x_0)| + c |x' - x_0| + e,      |x' - x_0| <= |x - x_0| + r for |x' - x| <= r.
+
+Every number is a `Real`, which rounds up. k_a is taken with b at rest, and k_b with a: the triangle inequality adds them.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from certcli.engine.replay import executed, replayed
+from certcli.engine.table import NoRule, Rule
+from certcli.engine.trace import Trace
+from certcli.engine.tracer import Untraceable
+from certcli.engine.walk import Call, walk
+from certcli.lipschitz.context import Context
+from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
+from certcli.lipschitz.propagate import GlobalDomain, deep_recursion
+from certcli.lipschitz.size import Size
+from certcli.lipschitz.table import rules as slopes
+from certcli.lipschitz.value import Value
+from certcli.rounding.executed import Executed, Followed, Operation, Sizes, head_of, rules
+from certcli.rounding.precisions import Precision
+from certcli.rounding.running import written_out
+
+_STEPS = 64
+"""Distances from a reference image are rounded up to this part of the box's radius: images then share their error."""
+_REFERENCES = (0.0, 0.5)
+"""Grey levels of the reference images."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One tensor of the graph: slopes in the tensors that it is made of, what rounding adds, its sizes on the whole box."""
+
+    sources: tuple[int, ...]
+    slopes: tuple[Real, ...]
+    rounding: Callable[[Sizes], Real]
+    box: Executed
+    entries: int
+
+
+class _Rules:
+    """The rules of the global domain with each tensor's error: what the walk looks up in place of them."""
+
+    def __init__(self, domain: "_Stepwise") -> None:
+        self.domain = domain
+        self.methods = _Looked(slopes.methods, rules.methods, domain)
+        self.functions = _Looked(slopes.functions, rules.functions, domain)
+
+    def find(self, module: nn.Module) -> Any:
+        slope, own = slopes.find(module), rules.find(module)
+        if slope is None:
+            return None
+        return replace(slope, apply=self.domain.followed(slope.apply, None if own is None else own.apply))
+
+
+class _Looked:
+    def __init__(self, slope: Mapping[Any, Rule], own: Mapping[Any, Rule], domain: "_Stepwise") -> None:
+        self.slope, self.own, self.domain = slope, own, domain
+
+    def get(self, name: Any) -> Rule | None:
+        return self.domain.followed(self.slope[name], self.own.get(name)) if name in self.slope else None
+
+
+class _Stepwise(GlobalDomain):
+    """Follows one graph operation by operation; nothing waits to be folded, since every operation is executed."""
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__(RigorousArithmetic())
+        self.operation = operation
+        self.steps: list[Step] = []
+        self.errors: list[Real] = []
+        self.rules = _Rules(self)  # type: ignore[assignment]
+
+    def image(self, shape: tuple[int, ...]) -> Any:
+        self.first = super().image(shape)
+        size = self.first.size
+        box = Executed(shape, size.total, size.fibre, size.peak)
+        return self._kept(Step((), (), lambda sizes: ZERO, box, math.prod(shape)), ZERO)
+
+    def result(self, value: Any, call: Call) -> Any:
+        return value
+
+    def found(self, node: fx.Node, value: Any) -> None:
+        return
+
+    def forget(self, node: fx.Node, value: Any) -> None:
+        return
+
+    def _kept(self, step: Step, error: Real) -> Followed:
+        self.steps.append(step)
+        self.errors.append(error)
+        self.walk.settled.clear()
+        return Followed(len(self.steps) - 1, step.box.shape)
+
+    def followed(self, slope: Rule, own: Rule | None) -> Rule:
+        """Return a rule for executed tensors from the theorem of an operation and the rule of its rounding."""
+
+        def apply(ctx: Context, *args: Any, **kwargs: Any) -> Any:
+            if own is None:
+                raise NoRule("no bound is known of its rounding at the neighbours of an image")
+            sources = list({id(x): x for x in _followed_in((args, kwargs))}.values())
+            found = [self._settled(ctx, slope, args, kwargs, sources, moving) for moving in sources]
+            if not found:
+                raise NoRule("an operation without a tensor that depends on the image")
+            own_rounding = own(replace(self.operation, call=ctx.call), *args, **kwargs)
+            several = isinstance(found[0], list)
+            parts = list(zip(*found, strict=True)) if several else [tuple(found)]
+            made = [self._step(sources, values, own_rounding) for values in parts]
+            return made if several else made[0]
+
+        return apply
+
+    def _settled(
+        self, ctx: Context, slope: Rule, args: Any, kwargs: Any, sources: Sequence[Followed], moving: Followed
+    ) -> Any:
+        """Return the theorem's values with only one of the tensors moving, at slope 1."""
+        values = {x.place: self._value(x, ONE if x is moving else ZERO) for x in sources}
+        result = slope(ctx, *_replaced(args, values), **_replaced(kwargs, values))
+        shape = ctx.call.shape
+        if isinstance(result, (list, tuple)):
+            return [ctx.settle(super(_Stepwise, self).result(x, replace(ctx.call, shape=s)))
+                    for x, s in zip(result, shape, strict=True)]  # fmt: skip
+        return ctx.settle(super().result(ctx.settle(super().result(result, ctx.call)), ctx.call))
+
+    def _value(self, x: Followed, base: Real) -> Value:
+        if x.place == 0:
+            return replace(self.first, base=base, proof=None)
+        box = self.steps[x.place].box
+        arith = self.walk.arith
+        size = Size(arith, box.shape, lambda: box.fibre, -1, lambda: box.total, lambda: box.peak)
+        return Value(base, size, None, None, box.shape)
+
+    def _step(
+        self, sources: Sequence[Followed], values: Sequence[Value], rounding: Callable[[Sizes], Real]
+    ) -> Followed:
+        shape, size = tuple(values[0].shape), values[0].size
+        bases = tuple(value.base for value in values)
+        places = tuple(x.place for x in sources)
+        added = rounding(lambda x: self.steps[x.place].box)
+        error = _carried(bases, [self.errors[place] for place in places]) + added
+        box = Executed(shape, size.total + added, size.fibre_along(-1) + added, size.peak + added)
+        return self._kept(Step(places, bases, rounding, box, math.prod(shape)), error)
+
+    def shape(self, value: Any) -> Any:
+        return value.shape
+
+
+def _carried(factors: Sequence[Real], values: Sequence[Real]) -> Real:
+    total = ZERO
+    for factor, value in zip(factors, values, strict=True):
+        if value > ZERO:  # what is exact stays so whatever the slope
+            total = total + factor * value
+    return total
+
+
+def _followed_in(x: Any) -> list[Followed]:
+    if isinstance(x, Followed):
+        return [x]
+    if isinstance(x, (list, tuple)):
+        return [found for part in x for found in _followed_in(part)]
+    return _followed_in(list(x.values())) if isinstance(x, dict) else []
+
+
+def _replaced(x: Any, values: Mapping[int, Value]) -> Any:
+    if isinstance(x, Followed):
+        return values[x.place]
+    if isinstance(x, (list, tuple)):
+        return type(x)(_replaced(part, values) for part in x)
+    return {name: _replaced(part, values) for name, part in x.items()} if isinstance(x, dict) else x
+
+
+class NeighbourErrors:
+    """The rounding of a network's logits in one arithmetic, at all images near one.
+
+    model: float64, eval mode, on images of this size (c, h, w). NoRule names the operation whose rounding is not known.
+    """
+
+    def __init__(self, model: nn.Module, size: tuple[int, ...], precision: Precision) -> None:
+        self.precision, self.pixels = precision, math.prod(size)
+        own = [*model.parameters(), *model.buffers()]
+        weights = frozenset(tensor.untyped_storage().data_ptr() for tensor in own)
+        try:
+            with replayed(model, size, slopes) as traced, torch.no_grad(), deep_recursion():
+                domain = _Stepwise(Operation(precision, weights))
+                self._last: Followed = walk(traced, domain)
+                self._steps, self._widest = domain.steps, domain.errors
+                self._head = head_of(traced, precision)
+                lengths = [self._lengths(traced, domain, grey, size) for grey in _REFERENCES]
+                self._at_references = list(zip(*lengths, strict=True))
+        except Untraceable as reason:
+            raise NoRule(str(reason)) from reason
+        self._slopes: list[Real] = []
+        for step in self._steps:
+            known = [self._slopes[source] for source in step.sources]
+            self._slopes.append(_carried(step.slopes, known) if known else ONE)
+        self._known: dict[tuple[int, ...], Tensor] = {}
+
+    def _lengths(self, traced: Trace, domain: _Stepwise, grey: float, size: tuple[int, ...]) -> list[Real]:
+        """Return |v(x_0)| of every step at a grey image: that of float64, whose own error is below e of any arithmetic."""
+        example = next(iter([*traced.root.parameters(), *traced.root.buffers()]))
+        image = torch.full((1, *size), grey, dtype=torch.float64, device=example.device)
+        found: list[Real] = []
+        with written_out():
+            for node, value in executed(traced, image):
+                if node.op in ("get_attr", "output"):
+                    continue
+                for part in value if isinstance(value, (list, tuple)) else [value]:
+                    length = float(torch.linalg.vector_norm(part.double())) * (1 + 2.0**-20)
+                    found.append(as_real(length if math.isfinite(length) else math.inf))
+        if len(found) != len(self._steps):
+            raise NoRule("the graph makes other tensors than its rules say")
+        return [length + error for length, error in zip(found, self._widest, strict=True)]
+
+    def __call__(self, pixels: Tensor, radii: Tensor, tops: Tensor) -> Tensor:
+        """Return bounds on the rounding of z_i - z_j, i the top class, within each radius: (b, c, h, w), (b,), (b,) -> (b, k).
+
+        Images whose distances from the reference images are rounded up to the same step share one matrix of all pairs.
+        """
+        furthest = [math.sqrt(self.pixels) * max(grey, 1 - grey) for grey in _REFERENCES]
+        rows = []
+        for image, radius, top in zip(pixels.flatten(1), radii.tolist(), tops.tolist(), strict=True):
+            steps = []
+            for grey, most in zip(_REFERENCES, furthest, strict=True):
+                reach = float((image - grey).norm()) * (1 + 2.0**-20) + radius
+                steps.append(min(_STEPS, math.ceil(reach / most * _STEPS)) if math.isfinite(reach) else _STEPS)
+            key = tuple(steps)
+            if key not in self._known:
+                reaches = [as_real(most) * (1 + 2.0**-20) * (step / _STEPS)
+                           for most, step in zip(furthest, key, strict=True)]  # fmt: skip
+                self._known[key] = self._pairs(reaches).to(pixels.device)
+            rows.append(self._known[key][top])
+        return torch.stack(rows)
+
+    def _pairs(self, reaches: Sequence[Real]) -> Tensor:
+        """Return E of all images that are no further than `reaches` from the reference images: (k, k)."""
+        sizes: list[Executed] = []
+        errors: list[Real] = []
+        for step, slope, lengths in zip(self._steps, self._slopes, self._at_references, strict=True):
+            added = step.rounding(lambda x: sizes[x.place])
+            error = _carried(step.slopes, [errors[source] for source in step.sources]) + added
+            near = [length + slope * reach + error for length, reach in zip(lengths, reaches, strict=True)]
+            found = step.box.within(min(near))
+            errors.append(error if found.peak < self.precision.largest else INF)
+            sizes.append(found)
+        last = self._last.place
+        if self._head is None:
+            both = errors[last] * (1 + 2.0**-1)  # |z_i - z_j| moves by sqrt(2) |z| at most
+            classes = self._steps[last].box.shape[-1]
+            return torch.full((classes, classes), float(both), dtype=torch.float64)
+        (source,) = self._steps[last].sources
+        return self._head.pairs(errors[source], sizes[source].total, errors[last])

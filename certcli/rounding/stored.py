@@ -1,0 +1,119 @@
+"""A network's own numbers as an arithmetic stores them, and what a linear map of them loses when it is executed."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
+from certcli.lipschitz.numerics.spectral import frobenius_norm
+from certcli.rounding.precisions import Precision, compounded
+
+_ARITHMETIC = RigorousArithmetic()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor rounded to nearest in an arithmetic. number: the stored one, in float64, infinite where it overflows."""
+
+    number: Tensor
+    difference: Tensor
+    flushed: float
+
+    @classmethod
+    def of(cls, tensor: Tensor, precision: Precision) -> "Stored":
+        exact = tensor.detach().double()
+        number = exact.to(precision.dtype).double()
+        normal = torch.finfo(precision.dtype).tiny
+        small = float(((number != 0) & (number.abs() < normal)).sum()) if precision.tiny >= normal else 0.0
+        return cls(number, number - exact, math.sqrt(small) * normal)
+
+    @property
+    def moved(self) -> Real:
+        """|stored - exact|_2 over all entries, also where numbers below the normal range are flushed to zero."""
+        return length(self.difference) + self.flushed
+
+    @property
+    def farthest(self) -> Real:
+        """The largest entry of |stored - exact|."""
+        return largest(self.difference) + self.flushed
+
+
+def length(x: Tensor) -> Real:
+    """Return |x|_2 over all entries, rounded up; infinite with an infinite entry."""
+    return as_real(frobenius_norm(x)) if bool(torch.isfinite(x).all()) else INF
+
+
+def largest(x: Tensor) -> Real:
+    """Return the largest |entry|; infinite with NaN."""
+    return as_real(float(x.abs().max().nan_to_num(nan=math.inf))) if x.numel() else ZERO
+
+
+class LinearMap:
+    """x -> W x + b on rows as an arithmetic executes it, or a convolution on positions.
+
+    weight: (out, in) of a linear layer, (out, in, ...) of a convolution, whose geometry says where it is applied.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, precision: Precision, geometry: Geometry | None = None
+    ) -> None:
+        self.precision, self.geometry = precision, geometry
+        self.weight = Stored.of(weight, precision)
+        self.bias = None if bias is None else Stored.of(bias, precision)
+        self.terms, self.out = weight[0].numel(), len(weight)
+
+    def _norm(self, operator: Tensor) -> Real:
+        if not bool(torch.isfinite(operator).all()):
+            return INF
+        if not bool(operator.any()):
+            return ZERO
+        if self.geometry is not None:
+            return _ARITHMETIC.convolution(operator, 0.0, self.geometry)
+        return _ARITHMETIC.sigma(_ARITHMETIC.matrix(operator))
+
+    @cached_property
+    def norm(self) -> Real:
+        """|W| as it is stored."""
+        return self._norm(self.weight.number)
+
+    @cached_property
+    def mass(self) -> Real:
+        """| |W| |, of absolute values."""
+        return self._norm(self.weight.number.abs())
+
+    @cached_property
+    def moved(self) -> Real:
+        """|stored W - W|, at most its Frobenius norm at every position."""
+        if self.weight.flushed:
+            return self._norm(self.weight.difference.abs() + self.weight.flushed)
+        return self._norm(self.weight.difference)
+
+    @cached_property
+    def shift(self) -> Real:
+        """|b| as it is stored."""
+        return ZERO if self.bias is None else length(self.bias.number)
+
+    def reach(self, x: Real) -> Real:
+        """Return the length of W x + b as executed, without its own rounding, for one x of this length."""
+        return self.norm * x + self.shift
+
+    def rounding(self, x: Real, rows: float = 1.0) -> Real:
+        """Return |executed - exact| for executed inputs of norm x over all rows.
+
+        What storing W and b moves; gamma (| |W| | |x| + |b|) of the sum; factors that are rounded, x as a vector; and the
+        rounding of the result, which is relative to W x + b itself.
+        """
+        p, root = self.precision, as_real(rows).sqrt()
+        mass, size = self.mass * x + self.shift * root, self.norm * x + self.shift * root
+        if not mass < p.sums.largest:
+            return INF
+        moved = self.moved * x + (ZERO if self.bias is None else self.bias.moved * root)
+        # (W + dW)(x + dx) - W x with |dW| <= f |W| and |dx|_2 <= f |x|_2; 1 + 2^-8 is above third-order terms
+        both = compounded(p.order(self.terms) + p.factor * (1 + 2.0**-8))
+        inside = mass * both + self.norm * x * p.factor
+        return moved + inside + (size + inside) * p.stored + p.lost(self.terms, rows * self.out)

@@ -1,0 +1,131 @@
+"""The networks that this checker rebuilds from a record: timm's ViT, DeiT and Swin, and certvit's reference networks."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from check.interval import ONE, Interval, extreme
+from check.norms import Array, Unknown, length
+from check.tensors import GELU_SLOPE, Layers, Node, Tensor, fit
+
+HEADS = {"tiny": 3, "small": 6, "medium": 8, "base": 12, "large": 16, "digits": 4, "mnist": 4, "cifar10": 6, "cifar100": 6,
+         "tinyimagenet": 6, "ibp": 3, "pgd": 3}  # fmt: skip
+SHAPES = "num_classes|img_size|in_chans|depth|embed_dim|patch_size|mlp_ratio|qkv_bias|init_values|width|heads?|patch"
+"""Arguments of an architecture that only say the shapes of tensors."""
+
+
+def sort_pairs(t: Array, distance: int = 0) -> Array:
+    """Return entries at this distance (half a token for MaxMin) as their maximum and minimum, image by image."""
+    grouped = t.reshape(len(t), -1, 2, distance or t.shape[-1] // 2)
+    return np.stack([grouped.max(axis=2), grouped.min(axis=2)], axis=2).reshape(t.shape)
+
+
+def rebuild(tensors: Mapping[str, Array], function: Mapping[str, Any], images: Array | None = None) -> Tensor:
+    """Return the logits of a record's `function`, their last map pending, at images (b, c, h, w) where it can follow them."""
+    arch, layers = str(function["arch"]), Layers(tensors)
+    options = {name: value for name, value in function["arch_args"].items() if not re.fullmatch(SHAPES, name)}
+    x = Tensor(Node("pixels", "identity", ONE), lambda: ONE, batch=images)
+    if match := re.fullmatch(r"(?:vit|deit3?)_([a-z]+)_patch\d+_\d+|certvit_vit_([a-z]+\d*)(?:_\d_3_\d+)?", arch):
+        found = vit(layers, x, function, HEADS.get(match[1] or match[2], 0), options)
+    elif re.fullmatch(r"swin_(tiny|small|base|large)_patch4_window\d+_\d+", arch):
+        found = swin(layers, x, function)
+        options = {name: value for name, value in options.items() if name not in ("depths", "num_heads", "window_size")}
+    elif re.fullmatch(r"certvit_[468]c[23]f", arch):
+        found = convnet(layers, x, function)
+    elif match := re.fullmatch(r"certvit_(lip|sort|mix)_(digits|mnist|cifar10)", arch):
+        found = mixer(layers, x, function, options.pop("mixing", {"mix": "orthogonal"}.get(match[1], match[1])))
+    else:
+        raise Unknown(f"the architecture {arch}")
+    unread = [name for name in tensors if name not in layers.read and not name.endswith(("_index", "attn_mask"))]
+    if strange := [*function["surgery"], *options, *unread]:
+        raise Unknown(f"{strange[0]!r:.80} of {arch}")
+    fit("logits", found.width, function["classes"] or found.width)
+    return found
+
+
+def vit(layers: Layers, x: Tensor, function: Mapping[str, Any], heads: int, options: dict[str, Any]) -> Tensor:
+    """A pre-norm vision transformer with GELU and a class token; certvit's two without norms have ReLU and a mean."""
+    normed, eps = not re.search("_(ibp|pgd)_", function["arch"]), float(options.pop("norm_eps", 1e-6))
+    heads, act = int(options.pop("num_heads", heads)), GELU_SLOPE if normed else ONE
+    x, patches = layers.patches(x, "patch_embed.proj", function)
+    prefix, position = layers.weight("cls_token", 3)[0], layers.weight("pos_embed", 3)[0]
+    tokens = patches + len(prefix)
+    fit("pos_embed", len(position) in (tokens, patches), True)
+    x = replace(x, batch=None, size=lambda x=x: extreme(max, x.size(), *map(length, prefix)))  # type: ignore[misc]
+    x = x.shifted(position, len(position))
+    for block in layers.each("blocks.{}"):
+        for number, part in (("1", "attn"), ("2", "mlp")):
+            branch = layers.norm(x, f"{block}.norm{number}", eps) if normed else x
+            attends = layers.attention(branch, f"{block}.attn", heads, tokens, "5.1") if part == "attn" else None
+            branch = attends or mlp(layers, branch, f"{block}.mlp", act)
+            scale = f"{block}.ls{number}"
+            if f"{scale}.gamma" in layers.tensors and branch.pending:
+                branch = replace(branch, pending=branch.pending.scaled(scale, layers.weight(f"{scale}.gamma", 1)))
+            x = x.plus(branch, block)
+    return layers.linear(layers.norm(x, "norm", eps) if normed else x.mean("", tokens), "head")
+
+
+def mlp(layers: Layers, x: Tensor, path: str, slope: Interval) -> Tensor:
+    return layers.linear(layers.linear(x, f"{path}.fc1").curved(f"{path}.act", slope, np.copy), f"{path}.fc2")
+
+
+def swin(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
+    """Windows and heads as the table of positions has them; every second block is shifted, if there are several windows."""
+    eps, first = 1e-5, (side := function["size"][1] // 4)
+    x, patches = layers.patches(x, "patch_embed.proj", function)
+    x = layers.norm(replace(x, batch=None), "patch_embed.norm", eps).settled()
+    for number, stage in enumerate(layers.each("layers.{}")):
+        side = first >> number
+        if number:
+            merged = layers.norm(replace(x, width=4 * x.width), f"{stage}.downsample.norm", eps)
+            x = layers.linear(merged, f"{stage}.downsample.reduction").settled()
+        for place, block in enumerate(layers.each(f"{stage}.blocks.{{}}")):
+            table = layers.weight(f"{block}.attn.relative_position_bias_table", 2)  # constants in the scores (5.2)
+            heads, window = table.shape[1], (round(len(table) ** 0.5) + 1) // 2
+            fit(block, (side**2 << 2 * number, side % window, len(table)), (patches, 0, (2 * window - 1) ** 2))
+            normal = layers.norm(x, f"{block}.norm1", eps).settled()
+            theorem = "7.2" if place % 2 and side > window else "5.2"
+            x = x.plus(layers.attention(normal, f"{block}.attn", heads, window**2, theorem), block)
+            x = x.plus(mlp(layers, layers.norm(x, f"{block}.norm2", eps), f"{block}.mlp", GELU_SLOPE), block)
+    return layers.linear(layers.norm(x, "norm", eps).mean("head.global_pool.pool", side**2), "head.fc")
+
+
+def mixer(layers: Layers, x: Tensor, function: Mapping[str, Any], mixing: str) -> Tensor:
+    """Patches, then linear layers and MaxMin on tokens that are apart, sorted or mixed; a head on all or on their mean."""
+    (x, patches), position = layers.patches(x, "embed", function), layers.weight("position", 2)
+    x = x.shifted(position, patches)
+    for number, path in enumerate(layers.each("layers.{}")):
+        if mixing == "orthogonal":
+            x = layers.mixing(x, f"mixings.{number}", patches)
+        elif mixing in ("sort", "none"):
+            x = x.shifted(layers.weight(f"mixings.{number}.shift", 2), patches)
+        elif mixing != "lip":
+            raise Unknown(f"token mixing '{mixing}'")
+        if mixing == "sort":
+            distance = position.shape[1] << number % max(1, patches.bit_length() - 1)
+            x = x.curved(f"mixings.{number}", ONE, partial(sort_pairs, distance=distance))
+        x = layers.linear(x, path).curved("act", ONE, sort_pairs)
+    x = replace(x, width=x.width * patches) if mixing == "lip" else x.mean("", patches)
+    x = replace(x, batch=None if x.batch is None else x.batch.reshape(len(x.batch), -1))
+    for path in layers.each("head.hidden.{}"):
+        x = layers.linear(x, path).curved("head.act", ONE, sort_pairs)
+    return layers.linear(x, "head.out")
+
+
+def convnet(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
+    """Convolutions of kernel 3 (stride 1) and 4 (stride 2) with a border of one pixel, linear layers, ReLU."""
+    x, (high, wide) = replace(x, width=function["size"][0]), function["size"][1:]
+    for number, path in enumerate(layers.each("features.{}", 2)):
+        kernel = layers.weight(f"{path}.weight", 4).shape[2:]
+        if kernel not in ((3, 3), (4, 4)) or any(function["mean"]) or set(function["std"]) != {1.0}:
+            raise Unknown(f"a kernel of {kernel}, or a border after a normalisation of pixels")
+        x = layers.convolution(x, path, kernel[0] - 2, (high, wide)).curved(f"features.{2 * number + 1}", ONE, np.copy)
+        high, wide = ((n + 2 - kernel[0]) // (kernel[0] - 2) + 1 for n in (high, wide))
+    x = replace(x, width=x.width * high * wide)
+    for number, path in enumerate(layers.each("hidden.{}", 2)):
+        x = layers.linear(x, path).curved(f"hidden.{2 * number + 1}", ONE, np.copy)
+    return layers.linear(x, "head")

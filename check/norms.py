@@ -1,0 +1,110 @@
+"""Norms of float64 matrices and convolutions between two verified numbers: a residual from above, a vector from below.
+
+Products of the library are trusted to sum k products within gamma(k) = k u/(1 - k u) of the sum of absolute values, u = 2^-53
+(Higham 2002, section 3.1), in any order. Its eigenvectors are not trusted: their residual is measured.
+"""
+
+from fractions import Fraction
+from itertools import product as pairs
+from math import fsum, lcm, prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from check.interval import Interval, root
+
+Array = NDArray[np.float64]
+NONE = Fraction(0)
+U = Fraction(1, 2**53)
+TINY = Fraction(1, 2**900)  # more than all products of one matrix lose by underflow
+
+
+class Unknown(Exception):
+    """Something of which this checker does not know the theorem, or the norm."""
+
+
+def gamma(terms: int) -> Fraction:
+    return terms * U / (1 - terms * U)
+
+
+def length(array: Array, error: Fraction = NONE) -> Interval:
+    """Return the root of the sum of squares of every array within `error` of this one: `fsum` rounds only once."""
+    square = Fraction(fsum(np.square(array.ravel()).tolist()))
+    low, high = max(NONE, square * (1 - 4 * U) - TINY), square * (1 + 4 * U) + (TINY if array.any() else 0)
+    return Interval(root(low, False), root(high, True)).wider(error)
+
+
+def frobenius(array: NDArray) -> Fraction:
+    """Return an upper bound of |A|_F, faster than `length`."""
+    square = Fraction(float(np.vdot(array, array).real))
+    return root(square * (1 + 2 * gamma(2 * array.size + 4)) + TINY, True)
+
+
+def largest_eigenvalue(grams: NDArray) -> tuple[Fraction, NDArray]:
+    """Return an upper bound of |G| over a stack of Hermitian matrices (b, m, m), and the computed eigenvectors.
+
+    With any V, D: |G| <= |V D V*| + |G - V D V*| and |V D V*| <= max |D| |V|^2, |V|^2 <= 1 + |V*V - I|_F.
+    """
+    if grams.shape[-1] == 1:
+        return Fraction(float(np.abs(grams).max())), np.ones_like(grams)
+    values, vectors = np.linalg.eigh(grams)
+    adjoint, scaled = np.conj(np.swapaxes(vectors, -1, -2)), vectors * values[..., None, :]
+    rest, angle = grams - scaled @ adjoint, adjoint @ vectors - np.eye(grams.shape[-1])
+    highest, gap = NONE, 4 * gamma(2 * grams.shape[-1] + 8)  # 4: parts of complex products, and two more roundings
+    for d, v, s, r, a, g in zip(values, vectors, scaled, rest, angle, grams):
+        size = frobenius(v)
+        lost = frobenius(r) + gap * (frobenius(s) * size + frobenius(g))
+        highest = max(highest, Fraction(float(np.abs(d).max())) * (1 + frobenius(a) + gap * size**2) + lost)
+    return highest, vectors
+
+
+def spectral(matrix: Array, error: Fraction = NONE) -> Interval:
+    """Return |M| for every M with |M - matrix| <= error."""
+    matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    if len(matrix) <= 1 or not matrix.any():
+        return length(matrix, error)
+    size = frobenius(matrix)
+    square, vectors = largest_eigenvalue((matrix @ matrix.T)[None])
+    high = root(square + gamma(matrix.shape[1] + 2) * size**2 + TINY, True)
+    vector = vectors[0, :, -1]
+    low = length(vector @ matrix).low / max(length(vector).high, TINY) - gamma(len(matrix) + 2) * size - TINY
+    return Interval(max(NONE, low), high).wider(error)
+
+
+def of_product(a: Array, b: Array, errors: tuple[Fraction, Fraction]) -> Interval:
+    """Return |A^T B| of A, B (m, d), each within its error, from |R B| with A^T = Q R + rest and Q^T Q = I + angle."""
+    q, r = np.linalg.qr(a.T)
+    of_a, of_b, of_r, rounding = frobenius(a), frobenius(b), frobenius(r), 2 * gamma(max(a.shape) + 2)
+    angle = frobenius(q.T @ q - np.eye(len(r))) + rounding * frobenius(q) ** 2
+    rest = frobenius(a.T - q @ r) + rounding * (frobenius(q) * of_r + of_a) + TINY
+    across = spectral(r @ b, rounding * of_r * of_b + TINY)
+    found = Interval(across.low * max(NONE, 1 - angle), across.high * (1 + angle)).wider(rest * of_b)
+    return found.wider(errors[0] * of_b + errors[1] * of_a + errors[0] * errors[1])
+
+
+def convolution(weight: Array, stride: int, size: tuple[int, int]) -> Interval:
+    """Return the norm of a convolution of images (c, h, w) with a border of one pixel of zeros.
+
+    Windows: |W| times the root of the number of windows a pixel lies in. Torus: the image with one border is a part of a
+    torus of M pixels a side, M a multiple of the stride, on which Fourier's transform makes blocks; phases are trusted to
+    2^-49. From below: |W|, at an image that is 0 outside one window.
+    """
+    out, channels, *taps = weight.shape
+    windows, whole = prod(-(-k // stride) for k in taps), spectral(weight.reshape(out, -1))
+    sides = [-(-max(n + 1, k) // stride) for n, k in zip(size, taps)]
+    shifts = list(pairs(*(range(-(-k // stride)) for k in taps)))
+    polyphase = np.zeros((len(shifts), out, channels, stride, stride))
+    for i, j in pairs(*map(range, taps)):
+        polyphase[shifts.index((i // stride, j // stride)), :, :, i % stride, j % stride] = weight[:, :, i, j]
+    matrices = polyphase.reshape(windows, out, -1)
+    matrices = matrices if matrices.shape[1] <= matrices.shape[2] else np.swapaxes(matrices, 1, 2)
+    grid, common = np.array(list(pairs(range(sides[0]), range(sides[1] // 2 + 1)))), lcm(*sides)  # the rest: conjugates
+    turns = (grid * [common // side for side in sides]) @ np.array(shifts).T % common
+    phases, square = np.exp(2j * np.pi * (np.where(2 * turns > common, turns - common, turns) / common)), NONE
+    for part in np.array_split(phases, -(-len(phases) // 64)):
+        blocks = np.tensordot(part, matrices, axes=1)
+        sums = 2 * gamma(2 * blocks.shape[2] + 2) * max(frobenius(block) ** 2 for block in blocks)
+        square = max(square, largest_eigenvalue(blocks @ np.conj(np.swapaxes(blocks, 1, 2)))[0] + sums)
+    spread = frobenius(np.abs(matrices).sum(axis=0)) * (Fraction(1, 2**49) + 2 * gamma(windows + 2))
+    high = min(whole.high * root(Fraction(windows), True), root(square + TINY, True) + spread)
+    return Interval(whole.low if all(n >= k for n, k in zip(size, taps)) else NONE, high)

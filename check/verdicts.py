@@ -1,0 +1,102 @@
+"""Compares what is stated with what was found: agree, refute or cannot check, leaf by leaf and record by record."""
+
+from collections import namedtuple
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from hashlib import sha256
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from check.documents import Unreadable, read_value
+from check.interval import Interval
+from check.norms import Array, Unknown
+from check.tensors import Node, Tensor
+
+AGREE, REFUTE, OPEN = "agree", "refute", "cannot check"
+Verdict = namedtuple("Verdict", ("where", "status", "why"))
+
+
+def shown(value: Fraction | None) -> str:
+    """Return some digits of a number of any size."""
+    return "inf" if value is None else f"{Decimal(value.numerator) / value.denominator:.12g}"
+
+
+def judge(where: str, stated: Fraction | None, own: Interval) -> Verdict:
+    """A stated bound agrees at or above the own upper bound, and is refuted below the own lower bound."""
+    status = AGREE if stated is None or stated >= own.high else REFUTE if stated < own.low else OPEN
+    return Verdict(where, status, f"{shown(stated)} stated, {shown(own.low)} to {shown(own.high)} found")
+
+
+def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
+    """Yield a verdict on each leaf, on each node that is not the network's or breaks its law, and on the headline."""
+    try:
+        rows = [(str(r["path"]), str(r["law"]), read_value(r["value"]), list(r["parts"])) for r in document["proof"]]
+        upper, text = read_value([document["upper"], 0]), str(document.get("upper_text", "inf"))[:24]
+        heads = [upper, None if text == "inf" else Fraction(text)]
+        log10 = float("inf" if (stated := document.get("log10_upper")) is None else stated) + 1e-9
+    except (KeyError, TypeError, ValueError, OverflowError) as failure:
+        raise Unreadable(f"the proof cannot be read ({type(failure).__name__}: {failure})") from failure
+    if not rows or any(type(p) is not int or not 0 <= p < number for number, row in enumerate(rows) for p in row[3]):
+        raise Unreadable("the proof is empty, or a node refers to one that does not come before it")
+    stack, seen, top = [(len(rows) - 1, root)], set[tuple[int, int]](), rows[-1][2]
+    while stack:
+        number, node = stack.pop()
+        (path, law, stated, parts), where = rows[number], f"node {number} ({rows[number][0]})"
+        if (number, id(node)) in seen:
+            continue
+        seen.add((number, id(node)))
+        if stated is not None and (path, law, len(parts)) != (node.path, node.law, len(node.parts)):
+            found = f"the network has a {node.law} of {len(node.parts)} at '{node.path}'"
+            yield Verdict(where, REFUTE, f"a {law} of {len(parts)} parts is stated, {found}")
+            continue
+        stack += reversed(list(zip(parts, node.parts)))
+        if law == "theorem":
+            yield judge(where, stated, node.value)
+        elif stated is not None:
+            values = [value for part in parts if (value := rows[part][2]) is not None]
+            low = Fraction(sum(values) if law == "sum" else prod(values)) if len(values) == len(parts) else None
+            if low is None or stated < low:
+                yield Verdict(where, REFUTE, f"{shown(stated)} is stated, its law '{law}' gives {shown(low)}")
+    if len({number for number, _ in seen}) < len(rows):
+        yield Verdict("proof", REFUTE, "it has nodes that no part of the network leads to")
+    digits = float("inf") if top is None else float((Decimal(top.numerator) / top.denominator).log10())
+    if log10 < digits or any(head is not None and (top is None or head < top) for head in heads):
+        yield Verdict("headline", REFUTE, f"the root is {shown(top)}, above what is stated")
+    yield judge("root", top, root.value)
+
+
+def find_images(rows: Sequence[Mapping[str, Any]], batches: Sequence[np.ndarray]) -> dict[tuple[int, str], Array]:
+    """Return the image of each label and digest (of label and pixels) that a record carries."""
+    wanted, labels = {(row["label"], row["pixels"]) for row in rows}, {row["label"] for row in rows}
+    found: dict[tuple[int, str], Array] = {}
+    for image in (image for batch in batches for image in batch):
+        data = f"{image.dtype.str}\0{image.shape}\0".encode() + image.tobytes()
+        keys = {(label, sha256(f"{label}\0".encode() + data).hexdigest()[:16]) for label in labels}
+        found |= dict.fromkeys(keys & wanted, image.astype(np.float64))
+    return found
+
+
+def judge_radii(tensor: Tensor, rows: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
+    """Yield a verdict on each record: its radius against margin / (constant |w_i - w_j|), at the logits' tensor."""
+    last, logits, slope = tensor.pending, tensor.settled(), tensor.node.value
+    if last is None or logits.batch is None:
+        raise Unknown("logits behind attention, norms or convolutions")
+    off, error = float(logits.lost) * 2.01 + 1e-300, 2.01 * float(last.error) + 1e-150
+    slack = 2.0**-40 + last.matrix.shape[1] * 2.0**-50  # of lengths of rows, quotients and conversions
+    for row, z in zip(rows, logits.batch):
+        top, radius, where = int(z.argmax()), float(row["radius"]), f"image {row['index']}"
+        others = np.arange(len(z)) != top
+        margins, apart = z[top] - z[others], np.linalg.norm(last.matrix[others] - last.matrix[top], axis=1)
+        with np.errstate(divide="ignore", over="ignore"):
+            steepest = (apart * (1 + slack) + error) * (float(slope.high) * (1 + slack)) + 1e-290
+            gentlest = np.fmax(apart * (1 - slack) - error, 0.0) * (float(slope.low) * (1 - slack))
+            low = np.fmax((margins * (1 - slack) - off) / steepest, 0.0).min() * (1 - slack)
+            high = ((margins * (1 + slack) + off) / gentlest).min() * (1 + slack)
+        if row.get("prediction") != top:
+            yield Verdict(where, REFUTE if low > 0 else OPEN, f"class {row.get('prediction')} stated, {top} found")
+        else:
+            status = AGREE if radius <= low else OPEN if radius <= high else REFUTE
+            yield Verdict(where, status, f"radius {radius:.9g} stated, {low:.9g} to {high:.9g} found")

@@ -1,0 +1,109 @@
+"""Where adapted parts start: floors, folded and fitted norms, least squares."""
+
+import torch
+from torch import nn
+
+from certcli.adapt.start import (
+    CenterStart,
+    LeastSquares,
+    between_inputs,
+    compose_inputs,
+    deviations,
+    floor_start,
+    fold_center_norm,
+)
+from certcli.nn.norms import CenterNorm, FloorNorm
+
+CPU = torch.device("cpu")
+
+
+def test_floor_norm_is_layer_norm_above_its_floor() -> None:
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, 50).unsqueeze(1)
+    norm = FloorNorm(6, floor=0.5)
+    deviation = x.var(dim=1, correction=0).sqrt()
+    found, reference = norm(x), nn.functional.layer_norm(x, (6,), eps=0.0)
+    assert torch.allclose(found[deviation > 0.5], reference[deviation > 0.5], atol=1e-5)  # float32 rounding
+    below = found[deviation < 0.5]
+    assert torch.allclose(below, (x - x.mean(dim=1, keepdim=True))[deviation < 0.5] / 0.5, atol=1e-5)
+
+
+def test_floor_norm_of_a_constant_token_has_a_finite_gradient() -> None:
+    x = torch.full((2, 6), 0.3, requires_grad=True)
+    FloorNorm(6, floor=0.5)(x).square().sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+def test_the_chosen_floor_lies_below_nearly_all_deviations() -> None:
+    x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
+    norm = FloorNorm(8)
+    floor_start(norm, torch.cat([deviations(x[:400]), deviations(x[400:])]))
+    share = float((x.var(dim=1, correction=0).sqrt() < norm.floor).float().mean())
+    assert 0.03 < share < 0.07
+
+
+def test_folding_a_centre_norm_keeps_the_function() -> None:
+    norm, layer = CenterNorm(6), nn.Linear(6, 4)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        before = layer(norm(x))
+        fold_center_norm(norm, layer)
+        assert torch.allclose(layer(x), before, atol=1e-5)  # float32 weights are rounded once
+
+
+def test_least_squares_finds_the_minimiser() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(50, 5), torch.randn(50, 3)
+    solver, layer = LeastSquares(5, 3, CPU), nn.Linear(5, 3)
+    for part in range(0, 50, 7):
+        solver.add(x[part : part + 7], y[part : part + 7])
+    solver.solve_into(layer, ridge=0.0)
+    with torch.no_grad():
+        best = (layer(x) - y).square().sum()
+        for _ in range(20):
+            layer.weight += 0.01 * torch.randn_like(layer.weight)
+            assert (layer(x) - y).square().sum() > best
+            solver.solve_into(layer, ridge=0.0)
+
+
+def test_least_squares_without_images_keeps_the_prior() -> None:
+    layer = nn.Linear(5, 3)
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+    solver = LeastSquares(5, 3, CPU)
+    solver.add(torch.zeros(4, 5), torch.ones(4, 3))
+    solver.solve_into(layer, keep=True)
+    assert torch.allclose(layer.weight, weight)  # no image excites them
+    assert not torch.allclose(layer.bias, bias)
+
+
+def test_composed_inputs_undo_a_linear_change_of_them() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 3), nn.Linear(4, 6)]
+    old = torch.randn(60, 4)
+    new = old @ torch.randn(4, 4) + torch.randn(4)
+    with torch.no_grad():
+        wanted = [layer(old) for layer in layers]
+        solver = between_inputs(layers)
+        for part in (slice(30), slice(30, None)):
+            solver.add(new[part], old[part])
+        compose_inputs(layers, solver, ridge=1e-12)
+        for layer, goal in zip(layers, wanted, strict=True):
+            assert torch.allclose(layer(new), goal, atol=1e-4)
+
+
+def test_centre_norm_start_beats_every_other_gain() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(100, 4) * 3 + 1
+    wanted = nn.functional.layer_norm(x, (4,))
+    norm = CenterNorm(4)
+    found = CenterStart(4, CPU)
+    for part in (slice(70), slice(70, None)):
+        found.add(x[part], wanted[part])
+    found.start(norm)
+    with torch.no_grad():
+        best = (norm(x) - wanted).square().sum()
+        for scale in (0.9, 1.1):
+            norm.weight *= scale
+            assert (norm(x) - wanted).square().sum() > best
+            norm.weight /= scale

@@ -1,0 +1,97 @@
+"""The checker's own norms: verified from both sides, tight enough to refute a norm that is 2^-20 too small."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from check.interval import Interval, root, rounded
+from check.norms import convolution, length, of_product, spectral
+from check.verdicts import AGREE, OPEN, REFUTE, judge
+
+rng = np.random.default_rng(7)
+COLUMN, ROW = rng.integers(-9, 9, (40, 1)).astype(float), rng.integers(-9, 9, (1, 24)).astype(float)
+EXACT = {
+    "diagonal": (np.diag([3.0, -5.0, 0.0, 1.0]), Fraction(25)),
+    "one row": (ROW, Fraction(int((ROW**2).sum()))),
+    "rank one": (COLUMN @ ROW, Fraction(int((COLUMN**2).sum() * (ROW**2).sum()))),
+    "hadamard": (np.array([[(-1.0) ** (i & j).bit_count() for j in range(64)] for i in range(64)]), Fraction(64)),
+    "two equal": (np.eye(33, 70), Fraction(1)),
+    "tiny": (np.diag([2.0**-100, 2.0**-105]), Fraction(1, 2**200)),
+    "large": (np.full((5, 7), 2.0**250), Fraction(35 * 2**500)),
+    "zero": (np.zeros((3, 4)), Fraction(0)),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_known_norm_lies_between_the_two_bounds_which_are_close(name: str) -> None:
+    matrix, square = EXACT[name]
+    for given in (matrix, matrix.T):
+        found = spectral(given)
+        assert found.low**2 <= square <= found.high**2
+        assert found.high - found.low <= found.high / 10**9
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (2, 3), (17, 5), (64, 200), (150, 150)])
+def test_a_norm_that_is_underestimated_by_2_to_the_minus_20_is_refuted(shape: tuple[int, int]) -> None:
+    matrix = rng.standard_normal(shape).astype(np.float32).astype(np.float64)
+    own = spectral(matrix)
+    claim = Fraction(float(np.linalg.norm(matrix, 2)))
+    slightly = Fraction(1, 2**20)
+    assert judge("", claim * (1 - slightly), own).status == REFUTE
+    assert judge("", claim * (1 + slightly), own).status == AGREE
+    assert judge("", (own.low + own.high) / 2, own).status == OPEN
+    assert judge("", None, own).status == AGREE  # infinity claims nothing
+
+
+def test_an_error_of_the_matrix_widens_both_ends() -> None:
+    plain, off = spectral(np.eye(4)), spectral(np.eye(4), Fraction(1, 8))
+    assert off.low <= plain.low - Fraction(1, 8)
+    assert off.high >= plain.high + Fraction(1, 8)
+    assert spectral(np.eye(4), Fraction(3)).low == 0
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9])
+def test_a_product_of_two_maps_lies_between_its_bounds(scale: float) -> None:
+    a, b = rng.standard_normal((8, 30)), scale * rng.standard_normal((8, 30))
+    found, norm = of_product(a, b, (Fraction(0), Fraction(0))), Fraction(float(np.linalg.norm(a.T @ b, 2)))
+    assert found.low <= norm * (1 + Fraction(1, 10**12))
+    assert norm * (1 - Fraction(1, 10**12)) <= found.high <= norm * (1 + Fraction(1, 10**9))
+    assert of_product(a, np.zeros_like(b), (Fraction(0), Fraction(0))).high < Fraction(1, 10**100)
+
+
+@pytest.mark.parametrize(("out", "channels", "kernel", "stride", "side"), [
+    (3, 2, 3, 1, 5), (2, 3, 4, 2, 6), (1, 1, 3, 1, 4), (1, 2, 3, 1, 6), (4, 1, 4, 2, 7), (2, 2, 3, 1, 2),
+])  # fmt: skip
+def test_a_convolution_lies_between_its_bounds(out: int, channels: int, kernel: int, stride: int, side: int) -> None:
+    import torch
+
+    weight = rng.standard_normal((out, channels, kernel, kernel))
+    basis = torch.eye(channels * side * side, dtype=torch.float64).view(-1, channels, side, side)
+    dense = torch.conv2d(basis, torch.from_numpy(weight), stride=stride, padding=1).flatten(1)
+    norm = float(torch.linalg.matrix_norm(dense, 2))
+    found = convolution(weight, stride, (side, side))
+    assert found.low <= norm * (1 + 1e-12)
+    assert norm * (1 - 1e-12) <= found.high <= 1.7 * norm
+
+
+@pytest.mark.parametrize("entry", [float("nan"), float("inf"), 1e200])
+def test_numbers_whose_squares_overflow_have_no_norm(entry: float) -> None:
+    for norm in (spectral, length):
+        with pytest.raises((ValueError, ArithmeticError, np.linalg.LinAlgError)), np.errstate(all="ignore"):
+            norm(np.full((2, 3), entry))
+
+
+def test_numbers_whose_squares_vanish_have_a_wide_norm() -> None:
+    for norm in (spectral, length):
+        found = norm(np.full((2, 3), 1e-200))
+        assert found.low**2 <= 6 * Fraction(1e-200) ** 2 <= found.high**2
+
+
+def test_fractions_are_rounded_outward() -> None:
+    for x in (Fraction(1, 3), Fraction(2, 7**300), Fraction(10**400, 3), Fraction(5), Fraction(0)):
+        assert rounded(x, False) <= x <= rounded(x, True)
+        assert rounded(x, True) - rounded(x, False) <= x / 2**150
+        assert root(x, False) ** 2 <= x <= root(x, True) ** 2
+        assert (root(x, True) - root(x, False)) ** 2 <= x / 2**150
+    assert Interval.of(0.1).low == Fraction(0.1)  # the float, not one tenth

@@ -1,0 +1,134 @@
+"""Names of image files: beside their indexes wherever a dataset is a folder, and hostile ones stay text."""
+
+import csv
+import json
+import os
+from html import unescape
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from certcli.checkpoint.file import Checkpoint
+from certcli.images import datasets
+from certcli.images.folders import LONGEST_NAME
+from tests.helpers.commands import attempt, console, document
+
+HOSTILE = ("=1+2.png", "<script>$\\x$.png", "a\x1b[31m\n\u202eb.png", os.fsdecode(b"\xff.png"))
+"""A formula, a tag and mathematics, escapes, bytes that are no text."""
+SHOWN = ("=1+2.png", "<script>$\\x$.png", "a\\x1b[31m\\n\\u202eb.png", "\\udcff.png")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory, certified: Checkpoint) -> Path:
+    """Digits as files below test/CLASS; the first four have hostile names."""
+    root = tmp_path_factory.mktemp("pictures") / "digits files"
+    images = datasets.load("digits", certified.record.input, "test").limit(30)
+    names = iter(HOSTILE)
+    pairs = sorted(zip(*images.tensors(), strict=True), key=lambda pair: int(pair[1]))  # class 0 has three of the names
+    for index, (pixels, label) in enumerate(pairs):
+        folder = root / "test" / str(int(label))
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((pixels[0] * 255).round().byte().numpy()).save(folder / next(names, f"{index}.png"), "PNG")
+    return root
+
+
+@pytest.fixture(scope="module")
+def records(workshop: Path, pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("named") / "certified.jsonl"
+    document("certify", workshop / "certified.safetensors", "--dataset", pictures, "--records", made)
+    return made
+
+
+def rows_of(records: Path) -> list[dict]:
+    return [json.loads(line) for line in records.read_text().splitlines()[1:]]
+
+
+def test_names_are_relative_printable_and_short(pictures: Path, certified: Checkpoint, tmp_path: Path) -> None:
+    images = datasets.load(str(pictures), certified.record.input)
+    assert len(images.files) == 30
+    assert all(name.isprintable() and name.startswith("test/") for name in images.files)
+    assert {name.split("/", 2)[2] for name in images.files} >= set(SHOWN)
+    part = images.limit(7)
+    assert [images.files[index] for index in part.indices.tolist()] == list(part.files) == list(part.file_of.values())
+    below = datasets.load(str(pictures / "test"), certified.record.input)
+    assert [f"test/{name}" for name in below.files] == list(images.files)
+    assert datasets.load("digits", certified.record.input).file_of == {}
+    deep = Path(*["d" * 200] * 4)
+    for label in "ab":
+        (tmp_path / label / deep).mkdir(parents=True)
+        Image.new("L", (8, 8)).save(tmp_path / label / deep / "x.png")
+    long = datasets.load(str(tmp_path), certified.record.input).files
+    assert {len(name) for name in long} == {LONGEST_NAME}
+    assert all(name.startswith("…") and name.endswith("/x.png") for name in long)
+
+
+def test_records_name_their_files_and_an_edited_name_is_refused(
+    workshop: Path, pictures: Path, records: Path, tmp_path: Path
+) -> None:
+    checkpoint = workshop / "certified.safetensors"
+    rows, verify = rows_of(records), ("certify", checkpoint, "--dataset", pictures, "--verify")
+    assert all(pictures.joinpath(row["file"]).is_file() for row in rows if row["file"].rpartition("/")[2].isalnum())
+    assert {row["file"].rpartition("/")[2] for row in rows} >= set(SHOWN)
+    named = {row["index"]: row["file"] for row in rows}
+    assert all(row["file"] == named[row["index"]] for row in document(*verify, records, "--sample", 2)["rows"])
+    attacked = tmp_path / "attacked.jsonl"
+    document("attack", checkpoint, "--dataset", pictures, "-a", "fgsm", "-e", 0.2, "--no-checks", "--records", attacked)
+    assert [row["file"] for row in rows_of(attacked)] == [row["file"] for row in rows]
+    # a folder of splits and one of them are the same images
+    document(
+        "attack", checkpoint, "--dataset", pictures / "test", "-a", "fgsm", "--only-certified", records, "--no-checks"
+    )
+    edited, old = tmp_path / "edited.jsonl", tmp_path / "old.jsonl"
+    edited.write_text(records.read_text().replace(rows[9]["file"], "test/0/other.png"))
+    old.write_text("".join(json.dumps({k: v for k, v in json.loads(line).items() if k != "file"}) + "\n"
+                           for line in records.read_text().splitlines()))  # fmt: skip
+    failure = attempt(*verify, edited).exception
+    assert "image 9 is test/0/other.png; its pixels are those of test/" in str(failure)
+    assert document(*verify, old, "--sample", 1)["verdicts"]["refuted"] == 0
+
+
+def test_an_audit_names_files_and_hostile_names_stay_text(workshop: Path, pictures: Path, tmp_path: Path) -> None:
+    made = {kind: tmp_path / f"audit.{kind}" for kind in ("json", "csv", "html")}
+    reports = [word for path in made.values() for word in ("--report", path)]
+    words = (
+        "audit",
+        workshop / "plain.safetensors",
+        "--dataset",
+        pictures,
+        "-e",
+        2,
+        "-a",
+        "fgsm",
+        "--time-budget",
+        "6s",
+    )
+    done = console(*words, *reports)
+    assert done.code == 0, done.err
+    found = json.loads(made["json"].read_text())["records"]
+    with made["csv"].open(newline="") as handle:
+        rows = {int(row["index"]): row["file"] for row in csv.DictReader(handle)}
+    assert rows == {row["index"]: row["file"] for row in found}
+    names = {row["file"] for row in found}
+    page = made["html"].read_text()
+    captions = [unescape(text.partition("</figcaption>")[0]) for text in page.split("<figcaption>image ")[1:]]
+    assert captions
+    assert all(text.partition(" (")[2].partition("): ")[0] in names for text in captions)
+    assert "<script>" not in page + done.out
+    assert not {"\x1b", "\u202e"} & {*page, *done.out, *done.err}
+
+
+def test_a_spreadsheet_computes_no_name() -> None:
+    from certcli.report.formats import _no_formula
+
+    kept = ("a=1.png", "0/-1.png", "")
+    assert [_no_formula(name) for name in (*kept, "=1+2.png", "+a", "-a", "@a", " =a")] == [
+        *kept, "'=1+2.png", "'+a", "'-a", "'@a", "' =a",
+    ]  # fmt: skip
+
+
+def test_a_gallery_draws_names_with_dollars(workshop: Path, pictures: Path, tmp_path: Path) -> None:
+    words = ("attack", workshop / "plain.safetensors", "--dataset", pictures, "-a", "fgsm", "-e", 2, "--no-checks")
+    done = console(*words, "--gallery", tmp_path / "gallery.svg")
+    assert done.code == 0, done.err
+    assert (tmp_path / "gallery.svg").stat().st_size > 10_000

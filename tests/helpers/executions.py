@@ -1,0 +1,106 @@
+"""A network executed in another precision, and with its sums in other orders than the library's."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from certcli.rounding import PRECISIONS
+
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def in_turn(a: Tensor, b: Tensor) -> Tensor:
+    """a b, one term after the other; in half precision sums are kept in float32."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    total = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=wide)
+    for k in range(a.shape[-1]):
+        total = total + a[..., k : k + 1].to(wide) * b[..., k : k + 1, :].to(wide)
+    return total.to(a.dtype)
+
+
+def backwards(a: Tensor, b: Tensor) -> Tensor:
+    return in_turn(a.flip(-1), b.flip(-2))
+
+
+def blocked(a: Tensor, b: Tensor) -> Tensor:
+    """Blocks of seven terms, then their sums."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    parts = zip(a.to(wide).split(7, -1), b.to(wide).split(7, -2), strict=True)
+    return torch.stack([x @ y for x, y in parts]).sum(0).to(a.dtype)
+
+
+def cut_off(a: Tensor, b: Tensor) -> Tensor:
+    """TF32 at its worst: 13 bits of each factor are dropped."""
+    short = [(x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (a, b)]
+    return in_turn(*short)
+
+
+class Ordered(TorchDispatchMode):
+    """Matrix products and convolutions by `product`."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.product = product
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "bmm"):
+            return self.product(*args)
+        if name in ("addmm", "baddbmm"):
+            return args[0] + self.product(*args[1:3])
+        if name == "convolution" and args[8] == 1:
+            x, weight, bias, stride, padding, dilation = args[:6]
+            columns = F.unfold(
+                x.float() if x.dtype != torch.float64 else x, weight.shape[2:], dilation, padding, stride
+            )
+            found = self.product(weight.flatten(1).expand(len(x), -1, -1), columns.to(x.dtype))
+            size = [(n + 2 * p - d * (k - 1) - 1) // s + 1
+                    for n, p, d, k, s in zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True)]  # fmt: skip
+            found = found.view(len(x), len(weight), *size)
+            return found if bias is None else found + bias.view(-1, 1, 1)
+        return func(*args, **(kwargs or {}))
+
+
+def representable(x: Tensor, arithmetic: str) -> Tensor:
+    """Return the image that the arithmetic has in place of x, still in [0, 1], in float64."""
+    return x.to(PRECISIONS[arithmetic].dtype).double()
+
+
+@torch.no_grad()
+def executions(model: nn.Module, pixels: Tensor, arithmetic: str) -> Iterator[Tensor]:
+    """Yield the logits of `representable` images in several executions, in float64: orders of sums, batches, kernels."""
+    dtype = PRECISIONS[arithmetic].dtype
+    net, images = copy.deepcopy(model).to(dtype).eval(), pixels.to(dtype)
+    products = (cut_off,) if arithmetic == "tf32" else (in_turn, backwards, blocked)
+    if arithmetic != "tf32":
+        yield net(images).double()
+        yield torch.cat([net(image[None]) for image in images]).double()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(2)
+        yield net(images).double()
+        torch.set_num_threads(threads)
+    for product in products:
+        with sdpa_kernel(SDPBackend.MATH), Ordered(product):
+            yield net(images).double()
+
+
+def neighbours(pixels: Tensor, radius: float, seed: int) -> Tensor:
+    """Return images of the box within a little less than this radius."""
+    draw = torch.Generator().manual_seed(seed)
+    away = torch.randn(pixels.shape, generator=draw, dtype=torch.float64)
+    length = away.flatten(1).norm(dim=1).view(-1, *[1] * (pixels.dim() - 1))
+    return (pixels + away / length * radius * (1 - 1e-2)).clamp(0, 1)
+
+
+def apart(one: Tensor, other: Tensor) -> Tensor:
+    """Return |(z_i - z_j) - (z'_i - z'_j)|: (b, k), (b, k) -> (b, k, k)."""
+    moved = one - other
+    assert math.prod(moved.shape)
+    return (moved[:, :, None] - moved[:, None, :]).abs()

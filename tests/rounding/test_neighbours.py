@@ -1,0 +1,245 @@
+"""Rounding at the neighbours of an image: no execution differs by more than is proven, nor changes a certified class."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from timm.layers import LayerScale
+from timm.layers.attention import Attention
+from torch import Tensor, nn
+
+from certcli.certify.lipschitz import LipschitzCertifier
+from certcli.certify.lipschitz_options import ARITHMETICS, REAL
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import InputSpec
+from certcli.engine.table import NoRule
+from certcli.images.labelled import Images
+from certcli.lipschitz.network import prove
+from certcli.models import build
+from certcli.models.build import PixelModel
+from certcli.nn.activations import MaxMin
+from certcli.nn.attention_weights import AttentionShape
+from certcli.nn.l2_attention import L2Attention
+from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.nn.residual import ConvexResidual, WeightedResidual
+from certcli.rounding import PRECISIONS, NeighbourErrors
+from certcli.system.errors import NoBoundError
+from tests.certify.test_certificate_law import KINDS, climbed
+from tests.certify.test_local_lip import SIZE
+from tests.helpers.executions import apart, executions, neighbours, representable
+
+EXECUTED = [name for name in ARITHMETICS if name != REAL]
+
+
+class Tokens(nn.Module):
+    """(b, 1, 6, 6) -> six tokens of six features -> parts -> a linear head on all of them or on their mean."""
+
+    def __init__(self, *parts: nn.Module, residual: nn.Module | None = None, mean: bool = False) -> None:
+        super().__init__()
+        self.parts, self.residual, self.mean = nn.ModuleList(parts), residual, mean
+        self.position = nn.Parameter(torch.randn(6, 6))
+        self.token = nn.Parameter(torch.randn(1, 1, 6))
+        self.head = nn.Linear(6 if mean else 42, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1, 2) + self.position
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1)
+        before = x
+        for part in self.parts:
+            x = part(x)
+        if self.residual is not None:
+            x = self.residual(before, x)
+        elif x.shape == before.shape:
+            x = before + 0.5 * x
+        return self.head(x.mean(dim=1) if self.mean else x.flatten(1))
+
+
+def floor(width: int = 6) -> FloorNorm:
+    norm = FloorNorm(width)
+    norm.floor.fill_(0.3)
+    return norm
+
+
+def attention() -> Attention:
+    return Attention(6, num_heads=2, qkv_bias=True)
+
+
+def l2() -> L2Attention:
+    return L2Attention(AttentionShape(6, 2, 3, True, 6, True))
+
+
+def images(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(*layers)
+
+
+# name: the network on images (b, 1, 6, 6) in [0, 1]
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: images(nn.Flatten(), nn.Linear(36, 5)),
+    "without a bias": lambda: images(nn.Flatten(), nn.Linear(36, 5, bias=False)),
+    "ReLU": lambda: images(nn.Flatten(), nn.Linear(36, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 5)),
+    "MaxMin": lambda: images(nn.Flatten(), nn.Linear(36, 24), MaxMin(), nn.Linear(24, 24), MaxMin(), nn.Linear(24, 5)),
+    "no linear head": lambda: images(nn.Flatten(), nn.Linear(36, 6), MaxMin()),
+    "convolution": lambda: images(nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 6, 2, groups=2), nn.Flatten(),
+                                  nn.Linear(24, 5)),
+    "dilated": lambda: images(nn.Conv2d(1, 4, 2, dilation=3, padding=1), nn.Flatten(), nn.Linear(100, 5)),
+    "GELU": lambda: images(nn.Flatten(), nn.Linear(36, 12), nn.GELU(), nn.Linear(12, 5)),
+    "tanh GELU": lambda: images(nn.Flatten(), nn.Linear(36, 12), nn.GELU("tanh"), nn.Linear(12, 5)),
+    "LayerNorm": lambda: Tokens(nn.LayerNorm(6, eps=0.1)),
+    "LayerNorm of steep slope": lambda: Tokens(nn.Linear(6, 6), nn.LayerNorm(6, eps=1e-5)),
+    "FloorNorm": lambda: Tokens(floor()),
+    "CenterNorm": lambda: Tokens(CenterNorm(6)),
+    "LayerScale": lambda: Tokens(nn.Linear(6, 6), LayerScale(6, 0.3)),
+    "mean": lambda: Tokens(nn.Linear(6, 6), mean=True),
+    "convex residual": lambda: Tokens(nn.Linear(6, 6), residual=ConvexResidual()),
+    "weighted residual": lambda: Tokens(nn.Linear(6, 6), residual=WeightedResidual()),
+    "attention": lambda: Tokens(floor(), attention()),
+    "sharp attention": lambda: Tokens(floor(), sharp(attention(), "qkv")),
+    "L2 attention": lambda: Tokens(floor(), l2()),
+    "L2 attention on any tokens": lambda: Tokens(sharp(l2(), "query")),
+    "a block": lambda: Tokens(floor(), l2(), floor(), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)),
+}  # fmt: skip
+
+
+def sharp(module: nn.Module, name: str) -> nn.Module:
+    getattr(module, name).weight.data.mul_(5)
+    return module
+
+
+def network(make: Callable[[], nn.Module], mean: float = 0.4, std: float = 0.3) -> PixelModel:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        net = make()
+    return PixelModel(InputSpec(size=SIZE, mean=(mean,), std=(std,)), net).double().eval()
+
+
+def judged() -> Tensor:
+    noise = torch.rand(3, *SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.cat([noise, noise[:1].round(), torch.zeros(1, *SIZE), torch.full((1, *SIZE), 0.5)])
+
+
+@pytest.mark.parametrize("arithmetic", EXECUTED)
+@pytest.mark.parametrize("name", CASES)
+def test_no_execution_differs_by_more_than_is_proven(name: str, arithmetic: str) -> None:
+    """Of float64, whose real numbers nobody has here, two executions are within twice the bound."""
+    model, pixels, radius = network(CASES[name]), judged(), 0.5
+    try:
+        analysis = NeighbourErrors(model, SIZE, PRECISIONS[arithmetic])
+    except NoRule as reason:
+        assert arithmetic != "float64", reason
+        return
+    radii = torch.full((len(pixels),), radius)
+    classes = model(pixels).shape[1]
+    bound = torch.stack([analysis(pixels, radii, torch.full((len(pixels),), top)) for top in range(classes)], 1)
+    for near in (pixels, neighbours(pixels, radius, 7), neighbours(pixels, radius, 8)):
+        near = representable(near, arithmetic)
+        real = model(near)
+        for logits in executions(model, near, arithmetic):
+            assert bool((apart(logits, real) <= bound * (2 if arithmetic == "float64" else 1)).all())
+    if arithmetic in ("float64", "float32") and not any(word in name for word in ("steep", "any tokens", "sharp")):
+        assert float(bound.max()) < 2.0**29 * PRECISIONS[arithmetic].unit * 1e-3  # it says something
+
+
+def test_the_bound_is_within_a_factor_of_two_where_rounding_is_worst() -> None:
+    """1 + 2^-24 + 2^-24 + ... in turn: float32 loses every term, so half of the bound is false."""
+    side, head = 20, nn.Linear(400, 2, bias=False)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.weight[0] = 2.0**-12
+        head.weight[0, 0] = 1
+    model = PixelModel(InputSpec(size=(1, side, side), mean=(0.0,), std=(1.0,)), nn.Sequential(nn.Flatten(), head))
+    model = model.double().eval()
+    image = torch.full((1, 1, side, side), 2.0**-12, dtype=torch.float64)
+    image[0, 0, 0, 0] = 1
+    bound = NeighbourErrors(model, (1, side, side), PRECISIONS["float32"])(image, torch.zeros(1), torch.tensor([0]))
+    with torch.no_grad():
+        real = model(image)
+    found = max(float(apart(logits, real)[0, 0, 1]) for logits in executions(model, image, "float32"))
+    assert 0.5 * float(bound[0, 1]) < found <= float(bound[0, 1])
+
+
+@pytest.mark.parametrize("arithmetic", EXECUTED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_execution_changes_a_certified_class(kind: str, arithmetic: str) -> None:
+    """Murray's constructions among them: biases that cancel, huge and tiny layers, ties."""
+    model = network(KINDS[kind], 0.4, 0.5)
+    pixels = torch.rand(6, *SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    claims = _claims(model, pixels, arithmetic)
+    if kind in ("tied", "bias50", "denormal") or (kind.startswith("bias") and arithmetic != "float64"):
+        assert not claims
+    if kind in ("huge_tiny", "tiny_huge") and arithmetic != "float64":
+        assert not claims  # float32 overflows, or has 0
+    if kind in ("linear", "relu", "maxmin") and arithmetic in ("float64", "float32"):
+        assert claims
+    _hold(model, pixels, claims, arithmetic)
+
+
+def _claims(model: PixelModel, pixels: Tensor, arithmetic: str) -> list[Any]:
+    tops = model(pixels).argmax(1).tolist()
+    try:
+        certifier = LipschitzCertifier(model, prove(model, model(pixels).shape[1]), arithmetic)
+        rows = certifier.batch(range(len(pixels)), pixels, tops)
+    except NoBoundError:
+        return []
+    assert certifier.arithmetic == arithmetic
+    return [row for row in rows if row.radius > 0]
+
+
+def _hold(model: PixelModel, pixels: Tensor, claims: list[Any], arithmetic: str) -> None:
+    """No image that the arithmetic has, at no place where gradients lead within a claimed radius, is of another class."""
+    if not claims:
+        return
+    images, classes = pixels[[row.index for row in claims]], torch.tensor([row.prediction for row in claims])
+    radii = torch.tensor([min(row.radius, 10.0) for row in claims], dtype=torch.float64)
+    for near in (images, climbed(model, images, classes, radii)):
+        near = representable(near, arithmetic)
+        inside = (near - images).flatten(1).norm(dim=1) <= radii
+        for logits in executions(model, near, arithmetic):
+            best = logits.topk(2, dim=1)
+            assert bool((best.indices[:, 0] == classes)[inside].all())
+            assert bool((best.values[:, 0] > best.values[:, 1])[inside].all())  # a tie is no answer
+
+
+def test_certified_digits_withstand_other_orders_and_last_bits(certified: Checkpoint, digits: Images) -> None:
+    model = build.load_double(certified, torch.device("cpu"))
+    pixels = digits.limit(24).fetch(list(range(24))).double()
+    claims = {name: _claims(model, pixels, name) for name in ("float64", "float32", "fp16")}
+    assert len(claims["float32"]) >= len(claims["float64"]) - 1 > 12
+    for name in ("float32", "fp16"):
+        _hold(model, pixels, claims[name], name)
+    real = {row.index: row.radius for row in claims["float64"]}
+    assert all(row.radius < real[row.index] for row in claims["float32"])
+    assert all(row.radius > 0.9 * real[row.index] for row in claims["float32"] if real[row.index] > 0.3)
+
+
+def test_a_constant_that_the_network_computes_is_refused_by_name() -> None:
+    class Computing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift, self.head = nn.Parameter(torch.randn(36)), nn.Linear(36, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x.flatten(1) + self.shift.exp())
+
+    model = network(Computing)
+    with pytest.raises(NoRule, match="a constant that the network computes"):
+        NeighbourErrors(model, SIZE, PRECISIONS["float32"])
+    bound = prove(model, 3)
+    assert LipschitzCertifier(model, bound).arithmetic == REAL  # nobody named another
+    with pytest.raises(NoBoundError, match="no certificate in float64"):
+        LipschitzCertifier(model, bound, "float64")
+
+
+def test_float16_that_overflows_certifies_nothing() -> None:
+    model = network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3)))
+    pixels = judged()
+    model.net[1].weight.data.mul_(2.0**17)
+    model.net[3].weight.data.mul_(2.0**-17)
+    assert _claims(model, pixels, "float32")
+    assert not _claims(model, pixels, "fp16")
+
+
+def test_the_command_line_knows_the_arithmetics() -> None:
+    assert ARITHMETICS == (REAL, *PRECISIONS)
+    assert replace(PRECISIONS["bf16"]).sums is PRECISIONS["float32"]

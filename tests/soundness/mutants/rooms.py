@@ -1,0 +1,40 @@
+"""The rooms on whose code a certificate rests, and the tests that hold their laws."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class Room:
+    """sources: below certcli/, files or folders. tests: below tests/."""
+
+    sources: tuple[str, ...]
+    tests: tuple[str, ...]
+
+    def files(self) -> list[Path]:
+        places = [ROOT / "certcli" / source for source in self.sources]
+        return sorted({file for place in places for file in ([place] if place.is_file() else place.rglob("*.py"))})
+
+
+_LIPSCHITZ = ("bound", "chain", "context", "network", "propagate", "size", "value", "heads")
+_NUMERICS = ("arithmetic", "convolution", "convolution_estimate", "real", "spectral")
+_LOCAL = ("enclosure/test_balls.py", "enclosure/test_zonotope_networks.py")
+ROOMS = {
+    "numerics": Room(tuple(f"lipschitz/numerics/{name}.py" for name in _NUMERICS), ("lipschitz",)),
+    "rules": Room(("lipschitz/rules", *(f"lipschitz/{name}.py" for name in _LIPSCHITZ)), ("lipschitz",)),
+    "enclosure": Room(("enclosure",), ("enclosure", "soundness/test_local_programs.py")),
+    "rounding": Room(("rounding",), ("rounding",)),
+    "certify": Room(("certify",), ("certify", *_LOCAL)),
+    "judge": Room(
+        tuple(f"attack/{name}.py" for name in ("judge", "checks", "findings", "campaign", "certified_radii", "patch")),
+        ("attack",),
+    ),
+    "evaluation": Room(("evaluation",), ("evaluation",)),
+    "verification": Room(("verification",), ("verification",)),
+    "checkpoint": Room(("checkpoint",), ("checkpoint",)),
+    "engine": Room(
+        ("engine",), ("engine", *(f"lipschitz/test_{name}.py" for name in ("options", "refusals", "attention")))
+    ),
+}

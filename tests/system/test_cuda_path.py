@@ -1,0 +1,77 @@
+"""Every command on a CUDA device that is pretended: no tensor stays on the CPU, and the answers are the CPU's."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from certcli.attack.catalogue import ATTACKS
+from certcli.certify.methods import METHODS
+from tests.helpers.commands import console
+from tests.helpers.pretended_cuda import pretended_cuda
+
+DATA = ("--dataset", "digits", "--limit", 2)
+PATCH = ("--patch", 2, *DATA)
+LAYER = ("--layers", "blocks.0.mlp.fc1", "--iterations", 5, "--eta", 0.1)
+COMMANDS: dict[str, tuple[str, Sequence[object]]] = {
+    "lipschitz": ("lipschitz NET", ()),
+    **{
+        f"certify, {name}": (
+            f"certify {'CHAIN' if name == 'local-lip' else 'NET'} --method {name}",
+            PATCH if name == "patch" else DATA,
+        )
+        for name in METHODS.names()
+        if name != "bcp"  # the code of local-lip
+    },
+    "attack": ("attack NET", (*DATA, *(word for name in ATTACKS.names() for word in ("-a", name)))),
+    "attack, patch": ("attack NET --norm patch --patch 2", DATA),
+    "constrain": ("constrain NET -o OUT --force", LAYER),
+    "adapt": ("adapt NET -o OUT --force", DATA),
+    "finetune": ("finetune NET -o OUT --force --steps 2 --dataset digits", ()),
+}
+"""By name: words, and more of them. NET and OUT are paths."""
+
+
+def answer(row: str, folder: Path, device: str) -> str:
+    words, more = COMMANDS[row]
+    paths = {
+        "CHAIN": folder / "chain.safetensors",
+        "NET": folder / "net.safetensors",
+        "OUT": folder / f"{device[:3]}.safetensors",
+    }
+    done = console(*(paths.get(word, word) for word in words.split()), *more, "--device", device, "--quiet")
+    assert done.code == 0, done.err
+    said = re.sub(r"; \S+ seconds an image|; \d+ passes gave .*", "", done.out)  # a GPU's batches are larger
+    return said.replace(str(paths["OUT"]), "OUT")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("cuda")
+    shape = [word for key in ("embed_dim=8", "depth=1", "num_heads=2") for word in ("--arch-arg", key)]
+    assert console("init", "certvit_vit_digits", *shape, "-o", found / "net.safetensors").code == 0
+    assert console("init", "certvit_4c3f", "--arch-arg", "img_size=4", "-o", found / "chain.safetensors").code == 0
+    return found
+
+
+@pytest.mark.parametrize("row", COMMANDS)
+def test_a_command_on_cuda_answers_as_on_the_cpu(row: str, folder: Path) -> None:
+    expected = answer(row, folder, "cpu")
+    with pretended_cuda():
+        found = answer(row, folder, "cuda:0")
+    assert found == expected
+
+
+def test_the_pretended_device_refuses_what_cuda_refuses() -> None:
+    with pretended_cuda() as cuda:
+        weight = torch.nn.Linear(3, 2).to(cuda).weight
+        assert weight.is_cuda
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.ones(1, 3) @ weight.T
+        with pytest.raises(TypeError, match="numpy"):
+            weight.detach().numpy()
+        with pytest.raises(RuntimeError, match="generator"):
+            torch.empty(3, device=cuda).normal_(generator=torch.Generator())
+        assert weight.cpu().detach().numpy().shape == (2, 3)
