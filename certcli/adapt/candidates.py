@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.floors import ROOM
 from certcli.adapt.settings import ATTENTIONS
 from certcli.adapt.start import LeastSquares, deviations
 from certcli.adapt.streams import capture_input
@@ -18,7 +17,7 @@ from certcli.nn.norms import FloorNorm
 from certcli.nn.surgery import REPLACEMENTS
 
 QUANTILES = (0.1, 0.3)
-"""Floors are tried at ROOM times these quantiles of the deviations."""
+"""Floors are tried at these quantiles of the deviations."""
 
 TRIAL_ATTENTIONS = ("scsa", "l2")
 """The values of `--attention` that are tried."""
@@ -93,7 +92,7 @@ def floor_candidates(path: str, norm: FloorNorm, inputs: PartInputs) -> Iterator
     """Yield floors at quantiles of the deviations that lie above the present floor."""
     order, present = torch.cat(inputs.deviations).sort().values, float(norm.floor)
     for share in QUANTILES:
-        floor = ROOM * float(order[int(share * (len(order) - 1))])
+        floor = float(order[int(share * (len(order) - 1))])
         if floor > present:
             family = f"floor above {100 * share:.0f} % of rows"
             digits, place = math.log10(floor / present), partial(norm.floor.fill_, floor)

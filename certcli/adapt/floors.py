@@ -19,7 +19,7 @@ from certcli.system.processes import ALONE, Team
 BLANK = (0.0, 0.5, 1.0)
 
 ROOM = 0.7
-"""A floor is this share of the deviation that it is meant to lie below (docs/lab/adapt.md, *Room under the floors*)."""
+"""A floor is this share of the least deviation seen (docs/lab/adapt.md, *Room under the floors*)."""
 
 
 @torch.no_grad()

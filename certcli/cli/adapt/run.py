@@ -101,8 +101,6 @@ def trade_document(trade: "Trade") -> dict[str, Any]:
 
 def show_trade(trade: "Trade", sink: Sink) -> None:
     """Print the rungs and the candidates; nothing where no parts were chosen."""
-    from msgspec import UNSET
-
     if not trade.rungs:
         return
     first = trade.rungs[0].log10_upper
@@ -123,7 +121,7 @@ def show_trade(trade: "Trade", sink: Sink) -> None:
                 "-" if rung.log10_upper is None else f"{rung.log10_upper:.1f}",
                 "-" if rung.log10_upper is None else f"{first - rung.log10_upper:.1f}",
                 f"{100 * rung.agreement:.1f} %",
-                "-" if rung.agreement_at_least is UNSET else f"{100 * rung.agreement_at_least:.1f} %",
+                f"{100 * rung.agreement_at_least:.1f} %" if isinstance(rung.agreement_at_least, float) else "-",
                 f"{100 * rung.error:.1f} %",
             )
             for rung in trade.rungs
