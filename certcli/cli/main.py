@@ -9,7 +9,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import typer
@@ -38,8 +38,19 @@ NARROWEST = 60
 _columns = shutil.get_terminal_size().columns
 
 
+class _Context(typer.Context):
+    """Leaves words room beside the options of a narrow `--help`, and puts long options on lines of their own."""
+
+    def make_formatter(self) -> Any:
+        formatter = super().make_formatter()
+        formatter.write_dl = partial(formatter.write_dl, col_max=16)  # type: ignore[method-assign]
+        return formatter
+
+
 class _Untyped:
     """Makes `--help` name no Python type beside arguments and flags. Other options have words of their own."""
+
+    context_class: Any = _Context
 
     def get_params(self, context: Any) -> list[Any]:
         found: list[Any] = super().get_params(context)  # type: ignore[misc]

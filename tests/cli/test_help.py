@@ -25,11 +25,14 @@ def test_the_help_names_a_docs_page_that_exists(command: str) -> None:
     assert Path(last.removeprefix("More: ")).is_file()
 
 
-def test_forty_columns_keep_the_names_of_options_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forty_columns_keep_names_and_words_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    shown = subprocess.run([sys.executable, "-m", "certcli", "certify", "--help"], capture_output=True, text=True)
-    assert {"--epsilon", "--min-certified", "--attack-records"} <= set(shown.stdout.replace(",", " ").split())
+    shown = subprocess.run([sys.executable, "-m", "certcli", "attack", "--help"], capture_output=True, text=True)
+    assert {"--epsilon", "--min-robust", "--save-examples", "evaluation:"} <= set(
+        shown.stdout.replace(",", " ").split()
+    )
     assert "…" not in shown.stdout
+    assert [line for line in shown.stdout.splitlines() if len(line) > 40] == []
 
 
 @pytest.mark.parametrize(
