@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import binomtest
 
 from certcli.certify.methods import certify, options_of, prepare
 from certcli.checkpoint.file import Checkpoint
@@ -98,8 +99,12 @@ class Laboratory:
         result, about = entry["result"], entry["parameters"]
         if entry["command"] == "finetune":
             seed = self.networks[number].record.lineage[-1].seed
-            return self.truth(number, "digits", "val", about.get("images"), seed, json.dumps(["lipschitz", {}]))
+            return self.truth(
+                number, "digits", "val", about.get("images"), seed, json.dumps(["lipschitz", {"arithmetic": "real"}])
+            )
         options = {name: value for name, value in result["parameters"].items() if name != "noise"}
+        if result["method"] == "lipschitz":
+            options["arithmetic"] = result["arithmetic"]  # a claim about another arithmetic is another claim
         method = json.dumps([result["method"], options])
         return self.truth(number, "digits", about["split"], about["limit"], about["seed"], method)
 
@@ -124,10 +129,11 @@ class Laboratory:
         return check(checkpoint, remembered, measured=False)
 
 
+SHARE = r"(?:[\d.]+ %|\d+ of \d+ \(95 % interval \d+ to \d+ %\))"
 SENTENCE = re.compile(
     r"((?P<n>\d+) images? of (?P<name>.+) \((?P<split>\w+)\)|(?P<few>\d+) validation images?"
-    r"|all validation images, their number is not stated): clean (?P<clean>[\d.]+) %, (and )?certified "
-    r"(?P<shares>[^()]+?)(?P<box> \(radii linf\))? \((?P<promise>.*)\), "
+    rf"|all validation images, their number is not stated): clean (?P<clean>{SHARE}), (and )?certified "
+    rf"(?P<shares>{SHARE} at \S+?(, {SHARE} at \S+?)*)(?P<box> \(radii linf\))? \((?P<promise>.*)\), "
     r"(average radius (?P<mean>[\d.e+-]+)|no bound|bound.*)"
 )
 
@@ -164,8 +170,8 @@ def _untrue_shares(truth: Raw, shown: str) -> str | None:
         count, images["name"], images["split"],
     ):  # fmt: skip
         return f"the images are {images}"
-    if abs(float(part["clean"]) - 100 * sum(right for right, _ in rows) / count) > 0.05 + 1e-9:  # one digit is shown
-        return "clean"
+    if abs(_percent(part["clean"], count) - 100 * sum(right for right, _ in rows) / count) > 0.05 + 1e-9:
+        return "clean"  # one digit is shown
     if (part["box"] is not None) != (truth["norm"] == "linf"):
         return "norm"
     chance = re.search(r"probability ([\d.]+)", part["promise"])
@@ -175,15 +181,28 @@ def _untrue_shares(truth: Raw, shown: str) -> str | None:
         else truth["failure"] or "proven" not in part["promise"]
     ):
         return "promise"
-    for share, radius in re.findall(r"([\d.]+) % at ([\d.e+-]+)", part["shares"]):
+    for share, radius in re.findall(rf"({SHARE}) at ([\d.e+-]+)", part["shares"]):
         held = sum(right and (float(radius) == 0 or found * (1 + SLACK) > float(radius)) for right, found in rows)
-        if float(share) > 100 * held / count + 1e-9:
-            return f"{share} % at {radius}: they are {held} of {count}"
+        if _percent(share, count) > 100 * held / count + 1e-9:
+            return f"{share} at {radius}: they are {held} of {count}"
     if part["mean"] is not None:
         finite = [found if right else 0.0 for right, found in rows if not right or found < math.inf]
         if float(part["mean"]) > sum(finite) / len(finite) * (1 + SLACK):
             return "mean radius"
     return None
+
+
+def _percent(share: str, count: int) -> float:
+    """Return a shown share in percent; infinite where its number of images or its interval is false."""
+    few = re.fullmatch(r"(\d+) of (\d+) \(95 % interval (\d+) to (\d+) %\)", share)
+    if few is None:
+        return float(share.removesuffix(" %"))
+    hits, images, low, high = map(int, few.groups())
+    if images != count or hits > images:
+        return math.inf
+    exact = binomtest(hits, images).proportion_ci(0.95, "exact")
+    apart = max(abs(100 * exact.low - low), abs(100 * exact.high - high))
+    return 100 * hits / images if apart < 0.6 else math.inf  # shown without digits
 
 
 def unmarked(lab: Laboratory, number: int, entry: Raw, document: Raw) -> str | None:

@@ -72,8 +72,8 @@ def show(kept: Mapping[str, Any], sink: Sink) -> None:
     )
     if kept.get("chose") and kept["dataset"] != "synthetic photographs":
         sink.text(
-            f"by the margins of these images, at least {100 * kept['agreement_at_least']:.1f} % of all such images "
-            "keep their first choice (true for nine of ten draws)"
+            f"by the margins of these images, an estimate: {100 * kept['agreement_at_least']:.1f} % or more of such "
+            "images keep their first choice"
         )
         _say_few_judges(kept["images"], sink)
     if kept["dataset"] == "synthetic photographs":
@@ -83,7 +83,7 @@ def show(kept: Mapping[str, Any], sink: Sink) -> None:
         if "agreement_at_least" in kept:
             share, error = 100 * kept["agreement_at_least"], 100 * kept["logits_error_at_most"]
             sink.text(
-                f"expected on real images, for nine of ten networks: first choice on at least {share:.1f} %, "
+                f"expected on real images, by networks that were measured: first choice on at least {share:.1f} %, "
                 f"logits to at most {error:.1f} %"
             )
         else:
