@@ -44,8 +44,10 @@ REACHED: dict[tuple[str, Norm, str], float] = {
     ("ReLU", "l2", "norms"): 0.2,
     ("GELU", "l2", "norms"): 0.15,
     ("attention", "l2", "norms"): 0.03,
-    **{(body, norm, effort): 0.9 for body in ("affine", "ReLU") for norm in ("l2", "linf")
-       for effort in ("zonotope", "backward")},
+    **{("affine", norm, effort): 0.9 for norm in ("l2", "linf") for effort in ("zonotope", "backward")},
+    ("ReLU", "l2", "zonotope"): 0.9,
+    ("ReLU", "linf", "zonotope"): 0.9,
+    ("ReLU", "linf", "backward"): 0.9,
     ("GELU", "l2", "zonotope"): 0.9,
     ("GELU", "linf", "backward"): 0.85,
     ("attention", "l2", "zonotope"): 0.5,
