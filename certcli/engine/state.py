@@ -31,11 +31,11 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     for kind in {type(module) for module in model.modules()}:
         for base in kind.__mro__:
             if not _of_library(base):
-                found |= {f"{base.__qualname__}.{n}": _described(v, set(), _DEPTH) for n, v in list(vars(base).items())}
+                found |= {f"{base.__qualname__}.{n}": _described(v, {}, _DEPTH) for n, v in list(vars(base).items())}
     for path, module in model.named_modules():
         where = own_name(model, path) if path else ""
         for name, value in vars(module).items():
-            seen: set[int] = set()
+            seen: dict[int, Any] = {}
             if name in ("_parameters", "_buffers", "_modules"):
                 for inner, item in value.items():
                     found[f"{where}.{inner}"] = _described(item, seen, _DEPTH)
@@ -55,7 +55,11 @@ def differs(before: dict[str, Any], after: dict[str, Any]) -> str | None:
     return None
 
 
-def _described(value: Any, seen: set[int], depth: int) -> Any:
+def _described(value: Any, seen: dict[int, Any], depth: int) -> Any:
+    """Describe a value: by its id where it is seen before, or too deep.
+
+    `seen` keeps what it was given alive: some of it is made here, and a new object may get its id.
+    """
     kind = type(value)
     if kind in _EXACT:
         return kind, value
@@ -70,8 +74,8 @@ def _described(value: Any, seen: set[int], depth: int) -> Any:
     if isinstance(value, (nn.Module, ModuleType)):
         return id(value)
     if id(value) in seen or depth == 0:
-        return id(value)
-    seen.add(id(value))
+        return kind if kind in _CONTAINERS or kind is range else id(value)  # which may be made here
+    seen[id(value)] = value
     if isinstance(value, (tuple, list, set, frozenset)):
         items = [_described(item, seen, depth - 1) for item in value]
         return sorted(map(repr, items)) if isinstance(value, (set, frozenset)) else items

@@ -1,6 +1,7 @@
 """Networks that are not their trace: a true bound or a refusal, never a number below a measured slope."""
 
 import collections
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import certcli.system.compat  # noqa: F401
-from certcli.engine.state import digest
+from certcli.engine.state import differs, digest, state_of
 from certcli.lipschitz.network import bound_network
 from tests.helpers.lipschitz_cases import f
 from tests.helpers.slopes import IMAGE, judge, steepest_pair
@@ -312,3 +313,12 @@ def test_the_digest_of_a_tensor_sees_every_entry_and_its_place(dtype: torch.dtyp
         moved = tensor.roll(1)
         moved[place] = tensor[place]
         assert (digest(moved) == known) == bool(torch.equal(moved, tensor))
+
+
+def test_a_state_that_nothing_changes_is_found_again() -> None:
+    """What is made while a state is described, and dies, is no part of it: functions, their globals, counters, generators."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    steps = [lambda x, n=n: torch.relu(x) * IMAGE[0] + n for n in range(9)]
+    net.held = [steps, {"deep": [[[[steps]]]]}, itertools.count(3), (n for n in range(4)), functools.partial(max, 1)]  # type: ignore[assignment]
+    first = state_of(net)
+    assert all(differs(first, state_of(net)) is None for _ in range(20))
