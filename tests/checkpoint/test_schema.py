@@ -257,7 +257,10 @@ def test_numbers_in_options_are_checked(room: Path, tiny: Checkpoint, words: str
 def test_weights_are_real_and_floating(room: Path, tiny: Checkpoint, dtype: torch.dtype) -> None:
     """torch drops imaginary parts, and with them NaN."""
     tensors = {**tiny.tensors, "head.weight": tiny.tensors["head.weight"].to(dtype)}
-    safetensors.torch.save_file(tensors, "m.safetensors", {"certvit": tiny.record.to_json()})
+    try:
+        safetensors.torch.save_file(tensors, "m.safetensors", {"certvit": tiny.record.to_json()})
+    except KeyError:
+        pytest.skip(f"this safetensors writes no {dtype}")
     assert "head.weight" in refused().message
 
 
