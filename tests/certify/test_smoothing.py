@@ -22,6 +22,7 @@ from certcli.certify.smoothing.options import HOPELESS, UNLIKELY, Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.output import Sink
 from certcli.engine.table import NoRule
+from certcli.evaluation.radii import proven_percent
 from certcli.evaluation.records import read_records
 from certcli.system.errors import CertvitError, UsageError
 from tests.helpers.commands import attempt, certvit, document
@@ -286,7 +287,7 @@ def test_several_methods_stand_side_by_side(workshop: Path, tmp_path: Path) -> N
     shown = attempt(*words).stdout
     for part in found["methods"]:
         (row,) = [line for line in shown.splitlines() if line.startswith(f"{part['method']} ")]
-        assert f"{100 * part['certified']['0.1']:.1f} %" in row
+        assert proven_percent(part["certified"]["0.1"]) in row
         assert part["promise"] in row
 
 

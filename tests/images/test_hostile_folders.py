@@ -33,7 +33,10 @@ def test_16_bits_a_pixel_are_scaled_not_clipped(here: Path, spec: InputSpec, suf
     rows = np.linspace(0, 65535, 64).round().astype(np.uint16).reshape(8, 8)
     for name in ("a", "b"):
         (here / "d" / name).mkdir(parents=True)
-        Image.fromarray(rows).save(here / "d" / name / f"x.{suffix}")
+        try:
+            Image.fromarray(rows).save(here / "d" / name / f"x.{suffix}")
+        except OSError:
+            pytest.skip(f"this pillow writes no {suffix} of 16 bits")
     pixels, _ = datasets.load("d", spec, "all").tensors()
     expected = torch.from_numpy(rows.astype(np.float32) / 65535).expand(2, spec.size[0], 8, 8)
     assert float((pixels - expected).abs().max()) <= 1e-6  # float32 of values up to 1

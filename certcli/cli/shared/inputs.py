@@ -134,7 +134,7 @@ def evaluation_images(
     if images.note:
         sink.note(images.note)
     if dataset is None:
-        sink.note(f"images: {images.name} ({images.split}), which the checkpoint was trained on")
+        sink.note(f"images: {images.name} ({images.split}), of the dataset that the checkpoint was trained on")
     chosen = images.limit(limit, seed)
     doubt_images(chosen, record, sink)
     return chosen
