@@ -86,7 +86,8 @@ class EndFitter:
         generator = torch.Generator().manual_seed(settings.seed * 10_007 + 9_999)
         hidden: list[Any] = list(head.hidden)
         for layer in hidden:
-            nn.init.orthogonal_(layer.weight, generator=generator)
+            drawn = torch.empty_like(layer.weight, device="cpu")  # where the generator is
+            layer.weight.data.copy_(nn.init.orthogonal_(drawn, generator=generator))
             nn.init.zeros_(layer.bias)
         features: Stream = {}
         logits: Stream = {}

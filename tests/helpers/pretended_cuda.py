@@ -122,7 +122,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     target = kwargs.get("device")
     if target is not None and target.type == "cuda":
         wrap, kwargs = True, {**kwargs, "device": CPU}
-    elif not tensors:  # made by torch itself within a function of tensors on the device
+    elif not tensors or (name.endswith("_like") and _now.named is not None):
+        # made by torch itself within a function of tensors on the device, or like one of them on the CPU
         wrap = _now.on_device and _now.named is None
     elif name == "aten::_to_copy" and _now.copied_to is not None:
         wrap = _now.copied_to.type == "cuda"

@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, Sequence[object]]] = {
     "attack, patch": ("attack NET --norm patch --patch 2", DATA),
     "constrain": ("constrain NET -o OUT --force", LAYER),
     "adapt": ("adapt NET -o OUT --force", DATA),
+    "adapt, a new head": ("adapt NET -o OUT --force --goal certify --head 8,8", DATA),
     "finetune": ("finetune NET -o OUT --force --steps 1 --dataset digits", ()),
 }
 """By name: words, and more of them. NET and OUT are paths."""
