@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +20,19 @@ def verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
     tensors, function, digest = read_checkpoint(options.checkpoint, document)
     header, rows = read_records(options.records) if options.records else ({"checkpoint": digest}, [])
     images = find_images(rows, read_images(options.images, function["size"]) if options.images else [])
-    if (document.get("checkpoint"), header.get("checkpoint")) != (digest, digest):
+    own = {"checkpoint": digest, "function": function, "arch": function["arch"], "input": function["size"]}
+    if header.get("checkpoint") != digest or any(document.get(name, function) != own[name] for name in own):
         yield Verdict("checkpoint", REFUTE, f"the proof or the records are about another network than {digest[:16]}")
     try:
         yield from judge_proof(document, rebuild(tensors, function).settled().node)
-        key = itemgetter("label", "pixels")
         way = (header.get("norm"), dict(header.get("parameters", ())).get("arithmetic", "real"))
         known = images if way in (("l2", "real"), ("l2", "float64")) else {}
-        chosen = [row for row in rows if key(row) in known and row["method"] == "lipschitz"]
+        chosen = [row for row in rows if (row["label"], row["pixels"]) in known and row["method"] == "lipschitz"]
         for row in (row for row in rows if row not in chosen):
             yield Verdict(f"image {row['index']}", OPEN, "another method or arithmetic, or its image is not given")
         if chosen:
-            yield from judge_radii(rebuild(tensors, function, np.stack([images[key(row)] for row in chosen])), chosen)
+            batch = np.stack([images[row["label"], row["pixels"]] for row in chosen])
+            yield from judge_radii(rebuild(tensors, function, batch), chosen)
     except Unknown as reason:
         yield Verdict("network", OPEN, str(reason))
     except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError) as failure:

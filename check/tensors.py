@@ -171,7 +171,7 @@ class Layers:
         return replace(found, pending=Map(path, matrix, shift, 3 * U * frobenius(matrix)))
 
     def patches(self, x: Tensor, path: str, function: Mapping[str, Any]) -> tuple[Tensor, int]:
-        """Normalised pixels, cut into so many patches, each mapped to a token (2.3): one linear map of the patch."""
+        """Return tokens, linear maps of patches of normalised pixels (2.3), and the number of patches."""
         weight, mean, std = self.weight(f"{path}.weight", 4), function["mean"], function["std"]
         (out, channels, high, wide), size = weight.shape, function["size"]
         fit(path, (len(mean), len(std), size[0], size[1] % high, size[2] % wide), (channels, channels, channels, 0, 0))

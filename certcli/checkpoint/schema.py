@@ -212,6 +212,7 @@ class ReportFields(Struct):
     proof: list[ProofFields]
     why: str | UnsetType = UNSET
     bound_of: Literal["logits", "features"] = "logits"
+    function: Json | UnsetType = UNSET
 
 
 def decode_config(text: str | bytes) -> ConfigFields:

@@ -36,7 +36,7 @@ DOUBT = 0.1
 """The probability that an `agreement_at_least` on images of a dataset is missed, by the luck of the draw of judges."""
 
 MOST_RANKED = 50
-"""With so many changed first choices, a share of them is known well enough (`ReferenceLogits.changed_at_most`)."""
+"""Changed first choices that are enough to know their share (`ReferenceLogits.changed_at_most`)."""
 
 MANY_JUDGES = 500
 """More judging images than these hardly allow a larger change."""
@@ -208,7 +208,7 @@ def allowed_share(found: Fidelity, keep: float, most: float = 4.0) -> float:
 
 
 def worth_of_judges(images: int) -> float:
-    """Return how many times as large a change MANY_JUDGES images would allow, with the same margins, as so many do."""
+    """Return the change that MANY_JUDGES images with these margins would allow, over the change that `images` of them do."""
 
     def surplus(count: int) -> float:
         rank = max(1, min(count // 5, MOST_RANKED))

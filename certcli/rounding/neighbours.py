@@ -39,7 +39,7 @@ from certcli.rounding.precisions import Precision
 from certcli.rounding.running import written_out
 
 _STEPS = 32
-"""Sizes near an image are rounded up to the next of so many steps from a number to its double."""
+"""The number of steps from a number to its double; sizes near an image are rounded up to the next step."""
 _FAR = 800 * _STEPS
 """Steps from which on a size counts as infinite."""
 _AT_ONCE = 64

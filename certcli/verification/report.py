@@ -32,6 +32,8 @@ def check_weights(report: ReportFields, checkpoint: Checkpoint, device: torch.de
         return
     if (report.arch, report.input) != (record.arch, record.input.size):
         yield f"the report is about {report.arch} on {report.input}, this is {record.arch} on {record.input.size}"
+    if report.function not in (record.function(), UNSET):
+        yield "the report's function (architecture, arguments, input, surgery) is not this network's"
     if report.bound_of != (outputs := LOGITS if record.classes else FEATURES):
         yield f"the report speaks of {report.bound_of}, and this network ends in {outputs}"
         return

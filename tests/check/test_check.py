@@ -196,6 +196,9 @@ def test_it_refutes_laws_that_do_not_hold_and_headlines_below_the_root(case: Any
     path, report = case("lip")
     for key, number in (("upper", report["upper"] * 0.999), ("upper_text", "1e-3"), ("log10_upper", -1.0)):
         assert run(path, {**report, key: number})[0] == 1, key
+    about = {**report["function"], "arch": "certvit_sort_digits"}
+    for key, other in (("arch", "certvit_sort_digits"), ("input", [3, 8, 8]), ("function", about), ("checkpoint", "0")):
+        assert run(path, {**report, key: other})[0] == 1, key
     for edit in (
         lambda rows: rows[-1].update(value=[0.5, 0]),
         lambda rows: rows.insert(0, dict(rows[0])) or [row.update(parts=[p + 1 for p in row["parts"]]) for row in rows],
@@ -259,7 +262,8 @@ def test_it_says_what_it_cannot_check(name: str, case: Any, tmp_path: Path, run:
     path, report = case("digits")
     bare = tmp_path / "bare.safetensors"
     save_file(dict(Checkpoint.read(path).tensors), bare)
-    report = {**report, "function": report["function"] | UNKNOWN[name]}
+    function = report["function"] | UNKNOWN[name]
+    report = {**report, "function": function, "arch": function["arch"], "input": function["size"]}
     report["checkpoint"] = read_checkpoint(bare, report)[2]
     code, lines = run(bare, report)
     assert (code, len(lines)) == (2, 1), lines

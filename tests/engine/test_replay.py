@@ -142,7 +142,7 @@ def reads_and_catches(net: Net, x: Any) -> Tensor:
 
 
 def after(runs: int, tick: Callable[[Any], int]) -> Callable[..., Tensor]:
-    """Return x -> 2 x, and 50 x after so many runs, by the same operation: tick(net) counts them."""
+    """Return x -> 2 x that turns into 50 x, by the same operation: tick(net) counts the runs and says when."""
     return lambda net, x: x * torch.full((1,), 2.0 if tick(net) <= runs else 50.0, dtype=x.dtype)
 
 

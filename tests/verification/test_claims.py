@@ -129,6 +129,7 @@ REPORTS: dict[str, tuple[Callable[[Raw], object], bool]] = {
     "a layer fewer": (lambda raw: raw["layers"].pop(), True),
     "other size": (lambda raw: raw.update(input=[1, 9, 9]), True),
     "other network": (lambda raw: raw.update(checkpoint="0" * 64), True),
+    "other function": (lambda raw: raw["function"].update(mean=[0.25]), True),
 }
 """Forgeries, and whether a report without its checkpoint can still hide them: leaves, layers and names are unchecked then."""
 

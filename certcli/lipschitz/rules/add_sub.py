@@ -122,7 +122,7 @@ def as_tensor(ctx: Context, constant: Any) -> torch.Tensor:
 
 
 def shifted(ctx: Context, x: Value, shift: Any) -> Value:
-    """Return x + a constant of which nothing but its entries' sizes counts: settled, unless x are scores."""
+    """Return x + a constant, settled unless x are scores. Only the sizes of the constant's entries count."""
     shape = tuple(ctx.shape)
     if isinstance(x.waiting, Scores) and tuple(x.shape) == shape:
         # softmax of scores plus any constant: the attention theorems hold for every constant
