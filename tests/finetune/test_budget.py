@@ -89,7 +89,7 @@ def test_a_plan_fits_its_time_and_wastes_little(available: float, step: float, i
 def test_measuring_a_run_leaves_it_as_it_was(start: Path) -> None:
     checkpoint = Checkpoint.read(start)
     sets = [datasets.load("digits", checkpoint.record.input, split).limit(64) for split in ("train", "val")]
-    settings = FinetuneSettings(optimiser="stiefel", lr=0.01, epochs=2, batch_size=16, ema=0.5, augment=("crop",))
+    settings = FinetuneSettings(optimiser="stiefel", lr=0.01, epochs=2, batch_size=16, ema=0.5, augment=("warp",))
     ends = []
     for measured in (False, True):
         run = Trainer(build.load(checkpoint, writable=True), settings, 10, "x")

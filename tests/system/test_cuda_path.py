@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, Sequence[object]]] = {
     "constrain": ("constrain NET -o OUT --force", LAYER),
     "adapt": ("adapt NET -o OUT --force", DATA),
     "adapt, a new head": ("adapt NET -o OUT --force --goal certify --head 8,8", DATA),
-    "finetune": ("finetune NET -o OUT --force --steps 1 --dataset digits", ()),
+    "finetune": ("finetune NET -o OUT --force --steps 1 --dataset digits --augment crop,warp", ()),
 }
 """By name: words, and more of them. NET and OUT are paths."""
 
