@@ -20,20 +20,31 @@ from certcli.models import build
 from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import ArchitectureError, CheckpointError
-from tests.models.transformers_logits import FILE, PIXELS, images, weights
+from tests.models.transformers_logits import FILE, PIXELS, headless, images, weights
 
 TRANSFORMERS: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
 
 
-def transformers_folder(row: Mapping[str, Any], folder: Path, pixels: Mapping[str, Any] = PIXELS, **config: Any) -> str:
-    save_file(weights(row["shapes"]), folder / "model.safetensors")
+def transformers_folder(
+    row: Mapping[str, Any],
+    folder: Path,
+    pixels: Mapping[str, Any] = PIXELS,
+    tensors: Mapping[str, Tensor] | None = None,
+    **config: Any,
+) -> str:
+    save_file(weights(row["shapes"]) if tensors is None else dict(tensors), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**row["config"], **config}))
     (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
     return str(folder)
 
 
+def headless_folder(row: Mapping[str, Any], folder: Path, **more: Tensor) -> str:
+    model = row["config"]["architectures"][0].partition("ForImage")[0] + "Model"
+    return transformers_folder(row, folder, tensors={**headless(row), **more}, architectures=[model])
+
+
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformers_logits_are_kept(name: str, tmp_path: Path) -> None:
+def test_outputs_of_transformers_are_kept(name: str, tmp_path: Path) -> None:
     row = TRANSFORMERS[name]
     checkpoint = open_checkpoint(transformers_folder(row, tmp_path))
     model = build.load(checkpoint, dtype=torch.float64)
@@ -42,6 +53,11 @@ def test_transformers_logits_are_kept(name: str, tmp_path: Path) -> None:
     expected = torch.tensor(row["logits"], dtype=torch.float64)
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)  # float64 sums in another order
     assert row["config"]["architectures"][0] in checkpoint.reading.line()
+    ends = open_checkpoint(headless_folder(row, tmp_path), Hints(features=True))
+    with torch.no_grad():
+        found = build.load(ends, dtype=torch.float64)(images(checkpoint.record.input.size))
+    torch.testing.assert_close(found, torch.tensor(row["features"], dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    assert "features" in {fact.name for fact in ends.reading.facts}
     saved = tmp_path / "saved.safetensors"
     checkpoint.write(saved)
     again = build.load(open_checkpoint(str(saved)), dtype=torch.float64)

@@ -1,7 +1,8 @@
-"""Logits of transformers' image classifiers on weights that names and shapes decide, for tests/models/test_converters.py.
+"""Outputs of transformers' networks on weights that names and shapes decide, for tests/models/test_converters.py.
 
 make test-converters     # asks transformers itself, in an environment of its own, and compares with the file
-python tests/models/transformers_logits.py --write      # after a new row
+python -m tests.models.transformers_logits --write      # after a new row
+python -m tests.models.transformers_logits --table      # the table of docs/checkpoints.md
 """
 
 import json
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+import certcli.system.compat  # noqa: F401 (before transformers, which imports torchvision)
 
 FILE = Path(__file__).with_name("transformers_logits.json")
 PIXELS = {"image_mean": [0.5, 0.375, 0.25], "image_std": [0.25, 0.5, 0.75], "resample": 3}  # binary fractions
@@ -24,6 +27,7 @@ _SWIN = {
     "image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2], "window_size": 4,
     "num_labels": 3,
 }  # fmt: skip
+_CONVNEXT = {"hidden_sizes": [4, 6, 8, 10], "depths": [1, 1, 2, 1], "image_size": 32, "num_labels": 3}
 ROWS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "vit": ("ViT", _TOKENS),
     "vit, tanh, no bias": ("ViT", {**_TOKENS, "hidden_act": "gelu_new", "qkv_bias": False}),
@@ -41,10 +45,8 @@ ROWS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "swinv2": ("Swinv2", _SWIN),
     "swinv2, a window larger than a stage": ("Swinv2", {**_SWIN, "image_size": 16}),
     "swinv2, another window": ("Swinv2", {**_SWIN, "pretrained_window_sizes": [6, 6]}),
-    "convnext": (
-        "ConvNext",
-        {"hidden_sizes": [4, 6, 8, 10], "depths": [1, 1, 2, 1], "image_size": 32, "num_labels": 3},
-    ),
+    "convnext": ("ConvNext", _CONVNEXT),
+    "convnextv2": ("ConvNextV2", _CONVNEXT),
 }
 
 
@@ -63,24 +65,58 @@ def images(size: Sequence[int]) -> Tensor:
     return torch.rand(2, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def _answer(kind: str, arguments: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Save transformers' network as a file, put our weights into that file, and ask the network that reads it."""
+def headless(row: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the weights of a classifier's row as the file of its model without a classifier names them."""
+    prefix = row["config"]["model_type"].removesuffix("_msn") + "."
+    found = weights(row["shapes"])
+    return {name.removeprefix(prefix): value for name, value in found.items() if "classifier" not in name}
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    mean, std = (torch.tensor(PIXELS[f"image_{name}"], dtype=torch.float64).view(-1, 1, 1) for name in ("mean", "std"))
+    return (pixels - mean) / std
+
+
+def features(network: Any, inputs: Tensor) -> Tensor:
+    """Return the features of transformers' network: its pooled output where no layer of its own computes it."""
+    found = network(inputs)
+    dense = getattr(getattr(network, "pooler", None), "dense", None) is not None
+    pooled = None if dense else getattr(found, "pooler_output", None)
+    return found.last_hidden_state[:, 0] if pooled is None else pooled
+
+
+def transformers_network(kind: str, arguments: Mapping[str, Any], folder: Path, model: bool = False) -> nn.Module:
+    """Save transformers' network as a file, put our weights into that file, and return the network that reads it.
+
+    Args:
+        model: The one without a classifier.
+    """
     import transformers
     from safetensors.torch import load_file, save_file
 
     family, _, suffix = kind.partition("/")
-    network = getattr(transformers, f"{family}ForImageClassification{suffix}")
+    network = getattr(transformers, f"{family}Model" if model else f"{family}ForImageClassification{suffix}")
     network(getattr(transformers, f"{family}Config")(**arguments)).save_pretrained(folder)
     file = folder / "model.safetensors"
-    shapes = {name: list(value.shape) for name, value in load_file(file).items()}
-    save_file(weights(shapes), file, {"format": "pt"})
-    model = network.from_pretrained(folder).eval().double()
+    save_file(weights({name: value.shape for name, value in load_file(file).items()}), file, {"format": "pt"})
+    (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
+    return network.from_pretrained(folder).eval().double()
+
+
+def _answer(kind: str, arguments: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    network: Any = transformers_network(kind, arguments, folder)
     config = json.loads((folder / "config.json").read_text())
-    size = (3, config["image_size"], config["image_size"])
-    mean, std = (torch.tensor(PIXELS[f"image_{name}"], dtype=torch.float64).view(-1, 1, 1) for name in ("mean", "std"))
+    inputs = normalised(images((3, config["image_size"], config["image_size"])))
     with torch.no_grad():
-        logits = model((images(size) - mean) / std).logits
-    return {"config": config, "shapes": shapes, "logits": logits.tolist()}
+        found = {"logits": network(inputs).logits, "features": features(network.base_model, inputs)}
+    shapes = {name: list(value.shape) for name, value in load_file(folder / "model.safetensors").items()}
+    row = {"config": config, "shapes": shapes, **{name: value.tolist() for name, value in found.items()}}
+    transformers_network(kind, arguments, folder / "headless", model=True)
+    other = load_file(folder / "headless" / "model.safetensors").keys() ^ headless(row).keys()
+    assert other <= {"pooler.dense.weight", "pooler.dense.bias"}, f"{kind} without a classifier: {other}"
+    return row
 
 
 def main() -> None:
@@ -94,9 +130,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found[name] = _answer(kind, arguments, Path(folder))
         if "--write" not in sys.argv:
-            expected, logits = (torch.tensor(part[name]["logits"], dtype=torch.float64) for part in (known, found))
             assert found[name]["shapes"] == known[name]["shapes"], f"{name}: other tensors"
-            torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+            for output in ("logits", "features"):
+                expected, here = (torch.tensor(part[name][output], dtype=torch.float64) for part in (known, found))
+                torch.testing.assert_close(here, expected, rtol=1e-9, atol=1e-9)
             print(f"{name}: as in {FILE.name}")
     if "--write" in sys.argv:
         FILE.write_text(json.dumps(found, separators=(",", ":")).replace('},"', '},\n"') + "\n")
