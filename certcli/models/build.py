@@ -249,7 +249,7 @@ def require_described(model: PixelModel, record: Record) -> None:
         what = f"a tensor {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
         raise ArchitectureError(
             f"the network maps an image to {what}, not to one row of logits or features",
-            "--arch-arg global_pool=token or avg pools the tokens; without a pooling (global_pool='') certvit proves no bound",
+            "--arch-arg global_pool=token or avg pools the tokens; without one certvit proves no bound",
         )
     if record.classes not in (0, logits.shape[1]):
         raise ArchitectureError(
