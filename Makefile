@@ -80,7 +80,8 @@ soundness: install
 	$(BIN)/python -m tests.soundness.evidence_fuzz --count 10000
 	$(BIN)/python -m tests.soundness.record_fuzz --count 20000
 	$(BIN)/python benchmarks/soundness.py --seconds 600
-	CERTVIT_SOUNDNESS=1 $(BIN)/python -m pytest tests/rounding/test_neighbours.py tests/system/test_cuda_path.py
+	CERTVIT_SOUNDNESS=1 $(BIN)/python -m pytest tests/rounding/test_neighbours.py tests/system/test_cuda_path.py \
+		tests/enclosure/test_zonotope_networks.py tests/attack/test_families.py
 	$(BIN)/python -m tests.soundness.local_campaign --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --programs --seconds 600
 
