@@ -90,7 +90,8 @@ class LipschitzCertifier(Certifier):
         if arithmetic == REAL:
             return None
         try:
-            return NeighbourErrors(self.model, self.model.input_size, PRECISIONS[arithmetic or "float64"])
+            precision = PRECISIONS[arithmetic or "float64"]
+            return NeighbourErrors(self.model, self.model.input_size, precision, self.bound.traced)
         except NoRule as reason:
             if arithmetic is None:
                 return None

@@ -1,6 +1,5 @@
 """Rounding at the neighbours of an image: no execution differs by more than is proven, nor changes a certified class."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,9 @@ from tests.certify.test_certificate_law import KINDS, climbed
 from tests.certify.test_local_lip import SIZE
 from tests.helpers.commands import certvit, document
 from tests.helpers.executions import apart, executions, neighbours, representable
+from tests.helpers.grids import EVERY
 
 EXECUTED = [name for name in ARITHMETICS if name != REAL]
-EVERY = "CERTVIT_SOUNDNESS" in os.environ
-"""`make soundness` asks for all arithmetics; the two that differ most stand for them otherwise."""
 
 
 class Tokens(nn.Module):
@@ -123,6 +121,7 @@ def judged() -> Tensor:
     return torch.cat([noise, noise[:1].round(), torch.zeros(1, *SIZE), torch.full((1, *SIZE), 0.5)])
 
 
+# the two that differ most stand for all
 @pytest.mark.parametrize("arithmetic", EXECUTED if EVERY else ["float32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_no_execution_differs_by_more_than_is_proven(name: str, arithmetic: str) -> None:
