@@ -74,14 +74,15 @@ gpu: install
 	$(BIN)/python -m pytest -m gpu -rs -q
 	$(BIN)/python -m benchmarks.gpu --against-cpu
 
-# long campaigns beside the tests: hostile files, edited records, random networks with odd options, local certificates
+# long campaigns beside the tests: hostile files, edited records, killed runs and full disks, random networks, local certificates
 soundness: install
 	$(BIN)/python -m tests.soundness.file_fuzz --count 100000
 	$(BIN)/python -m tests.soundness.evidence_fuzz --count 10000
 	$(BIN)/python -m tests.soundness.record_fuzz --count 20000
+	$(BIN)/python -m tests.soundness.fault_fuzz --count 500
 	$(BIN)/python benchmarks/soundness.py --seconds 600
 	CERTVIT_SOUNDNESS=1 $(BIN)/python -m pytest tests/rounding/test_neighbours.py tests/system/test_cuda_path.py \
-		tests/enclosure/test_zonotope_networks.py tests/attack/test_families.py
+		tests/enclosure/test_zonotope_networks.py tests/attack/test_families.py tests/soundness/test_faults.py
 	$(BIN)/python -m tests.soundness.local_campaign --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --programs --seconds 600
 

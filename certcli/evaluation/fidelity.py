@@ -150,14 +150,15 @@ class ReferenceLogits:
         k-th image changes at t_k, when at most the share p of all images has changed, the 1 - DOUBT quantile of
         Beta(k, n - k + 1) (an order statistic). This share grows at least in proportion to t, so p / t_k at t = 1. k is a
         fifth of the images, at most MOST_RANKED, or all that changed. The growth is an assumption, and measured
-        (docs/lab/constrain.md).
+        (docs/lab/constrain.md). Near ties break it, so the share is at least the median of the same Beta for k that changed.
         """
         if not bool(after.isfinite().all()):
             return 1.0
         reach = self.reach(after).sort().values
-        count = len(reach)
-        rank = max(1, min(count // 5, MOST_RANKED), int((reach < 1).sum()))
-        return min(1.0, upper_confidence(rank - 1, count, DOUBT) / max(float(reach[rank - 1]), 1e-12))
+        count, changed = len(reach), int((reach < 1).sum())
+        rank = max(1, min(count // 5, MOST_RANKED), changed)
+        by_margins = upper_confidence(rank - 1, count, DOUBT) / max(float(reach[rank - 1]), 1e-12)
+        return min(1.0, max(by_margins, upper_confidence(changed - 1, count, 0.5) if changed else 0.0))
 
     def doubts(self, record: Record) -> list[str]:
         """Return sentences for the user on why these images may say little about the network."""

@@ -83,8 +83,9 @@ def open_module(
             f"the {kind} is no classifier of images of size {spec.size}: {failure.message}",
             "it must map (b, c, h, w) to logits (b, k)",
         ) from failure
-    stated = getattr(net, "num_classes", None)
-    ends = stated == 0 or (features and stated != width)
+    stated = getattr(net, "num_classes", None)  # of any type, in a module of the user's
+    known = isinstance(stated, int)
+    ends = (known and stated == 0) or (features and not (known and stated == width))
     if width < 2 and not ends:
         raise ArchitectureError(f"the {kind} returns one logit an image", "a classifier has two logits or more")
     found = build.with_network(Checkpoint(tensors, Record(arch, shown, spec, 0 if ends else width)), net)

@@ -81,6 +81,28 @@ def test_pixels_are_those_of_the_preprocessor(tmp_path: Path) -> None:
     assert (spec.crop_pct, spec.interpolation) == (0.8, "bicubic")
 
 
+def test_a_processor_for_another_size_is_a_doubt(tmp_path: Path) -> None:
+    """DINOv2 is published for 518 pixels beside a processor that makes 224, for which transformers resamples."""
+    crop = {**PIXELS, "size": {"shortest_edge": 20}, "do_center_crop": True, "crop_size": {"height": 12, "width": 12}}
+    for pixels in (crop, {**PIXELS, "size": 12}, {**PIXELS, "size": {"shortest_edge": 12}, "crop_pct": 0.875}):
+        checkpoint = open_checkpoint(transformers_folder(TRANSFORMERS["vit"], tmp_path, pixels))
+        assert "makes images of 12x12, and this is the network for 16x16" in checkpoint.reading.doubts[0]
+    for pixels in (PIXELS, {**PIXELS, "size": 16}, {**PIXELS, "size": 12, "do_resize": False}):
+        assert not open_checkpoint(transformers_folder(TRANSFORMERS["vit"], tmp_path, pixels)).reading.doubts
+
+
+def test_labels_out_of_order_or_alike(tmp_path: Path) -> None:
+    for labels, names in (
+        ({"2": "c", "0": "a", "1": "b"}, ("a", "b", "c")),
+        ({"0": "a", "1": "b", "5": "c"}, None),
+        ({"0": "a", "1": "a", "2": "b"}, None),
+    ):
+        folder = transformers_folder(TRANSFORMERS["vit"], tmp_path, id2label=labels)
+        checkpoint = open_checkpoint(folder, Hints(arch_args={"num_heads": 4}))
+        assert (checkpoint.record.classes, checkpoint.record.class_names) == (3, names)
+        assert checkpoint.reading.doubts == ("config.json describes the architecture: --arch-arg num_heads ignored",)
+
+
 def torchvision_swin(**parts: Any) -> nn.Module:
     return SwinTransformer([4, 4], 8, [1, 2], [1, 2], [4, 4], num_classes=3, **parts)
 

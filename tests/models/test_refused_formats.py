@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
+from torchvision.models import VisionTransformer
 
 from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
@@ -39,15 +39,10 @@ def endless() -> dict[str, Any]:
     return found
 
 
-def edited(name: str, edit: Edit) -> Callable[[Path], str]:
+def edited(name: str, edit: Edit, **config: Any) -> Callable[[Path], str]:
     """Return what writes a checkpoint of transformers with edited tensors."""
-
-    def write(folder: Path) -> str:
-        transformers_folder(TRANSFORMERS[name], folder)
-        save_file(edit(weights(TRANSFORMERS[name]["shapes"])), folder / "model.safetensors")
-        return str(folder)
-
-    return write
+    row = TRANSFORMERS[name]
+    return lambda folder: transformers_folder(row, folder, tensors=edit(weights(row["shapes"])), **config)
 
 
 def torchvision_edited(name: str, edit: Edit) -> Callable[[Path], str]:
@@ -139,6 +134,39 @@ REFUSED: dict[str, tuple[Callable[[Path], str], Hints, str]] = {
     ),
     "windows past the edge": (
         lambda folder: transformers_folder(TRANSFORMERS["swin"], folder, image_size=36), Hints(), "whole windows"
+    ),
+    "half a token, version 2": (
+        lambda folder: transformers_folder(TRANSFORMERS["swinv2"], folder, image_size=12, window_size=3),
+        Hints(),
+        "1.5 tokens",
+    ),
+    **{
+        f"{name} of images that are not square": (
+            lambda folder, name=name: transformers_folder(TRANSFORMERS[name], folder, image_size=[16, 32]),
+            Hints(),
+            "square images only",
+        )
+        for name in ("swin", "swinv2", "beit", "beit, shared")
+    },
+    "a SwiGLU MLP": (
+        lambda folder: transformers_folder(TRANSFORMERS["dinov2"], folder, use_swiglu_ffn=True), Hints(), "use_swiglu_ffn"
+    ),
+    "BEiT's class token": (
+        lambda folder: transformers_folder(TRANSFORMERS["beit"], folder, use_mean_pooling=False), Hints(), "class token"
+    ),
+    "positions of another size": (
+        lambda folder: transformers_folder(TRANSFORMERS["vit"], folder, image_size=32), Hints(), "pos_embed"
+    ),
+    "one class": (
+        edited("vit", lambda t: {k: v[:1] if "classifier" in k else v for k, v in t.items()}, id2label={"0": "a"}),
+        Hints(),
+        "one class",
+    ),
+    "integers": (edited("vit", lambda t: {k: v.to(torch.int8) for k, v in t.items()}), Hints(), "is integer"),
+    "a torchvision ViT of nobody's depth": (
+        lambda folder: saved(folder, dict(VisionTransformer(16, 8, 1, 2, 768, 24, num_classes=3).state_dict())),
+        Hints(**STATISTICS),
+        "number of heads",
     ),
     "windows past the edge, version 2": (
         lambda folder: transformers_folder(TRANSFORMERS["swinv2"], folder, image_size=48), Hints(), "whole windows"

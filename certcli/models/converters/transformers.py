@@ -108,6 +108,14 @@ def _activation(config: Config) -> dict[str, Any]:
     return {} if word is None else {"act_layer": word}
 
 
+def _side(config: Any) -> int:
+    """The side of a square image: on others, transformers and timm place relative positions and windows differently."""
+    sides = {config.image_size} if isinstance(config.image_size, int) else set(config.image_size)
+    if len(sides) > 1:
+        raise Refused(f"image_size {config.image_size}: this network is converted for square images only")
+    return sides.pop()
+
+
 def _vit(config: TokenConfig, _: str) -> TimmNetwork:
     return TimmNetwork("vit_base_patch16_224", {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias})
 
@@ -135,6 +143,8 @@ def _dinov2_registers(config: TokenConfig, architecture: str) -> TimmNetwork:
 def _beit(config: TokenConfig, _: str) -> TimmNetwork:
     if not config.use_mean_pooling:
         raise Refused("use_mean_pooling is false: a BEiT that ends in its class token is not converted")
+    if config.use_relative_position_bias or config.use_shared_relative_position_bias:
+        _side(config)
     if config.hidden_act != "gelu":
         raise Refused(f"timm's BEiT has no activation '{one_line(config.hidden_act)[:40]}'")
     return TimmNetwork(
@@ -155,10 +165,7 @@ def _swin(config: SwinConfig, _: str) -> TimmNetwork:
         raise Refused("use_absolute_embeddings and attention without qkv_bias have no counterpart in timm's Swin")
     if config.layer_norm_eps != 1e-5:  # transformers' other norms keep 1e-5
         raise Refused(f"layer_norm_eps is {config.layer_norm_eps:g}: only Swin's own 1e-5 is converted")
-    sides = [config.image_size] if isinstance(config.image_size, int) else config.image_size
-    require_whole_windows(
-        sides, config.patch_size, len(config.depths), config.window_size, shrinks=second and len(set(sides)) == 1
-    )
+    require_whole_windows(_side(config), config.patch_size, len(config.depths), config.window_size, shrinks=second)
     activation = _activation(config)
     if activation and not second:
         raise Refused(f"timm's Swin has no activation '{config.hidden_act}'")
@@ -275,7 +282,7 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
         network = family.describe(config, architecture)
     except Refused as refusal:
         raise ArchitectureError(f"{beside}: {refusal}") from refusal
-    spec, origins = input_spec(config, path.parent / PIXELS, hints)
+    spec, origins, doubts = input_spec(config, path.parent / PIXELS, hints)
     found = renamed(tensors, family.names)
     features = None
     if architecture == family.headless:
@@ -291,12 +298,13 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
         surgery=network.surgery,
     )
     origins = {**dict.fromkeys((*network.arguments, "architecture"), CONFIG), **origins}
-    doubts = () if hints.arch is None else (f"{CONFIG} names the architecture: --arch ignored",)
-    return Converted(found, record, f"transformers' {architecture}", origins, doubts, computed, features)
+    if ignored := [option for option in hints.given if option.startswith("--arch")]:
+        doubts.append(f"{CONFIG} describes the architecture: {', '.join(ignored)} ignored")
+    return Converted(found, record, f"transformers' {architecture}", origins, tuple(doubts), computed, features)
 
 
 def _class_names(labels: Mapping[str, str] | None) -> tuple[str, ...] | None:
-    """The classes by their plain names; texts such as "tench, Tinca tinca" are no names of folders and are left out."""
+    """The classes by their plain names, all different; texts such as "tench, Tinca tinca" are no names of folders."""
     names = [(labels or {}).get(str(number), "") for number in range(len(labels or {}))]
     plain = all(re.fullmatch(r"[\w.\-]{1,128}", name) and not name.startswith("LABEL_") for name in names)
-    return tuple(names) if names and plain else None
+    return tuple(names) if names and plain and len(set(names)) == len(names) else None
