@@ -286,7 +286,8 @@ def _ours() -> Iterator[Row]:
             "certvit_lip_mnist, 4 tokens",
             "a shorter step, averaged weights, warped images: examples/mnist.sh (ours)",
         ),
-        trained(images, "certvit_lip_mnist", f"{recipe} --augment warp --epochs 60") | judged("--data-dir {mnist}", "1.58"),
+        trained(images, "certvit_lip_mnist", f"{recipe} --augment warp --epochs 60")
+        | judged("--data-dir {mnist}", "1.58"),
         figures("1.58"),
         note="no attention",
     )
