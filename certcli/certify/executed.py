@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from certcli.certify.certificate import Certificate, Certifier, Doubt, PinnedWeights
 from certcli.certify.proof_options import REAL
 from certcli.engine.table import NoRule, RuleTable
+from certcli.engine.trace import Trace
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from certcli.system.errors import NoBoundError
 
@@ -18,7 +19,11 @@ _NOTHING = 2.0**-20
 
 
 def neighbour_errors(
-    model: nn.Module, size: tuple[int, ...], arithmetic: str | None, tables: Sequence[RuleTable] = ()
+    model: nn.Module,
+    size: tuple[int, ...],
+    arithmetic: str | None,
+    tables: Sequence[RuleTable] = (),
+    traced: Trace | None = None,
 ) -> NeighbourErrors | None:
     """Return the rounding at neighbours of images of this size (c, h, w); None for real arithmetic.
 
@@ -30,7 +35,7 @@ def neighbour_errors(
     if arithmetic == REAL:
         return None
     try:
-        return NeighbourErrors(model, size, PRECISIONS[arithmetic or "float64"], tables)
+        return NeighbourErrors(model, size, PRECISIONS[arithmetic or "float64"], tables, traced)
     except NoRule as reason:
         if arithmetic is None:
             return None
@@ -41,16 +46,22 @@ def neighbour_errors(
 class ProvingCertifier(Certifier):
     """A method that proves, of a network in float64 and eval mode, for images of this size (c, h, w).
 
-    arithmetic: of the network that its certificates speak of, as in `Proof`. tables: of domains that walk its graph.
+    arithmetic: of the network that its certificates speak of, as in `Proof`. tables: of domains that walk its graph. traced:
+    as in `NeighbourErrors`.
     """
 
     def __init__(
-        self, model: nn.Module, size: tuple[int, int, int], arithmetic: str | None, tables: Sequence[RuleTable] = ()
+        self,
+        model: nn.Module,
+        size: tuple[int, int, int],
+        arithmetic: str | None,
+        tables: Sequence[RuleTable] = (),
+        traced: Trace | None = None,
     ) -> None:
         self.model = model
         self._device = next(model.parameters()).device
         self._weights = PinnedWeights(model)
-        self._neighbours = neighbour_errors(model, size, arithmetic, tables)
+        self._neighbours = neighbour_errors(model, size, arithmetic, tables, traced)
         self.arithmetic = REAL if self._neighbours is None else self._neighbours.precision.name
 
     @property

@@ -73,7 +73,7 @@ class LipschitzCertifier(ProvingCertifier):
             self._evaluated = ErrorAnalysis(model)
         except NoRule as reason:
             raise NoBoundError(f"no certificate: {reason}", _HINT) from reason
-        super().__init__(model, model.input_size, arithmetic)
+        super().__init__(model, model.input_size, arithmetic, traced=bound.traced)
         self._pairs = bound.pairs.double().to(self._device)
         self.title = f"global bound {bound.upper}, per-pair margins"
         self.statement = f"certificates: {self.spoken_of}; the bound is proven on [0, 1] images"

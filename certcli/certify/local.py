@@ -32,6 +32,7 @@ from certcli.engine.tracer import Untraceable
 from certcli.evaluation.radii import Norm
 from certcli.models.build import load_double
 from certcli.system.errors import NoBoundError
+from certcli.system.memory import out_of_memory
 
 METHOD = "local"
 SYMBOLS = {ZONOTOPE: 8000, BACKWARD: 2000}
@@ -235,12 +236,12 @@ class LocalCertifier(ProvingCertifier):
         except Unbounded:
             return False
         except (MemoryError, RuntimeError) as failure:
-            if "memory" not in str(failure).lower() and "alloc" not in str(failure).lower():
+            if not out_of_memory(failure):
                 raise
             if not self.symbols:
                 raise NoBoundError(
                     "no local certificate: enclosures of this network do not fit into memory", _HINT
-                ) from failure
+                ) from None
             # the order is reduced, the rung says so, and this radius counts as not proven
             self.symbols = self.symbols // 2 if self.symbols >= 2 * _FEWEST else 0
             return False

@@ -18,7 +18,7 @@ from certcli.checkpoint.outputs import orphans
 from certcli.checkpoint.record import KEY, Evidence, Record, Step, versions
 from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.system.errors import CheckpointError, one_line
-from certcli.system.files import atomic_file, require_absent, sweep
+from certcli.system.files import atomic_file, one_at_a_time, require_absent, sweep
 
 FLOAT8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 """8-bit floats, read as plain numbers. A file with scales beside them is refused: no network has such tensors."""
@@ -191,31 +191,32 @@ def write_shards(
     A reader finds the old checkpoint or the new one, whole, at any time. The index holds the metadata. With `force`, files
     that killed runs left are deleted too.
     """
-    require_absent(index, force)
-    parts = list(shards.parts_of(tensors, most))
-    if force:
-        sweep(index.parent, shards.part_names(index))
-    old = [*shards.belonging(index), *(orphans(index) if force else ())]
-    paths = shards.free_names(index, len(parts))
-    place: dict[str, str] = {}
-    try:
-        with atomic_file(index) as temporary:  # held while files are written: it shows other runs that this one lives
-            for path, part in zip(paths, parts, strict=True):
-                # other readers need the format; safetensors' own writer puts two entries in a random order
-                about = {"format": "pt", shards.PART_OF: index.name}
-                write_one_by_one(path, part, (part[name] for name in in_file_order(part)), about)
-                place |= dict.fromkeys(part, path.name)
-            whole = {**metadata, "total_size": sum(tensor.nbytes for tensor in tensors.values())}
-            text = json.dumps({"metadata": whole, "weight_map": place}, indent=2, sort_keys=True)
-            temporary.write_text(text + "\n")
-    except BaseException:
-        kept = shards.belonging(index)  # stopped after all was done
-        for path in paths:
-            if path not in kept:
-                path.unlink(missing_ok=True)
-        raise
-    for path in old:
-        path.unlink(missing_ok=True)
+    with one_at_a_time(index.parent):  # two runs would choose the same free names
+        require_absent(index, force)
+        parts = list(shards.parts_of(tensors, most))
+        if force:
+            sweep(index.parent, shards.part_names(index))
+        old = [*shards.belonging(index), *(orphans(index) if force else ())]
+        paths = shards.free_names(index, len(parts))
+        place: dict[str, str] = {}
+        try:
+            with atomic_file(index) as temporary:  # held while files are written, so that other runs do not sweep them
+                for path, part in zip(paths, parts, strict=True):
+                    # other readers need the format; safetensors' own writer puts two entries in a random order
+                    about = {"format": "pt", shards.PART_OF: index.name}
+                    write_one_by_one(path, part, (part[name] for name in in_file_order(part)), about)
+                    place |= dict.fromkeys(part, path.name)
+                whole = {**metadata, "total_size": sum(tensor.nbytes for tensor in tensors.values())}
+                text = json.dumps({"metadata": whole, "weight_map": place}, indent=2, sort_keys=True)
+                temporary.write_text(text + "\n")
+        except BaseException:
+            kept = shards.belonging(index)  # stopped after all was done
+            for path in paths:
+                if path not in kept:
+                    path.unlink(missing_ok=True)
+            raise
+        for path in old:
+            path.unlink(missing_ok=True)
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

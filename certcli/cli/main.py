@@ -31,6 +31,7 @@ from certcli.cli.shared import settings
 from certcli.cli.shared.output import Invocation, Sink
 from certcli.cli.shared.streams import Interrupts, guarded
 from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
+from certcli.system.memory import out_of_memory
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
 
 NARROWEST = 60
@@ -185,13 +186,13 @@ def _run(interrupts: Interrupts) -> int:
         return _report("interrupted", "", Interrupted.code)
     except Ended as end:
         return _others().fail(end.code) or end.code
-    except CertvitError as failure:
-        return _report(failure.message, failure.hint, failure.code)
-    except MemoryError:
-        return _report("out of memory", "try a smaller --batch-size or --limit", 1)
     except Exception as failure:
-        if os.environ.get("CERTVIT_DEBUG"):
+        if os.environ.get("CERTVIT_DEBUG") and not isinstance(failure, CertvitError):
             raise
+        if out_of_memory(failure):
+            return _report("out of memory", "try a smaller --batch-size or --limit", 1)
+        if isinstance(failure, CertvitError):
+            return _report(failure.message, failure.hint, failure.code)
         if interrupts.seen or isinstance(failure, typer.Abort):
             return _report("interrupted", "", Interrupted.code)
         if hasattr(failure, "format_message"):  # Typer's own: a wrong option, a missing argument
@@ -200,8 +201,6 @@ def _run(interrupts: Interrupts) -> int:
             reason = f"{one_line(failure.filename)}: {failure.strerror}"
             return _report(reason, "choose another", UsageError.code if failure.errno == errno.ENAMETOOLONG else 1)
         reason = (str(failure).splitlines() or [""])[0][:300]
-        if type(failure).__name__ == "OutOfMemoryError" or "can't allocate memory" in reason:  # torch's ways to say it
-            return _report("out of memory", "try a smaller --batch-size or --limit", 1)
         if type(failure).__name__ == "DistBackendError" or ("gloo" in reason and _others().several):
             hint = "killed, perhaps for want of memory? torchrun's report says which; --resume continues with saved results"
             return _report("another process ended without a word", hint, 1)

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from certcli.engine.table import NoRule, Rule, RuleTable
 from certcli.engine.trace import Trace
 from certcli.system.errors import CertvitError
+from certcli.system.memory import out_of_memory
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,8 @@ def _visit(
     except CertvitError as reason:  # weights that are infinite or NaN, a sum too long for the error bounds
         raise NoRule(f"{where} ({kind}): {reason}") from reason
     except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RuntimeError) as failure:
+        if out_of_memory(failure):
+            raise
         raise NoRule(f"{where} ({kind}): called with arguments its theorem does not know ({failure})") from failure
     if call.dtype not in (None, torch.float32, torch.float64, precision):
         # to integers it jumps; in half precision it is no longer the function of real numbers that a theorem is about

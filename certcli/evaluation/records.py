@@ -18,7 +18,7 @@ from unicodedata import normalize
 from certcli.evaluation.record_lines import parse
 from certcli.images.labelled import DIGESTED, SPLITS, Images
 from certcli.system.errors import DataError, OutputError, UsageError
-from certcli.system.files import is_stream, open_stream, require_absent
+from certcli.system.files import is_stream, open_alone, open_stream, require_absent
 from certcli.system.processes import Team
 
 SCHEMA = "certvit-records/1"
@@ -129,13 +129,21 @@ class RecordFile:
             raise UsageError(f"--resume reads {path} again, and it is no file", "--records FILE.jsonl")
         continued = resume and path.exists()
         require_absent(path, force or continued, "--records")
-        if continued:
-            self._read(path)
         try:
-            self._handle = open_stream(path) if self._streamed else path.open("r+b" if self._ends else "wb")
+            self._handle = handle = open_stream(path) if self._streamed else open_alone(path)
         except OSError as failure:
             raise OutputError(f"cannot write {path}: {failure.strerror}", "choose another --records") from failure
+        try:
+            if continued:
+                self._read(path, handle.read())
+        except BaseException:
+            handle.close()  # else it would keep out others while this object lives
+            raise
+        if not self._streamed:
+            handle.seek(0)
         if not self._ends:
+            if not self._streamed:
+                handle.truncate()
             self._append([run.to_json() | ({NETWORK: network} if network else {})])
             self._ends = [0 if self._streamed else self._handle.tell()]
 
@@ -149,8 +157,7 @@ class RecordFile:
         """How many complete records the file held when it was opened."""
         return len(self._earlier)
 
-    def _read(self, path: Path) -> None:
-        data = path.read_bytes()
+    def _read(self, path: Path, data: bytes) -> None:
         if b"\n" not in data:
             return  # interrupted before its header was whole: nothing is lost by writing it anew
         header, rows, self._ends = parse(data, path)

@@ -16,6 +16,7 @@ Every number is a `Real`, which rounds up. k_a is taken with b at rest, and k_b 
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor, fx, nn
 
 from certcli.engine.replay import executed, noise_like, replayed
 from certcli.engine.table import NoRule, Rule, RuleTable
+from certcli.engine.trace import Trace
 from certcli.engine.tracer import Untraceable
 from certcli.engine.walk import Call, walk
 from certcli.lipschitz.context import Context
@@ -174,25 +176,37 @@ def _replaced(x: Any, values: Mapping[int, Value]) -> Any:
 class NeighbourErrors:
     """The rounding of a network's logits in one arithmetic, at all images near one.
 
-    model: float64, eval mode, on images of this size (c, h, w). tables: of other domains, whose leaves the graph shall have.
-    NoRule names the operation whose rounding is not known.
+    Args:
+        model: float64, eval mode, on images of `size` (c, h, w).
+        tables: Of other domains, whose leaves the graph shall have.
+        traced: The model's graph with the leaves of the global domain alone, where it has been replayed already.
+
+    Raises:
+        NoRule: Names the operation whose rounding is not known.
     """
 
     def __init__(
-        self, model: nn.Module, size: tuple[int, ...], precision: Precision, tables: Sequence[RuleTable] = ()
+        self,
+        model: nn.Module,
+        size: tuple[int, ...],
+        precision: Precision,
+        tables: Sequence[RuleTable] = (),
+        traced: Trace | None = None,
     ) -> None:
         self.precision, self.pixels, self.tables = precision, math.prod(size), (slopes, *tables)
         own = [*model.parameters(), *model.buffers()]
         weights = frozenset(tensor.untyped_storage().data_ptr() for tensor in own)
         try:
-            with replayed(model, size, *self.tables) as traced, torch.no_grad(), deep_recursion():
+            graph: AbstractContextManager[Trace] = replayed(model, size, *self.tables)
+            if traced is not None and traced.root is model and not tables:
+                graph = nullcontext(traced)
+            with graph as self._traced, torch.no_grad(), deep_recursion():
                 domain = _Stepwise(Operation(precision, weights))
-                self._last: Followed = walk(traced, domain)
+                self._last: Followed = walk(self._traced, domain)
                 self._steps = domain.steps
-                self._head = head_of(traced, precision)
+                self._head = head_of(self._traced, precision)
         except Untraceable as reason:
             raise NoRule(str(reason)) from reason
-        self._traced = traced
         found: list[Real] = []
         for step in self._steps:
             known = [found[source] for source in step.sources]

@@ -137,6 +137,31 @@ def open_stream(path: Path) -> IO[bytes]:
     return os.fdopen(os.dup(number), "wb")
 
 
+def open_alone(path: Path) -> IO[bytes]:
+    """Open a file for reading and writing, make it where it is absent, and refuse other runs until it is closed."""
+    handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as failure:
+        handle.close()
+        raise OutputError(f"cannot write {path}: another run writes it", "wait for it, or choose another") from failure
+    except OSError:  # some file systems know no locks
+        pass
+    return handle
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other run is inside such a block of this folder."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems know no locks
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
+
+
 _SUFFIX = ".tmp"
 _LONGEST = 200
 """Bytes of a name that its temporary name repeats: systems allow 255, and some are added."""

@@ -20,10 +20,24 @@ _FILES = (  # the file of a limit, the file of the usage, the prefix of cached p
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
 
+_NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc")
+"""How torch, C++ and the system say it."""
+
 
 def free_bytes() -> float:
     """Return the free bytes that this process may take; half of the machine's memory where the system does not say."""
     return min([_machine_bytes(), *(left for group in _groups() for left in _group_bytes(group))])
+
+
+def out_of_memory(failure: BaseException | None) -> bool:
+    """Tell whether memory ran out in this exception or in one that it was raised from: on a CPU torch has no type for it."""
+    while failure is not None:
+        typed = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
+        text = str(failure).lower() if isinstance(failure, (RuntimeError, OSError)) else ""
+        if typed or any(words in text for words in _NO_MEMORY):
+            return True
+        failure = failure.__cause__
+    return False
 
 
 def give_back() -> None:

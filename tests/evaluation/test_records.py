@@ -159,6 +159,22 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(plain: C
     assert RecordFile(path, run, images, resume=True).earlier > 10
 
 
+def test_two_runs_do_not_write_one_file(plain: Checkpoint, tmp_path: Path) -> None:
+    images = datasets.load("digits", plain.record.input, "test").select(range(1))
+    run, path = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={}), tmp_path / "r.jsonl"
+    with RecordFile(path, run, images):
+        whole = path.read_bytes()
+        for options in ({"force": True}, {"resume": True}):
+            with pytest.raises(OutputError, match="another run writes it"):
+                RecordFile(path, run, images, **options)
+        assert path.read_bytes() == whole
+    with pytest.raises(UsageError, match="another run") as refused:
+        RecordFile(path, replace(run, norm="linf"), images, resume=True)
+    assert refused.tb is not None  # it holds the refused object, which must not hold the file
+    with RecordFile(path, run, images, resume=True):
+        assert path.read_bytes() == whole
+
+
 def test_the_header_says_what_was_assumed_of_the_network(workshop: Path, tmp_path: Path) -> None:
     """It decides nothing: a file from before there was such a line is continued, and read by whoever reads records."""
     path = tmp_path / "r.jsonl"

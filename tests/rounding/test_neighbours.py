@@ -1,7 +1,6 @@
 """Rounding at the neighbours of an image: no execution differs by more than is proven, nor changes a certified class."""
 
 import copy
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -52,12 +51,11 @@ from tests.enclosure.test_zonotope_networks import OPTIONS as VITS
 from tests.enclosure.test_zonotope_networks import network as vision_transformer
 from tests.helpers.commands import certvit, document
 from tests.helpers.executions import apart, executions, neighbours, representable
+from tests.helpers.grids import EVERY
 
 EXECUTED = [name for name in ARITHMETICS if name != REAL]
 WITHOUT_ROUNDING = ("qk norm", "rms", "silu")
 """Vision transformers with an operation whose rounding is not proven."""
-EVERY = "CERTVIT_SOUNDNESS" in os.environ
-"""`make soundness` asks for all arithmetics; the two that differ most stand for them otherwise."""
 
 
 class Tokens(nn.Module):
@@ -185,6 +183,7 @@ def judged() -> Tensor:
     return torch.cat([noise, noise[:1].round(), torch.zeros(1, *SIZE), torch.full((1, *SIZE), 0.5)])
 
 
+# the two that differ most stand for all
 @pytest.mark.parametrize("arithmetic", EXECUTED if EVERY else ["float32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_no_execution_differs_by_more_than_is_proven(name: str, arithmetic: str) -> None:

@@ -1,6 +1,5 @@
 """Outputs: links stay, pipes and devices get the bytes, and files of killed runs are deleted."""
 
-import inspect
 import os
 import shutil
 import signal
@@ -15,37 +14,10 @@ import torch
 from certcli.checkpoint.file import read_tensors, write_shards
 from certcli.checkpoint.outputs import Outputs, orphans
 from certcli.checkpoint.shards import INDEX, named
-from certcli.cli.main import COMMANDS
-from certcli.cli.shared.command import info_of, spelling
-from certcli.cli.shared.options import Writes
 from certcli.system.errors import OutputError, UsageError
 from certcli.system.files import atomic_file, is_stream, require_absent, sweep
 from tests.helpers.commands import certvit
-
-M = "m.safetensors"
-FEW = ["--dataset", "digits", "--limit", "12", "--quiet", "--force"]
-RUNS = {
-    "init": ["init", "certvit_vit_digits", "--quiet", "--force"],
-    "adapt": ["adapt", M, *FEW, "--epochs", "1"],
-    "constrain": ["constrain", M, *FEW, "--layers", "*fc1", "--iterations", "2"],
-    "finetune": ["finetune", M, *FEW, "--loss", "ce", "--steps", "1", "--validation-limit", "10"],
-    "lipschitz": ["lipschitz", M, "--no-estimate", "--quiet", "--force"],
-    "audit": ["audit", M, *FEW, "--time-budget", "10m", "-a", "fgsm", "--method", "lipschitz"],
-    "certify": ["certify", M, *FEW],
-    "attack": ["attack", M, *FEW, "-a", "fgsm", "-e", "2"],
-    "log": ["log", M, "--quiet", "--force"],
-}
-"""A short run of each command, its outputs to be added."""
-ENDINGS = {"--plot": ".png", "--gallery": ".png", "--report": ".csv", "--html": ".html", "--records": ".jsonl"}
-
-
-def outputs_of(name: str) -> list[str]:
-    return [
-        spelling(parameter.name, info_of(parameter.annotation))[-1]
-        for parameter in inspect.signature(COMMANDS[name]).parameters.values()
-        for note in getattr(parameter.annotation, "__metadata__", ())
-        if isinstance(note, Writes)
-    ]
+from tests.helpers.runs import FEW, RUNS, WRITING, M, named_words
 
 
 @pytest.fixture
@@ -54,10 +26,6 @@ def folder(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def named_words(name: str) -> list[tuple[str, str]]:
-    return [(option, f"out{option}{ENDINGS.get(option, '.safetensors')}") for option in outputs_of(name)]
 
 
 def read_all(path: Path, found: dict[str, bytes]) -> threading.Thread:
@@ -69,9 +37,6 @@ def read_all(path: Path, found: dict[str, bytes]) -> threading.Thread:
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     return thread
-
-
-WRITING = [name for name in COMMANDS if outputs_of(name)]
 
 
 @pytest.mark.parametrize("name", WRITING)

@@ -8,15 +8,11 @@ from certcli.certify.smoothing.denoiser import Denoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.models import build
 from certcli.system.errors import UsageError
+from certcli.system.memory import out_of_memory
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 CLIMBED = 16
 """Draws whose mean an attack on the smoothed classifier climbs on."""
-
-
-def out_of_memory(failure: BaseException) -> bool:
-    """Tell whether torch or Python ran out of memory: on a CPU torch says so by a plain RuntimeError."""
-    return isinstance(failure, (MemoryError, torch.OutOfMemoryError)) or "alloc" in str(failure).lower()
 
 
 class Classifier(nn.Module):

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.functions import Classifier, Smoothed, out_of_memory
+from certcli.certify.smoothing.functions import Classifier, Smoothed
 from certcli.certify.smoothing.options import SAME, Smoothing, chance
 from certcli.evaluation.radii import confidence
 from certcli.images.labelled import sent
 from certcli.system.errors import ArchitectureError, DataError
+from certcli.system.memory import out_of_memory
 
 METHOD = "smoothing"
 
