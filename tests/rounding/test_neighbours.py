@@ -55,7 +55,6 @@ from tests.helpers.grids import EVERY
 
 EXECUTED = [name for name in ARITHMETICS if name != REAL]
 WITHOUT_ROUNDING = ("qk norm", "rms", "silu")
-"""Vision transformers with an operation whose rounding is not proven."""
 
 
 class Tokens(nn.Module):
@@ -82,8 +81,6 @@ class Tokens(nn.Module):
 
 
 class Divided(nn.Module):
-    """By a number, and by a weight; moved, chosen and scaled."""
-
     def __init__(self) -> None:
         super().__init__()
         self.divisor = nn.Parameter(torch.rand(6) + 0.1)
@@ -93,7 +90,6 @@ class Divided(nn.Module):
 
 
 def trained(norm: nn.Module) -> nn.Module:
-    """Return a norm with statistics, gains and shifts that are not those of its construction."""
     norm.running_mean = torch.randn(norm.num_features)
     norm.running_var = torch.rand(norm.num_features) + 0.1
     nn.init.normal_(norm.weight)
