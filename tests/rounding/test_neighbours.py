@@ -13,6 +13,7 @@ from timm.layers import LayerScale
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
+from certcli.certify.certificate import Certificate, Doubt
 from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
 from certcli.certify.executed import ProvingCertifier
@@ -54,7 +55,6 @@ from tests.helpers.grids import EVERY
 
 EXECUTED = [name for name in ARITHMETICS if name != REAL]
 WITHOUT_ROUNDING = ("qk norm", "rms", "silu")
-"""Vision transformers with an operation whose rounding is not proven."""
 
 
 class Tokens(nn.Module):
@@ -81,8 +81,6 @@ class Tokens(nn.Module):
 
 
 class Divided(nn.Module):
-    """By a number, and by a weight; moved, chosen and scaled."""
-
     def __init__(self) -> None:
         super().__init__()
         self.divisor = nn.Parameter(torch.rand(6) + 0.1)
@@ -92,7 +90,6 @@ class Divided(nn.Module):
 
 
 def trained(norm: nn.Module) -> nn.Module:
-    """Return a norm with statistics, gains and shifts that are not those of its construction."""
     norm.running_mean = torch.randn(norm.num_features)
     norm.running_var = torch.rand(norm.num_features) + 0.1
     nn.init.normal_(norm.weight)
@@ -332,6 +329,18 @@ def test_certified_digits_withstand_other_orders_and_last_bits(certified: Checkp
     real = {row.index: row.radius for row in claims["float64"]}
     assert all(row.radius < real[row.index] for row in claims["float32"])
     assert all(row.radius > 0.9 * real[row.index] for row in claims["float32"] if real[row.index] > 0.3)
+
+
+def test_what_an_attack_finds_is_judged_by_the_network_in_the_arithmetic_of_the_record() -> None:
+    model = network(KINDS["bias25"], 0.4, 0.5)
+    pixels = torch.rand(12, *SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    tops, rounded = model(pixels).argmax(1), copy.deepcopy(model).float()(pixels.float()).argmax(1)
+    claims = [Certificate(i, top, top, 0.1, "bcp", 0.0) for i, top in enumerate(tops.tolist())]
+    certifier = PROVING["bcp"](model, 4, "float32")
+    stood = certifier.stands(claims, pixels, Doubt(0, 0.0))
+    assert stood == (tops == rounded).tolist()
+    assert not all(stood)
+    assert torch.equal(certifier.representable(pixels), pixels.float().double())
 
 
 def test_a_constant_that_the_network_computes_is_refused_by_name() -> None:
