@@ -26,6 +26,7 @@ class Converted:
         origins: The origin of each fact of the record, by fact (`certcli.models.assumptions`).
         doubts: A sentence for each reason why the network may be another one than its author's.
         computed: The file's copies of tensors that timm's network computes itself.
+        features: The output, in the other library's terms, of a network without a classifier.
     """
 
     tensors: dict[str, Tensor]
@@ -34,6 +35,7 @@ class Converted:
     origins: Mapping[str, str]
     doubts: tuple[str, ...] = ()
     computed: Mapping[str, Tensor] = field(default_factory=dict)
+    features: str | None = None
 
 
 def require_whole_windows(sides: Iterable[int], patch: int, stages: int, window: int, *, shrinks: bool = False) -> None:

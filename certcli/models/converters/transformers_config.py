@@ -89,7 +89,7 @@ class ConvNextConfig(Config, kw_only=True):
     patch_size: Side
     hidden_sizes: Annotated[list[Size], Meta(min_length=4, max_length=4)]
     depths: Annotated[list[Layers], Meta(min_length=4, max_length=4)]
-    layer_scale_init_value: float
+    layer_scale_init_value: float = 1e-6
     layer_norm_eps: Epsilon
 
 
