@@ -334,12 +334,7 @@ def steepest(net: nn.Module, seed: int) -> float:
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(3, *IMAGE, generator=generator, dtype=torch.float64)
     found = 0.0
-    for image in (
-        *noise,
-        noise[0].round(),
-        0.5 + 0.003 * noise[1],
-        torch.full(IMAGE, 0.5, dtype=torch.float64) + 1e-6 * noise[2],
-    ):
+    for image in (*noise, noise[0].round(), 0.5 + 0.003 * noise[1], 0.5 + 1e-6 * noise[2]):
         try:
             jacobian = torch.autograd.functional.jacobian(lambda y: net(y[None]).flatten(), image).flatten(1)
             if jacobian.isfinite().all():
