@@ -81,7 +81,8 @@ soundness: install
 	$(BIN)/python -m tests.soundness.record_fuzz --count 20000
 	$(BIN)/python -m tests.soundness.fault_fuzz --count 500
 	$(BIN)/python benchmarks/soundness.py --seconds 600
-	CERTVIT_SOUNDNESS=1 $(BIN)/python -m pytest tests/rounding/test_neighbours.py tests/system/test_cuda_path.py tests/soundness/test_faults.py
+	CERTVIT_SOUNDNESS=1 $(BIN)/python -m pytest tests/rounding/test_neighbours.py tests/system/test_cuda_path.py \
+		tests/enclosure/test_zonotope_networks.py tests/attack/test_families.py tests/soundness/test_faults.py
 	$(BIN)/python -m tests.soundness.local_campaign --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --programs --seconds 600
 
@@ -89,11 +90,13 @@ soundness: install
 mutants: install
 	$(BIN)/python -m tests.soundness.mutants --seconds 3600
 
-# the logits that tests/models/test_converters.py holds converted networks to, asked of transformers itself
+# the outputs that tests/models/test_converters.py holds converted networks to, asked of transformers itself, and the table of
+# docs/checkpoints.md
 test-converters:
 	$(PYTHON) -m venv $(VENV)/transformers
-	$(VENV)/transformers/bin/pip install --quiet "torch>=2.6,<2.14" "transformers>=4.44" safetensors numpy
-	$(VENV)/transformers/bin/python tests/models/transformers_logits.py
+	$(VENV)/transformers/bin/pip install --quiet $(TORCH)
+	$(VENV)/transformers/bin/pip install --quiet -e . "transformers>=4.44" pytest
+	$(VENV)/transformers/bin/python -m tests.models.transformers_logits
 
 # tools of its own: mkdocs-material wants requests >= 2.33, torchattacks pins 2.25; certvit comes after them. The site
 # carries the script of mermaid, where npm has it, so that it needs no internet

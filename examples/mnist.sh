@@ -8,7 +8,7 @@ out=${2:-mnist-output}
 mkdir -p "$out"
 cd "$out"
 
-certvit init certvit_lip_mnist --arch-arg patch=14 --arch-arg width=256 --arch-arg depth=1 -o init.safetensors --force
+certvit init certvit_lip_mnist -o init.safetensors --force
 certvit finetune init.safetensors --dataset torch/mnist --data-dir "$data" --loss margin --epsilon 1.58 \
     --optimiser stiefel --lr 0.01 --stiefel-lr 0.02 --ema 0.995 --epochs 24 --batch-size 256 -o certified.safetensors --force
 certvit certify certified.safetensors --data-dir "$data" -e 0.5 -e 1.58 --records certified.jsonl --force

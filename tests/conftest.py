@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 # workers of pytest-xdist are given a terminal's width, which they have not: outputs are then as wide as in a pipe
 os.environ.pop("COLUMNS", None)
 
+# compiled code is kept: without it each worker and each command in a process of its own compiles everything again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+gc.set_threshold(50_000)  # few objects die in cycles
+
 
 def pytest_collectstart() -> None:
     _prepare()

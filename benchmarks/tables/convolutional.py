@@ -263,22 +263,22 @@ def _ours() -> Iterator[Row]:
         note="no attention",
     )
     recipe = "--loss margin -e 1.58 --optimiser stiefel --lr 0.01 --stiefel-lr 0.05 --batch-size 256"
+    first = " --arch-arg patch=7 --arch-arg width=64 --arch-arg depth=2"
     yield Row(
         "certvit-1/mnist/lip/short",
         ("MNIST", "certvit_lip_mnist", "orthogonal, margin loss, 2 epochs (ours)"),
-        trained(images, "certvit_lip_mnist", f"{recipe} --epochs 2") | judged("--data-dir {mnist}", "1.58"),
+        trained(images, "certvit_lip_mnist", f"{recipe} --epochs 2", first) | judged("--data-dir {mnist}", "1.58"),
         figures("1.58"),
         note="no attention",
     )
     yield Row(
         "certvit-1/mnist/lip/long",
         ("MNIST", "certvit_lip_mnist", "the same, 12 epochs (ours)"),
-        trained(images, "certvit_lip_mnist", f"{recipe} --epochs 12") | judged("--data-dir {mnist}", "1.58"),
+        trained(images, "certvit_lip_mnist", f"{recipe} --epochs 12", first) | judged("--data-dir {mnist}", "1.58"),
         figures("1.58"),
         note="no attention",
     )
     recipe = "--loss margin -e 1.58 --optimiser stiefel --lr 0.01 --stiefel-lr 0.02 --ema 0.995 --batch-size 256"
-    shape = " --arch-arg patch=14 --arch-arg width=256 --arch-arg depth=1"
     yield Row(
         "certvit-1/mnist/lip/chosen",
         (
@@ -286,7 +286,7 @@ def _ours() -> Iterator[Row]:
             "certvit_lip_mnist, 4 tokens",
             "a shorter step, averaged weights, 24 epochs: examples/mnist.sh (ours)",
         ),
-        trained(images, "certvit_lip_mnist", f"{recipe} --epochs 24", shape) | judged("--data-dir {mnist}", "1.58"),
+        trained(images, "certvit_lip_mnist", f"{recipe} --epochs 24") | judged("--data-dir {mnist}", "1.58"),
         figures("1.58"),
         note="no attention",
     )

@@ -45,7 +45,7 @@ from certcli.models import build
 from certcli.models.build import OpenCheckpoint, PixelModel
 from certcli.models.hints import Hints
 from certcli.models.in_memory import PREFIX, Statistics, open_module, per_channel
-from certcli.models.open import open_checkpoint
+from certcli.models.open import open_checkpoint, require_classifier, require_features
 from certcli.system.errors import DataError, UsageError
 
 FUNCTIONS = (
@@ -70,6 +70,7 @@ def load(
     arch_args: Mapping[str, Any] | None = None,
     as_stated: bool = False,
     weights: Literal["raw", "ema"] | None = None,
+    features: bool = False,
 ) -> OpenCheckpoint:
     """Open a network; its modules are built or copied once. What casts doubt on reading a file is a warning.
 
@@ -80,19 +81,22 @@ def load(
         arch, arch_args: Name and arguments of the architecture, for a file without a record.
         as_stated: Believe `arch_args` and config.json where the tensors fit another network too.
         weights: The weights to read of a file that holds raw and averaged ones.
+        features: The network has no classifier; `bound` and `slope` are then those of its features.
     """
     about_files = {"arch": arch, "arch_args": arch_args, "as_stated": as_stated or None, "weights": weights}
-    about_modules = {"mean": mean, "std": std, "input_size": input_size}
+    about_modules = {"mean": mean, "std": std, "input_size": input_size, "features": features or None}
     if isinstance(source, Checkpoint):
         require_known(_given(about_files | about_modules), (), "load of an open network")
         return build.with_network(source)
     if isinstance(source, nn.Module):
         require_known(_given(about_files), about_modules, "load of a module")
-        return open_module(source, mean, std, input_size)
+        return open_module(source, mean, std, input_size, features=features)
     if input_size is not None:
         raise UsageError("the input_size of a file is that of its architecture", "arch_args={'img_size': 224}")
-    hints = Hints(arch, arch_args or {}, per_channel(mean), per_channel(std), as_stated, weights)
+    hints = Hints(arch, arch_args or {}, per_channel(mean), per_channel(std), as_stated, weights, features)
     opened = open_checkpoint(str(source), hints)
+    if features:
+        require_features(opened, str(source))
     for doubt in opened.reading.doubts:
         warnings.warn(in_python(doubt), stacklevel=3)
     return opened
@@ -131,11 +135,13 @@ def images(
     seed: int = 0,
     data_dir: str | Path | None = None,
 ) -> Images:
-    """Return labelled images of a dataset in the network's input size, with labels of its classes."""
+    """Return images of a dataset in the network's input size, with labels of its classes where it has any."""
     record = load(source).record
     folder = None if data_dir is None else Path(data_dir)
     found = datasets.load(dataset, record.input, split, folder)
-    return datasets.require_classes(found, record.classes, record.class_names).limit(limit, seed)
+    if record.classes:
+        found = datasets.require_classes(found, record.classes, record.class_names)
+    return found.limit(limit, seed)
 
 
 @speaks_python
@@ -171,7 +177,7 @@ def certify(
         method: lipschitz, local, local-lip, bcp, smoothing (options: sigma, samples, ...), patch (patches, ...).
         options: Fields of the method's options.
     """
-    checkpoint = load(source)
+    checkpoint = _classifier(source)
     kind = type(options_of(method, {}))
     chosen = _options(kind, options | ({"batch_size": batch_size} if "batch_size" in _names(kind) else {}), method)
     certifier = prepare(method, checkpoint, torch.device(device), chosen)
@@ -195,7 +201,7 @@ def predict(
         defence: "patch" for the classifier of `certify(method="patch")`, with the same options.
         prove: Also return the patches that cannot change the class.
     """
-    checkpoint = load(source)
+    checkpoint = _classifier(source)
     predictor = Predictor(checkpoint, torch.device(device), defence, _options(Patches, options, "predict"))
     chosen = _images(checkpoint, pixels, [0] * len(pixels))
     return [one for _, part, _ in chosen.batches(predictor.at_once) for one in predictor(part, prove)]
@@ -215,7 +221,7 @@ def attack(
     **settings: Any,
 ) -> AttackCurve:
     """Return the accuracy that the attacks leave at each radius, ascending; settings: fields of `AttackSettings`."""
-    checkpoint = load(source)
+    checkpoint = _classifier(source)
     require_known(settings, _names(AttackSettings), "attack")
     chosen = AttackSettings(**settings)
     (stage,) = stages_of(attacks, None, norm, radii, chosen)
@@ -244,7 +250,7 @@ def audit(
     Args:
         settings: Fields of `audit.plan.Plan`: radii, attacks, methods, sigma, patches, seed, batch_size, ...
     """
-    checkpoint = load(source)
+    checkpoint = _classifier(source)
     require_known(settings, _names(Plan), "audit")
     plan = Plan(**{"gates": tuple(parse(text) for text in fail_on), "budget": seconds, **settings})
     judged = None if given is None else _images(checkpoint, given, labels).in_turn(plan.seed)
@@ -262,6 +268,13 @@ def audit(
 
 def _given(values: Mapping[str, Any]) -> list[str]:
     return [name for name, value in values.items() if value is not None]
+
+
+def _classifier(source: Network) -> OpenCheckpoint:
+    """Open a network; ArchitectureError where it ends in features."""
+    found = load(source)
+    require_classifier(found, "the network")
+    return found
 
 
 def _names(kind: Any) -> set[str]:
@@ -289,7 +302,7 @@ def _images(checkpoint: Checkpoint, given: Data, labels: Labels) -> Images:
     if labels is None:
         raise DataError("images without labels", "give the labels (n,) beside them: only correct images are certified")
     found = torch.as_tensor(labels).long().cpu()
-    if found.shape != (len(pixels),) or not bool(((found >= 0) & (found < classes)).all()):
+    if found.shape != (len(pixels),) or not bool(((found >= 0) & (found < max(classes, 1))).all()):
         raise DataError(f"labels of shape {tuple(found.shape)} do not fit {len(pixels)} images and {classes} classes")
     names = checkpoint.record.class_names or tuple(str(number) for number in range(classes))
     return Images("tensors", "given", names, found, torch.arange(len(found)), lambda positions: pixels[list(positions)])

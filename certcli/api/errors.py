@@ -12,12 +12,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _WORDS = re.compile(
-    r"(?P<command>certvit [a-z]+\b[^,;()]*)"
+    r"(?P<features>certvit lipschitz --features)"
+    r"|(?P<command>certvit [a-z]+\b[^,;()]*)"
     r"|--arch-arg (?P<key>\w+)=(?P<item>[^\s,;()]+)"
     r"|(?<![\w-])--(?P<option>[a-z][a-z0-9-]*)(?:[ =](?P<value>[A-Z0-9.\"'][^\s,;()]*))?"
     r"|(?<![\w-])-(?P<letter>[aeo])\b"
 )
-_FLAGS = frozenset(("as_stated", "force"))
+_FLAGS = frozenset(("as_stated", "features", "force"))
 _NAMES = {
     "arch_arg": "arch_args",
     "epsilon": "radii",
@@ -33,6 +34,8 @@ def in_python(text: str) -> str:
     """Return a message with keyword arguments in place of options; commands to type stay as they are."""
 
     def argument(match: re.Match[str]) -> str:
+        if match["features"]:
+            return "load(..., features=True)"
         if match["command"]:
             return match["command"]
         if match["key"]:

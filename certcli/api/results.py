@@ -7,6 +7,7 @@ from certcli.attack.summary import RobustAccuracy
 from certcli.certify.certificate import Certificate
 from certcli.evaluation.intervals import interval_of_few, share_text
 from certcli.evaluation.radii import attacked_radius, proven_radius
+from certcli.lipschitz.bound import FEATURES
 from certcli.lipschitz.network import NetworkBound
 from certcli.report.document import Audit
 
@@ -42,7 +43,8 @@ class ProvenBound(Shown, NetworkBound):
     def headline(self) -> str:
         if not self.upper.finite:
             return f"no finite bound: {self.bound.why}"
-        return f"proven: |f(x) - f(y)| <= {self.upper} |x - y| for all images in [0, 1]"
+        of = ", f(x) its features" if self.bound.kind == FEATURES else ""
+        return f"proven: |f(x) - f(y)| <= {self.upper} |x - y| for all images in [0, 1]{of}"
 
     @property
     def rows(self) -> Sequence[Sequence[str]]:

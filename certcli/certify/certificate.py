@@ -156,6 +156,10 @@ class Certifier(ABC):
         """Each record of an earlier run of these very parameters, found again: `confirm`, unless draws must be the same."""
         return self.confirm(claims, pixels, Doubt(0, 0.0))
 
+    def representable(self, images: Tensor) -> Tensor:
+        """Return the images that the classifier can be given, in place of these (b, c, h, w)."""
+        return images
+
     def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
         """Tell whether the classifier still gives the claimed class at images (b, c, h, w) within the claimed radii."""
         with torch.no_grad():

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate, Certifier, PinnedWeights, require_logits, whole_batch
-from certcli.certify.lipschitz_options import REAL, Global
+from certcli.certify.certificate import Certificate, require_logits, whole_batch
+from certcli.certify.executed import ProvingCertifier, as_executed
+from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.table import NoRule
 from certcli.engine.trace import example_of
@@ -15,13 +16,11 @@ from certcli.images.labelled import Images, sent
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models.build import PixelModel, load_double
-from certcli.rounding import PRECISIONS, ErrorAnalysis, NeighbourErrors
+from certcli.rounding import ErrorAnalysis
 from certcli.system.errors import NoBoundError
 
 METHOD = "lipschitz"
 _HINT = "--method smoothing takes any network"
-_NOTHING = 2.0**-20
-"""A part of a radius that is not worth another look at the image."""
 
 
 def certified_radii(logits: Tensor, errors: Tensor, pairs: Tensor, nearby: Tensor | None = None) -> Tensor:
@@ -51,13 +50,13 @@ def certified_radii(logits: Tensor, errors: Tensor, pairs: Tensor, nearby: Tenso
     return radii.amin(dim=1).nan_to_num(nan=0.0, posinf=torch.inf)
 
 
-class LipschitzCertifier(Certifier):
+class LipschitzCertifier(ProvingCertifier):
     """Margins over pair constants.
 
     Args:
         model: Pixels to logits, float64, eval mode.
         bound: Proven for exactly that model.
-        arithmetic: Of the network that the certificates speak of, as in `Global`.
+        arithmetic: Of the network that the certificates speak of, as in `Proof`.
 
     Raises:
         NoBoundError: There is no bound, or the rounding of an operation in this arithmetic is not proven.
@@ -69,41 +68,19 @@ class LipschitzCertifier(Certifier):
     def __init__(self, model: PixelModel, bound: NetworkBound, arithmetic: str | None = None) -> None:
         if bound.pairs is None:
             raise NoBoundError(f"no certificate: {bound.bound.why}", "certvit adapt makes a plain ViT Lipschitz")
-        self.model, self.bound = model, bound
-        self._device = next(model.parameters()).device
+        self.bound = bound
         try:
             self._evaluated = ErrorAnalysis(model)
         except NoRule as reason:
             raise NoBoundError(f"no certificate: {reason}", _HINT) from reason
-        self._weights = PinnedWeights(model)
+        super().__init__(model, model.input_size, arithmetic, traced=bound.traced)
         self._pairs = bound.pairs.double().to(self._device)
-        self._neighbours = self._executed(arithmetic)
-        self.arithmetic = REAL if self._neighbours is None else self._neighbours.precision.name
         self.title = f"global bound {bound.upper}, per-pair margins"
-        what = "real arithmetic, every rounding of float64 counted"
-        if self._neighbours is not None:
-            what = f"the network as executed in {self.arithmetic}, every rounding counted"
-        self.statement = f"certificates: {what}; the bound is proven on [0, 1] images"
-
-    def _executed(self, arithmetic: str | None) -> NeighbourErrors | None:
-        """Return the rounding at neighbours; None for real arithmetic, and where nobody named the one that has no proof."""
-        if arithmetic == REAL:
-            return None
-        try:
-            return NeighbourErrors(self.model, self.model.input_size, PRECISIONS[arithmetic or "float64"])
-        except NoRule as reason:
-            if arithmetic is None:
-                return None
-            hint = f"--arithmetic {REAL} speaks of real numbers"
-            raise NoBoundError(f"no certificate in {arithmetic}: {reason}", hint) from reason
+        self.statement = f"certificates: {self.spoken_of}; the bound is proven on [0, 1] images"
 
     @property
     def about(self) -> Mapping[str, Any]:
         return {"bound": bound_document(self.bound.upper)}
-
-    @property
-    def attacked(self) -> nn.Module:
-        return self.model
 
     def evaluated(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and their rounding errors. NoBoundError names what none is known of."""
@@ -119,27 +96,14 @@ class LipschitzCertifier(Certifier):
         images = sent(pixels, self._device).double()
         logits, errors = self.evaluated(images)
         require_logits(logits, images)
-        radii = certified_radii(logits, errors, self._pairs)
-        if self._neighbours is not None:
-            radii = self._as_executed(self._neighbours, images, logits, errors, radii)
-        rows = zip(indices, labels, logits.argmax(1).tolist(), radii.tolist(), strict=True)
-        return [Certificate(index, label, top, radius, METHOD, 0.0) for index, label, top, radius in rows]
-
-    def _as_executed(
-        self, neighbours: NeighbourErrors, images: Tensor, logits: Tensor, errors: Tensor, radii: Tensor
-    ) -> Tensor:
-        """Return the radii (b,) that hold as executed, of those in real arithmetic.
-
-        By the rounding on the whole box where that takes next to nothing, as in float64; else by that near the image.
-        """
         tops = logits.argmax(1)
-        found = certified_radii(logits, errors, self._pairs, neighbours.on_box[tops])
-        (far,) = (found < radii * (1 - _NOTHING)).nonzero(as_tuple=True)
-        if len(far):
-            nearby = neighbours(images[far], radii[far], tops[far])
-            near = certified_radii(logits[far], errors[far], self._pairs, nearby)
-            found[far] = torch.maximum(found[far], near)
-        return found
+
+        def again(rows: Tensor, nearby: Tensor) -> Tensor:
+            return certified_radii(logits[rows], errors[rows], self._pairs, nearby)
+
+        radii = as_executed(self._neighbours, images, tops, certified_radii(logits, errors, self._pairs), again)
+        rows = zip(indices, labels, tops.tolist(), radii.tolist(), strict=True)
+        return [Certificate(index, label, top, radius, METHOD, 0.0) for index, label, top, radius in rows]
 
 
 def lipschitz_certifier(model: PixelModel, classes: int, arithmetic: str | None = None) -> LipschitzCertifier:
@@ -149,7 +113,7 @@ def lipschitz_certifier(model: PixelModel, classes: int, arithmetic: str | None 
     return certifier
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Global) -> LipschitzCertifier:
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> LipschitzCertifier:
     """Make the checkpoint's proven bound ready. NoBoundError when none is finite."""
     return lipschitz_certifier(load_double(checkpoint, device), checkpoint.record.classes, options.arithmetic)
 

@@ -12,20 +12,21 @@ from torch import Tensor, nn
 from certcli.certify.certificate import (
     AGAIN,
     Certificate,
-    Certifier,
     Confirmation,
     Doubt,
-    PinnedWeights,
     require_logits,
     whole_batch,
 )
+from certcli.certify.executed import ProvingCertifier
 from certcli.certify.local_options import AUTO, BACKWARD, NORMS, ZONOTOPE, Local
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.balls.network import NormsNetwork
+from certcli.enclosure.balls.table import rules as ball_rules
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Unbounded, l2_ball, linf_ball
 from certcli.enclosure.zonotopes.memory import affordable, available, keep_pages
 from certcli.enclosure.zonotopes.search import certified_radius
+from certcli.enclosure.zonotopes.table import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
 from certcli.evaluation.radii import Norm
@@ -43,7 +44,7 @@ _BEYOND = 1e-6
 _HINT = "--method smoothing takes any network; certvit adapt replaces layers"
 
 
-class LocalCertifier(Certifier):
+class LocalCertifier(ProvingCertifier):
     """What each image's neighbourhood can become, in float64 with every rounding counted.
 
     symbols: box symbols a tensor may carry from block to block; fewer where memory does not last, which the rung says.
@@ -51,7 +52,6 @@ class LocalCertifier(Certifier):
     """
 
     method = METHOD
-    statement = "certificates: proven image by image; real arithmetic, every rounding of float64 counted"
 
     def __init__(
         self,
@@ -62,7 +62,8 @@ class LocalCertifier(Certifier):
         symbols: int | None = None,
         steps: int = 4,
     ) -> None:
-        self.model, self.steps = model, steps
+        super().__init__(model, size, options.arithmetic, (zonotope_rules, ball_rules))
+        self.steps = steps
         self.effort, self.at = options.effort, options.at
         self.norm: Norm = options.norm
         self.walked = self.effort
@@ -70,8 +71,10 @@ class LocalCertifier(Certifier):
             self.walked = ZONOTOPE if math.prod(size) <= SQUARES and self.norm == "l2" else BACKWARD
         self.squares = SQUARES if self.walked == ZONOTOPE and self.norm == "l2" else 0
         self.most_symbols = symbols or SYMBOLS.get(self.walked, 0)
-        self._size, self._device = size, next(model.parameters()).device
-        self._weights = PinnedWeights(model)
+        self._size = size
+        self.domain = "all" if self._neighbours is None else "box"  # rounding is bounded on the box
+        where = "" if self._neighbours is None else ", [0, 1] images"
+        self.statement = f"certificates: proven image by image; {self.spoken_of}{where}"
         self._norms: NormsNetwork | None = None
         self._guess, self._known = 1e-2, False
         self._zonotope = self._enclosed() if self.effort != NORMS else None
@@ -91,7 +94,7 @@ class LocalCertifier(Certifier):
     def _enclosed(self) -> LocalNetwork | None:
         """Return the network for zonotopes; None where `auto` does without. NoBoundError where they were asked for."""
         try:
-            network = LocalNetwork(self.model, self._size)
+            network = LocalNetwork(self.model, self._size, self._neighbours)
         except (NoRule, Untraceable) as reason:
             self._why = str(reason)
             if self.effort == AUTO:
@@ -110,7 +113,7 @@ class LocalCertifier(Certifier):
     def _balls(self) -> NormsNetwork:
         if self._norms is None:
             try:
-                self._norms = NormsNetwork(self.model, self._size)
+                self._norms = NormsNetwork(self.model, self._size, self._neighbours)
             except (NoRule, Untraceable) as reason:
                 raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
         return self._norms
@@ -179,10 +182,6 @@ class LocalCertifier(Certifier):
         except NoRule as reason:
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
         return torch.cat(parts)
-
-    @property
-    def attacked(self) -> nn.Module:
-        return self.model
 
     @torch.no_grad()
     def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:

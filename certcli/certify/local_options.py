@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from certcli.certify.options import Options
+from certcli.certify.proof_options import require_arithmetic
 from certcli.evaluation.radii import Norm, require_norm
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
@@ -25,9 +26,10 @@ class Local(Options):
             about).
         norm: of the radii.
         at: ascending radii; zonotopes try these alone, up to the first that they do not prove, in place of a search.
+        arithmetic: as in `Proof`.
 
     Raises:
-        UsageError: an effort or norm is unknown, or `at` does not ascend.
+        UsageError: an effort, norm or arithmetic is unknown, or `at` does not ascend.
     """
 
     panel: ClassVar[str] = "Local"
@@ -37,10 +39,12 @@ class Local(Options):
     ] = AUTO
     norm: Annotated[Norm, Option("l2, or linf: of the radii; linf is of --method local alone.")] = "l2"
     at: Sequence[float] = ()
+    arithmetic: str | None = None
 
     def __post_init__(self) -> None:
         if self.effort not in EFFORTS:
             raise UsageError(f"--effort {self.effort}: one of {', '.join(EFFORTS)}")
         require_norm(self.norm)
+        require_arithmetic(self.arithmetic)
         if not all(0 < radius < math.inf for radius in self.at) or list(self.at) != sorted(self.at):
             raise UsageError("radii to try are finite, above 0 and ascending")

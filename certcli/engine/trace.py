@@ -81,14 +81,18 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
 
 @contextmanager
 def _nothing_wrapped() -> Iterator[None]:
-    """Trace through functions marked with `torch.fx.wrap` too: fx would make them opaque."""
+    """Trace through functions marked with `torch.fx.wrap` too: fx would make them opaque.
+
+    A timer that rings while fx takes back its own patches would leave them, and every later trace would be refused.
+    """
     wrapped = _symbolic_trace._wrapped_fns_to_patch
-    saved = dict(wrapped)
+    saved, methods = dict(wrapped), (nn.Module.__call__, nn.Module.__getattr__)
     wrapped.clear()
     try:
         yield
     finally:
         wrapped.update(saved)
+        nn.Module.__call__, nn.Module.__getattr__ = methods  # type: ignore[method-assign]
 
 
 def refuse_patched_library() -> None:

@@ -29,6 +29,7 @@ Upper = Annotated[float, Meta(ge=0)] | Literal["inf"]
 UpperText = Annotated[str, Meta(pattern=r"\A([0-9.]{1,12}(e[+\-]?[0-9]{1,10})?|inf)\Z")]
 Curve = Annotated[dict[str, Share], Meta(min_length=1, max_length=MOST_RADII)]
 Attacks = Annotated[str, _TOKEN]
+Arithmetic = Literal["real", "float64", "float32", "tf32", "bf16", "fp16"]
 Setting = int | float | bool | Attacks | None
 
 
@@ -63,7 +64,7 @@ class FinetuneParameters(_Closed):
 
 
 class FinetuneResult(_Closed):
-    """dataset: unset in files of older versions."""
+    """dataset: unset in files of older versions, whose share is of real arithmetic."""
 
     clean: Share
     certified: Share
@@ -72,6 +73,7 @@ class FinetuneResult(_Closed):
     upper_text: UpperText
     upper_finite: bool
     dataset: JudgedImages | UnsetType = UNSET
+    arithmetic: Arithmetic = "real"
 
 
 class CertifyParameters(_Closed):
@@ -128,7 +130,7 @@ class CertifyResult(_Closed):
     method: Text
     failure: Annotated[float, Meta(ge=0, lt=1)]
     promise: Text
-    arithmetic: Literal["real", "float64", "float32", "tf32", "bf16", "fp16"]
+    arithmetic: Arithmetic
     parameters: Json
     average_radius: Radius | UnsetType = UNSET
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Generator, Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import affine_grid, grid_sample, interpolate, pad
 
 from certcli.finetune.settings import CUTOUT, FinetuneSettings
 from certcli.system.errors import UsageError
@@ -18,6 +18,15 @@ CROP_SHARE = 1 / 8
 """Padding of `crop`, as a share of the side: 4 pixels at 32."""
 SHIFT_SHARE = 1 / 14
 """Reach of `shift`: 2 pixels at 28 and 32."""
+WARPED = 0.5
+"""Share of the images that `warp` changes: the others stay as sharp as those that the network is judged on."""
+WARP_MATRIX = 0.06
+"""Reach of each entry of `warp`'s matrix around the identity: 6 % of scale, 3 degrees of rotation or shear."""
+WARP_SHIFT = 1 / 80
+"""Reach of `warp`'s shift as a share of the side: a third of a pixel at 28."""
+WARP_BEND = 1 / 90
+"""Standard deviation of `warp`'s displacements on a grid of WARP_CELLS points a side, as a share of the side."""
+WARP_CELLS = 5
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,26 @@ def flip(images: Tensor, generator: Generator) -> Tensor:
     return torch.where(mirrored.view(-1, 1, 1, 1), images.flip(3), images)
 
 
+def warp(images: Tensor, generator: Generator) -> Tensor:
+    """Sample half of the images along a random affine map and smooth displacements, bicubic: (b, c, h, w) -> (b, c, h, w).
+
+    Source: Simard et al. 2003 (elastic distortions), here on a coarse grid in place of filtered noise.
+    """
+    b, _, h, w = images.shape
+    chosen = (torch.rand(b, generator=generator) < WARPED).nonzero()[:, 0]
+    n = len(chosen)
+    if n == 0:
+        return images
+    reach = torch.tensor([[WARP_MATRIX, WARP_MATRIX, 2 * WARP_SHIFT]])  # the grid's side is 2
+    maps = torch.eye(2, 3) + reach * (2 * torch.rand(n, 2, 3, generator=generator) - 1)
+    bends = 2 * WARP_BEND * torch.randn(n, 2, WARP_CELLS, WARP_CELLS, generator=generator)
+    bends = interpolate(bends, size=(h, w), mode="bilinear", align_corners=True).permute(0, 2, 3, 1)
+    grid = (affine_grid(maps, [n, 1, h, w], align_corners=False) + bends).to(images)
+    chosen = chosen.to(images.device)
+    warped = grid_sample(images[chosen], grid, mode="bicubic", padding_mode="border", align_corners=False)
+    return images.index_copy(0, chosen, warped.clamp(0, 1))
+
+
 def cutout(images: Tensor, squares: int, side: int, grey: Tensor, generator: Generator) -> Tensor:
     """Put grey squares on every image at its own random places, all of them inside: (b, c, h, w) -> (b, c, h, w).
 
@@ -70,12 +99,14 @@ def cutout(images: Tensor, squares: int, side: int, grey: Tensor, generator: Gen
 
 
 def augment(images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Generator) -> Tensor:
-    """Apply the named augmentations in a fixed order: crop, shift, flip, cutout."""
+    """Apply the named augmentations in a fixed order: crop, shift, warp, flip, cutout."""
     side = min(images.shape[2:])
     if "crop" in names:
         images = translate(images, max(1, round(CROP_SHARE * side)), "constant", generator)
     if "shift" in names:
         images = translate(images, max(1, round(SHIFT_SHARE * side)), "replicate", generator)
+    if "warp" in names:
+        images = warp(images, generator)
     if "flip" in names:
         images = flip(images, generator)
     for found in filter(None, map(CUTOUT.fullmatch, names)):

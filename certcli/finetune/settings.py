@@ -13,7 +13,7 @@ from certcli.system.errors import UsageError
 from certcli.system.options import Option
 from certcli.system.registry import one_of
 
-AUGMENTATIONS = ("crop", "flip", "shift")
+AUGMENTATIONS = ("crop", "flip", "shift", "warp")
 CUTOUT = re.compile(r"cutout:([1-9][0-9]?)x([1-9][0-9]{0,4})")
 """Number of squares, and their side in pixels."""
 BANDS = re.compile(r"bands:([1-9][0-9]{0,3})")
@@ -167,7 +167,7 @@ class FinetuneSettings:
     augment: Annotated[
         tuple[str, ...] | None,
         _augmentation(
-            "Any of crop,flip,shift,cutout:2x128; parts of images: bands:3,cutout-random:2x96,cutout-greedy:2x96.",
+            "Any of crop,flip,shift,warp,cutout:2x128; parts of images: bands:3,cutout-random:2x96,cutout-greedy:2x96.",
             metavar="LIST",
             read=lambda text: tuple(name for name in text.split(",") if name) or None,
         ),

@@ -29,27 +29,35 @@ Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def calibration_images(
-    record: Record, count: int, seed: int = 0, dataset: str | None = None, data_dir: Path | None = None
+    record: Record,
+    count: int,
+    seed: int = 0,
+    dataset: str | None = None,
+    data_dir: Path | None = None,
+    judges: int = 0,
 ) -> Images:
     """Return `count` images to calibrate this network on: training images of `dataset`, else of the record's dataset.
 
     Where the record's dataset is not found here, the images are those of `default_for`. DataError for a missing `dataset`.
+
+    Args:
+        judges: most further images of the same kind, where these are not made on the spot.
     """
     if dataset is not None:
-        return datasets.load(dataset, record.input, "train", data_dir).limit(count, seed)
+        return datasets.load(dataset, record.input, "train", data_dir).limit(count + judges, seed)
     if record.dataset is not None:
         try:
-            return datasets.load(record.dataset, record.input, "train", data_dir).limit(count, seed)
+            return datasets.load(record.dataset, record.input, "train", data_dir).limit(count + judges, seed)
         except DataError:
             pass  # a record holds a folder's name without its path
-    return default_for(record, count, seed)
+    return default_for(record, count, seed, judges)
 
 
-def default_for(record: Record, count: int, seed: int = 0) -> Images:
+def default_for(record: Record, count: int, seed: int = 0, judges: int = 0) -> Images:
     """Return digits for a network of digits, synthetic photographs of the input size for every other network."""
     remembered = (record.dataset or "").lower()
     if record.input.size == (1, 8, 8) or remembered in (DIGITS, "torch/mnist", "mnist"):
-        return datasets.load(DIGITS, record.input, "train").limit(count, seed)
+        return datasets.load(DIGITS, record.input, "train").limit(count + judges, seed)
     return synthetic_photographs(record.input, count, seed)
 
 
@@ -92,11 +100,15 @@ def synthetic_photographs(spec: InputSpec, count: int, seed: int = 0) -> Images:
     )
 
 
-def hold_out(images: Images, share: int = 5) -> tuple[Images, Images]:
-    """Return (images to calibrate on, every `share`-th image held out; none of fewer than 2 * `share`), both in order."""
-    out = range(0, len(images), share) if len(images) >= 2 * share else range(0)
-    apart = set(out)
-    return images.select([row for row in range(len(images)) if row not in apart]), images.select(list(out))
+def hold_out(images: Images, share: int = 5, most: int | None = None) -> tuple[Images, Images]:
+    """Return (images to calibrate on, images held out), both in order.
+
+    Every `share`-th image is held out, none of fewer than 2 * `share`; or more, so that at most `most` calibrate.
+    """
+    count = len(images)
+    held = max(0 if count < 2 * share else -(-count // share), 0 if most is None else count - most)
+    apart = {row * count // held for row in range(held)}
+    return images.select([row for row in range(count) if row not in apart]), images.select(sorted(apart))
 
 
 def _noise(size: tuple[int, int, int], slope: float, random: np.random.Generator) -> Array:

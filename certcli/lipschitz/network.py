@@ -1,7 +1,7 @@
 """The proven bound of a whole network: pixels in [0, 1] -> logits."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.replay import replayed
 from certcli.engine.table import NoRule
-from certcli.engine.trace import Untraceable
+from certcli.engine.trace import Trace, Untraceable
 from certcli.lipschitz.bound import FEATURES, Bound
 from certcli.lipschitz.context import Charge
 from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, RigorousArithmetic
@@ -31,12 +31,14 @@ class NetworkBound:
         pairs: K of `pair_constants`; None without a bound.
         charges: One for each theorem that was applied, in the order of execution.
         blocks: (path, kind, constant before, constant after) of each module that was traced through.
+        traced: The graph that was proven and replayed, for other domains with the same rules; None without one.
     """
 
     bound: Bound
     pairs: Tensor | None
     charges: tuple[Charge, ...]
     blocks: tuple[tuple[str, str, Real, Real], ...]
+    traced: Trace | None = field(default=None, repr=False, compare=False)
 
     @property
     def upper(self) -> Real:
@@ -72,7 +74,7 @@ def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> Netw
         blocks = tuple((call.path, call.kind, before, after) for call, before, after in outcome.scopes if after.finite)
         if settled.proof is None:
             raise AssertionError("the rigorous arithmetic always builds a proof")
-        return NetworkBound(settled.proof, pairs, outcome.charges, blocks)
+        return NetworkBound(settled.proof, pairs, outcome.charges, blocks, traced)
 
 
 def trial_upper(model: nn.Module, size: tuple[int, ...]) -> Real:

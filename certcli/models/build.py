@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import certcli.system.compat
+import certcli.system.compat  # noqa: F401 (lets timm import torchvision)
 
 # isort: split
 import timm
 
-import certcli.nn.reference  # noqa: F401 (registers our reference nets with timm)
 from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Record, Replacement
@@ -26,6 +25,7 @@ from certcli.models.limits import Building
 from certcli.models.reading import NOTHING_ASSUMED, Reading
 from certcli.models.weights import load_weights
 from certcli.nn import words
+from certcli.nn.reference import SHAPES  # which registers our reference nets with timm
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import ArchitectureError, CertvitError, Refused, UsageError, one_line
 
@@ -246,7 +246,15 @@ def require_described(model: PixelModel, record: Record) -> None:
             f"the network does not take an image of size {size} ({one_line(failure)})", "check --arch and --arch-arg"
         ) from failure
     if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != 1:
-        raise ArchitectureError("the network does not map an image to one row of logits")
+        if not isinstance(logits, Tensor):
+            raise ArchitectureError(
+                f"the network maps an image to {type(logits).__name__}, not to one row of logits or features",
+                "wrap it in a module that returns the tensor",
+            )
+        raise ArchitectureError(
+            f"the network maps an image to a tensor {tuple(logits.shape)}, not to one row of logits or features",
+            "--arch-arg global_pool=token or avg pools the tokens; without one certvit proves no bound",
+        )
     if record.classes not in (0, logits.shape[1]):
         raise ArchitectureError(
             f"the record says {record.classes} classes, and the network has {logits.shape[1]} logits",
@@ -300,8 +308,10 @@ def initialise(
 ) -> OpenCheckpoint:
     """Return a freshly initialised checkpoint; the same seed gives the same bytes.
 
-    Without `spec` and `classes` they are the architecture's, with `mean` and `std` where given.
+    Without `spec` and `classes` they are the architecture's, with `mean` and `std` where given. The record names the
+    shape that a new network of this name gets (`SHAPES`).
     """
+    arch_args = {**SHAPES.get(arch, {}), **arch_args}
     with _seeded(seed):
         net = create(arch, arch_args, initialise=True)
     spec = spec or spec_of(net, size=input_size_of(net), mean=mean, std=std)

@@ -12,6 +12,7 @@ from certcli.checkpoint.file import Checkpoint, require_numbers
 from certcli.checkpoint.record import Record
 from certcli.checkpoint.schema import require_pixels
 from certcli.models import build
+from certcli.models.open import require_classifier, require_features
 from certcli.system.errors import ArchitectureError, Refused, UsageError, one_line
 
 PREFIX = "module."
@@ -25,17 +26,20 @@ def open_module(
     mean: Statistics | None = None,
     std: Statistics | None = None,
     input_size: tuple[int, int, int] | None = None,
+    *,
+    features: bool = False,
 ) -> build.OpenCheckpoint:
     """Copy a module, in eval mode, with its weights as they are; later changes of the module do not count.
 
     Args:
-        module: Normalised images (b, c, h, w) -> logits (b, k), or what `build.load` returned.
+        module: Normalised images (b, c, h, w) -> logits or features (b, k), or what `build.load` returned.
         mean, std: Pixel statistics, one value or one a channel; those of timm's configuration where None.
         input_size: (c, h, w); that of timm's configuration where None.
+        features: The module has no classifier: its outputs are features.
 
     Raises:
-        UsageError: a statistic or the size is missing or invalid.
-        ArchitectureError: the module cannot be copied, or does not map such images to logits.
+        UsageError: a statistic or the size is missing or invalid, or `features` is said of a classifier.
+        ArchitectureError: the module cannot be copied, does not map such images to logits, or has no classifier.
         CheckpointError: a weight is not finite.
     """
     kind = type(module).__name__
@@ -73,15 +77,20 @@ def open_module(
         model = build.load(build.with_network(Checkpoint(tensors, Record(arch, shown, spec, 0)), net))
         with torch.no_grad():
             weight = next(model.parameters(), torch.zeros(()))
-            classes = model(torch.zeros(1, *spec.size, dtype=weight.dtype)).shape[1]
+            width = model(torch.zeros(1, *spec.size, dtype=weight.dtype)).shape[1]
     except ArchitectureError as failure:
         raise ArchitectureError(
             f"the {kind} is no classifier of images of size {spec.size}: {failure.message}",
             "it must map (b, c, h, w) to logits (b, k)",
         ) from failure
-    if classes < 2:
+    stated = getattr(net, "num_classes", None)  # of any type, in a module of the user's
+    known = isinstance(stated, int)
+    ends = (known and stated == 0) or (features and not (known and stated == width))
+    if width < 2 and not ends:
         raise ArchitectureError(f"the {kind} returns one logit an image", "a classifier has two logits or more")
-    return build.with_network(Checkpoint(tensors, Record(arch, shown, spec, classes)), net)
+    found = build.with_network(Checkpoint(tensors, Record(arch, shown, spec, 0 if ends else width)), net)
+    (require_features if features else require_classifier)(found, f"the {kind}")
+    return found
 
 
 def per_channel(values: Statistics | None) -> tuple[float, ...] | None:

@@ -39,7 +39,7 @@ from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable
 from certcli.models.reading import Fact
 from certcli.models.weights import require_computed, require_fitting
-from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError, one_line
+from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError, UsageError, one_line
 
 
 def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
@@ -57,9 +57,25 @@ def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
             f"the record of {source} says {stated} classes, and its network has {own}",
             "the file was edited, or written by another program; go back to the checkpoint it came from",
         )
-    if not stated and not hints.features:
-        raise _headless(source)
+    if not hints.features:
+        require_classifier(found, source)
     return found
+
+
+def require_classifier(checkpoint: Checkpoint, source: str) -> None:
+    """Raise ArchitectureError for a network that ends in features."""
+    if not checkpoint.record.classes:
+        raise _headless(source)
+
+
+def require_features(checkpoint: Checkpoint, source: str) -> None:
+    """Raise UsageError for a network that ends in a classifier."""
+    if checkpoint.record.classes:
+        raise UsageError(
+            f"{one_line(source)} has a classifier of {checkpoint.record.classes} classes, and --features is for networks "
+            "without",
+            "leave out --features",
+        )
 
 
 def _opened(source: str, hints: Hints) -> OpenCheckpoint:
@@ -161,8 +177,10 @@ def _as_timm(converted: Converted, facts: Sequence[Fact]) -> OpenCheckpoint:
         raise ArchitectureError(
             f"{converted.source}, by timm's names: {failure.message}", "its config may belong to another file"
         ) from failure
-    reading = reading_of(net, record, converted.origins, f"{converted.source}, converted", converted.doubts)
-    return build.with_network(Checkpoint(tensors, record), net, reading.with_facts(facts))
+    default = f"{converted.source}, converted"
+    ends = [] if converted.features is None else [Fact("features", converted.features, default)]
+    reading = reading_of(net, record, converted.origins, default, converted.doubts).with_facts([*ends, *facts])
+    return build.with_network(Checkpoint(tensors, record), net, reading)
 
 
 def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
@@ -241,7 +259,8 @@ def _ends_in_features(path: Path, bare: Bare, record: Record, hints: Hints) -> b
 def _headless(source: str) -> ArchitectureError:
     return ArchitectureError(
         f"{one_line(source)} has no classifier: its network ends in features",
-        "certvit lipschitz --features proves a bound to them; all other commands need a classifier",
+        "for a bound of them: certvit lipschitz --features; all else needs a classifier: train one on them with timm or "
+        "transformers, and give certvit that network",
     )
 
 

@@ -276,6 +276,9 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "mix_mnist": partial(_sized, TokenMixer, _config(*_GREY), {**_TOKENS, "mixing": "orthogonal"}),
 }
 
+SHAPES: dict[str, dict[str, Any]] = {"certvit_lip_mnist": {"patch": 14, "width": 256, "depth": 1}}
+"""Arguments of a new network where none are given. A record names what differs from the defaults above, which stay."""
+
 
 def _register(name: str, make: Callable[[dict[str, Any]], nn.Module]) -> None:
     def build(pretrained: bool = False, **given: Any) -> nn.Module:

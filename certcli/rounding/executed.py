@@ -12,7 +12,6 @@ import certcli.system.compat  # noqa: F401 (before timm)
 import torch
 from timm.layers import GELU as TimmGELU
 from timm.layers import DropPath, GELUTanh, LayerScale
-from timm.layers.norm import LayerNorm as TimmLayerNorm
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,11 +19,11 @@ from certcli.engine.table import NoRule, RuleTable, runs_known_code
 from certcli.engine.trace import Trace
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
-from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
+from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.models.build import PixelNormalize
 from certcli.nn.activations import MaxMin
-from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.residual import ConvexResidual, WeightedResidual
+from certcli.rounding.moves import overlap
 from certcli.rounding.precisions import Precision, compounded
 from certcli.rounding.stored import LinearMap, Stored, largest, length
 
@@ -33,16 +32,24 @@ rules = RuleTable("executed")
 
 @dataclass(frozen=True)
 class Executed:
-    """Bounds on an executed tensor: its l2 norm, its longest row (last axis), its largest |entry|."""
+    """Bounds on an executed tensor: its l2 norm, its longest row (last axis), its largest |entry|.
+
+    deviation: from below, of every row's entries.
+    """
 
     shape: tuple[int, ...]
     total: Real
     fibre: Real
     peak: Real
+    deviation: float = 0.0
 
     def within(self, total: Real) -> "Executed":
         """Return the lesser bounds of a tensor of this norm."""
-        return Executed(self.shape, min(self.total, total), min(self.fibre, total), min(self.peak, total))
+        return self.within_all(total, total, total, 0.0)
+
+    def within_all(self, total: Real, fibre: Real, peak: Real, deviation: float) -> "Executed":
+        """Return the lesser bounds."""
+        return Executed(self.shape, min(self.total, total), min(self.fibre, fibre), min(self.peak, peak), deviation)
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,12 @@ class Operation:
         self.require(tensor.untyped_storage().data_ptr() in self.weights, "a constant that the network computes")
         return Stored.of(tensor, self.precision)
 
+    def factor(self, x: Any) -> Stored:
+        """Return a constant or a number as it is stored."""
+        if isinstance(x, Constant):
+            return self.stored(x.tensor)
+        return Stored.of(torch.tensor(float(x), dtype=torch.float64), self.precision)
+
     def map(self, weight: Tensor, bias: Tensor | None, geometry: Geometry | None = None) -> LinearMap:
         for tensor in (weight, bias):
             if tensor is not None:
@@ -115,15 +128,15 @@ def _exact_without_constants(op: Operation, x: Any, *others: Any, **named: Any) 
     return lambda sizes: moved
 
 
-rules.module(nn.Identity, nn.Dropout, DropPath, nn.ReLU, MaxMin, nn.Flatten)(exact)
+rules.module(nn.Identity, nn.Dropout, DropPath, nn.ReLU, MaxMin, nn.Flatten, nn.MaxPool2d)(exact)
 rules.method(
     "flatten", "transpose", "permute", "reshape", "view", "contiguous", "squeeze", "unsqueeze", "chunk", "split",
-    "unbind", "clone", "swapaxes", "movedim", "relu", "neg", "t", "roll", "flip",
+    "unbind", "clone", "swapaxes", "movedim", "relu", "neg", "t", "roll", "flip", "select", "narrow", "unflatten",
 )(exact)  # fmt: skip
 rules.function(
     torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, torch.permute, torch.transpose, torch.chunk,
     torch.split, torch.unbind, torch.relu, functional.relu, operator.getitem, torch.roll, torch.flip, operator.neg,
-    functional.dropout,
+    functional.dropout, torch.clone, torch.select, torch.narrow,
 )(exact)  # fmt: skip
 rules.function(torch.cat, torch.concat, torch.stack, torch.maximum, torch.minimum)(_exact_without_constants)
 
@@ -158,8 +171,8 @@ def pixels(op: Operation, module: PixelNormalize, x: Followed) -> Rounding:
     return rounding
 
 
-@rules.method("add", "add_", "sub")
-@rules.function(operator.add, operator.iadd, torch.add, operator.sub, torch.sub)
+@rules.method("add", "add_", "sub", "sub_")
+@rules.function(operator.add, operator.iadd, torch.add, operator.sub, operator.isub, torch.sub)
 def added(op: Operation, a: Any, b: Any) -> Rounding:
     """The result is rounded; a constant is stored first."""
     moved, constant, tensors = ZERO, ZERO, []
@@ -193,14 +206,50 @@ def layer_scale(op: Operation, module: LayerScale, x: Followed) -> Rounding:
     return _scaled(op, x, op.stored(module.gamma))
 
 
-@rules.method("mul")
-@rules.function(operator.mul, torch.mul)
+@rules.method("mul", "mul_")
+@rules.function(operator.mul, operator.imul, torch.mul)
 def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
     x, factor = (a, b) if isinstance(a, Followed) else (b, a)
     op.require(not isinstance(factor, Followed), "a product of two tensors that depend on the image")
-    number = torch.tensor(float(factor), dtype=torch.float64) if not isinstance(factor, Constant) else None
-    stored = op.stored(factor.tensor) if number is None else Stored.of(number, op.precision)
-    return _scaled(op, x, stored)
+    return _scaled(op, x, op.factor(factor))
+
+
+@rules.method("div", "div_")
+@rules.function(operator.truediv, operator.itruediv, torch.div)
+def divided(op: Operation, x: Any, divisor: Any) -> Rounding:
+    """x / d, or x times a rounded 1 / d: |1/d' - 1/d| <= |d' - d| / (|d'| |d|)."""
+    op.require(isinstance(x, Followed) and not isinstance(divisor, Followed), "a division by what depends on the image")
+    stored = op.factor(divisor)
+    least = float(stored.number.abs().min()) - float(stored.farthest)
+    op.require(least > 0, "a division by 0")
+    relative = compounded(as_real(4 * op.precision.unit) + stored.farthest / least) / least
+    root = as_real(op.entries / x.entries).sqrt()
+    return lambda sizes: sizes(x).total * root * relative + op.underflow() * (ONE + ONE / least)
+
+
+@rules.module(nn.ReLU6, nn.Hardtanh)
+def clipped(op: Operation, module: nn.Hardtanh, x: Followed) -> Rounding:
+    """Entries are compared with limits that are stored."""
+    limits = torch.tensor([module.min_val, module.max_val], dtype=torch.float64)
+    moved = Stored.of(limits, op.precision).farthest * as_real(float(x.entries)).sqrt()
+    return lambda sizes: moved
+
+
+@rules.module(nn.AvgPool2d)
+def averaged(op: Operation, module: nn.AvgPool2d, x: Followed) -> Rounding:
+    """A mean of k entries is at most the length of its window / sqrt(k), and an entry lies in `overlap` windows."""
+    kernel, stride = ((n, n) if isinstance(n, int) else n for n in (module.kernel_size, module.stride))
+    plain = module.padding in (0, (0, 0)) and not module.ceil_mode and module.divisor_override is None
+    op.require(plain, "a pooling whose windows have different sizes")
+    count = math.prod(kernel)
+    share = (as_real(overlap(kernel, stride)) / count).sqrt() * op.precision.products(count)
+
+    def rounding(sizes: Sizes) -> Real:
+        if not sizes(x).peak * float(count) < op.precision.largest:
+            return INF
+        return sizes(x).total * share + op.precision.lost(count, op.entries)
+
+    return rounding
 
 
 @rules.method("mean", "sum")
@@ -253,75 +302,6 @@ def weighted_residual(op: Operation, module: WeightedResidual, x: Followed, bran
     def rounding(sizes: Sizes) -> Real:
         added_branch = sizes(branch).total
         return (sizes(x).total + size * added_branch) * relative + scale.moved * added_branch + op.underflow()
-
-    return rounding
-
-
-def _gain(
-    op: Operation, weight: Tensor | None, bias: Tensor | None, factor: float, n: Real, error: Real, rows: int
-) -> Real:
-    """Return the error of gain n + bias for an n that is off by `error`, of norm `n` as executed."""
-    root, relative = as_real(float(rows)).sqrt(), compounded(as_real(6 * op.precision.unit))
-    gain, moved = as_real(factor), ZERO
-    if weight is not None:
-        stored = op.stored(weight)
-        gain, moved = gain * largest(stored.number), gain * stored.farthest
-    total = gain * (error + n * relative) + moved * n
-    if bias is not None:
-        shift = op.stored(bias)
-        total = total + (length(shift.number) * relative + shift.moved) * root
-    return total + gain * op.underflow()
-
-
-def _normalised(
-    op: Operation, x: Followed, sizes: Sizes, least: float, weight: Tensor | None, bias: Tensor | None
-) -> Real:
-    """Return the error of gain c / sqrt(s^2 + eps) or of gain c / max(s, floor), c = x - mean, s = |c| / sqrt(d).
-
-    least: sqrt(eps), or the floor. The centred c' is off by D = (products + 2 unit) |x|, the deviation s' by 4 D / sqrt(d)
-    (two passes, or Welford's), and |c| |1/sqrt(s'^2 + eps) - 1/sqrt(s^2 + eps)| <= sqrt(d) |s' - s| / least: the error of
-    a row is at most 5 D / least, and a few roundings of a row that is no longer than sqrt(d) + 5 D / least.
-    """
-    p, d = op.precision, x.shape[-1]
-    size = sizes(x)
-    square = size.fibre * size.fibre * 4.0
-    lost = as_real(least) * least
-    if not square < p.largest or not lost > 2.0**12 * (d + 8) * p.tiny:
-        return INF
-    moved = size.total * (p.products(d) + 2 * p.unit) * 5.0 / least
-    own = compounded(as_real(2 * p.function + 8 * p.unit + float(as_real((d + 8) * p.tiny) / float(lost)) * 2))
-    n = as_real(float(x.entries)).sqrt() + moved
-    return _gain(op, weight, bias, 1.0, n, moved + n * own, x.rows)
-
-
-@rules.module(nn.LayerNorm, TimmLayerNorm)
-def layer_norm(op: Operation, module: nn.LayerNorm, x: Followed) -> Rounding:
-    op.require(len(module.normalized_shape) == 1, "a norm over more than the last axis")
-    least = math.sqrt(module.eps) * (1 - 2.0**-40)
-    return lambda sizes: _normalised(op, x, sizes, least, module.weight, module.bias)
-
-
-@rules.module(FloorNorm)
-def floor_norm(op: Operation, module: FloorNorm, x: Followed) -> Rounding:
-    floor = op.stored(module.floor)
-    least = float(module.floor) - float(floor.farthest)
-    op.require(least > 0, "a floor of 0")
-    relative = compounded(floor.farthest / least * 2.0)
-    root = as_real(float(x.entries)).sqrt() * (1.0 if module.weight is None else float(largest(module.weight.detach())))
-    return lambda sizes: _normalised(op, x, sizes, least, module.weight, module.bias) + root * relative * 2.0
-
-
-@rules.module(CenterNorm)
-def center_norm(op: Operation, module: CenterNorm, x: Followed) -> Rounding:
-    d = module.width
-    relative = op.precision.products(d) + 2 * op.precision.unit
-
-    def rounding(sizes: Sizes) -> Real:
-        total = sizes(x).total
-        if not total * as_real(float(d)).sqrt() < op.precision.largest:
-            return INF
-        moved = total * relative
-        return _gain(op, module.weight, module.bias, d / (d - 1) * (1 + 2.0**-50), total + moved, moved, x.rows)
 
     return rounding
 

@@ -15,8 +15,9 @@ Every number is a `Real`, which rounds up. k_a is taken with b at rest, and k_b 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from certcli.engine.replay import executed, noise_like, replayed
-from certcli.engine.table import NoRule, Rule
+from certcli.engine.table import NoRule, Rule, RuleTable
+from certcli.engine.trace import Trace
 from certcli.engine.tracer import Untraceable
 from certcli.engine.walk import Call, walk
 from certcli.lipschitz.context import Context
@@ -34,6 +36,7 @@ from certcli.lipschitz.propagate import GlobalDomain, deep_recursion
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules as slopes
 from certcli.lipschitz.value import Value
+from certcli.rounding.enclosed import EnclosedErrors, Step, carried, errors_of_pairs
 from certcli.rounding.executed import Executed, Followed, Operation, Sizes, head_of, rules
 from certcli.rounding.precisions import Precision
 from certcli.rounding.running import written_out
@@ -44,17 +47,6 @@ _FAR = 800 * _STEPS
 """Steps from which on a size counts as infinite."""
 _AT_ONCE = 64
 """Images whose sizes are found together."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One tensor of the graph: slopes in the tensors that it is made of, what rounding adds, its sizes on the whole box."""
-
-    sources: tuple[int, ...]
-    slopes: tuple[Real, ...]
-    rounding: Callable[[Sizes], Real]
-    box: Executed
-    entries: int
 
 
 class _Rules:
@@ -94,7 +86,7 @@ class _Stepwise(GlobalDomain):
         self.first = super().image(shape)
         size = self.first.size
         box = Executed(shape, size.total, size.fibre, size.peak)
-        return self._kept(Step((), (), lambda sizes: ZERO, box, math.prod(shape)), ZERO)
+        return self._kept(Step("", (), (), lambda sizes: ZERO, box, math.prod(shape)), ZERO)
 
     def result(self, value: Any, call: Call) -> Any:
         return value
@@ -124,7 +116,8 @@ class _Stepwise(GlobalDomain):
             own_rounding = own(replace(self.operation, call=ctx.call), *args, **kwargs)
             several = isinstance(found[0], list)
             parts = list(zip(*found, strict=True)) if several else [tuple(found)]
-            made = [self._step(sources, values, own_rounding) for values in parts]
+            node = "" if ctx.call.node is None else ctx.call.node.name
+            made = [self._step(node, sources, values, own_rounding) for values in parts]
             return made if several else made[0]
 
         return apply
@@ -150,26 +143,18 @@ class _Stepwise(GlobalDomain):
         return Value(base, size, None, None, box.shape)
 
     def _step(
-        self, sources: Sequence[Followed], values: Sequence[Value], rounding: Callable[[Sizes], Real]
+        self, node: str, sources: Sequence[Followed], values: Sequence[Value], rounding: Callable[[Sizes], Real]
     ) -> Followed:
         shape, size = tuple(values[0].shape), values[0].size
         bases = tuple(value.base for value in values)
         places = tuple(x.place for x in sources)
         added = rounding(lambda x: self.steps[x.place].box)
-        error = _carried(bases, [self.errors[place] for place in places]) + added
+        error = carried(bases, [self.errors[place] for place in places]) + added
         box = Executed(shape, size.total + added, size.fibre_along(-1) + added, size.peak + added)
-        return self._kept(Step(places, bases, rounding, box, math.prod(shape)), error)
+        return self._kept(Step(node, places, bases, rounding, box, math.prod(shape)), error)
 
     def shape(self, value: Any) -> Any:
         return value.shape
-
-
-def _carried(factors: Sequence[Real], values: Sequence[Real]) -> Real:
-    total = ZERO
-    for factor, value in zip(factors, values, strict=True):
-        if value > ZERO:  # what is exact stays so whatever the slope
-            total = total + factor * value
-    return total
 
 
 def _followed_in(x: Any) -> list[Followed]:
@@ -191,26 +176,41 @@ def _replaced(x: Any, values: Mapping[int, Value]) -> Any:
 class NeighbourErrors:
     """The rounding of a network's logits in one arithmetic, at all images near one.
 
-    model: float64, eval mode, on images of this size (c, h, w). NoRule names the operation whose rounding is not known.
+    Args:
+        model: float64, eval mode, on images of `size` (c, h, w).
+        tables: Of other domains, whose leaves the graph shall have.
+        traced: The model's graph with the leaves of the global domain alone, where it has been replayed already.
+
+    Raises:
+        NoRule: Names the operation whose rounding is not known.
     """
 
-    def __init__(self, model: nn.Module, size: tuple[int, ...], precision: Precision) -> None:
-        self.precision, self.pixels = precision, math.prod(size)
+    def __init__(
+        self,
+        model: nn.Module,
+        size: tuple[int, ...],
+        precision: Precision,
+        tables: Sequence[RuleTable] = (),
+        traced: Trace | None = None,
+    ) -> None:
+        self.precision, self.pixels, self.tables = precision, math.prod(size), (slopes, *tables)
         own = [*model.parameters(), *model.buffers()]
         weights = frozenset(tensor.untyped_storage().data_ptr() for tensor in own)
         try:
-            with replayed(model, size, slopes) as traced, torch.no_grad(), deep_recursion():
+            graph: AbstractContextManager[Trace] = replayed(model, size, *self.tables)
+            if traced is not None and traced.root is model and not tables:
+                graph = nullcontext(traced)
+            with graph as self._traced, torch.no_grad(), deep_recursion():
                 domain = _Stepwise(Operation(precision, weights))
-                self._last: Followed = walk(traced, domain)
+                self._last: Followed = walk(self._traced, domain)
                 self._steps = domain.steps
-                self._head = head_of(traced, precision)
+                self._head = head_of(self._traced, precision)
         except Untraceable as reason:
             raise NoRule(str(reason)) from reason
-        self._traced = traced
         found: list[Real] = []
         for step in self._steps:
             known = [found[source] for source in step.sources]
-            found.append(_carried(step.slopes, known) if known else ONE)
+            found.append(carried(step.slopes, known) if known else ONE)
         self._slopes = found
         example = next(iter(own))
         self._widest = _floats(domain.errors).to(example.device)
@@ -246,6 +246,10 @@ class NeighbourErrors:
         """Return bounds on the rounding of all z_i - z_j at every image of the box: (k, k)."""
         return self._pairs([math.inf] * len(self._steps)).to(self._profiles[0])
 
+    def beside(self, enclosed: Collection[str]) -> EnclosedErrors:
+        """Return what rounding adds to the results of these nodes, and to margins behind them, in walks that enclose them."""
+        return EnclosedErrors(self._steps, frozenset(enclosed), self._last.place, self._head, self.precision)
+
     def __call__(self, pixels: Tensor, radii: Tensor, tops: Tensor) -> Tensor:
         """Return bounds on the rounding of z_i - z_j, i the top class: (b, c, h, w), (b,), (b,) -> (b, k).
 
@@ -280,17 +284,11 @@ class NeighbourErrors:
         errors: list[Real] = []
         for step, length in zip(self._steps, lengths, strict=True):
             added = step.rounding(lambda x: sizes[x.place])
-            error = _carried(step.slopes, [errors[source] for source in step.sources]) + added
+            error = carried(step.slopes, [errors[source] for source in step.sources]) + added
             found = step.box.within(as_real(length) + error)
             errors.append(error if found.peak < self.precision.largest else INF)
             sizes.append(found)
-        last = self._last.place
-        if self._head is None:
-            both = errors[last] * (1 + 2.0**-1)  # |z_i - z_j| moves by sqrt(2) |z| at most
-            classes = self._steps[last].box.shape[-1]
-            return torch.full((classes, classes), float(both), dtype=torch.float64)
-        (source,) = self._steps[last].sources
-        return self._head.pairs(errors[source], sizes[source].total, errors[last])
+        return errors_of_pairs(self._steps, self._last.place, self._head, sizes, errors)
 
 
 def _floats(values: Sequence[Real]) -> Tensor:

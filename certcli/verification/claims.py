@@ -193,9 +193,10 @@ def _training(checkpoint: Checkpoint, entry: Decoded, where: str, certify: Certi
     images = result.dataset if isinstance(result.dataset, JudgedImages) else None
     limit, digest = entry.parameters.images, None if images is None else images.digest
     seed = steps[-1].seed if steps else 0
-    request = Request("val", limit, seed, "lipschitz", {"arithmetic": "real"}, digest)  # of which finetune speaks
+    stated = {"arithmetic": result.arithmetic}
+    request = Request("val", limit, seed, "lipschitz", stated, digest)
     shares = [(Threat("l2", entry.parameters.epsilon), result.certified)]
-    yield from _again(where, result.clean, shares, None, images, {}, request, certify)
+    yield from _again(where, result.clean, shares, None, images, stated, request, certify)
 
 
 def _certified(about: Any, result: CertifyResult, where: str, certify: Certify) -> Iterator[Claim]:

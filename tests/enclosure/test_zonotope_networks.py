@@ -23,6 +23,7 @@ from certcli.engine.replay import executed
 from certcli.models.build import PixelModel
 from certcli.system.errors import NoBoundError
 from tests.helpers.enclosure_cases import square_symbols
+from tests.helpers.grids import crossed
 
 SIZE = (1, 4, 4)
 SPEC = InputSpec(size=SIZE, mean=(0.3,), std=(0.7,))
@@ -106,8 +107,7 @@ def largest_share(
     return worst
 
 
-@pytest.mark.parametrize("squares", [128, 0], ids=["squares", "linear"])
-@pytest.mark.parametrize("kind", ["plain", "mean", "relu", "tanh", "rms"])
+@pytest.mark.parametrize(("kind", "squares"), crossed(["plain", "mean", "relu", "tanh", "rms"], [128, 0]))
 def test_every_node_stays_in_its_enclosure(kind: str, squares: int) -> None:
     model, pixels = network(kind), image()
     local = LocalNetwork(model, SIZE)

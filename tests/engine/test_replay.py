@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import certcli.system.compat  # noqa: F401
+from certcli.engine import pinned
 from certcli.engine.state import differs, digest, state_of
 from certcli.lipschitz.network import bound_network
 from tests.helpers.lipschitz_cases import f
@@ -322,3 +323,14 @@ def test_a_state_that_nothing_changes_is_found_again() -> None:
     net.held = [steps, {"deep": [[[[steps]]]]}, itertools.count(3), (n for n in range(4)), functools.partial(max, 1)]  # type: ignore[assignment]
     first = state_of(net)
     assert all(differs(first, state_of(net)) is None for _ in range(20))
+
+
+def test_a_timer_that_rings_while_fx_takes_back_its_patches_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rings(patch: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr("torch.fx._symbolic_trace._PatchedFnSetAttr.revert", rings)
+        with pytest.raises(KeyboardInterrupt):
+            bound_network(nn.Flatten().eval(), IMAGE, 4)
+    assert pinned.patched() is None

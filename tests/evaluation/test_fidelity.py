@@ -21,6 +21,7 @@ from certcli.evaluation.evidence import decode_evidence
 from certcli.evaluation.fidelity import (
     MANY_JUDGES,
     PREDICTABLE,
+    PREDICTABLE_GREY,
     Fidelity,
     ReferenceLogits,
     allowed_share,
@@ -123,16 +124,29 @@ def test_the_share_told_is_kept_in_nine_of_ten_draws(count: int, share: float) -
 def test_forty_judges_allow_a_change_by_their_margins() -> None:
     """By counting, one image of 40 is more than 2 %; more images that judge allow more."""
     generator = torch.Generator().manual_seed(0)
+    allowed = []
     for _ in range(20):
-        judges, after = margins_of(torch.rand(40, generator=generator), 0.03)
+        judges, after = margins_of(torch.rand(40, generator=generator), 0.01)
         share = allowed_share(judges.compare(after), 0.98)
-        assert keeps_enough(judges.compare(judges.before + 0.999 * share * (after - judges.before)), 0.98)
-        assert not keeps_enough(judges.compare(judges.before + 1.001 * share * (after - judges.before)), 0.98)
-        assert share * 0.03 > 0.005
+        allowed.append(share * 0.01)
+        kept = judges.compare(judges.before + 0.999 * share * (after - judges.before))
+        assert keeps_enough(kept, 0.98) or kept.same < 39  # two of 40 are more than their margins tell
+        if judges.compare(after).same == 40:
+            assert not keeps_enough(judges.compare(judges.before + 1.001 * share * (after - judges.before)), 0.98)
+    assert sorted(allowed)[5] > 0.005
     worth = [worth_of_judges(count) for count in (5, 20, 40, 100, MANY_JUDGES)]
     assert worth == sorted(worth, reverse=True)
     assert worth[2] > 1.1
     assert worth[-1] == 1
+
+
+def test_many_judges_tell_no_more_than_their_count() -> None:
+    """Near ties: 2.5 % of 400 images change at once, and no other image ever does."""
+    judges, after = margins_of(torch.cat([torch.full((10,), 1e-6), torch.ones(390)]), 1e-5)
+    found = judges.compare(after)
+    assert found.agreement == 0.975
+    assert 0.97 < found.agreement_at_least < 0.98
+    assert not keeps_enough(found, 0.98)
 
 
 DOUBTS = {
@@ -207,12 +221,12 @@ def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, share: float) 
     outcome = certvit(*words)
     report = json.loads(outcome.stdout)
     kept = report["kept"]
-    assert kept["images"] == 80
+    assert kept["images"] == 500
     assert not kept["took_part"]
     assert kept["chose"]
     old, new = (build.load(Checkpoint.read(path), CPU) for path in (source, out))
-    images = datasets.load("digits", Checkpoint.read(source).record.input, "train").limit(400, 0)
-    pixels, labels = images.select(range(0, 400, 5)).tensors()
+    images = datasets.load("digits", Checkpoint.read(source).record.input, "train").limit(900, 0)
+    pixels, labels = images.select([9 * row // 5 for row in range(500)]).tensors()
     with torch.no_grad():
         before, after = old(pixels), new(pixels)
     same = float((before.argmax(1) == after.argmax(1)).double().mean())
@@ -249,8 +263,7 @@ def test_without_data_a_network_of_photographs_is_judged_on_synthetic_ones(tmp_p
 def test_too_few_images_to_hold_any_out_are_said(tiny: Checkpoint, tmp_path: Path, count: int) -> None:
     source = tmp_path / "tiny.safetensors"
     tiny.write(source)
-    words = ["constrain", source, "--limit", count, "--json", "-o", tmp_path / "out.safetensors"]
-    outcome = certvit(*words)
+    outcome = certvit("adapt", source, "--limit", count, "--json", "-o", tmp_path / "out.safetensors")
     assert json.loads(outcome.stdout)["kept"]["took_part"] is True
     assert "too few to hold any out" in outcome.stderr.replace("\n", " ")
 
@@ -267,13 +280,14 @@ def test_a_share_is_a_share(tiny: Checkpoint, tmp_path: Path, share: float) -> N
 @pytest.mark.parametrize("channels", [1, 3])
 def test_real_images_are_expected_to_keep_less_than_synthetic_ones(channels: int) -> None:
     """A larger error promises less, and none promises more than real images were seen to keep."""
-    errors = [step * PREDICTABLE / 10 for step in range(11)]
+    most = {1: PREDICTABLE_GREY, 3: PREDICTABLE}[channels]
+    errors = [step * most / 10 for step in range(11)]
     found = [expected_on_real(Fidelity(80, 43, error, 1 - error), channels) for error in errors]
     for error, expected in zip(errors, found, strict=True):
         assert expected["logits_error_at_most"] > error
         assert 0 <= expected["agreement_at_least"] < 1 - error / 2
     assert [e["logits_error_at_most"] for e in found] == sorted(e["logits_error_at_most"] for e in found)
-    assert expected_on_real(Fidelity(80, 43, 1.01 * PREDICTABLE, 0.7), channels) == {}
+    assert expected_on_real(Fidelity(80, 43, 1.01 * most, 0.7), channels) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Run certvit in the process of a test: `certvit`, `document`, `attempt` through typer, `console` as the console script."""
 
 import contextlib
+import functools
 import io
 import json
 import shlex
@@ -8,10 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
 from certcli.cli.main import app, run
+
+# typer builds all commands anew for each call of the program, which takes as long as many a command
+typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
 
 
 class Done(NamedTuple):

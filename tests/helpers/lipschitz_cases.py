@@ -30,6 +30,7 @@ from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.nn.surgery import REPLACEMENTS
+from tests.helpers import forwards
 from tests.helpers.slopes import IMAGE
 
 D = 8
@@ -81,42 +82,6 @@ def statistics(norm: nn.Module) -> nn.Module:
     return norm
 
 
-def written_out(attention: nn.Module, x: Tensor, *, mask: bool = False) -> Tensor:
-    """Dot-product attention from matrix products, as unfused timm modules write it."""
-    b, n, d = x.shape
-    qkv = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
-    q, k, v = qkv.unbind(0)
-    scores = (q * (d // 2) ** -0.5) @ k.transpose(-2, -1)
-    if mask:
-        scores = scores + attention.mask
-    return attention.parts[1]((scores.softmax(dim=-1) @ v).transpose(1, 2).reshape(b, n, d))
-
-
-def fused(attention: nn.Module, x: Tensor, **options: object) -> Tensor:
-    b, n, d = x.shape
-    qkv = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
-    out = functional.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], **options)
-    return attention.parts[1](out.transpose(1, 2).reshape(b, n, d))
-
-
-def talking(attention: nn.Module, x: Tensor) -> Tensor:
-    """Heads mixed before and after the softmax, as in CaiT."""
-    b, n, d = x.shape
-    q, k, v = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 1, 4).unbind(0)
-    scores = attention.parts[2]((q @ k.transpose(-2, -1)).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-    mixed = attention.parts[3](scores.softmax(dim=-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-    return attention.parts[1]((mixed @ v).transpose(1, 2).reshape(b, n, d))
-
-
-def cross_covariance(attention: nn.Module, x: Tensor) -> Tensor:
-    """Attention between channels, as in XCiT (with an eps that a search can reach)."""
-    b, n, d = x.shape
-    q, k, v = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 4, 1).unbind(0)
-    q, k = functional.normalize(q, dim=-1, eps=0.5), functional.normalize(k, dim=-1, eps=0.5)
-    weights = ((q @ k.transpose(-2, -1)) * attention.temperature).softmax(dim=-1)
-    return (weights @ v).permute(0, 3, 1, 2).reshape(b, n, d)
-
-
 def replaced(name: str, old: nn.Module) -> nn.Module:
     return REPLACEMENTS.load(name)(old)
 
@@ -130,11 +95,6 @@ def _matrices(mixing: OrthogonalMixing) -> nn.Module:
     for number, matrix in enumerate(mixing.maps):
         nn.init.normal_(matrix.weight, std=0.5 + number)
     return mixing
-
-
-def squeeze_excite(net: nn.Module, x: Tensor) -> Tensor:
-    y = net.parts[0](x)
-    return y * net.parts[1](y.mean((2, 3), keepdim=True)).sigmoid()
 
 
 CURVES: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = [
@@ -162,10 +122,6 @@ CURVES: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = [
     (nn.LogSigmoid(), functional.logsigmoid),
 ]
 """Activations as modules and as functions, with odd options: one curve each."""
-
-
-def _side_by_side(net: nn.Module, x: Tensor) -> Tensor:
-    return torch.cat([part(x[:, 0, :3]) for part in net.parts], dim=1)
 
 
 RULES: dict[str, Callable[[], nn.Module]] = {
@@ -218,7 +174,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "hard-mish": lambda: on_tokens(HardMish(), scale=8.0),
     "sigmoid": lambda: on_tokens(nn.Sigmoid(), HardSigmoid()),
     "leaky": lambda: on_tokens(nn.LeakyReLU(-1.5), nn.PReLU(), nn.ELU(2.0), nn.SELU()),
-    "curves": lambda: on_tokens(f(_side_by_side, *[module for module, _ in CURVES[1:]]), scale=6.0),
+    "curves": lambda: on_tokens(f(forwards.side_by_side, *[module for module, _ in CURVES[1:]]), scale=6.0),
     "clamp": lambda: on_tokens(f(lambda m, x: x.clamp(0.1, 0.4))),
     "softplus": lambda: on_tokens(nn.Softplus(2.0, threshold=40.0)),
     "softmax": lambda: on_tokens(f(lambda m, x: (3 * x).softmax(-1))),
@@ -237,8 +193,8 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "amax": lambda: f(lambda m, x: x.amax((2, 3)) + torch.maximum(x[:, :, 0, 0], x[:, :, 1, 1])),
     "residual": lambda: on_tokens(f(lambda m, x: x + m.parts[0](x), nn.Linear(8, 8))),
     "in-place-residual": lambda: on_tokens(f(lambda m, x: m.parts[0](x).add_(x).mul_(2.0), nn.Linear(8, 8))),
-    "augmented": lambda: f(_augmented, nn.Conv2d(2, 2, 1)),
-    "two-names": lambda: f(_two_names),
+    "augmented": lambda: f(forwards.augmented, nn.Conv2d(2, 2, 1)),
+    "two-names": lambda: f(forwards.two_names),
     "broadcast": lambda: on_tokens(f(lambda m, x: x + x[:, :1] - 2 * x.mean(1, keepdim=True))),
     "expand": lambda: on_tokens(f(lambda m, x: x[:, :1].expand(-1, 5, -1) / 2)),
     "cat-twice": lambda: on_tokens(f(lambda m, x: torch.cat([x, m.t.expand(1, 2, -1), -x], dim=1), t=torch.randn(1, 1, 8))),
@@ -270,7 +226,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "constant-matrices": lambda: f(lambda m, x: m.t @ x, t=torch.randn(2, 3, 4)),
     "gate": lambda: on_tokens(f(lambda m, x: m.parts[0](x) * m.parts[1](x).sigmoid(), nn.Linear(8, 8), nn.Linear(8, 8))),
     "swiglu": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.SwiGLU(8, 12)),
-    "squeeze-excite": lambda: f(squeeze_excite, nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1)),
+    "squeeze-excite": lambda: f(forwards.squeeze_excite, nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1)),
     "product": lambda: on_tokens(f(lambda m, x: x @ m.parts[0](x).transpose(-2, -1), nn.Linear(8, 8)), scale=2.0),
     "einsum": lambda: on_tokens(f(lambda m, x: torch.einsum("bnd,bmd->bnm", x, m.parts[0](x)), nn.Linear(8, 8))),
     "attention": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.Attention(8, 2, qkv_bias=True)),
@@ -279,26 +235,28 @@ RULES: dict[str, Callable[[], nn.Module]] = {
         nn.LayerNorm(8, eps=0.1), timm_layers.Attention(8, 2, qk_norm=True, norm_layer=nn.LayerNorm)
     ),
     "attention-torch": lambda: on_tokens(
-        nn.LayerNorm(8, eps=0.1), f(_torch_attention, *(nn.MultiheadAttention(8, h, batch_first=h > 1) for h in (2, 1, 4)),
-                                    mask=torch.ones(4, 4).triu(1) > 0, shift=torch.randn(4, 4))
+        nn.LayerNorm(8, eps=0.1),
+        f(forwards.torch_attention, *(nn.MultiheadAttention(8, h, batch_first=h > 1) for h in (2, 1, 4)),
+          mask=torch.ones(4, 4).triu(1) > 0, shift=torch.randn(4, 4))
     ),
     "attention-torch-layer": lambda: on_tokens(
         nn.TransformerEncoderLayer(8, 2, 12, 0.1, nn.GELU(), 0.1, batch_first=True, norm_first=True)
     ),
-    "attention-written": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(written_out, *linears())),
+    "attention-written": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(forwards.written_out, *linears())),
     "attention-masked": lambda: on_tokens(
-        nn.LayerNorm(8, eps=0.1), f(lambda m, x: written_out(m, x, mask=True), *linears(), mask=torch.randn(2, 4, 4))
+        nn.LayerNorm(8, eps=0.1), f(lambda m, x: forwards.written_out(m, x, mask=True), *linears(), mask=torch.randn(2, 4, 4))
     ),
-    "attention-fused": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(fused, *linears())),
-    "attention-causal": lambda: on_tokens(f(lambda m, x: fused(m, x, is_causal=True, scale=1.3), *linears())),
+    "attention-fused": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(forwards.fused, *linears())),
+    "attention-causal": lambda: on_tokens(f(lambda m, x: forwards.fused(m, x, is_causal=True, scale=1.3), *linears())),
     "attention-moving-mask": lambda: on_tokens(
-        nn.LayerNorm(8, eps=0.1), f(lambda m, x: fused(m, x, attn_mask=m.parts[2](x)[:, None]), *linears(), nn.Linear(8, 4))
+        nn.LayerNorm(8, eps=0.1),
+        f(lambda m, x: forwards.fused(m, x, attn_mask=m.parts[2](x)[:, None]), *linears(), nn.Linear(8, 4))
     ),
-    "attention-moving-scores": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(_moving, *linears(), nn.Linear(8, 4))),
+    "attention-moving-scores": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), f(forwards.moving, *linears(), nn.Linear(8, 4))),
     "attention-talking": lambda: on_tokens(
-        nn.LayerNorm(8, eps=0.1), f(talking, *linears(), nn.Linear(2, 2), nn.Linear(2, 2))
+        nn.LayerNorm(8, eps=0.1), f(forwards.talking, *linears(), nn.Linear(2, 2), nn.Linear(2, 2))
     ),
-    "attention-channels": lambda: on_tokens(f(cross_covariance, *linears(), temperature=torch.rand(2, 1, 1) + 1)),
+    "attention-channels": lambda: on_tokens(f(forwards.cross_covariance, *linears(), temperature=torch.rand(2, 1, 1) + 1)),
     "attention-windows": lambda: on_tokens(
         nn.LayerNorm(8, eps=0.1), WindowAttention(8, 2, window_size=(2, 2))
     ),
@@ -339,23 +297,23 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "sort": lambda: on_tokens(TokenMaxMin(4, 8, 1)),
     "sort-between-linear": lambda: on_tokens(nn.Linear(8, 8), TokenMaxMin(4, 8, 2), nn.Linear(8, 3)),
     "attention-pool": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.AttentionPoolLatent(8, num_heads=2)),
-    "spellings": lambda: f(_spellings),
-    "axes": lambda: on_tokens(nn.Linear(8, 6), f(_axes), nn.Linear(4, 3)),
-    "parts": lambda: on_tokens(nn.Linear(8, 6), f(_parts_of)),
-    "choice": lambda: on_tokens(f(_choice, mask=torch.rand(4, 8) > 0.5, row=torch.randn(8))),
+    "spellings": lambda: f(forwards.spellings),
+    "axes": lambda: on_tokens(nn.Linear(8, 6), f(forwards.axes), nn.Linear(4, 3)),
+    "parts": lambda: on_tokens(nn.Linear(8, 6), f(forwards.parts_of)),
+    "choice": lambda: on_tokens(f(forwards.choice, mask=torch.rand(4, 8) > 0.5, row=torch.randn(8))),
     "choice-of-scores": lambda: on_tokens(
-        nn.LayerNorm(8, eps=0.1), f(_choice_of_scores, *linears(), mask=torch.ones(4, 4).tril() > 0)
+        nn.LayerNorm(8, eps=0.1), f(forwards.choice_of_scores, *linears(), mask=torch.ones(4, 4).tril() > 0)
     ),
-    "larger": lambda: on_tokens(f(_larger, nn.Linear(8, 8), row=torch.randn(8))),
-    "add-product": lambda: on_tokens(f(_add_product, nn.Linear(8, 3), t=torch.randn(8, 3), s=torch.randn(3))),
+    "larger": lambda: on_tokens(f(forwards.larger, nn.Linear(8, 8), row=torch.randn(8))),
+    "add-product": lambda: on_tokens(f(forwards.add_product, nn.Linear(8, 3), t=torch.randn(8, 3), s=torch.randn(3))),
     "add-products": lambda: on_tokens(
         f(lambda m, x: torch.baddbmm(m.t, x, m.parts[0](x).transpose(1, 2), beta=2.0, alpha=-0.5), nn.Linear(8, 8),
           t=torch.randn(1, 4, 4)), scale=2.0
     ),
-    "lerp": lambda: on_tokens(f(_lerp, nn.Linear(8, 8), row=torch.randn(8), share=torch.rand(4, 1) * 3 - 1)),
-    "deviations": lambda: on_tokens(f(_deviations), scale=3.0),
-    "variances": lambda: on_tokens(f(_variances), scale=3.0),
-    "fold": lambda: f(_folded),
+    "lerp": lambda: on_tokens(f(forwards.lerp, nn.Linear(8, 8), row=torch.randn(8), share=torch.rand(4, 1) * 3 - 1)),
+    "deviations": lambda: on_tokens(f(forwards.deviations), scale=3.0),
+    "variances": lambda: on_tokens(f(forwards.variances), scale=3.0),
+    "fold": lambda: f(forwards.folded),
     "conv-3d": lambda: nn.Sequential(
         f(lambda m, x: x.unsqueeze(2).expand(-1, -1, 3, -1, -1)), nn.Conv3d(2, 4, (2, 3, 3), padding=1, groups=2),
         nn.Conv3d(4, 3, 2, stride=(1, 2, 2), dilation=(1, 1, 2)),
@@ -377,117 +335,6 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "convex": lambda: on_tokens(f(lambda m, x: m.parts[0](x, m.parts[1](x)), ConvexResidual(), nn.Linear(8, 8))),
     "weighted": lambda: on_tokens(f(lambda m, x: m.parts[0](x, m.parts[1](x)), WeightedResidual(), nn.Linear(8, 8))),
 }  # fmt: skip
-
-
-def _augmented(net: nn.Module, x: Tensor) -> Tensor:
-    y = net.parts[0](x)
-    y += x
-    y *= 3
-    y -= 0.5
-    y /= 2
-    return y
-
-
-def _moving(net: nn.Module, x: Tensor) -> Tensor:
-    scores = (x @ net.parts[0](x)[..., :8].transpose(1, 2)) * 0.5 + net.parts[2](x)
-    return scores.softmax(dim=-1) @ net.parts[1](x)
-
-
-def _two_names(net: nn.Module, x: Tensor) -> Tensor:
-    y = x * 2
-    z = y  # the same tensor: it grows as well
-    y += x
-    y.mul_(1.5)
-    return y + z
-
-
-def _spellings(net: nn.Module, x: Tensor) -> Tensor:
-    """torch's keywords and NumPy's, in place of positions."""
-    y = (
-        torch.permute(input=x, dims=(0, 2, 3, 1))
-        .transpose(dim0=1, dim1=2)
-        .flip(dims=(1, -1))
-        .permute(dims=(0, 3, 1, 2))
-    )
-    y = torch.cat(tensors=[y, x.swapaxes(axis0=2, axis1=3)], axis=1).roll(shifts=1, dims=2)
-    z = y.mean(axis=(2, 3), keepdims=True) - torch.sum(input=y, axis=1, keepdim=True).softmax(axis=2)
-    w = torch.stack(tensors=(y, torch.add(input=y, other=z, alpha=2)), axis=-1)
-    return w.sum(axis=-1).amax(axis=1).unsqueeze(dim=1) + torch.flatten(input=y, start_dim=2).reshape(
-        shape=(-1, 4, 4, 4)
-    )
-
-
-def _axes(net: nn.Module, x: Tensor) -> Tensor:
-    """(b, 4, 6) -> (b, 6, 4), folded into the maps before and after."""
-    y = x.movedim(-1, 1)
-    return y + torch.moveaxis(torch.swapdims(y, 1, 2), (0, 1, 2), (0, 2, 1))
-
-
-def _parts_of(net: nn.Module, x: Tensor) -> Tensor:
-    y = x.narrow(dim=2, start=-3, length=2) * 3 + torch.narrow(x, -1, 1, 2)
-    return torch.cat([y.flatten(1), torch.select(x, 1, -2), 2 * x.select(dim=2, index=1)], dim=-1)
-
-
-def _torch_attention(net: nn.Module, x: Tensor) -> Tensor:
-    """Batch first and last, with weights and without, with masks that are yes or no, numbers, and of keys."""
-    y, _ = net.parts[0](x, x, x, attn_mask=net.mask)
-    z = x.transpose(0, 1)
-    z = net.parts[1](z, z, z, need_weights=False, attn_mask=net.shift)[0].transpose(0, 1)
-    w, _ = net.parts[2](x, x, x, net.mask[1:2].expand(len(x), -1), need_weights=False)
-    return y + 2 * z - w
-
-
-def _choice(net: nn.Module, x: Tensor) -> Tensor:
-    y = torch.where(net.mask, x, 0.3 * x.flip(1))  # entries of either
-    y = y.where(net.mask[:, :1], net.row)  # rows of a constant
-    return torch.where(net.mask[:1], x[:, :1], y) + torch.where(net.mask, 2.0, y)
-
-
-def _choice_of_scores(net: nn.Module, x: Tensor) -> Tensor:
-    q, k, v = net.parts[0](x).chunk(3, dim=-1)
-    scores = torch.where(net.mask, q @ k.transpose(1, 2), -torch.inf)
-    # no constant added to the scores, but one in their place
-    finite = torch.where(net.mask, q @ k.transpose(1, 2), -0.5)
-    return net.parts[1](scores.softmax(dim=-1) @ v) + finite.softmax(dim=-1) @ v
-
-
-def _larger(net: nn.Module, x: Tensor) -> Tensor:
-    y = torch.maximum(x, net.parts[0](x)).minimum(torch.tensor(1.5)) + torch.max(net.row, x)
-    return torch.cat([y, torch.minimum(x[:, :1], x).clamp_max(0.5)], dim=1) - torch.clamp_min(x, -0.2).amax(
-        dim=(1, 2), keepdim=True
-    )
-
-
-def _deviations(net: nn.Module, x: Tensor) -> Tensor:
-    y = x.std(dim=-1) + 2 * torch.std(x, (1, 2), False).unsqueeze(-1)
-    spread, middle = torch.std_mean(x, dim=(1, 2), correction=3, keepdim=True)
-    return torch.cat([y, (spread - middle)[..., 0], x.std(1, unbiased=False)], dim=1)
-
-
-def _variances(net: nn.Module, x: Tensor) -> Tensor:
-    y = torch.var(x, -1, unbiased=False) - x.var(1, keepdim=True).squeeze(1)[:, :4]
-    spread, middle = torch.var_mean(x, axis=1, correction=0)
-    return torch.cat([y, 0.1 * spread - middle, x.var(dim=[1, 2], correction=30).unsqueeze(1)], dim=1)
-
-
-def _folded(net: nn.Module, x: Tensor) -> Tensor:
-    blocks = functional.unfold(x, 2, stride=2)
-    y = functional.fold(blocks.repeat(1, 1, 4)[..., :9], (4, 5), kernel_size=(2, 2), dilation=(1, 2), stride=1)
-    return y.mean((2, 3)) + functional.fold(blocks, output_size=4, kernel_size=2, padding=1, stride=3).mean(
-        (1, 2, 3)
-    ).unsqueeze(1)
-
-
-def _add_product(net: nn.Module, x: Tensor) -> Tensor:
-    rows = x.reshape(-1, 8)
-    y = torch.addmm(input=net.s, mat1=rows, mat2=net.t, beta=-2.0, alpha=3.0)
-    z = torch.addmm(net.parts[0](rows), rows[:, :4] @ net.t[:4], torch.eye(3).to(x), beta=0.5)
-    return (y.addmm(rows, net.t) + z).reshape(-1, 12)
-
-
-def _lerp(net: nn.Module, x: Tensor) -> Tensor:
-    y = torch.lerp(x, net.parts[0](x), 1.7)
-    return y.lerp(net.row, 0.25) + torch.lerp(net.row.expand_as(x), y, net.share)
 
 
 LOOSE_START = 1.5

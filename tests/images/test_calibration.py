@@ -93,9 +93,11 @@ def test_a_named_dataset_is_never_replaced(tiny: Checkpoint) -> None:
         calibration.synthetic_photographs(tiny.record.input, 0)
 
 
-@pytest.mark.parametrize(("count", "out"), [(3, 0), (9, 0), (10, 2), (11, 3), (50, 10)])
-def test_every_fifth_image_is_held_out(tiny: Checkpoint, count: int, out: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "most", "out"), [(3, None, 0), (9, 5, 4), (10, None, 2), (11, None, 3), (50, 60, 10), (50, 20, 30)]
+)
+def test_every_fifth_image_is_held_out_or_more(tiny: Checkpoint, count: int, most: int | None, out: int) -> None:
     images = datasets.load("digits", tiny.record.input, "train").limit(count)
-    seen, unseen = calibration.hold_out(images)
+    seen, unseen = calibration.hold_out(images, most=most)
     assert (len(seen), len(unseen)) == (count - out, out)
     assert not set(seen.indices.tolist()) & set(unseen.indices.tolist())

@@ -8,11 +8,12 @@ import safetensors.torch
 import torch
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import InputSpec
+from certcli.checkpoint.record import InputSpec, Record
 from certcli.models import build
 from certcli.models.hints import Hints
 from certcli.models.limits import Building
 from certcli.models.open import open_checkpoint
+from certcli.nn.reference import SHAPES
 from certcli.system.errors import ArchitectureError
 from tests.helpers.commands import console
 
@@ -44,6 +45,18 @@ def test_one_mean_stands_for_every_channel(tmp_path: Path) -> None:
     safetensors.torch.save_file(made.tensors, tmp_path / "m.safetensors")
     hints = Hints("certvit_vit_cifar10", made.record.arch_args, (0.5,), (0.25,), as_stated=True)
     assert open_checkpoint(str(tmp_path / "m.safetensors"), hints).record.input.std == (0.25,)
+
+
+@pytest.mark.parametrize("arch", sorted(SHAPES))
+def test_a_new_network_records_its_shape_and_an_old_record_keeps_its_own(arch: str) -> None:
+    made = build.initialise(arch, {})
+    assert made.record.arch_args == SHAPES[arch]
+    build.load(made)
+    assert build.initialise(arch, {"depth": 2}).record.arch_args == SHAPES[arch] | {"depth": 2}
+    net = build.create(arch, {}, initialise=True)  # a record from before SHAPES names no arguments
+    old = Checkpoint(dict(net.state_dict()), Record(arch, {}, build.spec_of(net), 10))
+    build.load(old)
+    assert old.tensors["embed.weight"].shape[-2:] == (7, 7)
 
 
 @pytest.mark.parametrize("classes", [2, 9, 11, 1000])

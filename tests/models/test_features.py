@@ -8,10 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from certcli import api
 from certcli.checkpoint.file import Checkpoint, write_safetensors
 from certcli.checkpoint.record import KEY
 from certcli.models import build
+from certcli.system.errors import CertvitError
 from tests.helpers.commands import attempt, certvit, document
+from tests.models.test_converters import TRANSFORMERS, headless_folder
 
 VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 SWIN = {"img_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]}
@@ -134,3 +137,56 @@ def test_a_config_of_a_parent_with_classes_does_not_add_them(files: dict[str, Pa
         found = certvit("lipschitz", path, "--no-estimate", "--features", "--json")
         assert json.loads(found.stdout)["bound_of"] == "features"
         assert "config.json says 1000 classes, and" in found.stderr or "config.json says 1000 classes," in found.stderr
+
+
+def test_the_features_of_a_model_of_transformers_are_named(tmp_path: Path) -> None:
+    """The pooler's layer computes `pooler_output` alone: it is left out, and the line says so."""
+    pooler = {"pooler.dense.weight": torch.ones(16, 16), "pooler.dense.bias": torch.ones(16)}
+    folder = headless_folder(TRANSFORMERS["vit"], tmp_path, **pooler)
+    refused = attempt("lipschitz", folder, "--no-estimate").exception
+    assert "has no classifier" in str(refused)
+    assert HINT in getattr(refused, "hint", "")
+    found = document("lipschitz", folder, "--no-estimate", "--features")
+    assert found["bound_of"] == "features"
+    assert found["network"]["features"] == {
+        "value": "last_hidden_state[:, 0], the class token after the last norm; pooler_output comes after it",
+        "from": "transformers' ViTModel, converted",
+    }
+
+
+def test_tokens_without_pooling_are_refused(tmp_path: Path) -> None:
+    arch, arguments = FILES["class token"]
+    checkpoint = build.initialise(arch, {**arguments, "num_classes": 0, "global_pool": ""})
+    save_file(dict(checkpoint.tensors), tmp_path / "tokens.safetensors")
+    words = ["--as-stated", "--features", "--no-estimate", "--arch-arg", "global_pool="]
+    refused = attempt("lipschitz", tmp_path / "tokens.safetensors", *options("class token"), *words).exception
+    assert "maps an image to a tensor (1, 5, 16)" in str(refused)
+    assert "global_pool=token" in getattr(refused, "hint", "")
+    with pytest.raises(CertvitError, match=r"tensor \(1, 5, 16\)"):
+        api.load(checkpoint.net, features=True)
+
+
+def test_python_has_the_same_guard(files: dict[str, Path], workshop: Path) -> None:
+    arch, arguments = FILES["class token"]
+    opened = api.load(files["class token"], arch=arch, arch_args=arguments, features=True)
+    found, pixels = api.bound(opened), torch.rand(2, 3, 16, 16)
+    assert "its features" in repr(found)
+    assert 0 < api.slope(opened, pixels, iterations=5).value <= float(found.upper)
+    module = api.network(opened)
+    assert str(api.bound(api.load(module, features=True)).upper) == str(found.upper)
+    calls = {
+        "file": lambda: api.load(files["class token"], arch=arch, arch_args=arguments),
+        "module": lambda: api.load(module),
+        "bound": lambda: api.bound(module.net),
+        "certify": lambda: api.certify(opened, pixels, [0, 0]),
+        "predict": lambda: api.predict(opened, pixels),
+        "attack": lambda: api.attack(opened, pixels, [0, 0]),
+        "audit": lambda: api.audit(opened),
+    }
+    for name, call in calls.items():
+        with pytest.raises(CertvitError, match="has no classifier") as refused:
+            call()
+        assert "load(..., features=True)" in refused.value.hint, name
+    for classifier in (workshop / "plain.safetensors", api.network(workshop / "plain.safetensors")):
+        with pytest.raises(CertvitError, match="has a classifier of 10 classes, and features=True"):
+            api.load(classifier, features=True)

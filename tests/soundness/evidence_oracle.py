@@ -99,12 +99,10 @@ class Laboratory:
         result, about = entry["result"], entry["parameters"]
         if entry["command"] == "finetune":
             seed = self.networks[number].record.lineage[-1].seed
-            return self.truth(
-                number, "digits", "val", about.get("images"), seed, json.dumps(["lipschitz", {"arithmetic": "real"}])
-            )
+            method = json.dumps(["lipschitz", {"arithmetic": result.get("arithmetic", "real")}])
+            return self.truth(number, "digits", "val", about.get("images"), seed, method)
         options = {name: value for name, value in result["parameters"].items() if name != "noise"}
-        if result["method"] == "lipschitz":
-            options["arithmetic"] = result["arithmetic"]  # a claim about another arithmetic is another claim
+        options["arithmetic"] = result["arithmetic"]  # a claim about another arithmetic is another claim
         method = json.dumps([result["method"], options])
         return self.truth(number, "digits", about["split"], about["limit"], about["seed"], method)
 

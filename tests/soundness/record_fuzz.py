@@ -21,9 +21,9 @@ from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
 from certcli.certify import methods
 from certcli.certify.choice import Choice
-from certcli.certify.lipschitz_options import Global
 from certcli.certify.local_options import Local
 from certcli.certify.patch.options import Patches
+from certcli.certify.proof_options import Proof
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify.options import Options, Target
@@ -110,7 +110,7 @@ class Runs:
         demand = Demand(threats[0], share, every)
         target = Target(records=self.path, resume=self.path.exists())
         machine = Machine(device="cpu", batch_size=BATCH)
-        own = Global(), Smoothing(), Local(), Patches()
+        own = Proof(), Smoothing(), Local(), Patches()
         options = Options(Source(ckpt=""), target, *own, Evaluation(), machine, Output())
         choice = Choice("lipschitz", "", ready={"lipschitz": self.certifier})
         (found,) = run_all(choice, Task(self.net, self.images, threats, demand), options, sink)

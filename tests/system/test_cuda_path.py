@@ -1,6 +1,5 @@
 """Every command on a CUDA device that is pretended: no tensor stays on the CPU, and the answers are the CPU's."""
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +10,9 @@ import torch
 from certcli.attack.catalogue import ATTACKS
 from certcli.certify.methods import METHODS
 from tests.helpers.commands import console
+from tests.helpers.grids import EVERY
 from tests.helpers.pretended_cuda import pretended_cuda
 
-EVERY = "CERTVIT_SOUNDNESS" in os.environ
 DATA = ("--dataset", "digits", "--limit", 2)
 PATCH = ("--patch", 2, *DATA)
 LAYER = ("--layers", "blocks.0.mlp.fc1", "--iterations", 5, "--eta", 0.1)

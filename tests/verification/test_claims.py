@@ -305,6 +305,7 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("finetune text", change("finetune", "upper_text", value="0.5"), "refuted"),
     ("finetune text just below", text_half_a_percent_below, "refuted"),
     ("finetune share", change("finetune", "certified", value=1.0), "refuted"),
+    ("finetune arithmetic", change("finetune", "arithmetic", value="bf16"), "refuted"),
     ("finetune clean", change("finetune", "clean", value=1.0), "refuted"),
     ("attack", attacked(0.8), "not checked"),
     ("adapt", lambda checkpoint: checkpoint.with_evidence("adapt", {"calibration": "digits"}, KEPT), "not checked"),

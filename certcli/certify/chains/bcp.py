@@ -8,7 +8,7 @@ power iterations, here they are proven.
 import torch
 
 from certcli.certify.chains.local_lip import LocalLipCertifier
-from certcli.certify.options import Options
+from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.models.build import load_double
 
@@ -20,6 +20,7 @@ class BcpCertifier(LocalLipCertifier):
     drop = False
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Options) -> BcpCertifier:
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> BcpCertifier:
     """BCP made ready for the checkpoint. NoBoundError where its network is no chain."""
-    return BcpCertifier(load_double(checkpoint, device), checkpoint.record.classes, checkpoint.record.input.size)
+    record = checkpoint.record
+    return BcpCertifier(load_double(checkpoint, device), record.classes, record.input.size, options.arithmetic)

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from certcli.certify.certificate import AGAIN, Certificate, Certifier, Confirmation, Doubt, PinnedWeights
+from certcli.certify.certificate import AGAIN, Certificate, Confirmation, Doubt
 from certcli.certify.chains.sequential import SequentialNetwork, Values
+from certcli.certify.executed import ProvingCertifier, as_executed
 from certcli.certify.lipschitz import certified_radii
-from certcli.certify.options import Options
+from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.rounding import TINY
 from certcli.lipschitz.network import prove
@@ -28,66 +29,78 @@ _FIRST = 1e-6
 _DOUBLINGS, _HALVINGS = 24, 5
 
 
-class LocalLipCertifier(Certifier):
+class LocalLipCertifier(ProvingCertifier):
     """Radii at which all margins of a chain were proven positive; never less than the global bound's.
 
     drop: leave constant units out of the norms. A radius is doubled while its proof succeeds, then bisected in
-    its logarithm: 2 % of it are lost at most. No monotony is assumed: what is reported was proven itself.
+    its logarithm: 2 % of it are lost at most. No monotony is assumed: what is reported was proven itself. arithmetic: of
+    the network that the certificates speak of, as in `Proof`.
     """
 
     method = "local-lip"
     drop: ClassVar[bool] = True
     domain = "box"
-    statement = "certificates: proven image by image; real arithmetic, every rounding of float64 counted, [0, 1] images"
     at_once = 64
 
-    def __init__(self, model: PixelModel, classes: int, size: tuple[int, int, int]) -> None:
-        self.model = model
-        self._device = next(model.parameters()).device
-        self._weights = PinnedWeights(model)
+    def __init__(
+        self, model: PixelModel, classes: int, size: tuple[int, int, int], arithmetic: str | None = None
+    ) -> None:
         self.network = SequentialNetwork(model, size)
+        super().__init__(model, size, arithmetic)
         bound = prove(model, classes)
         self._pairs = None if bound.pairs is None else bound.pairs.double().to(self._device)
+        self.statement = f"certificates: proven image by image; {self.spoken_of}, [0, 1] images"
         self.title = f"{self.method}: layer by layer around each image (global bound {bound.upper})"
-
-    @property
-    def attacked(self) -> nn.Module:
-        return self.model
 
     @torch.no_grad()
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
-        pixels, values, top, start = self._begun(pixels)
+        pixels, values, top = self._begun(pixels)
         right = (top == torch.tensor(labels, device=self._device)).nonzero().squeeze(1)
+        start = self._start(values, top)
         radius = start.clone()
         if len(right):
             radius[right] = self.radii(pixels[right], values.of(right), top[right], start[right])
+
+        def again(rows: Tensor, nearby: Tensor) -> Tensor:
+            chosen = values.of(rows)
+            start[rows] = self._start(chosen, top[rows], nearby)
+            return self.lowered(pixels[rows], chosen, top[rows], start[rows], radius[rows], nearby)
+
+        radius = as_executed(self._neighbours, pixels, top, radius, again)
         rows = zip(indices, labels, top.tolist(), radius.tolist(), (radius > start).tolist(), strict=True)
         return [
             Certificate(index, label, found, r, self.method, 0.0, rung=self.method if better else GLOBAL)
             for index, label, found, r, better in rows
         ]
 
-    def _begun(self, pixels: Tensor) -> tuple[Tensor, Values, Tensor, Tensor]:
-        """Pixels in float64, what the chain computes there, the class of each image, and the global bound's radius."""
+    def _begun(self, pixels: Tensor) -> tuple[Tensor, Values, Tensor]:
+        """Pixels in float64, what the chain computes there, and the class of each image."""
         self._weights.require_unchanged()
         pixels = pixels.double().to(self._device)
         values = self.network.values(pixels)
-        logits, errors = values.centre[-1], values.error[-1]
+        logits = values.centre[-1]
         if not torch.isfinite(logits).all():
             raise DataError("the network gives NaN or infinite logits on these images")
-        start = logits.new_zeros(len(logits))
-        if self._pairs is not None:
-            start = certified_radii(logits, errors, self._pairs)
-        return pixels, values, logits.argmax(1), start
+        return pixels, values, logits.argmax(1)
+
+    def _start(self, values: Values, top: Tensor, nearby: Tensor | None = None) -> Tensor:
+        """Return the global bound's radii."""
+        if self._pairs is None:
+            return values.centre[-1].new_zeros(len(top))
+        return certified_radii(values.centre[-1], values.error[-1], self._pairs, nearby)
 
     @torch.no_grad()
     def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
         """Prove the stated radius again itself: a search from elsewhere may end at another radius."""
-        pixels, values, top, start = self._begun(pixels)
-        claimed = torch.tensor([claim.radius for claim in claims], dtype=torch.float64, device=self._device) * (
-            1 - AGAIN
-        )
-        held = (claimed <= start) | self.proven(pixels, top, claimed.clamp(min=TINY), values)
+        pixels, values, top = self._begun(pixels)
+        stated = [claim.radius for claim in claims]
+        claimed = torch.tensor(stated, dtype=torch.float64, device=self._device) * (1 - AGAIN)
+        nearby = None if self._neighbours is None else self._neighbours(pixels, claimed, top)
+        held = claimed <= self._start(values, top, nearby)
+        held |= self.proven(pixels, top, claimed.clamp(min=TINY), values, nearby)
+        if self._neighbours is not None and not bool(held.all()):  # the search may have used a lesser bound on rounding
+            again = self.batch(range(len(pixels)), pixels, top.tolist())
+            held |= claimed <= torch.tensor([row.radius for row in again]).to(claimed)
         found = []
         for claim, now, good in zip(claims, top.tolist(), held.tolist(), strict=True):
             if now != claim.prediction:
@@ -120,14 +133,41 @@ class LocalLipCertifier(Certifier):
                 attempt(between, (proven.clamp(min=_FIRST / 2) * failed).sqrt())
         return proven
 
-    def proven(self, pixels: Tensor, labels: Tensor, radii: Tensor, values: Values | None = None) -> Tensor:
-        """Tell whether no image within each radius is classified as anything but its label: (b,) bool."""
+    def lowered(
+        self, pixels: Tensor, values: Values, labels: Tensor, start: Tensor, most: Tensor, nearby: Tensor
+    ) -> Tensor:
+        """Return radii between `start` and `most` at which margins are proven above `nearby`; `most`, where it is one."""
+        open_ones = torch.isfinite(most) & (most > start)
+        held = self.proven(pixels, labels, torch.where(open_ones, most, 0.0), values, nearby) & open_ones
+        proven, failed = torch.where(held, most, start), most
+        for _ in range(2 * _HALVINGS):
+            middle = (proven.clamp(min=_FIRST / 2) * failed).sqrt()
+            between = open_ones & ~held & (middle > proven) & (middle < failed)
+            if not between.any():
+                break
+            good = self.proven(pixels, labels, torch.where(between, middle, 0.0), values, nearby)
+            proven, failed = torch.where(between & good, middle, proven), torch.where(between & ~good, middle, failed)
+        return proven
+
+    def proven(
+        self,
+        pixels: Tensor,
+        labels: Tensor,
+        radii: Tensor,
+        values: Values | None = None,
+        nearby: Tensor | None = None,
+    ) -> Tensor:
+        """Tell whether no image within each radius is classified as anything but its label: (b,) bool.
+
+        nearby: how far execution may move z_i - z_j there, (b, k), which margins must exceed.
+        """
         values = self.network.values(pixels) if values is None else values
         moves = self.network.moves(pixels, values, radii, drop=self.drop)
         margins = self.network.margins(values, moves, labels, drop=self.drop)
-        return (margins > 0).all(dim=1)  # False with NaN
+        return (margins > (0.0 if nearby is None else nearby)).all(dim=1)  # False with NaN
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Options) -> LocalLipCertifier:
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> LocalLipCertifier:
     """Local-Lip made ready for the checkpoint. NoBoundError where its network is no chain."""
-    return LocalLipCertifier(load_double(checkpoint, device), checkpoint.record.classes, checkpoint.record.input.size)
+    record = checkpoint.record
+    return LocalLipCertifier(load_double(checkpoint, device), record.classes, record.input.size, options.arithmetic)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from certcli.certify.lipschitz_options import Global
 from certcli.certify.local_options import Local
 from certcli.certify.patch.options import Patches
+from certcli.certify.proof_options import Proof
 from certcli.certify.smoothing.options import Smoothing
 from certcli.cli.certify.options import Options, Target
 from certcli.cli.shared import inputs
@@ -32,7 +32,7 @@ def certify(
     context: typer.Context,
     source: Source,
     target: Target = Target(),
-    whole: Global = Global(),
+    proof: Proof = Proof(),
     smoothing: Smoothing = Smoothing(),
     local: Local = Local(),
     patches: Patches = Patches(),
@@ -46,7 +46,7 @@ def certify(
     from certcli.cli.shared import pages, typed_command
     from certcli.evaluation.records import digested
 
-    options = Options(source, target, whole, smoothing, local, patches, data, machine, output)
+    options = Options(source, target, proof, smoothing, local, patches, data, machine, output)
     if target.verify is not None or target.sample is not None:
         require_one("records are verified", "certvit certify ... --verify, without torchrun")
         verify.verify_records(options, talk.sink())

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from certcli.certify.lipschitz_options import Global
 from certcli.certify.local_options import Local
 from certcli.certify.patch.options import Patches
+from certcli.certify.proof_options import Proof
 from certcli.certify.smoothing.options import Smoothing
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
@@ -79,7 +79,7 @@ class Options:
 
     source: Source
     target: Target
-    whole: Global
+    proof: Proof
     smoothing: Smoothing
     local: Local
     patches: Patches

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
+PROVING = ("lipschitz", "local", "local-lip", "bcp")
+"""Methods that prove for an arithmetic, whichever --arithmetic names."""
 NOT_DRAWN_FOR = "not drawn for"
 """In place of a share at a radius beyond --enough: images reach it by chance only."""
 
@@ -85,9 +87,9 @@ def require_compatible(options: Options) -> tuple[Demand | None, list[Threat]]:
         raise UsageError(
             "--norm linf is of --method local alone", "certvit certify ... --method local --norm linf -e 1/255"
         )
-    if options.whole.arithmetic is not None and methods != ["lipschitz"]:
-        spoken = "smoothing has --precision, patch speaks of the network as it runs, the others of real arithmetic"
-        raise UsageError(f"--arithmetic is of --method lipschitz alone: {spoken}", "leave out --arithmetic")
+    if options.proof.arithmetic is not None and not set(methods) <= set(PROVING):
+        spoken = "smoothing has --precision, patch speaks of the network as it runs"
+        raise UsageError(f"--arithmetic is of --method {', '.join(PROVING)}: {spoken}", "leave out --arithmetic")
     if target.records is not None and len(methods) > 1:
         raise UsageError("a file of records holds one method", "run them one by one, or leave out --records")
     return demand, threats
@@ -163,10 +165,10 @@ def run_all(choice: Choice, task: Task, options: Options, sink: Sink) -> list[Re
 def _options_of(method: str, choice: Choice, task: Task, options: Options, sink: Sink) -> MethodOptions | None:
     from certcli.certify.smoothing.options import Tuning
 
-    if method == "lipschitz":
-        return options.whole
     if method == "local":
-        return replace(options.local, effort=choice.effort)
+        return replace(options.local, effort=choice.effort, arithmetic=options.proof.arithmetic)
+    if method in PROVING:
+        return options.proof
     if method == "smoothing":
         tuning = Tuning(lambda: _tuning_images(task, options, sink), [threat.radius for threat in task.threats])
         return replace(options.smoothing, seed=options.data.seed, batch_size=options.machine.batch_size, tuning=tuning)

@@ -40,7 +40,7 @@ def _require_alone(options: Options) -> Path:
     if target.verify is None:
         raise UsageError("--sample is for --verify", "--verify FILE.jsonl --sample 100, or --limit for images")
     others = {name: getattr(target, name) for name in ("records", "plot", "html", "attack_records")}
-    others |= {"arithmetic": options.whole.arithmetic}
+    others |= {"arithmetic": options.proof.arithmetic}
     others |= {"min_certified": target.minimum, "output": options.output.output, "resume": target.resume or None}
     for name, value in others.items():
         if value is not None:

@@ -80,6 +80,7 @@ def constrain(
     from certcli.checkpoint.record import SEEN
     from certcli.constrain import network
     from certcli.constrain.keep import ROUNDS, START, TRIALS, check_keep, constrain_keeping, usual_share
+    from certcli.evaluation.fidelity import MANY_JUDGES
     from certcli.evaluation.seen import kept_of
     from certcli.images.calibration import hold_out
     from certcli.models import build
@@ -93,11 +94,11 @@ def constrain(
     checkpoint = source.open(sink)
     record = checkpoint.record
     size, classes = record.input.size, record.classes
-    images = data.images(record, sink)
+    images = data.images(record, sink, judges=max(0, min(2 * data.limit, MANY_JUDGES)))
     keep = usual_share(images) if aim.keep is None else aim.keep
     model = build.load(checkpoint, machine.pick())
     paths, refused = view.choose(model, layers.layers, layers.exclude)
-    seen, unseen = hold_out(images)
+    seen, unseen = hold_out(images, most=data.limit)
     if memory is None and machine.pick().type == "cpu":
         memory = network.room_for(model, paths, aim.groups)
         if memory is not None:
@@ -154,7 +155,7 @@ def constrain(
         "layers": layers.layers,
         "exclude": layers.exclude,
         "calibration": images.name,
-        "images": len(images),
+        "images": min(len(images), data.limit),
         SEEN: kept_of(seen),
     }
     if aim.eta is None and aim.target is None:

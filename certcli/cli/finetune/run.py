@@ -260,13 +260,14 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
     from certcli.models.build import load_double
     from certcli.system.errors import NoBoundError
 
-    about = {"dataset": describe(validation)}
+    about: dict[str, Any] = {"dataset": describe(validation)}
     try:
         certifier = prepare("lipschitz", checkpoint, torch.device("cpu"))
     except NoBoundError as failure:
         sink.note(failure.message)
         clean = plain_accuracy(load_double(checkpoint), validation)
         return {**about, "clean": clean, "certified": 0.0, **bound_document(INF)}
+    about["arithmetic"] = certifier.arithmetic
     rows = [row for batch in certify(certifier, validation, 256) for row in batch]
     threat = Threat("l2", epsilon)
     found = certified_accuracy(rows, [threat])

@@ -20,11 +20,11 @@ def prove(source: Network, machine: Machine, sink: Sink) -> Audited:
     """Open a checkpoint and prove its bound."""
     from certcli.lipschitz import network
     from certcli.models import build
+    from certcli.models.open import require_features
 
     checkpoint = source.open(sink)
-    if source.features and checkpoint.record.classes:
-        has = f"{source.ckpt} has a classifier of {checkpoint.record.classes} classes"
-        raise UsageError(f"{has}, and --features is for networks without", "leave out --features")
+    if source.features:
+        require_features(checkpoint, source.ckpt)
     model = build.load(checkpoint, machine.pick())
     return Audited(Path(source.ckpt).name, checkpoint, model, network.prove(model, checkpoint.record.classes))
 

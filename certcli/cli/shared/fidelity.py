@@ -104,8 +104,8 @@ def _say_few_judges(images: int, sink: Sink) -> None:
     factor = worth_of_judges(images)
     if factor > 1.05:
         sink.note(
-            f"{images} images judge, which limits eta: {MANY_JUDGES} (--limit {5 * MANY_JUDGES}) would allow about "
-            f"{factor:.1f} times as much"
+            f"{images} images judge, which limits eta: {MANY_JUDGES} (of a larger dataset, with --limit {MANY_JUDGES // 2}) "
+            f"would allow about {factor:.1f} times as much"
         )
 
 

@@ -94,9 +94,10 @@ class Calibration(Data):
 
     limit: Annotated[int, typer.Option("--limit", help="Number of calibration images.")] = 500
 
-    def images(self, record: Record, sink: Sink) -> Images:
+    def images(self, record: Record, sink: Sink, judges: int = 0) -> Images:
+        """Return `limit` images, and at most `judges` further ones of a dataset, all in the dataset's order."""
         given = (self.dataset, self.data_dir, self.limit, self.seed)
-        return inputs.calibration_images(record, *given, sink).read_by(self.workers)
+        return inputs.calibration_images(record, *given, sink, judges).read_by(self.workers)
 
 
 @group("Machine")

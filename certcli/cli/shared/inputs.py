@@ -167,17 +167,22 @@ def doubt_accuracy(share: float, images: Images, checkpoint: Checkpoint, sink: S
 
 
 def calibration_images(
-    record: Record, dataset: str | None, data_dir: Path | None, limit: int, seed: int, sink: Sink
+    record: Record, dataset: str | None, data_dir: Path | None, limit: int, seed: int, sink: Sink, judges: int = 0
 ) -> Images:
-    """Return images to calibrate on, labels unused: of --dataset, else by `certcli.images.calibration`'s defaults."""
+    """Return images to calibrate on, labels unused: of --dataset, else by `certcli.images.calibration`'s defaults.
+
+    Args:
+        judges: see `calibration.calibration_images`.
+    """
     from certcli.images import calibration
 
-    images = calibration.calibration_images(record, limit, seed, dataset, data_dir)
+    images = calibration.calibration_images(record, limit, seed, dataset, data_dir, judges)
     trained_on, origin = record.dataset in (images.name, f"torch/{images.name}"), ""
     if dataset is None:
         other = "by default: --dataset takes images like those it was trained on"
         origin = f", {'which the checkpoint was trained on' if trained_on else other}"
-    sink.note(f"calibration images: {len(images)} of {images.name} ({images.split}){origin}")
+    further = f", {len(images) - limit} more judge" if len(images) > limit else ""
+    sink.note(f"calibration images: {min(limit, len(images))} of {images.name} ({images.split}){further}{origin}")
     if images.note:
         sink.note(images.note)
     if dataset is None and record.dataset is not None and not trained_on:

@@ -6,9 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.enclosure.zonotopes.form import fitting
 from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
 from certcli.evaluation.region import Norm
+
+_UNEVEN = 64.0
+"""Ratio of a norm's gains from which on its scale does not wait for the next map: it would divide errors by the least one."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,20 @@ class Near:
         """Return the ball for a centre that is off by at most `error` a fibre."""
         whole = up(self.whole + up(error.flatten(1).norm(dim=1), error[0].numel()))
         return Near.of(self.centre, up(self.fibre + error), whole)
+
+    def doubted(self, error: Tensor) -> "Near":
+        """Return the ball with room for a further error of this length in all, (b,)."""
+        return Near.of(self.centre, up(self.fibre + _beside(error, self.fibre)), up(self.whole + error))
+
+    def bounds(self) -> Bounds:
+        """Return the sizes of the tensor in the ball, and the least deviation of a row: centring lengthens nothing."""
+        width, size = self.shape[-1], self.size
+        rows = up(size + self.fibre).flatten(1)
+        peak = up(self.centre.abs().amax(-1) + self.fibre).flatten(1)
+        centred = torch.linalg.vector_norm(self.centre - self.centre.mean(-1, keepdim=True), dim=-1)
+        least = (centred - gamma(2 * width + 16) * size - self.fibre).flatten(1).amin(1)
+        total = torch.minimum(norm2(rows.T), up(norm2(size.flatten(1).T) + self.whole))
+        return Bounds(total, rows.amax(1), peak.amax(1), least.clamp_min(0.0) * (width**-0.5 * (1 - 2.0**-40)))
 
     def moved(self, centre: Tensor, gain: Tensor, noise: Tensor) -> "Near":
         """Through a map of fibres with these gains (broadcast to them); its value at the centre, which is off by `noise`."""
@@ -117,6 +135,18 @@ class Normalised:
     def settled(self) -> Near:
         near = self.near if self.gain is None else self.near.scale(self.gain)
         return near if self.bias is None else near.shift(self.bias)
+
+    def bounds(self) -> Bounds:
+        return self.settled().bounds()
+
+    def doubted(self, error: Tensor) -> "Near | Normalised":
+        """Return the same with room for an error of the result: one of error / min |gain| before scale and shift."""
+        if self.gain is None:
+            return replace(self, near=self.near.doubted(error))
+        least, most = (float(f(self.gain.abs())) for f in (torch.min, torch.max))
+        if least * _UNEVEN < most:
+            return self.settled().doubted(error)
+        return replace(self, near=self.near.doubted(error / (least * (1 - 2**-50))))
 
     def choose(self, token: int) -> "Normalised":
         return replace(self, near=self.near.choose(token))

@@ -12,6 +12,7 @@ from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, settled
 from certcli.enclosure.balls.layers import fibres, normalised
 from certcli.enclosure.balls.table import BallContext, rules
 from certcli.enclosure.zonotopes.domain import Enclosure, Watch, prepared
+from certcli.enclosure.zonotopes.executed import ExecutedWalk, Execution
 from certcli.enclosure.zonotopes.margins import differences
 from certcli.enclosure.zonotopes.rounding import gamma, up
 from certcli.engine.table import NoRule
@@ -35,8 +36,9 @@ class _BallWalk(Enclosure):
         facts: dict[Any, Any],
         watch: Watch | None,
         witnesses: Sequence[tuple[int, Tensor]],
+        executed_as: ExecutedWalk | None,
     ) -> None:
-        super().__init__(network.ending, network.needed, start, watch, witnesses)
+        super().__init__(network.ending, network.needed, start, watch, witnesses, executed_as=executed_as)
         self._weights, self._facts = network.weights, facts
 
     def context(self, call: Call) -> Any:
@@ -47,10 +49,10 @@ class _BallWalk(Enclosure):
 class NormsNetwork:
     """A network traced once. NoRule, Untraceable name an operation without a theorem."""
 
-    def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
+    def __init__(self, model: nn.Module, size: tuple[int, int, int], execution: Execution | None = None) -> None:
         self.size = size
         self.weights: dict[Any, Any] = {}
-        self.ending, self.needed = prepared(model, size, rules)
+        self.ending, self.needed, self.execution = prepared(model, size, rules, execution)
 
     def at_once(self, budget: float) -> int:
         """Return how many images fit into `budget` bytes, with all heads' probabilities and a head's matrix a token."""
@@ -88,7 +90,9 @@ class NormsNetwork:
         witnesses: list[tuple[int, Tensor]] = []
         if "witnessed" not in facts:  # once for these images: all centres, and two far points of the first image
             witnesses = [*enumerate(images[:, None]), *((0, image) for image in start.far(radii[0], norm))]
-        x: Any = walk(self.ending.trace, _BallWalk(self, start, facts, watch, witnesses))
+        executed_as = None if self.execution is None else self.execution.walk(len(images))
+        x: Any = walk(self.ending.trace, _BallWalk(self, start, facts, watch, witnesses, executed_as))
+        lost = [None] * len(images) if executed_as is None else executed_as.pairs().to(images).unbind()
         facts["witnessed"] = True
         head: Any = self.ending.head
         if self.ending.token is not None and x.shape[1] > 1:
@@ -101,7 +105,8 @@ class NormsNetwork:
         bias = None if head is None else head.bias
         found = []
         for i, label in enumerate(labels.tolist()):
-            found.append(_margins(x.centre[i], near, i, rows, bias, gain, label))
+            moved = differences(rows, bias, label, lost[i])
+            found.append(_margins(x.centre[i], near.fibre[i], moved, gain))
         return torch.stack(found)
 
     def radii(self, images: Tensor, labels: Tensor, steps: int = 4, norm: Norm = "l2") -> Tensor:
@@ -122,12 +127,10 @@ class NormsNetwork:
         return proven
 
 
-def _margins(
-    centre: Tensor, near: Near, i: int, weight: Tensor, bias: Tensor | None, gain: Tensor | None, label: int
-) -> Tensor:
+def _margins(centre: Tensor, fibre: Tensor, of: tuple[Tensor, Tensor, Tensor], gain: Tensor | None) -> Tensor:
     """Return (w_label - w_j) z at the centre minus |(w_label - w_j) D| times the radius, rounded down."""
-    rows, offset, doubt = differences(weight, bias, label)
-    flat, radius = centre.flatten(), near.fibre[i].flatten()
+    rows, offset, doubt = of
+    flat, radius = centre.flatten(), fibre.flatten()
     if len(radius) != 1:
         raise NoRule("a head on several tokens")
     moved = fibres(rows if gain is None else rows * gain) * (1 + 2**-50)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.executed import ExecutedNodes, ExecutedWalk, Execution
+from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import linear_margins, normalised_margins
 from certcli.enclosure.zonotopes.needed_tokens import NetworkEnd, last_of, reads, split, tokens_read
 from certcli.enclosure.zonotopes.rules.layers import NORMS, QUERIES, TOKENWISE
@@ -28,6 +29,7 @@ class Enclosure(Domain):
 
     witnesses: images of the neighbourhood, each with its place in it. The graph runs on them beside the walk, and no node's
     value (thorough; else the last one's) may exclude what the network has there, whatever a rule believes of its arguments.
+    executed_as: the rounding of an arithmetic, whose executed tensors are then enclosed in place of the real ones.
     """
 
     rules = rules
@@ -40,7 +42,9 @@ class Enclosure(Domain):
         watch: Watch | None,
         witnesses: Sequence[tuple[Any, Tensor]] = (),
         thorough: bool = True,
+        executed_as: ExecutedWalk | None = None,
     ) -> None:
+        self.executed_as = executed_as
         self.ending, self.needed, self.start, self.watch = ending, needed, start, watch
         self.checked = set(ending.trace.graph.nodes) if thorough else {last_of(ending.trace)}
         self.runs = [(place, executed(ending.trace, image)) for place, image in witnesses]
@@ -48,6 +52,8 @@ class Enclosure(Domain):
     def image(self, shape: tuple[int, ...]) -> Any:
         if shape != self.start.shape:
             raise NoRule(f"images of shape {shape}, not {self.start.shape}")
+        if self.executed_as is not None:
+            self.executed_as.found("", [self.start.bounds()])
         return self.start
 
     def shape(self, value: Any) -> tuple[int, ...]:
@@ -58,6 +64,18 @@ class Enclosure(Domain):
     def expected(self, call: Call) -> Any:
         token = None if call.node is None else self.needed.get(call.node)
         return call.shape if token is None else (call.shape[0], 1, *call.shape[2:])
+
+    def result(self, value: Any, call: Call) -> Any:
+        """Return the enclosure with room for what rounding adds in this operation."""
+        if self.executed_as is None:
+            return value
+        assert call.node is not None
+        several = isinstance(value, (list, tuple))
+        losses = self.executed_as.lost(call.node.name)
+        pairs = zip(value if several else [value], losses, strict=True)
+        parts = [part.doubted(lost.to(part.centre)) if bool(lost.any()) else part for part, lost in pairs]
+        self.executed_as.found(call.node.name, [part.bounds() for part in parts])
+        return parts if several else parts[0]
 
     def context(self, call: Call) -> Any:
         assert call.node is not None
@@ -105,6 +123,12 @@ def queries(module: nn.Module) -> bool:
     return type(module) in QUERIES
 
 
+def names_of_results(traced: Trace) -> frozenset[str]:
+    """Return the names of the nodes that run something."""
+    ran = ("call_module", "call_function", "call_method")
+    return frozenset(node.name for node in traced.graph.nodes if node.op in ran)
+
+
 def require_rules(traced: Trace, table: RuleTable) -> None:
     """Raise NoRule that names the first operation without a rule, before any image is read."""
     for node in traced.graph.nodes:
@@ -115,10 +139,14 @@ def require_rules(traced: Trace, table: RuleTable) -> None:
 
 
 def prepared(
-    model: nn.Module, size: tuple[int, int, int], table: RuleTable
-) -> tuple[NetworkEnd, dict[fx.Node, int | None]]:
-    """Return the network up to its last layers, and the tokens read. NoRule, Untraceable name a missing theorem."""
-    with replayed(model, size, table) as traced:  # the enclosure is of the network, not only of its trace
+    model: nn.Module, size: tuple[int, int, int], table: RuleTable, execution: Execution | None
+) -> tuple[NetworkEnd, dict[fx.Node, int | None], ExecutedNodes | None]:
+    """Return the network up to its last layers, the tokens read, and the rounding of an execution that is enclosed.
+
+    NoRule, Untraceable name a missing theorem.
+    """
+    tables = [table] if execution is None else [table, *execution.tables]
+    with replayed(model, size, *tables) as traced:  # the enclosure is of the network, not only of its trace
         image = noise_like(example_of(model, size))
         logits = result_of(traced, image)
         if logits.dim() != 2 or len(logits) != 1:
@@ -129,7 +157,8 @@ def prepared(
         if not agree(ending.finish(result_of(ending.trace, image)), logits):
             raise NoRule("the network without its last layers, and these, are not the network")
         require_rules(ending.trace, table)
-    return ending, tokens_read(ending.trace, ending.token, tokenwise, queries)
+    nodes = None if execution is None else execution.beside(names_of_results(ending.trace))
+    return ending, tokens_read(ending.trace, ending.token, tokenwise, queries), nodes
 
 
 class LocalNetwork:
@@ -138,9 +167,9 @@ class LocalNetwork:
     Of the first walk that ends every node is checked at three images of the ball, of later ones the last node at their own.
     """
 
-    def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
+    def __init__(self, model: nn.Module, size: tuple[int, int, int], execution: Execution | None = None) -> None:
         self.size, self._seen = size, False
-        self.ending, self.needed = prepared(model, size, rules)
+        self.ending, self.needed, self.execution = prepared(model, size, rules, execution)
 
     def sizes(self) -> tuple[int, int, int, int]:
         """Entries: of an image, of the largest sum of two tensors, of the largest tensor at all; symbols made in a block."""
@@ -162,11 +191,11 @@ class LocalNetwork:
             fresh = max(fresh, 2 * entries)
         return pixels, stream, largest, fresh
 
-    def last_form(self, start: Form, watch: Watch | None = None) -> Form:
+    def last_form(self, start: Form, watch: Watch | None = None, executed_as: ExecutedWalk | None = None) -> Form:
         """Return the form before the last norm and linear layer. `watch` is shown every node's value on the way."""
         with torch.no_grad():
             witnesses = [(e, start.at(e)) for e in start.somewhere()[: 1 if self._seen else 3]]
-            domain = Enclosure(self.ending, self.needed, start, watch, witnesses, thorough=not self._seen)
+            domain = Enclosure(self.ending, self.needed, start, watch, witnesses, not self._seen, executed_as)
             form: Form = walk(self.ending.trace, domain)
         self._seen = True
         return form
@@ -176,16 +205,19 @@ class LocalNetwork:
 
         Unbounded when the neighbourhood is too large for a finite enclosure.
         """
-        form = self.last_form(start, watch)
+        executed_as = None if self.execution is None else self.execution.walk(1)
+        form = self.last_form(start, watch, executed_as)
         head: Any = self.ending.head
+        executed = None if executed_as is None else executed_as.pairs()[0].to(form.centre)
+        if executed is not None and not bool(torch.isfinite(executed).all()):
+            raise Unbounded("a result that may overflow as it is executed")
         with torch.no_grad():
             if self.ending.token is not None and form.shape[1] > 1:
                 form = form.choose(self.ending.token)
             form = form.linear(lambda t: t.reshape(len(t), 1, t.shape[-1]))
             if head is None:
                 eye = torch.eye(form.shape[-1], dtype=torch.float64, device=form.centre.device)
-                return linear_margins(form, eye, None, label)
+                return linear_margins(form, eye, None, label, executed)
             if self.ending.norm is None:
-                return linear_margins(form, head.weight, head.bias, label)
-            norm: Any = self.ending.norm
-            return normalised_margins(form, norm.eps, norm.weight, norm.bias, head.weight, head.bias, label)
+                return linear_margins(form, head.weight, head.bias, label, executed)
+            return normalised_margins(form, self.ending.norm, head.weight, head.bias, label, executed)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import BACK, Ball, Node, Pull, adjoint
+from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.enclosure.zonotopes.quadratic import pairs, quadratic_radius, weights
 from certcli.enclosure.zonotopes.rounding import gamma, norm1, norm2, up
 from certcli.engine.table import NoRule
@@ -149,6 +150,17 @@ class Form:
         away = up(self.radius + gamma(4) * self.size)
         return self.centre - away, self.centre + away
 
+    def bounds(self) -> Bounds:
+        """Return the sizes of the tensor over the form, and the least deviation of a row: centring lengthens nothing."""
+        away = up(self.radius + gamma(4) * self.size)
+        whole, width = up(self.centre.abs() + away), self.shape[-1]
+        rows = norm2(whole.movedim(-1, 0))
+        centred = torch.linalg.vector_norm(self.centre - self.centre.mean(-1, keepdim=True), dim=-1)
+        lost = gamma(2 * width + 16) * norm2(self.centre.movedim(-1, 0))
+        least = (centred - lost - norm2(away.movedim(-1, 0))).amin() * (width**-0.5 * (1 - 2.0**-40))
+        found = (norm2(rows.flatten()), rows.amax(), whole.amax(), least.clamp_min(0.0))
+        return Bounds(*(part.view(1) for part in found))
+
     def linear(self, apply: Linear, absolute: Linear | None = None, terms: int = 0) -> "Form":
         """Return the form of L x, for linear maps L and (unless L is a selection) |L| on batches (k, *s) -> (k, *t).
 
@@ -179,7 +191,7 @@ class Form:
         lost = up(gamma(centre.numel() + BACK) * apply(self.size[None])[0])
         return self.then(tuple(centre.shape), adjoint(apply, self.shape), None, lost)
 
-    def doubted(self, error: Tensor) -> "Form":
+    def doubted(self, error: Tensor | float) -> "Form":
         """Return x with an extra entrywise error of at most `error`."""
         node = self.then(self.shape, lambda rows: (rows,), None, up(error + gamma(BACK) * self.size))
         return Form(self.space, self.centre, self.gens, up(self.slack + error), self.blocks, node)

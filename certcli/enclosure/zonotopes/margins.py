@@ -1,5 +1,7 @@
 """Prove margins from the last form: a lower bound of every difference of logits over the neighbourhood."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,31 +57,43 @@ def _descent(columns: Tensor, x: Form) -> Tensor:
     return up(bound, 8).reshape(x.centre.shape)
 
 
-def differences(weight: Tensor, bias: Tensor | None, label: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows w_label - w_j and biases b_label - b_j for all j != label, and the rounding of the biases."""
+def differences(
+    weight: Tensor, bias: Tensor | None, label: int, executed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows w_label - w_j and biases b_label - b_j for all j != label, and how far the biases may be off.
+
+    executed: how far execution moves z_i - z_j, (k, k); as if it were the biases' error.
+    """
     others = [j for j in range(len(weight)) if j != label]
     rows = weight[label] - weight[others]
+    zero = rows.new_zeros(len(rows))
+    moved = zero if executed is None else executed[label, others]
     if bias is None:
-        zero = rows.new_zeros(len(rows))
-        return rows, zero, zero
-    return rows, bias[label] - bias[others], gamma(0) * (bias[label].abs() + bias[others].abs())
+        return rows, zero, moved
+    return rows, bias[label] - bias[others], gamma(0) * (bias[label].abs() + bias[others].abs()) + moved
 
 
-def linear_margins(x: Form, weight: Tensor, bias: Tensor | None, label: int) -> Tensor:
+def linear_margins(x: Form, weight: Tensor, bias: Tensor | None, label: int, executed: Tensor | None = None) -> Tensor:
     """Return lower bounds on z_label - z_j, j != label, for z = weight x + bias: (1, d) -> (k - 1,)."""
-    rows, offset, doubt = differences(weight, bias, label)
+    rows, offset, doubt = differences(weight, bias, label, executed)
     z = x.linear(lambda t: t @ rows.T, lambda t: t @ rows.abs().T, terms=x.shape[-1] + 2).shift(offset)
     return (lower_bounds(z) - up(doubt)).flatten()
 
 
 def normalised_margins(
-    x: Form, eps: float, gain: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None, label: int
+    x: Form,
+    norm: Any,
+    weight: Tensor,
+    bias: Tensor | None,
+    label: int,
+    executed: Tensor | None = None,
 ) -> Tensor:
     """Return numbers with the sign of lower bounds on z_label - z_j for z = weight LN(x) + bias: (1, d) -> (k - 1,)."""
-    rows, offset, doubt = differences(weight, bias, label)
+    gain, beta = norm.weight, norm.bias
+    rows, offset, doubt = differences(weight, bias, label, executed)
     width = rows.shape[1]
     if beta is not None:
         offset = offset + rows @ beta
         doubt = doubt + gamma(width + 4) * (rows.abs() @ beta.abs() + offset.abs())
     folded = rows if gain is None else rows * gain
-    return lower_bounds(signs(x, eps, folded, offset, up(doubt))).flatten()
+    return lower_bounds(signs(x, norm.eps, folded, offset, up(doubt))).flatten()

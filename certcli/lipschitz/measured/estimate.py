@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from certcli.lipschitz.bound import Estimate
 
 SCOUTING = 2
-"""Power iterations of every image of a batch; the steepest image then gets all."""
+"""Power iterations of every image of a batch; the steepest image then goes on."""
 
 CONVERGED = 1e-4
 """Relative growth of a norm in one iteration below which `measure` stops."""
@@ -26,9 +26,18 @@ def jacobian_norms(
     Args:
         tolerance: Stop when no image's value grows by more in one iteration, relative; 0: run all iterations.
     """
+    return _iterated(model, images, _random(images, seed), iterations, tolerance)[0]
+
+
+def _random(images: Tensor, seed: int) -> Tensor:
+    return torch.randn(images.shape, generator=torch.Generator().manual_seed(seed)).to(images)
+
+
+def _iterated(
+    model: Callable[[Tensor], Tensor], images: Tensor, direction: Tensor, iterations: int, tolerance: float
+) -> tuple[Tensor, Tensor]:
+    """Return what `jacobian_norms` does, from this direction on, and the unit directions of the last iteration."""
     images = images.detach().clone().requires_grad_(True)
-    generator = torch.Generator().manual_seed(seed)
-    direction = torch.randn(images.shape, generator=generator).to(images)
     shape = (-1, *[1] * (images.dim() - 1))
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
         logits = model(images)
@@ -44,19 +53,25 @@ def jacobian_norms(
             if converged or iteration + 1 == iterations:  # the next direction is not needed
                 break
             (direction,) = torch.autograd.grad((logits * pushed.detach()).sum(), images, retain_graph=True)
-    return norms
+    return norms, direction
 
 
 def measure(model: nn.Module, batches: Iterator[Tensor], iterations: int = 20, seed: int = 0) -> Iterator[Estimate]:
     """Yield the largest Jacobian norm so far, after each batch: the network's constant is at least this.
 
-    Every image gets SCOUTING iterations, the steepest of a batch up to `iterations` more.
+    Of several images each gets SCOUTING iterations, and the steepest goes on with up to `iterations` more.
     """
     largest, seen = 0.0, 0
     for images in batches:
-        scouted = jacobian_norms(model, images, min(SCOUTING, iterations), seed)
-        steepest = images[int(scouted.argmax())][None]
-        refined = jacobian_norms(model, steepest, iterations, seed, CONVERGED)
-        largest = max(largest, float(scouted.max()), float(refined.max()))
+        direction = _random(images, seed)
+        if len(images) > 1:
+            scouted, direction = _iterated(model, images, direction, min(SCOUTING, iterations), 0.0)
+            steepest = int(scouted.argmax())
+            largest = max(largest, float(scouted[steepest]))
+            chosen, direction = images[steepest][None], direction[steepest][None]
+        else:
+            chosen = images
+        refined, _ = _iterated(model, chosen, direction, iterations, CONVERGED)
+        largest = max(largest, float(refined))
         seen += len(images)
         yield Estimate(largest, "Jacobian power iteration", {"images": seen, "iterations": iterations})

@@ -26,6 +26,7 @@ class Converted:
         origins: The origin of each fact of the record, by fact (`certcli.models.assumptions`).
         doubts: A sentence for each reason why the network may be another one than its author's.
         computed: The file's copies of tensors that timm's network computes itself.
+        features: The output, in the other library's terms, of a network without a classifier.
     """
 
     tensors: dict[str, Tensor]
@@ -34,24 +35,24 @@ class Converted:
     origins: Mapping[str, str]
     doubts: tuple[str, ...] = ()
     computed: Mapping[str, Tensor] = field(default_factory=dict)
+    features: str | None = None
 
 
-def require_whole_windows(sides: Iterable[int], patch: int, stages: int, window: int, *, shrinks: bool = False) -> None:
-    """Raise ArchitectureError unless the windows of every Swin stage cover its tokens exactly.
+def require_whole_windows(side: int, patch: int, stages: int, window: int, *, shrinks: bool = False) -> None:
+    """Raise ArchitectureError unless the windows of every Swin stage cover the tokens of a square image exactly.
 
     At the edge, transformers and torchvision pad a window in other places than timm.
 
     Args:
         shrinks: Whether a window is never larger than its stage, as in timm and in transformers' Swin v2.
     """
-    for side in sides:
-        tokens = [side / patch / 2**stage for stage in range(stages)]
-        if any(count % (min(window, count) if shrinks else window) for count in tokens):
-            raise ArchitectureError(
-                f"{side} pixels are {', '.join(f'{count:g}' for count in tokens)} tokens in Swin's stages, no whole "
-                f"windows of {window}: timm's Swin would compute another function",
-                "the image size that it was trained with: --arch-arg img_size=... for torchvision's",
-            )
+    tokens = [side / patch / 2**stage for stage in range(stages)]
+    if any(count % 1 or count % (min(window, count) if shrinks else window) for count in tokens):
+        raise ArchitectureError(
+            f"{side} pixels are {', '.join(f'{count:g}' for count in tokens)} tokens in Swin's stages, no whole "
+            f"windows of {window}: timm's Swin would compute another function",
+            "the image size that it was trained with: --arch-arg img_size=... for torchvision's",
+        )
 
 
 def by_name(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

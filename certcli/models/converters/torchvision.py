@@ -130,10 +130,11 @@ def _vit(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
     width, channels, patch, _ = found["patch_embed.proj.weight"].shape
     depth = _count(found, r"blocks\.(\d+)\.")
     grid = math.isqrt(found["pos_embed"].shape[1] - 1)
-    heads = hints.arch_args.get("num_heads", _VIT_HEADS.get(width))
+    published = _PUBLISHED.get(("vit", patch, width, (depth,)))
+    heads = hints.arch_args.get("num_heads", None if published is None else _VIT_HEADS[width])
     if heads is None:
         raise ArchitectureError(
-            f"a torchvision ViT of width {width}: its number of heads cannot be known from its tensors",
+            f"a torchvision ViT of width {width} and depth {depth}: its number of heads cannot be known from its tensors",
             "--arch-arg num_heads=...",
         )
     arguments = {
@@ -147,7 +148,6 @@ def _vit(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
         "norm_eps": 1e-6,
         "num_classes": found["head.weight"].shape[0],
     }
-    published = _PUBLISHED.get(("vit", patch, width, (depth,)))
     side = patch * grid
     return SizedNetwork("vit", "vit_base_patch16_224", arguments, found, (channels, side, side), published)
 
@@ -174,7 +174,7 @@ def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
             [found[f"{path}relative_position_bias_table"].shape[1] for path in firsts],
         )
     side = _side(hints, 256 if second else 224)
-    require_whole_windows([side], patch, len(depths), window)
+    require_whole_windows(side, patch, len(depths), window)
     arguments = {
         "img_size": side,
         "patch_size": patch,
@@ -239,7 +239,8 @@ def _input(network: SizedNetwork, hints: Hints) -> tuple[InputSpec, dict[str, st
     if network.published is not None:
         from torchvision.models import get_model_weights
 
-        view = next(iter(get_model_weights(network.published))).transforms()
+        views = [weights.transforms() for weights in get_model_weights(network.published)]
+        view = next((each for each in views if each.crop_size[0] == network.size[1]), views[0])
         mean, std = mean or tuple(view.mean), std or tuple(view.std)
         interpolation, crop = view.interpolation.value, view.crop_size[0] / view.resize_size[0]
         origins = {name: f"--{name}" if getattr(hints, name, None) else own for name in ("mean", "std")}

@@ -1,4 +1,4 @@
-"""Image classifiers of Hugging Face's transformers as timm's networks: ViT, DeiT, ViT-MSN, BEiT, DINOv2, Swin, ConvNeXt.
+"""Networks of Hugging Face's transformers as timm's: ViT, DeiT, ViT-MSN, BEiT, DINOv2, Swin and ConvNeXt, classifiers or not.
 
 `config.json` gives the architecture and `preprocessor_config.json` the pixels. Each family is a row of `FAMILIES`.
 """
@@ -24,6 +24,7 @@ from certcli.models.converters.transformers_config import (
     decoded,
     input_spec,
 )
+from certcli.models.converters.transformers_names import CONVNEXT_NAMES, SWIN_NAMES, TOKEN_NAMES
 from certcli.models.hints import Hints
 from certcli.system.errors import ArchitectureError, Refused, one_line
 
@@ -55,82 +56,29 @@ class ModelType:
     """One `model_type` of transformers.
 
     Attributes:
-        classifier: The class whose logits timm's network gives; one with a suffix of `suffixes` too.
+        name: Begins the names of its classes: the classifier, also with a suffix of `suffixes`, and the model without.
         config: The type of its config.
         describe: Returns timm's network for a config and a class.
         names: How its tensors are renamed.
+        features: The output of timm's network without a classifier, in transformers' terms.
         finish: A last conversion of the tensors.
     """
 
-    classifier: str
+    name: str
     config: type[Config]
     describe: Described
     names: Renames
+    features: str
     finish: Callable[[dict[str, Tensor], Any], dict[str, Tensor]] = lambda tensors, _: tensors
     suffixes: tuple[str, ...] = ("",)
 
     @property
+    def headless(self) -> str:
+        return f"{self.name}Model"
+
+    @property
     def classes(self) -> list[str]:
-        return [f"{self.classifier}ForImageClassification{suffix}" for suffix in self.suffixes]
-
-
-_TOKEN_NAMES: Renames = (
-    (r"^(vit|deit|beit|dinov2|dinov2_with_registers)\.", ""),
-    (r"^embeddings\.(cls|mask)_token$", r"\1_token"),
-    (r"^embeddings\.distillation_token$", "reg_token"),
-    (r"^embeddings\.register_tokens$", "reg_token"),
-    (r"^embeddings\.position_embeddings$", "pos_embed"),
-    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
-    (r"^(encoder\.layer|layers)\.", "blocks."),
-    (r"\.layernorm_before\.", ".norm1."),
-    (r"\.layernorm_after\.", ".norm2."),
-    (r"\.attention\.(output\.dense|o_proj)\.", ".attn.proj."),
-    (r"\.attention\.attention\.", ".attn."),
-    (r"\.attention\.q_proj\.", ".attn.query."),  # transformers 5 in memory; its files keep the names of 4
-    (r"\.attention\.k_proj\.", ".attn.key."),
-    (r"\.attention\.v_proj\.", ".attn.value."),
-    (r"\.intermediate\.dense\.", ".mlp.fc1."),
-    (r"\.output\.dense\.", ".mlp.fc2."),
-    (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
-    (r"\.lambda_(\d)$", r".gamma_\1"),
-    (r"^encoder\.relative_position_bias\.", "rel_pos_bias."),
-    (r"\.attn\.relative_position_bias\.", ".attn."),
-    (r"^layernorm\.", "norm."),
-    (r"^pooler\.layernorm\.", "fc_norm."),
-    (r"^(cls_)?classifier\.", "head."),
-    (r"^distillation_classifier\.", "head_dist."),
-)
-
-_SWIN_NAMES: Renames = (
-    (r"^swin(v2)?\.", ""),
-    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
-    (r"^embeddings\.norm\.", "patch_embed.norm."),
-    (r"^encoder\.", ""),
-    (r"\.layernorm_before\.", ".norm1."),
-    (r"\.layernorm_after\.", ".norm2."),
-    (r"\.attention\.output\.dense\.", ".attn.proj."),
-    (r"\.attention\.self\.", ".attn."),
-    (r"\.continuous_position_bias_mlp\.", ".cpb_mlp."),
-    (r"\.intermediate\.dense\.", ".mlp.fc1."),
-    (r"\.output\.dense\.", ".mlp.fc2."),
-    (r"^layernorm\.", "norm."),
-    (r"^classifier\.", "head.fc."),
-)
-
-_CONVNEXT_NAMES: Renames = (
-    (r"^convnext\.", ""),
-    (r"^embeddings\.patch_embeddings\.", "stem.0."),
-    (r"^embeddings\.layernorm\.", "stem.1."),
-    (r"^encoder\.", ""),
-    (r"\.downsampling_layer\.", ".downsample."),
-    (r"^(stages\.\d+)\.layers\.", r"\1.blocks."),
-    (r"\.dwconv\.", ".conv_dw."),
-    (r"\.layernorm\.", ".norm."),
-    (r"\.pwconv(\d)\.", r".mlp.fc\1."),
-    (r"\.layer_scale_parameter$", ".gamma"),
-    (r"^layernorm\.", "head.norm."),
-    (r"^classifier\.", "head.fc."),
-)
+        return [*(f"{self.name}ForImageClassification{suffix}" for suffix in self.suffixes), self.headless]
 
 
 def _tokens(config: TokenConfig) -> dict[str, Any]:
@@ -160,6 +108,14 @@ def _activation(config: Config) -> dict[str, Any]:
     return {} if word is None else {"act_layer": word}
 
 
+def _side(config: Any) -> int:
+    """The side of a square image: on others, transformers and timm place relative positions and windows differently."""
+    sides = {config.image_size} if isinstance(config.image_size, int) else set(config.image_size)
+    if len(sides) > 1:
+        raise Refused(f"image_size {config.image_size}: this network is converted for square images only")
+    return sides.pop()
+
+
 def _vit(config: TokenConfig, _: str) -> TimmNetwork:
     return TimmNetwork("vit_base_patch16_224", {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias})
 
@@ -171,11 +127,12 @@ def _deit(config: TokenConfig, architecture: str) -> TimmNetwork:
     return TimmNetwork("vit_base_patch16_224", {**arguments, "reg_tokens": 1})
 
 
-def _dinov2(config: TokenConfig, _: str) -> TimmNetwork:
+def _dinov2(config: TokenConfig, architecture: str) -> TimmNetwork:
     if config.use_swiglu_ffn:
         raise Refused("use_swiglu_ffn: such an MLP is not converted; timm's own vit_giant_patch14_dinov2 has it")
     arguments = {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias, "init_values": 1e-5}
-    return TimmNetwork("certvit_dinov2_classifier", arguments)
+    own = architecture.endswith("ForImageClassification")  # its head reads the mean of the patches too
+    return TimmNetwork("certvit_dinov2_classifier" if own else "vit_small_patch14_dinov2", arguments)
 
 
 def _dinov2_registers(config: TokenConfig, architecture: str) -> TimmNetwork:
@@ -185,7 +142,9 @@ def _dinov2_registers(config: TokenConfig, architecture: str) -> TimmNetwork:
 
 def _beit(config: TokenConfig, _: str) -> TimmNetwork:
     if not config.use_mean_pooling:
-        raise Refused("use_mean_pooling is false: a head on BEiT's class token is not converted")
+        raise Refused("use_mean_pooling is false: a BEiT that ends in its class token is not converted")
+    if config.use_relative_position_bias or config.use_shared_relative_position_bias:
+        _side(config)
     if config.hidden_act != "gelu":
         raise Refused(f"timm's BEiT has no activation '{one_line(config.hidden_act)[:40]}'")
     return TimmNetwork(
@@ -206,10 +165,7 @@ def _swin(config: SwinConfig, _: str) -> TimmNetwork:
         raise Refused("use_absolute_embeddings and attention without qkv_bias have no counterpart in timm's Swin")
     if config.layer_norm_eps != 1e-5:  # transformers' other norms keep 1e-5
         raise Refused(f"layer_norm_eps is {config.layer_norm_eps:g}: only Swin's own 1e-5 is converted")
-    sides = [config.image_size] if isinstance(config.image_size, int) else config.image_size
-    require_whole_windows(
-        sides, config.patch_size, len(config.depths), config.window_size, shrinks=second and len(set(sides)) == 1
-    )
+    require_whole_windows(_side(config), config.patch_size, len(config.depths), config.window_size, shrinks=second)
     activation = _activation(config)
     if activation and not second:
         raise Refused(f"timm's Swin has no activation '{config.hidden_act}'")
@@ -239,10 +195,12 @@ def _convnext(config: ConvNextConfig, _: str) -> TimmNetwork:
         "dims": config.hidden_sizes,
         "depths": config.depths,
         "num_classes": config.classes,
-        "ls_init_value": 1e-6 if config.layer_scale_init_value > 0 else None,
         **_activation(config),
     }
     last = Replacement("head.norm", "norm-eps", {"eps": config.layer_norm_eps})  # the other norms have timm's 1e-6
+    if config.model_type == "convnextv2":
+        return TimmNetwork("convnextv2_tiny", arguments, (last,))
+    arguments["ls_init_value"] = 1e-6 if config.layer_scale_init_value > 0 else None
     return TimmNetwork("convnext_tiny", arguments, (last,))
 
 
@@ -266,21 +224,31 @@ def _deit_tensors(tensors: dict[str, Tensor], config: TokenConfig) -> dict[str, 
     return renamed(tensors, [("^reg_token$", "dist_token")])
 
 
+def _convnext_tensors(tensors: dict[str, Tensor], config: ConvNextConfig) -> dict[str, Tensor]:
+    """The global response norm of version 2 has axes of length 1 before its channels."""
+    return {name: value.flatten() if ".grn." in name else value for name, value in tensors.items()}
+
+
+_CLASS_TOKEN = "last_hidden_state[:, 0], the class token after the last norm"
+_MEAN_TOKEN = "pooler_output, the mean of the tokens after the last norm"
+_MEAN_OF_IMAGE = "pooler_output, the norm of the mean over the image"
 FAMILIES: Mapping[str, ModelType] = {
-    "vit": ModelType("ViT", TokenConfig, _vit, _TOKEN_NAMES),
-    "vit_msn": ModelType("ViTMSN", TokenConfig, _vit, _TOKEN_NAMES),
-    "deit": ModelType("DeiT", TokenConfig, _deit, _TOKEN_NAMES, _deit_tensors, ("", "WithTeacher")),
-    "beit": ModelType("Beit", TokenConfig, _beit, _TOKEN_NAMES),
-    "dinov2": ModelType("Dinov2", TokenConfig, _dinov2, _TOKEN_NAMES),
+    "vit": ModelType("ViT", TokenConfig, _vit, TOKEN_NAMES, _CLASS_TOKEN),
+    "vit_msn": ModelType("ViTMSN", TokenConfig, _vit, TOKEN_NAMES, _CLASS_TOKEN),
+    "deit": ModelType("DeiT", TokenConfig, _deit, TOKEN_NAMES, _CLASS_TOKEN, _deit_tensors, ("", "WithTeacher")),
+    "beit": ModelType("Beit", TokenConfig, _beit, TOKEN_NAMES, "pooler_output, the norm of the patches' mean"),
+    "dinov2": ModelType("Dinov2", TokenConfig, _dinov2, TOKEN_NAMES, _CLASS_TOKEN),
     "dinov2_with_registers": ModelType(
-        "Dinov2WithRegisters", TokenConfig, _dinov2_registers, _TOKEN_NAMES, _dinov2_tensors
+        "Dinov2WithRegisters", TokenConfig, _dinov2_registers, TOKEN_NAMES, _CLASS_TOKEN, _dinov2_tensors
     ),
-    "swin": ModelType("Swin", SwinConfig, _swin, _SWIN_NAMES, _swin_tensors),
-    "swinv2": ModelType("Swinv2", SwinConfig, _swin, _SWIN_NAMES, _swin_tensors),
-    "convnext": ModelType("ConvNext", ConvNextConfig, _convnext, _CONVNEXT_NAMES),
+    "swin": ModelType("Swin", SwinConfig, _swin, SWIN_NAMES, _MEAN_TOKEN, _swin_tensors),
+    "swinv2": ModelType("Swinv2", SwinConfig, _swin, SWIN_NAMES, _MEAN_TOKEN, _swin_tensors),
+    "convnext": ModelType("ConvNext", ConvNextConfig, _convnext, CONVNEXT_NAMES, _MEAN_OF_IMAGE),
+    "convnextv2": ModelType("ConvNextV2", ConvNextConfig, _convnext, CONVNEXT_NAMES, _MEAN_OF_IMAGE, _convnext_tensors),
 }
+_POOLER = "pooler.dense.weight"
 _UNUSED = r"^mask_token$|^pooler\.dense\."
-"""Tensors that a classifier never reads."""
+"""Tensors that neither a classifier nor the features read."""
 
 
 def is_transformers(tensors: Mapping[str, Tensor]) -> bool:
@@ -292,7 +260,7 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
     """Return a checkpoint of transformers in timm's terms, from the two configs beside it.
 
     Raises:
-        ArchitectureError: the model is no image classifier of `FAMILIES`, or a config leaves its function open.
+        ArchitectureError: the model is none of `FAMILIES`, or a config leaves its function open.
     """
     beside = path.parent / CONFIG
     if not beside.is_file():
@@ -314,24 +282,29 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
         network = family.describe(config, architecture)
     except Refused as refusal:
         raise ArchitectureError(f"{beside}: {refusal}") from refusal
-    spec, origins = input_spec(config, path.parent / PIXELS, hints)
-    found, computed = parted(parted(renamed(tensors, family.names), _UNUSED)[0], COMPUTED)
+    spec, origins, doubts = input_spec(config, path.parent / PIXELS, hints)
+    found = renamed(tensors, family.names)
+    features = None
+    if architecture == family.headless:
+        features = family.features + ("; pooler_output comes after it" if _POOLER in found else "")
+    found, computed = parted(parted(found, _UNUSED)[0], COMPUTED)
     found = family.finish(joined(found), config)
     record = Record(
         arch=network.arch,
-        arch_args=network.arguments,
+        arch_args={**network.arguments, **({} if features is None else {"num_classes": 0})},
         input=spec,
-        classes=config.classes,
-        class_names=_class_names(config.id2label),
+        classes=config.classes if features is None else 0,
+        class_names=_class_names(config.id2label) if features is None else None,
         surgery=network.surgery,
     )
     origins = {**dict.fromkeys((*network.arguments, "architecture"), CONFIG), **origins}
-    doubts = () if hints.arch is None else (f"{CONFIG} names the architecture: --arch ignored",)
-    return Converted(found, record, f"transformers' {architecture}", origins, doubts, computed)
+    if ignored := [option for option in hints.given if option.startswith("--arch")]:
+        doubts.append(f"{CONFIG} describes the architecture: {', '.join(ignored)} ignored")
+    return Converted(found, record, f"transformers' {architecture}", origins, tuple(doubts), computed, features)
 
 
 def _class_names(labels: Mapping[str, str] | None) -> tuple[str, ...] | None:
-    """The classes by their plain names; texts such as "tench, Tinca tinca" are no names of folders and are left out."""
+    """The classes by their plain names, all different; texts such as "tench, Tinca tinca" are no names of folders."""
     names = [(labels or {}).get(str(number), "") for number in range(len(labels or {}))]
     plain = all(re.fullmatch(r"[\w.\-]{1,128}", name) and not name.startswith("LABEL_") for name in names)
-    return tuple(names) if names and plain else None
+    return tuple(names) if names and plain and len(set(names)) == len(names) else None

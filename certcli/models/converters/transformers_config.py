@@ -89,7 +89,7 @@ class ConvNextConfig(Config, kw_only=True):
     patch_size: Side
     hidden_sizes: Annotated[list[Size], Meta(min_length=4, max_length=4)]
     depths: Annotated[list[Layers], Meta(min_length=4, max_length=4)]
-    layer_scale_init_value: float
+    layer_scale_init_value: float = 1e-6
     layer_norm_eps: Epsilon
 
 
@@ -106,6 +106,7 @@ class Pixels(Struct, kw_only=True):
     size: Json | int | None = None
     crop_size: Json | int | None = None
     do_center_crop: bool = False
+    do_resize: bool = True
     crop_pct: Annotated[float, Meta(ge=0.25, le=4)] | None = None
 
 
@@ -127,8 +128,12 @@ def decoded(config: Path, wanted: type[T]) -> T:
         ) from failure
 
 
-def input_spec(config: Any, path: Path, hints: Hints) -> tuple[InputSpec, dict[str, str]]:
-    """The pixels: options before preprocessor_config.json; ArchitectureError where neither says how they are normalised."""
+def input_spec(config: Any, path: Path, hints: Hints) -> tuple[InputSpec, dict[str, str], list[str]]:
+    """Return the pixels, the origins of their facts, and doubts; options come before preprocessor_config.json.
+
+    Raises:
+        ArchitectureError: neither says how pixels are normalised.
+    """
     pixels = decoded(path, Pixels) if path.is_file() else None
     mean, std, origin = _statistics(pixels)
     origins = {name: f"--{name}" if getattr(hints, name) else origin for name in ("mean", "std")}
@@ -149,7 +154,14 @@ def input_spec(config: Any, path: Path, hints: Hints) -> tuple[InputSpec, dict[s
     resample = None if pixels is None else pixels.resample
     interpolation: Any = _RESAMPLING[2 if resample is None else resample]
     origins["view"] = "by default" if pixels is None else PIXELS
-    return InputSpec(size, mean, std, interpolation, _crop(pixels, min(height, width))), origins
+    made, doubts = None if pixels is None else _made(pixels), []
+    if made is not None and made != [height, width]:
+        sizes = ["x".join(map(str, each)) for each in (made, (height, width))]
+        doubts.append(
+            f"{PIXELS} makes images of {sizes[0]}, and this is the network for {sizes[1]}, as {CONFIG} says: on the others "
+            "transformers computes another function"
+        )
+    return InputSpec(size, mean, std, interpolation, _crop(pixels, min(height, width))), origins, doubts
 
 
 def _statistics(pixels: Pixels | None) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None, str]:
@@ -169,6 +181,19 @@ def _statistics(pixels: Pixels | None) -> tuple[tuple[float, ...] | None, tuple[
         tuple(value / scale for value in pixels.image_std),
         PIXELS,
     )
+
+
+def _made(pixels: Pixels) -> list[int] | None:
+    """The height and width of the images that the processor makes; None where they depend on the image, or are not said."""
+    size = pixels.crop_size if pixels.do_center_crop else pixels.size if pixels.do_resize else None
+    if isinstance(size, dict):
+        sides = [size.get("height"), size.get("width")]
+        if pixels.crop_pct is not None and sides == [None, None]:  # ConvNeXt's crop of its own
+            sides = [size.get("shortest_edge")] * 2
+    else:
+        sides = [size, size]
+    found = [side for side in sides if isinstance(side, int)]
+    return found if len(found) == 2 else None
 
 
 def _crop(pixels: Pixels | None, side: int) -> float:

@@ -1,4 +1,4 @@
-"""Options of --method lipschitz. No torch here: `certvit certify --help` reads them."""
+"""Options of every method that proves. No torch here: `certvit certify --help` reads them."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -13,8 +13,8 @@ ARITHMETICS = (REAL, "float64", "float32", "tf32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
-class Global(Options):
-    """What the certificates of the global bound speak of.
+class Proof(Options):
+    """What proven certificates speak of.
 
     Args:
         arithmetic: That executes the network at the neighbours of an image; None stands for float64, and for real numbers
@@ -24,7 +24,7 @@ class Global(Options):
         UsageError: the arithmetic is unknown.
     """
 
-    panel: ClassVar[str] = "Global bound"
+    panel: ClassVar[str] = "Proofs"
     arithmetic: Annotated[
         str | None,
         Option(
@@ -35,5 +35,10 @@ class Global(Options):
     ] = None
 
     def __post_init__(self) -> None:
-        if self.arithmetic is not None and self.arithmetic not in ARITHMETICS:
-            raise UsageError(f"--arithmetic {self.arithmetic}", one_of(self.arithmetic, ARITHMETICS))
+        require_arithmetic(self.arithmetic)
+
+
+def require_arithmetic(name: str | None) -> None:
+    """Raise UsageError for the name of no arithmetic; None is none that anyone named."""
+    if name is not None and name not in ARITHMETICS:
+        raise UsageError(f"--arithmetic {name}", one_of(name, ARITHMETICS))

@@ -1,0 +1,124 @@
+"""Rounding in walks that enclose the executed tensors near an image: each operation's, from the sizes that the walk finds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.executed import Bounds
+from certcli.engine.table import NoRule
+from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
+from certcli.rounding.executed import Executed, Head, Sizes
+from certcli.rounding.precisions import Precision
+
+
+@dataclass(frozen=True)
+class Step:
+    """One tensor of the graph: slopes in the tensors that it is made of, what rounding adds, its sizes on the whole box.
+
+    node: the name of the node that made it.
+    """
+
+    node: str
+    sources: tuple[int, ...]
+    slopes: tuple[Real, ...]
+    rounding: Callable[[Sizes], Real]
+    box: Executed
+    entries: int
+
+
+def carried(factors: Sequence[Real], values: Sequence[Real]) -> Real:
+    """Return the sum of each value times its factor."""
+    total = ZERO
+    for factor, value in zip(factors, values, strict=True):
+        if value > ZERO:  # what is exact stays so whatever the slope
+            total = total + factor * value
+    return total
+
+
+def errors_of_pairs(
+    steps: Sequence[Step],
+    last: int,
+    head: Head | None,
+    sizes: Mapping[int, Executed] | Sequence[Executed],
+    errors: Mapping[int, Real] | Sequence[Real],
+) -> Tensor:
+    """Return E_ij of all logits, (k, k), from the errors of all tensors; last: the place of the logits."""
+    if head is None:
+        both = errors[last] * (1 + 2.0**-1)  # |z_i - z_j| moves by sqrt(2) |z| at most
+        classes = steps[last].box.shape[-1]
+        return torch.full((classes, classes), float(both), dtype=torch.float64)
+    (source,) = steps[last].sources
+    return head.pairs(errors[source], sizes[source].total, errors[last])
+
+
+class EnclosedErrors:
+    """What `enclosure.zonotopes.executed.Execution` promises, of a network whose operations were followed.
+
+    enclosed: names of the nodes whose executed values a walk encloses; their errors count as 0 in what comes behind them.
+    NoRule where one of them was not followed.
+    """
+
+    def __init__(
+        self, steps: Sequence[Step], enclosed: frozenset[str], last: int, head: Head | None, precision: Precision
+    ) -> None:
+        self.steps, self.last, self.head, self.precision = steps, last, head, precision
+        self.places: dict[str, list[int]] = {}
+        for place, step in enumerate(steps):
+            if not step.node or step.node in enclosed:
+                self.places.setdefault(step.node, []).append(place)
+        if missing := sorted(enclosed - set(self.places)):
+            raise NoRule(f"the rounding of '{missing[0]}' is not known")
+
+    def walk(self, images: int) -> "EnclosedWalk":
+        """Return the rounding of one walk around this many images."""
+        return EnclosedWalk(self, images)
+
+
+class EnclosedWalk:
+    """One walk around some images; `found` is told the bounds of every value, in the order of execution."""
+
+    def __init__(self, errors: EnclosedErrors, images: int) -> None:
+        self.errors = errors
+        self.sizes: list[dict[int, Executed]] = [{} for _ in range(images)]
+        self.holds = [True] * images
+
+    def found(self, node: str, parts: Sequence[Bounds]) -> None:
+        """Note the values of a node; "" is the image. What may overflow has no enclosure."""
+        for place, bounds in zip(self.errors.places[node], parts, strict=True):
+            box, rows = self.errors.steps[place].box, zip(*(part.tolist() for part in bounds), strict=True)
+            for image, (total, fibre, peak, deviation) in enumerate(rows):
+                most = [as_real(x) if x >= 0 else INF for x in (total, fibre, peak)]  # not where it is NaN
+                size = box.within_all(most[0], most[1], most[2], deviation)
+                self.sizes[image][place] = size
+                self.holds[image] &= size.peak < self.errors.precision.largest
+
+    def lost(self, node: str) -> list[Tensor]:
+        """Return the l2 norm of what rounding adds to each result of a node, image by image: (b,) each."""
+        return [
+            torch.tensor([self._lost(image, self.errors.steps[place]) for image in range(len(self.sizes))]).double()
+            for place in self.errors.places[node]
+        ]
+
+    def _lost(self, image: int, step: Step) -> float:
+        added = step.rounding(lambda x: self.sizes[image][x.place])
+        self.holds[image] &= added.finite
+        return float(added) if added.finite else 0.0
+
+    def pairs(self) -> Tensor:
+        """Return how far what is executed behind the enclosed nodes moves z_i - z_j: (b, k, k), infinite without proof."""
+        return torch.stack([self._pairs(image) for image in range(len(self.sizes))])
+
+    def _pairs(self, image: int) -> Tensor:
+        known, sizes = self.errors, dict(self.sizes[image])
+        errors: dict[int, Real] = dict.fromkeys(sizes, ZERO)
+        for place, step in enumerate(known.steps):
+            if place in sizes or any(source not in sizes for source in step.sources):
+                continue  # enclosed, or not read by the logits
+            added = step.rounding(lambda x: sizes[x.place])
+            error = carried(step.slopes, [errors[source] for source in step.sources]) + added
+            sizes[place] = step.box
+            errors[place] = error if step.box.peak < known.precision.largest else INF
+        found = errors_of_pairs(known.steps, known.last, known.head, sizes, errors)
+        return found if self.holds[image] else torch.full_like(found, torch.inf)
