@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from scipy.special import lambertw
 from torch import Tensor, nn
 
 SIZE = (1, 2, 2)
@@ -110,6 +111,47 @@ def _attention() -> Planted:
     """Attention counted by its values, as though the weights did not move with the image."""
     net = _network(_Attention(), linear([[1.0], [-1.0]]))
     return Planted(net, _image(0.505, 0.5, 0.5, 0.5), _image(0.495, 0.5, 0.5, 0.5), 0.99)
+
+
+class _L2Attention(nn.Module):
+    """Two tokens (a, b) of two pixels; softmax of -|q_i - q_j|^2 with q = 10000 a, and values b that are not tied to q."""
+
+    query = 1e4
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, values = self.query * x[:, 0::2], x[:, 1::2]
+        difference = q.unsqueeze(2) - q.unsqueeze(1)
+        weights = (difference * difference * -1.0).softmax(dim=-1)
+        return (weights * values.unsqueeze(1)).sum(dim=-1)
+
+
+def _l2_attention() -> Planted:
+    """L2 attention without A_h, by sqrt(n / d) (4 W(n / e) + 1) sqrt(|W_Q| + |W_V|), with n = 2, d = 1 and |W_V| = 1."""
+    net = _network(_L2Attention(), linear([[1.0, 0], [-1.0, 0]], [-0.75, 0.75]))
+    image, adversary = _image(0.50015, 1.0, 0.5, 0.0), _image(0.50006, 1.0, 0.5, 0.0)
+    slope = math.sqrt(2) * (4 * float(lambertw(2 / math.e).real) + 1) * math.sqrt(_L2Attention.query + 1)
+    return Planted(net, image, adversary, _margin(net, image) / (2 * slope))
+
+
+class _Masked(nn.Module):
+    """Scores s and s of two equal keys, of which a mask sets the second to 0: the weights move with s after all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = 1000.0 * (x[:, :1] - 0.5) * torch.ones(1, 2, dtype=x.dtype)
+        weights = scores.masked_fill(torch.tensor([[False, True]]), 0.0).softmax(dim=-1)
+        return (weights * torch.tensor([[1.0, -1.0]], dtype=x.dtype)).sum(dim=-1, keepdim=True)
+
+
+def _mask() -> Planted:
+    """A score replaced by a number, counted as a number added: equal keys would have equal weights, whatever the image."""
+    net = _network(_Masked(), linear([[1.0], [-1.0]]))
+    return Planted(net, _image(0.505, 0.5, 0.5, 0.5), _image(0.495, 0.5, 0.5, 0.5), math.inf)
+
+
+def _tie() -> Planted:
+    """A margin that is nowhere below 0 taken for a proof: beyond the kink both logits are 0, and class 0 comes first."""
+    net = _network(linear([[0.0, 0, 0, 0], [1.0, 0, 0, 0]], [0.0, -0.5]), nn.ReLU())
+    return Planted(net, _image(0.55, 0.5, 0.5, 0.5), _image(0.48, 0.5, 0.5, 0.5), math.inf)
 
 
 def _power_iteration() -> Planted:
@@ -215,6 +257,8 @@ CASES: dict[str, Case] = {
     "layer-norm": Case("LayerNorm counted as 1", _layer_norm),
     "pixels": Case("the pixels' normalisation left out", _pixels),
     "attention": Case("attention's weights taken for constants", _attention),
+    "l2-attention": Case("L2 attention without the factor A_h", _l2_attention),
+    "mask": Case("a score replaced by a mask, counted as a number added", _mask),
     "power-iteration": Case("a norm by power iteration", _power_iteration),
     "concatenation": Case("concatenated branches by the largest of them", _concatenation),
     "residual": Case("a residual by max(1, L)", _residual),
@@ -222,5 +266,6 @@ CASES: dict[str, Case] = {
     "reordered": Case("rows of the head read before a reordering", _reordered),
     "cancelling": Case("rounding left out", _cancelling),
     "underflow": Case("norms multiplied in float32", _underflow),
+    "tie": Case("a margin of 0 counted as won", _tie),
     "slope": Case("the gradient at the image taken for a bound", _slope),
 }
