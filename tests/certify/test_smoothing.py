@@ -26,6 +26,7 @@ from certcli.evaluation.radii import proven_percent
 from certcli.evaluation.records import read_records
 from certcli.system.errors import CertvitError, UsageError
 from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.grids import EVERY
 
 CPU = torch.device("cpu")
 
@@ -89,7 +90,7 @@ def certificates(
     return found
 
 
-@pytest.mark.parametrize(("enough", "decide"), [(None, False), (0.2, False), (0.2, True)])
+@pytest.mark.parametrize(("enough", "decide"), [(None, False), *[(0.2, False)] * EVERY, (0.2, True)])
 def test_wrong_certificates_are_no_more_than_alpha_says(enough: float | None, decide: bool) -> None:
     """1,000 runs on a classifier whose radius is known: the share of radii beyond it, early success or not."""
     settings = Smoothing(sigma=0.5, n0=8, samples=64, alpha=0.05, enough=enough, decide=decide)

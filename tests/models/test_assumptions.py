@@ -42,7 +42,7 @@ def test_the_competitions_networks_load_by_name_and_have_bounds(norm: str, fc_no
     assert not any(isinstance(module, nn.LayerNorm) for module in model.modules())
     assert prove(model, 10).upper.finite
     pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ball = l2_ball(pixels, 1e-3, squares_up_to=64, limit=4000)
+    ball = l2_ball(pixels, 1e-3, squares_up_to=16, limit=2000)
     assert bool(LocalNetwork(model.double(), (3, 32, 32)).margins(ball, 0).isfinite().all())
 
 

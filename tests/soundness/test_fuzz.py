@@ -66,9 +66,9 @@ def test_no_edit_of_records_makes_a_network_better(workshop: Path, monkeypatch: 
 
 def test_no_edit_of_evidence_makes_a_false_figure_pass(lab: Laboratory) -> None:
     with edited_evidence(lab) as case:
-        report = campaign(case, 120, seed=1)
+        report = campaign(case, 60, seed=1)
     assert report["findings"] == []
-    assert min(ended(report, word) for word in ("refuted", "refused at the door", "true")) > 8
+    assert min(ended(report, word) for word in ("refuted", "refused at the door", "true")) > 4
 
 
 @pytest.mark.parametrize("check", ["_judge", "_named"])
