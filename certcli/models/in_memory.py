@@ -38,7 +38,7 @@ def open_module(
         features: The module has no classifier: its outputs are features.
 
     Raises:
-        UsageError: a statistic or the size is missing or invalid, or `features` is said of a classifier.
+        UsageError: a statistic or the size is missing or invalid, or `features` is given for a classifier.
         ArchitectureError: the module cannot be copied, does not map such images to logits, or has no classifier.
         CheckpointError: a weight is not finite.
     """

@@ -77,7 +77,7 @@ class EnclosedErrors:
 
 
 class EnclosedWalk:
-    """One walk around some images; `found` is told the bounds of every value, in the order of execution."""
+    """One walk around some images. The walk calls `found` with the bounds of every value, in the order of execution."""
 
     def __init__(self, errors: EnclosedErrors, images: int) -> None:
         self.errors = errors

@@ -7,6 +7,7 @@ the process is killed, however much memory the machine has left. Linux shows gro
 
 import contextlib
 import ctypes
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -21,7 +22,7 @@ _FILES = (  # the file of a limit, the file of the usage, the prefix of cached p
 )
 
 _NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc")
-"""How torch, C++ and the system say it."""
+"""How torch and C++ say it."""
 
 
 def free_bytes() -> float:
@@ -33,8 +34,11 @@ def out_of_memory(failure: BaseException | None) -> bool:
     """Tell whether memory ran out in this exception or in one that it was raised from: on a CPU torch has no type for it."""
     while failure is not None:
         typed = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
-        text = str(failure).lower() if isinstance(failure, (RuntimeError, OSError)) else ""
-        if typed or any(words in text for words in _NO_MEMORY):
+        text = (
+            str(failure).lower() if isinstance(failure, RuntimeError) else ""
+        )  # that of an OSError may be a file's name
+        refused = isinstance(failure, OSError) and failure.errno == errno.ENOMEM
+        if typed or refused or any(words in text for words in _NO_MEMORY):
             return True
         failure = failure.__cause__
     return False

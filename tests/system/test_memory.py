@@ -1,5 +1,6 @@
 """Free memory is limited by control groups: folders as Linux shows them, made by hand."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,17 @@ def test_free_memory_is_limited_by_the_groups(
 def test_a_machine_without_meminfo_has_half_of_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_ROOT", tmp_path)
     assert memory.free_bytes() > 2**20
+
+
+@pytest.mark.parametrize(
+    ("failure", "ran_out"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOENT, "No such file", "out of memory.safetensors"), False),
+    ],
+    ids=["python", "torch", "system", "a file of that name"],
+)
+def test_memory_that_ran_out_is_known_from_other_failures(failure: Exception, ran_out: bool) -> None:
+    assert memory.out_of_memory(failure) is ran_out
