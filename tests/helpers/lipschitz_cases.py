@@ -90,6 +90,11 @@ def linears(width: int = D) -> tuple[nn.Module, nn.Module]:
     return nn.Linear(width, 3 * width), nn.Linear(width, width)
 
 
+def _turned(normalize: PixelNormalize) -> nn.Module:
+    normalize.std.neg_()
+    return normalize
+
+
 def _matrices(mixing: OrthogonalMixing) -> nn.Module:
     """Random matrices of different norms in place of orthogonal ones."""
     for number, matrix in enumerate(mixing.maps):
@@ -129,6 +134,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "linear-twice": lambda: on_tokens(nn.Linear(8, 16), nn.Linear(16, 5)),
     "linear-function": lambda: f(lambda m, x: functional.linear(x.flatten(1), m.w), w=torch.randn(5, 32)),
     "normalize": lambda: nn.Sequential(PixelNormalize((0.4, 0.6), (0.2, 0.5)), nn.Conv2d(2, 3, 2, 2)),
+    "normalize-square": lambda: nn.Sequential(_turned(PixelNormalize((0.4, 0.4), (2.0, 0.2))), f(lambda m, x: x**2)),
     "conv-3": lambda: nn.Conv2d(2, 3, 3, padding=1),
     "conv-3-stride": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, 2, 1), nn.BatchNorm2d(3)),
     "conv-dilated": lambda: nn.Conv2d(2, 3, 2, dilation=2, padding="same"),

@@ -151,6 +151,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "activation that is NaN": (lambda: Net(lambda m, x: functional.leaky_relu(x, float("nan"))), "not a number"),
     "random slopes": (lambda: Net(lambda m, x: functional.rrelu(x, 0.5, 0.5, training=True)), "random"),
     "deviation of one": (lambda: Net(lambda m, x: x[:, :1].var(dim=1, keepdim=True) + x), "too few"),
+    "window of maxima in the padding": (
+        lambda: Net(lambda m, x: functional.max_pool2d(x[:, :, :2, :2], 2, 1, 1, dilation=3).relu()),
+        "lies in the padding",
+    ),
+    "maximum with infinity": (
+        lambda: Net(lambda m, x: torch.maximum(x, torch.full((2, 4, 4), torch.inf)).clamp(0, 1)),
+        "infinite or NaN entries",
+    ),
     "indices of maxima": (lambda: Net(lambda m, x: x.max(dim=1)[0]), "indices"),
     "option given twice": (lambda: Net(lambda m, x: x.reshape(4, 8).softmax(1, dim=1)), "softmax"),
     "weights of the image": (lambda: Net(lambda m, x: torch.lerp(x, 2 * x, x)), "weights that depend"),

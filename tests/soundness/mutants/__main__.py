@@ -151,7 +151,10 @@ class Campaign:
         for item, following in zip(items, [*items[1:], None], strict=True):
             self.lines.clear()
             self.failed, start = None, time.process_time()
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            try:
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            except TypeError as error:  # pytest's words for a line that has no number, where TooLong happened to fall
+                self.failed = {"by": str(error)}
             if self.failed is None:  # a test that fails or takes too long without a mutant kills none
                 own = [self.fixtures[name] for name in getattr(item, "fixturenames", ())]
                 for line in self.lines.union(*own):
