@@ -87,7 +87,9 @@ def test_refining_keeps_successes_and_finds_the_boundary() -> None:
     inner = fine.success & (images + 1.1 * (fine.adversarial - images) > 0).flatten(1).all(dim=1)
     # 2^-16 of a segment of length at most 3, where the box does not bend it
     assert (fine.norm[inner] >= distance[inner] * (1 - ROUNDING)).all()
-    nearer = images + (1 - 2.0**-12) * (fine.adversarial - images)  # 2^-16 of the segment, an eighth of it from the image
+    nearer = images + (1 - 2.0**-12) * (
+        fine.adversarial - images
+    )  # 2^-16 of the segment, an eighth of it from the image
     assert torch.equal(model(nearer).argmax(dim=1), labels)
 
 
