@@ -112,6 +112,11 @@ def masked_row(net: nn.Module, x: Tensor) -> Tensor:
     return scores.softmax(dim=-1) @ rows
 
 
+def left_out(net: nn.Module, x: Tensor) -> Tensor:
+    rows = x.reshape(1, 4, 8)
+    return torch.where(torch.eye(4) > 0, rows @ rows.transpose(1, 2), -torch.inf).clamp_min(-50.0) @ rows
+
+
 def infinite(net: nn.Module, what: str = "weight") -> nn.Module:
     for name, parameter in net.named_parameters():
         if name.endswith(what):
@@ -145,6 +150,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Net(lambda m, x: (lambda y: y @ y.transpose(-1, -2))(x.masked_fill(m.store > 0, 0.3))),
         "no bound on its size",
     ),
+    "scores of unknown size as weights": (lambda: Net(left_out), "no bound on its size"),
     "two outputs": (lambda: Net(lambda m, x: (x, x)), "something other than one tensor"),
     "mask of the image": (lambda: Net(lambda m, x: torch.where(x.bool(), x, 2.0)), "bool"),
     "row masked altogether": (lambda: Net(masked_row), "masked altogether"),
