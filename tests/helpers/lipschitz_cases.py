@@ -203,7 +203,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "two-names": lambda: f(forwards.two_names),
     "broadcast": lambda: on_tokens(f(lambda m, x: x + x[:, :1] - 2 * x.mean(1, keepdim=True))),
     "expand": lambda: on_tokens(f(lambda m, x: x[:, :1].expand(-1, 5, -1) / 2)),
-    "cat-twice": lambda: on_tokens(f(lambda m, x: torch.cat([x, m.t.expand(1, 2, -1), -x], dim=1), t=20 * torch.randn(1, 1, 8))),
+    "cat-twice": lambda: on_tokens(f(lambda m, x: torch.cat([x, m.t.expand(1, 2, -1), -x], 1), t=20 * torch.randn(1, 1, 8))),
     "stack": lambda: on_tokens(f(lambda m, x: torch.stack([x, 2 * x], dim=-1))),
     "multiply-constant": lambda: on_tokens(f(lambda m, x: x * m.t / m.s, t=torch.randn(4, 8), s=torch.rand(8) + 0.5)),
     "gain-after-linear": lambda: on_tokens(nn.Linear(8, 8), f(lambda m, x: x * m.t, t=torch.randn(8))),

@@ -20,7 +20,7 @@ class Room:
 
 _LIPSCHITZ = ("bound", "chain", "context", "network", "propagate", "size", "value", "heads")
 _LAWS = ("lipschitz", "nn/test_attention.py")
-_NUMERICS = ("arithmetic", "convolution", "convolution_estimate", "real", "spectral")
+_NUMERICS = ("arithmetic", "convolution", "real", "spectral")
 _LOCAL = ("enclosure/test_balls.py", "enclosure/test_zonotope_networks.py")
 ROOMS = {
     "numerics": Room(tuple(f"lipschitz/numerics/{name}.py" for name in _NUMERICS), _LAWS),
