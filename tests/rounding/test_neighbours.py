@@ -361,6 +361,13 @@ def test_a_constant_that_the_network_computes_is_refused_by_name() -> None:
         LipschitzCertifier(model, bound, "float64")
 
 
+def test_an_eps_that_vanishes_is_named() -> None:
+    model = network(lambda: Tokens(nn.LayerNorm(6, eps=1e-6), attention()))
+    with pytest.raises(NoRule, match=r"parts\.1 .*eps 1e-06 of .*parts\.0 vanishes in fp16.*--arithmetic float32"):
+        NeighbourErrors(model, SIZE, PRECISIONS["fp16"])
+    assert NeighbourErrors(model, SIZE, PRECISIONS["float32"]).on_box.isfinite().all()
+
+
 def test_float16_that_overflows_certifies_nothing() -> None:
     model = network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3)))
     pixels = judged()
