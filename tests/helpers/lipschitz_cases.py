@@ -348,8 +348,8 @@ LOOSE_START = 1.5
 """Weights are scaled up so that softmaxes and gates saturate somewhere in the box."""
 
 
-def build(name: str) -> nn.Module:
-    torch.manual_seed(sum(map(ord, name)))
+def build(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(sum(map(ord, name)) + 10_000 * seed)
     net = RULES[name]().double().eval()
     with torch.no_grad():
         for parameter in net.parameters():

@@ -60,7 +60,7 @@ def test_every_network_gives_what_is_proven(name: str) -> None:
     check(net, SPEC.size, proven)
 
 
-@pytest.mark.parametrize("name", ["certvit_vit_digits", "certvit_lip_digits", "certvit_lip_mnist", "certvit_4c3f"])
+@pytest.mark.parametrize("name", ["certvit_vit_digits", "certvit_lip_digits", "certvit_4c3f"])
 def test_reference_networks_reach_the_proven_pairs_from_below(name: str) -> None:
     net = build.create(name, {}, initialise=False)
     model = build.load(build.initialise(name, {}, build.spec_of(net), 10, seed=0))

@@ -192,13 +192,13 @@ def test_no_execution_differs_by_more_than_is_proven(name: str, arithmetic: str)
             raise
         return  # sizes that overflow have no theorem
     radii = torch.full((len(pixels),), radius)
-    classes = model(pixels).shape[1]
-    bound = torch.stack([analysis(pixels, radii, torch.full((len(pixels),), top)) for top in range(classes)], 1)
+    tops = [0, model(pixels).shape[1] - 1]
+    bound = torch.stack([analysis(pixels, radii, torch.full((len(pixels),), top)) for top in tops], 1)
     for near in (pixels, neighbours(pixels, radius, 7)):
         near = representable(near, arithmetic)
         real = model(near)
         for logits in executions(model, near, arithmetic):
-            assert bool((apart(logits, real) <= bound * (2 if arithmetic == "float64" else 1)).all())
+            assert bool((apart(logits, real)[:, tops] <= bound * (2 if arithmetic == "float64" else 1)).all())
     if arithmetic in ("float64", "float32") and not any(word in name for word in ("steep", "any tokens", "sharp")):
         assert float(bound.max()) < 2.0**29 * PRECISIONS[arithmetic].unit * 1e-3  # it says something
 
