@@ -19,7 +19,7 @@ class Room:
 
 
 _LIPSCHITZ = ("bound", "chain", "context", "network", "propagate", "size", "value", "heads")
-_LAWS = ("lipschitz", "nn/test_attention.py")
+_LAWS = ("lipschitz", "nn/test_attention.py", "soundness/test_roundings.py")
 _NUMERICS = ("arithmetic", "convolution", "real", "spectral")
 _CERTIFY = ("local_radius", "patch_masks", "patch_theorems", "smoothing", "recheck")
 ROOMS = {
