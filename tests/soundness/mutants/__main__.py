@@ -185,7 +185,8 @@ class Campaign:
                 break
             anywhere = by_file[str(mutant.path)] if f"{mutant.path.name} : " in mutant.key else {}
             tests = dict(ran.get(f"{mutant.path}:{mutant.lines[1]}", anywhere))
-            picked, cost = [], 0.0
+            picked: list[pytest.Item] = []
+            cost = 0.0
             for name, seconds in in_turn(tests):
                 if name in items and (not picked or cost + seconds <= options.tests):
                     picked.append(items[name])
