@@ -54,8 +54,14 @@ def test_judge_refuses_what_it_cannot_judge() -> None:
         judge(linear(2), torch.where(images == images.max(), 1.5, images), labels, images, region)  # one pixel
     with pytest.raises(DataError, match="disagree"):
         judge(linear(2), images, labels[:2], images, region)
+    with pytest.raises(DataError, match="disagree"):
+        judge(linear(2), images, labels, images[:2], region)
     middle = float(linear(2)(images).detach().median())
-    for broken in (nn.Flatten(0), nn.Sequential(linear(2), nn.Threshold(middle, float("nan")))):
+    for broken in (
+        nn.Flatten(0),
+        nn.Sequential(linear(2), nn.Linear(2, 1)),
+        nn.Sequential(linear(2), nn.Threshold(middle, float("nan"))),
+    ):
         with pytest.raises(ArchitectureError):
             judge(broken, images, labels, images, region)
 

@@ -1,10 +1,11 @@
 """Constants of attention computed once more from the statements in docs/bounds.md: bounds far above slopes keep each term."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from certcli.lipschitz.network import bound_network
 from certcli.nn.norms import FloorNorm
@@ -39,7 +40,7 @@ def lambert(z: Tensor) -> Tensor:
 class Layer:
     """What the theorems speak of: the maps of the heads, B, its softmax, and the gates."""
 
-    def __init__(self, module: nn.Module, mask: Tensor | None) -> None:
+    def __init__(self, module: Any, mask: Tensor | None) -> None:
         self.module, heads = module, module.num_heads
         bias = torch.zeros(1, heads, N, N, dtype=torch.float64)
         bias = bias if module.window_size is None else bias + module.position_bias()
@@ -113,7 +114,7 @@ THEOREMS = {
 @pytest.mark.parametrize("name", THEOREMS)
 @torch.no_grad()
 def test_the_constant_is_that_of_the_theorem(name: str, place: str, size: float) -> None:
-    attention = replacement(name, PLACES[place]()).double().eval()
+    attention: Any = replacement(name, PLACES[place]()).double().eval()
     stir(attention, size)
     mask = SHIFTED.double() if place == "shifted" else None
     for part in attention.children():

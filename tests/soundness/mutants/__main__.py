@@ -185,7 +185,8 @@ class Campaign:
                 break
             anywhere = by_file[str(mutant.path)] if f"{mutant.path.name} : " in mutant.key else {}
             tests = dict(ran.get(f"{mutant.path}:{mutant.lines[1]}", anywhere))
-            picked, cost = [], 0.0
+            picked: list[pytest.Item] = []
+            cost = 0.0
             for name, seconds in in_turn(tests):
                 if name in items and (not picked or cost + seconds <= options.tests):
                     picked.append(items[name])
@@ -239,22 +240,28 @@ def chosen(room: str, options: argparse.Namespace) -> list[Mutant]:
 def score(state: Path) -> None:
     """Print the score of each room, and the survivors that the table does not explain."""
     known = dict(line.split("\t", 1) for line in EQUIVALENT.read_text().splitlines())
-    left, counts = [], {"all": Counter[str]()}
+    left, counts, spent = [], {"all": Counter[str]()}, {"all": 0.0}
     for room in ROOMS:
-        rows = answers(state / f"{room}.jsonl")
+        there = {mutant.key for file in ROOMS[room].files() for mutant in mutants(file, ROOT)}
+        rows = [row for row in answers(state / f"{room}.jsonl") if row["key"] in there]
         for row in rows:
             if row["status"] == "survived" and row["key"] in known:
                 row["status"] = "equivalent"
+        spent[room] = sum(row["seconds"] for row in rows)
+        spent["all"] += spent[room]
         counts[room] = Counter(row["status"] for row in rows)
         left += [row for row in rows if row["status"] == "survived"]
         counts["all"] += counts[room]
-    print(f"{'room':<14}{'counted':>8}{'killed':>8}{'survived':>9}{'score':>7}   equivalent, crashed at once")
+    print(
+        f"{'room':<14}{'counted':>8}{'killed':>8}{'survived':>9}{'score':>7}   equivalent, crashed at once, seconds each"
+    )
     for room in (*ROOMS, "all"):
         killed, survived, equivalent = (counts[room][name] for name in ("killed", "survived", "equivalent"))
         counted = killed + survived
         share = f"{killed / counted:.0%}" if counted else "-"
         crashed = counts[room].total() - counted - equivalent
-        print(f"{room:<14}{counted:>8}{killed:>8}{survived:>9}{share:>7}   {equivalent}, {crashed}")
+        each = spent[room] / max(1, counts[room].total())
+        print(f"{room:<14}{counted:>8}{killed:>8}{survived:>9}{share:>7}   {equivalent}, {crashed}, {each:.1f}")
     for row in left:
         print(f"{row['operator']:<26} {row['key']}")
 
