@@ -48,7 +48,7 @@ def module_inputs(
 
 
 def block_norms(model: nn.Module, images: Tensor, iterations: int = 20, seed: int = 0) -> dict[str, Tensor]:
-    """Return |J_block(x)|_2 from below, by power iteration, for each block and image: path -> (b,)."""
+    """Return |J_block(x)|_2 from below, by Lanczos iteration, for each block and image: path -> (b,)."""
     found = _blocks_with_inputs(model, images)
     return {path: jacobian_norms(block, x, iterations, seed) for path, block, x in found}
 
