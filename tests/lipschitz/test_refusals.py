@@ -112,6 +112,11 @@ def masked_row(net: nn.Module, x: Tensor) -> Tensor:
     return scores.softmax(dim=-1) @ rows
 
 
+def left_out(net: nn.Module, x: Tensor) -> Tensor:
+    rows = x.reshape(1, 4, 8)
+    return torch.where(torch.eye(4) > 0, rows @ rows.transpose(1, 2), -torch.inf).clamp_min(-50.0) @ rows
+
+
 def infinite(net: nn.Module, what: str = "weight") -> nn.Module:
     for name, parameter in net.named_parameters():
         if name.endswith(what):
@@ -145,12 +150,21 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Net(lambda m, x: (lambda y: y @ y.transpose(-1, -2))(x.masked_fill(m.store > 0, 0.3))),
         "no bound on its size",
     ),
+    "scores of unknown size as weights": (lambda: Net(left_out), "no bound on its size"),
     "two outputs": (lambda: Net(lambda m, x: (x, x)), "something other than one tensor"),
     "mask of the image": (lambda: Net(lambda m, x: torch.where(x.bool(), x, 2.0)), "bool"),
     "row masked altogether": (lambda: Net(masked_row), "masked altogether"),
     "activation that is NaN": (lambda: Net(lambda m, x: functional.leaky_relu(x, float("nan"))), "not a number"),
     "random slopes": (lambda: Net(lambda m, x: functional.rrelu(x, 0.5, 0.5, training=True)), "random"),
     "deviation of one": (lambda: Net(lambda m, x: x[:, :1].var(dim=1, keepdim=True) + x), "too few"),
+    "window of maxima in the padding": (
+        lambda: Net(lambda m, x: functional.max_pool2d(x[:, :, :2, :2], 2, 1, 1, dilation=3).relu()),
+        "lies in the padding",
+    ),
+    "maximum with infinity": (
+        lambda: Net(lambda m, x: torch.maximum(x, torch.full((2, 4, 4), torch.inf)).clamp(0, 1)),
+        "infinite or NaN entries",
+    ),
     "indices of maxima": (lambda: Net(lambda m, x: x.max(dim=1)[0]), "indices"),
     "option given twice": (lambda: Net(lambda m, x: x.reshape(4, 8).softmax(1, dim=1)), "softmax"),
     "weights of the image": (lambda: Net(lambda m, x: torch.lerp(x, 2 * x, x)), "weights that depend"),
