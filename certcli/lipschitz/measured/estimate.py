@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from certcli.lipschitz.bound import Estimate
 
 CONVERGED = 1e-4
-"""Relative growth of a norm in one iteration below which `measure` stops."""
+"""Relative growth of a norm in one iteration below which a measurement stops."""
 
 
 def jacobian_norms(
