@@ -38,7 +38,7 @@ def test_block_jacobians_against_the_dense_matrix(plain: Checkpoint) -> None:
         dense = torch.autograd.functional.jacobian(model.net.blocks[0], x[[position]])
         exact = float(torch.linalg.matrix_norm(dense.reshape(x[0].numel(), -1), 2))
         assert float(measured[position]) <= exact * (1 + 1e-12)  # rounding of float64
-        assert float(measured[position]) >= 0.99 * exact  # sixty Lanczos iterations
+        assert float(measured[position]) >= 0.99 * exact  # sixty power iterations
         assert exact <= float(hoelder[position]) * (1 + 1e-12)
     assert not any(module._forward_pre_hooks for module in model.modules())
 

@@ -167,23 +167,8 @@ def test_deep_networks_keep_their_logarithm() -> None:
     assert result.pairs.diagonal().abs().max() == 0
 
 
-@pytest.mark.parametrize("outputs", [1, 2, 5])
-def test_linear_network_is_measured_at_its_bound(outputs: int) -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(768, outputs)).eval()
-    upper = float(bound_network(net, SPEC.size, outputs).upper)
-    slopes = jacobian_norms(net, torch.rand(2, *SPEC.size), iterations=30)  # more than there are directions
-    (estimate,) = measure(net, iter([torch.rand(3, *SPEC.size)]))
-    # 1e-6: float32; it stops where an iteration adds less than 1e-4, which of a small gap leaves several times that
-    assert ((1 - 1e-6) * upper <= slopes).all()
-    assert (slopes <= (1 + 1e-6) * upper).all()
-    assert (1 - 1e-3) * upper <= estimate.value <= (1 + 1e-6) * upper
-
-
-def test_no_slope_is_measured_where_a_derivative_is_infinite() -> None:
-    class Root(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.flatten(1)[:, :5].sqrt()
-
-    assert jacobian_norms(Root(), torch.stack([torch.zeros(SPEC.size), torch.ones(SPEC.size)])) == pytest.approx(
-        [0.0, 0.5]
-    )
+def test_linear_network_is_measured_at_its_bound() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(768, 5)).eval()
+    estimate = list(measure(net, iter([torch.rand(1, 3, 16, 16)]), iterations=100))[-1]
+    # it stops where an iteration adds less than 1e-4, which of a small gap leaves several times that
+    assert estimate.value == pytest.approx(float(bound_network(net, SPEC.size, 5).upper), rel=1e-3)

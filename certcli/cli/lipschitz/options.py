@@ -32,7 +32,7 @@ class SlopeSearch:
     """The measured slope beside the proven one."""
 
     estimate: Annotated[bool, typer.Option("--estimate/--no-estimate", help="Measure a lower bound on images.")] = True
-    iterations: Annotated[int, typer.Option(min=1, help="Maximum of Lanczos iterations an image.")] = 20
+    iterations: Annotated[int, typer.Option(min=1, help="Maximum of power iterations an image.")] = 20
 
 
 @group("Views")

@@ -9,82 +9,69 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from certcli.lipschitz.bound import Estimate
 
 SCOUTING = 2
-"""Iterations of every image of a batch; the steepest image is then measured. One chose an image of 2/3 the slope."""
+"""Power iterations of every image of a batch; the steepest image then goes on."""
 
 CONVERGED = 1e-4
-"""Relative growth of a norm in one iteration below which a measurement stops."""
+"""Relative growth of a norm in one iteration below which `measure` stops."""
 
 
 def jacobian_norms(
     model: Callable[[Tensor], Tensor], images: Tensor, iterations: int = 20, seed: int = 0, tolerance: float = 0.0
 ) -> Tensor:
-    """Return |J(x)|_2 from below, by Lanczos iteration on J J^T, without forming the Jacobian J: (b, c, h, w) -> (b,).
+    """Return |J(x)|_2 from below, by power iteration on J^T J, without forming the Jacobian J: (b, c, h, w) -> (b,).
 
-    Each value is |J v| for a unit v, along J^T u for the u with the longest J^T u in the span of the iteration's directions.
-    It is at most the largest singular value at that image, up to the rounding of the network's own precision.
+    Each value is |J v| for a unit v, hence at most the largest singular value at that image, up to the rounding of the
+    network's own precision.
 
     Args:
-        tolerance: Stop when no image's value grows by more in one iteration, relative; 0: when none grows.
+        tolerance: Stop when no image's value grows by more in one iteration, relative; 0: run all iterations.
     """
+    return _iterated(model, images, _random(images, seed), iterations, tolerance)[0]
+
+
+def _random(images: Tensor, seed: int) -> Tensor:
+    return torch.randn(images.shape, generator=torch.Generator().manual_seed(seed)).to(images)
+
+
+def _iterated(
+    model: Callable[[Tensor], Tensor], images: Tensor, direction: Tensor, iterations: int, tolerance: float
+) -> tuple[Tensor, Tensor]:
+    """Return what `jacobian_norms` does, from this direction on, and the unit directions of the last iteration."""
     images = images.detach().clone().requires_grad_(True)
+    shape = (-1, *[1] * (images.dim() - 1))
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
         logits = model(images)
         probe = torch.zeros_like(logits, requires_grad=True)
         # sums, because autograd loads sympy for a gradient that begins with a tensor: d <logits, probe> = J^T probe
         (pulled,) = torch.autograd.grad((logits * probe).sum(), images, create_graph=True)  # linear in probe
         norms = torch.zeros(len(images), dtype=torch.float64, device=images.device)
-        # directions and their images under J J^T: (b, iterations so far, outputs)
-        basis = torch.empty(len(images), 0, logits[0].numel(), dtype=torch.float64, device=images.device)
-        mapped, direction = basis, _unit(_random(logits, seed).flatten(1).double())
         for iteration in range(iterations):
-            along = direction.to(logits.dtype).view_as(logits)
-            (back,) = torch.autograd.grad((logits * along).sum(), images, retain_graph=True)  # J^T direction
-            (forth,) = torch.autograd.grad((pulled * back).sum(), probe, retain_graph=True)  # J J^T direction
-            forth = forth.double().flatten(1)[:, None]
-            basis = torch.cat([basis, direction[:, None]], 1)
-            # an image whose derivative overflows has no measured slope: 0
-            mapped = torch.cat([mapped, torch.where(forth.isfinite().all(2, keepdim=True), forth, 0.0)], 1)
-            small = basis @ mapped.mT
-            squares, vectors = torch.linalg.eigh((small + small.mT) / 2)
-            ahead = (vectors[:, :, -1:].mT @ mapped).squeeze(1)  # J J^T u
-            length = squares[:, -1].clamp_min(0.0).sqrt()  # |J^T u|
-            before, norms = norms, torch.where(length > 0.0, ahead.norm(dim=1) / length, 0.0)
-            if iteration + 1 == iterations or bool((norms <= (1 + tolerance) * before).all()):
+            direction = direction / direction.flatten(1).norm(dim=1).clamp_min(1e-30).view(shape)
+            (pushed,) = torch.autograd.grad((pulled * direction).sum(), probe, retain_graph=True)  # J direction
+            before, norms = norms, torch.maximum(norms, pushed.detach().double().flatten(1).norm(dim=1))
+            converged = tolerance > 0 and bool((norms <= (1 + tolerance) * before).all())
+            if converged or iteration + 1 == iterations:  # the next direction is not needed
                 break
-            direction = _outside(basis, ahead)
-    return norms
-
-
-def _random(logits: Tensor, seed: int) -> Tensor:
-    """Return the same random direction for every image."""
-    return torch.randn(logits[:1].shape, generator=torch.Generator().manual_seed(seed)).to(logits).expand_as(logits)
-
-
-def _unit(vectors: Tensor) -> Tensor:
-    return vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-300)
-
-
-def _outside(basis: Tensor, vectors: Tensor) -> Tensor:
-    """Return the unit vectors of the parts of (b, m) that are orthogonal to (b, k, m); 0 for a vector in their span.
-
-    The second round removes what the first one's rounding left. A vector that loses half of its length in it was rounding.
-    """
-    for _ in range(2):
-        vectors = _unit(vectors)
-        vectors = vectors - ((vectors[:, None] @ basis.mT) @ basis).squeeze(1)
-    return torch.where(vectors.norm(dim=1, keepdim=True) > 0.5, _unit(vectors), 0.0)
+            (direction,) = torch.autograd.grad((logits * pushed.detach()).sum(), images, retain_graph=True)
+    return norms, direction
 
 
 def measure(model: nn.Module, batches: Iterator[Tensor], iterations: int = 20, seed: int = 0) -> Iterator[Estimate]:
     """Yield the largest Jacobian norm so far, after each batch: the network's constant is at least this.
 
-    Of several images each gets SCOUTING iterations, and the steepest gets up to `iterations`.
+    Of several images each gets SCOUTING iterations, and the steepest goes on with up to `iterations` more.
     """
     largest, seen = 0.0, 0
     for images in batches:
-        chosen = images
+        direction = _random(images, seed)
         if len(images) > 1:
-            chosen = images[int(jacobian_norms(model, images, min(SCOUTING, iterations), seed).argmax())][None]
-        largest = max(largest, float(jacobian_norms(model, chosen, iterations, seed, CONVERGED)))
+            scouted, direction = _iterated(model, images, direction, min(SCOUTING, iterations), 0.0)
+            steepest = int(scouted.argmax())
+            largest = max(largest, float(scouted[steepest]))
+            chosen, direction = images[steepest][None], direction[steepest][None]
+        else:
+            chosen = images
+        refined, _ = _iterated(model, chosen, direction, iterations, CONVERGED)
+        largest = max(largest, float(refined))
         seen += len(images)
-        yield Estimate(largest, "Lanczos iteration on the Jacobian", {"images": seen, "iterations": iterations})
+        yield Estimate(largest, "Jacobian power iteration", {"images": seen, "iterations": iterations})

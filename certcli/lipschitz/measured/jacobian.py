@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.lipschitz.measured.estimate import CONVERGED, jacobian_norms
+from certcli.lipschitz.measured.estimate import jacobian_norms
 from certcli.models.build import own_name
 
 _BLOCK = re.compile(r"(^|\.)(blocks|layers|stages|blocks_token_only|network)\.\d+$")
@@ -48,9 +48,9 @@ def module_inputs(
 
 
 def block_norms(model: nn.Module, images: Tensor, iterations: int = 20, seed: int = 0) -> dict[str, Tensor]:
-    """Return |J_block(x)|_2 from below, by Lanczos iteration, for each block and image: path -> (b,)."""
+    """Return |J_block(x)|_2 from below, by power iteration, for each block and image: path -> (b,)."""
     found = _blocks_with_inputs(model, images)
-    return {path: jacobian_norms(block, x, iterations, seed, CONVERGED) for path, block, x in found}
+    return {path: jacobian_norms(block, x, iterations, seed) for path, block, x in found}
 
 
 def hoelder_bounds(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
