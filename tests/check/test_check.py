@@ -25,11 +25,14 @@ DIGITS = ROOT / "certcli" / "embedded" / "digits.npz"
 SMALL = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 3, "num_classes": 10}
 SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": [2, 1], "num_heads": [3, 6], "num_classes": 10}
 TOKENS = {"img_size": 8, "patch": 2, "width": 16, "depth": 2, "head": [8]}
+PLACES = {"img_size": 8, "patch": 2, "width": 16, "depth": 2, "across": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lip": ("certvit_lip_digits", {}),
     "sort": ("certvit_sort_mnist", TOKENS),
     "mix": ("certvit_mix_mnist", {**TOKENS, "heads": 4}),
     "no mixing": ("certvit_mix_mnist", {**TOKENS, "mixing": "none"}),
+    "places": ("certvit_lip_attention_mnist", PLACES),
+    "places apart": ("certvit_lip_attention_mnist", {**PLACES, "mixing": "none"}),
     "conv": ("certvit_4c3f", {"img_size": 20}),
     "digits": ("certvit_vit_digits", {"depth": 1}),
     "without norms": ("certvit_vit_ibp_3_3_8", {"depth": 1}),

@@ -87,16 +87,16 @@ RADIUS = 0.3
 
 @cache
 def trained(kind: str) -> PixelModel:
-    """A small chain trained for 80 steps on digits by cross entropy or by a loss through the chain."""
+    """A small chain trained for 150 steps on digits by cross entropy or by a loss through the chain."""
     images, all_labels = datasets.load("digits", SPEC, "train").tensors()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
     model = PixelModel(SPEC, net).eval()
     bound, optimiser = chain(model, kind, 1), torch.optim.Adam(net.parameters(), lr=1e-2)
-    for step in range(80):
+    for step in range(150):
         chosen = torch.randperm(len(images))[:64]
         pixels, labels = images[chosen], all_labels[chosen]
-        reached = RADIUS * min(1.0, step / 40)
+        reached = RADIUS * min(1.0, step / 75)
         optimiser.zero_grad()
         if kind == "ce":
             nn.functional.cross_entropy(model(pixels), labels).backward()

@@ -15,6 +15,7 @@ import timm.layers as timm_layers
 
 from certcli.lipschitz.network import bound_network
 from certcli.nn.activations import MaxMin
+from certcli.nn.orthogonal_mixing import TokenMaxMin
 from tests.helpers.slopes import IMAGE, slope
 
 
@@ -43,6 +44,18 @@ class HiddenConv(nn.Conv2d):
 
     def _conv_forward(self, *arguments: Tensor) -> Tensor:
         return super()._conv_forward(*arguments).exp()
+
+
+class LouderMaxMin(MaxMin):
+    def forward(self, x: Tensor) -> Tensor:
+        return 100 * super().forward(x)
+
+
+def attending(change: Callable[[TokenMaxMin], object], soft: bool = False) -> nn.Module:
+    """Return a network of one attention, changed after it was made."""
+    mixing = TokenMaxMin(4, 8, 1, across=4, soft=soft)
+    change(mixing)
+    return Net(lambda m, x: m.mixing(x.reshape(-1, 4, 8)).flatten(1)[:, :3], mixing=mixing)
 
 
 def with_hook() -> nn.Module:
@@ -127,6 +140,14 @@ def infinite(net: nn.Module, what: str = "weight") -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "hook": (with_hook, "1 has a forward hook"),
     "training": (in_training, "1 is in training mode"),
+    "temperature without end": (
+        lambda: attending(lambda m: nn.init.constant_(m.pair.log_temperature, 1e4), soft=True),
+        "a temperature that is 0 or infinite",
+    ),
+    "hook within attention": (
+        lambda: attending(lambda m: m.pair.register_forward_hook(lambda module, inputs, output: 100 * output)),
+        "has a forward hook",
+    ),
     "patched forward": (patched, "exp"),
     "patched helper": (patched_convolution, "exp"),
     "overridden helper": (lambda: HiddenConv(2, 2, 3), "exp"),
@@ -206,6 +227,7 @@ def test_refused_with_the_reason(name: str) -> None:
 
 FOLLOWED: dict[str, Callable[[], nn.Module]] = {
     # what a rule would misread is traced through instead: the factor of 100 must be in the bound
+    "overridden pair": lambda: attending(lambda m: setattr(m, "pair", LouderMaxMin())),
     "overridden forward": lambda: Net(lambda m, x: m.loud(x.flatten(1)), loud=Louder(32, 3)),
     "replaced part of attention": attention_with_replaced_part,
 }
