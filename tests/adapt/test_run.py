@@ -241,12 +241,12 @@ def test_a_goal_chooses_the_parts_and_what_is_kept_is_told(
 
 @pytest.mark.parametrize(
     ("goal", "classes", "said"),
-    [("keep", 1000, ""), ("certify", 10, "must follow"), ("certify", 1000, "does not fit 1000 classes")],
+    [("keep", 1000, ""), ("certify", 10, "must follow"), ("certify", 1000, "'a b' --loss ce --lr 1e-5 --clip-grad 1)")],
 )
 def test_training_to_follow_is_announced(
     goal: str, classes: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say_training_follows(AdaptSettings(goal), classes, Sink(False, False))
+    say_training_follows(AdaptSettings(goal), classes, ["certvit", "finetune", "a b"], Sink(False, False))
     words = " ".join(capsys.readouterr().err.split())
     assert said in words
     assert bool(words) == bool(said)

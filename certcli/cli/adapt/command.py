@@ -66,7 +66,8 @@ def adapt(
     path = output.target("adapt", source.ckpt, source, data, state=KEY)
     state_path = beside(path, "state")
     checkpoint = source.open(sink)
-    run.say_training_follows(settings, checkpoint.record.classes, sink)
+    teach = ["certvit", "finetune", str(path), "--teacher", source.ckpt, "--dataset", data.dataset or "DATASET"]
+    run.say_training_follows(settings, checkpoint.record.classes, teach, sink)
     plan(checkpoint, settings)  # refuses parts that cannot be replaced before any image is read
     images = data.images(checkpoint.record, sink)
     seen, unseen = hold_out(images)
