@@ -81,6 +81,8 @@ soundness: install
 	$(BIN)/python -m tests.soundness.record_fuzz --count 20000
 	$(BIN)/python -m tests.soundness.fault_fuzz --count 500
 	$(BIN)/python benchmarks/soundness.py --seconds 600
+	$(BIN)/python -m tests.soundness.slope_campaign --checks 1000000
+	$(BIN)/python -m tests.soundness.coverage_campaign --runs 10000000
 	CERTVIT_SOUNDNESS=1 $(BIN)/python -m pytest tests/rounding/test_neighbours.py tests/system/test_cuda_path.py \
 		tests/enclosure/test_zonotope_networks.py tests/attack/test_families.py tests/soundness/test_faults.py
 	$(BIN)/python -m tests.soundness.local_campaign --seconds 600

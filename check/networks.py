@@ -36,6 +36,8 @@ def rebuild(tensors: Mapping[str, Array], function: Mapping[str, Any], images: A
         options = {name: value for name, value in options.items() if name not in ("depths", "num_heads", "window_size")}
     elif re.fullmatch(r"certvit_[468]c[23]f", arch):
         found = convnet(layers, x, function)
+    elif arch == "certvit_lip_attention_mnist":
+        found = places(layers, x, function, options.pop("mixing", "sort"), int(options.pop("across", 128)))
     elif match := re.fullmatch(r"certvit_(lip|sort|mix)_(digits|mnist|cifar10)", arch):
         found = mixer(layers, x, function, options.pop("mixing", {"mix": "orthogonal"}.get(match[1], match[1])))
     else:
@@ -114,6 +116,32 @@ def mixer(layers: Layers, x: Tensor, function: Mapping[str, Any], mixing: str) -
     for path in layers.each("head.hidden.{}"):
         x = layers.linear(x, path).curved("head.act", ONE, sort_pairs)
     return layers.linear(x, "head.out")
+
+
+def places(layers: Layers, x: Tensor, function: Mapping[str, Any], mixing: str, across: int) -> Tensor:
+    """Patches, then a matrix for each place (11.1, transposed) and pairs sorted across and within tokens; a linear head."""
+    x, patches = layers.patches(x, "embed", function)
+    width, steps = x.width, max(1, patches.bit_length() - 1)
+    for number, path in enumerate(layers.each("maps.{}")):
+        x = turned(layers.mixing(turned(x, patches), path, width), width)
+        x = x.shifted(layers.weight(f"mixings.{number}{'.0' if mixing == 'none' else ''}.shift", 2), patches)
+        if mixing == "none":
+            x = x.curved(f"mixings.{number}.1", ONE, sort_pairs)
+        elif mixing == "sort" and 0 < across < width:
+            parts = ((0, across, across << number % steps), (across, width, 0))
+            follow = lambda t, p=parts: np.concatenate([sort_pairs(t[..., a:b], d) for a, b, d in p], 2)  # noqa: E731
+            x = x.curved(f"mixings.{number}", ONE, follow)
+        else:
+            raise Unknown(f"token mixing '{mixing}' of {across} channels")
+    batch = None if x.batch is None else x.batch.reshape(len(x.batch), -1)
+    return layers.linear(replace(x, width=width * patches, batch=batch), "head.out")
+
+
+def turned(x: Tensor, tokens: int) -> Tensor:
+    """Tokens and features change places: a column is no longer than all tokens together."""
+    x, most = x.settled(), Interval.of(tokens).sqrt()
+    batch = None if x.batch is None else x.batch.swapaxes(1, 2)
+    return replace(x, width=tokens, size=lambda: x.size() * most, batch=batch)
 
 
 def convnet(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:

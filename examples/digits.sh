@@ -20,7 +20,7 @@ certvit adapt plain.safetensors --goal certify --limit 2000 --norm fold --activa
 certvit constrain adapted.safetensors --beta 0.01 -o constrained.safetensors
 
 # 4. Certified training: margins against the network's own bound, every matrix kept orthogonal.
-certvit finetune constrained.safetensors --loss margin --epsilon $radius --optimiser stiefel --lr 0.01 --epochs 80 \
+certvit finetune constrained.safetensors --loss margin --epsilon $radius --augment warp --epochs 80 \
     -o certified.safetensors
 
 # Judge each stage on the test images, which no step has seen: bound, certificates, attacks, with their evidence.

@@ -25,6 +25,7 @@ from certcli.models import build
 from certcli.nn.norms import CenterNorm
 from certcli.system.errors import CheckpointError, DataError, one_line
 from certcli.system.processes import ALONE, Team
+from certcli.system.seeds import seed_all
 
 
 class Adapter:
@@ -141,7 +142,7 @@ def perform_surgery(record: Record, settings: AdaptSettings, teacher: build.Pixe
     """Return the network after the record's surgery and the scales of its stream; new parts start from the old weights."""
     device = next(teacher.parameters()).device
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(settings.seed)  # for weights without a start
+        seed_all(settings.seed)  # for weights without a start
         net = build.build(record, initialise=True).requires_grad_(False)
         student = build.PixelModel(record.input, net).eval().to(device)
         family = family_of(teacher.net)

@@ -12,6 +12,7 @@ from certcli.attack.judge import judge
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.region import Region, along
 from certcli.system.errors import UsageError
+from certcli.system.seeds import seed_all
 
 ENTRIES = 2**17
 """Pixels of one batch up to which several targets are attacked at once: small networks spend their time in calls."""
@@ -125,7 +126,7 @@ def seeded(images: Tensor, seed: int) -> Iterator[None]:
     """Global random numbers from `seed`, on the images' device and the CPU; the caller's are put back afterwards."""
     devices = [images.device] if images.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+        seed_all(seed)
         yield
 
 

@@ -17,9 +17,13 @@ from torch.nn import functional
 Names = dict[str, tuple[Any, CodeType | None]]
 
 
+def _inner(value: Any) -> Any:
+    return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+
+
 def _code(value: Any) -> tuple[Any, CodeType | None]:
     """Return the object and its code, which can be exchanged as well."""
-    inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    inner = _inner(value)
     return value, inner.__code__ if isinstance(inner, FunctionType) else None
 
 
@@ -28,48 +32,58 @@ def _callables(space: Mapping[str, Any]) -> Names:
     return {name: _code(value) for name, value in list(space.items()) if callable(value) or isinstance(value, kinds)}
 
 
-def _resolved(kind: type, names: list[str]) -> Names:
-    """Return the attributes of a class, each from the first base that has it, unbound."""
-    spaces = [vars(base) for base in kind.__mro__]
-    found = ((name, next((space[name] for space in spaces if name in space), None)) for name in names)
-    return {name: _code(value) for name, value in found}
-
-
 _TORCH = sorted({*dir(torch._C._VariableFunctions), *torch.functional.__all__} & vars(torch).keys())
+_FUNCTIONAL = sorted(_callables(vars(functional)))
 
 
-def _library() -> dict[str, Names]:
-    """Return torch's functions and methods, by the name of their owner."""
-    return {
-        "torch": {name: _code(vars(torch).get(name)) for name in _TORCH},
-        "torch.nn.functional": _callables({name: vars(functional).get(name) for name in _FUNCTIONAL}),
-        "torch.Tensor": _resolved(Tensor, _TENSOR),
-        "torch.nn.Module": _resolved(nn.Module, _MODULE),
-    }
+def _spaces() -> dict[str, Mapping[str, Any]]:
+    """Return torch's functions and methods, unbound, by the name of their owner."""
+    of_tensors, of_modules = dict[str, Any](), dict[str, Any]()
+    for found, kind in ((of_tensors, Tensor), (of_modules, nn.Module)):
+        for base in reversed(kind.__mro__):
+            found |= vars(base)
+    spaces = {"torch": vars(torch), "torch.nn.functional": vars(functional)}
+    return {**spaces, "torch.Tensor": of_tensors, "torch.nn.Module": of_modules}
 
 
-_FUNCTIONAL, _TENSOR, _MODULE = sorted(_callables(vars(functional))), dir(Tensor), dir(nn.Module)
-_PINNED = _library()
+def _pinned() -> Iterator[tuple[str, str, Any, Any, CodeType | None]]:
+    """Yield owner and name of each of them, the object, what has its code, and the code: None of a function in C."""
+    spaces = _spaces()
+    names = {"torch": _TORCH, "torch.nn.functional": _FUNCTIONAL}
+    for owner, space in spaces.items():
+        for name in names.get(owner, space):
+            value, code = _code(space[name])
+            yield owner, name, value, _inner(value), code
+
+
+_PINNED = list(_pinned())
 _CLASSES: dict[type, list[Names]] = {}
 _GLOBALS: dict[type, list[tuple[dict[str, Any], Names]]] = {}
 
 
 def patched() -> str | None:
     """Return the name of the first function of torch that was replaced, or None."""
-    for owner, names in _library().items():
-        if names != _PINNED[owner]:
-            before = _PINNED[owner]
-            return f"{owner}.{next(name for name in before if names.get(name) != before[name])}"
-    for owner, names in _PINNED.items():
-        for name, (value, _) in names.items():
-            if isinstance(value, FunctionType) and not _known_library(value):
-                return f"{owner}.{name}"
-    return None
+    spaces = _spaces()
+    for owner, name, value, inner, code in _PINNED:
+        if spaces[owner].get(name) is not value or (code is not None and inner.__code__ is not code):
+            return f"{owner}.{name}"
+    return _FOREIGN
 
 
 def _known_library(function: FunctionType) -> bool:
     top = str(function.__module__).partition(".")[0]
     return top in ("torch", "typing_extensions") or top in sys.stdlib_module_names
+
+
+_FOREIGN = next(
+    (
+        f"{owner}.{name}"
+        for owner, name, value, *_ in _PINNED
+        if type(value) is FunctionType and not _known_library(value)
+    ),
+    None,
+)
+"""A function that was replaced before certvit was imported."""
 
 
 def pin(kind: type[nn.Module]) -> None:

@@ -23,7 +23,7 @@ WARPED = 0.5
 WARP_MATRIX = 0.06
 """Reach of each entry of `warp`'s matrix around the identity: 6 % of scale, 3 degrees of rotation or shear."""
 WARP_SHIFT = 1 / 80
-"""Reach of `warp`'s shift as a share of the side: a third of a pixel at 28."""
+"""Reach of `warp`'s shift as a share of the side, from 28 pixels on; smaller images move as far as 28, .35 of a pixel."""
 WARP_BEND = 1 / 90
 """Standard deviation of `warp`'s displacements on a grid of WARP_CELLS points a side, as a share of the side."""
 WARP_CELLS = 5
@@ -69,7 +69,8 @@ def warp(images: Tensor, generator: Generator) -> Tensor:
     n = len(chosen)
     if n == 0:
         return images
-    reach = torch.tensor([[WARP_MATRIX, WARP_MATRIX, 2 * WARP_SHIFT]])  # the grid's side is 2
+    shift = 2 * WARP_SHIFT * max(1.0, 28 / min(h, w))  # the grid's side is 2
+    reach = torch.tensor([[WARP_MATRIX, WARP_MATRIX, shift]])
     maps = torch.eye(2, 3) + reach * (2 * torch.rand(n, 2, 3, generator=generator) - 1)
     bends = 2 * WARP_BEND * torch.randn(n, 2, WARP_CELLS, WARP_CELLS, generator=generator)
     bends = interpolate(bends, size=(h, w), mode="bilinear", align_corners=True).permute(0, 2, 3, 1)

@@ -43,6 +43,12 @@ from certcli.system.processes import ALONE, Team
 AVERAGE_ITERATIONS = 10
 """Power iterations, once an epoch, from the singular vectors of the weights in training to those of their average."""
 
+SLACK = 0.25
+"""Standard errors by which an epoch may fall short of the best one and still replace it: it saw more of the schedule. Two
+epochs judge the same images, so chance moves their difference less than either share: where 1 % of the images decide, by
+a quarter of the share's standard error. (The rule of one standard error of Breiman et al. 1984 is for independent folds.)
+"""
+
 RETRACTIONS = 6
 """Cubic steps after an epoch, to float precision: the estimate counts these norms as 1, and any epoch may be the best."""
 
@@ -199,9 +205,10 @@ class Trainer:
             self._require_finite_weights()
             elapsed = time.perf_counter() - started
             quality, net = self.evaluate(validation)
-            improved = quality.score >= self.best  # among equals the later one, which saw more of the schedule
+            top = max(self.best, quality.score)
+            improved = quality.score >= top - SLACK * math.sqrt(top * (1 - top) / len(validation))
             if improved:
-                self.best, self.best_epoch, self.best_net = quality.score, self.epoch, net
+                self.best, self.best_epoch, self.best_net = top, self.epoch, net
             yield Epoch(
                 epoch=self.epoch,
                 step=self.step,

@@ -11,6 +11,8 @@ from certcli.finetune.stiefel import StiefelMuon
 
 SCALAR_RATE = 10.0
 """Learning rate of residual weights, relative to --lr."""
+LARGE = 25_600
+"""Training images from which an epoch has 50 steps of 512."""
 
 
 def make_optimisers(
@@ -31,6 +33,11 @@ def make_optimisers(
     ]
     adam = torch.optim.Adam([group for group in groups if group["params"]])
     return [adam, StiefelMuon(orthogonal, lr=settings.stiefel_lr)]
+
+
+def default_batch(optimiser: str, images: int) -> int:
+    """Return the images of a batch where none are named: a step of orthogonal matrices costs more than passes of 128."""
+    return 512 if optimiser == "stiefel" and images >= LARGE else 128
 
 
 class Rates:

@@ -130,7 +130,7 @@ class FinetuneSettings:
     time_budget: Annotated[
         str | None, _length("Train as long as fits, the final proof included: 90s, 10m, 1h.", metavar="TIME")
     ] = None
-    patience: Annotated[int | None, _length("Stop after this many epochs without improvement.")] = None
+    patience: Annotated[int | None, _length("Stop after this many epochs that fall short of the best one.")] = None
 
     optimiser: Annotated[
         str,
@@ -143,7 +143,7 @@ class FinetuneSettings:
         float,
         _optimiser("Learning rate. Default: 0.01 with stiefel (biases, residual weights, head), otherwise 0.001."),
     ] = None  # type: ignore[assignment]
-    stiefel_lr: Annotated[float, _optimiser("Learning rate of the orthogonal matrices.")] = 0.05
+    stiefel_lr: Annotated[float, _optimiser("Learning rate of the orthogonal matrices.")] = 0.03
     weight_decay: Annotated[float, _optimiser("Weight decay of adamw and sgd.")] = 0.05
     schedule: Annotated[
         str, _optimiser("cosine, or steps (a tenth after 7/8 of the run, a hundredth after 19/20).")

@@ -17,6 +17,7 @@ from certcli.images.labelled import Images
 from certcli.models.build import PixelModel
 from certcli.system.errors import CertvitError
 from certcli.system.processes import ALONE, Team
+from certcli.system.seeds import seed_all
 
 _APART = 0x9E3779B97F4A7C15
 """Difference of the seeds of two processes: far more than the number of steps."""
@@ -76,7 +77,7 @@ class Descent:
         """
         settings, device = self.settings, self.objective.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed((settings.seed * 1_000_003 + number + self.team.rank * _APART) % 2**63)
+            seed_all((settings.seed * 1_000_003 + number + self.team.rank * _APART) % 2**63)
             if self.team.several:  # the run's own generator orders the images, the same in all processes
                 self.objective.generator.manual_seed(torch.initial_seed())
             start = 0.0 if settings.loss in NEEDS_CHAIN else START

@@ -28,6 +28,7 @@ from certcli.nn import words
 from certcli.nn.reference import SHAPES  # which registers our reference nets with timm
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import ArchitectureError, CertvitError, Refused, UsageError, one_line
+from certcli.system.seeds import seed_all
 
 
 class PixelNormalize(nn.Module):
@@ -375,5 +376,5 @@ def spec_of(
 def _seeded(seed: int) -> Iterator[None]:
     """Seed the global generator, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        seed_all(seed)
         yield

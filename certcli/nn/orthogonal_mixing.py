@@ -9,6 +9,7 @@ Proofs: docs/bounds.md, section 11.
 import torch
 from torch import Tensor, nn
 
+from certcli.nn.activations import MaxMin, SoftMaxMin
 from certcli.system.errors import ArchitectureError
 
 
@@ -42,28 +43,38 @@ class OrthogonalMixing(nn.Module):
 
 
 class TokenMaxMin(nn.Module):
-    """Tokens i and i + stride, shifted by p, become their maximum and minimum, channel by channel: (b, n, d) -> (b, n, d).
+    """Tokens i and i + stride, shifted by p, meet in their first `across` channels; the others meet in MaxMin within a token.
 
-    Hard attention: y_ic = sum_j P^c_ij(x) (x + p)_jc, where P^c(x) is the permutation of tokens that sorts the pair in
-    channel c, so that each output entry attends to exactly one token, and which one depends on the image. A permutation
-    of entries at every point, continuous where two are equal: Lipschitz constant 1. The learned p (n, d) sets the offset at
-    which a pair swaps: far from 0 it makes a fixed routing of tokens.
+    Hard attention: a pair becomes its maximum and minimum, channel by channel. y_ic = sum_j P^c_ij(x) (x + p)_jc, where
+    P^c(x) is the permutation of tokens that sorts the pair in channel c, so that each output entry attends to exactly one
+    token, and which one depends on the image. A permutation of entries at every point, continuous where two are equal:
+    Lipschitz constant 1. The learned p (n, d) sets the offset at which a pair swaps: far from 0 it makes a fixed routing.
+    With `soft` the pair becomes `SoftMaxMin`'s softmax averages. (b, n, d) -> (b, n, d).
     """
 
-    def __init__(self, tokens: int, width: int, stride: int) -> None:
+    def __init__(self, tokens: int, width: int, stride: int, across: int | None = None, soft: bool = False) -> None:
         super().__init__()
         if stride < 1 or tokens % (2 * stride):
             raise ArchitectureError(f"{tokens} tokens do not fall into pairs at a distance of {stride}")
+        self.across = width if across is None else across
+        if not 0 < self.across <= width or (width - self.across) % 2:
+            raise ArchitectureError(
+                f"{self.across} of {width} channels cannot meet across tokens: an even rest is needed"
+            )
         self.stride = stride
         self.shift = nn.Parameter(0.1 * torch.randn(tokens, width))
+        self.pair: nn.Module = SoftMaxMin() if soft else MaxMin()
+        self.within = MaxMin()
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, d = x.shape
-        first, second = (x + self.shift).reshape(b, n // (2 * self.stride), 2, self.stride, d).unbind(2)
-        return torch.stack([torch.maximum(first, second), torch.minimum(first, second)], dim=2).reshape(b, n, d)
+        across, within = (x + self.shift).split([self.across, d - self.across], dim=-1)
+        # the two halves of a group are its tokens at a distance of `stride`
+        met = self.pair(across.reshape(b, n // (2 * self.stride), -1)).reshape(b, n, self.across)
+        return met if self.across == d else torch.cat([met, self.within(within)], dim=-1)
 
     def extra_repr(self) -> str:
-        return f"stride={self.stride}"
+        return f"stride={self.stride}, across={self.across}"
 
 
 class TokenShift(nn.Module):

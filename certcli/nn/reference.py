@@ -6,6 +6,8 @@
 - `certvit_vit_ibp_3_3_8`, `pgd_2_3_16`: the vision transformers of VNN-COMP 2023, without norms or with BatchNorm.
 - `certvit_4c3f`, `6c2f`, `8c2f`: the small CNNs of the certified-training literature (Lee et al. 2020, BCP). No attention.
 - `certvit_lip_*`: Lipschitz by design: patches, MaxMin blocks on tokens, a MaxMin head over all tokens. No attention.
+- `certvit_lip_attention_mnist`: the same with hard attention between linear maps of each place, and one linear layer over
+  all tokens: it needs its attention. `--arch-arg mixing=soft` makes that softmax, `none` takes it out.
 - `certvit_sort_mnist`: Lipschitz by design; tokens are mixed by hard attention only: each channel of a token attends to
   exactly one token, chosen by the image. No softmax.
 - `certvit_mix_mnist`: the same with attention's other limit, orthogonal matrices over tokens, which do not depend on the
@@ -161,14 +163,14 @@ class LipschitzMixer(nn.Module):
         return self.head(tokens)
 
 
-def _token_mixing(kind: str, tokens: int, width: int, heads: int, block: int) -> nn.Module:
-    if kind == "sort":  # pairs at distances 1, 2, 4, ...: after log2(tokens) blocks every token has met every other
-        return TokenMaxMin(tokens, width, 1 << (block % max(1, tokens.bit_length() - 1)))
+def _token_mixing(kind: str, tokens: int, width: int, heads: int, block: int, across: int | None = None) -> nn.Module:
+    if kind in ("sort", "soft"):  # at distances 1, 2, 4, ...: after log2(tokens) blocks every token has met every other
+        return TokenMaxMin(tokens, width, 1 << (block % max(1, tokens.bit_length() - 1)), across, soft=kind == "soft")
     if kind == "orthogonal":
         return OrthogonalMixing(tokens, width, heads)
     if kind == "none":
         return TokenShift(tokens, width)
-    raise ArchitectureError(f"unknown token mixing '{kind}'", "one of: sort, orthogonal, none")
+    raise ArchitectureError(f"unknown token mixing '{kind}'", "one of: sort, soft, orthogonal, none")
 
 
 class TokenMixer(nn.Module):
@@ -205,6 +207,33 @@ class TokenMixer(nn.Module):
         for mixing, layer in zip(self.mixings, self.layers, strict=True):
             tokens = self.act(layer(mixing(tokens)))
         return self.head(tokens.mean(dim=1))
+
+
+class PlaceMixer(nn.Module):
+    """Patches to tokens, blocks of [a linear map for each place, hard attention], one linear layer over all tokens.
+
+    A token's features meet those of others in the attention's `across` channels alone: without it the logits are a sum of
+    functions of one patch each. The constant is the product over layers of their largest spectral norm.
+    """
+
+    def __init__(
+        self, channels: int, side: int, patch: int, width: int, depth: int, mixing: str, across: int, classes: int
+    ) -> None:
+        super().__init__()
+        self.num_classes = classes
+        self.embed = nn.Conv2d(channels, width, patch, stride=patch)
+        tokens = (side // patch) ** 2
+        # orthogonal mixing of the transposed tensor: a place is a head, and its channels are what it mixes
+        self.maps = nn.ModuleList(OrthogonalMixing(width, tokens, tokens) for _ in range(depth))
+        mixings = [_token_mixing(mixing, tokens, width, 1, block, across) for block in range(depth)]
+        self.mixings = nn.ModuleList(m if isinstance(m, TokenMaxMin) else nn.Sequential(m, MaxMin()) for m in mixings)
+        self.head = FlatHead(tokens * width, [], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels = self.embed(x).flatten(2)
+        for places, mixing in zip(self.maps, self.mixings, strict=True):
+            channels = mixing(places(channels).transpose(1, 2)).transpose(1, 2)
+        return self.head(channels.transpose(1, 2))
 
 
 _CIFAR10 = _config(3, 32, 10, *_CIFAR_STATISTICS)
@@ -271,6 +300,12 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
         LipschitzMixer,
         _config(3, 32, 10, *_COLOUR),
         {"patch": 4, "width": 96, "depth": 2, "head": [512, 512, 256]},
+    ),
+    "lip_attention_mnist": partial(
+        _sized,
+        PlaceMixer,
+        _config(*_GREY),
+        {"patch": 14, "width": 256, "depth": 6, "mixing": "sort", "across": 128},
     ),
     "sort_mnist": partial(_sized, TokenMixer, _config(*_GREY), {**_TOKENS, "mixing": "sort"}),
     "mix_mnist": partial(_sized, TokenMixer, _config(*_GREY), {**_TOKENS, "mixing": "orthogonal"}),

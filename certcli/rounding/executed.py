@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import certcli.system.compat  # noqa: F401 (before timm)
@@ -76,11 +76,15 @@ Rounding = Callable[[Sizes], Real]
 
 @dataclass(frozen=True)
 class Operation:
-    """The first argument of every rule. weights: where the network's own tensors lie."""
+    """The first argument of every rule.
+
+    weights: where the network's own tensors lie. vanished: why results so far have no bound, whatever their operands.
+    """
 
     precision: Precision
     weights: frozenset[int]
     call: Call | None = None
+    vanished: list[str] = field(default_factory=list)
 
     @property
     def entries(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.rounding.executed import Followed, Operation, Rounding, Sizes, rules
-from certcli.rounding.precisions import compounded
+from certcli.rounding.precisions import FLOAT32, compounded
 from certcli.rounding.stored import largest, length
 
 
@@ -47,7 +47,7 @@ def _normalised(
     each = float(size.fibre * (p.products(d) + 2 * p.unit)) if size.deviation > 0 else math.inf
     least = max(least, (size.deviation - 4 * each) * (1 - 2.0**-40))
     lost = as_real(least) * least
-    if not square < p.largest or not lost > 2.0**12 * (d + 8) * p.tiny:
+    if not square < p.largest or not lost > _least_square(op, x):
         return INF
     moved = size.total * (p.products(d) + 2 * p.unit) * 5.0 / least
     own = compounded(as_real(2 * p.function + 8 * p.unit + float(as_real((d + 8) * p.tiny) / float(lost)) * 2))
@@ -55,10 +55,20 @@ def _normalised(
     return _gain(op, weight, bias, 1.0, n, moved + n * own, x.rows)
 
 
+def _least_square(op: Operation, x: Followed) -> float:
+    """Return the number that a row's variance and eps together must exceed: beside it, underflow is a small error."""
+    return 2.0**12 * (x.shape[-1] + 8) * op.precision.tiny
+
+
 @rules.module(nn.LayerNorm, TimmLayerNorm)
 def layer_norm(op: Operation, module: nn.LayerNorm, x: Followed) -> Rounding:
     op.require(len(module.normalized_shape) == 1, "a norm over more than the last axis")
     least = math.sqrt(module.eps) * (1 - 2.0**-40)
+    if least * least <= (needed := _least_square(op, x)):
+        place = op.call.path if op.call is not None else "LayerNorm"
+        wider = "float64" if op.precision.tiny == FLOAT32.tiny else "float32"
+        why = f"the eps {module.eps:g} of {place} vanishes in {op.precision.name}, which needs {needed:.2g}"
+        op.vanished.append(f"{why}: use --arithmetic {wider}, or a larger eps")
     return lambda sizes: _normalised(op, x, sizes, least, module.weight, module.bias)
 
 

@@ -110,7 +110,12 @@ class _Stepwise(GlobalDomain):
             if own is None:
                 raise NoRule("no bound is known of its rounding at the neighbours of an image")
             sources = list({id(x): x for x in _followed_in((args, kwargs))}.values())
-            found = [self._settled(ctx, slope, args, kwargs, sources, moving) for moving in sources]
+            try:
+                found = [self._settled(ctx, slope, args, kwargs, sources, moving) for moving in sources]
+            except NoRule as reason:
+                if not self.operation.vanished or all(self.steps[x.place].box.total.finite for x in sources):
+                    raise
+                raise NoRule(self.operation.vanished[0]) from reason
             if not found:
                 raise NoRule("an operation without a tensor that depends on the image")
             own_rounding = own(replace(self.operation, call=ctx.call), *args, **kwargs)

@@ -158,7 +158,7 @@ def _norms(op: Operation, x: Tensor) -> tuple[Any, Any]:
         return op.running.known[key]
     matrices = x.reshape(-1, *x.shape[-2:])
     plain = _plain_norm(x)
-    few = len(matrices) <= 64 and (is_weight or x.numel() <= 2**16)
+    few = len(matrices) <= 64 and (is_weight or x.numel() <= 2**18)
     found = (plain.new_tensor(max(spectral_norms(list(matrices)))) if few and bool(plain.isfinite()) else plain, plain)
     if is_weight:
         op.running.known[key] = found

@@ -20,6 +20,7 @@ from certcli.lipschitz.network import bound_network, trial_upper
 from certcli.models import build
 from certcli.nn.l2_attention import L2Attention
 from certcli.system.errors import ArchitectureError, DataError, UsageError
+from tests.helpers.grids import crossed
 
 CPU = torch.device("cpu")
 CERTIFY = AdaptSettings("certify")
@@ -137,8 +138,7 @@ def error_of(adapter: Adapter, images: Tensor) -> float:
     return float((found - goal).norm() / goal.norm())
 
 
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("residual", ["convex", "weighted", "keep"])
+@pytest.mark.parametrize(("name", "residual"), crossed([*SMALL], ["convex", "weighted", "keep"]))
 def test_every_family_keeps_its_function_under_other_residuals(name: str, residual: str) -> None:
     """Only rounding, and for convex residuals LayerNorm's eps on a stream of half the size, may change anything."""
     images = pixels(make(name))
@@ -181,8 +181,7 @@ def test_a_network_without_layernorms_has_nothing_to_keep(name: str) -> None:
         plan(_ready_made(name), AdaptSettings())
 
 
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("norm", ["center", "floor", "fold"])
+@pytest.mark.parametrize(("name", "norm"), crossed([*SMALL], ["center", "floor", "fold"]))
 def test_every_family_becomes_lipschitz(name: str, norm: str) -> None:
     """A finite bound, closer to the old function than surgery alone, the plan carried out."""
     original = make(name)

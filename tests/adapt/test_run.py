@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from certcli.adapt import state as adapt_state
 from certcli.adapt.pixels import augment, compact, draw_augmentation
 from certcli.adapt.preview import multiply_adds, preview
 from certcli.adapt.run import Adapter
@@ -20,7 +21,7 @@ from certcli.images import datasets
 from certcli.models import build as models
 from certcli.system.errors import ArchitectureError, CheckpointError
 from tests.helpers.commands import attempt, certvit
-from tests.helpers.interrupted import interrupted
+from tests.helpers.forks import interrupted
 
 CPU = torch.device("cpu")
 
@@ -82,7 +83,7 @@ def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -
     certvit("adapt", *words, "-o", tmp_path / "whole.safetensors")
     out = tmp_path / "stopped.safetensors"
     state = tmp_path / "stopped.state.safetensors"
-    interrupted("certcli.adapt.state", ["adapt", *map(str, words), "-o", str(out)])
+    interrupted(tmp_path, ["adapt", *map(str, words), "-o", str(out)], adapt_state)
     assert state.exists()
     assert not out.exists()
     resumed = attempt("adapt", *words, "-o", out, "--resume")

@@ -38,11 +38,11 @@ from tests.helpers.attack_nets import (
 from tests.helpers.grids import crossed
 
 
-@pytest.mark.parametrize("saturated", [False, True], ids=["inner pixels", "pixels at 0 and 1"])
 @pytest.mark.parametrize(("name", "norm"), CASES)
-def test_no_attack_succeeds_below_the_exact_distance(name: str, norm: Norm, saturated: bool) -> None:
+def test_no_attack_succeeds_below_the_exact_distance(name: str, norm: Norm) -> None:
+    """Of images with inner pixels, and with all pixels at 0 and 1."""
     model = linear(5)
-    images = pictures(10).round() if saturated else pictures(10)
+    images = torch.cat([pictures(5), pictures(5, seed=2).round()])
     labels = labelled(model, images)
     distance = exact_distances(model, images, labels, norm)
     radius = float(distance.median())
@@ -62,21 +62,19 @@ SHARP = [
     ("cw", "l2", 2),
     ("deepfool", "l2", 5),
 ]
-# DeepFool knows no box, it only clips to it.
-SHARP_CASES = [
-    (*case, saturated) for case in SHARP for saturated in (False, True) if case[0] != "deepfool" or not saturated
-]
 
 
-@pytest.mark.parametrize(("name", "norm", "classes", "saturated"), SHARP_CASES)
-def test_strong_attacks_reach_the_exact_distance(name: str, norm: Norm, classes: int, saturated: bool) -> None:
+@pytest.mark.parametrize(("name", "norm", "classes"), SHARP)
+def test_strong_attacks_reach_the_exact_distance(name: str, norm: Norm, classes: int) -> None:
     model = linear(classes)
-    images = pictures(3).round() if saturated else pictures(3)
+    images = pictures(4)
+    if name != "deepfool":  # which knows no box, it only clips to it
+        images[2:] = images[2:].round()
     labels = labelled(model, images)
     distance = exact_distances(model, images, labels, norm)
     settings = AttackSettings(steps={"cw": None, "deepfool": None, "fab": 20}.get(name, 40), queries=40)
     region = Region.each(norm, (1.05 * distance).tolist())
-    assert (region.own.max() > 1.5 * region.own.min()) or saturated  # each image has a radius of its own
+    assert region.own.max() > 1.5 * region.own.min()  # each image has a radius of its own
     for record in attack_images(model, batches(images, labels), [name], region, settings):
         row = record.index
         assert record.epsilon == float(1.05 * distance[row])
@@ -124,7 +122,8 @@ def test_the_projection_on_a_hyperplane_in_the_box(norm: Norm) -> None:
 
 # the fewest classes for every attack, and the other networks in turn
 @pytest.mark.parametrize(
-    ("case", "kind"), [*((case, "perceptron-2") for case in CASES), *crossed(CASES, [*MODELS][1:])]
+    ("case", "kind"),
+    [*((case, "perceptron-2") for case in CASES), *crossed([(n, m) for n, m in CASES if m == "l2"], [*MODELS][1:])],
 )
 def test_every_attack_on_every_net(case: tuple[str, Norm], kind: str) -> None:
     """Successes flip the label inside ball and box, misclassified images stay themselves, a seed fixes all of it."""

@@ -51,10 +51,11 @@ def test_judge_refuses_what_it_cannot_judge() -> None:
     images, labels = pictures(3), torch.zeros(3, dtype=torch.long)
     region = Region("l2", 1.0)
     with pytest.raises(DataError, match="outside"):
-        judge(linear(2), images + 1, labels, images, region)
+        judge(linear(2), torch.where(images == images.max(), 1.5, images), labels, images, region)  # one pixel
     with pytest.raises(DataError, match="disagree"):
         judge(linear(2), images, labels[:2], images, region)
-    for broken in (nn.Flatten(0), nn.Sequential(linear(2), nn.Threshold(1e9, float("nan")))):
+    middle = float(linear(2)(images).detach().median())
+    for broken in (nn.Flatten(0), nn.Sequential(linear(2), nn.Threshold(middle, float("nan")))):
         with pytest.raises(ArchitectureError):
             judge(broken, images, labels, images, region)
 
@@ -86,6 +87,10 @@ def test_refining_keeps_successes_and_finds_the_boundary() -> None:
     inner = fine.success & (images + 1.1 * (fine.adversarial - images) > 0).flatten(1).all(dim=1)
     # 2^-16 of a segment of length at most 3, where the box does not bend it
     assert (fine.norm[inner] >= distance[inner] * (1 - ROUNDING)).all()
+    nearer = images + (1 - 2.0**-12) * (
+        fine.adversarial - images
+    )  # 2^-16 of the segment, an eighth of it from the image
+    assert torch.equal(model(nearer).argmax(dim=1), labels)
 
 
 def test_solved_rows_cost_nothing_more() -> None:

@@ -202,6 +202,7 @@ def test_certified_above_attacked_is_fatal(norm: Norm) -> None:
     honest |= dict.fromkeys(range(2), 1.0)  # a certified radius speaks of the prediction, right or wrong
     flag = checks.certified_above_attacked(records, honest)
     assert not flag.raised
+    assert not checks.certified_above_attacked(records, {record.index: record.l2 or 0.0 for record in records}).raised
     broken = next(record for record in records if record.correct and record.l2 is not None)
     flag = checks.certified_above_attacked(records, {**honest, broken.index: broken.l2 * 1.01})
     assert flag.raised

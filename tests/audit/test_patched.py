@@ -10,7 +10,7 @@ from certcli.report.document import from_json
 from certcli.system.errors import GateError, UsageError
 from tests.helpers.commands import attempt, certvit
 
-WORDS = ("--limit", 12, "-e", 0.05, "-a", "fgsm", "--quiet", "--method", "patch", "--time-budget", "60s")
+WORDS = ("-e", 0.05, "-a", "fgsm", "--quiet", "--method", "patch", "--time-budget", "10m")
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +19,9 @@ def folder(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     reports = [
         part for suffix in ("json", "html", "sarif", "xml", "md", "csv") for part in ("--report", made / f"a.{suffix}")
     ]
-    words = ("audit", workshop / "certified.safetensors", *WORDS, "--patch", "1", "--fail-on", "patched@1<0.01")
-    certvit(*words, *reports, "-o", made / "a.safetensors")
+    gates = ("--fail-on", "patched@1<0.01", "--fail-on", "patched@1<0.99")
+    words = ("audit", workshop / "certified.safetensors", *WORDS, "--limit", 12, "--patch", "1", *gates)
+    certvit(*words, *reports, "-o", made / "a.safetensors", code=7)
     return made
 
 
@@ -55,11 +56,13 @@ def test_its_evidence_is_verified(folder: Path) -> None:
     assert entry["result"]["method"] == "patch"
 
 
-def test_a_gate_fails_where_too_few_are_certified_or_none_were_tried(workshop: Path) -> None:
-    for gate in ("patched@1<0.99", "patched@9<0.1"):  # 9 pixels do not fit into 8
-        done = attempt("audit", workshop / "certified.safetensors", *WORDS, "--fail-on", gate)
-        assert isinstance(done.exception, GateError), done.output
-        assert "patched@" in done.exception.message
+def test_a_gate_fails_where_too_few_are_certified_or_none_were_tried(folder: Path, workshop: Path) -> None:
+    judged = json.loads((folder / "a.json").read_text())["gate"]["judged"]
+    assert [row["passed"] for row in judged] == [True, False]
+    words = ("audit", workshop / "certified.safetensors", *WORDS, "--limit", 2)
+    done = attempt(*words, "--fail-on", "patched@9<0.1")  # 9 pixels do not fit into 8
+    assert isinstance(done.exception, GateError), done.output
+    assert "patched@" in done.exception.message
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.certify.verify import margin_attack
+from certcli.cli.certify import verify
 from certcli.images.labelled import Images
 from tests.certify.test_smoothing import CPU, Plane
 from tests.helpers.commands import attempt, certvit, document
@@ -32,7 +32,7 @@ MADE: dict[str, tuple[str, tuple[object, ...]]] = {
 }
 
 
-LIMIT = {"lipschitz": 10, "local": 3, "norms": 5, "linf": 3, "smoothing": 10}
+LIMIT = {"lipschitz": 10, "local": 2, "norms": 3, "linf": 2, "smoothing": 5}
 """Images of each file of records."""
 
 
@@ -43,6 +43,13 @@ def made(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = folder / f"{method}.jsonl"
         document("certify", workshop / f"{stem}.safetensors", "--limit", LIMIT[method], *words, "--records", file)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the attacks inside radii, which find nothing here: a forged record is refuted by what is computed again."""
+    monkeypatch.setattr(verify, "STEPS", 4)
+    monkeypatch.setattr(verify, "SMOOTH_STEPS", 2)
 
 
 def test_radii_where_none_is_asked_for(workshop: Path, made: Path) -> None:
@@ -75,7 +82,7 @@ def test_honest_records_are_verified_and_attacked(workshop: Path, made: Path, me
     stated = [row for row in lines(made / f"{method}.jsonl")[1:] if row["prediction"] is not None]
     assert code == 0
     assert told["verdicts"] == {"verified": len(stated), "refuted": 0, "not checked": LIMIT[method] - len(stated)}
-    assert told["attacked"] == sum(row["radius"] > 0 for row in stated) >= 2
+    assert told["attacked"] == sum(row["radius"] > 0 for row in stated) >= 1
     if method == "lipschitz":
         code, told = verified(workshop, method, made / f"{method}.jsonl", "--sample", 3)
         assert (code, told["checked"], told["records"]) == (0, 3, 10)
@@ -226,7 +233,7 @@ def test_an_attack_inside_the_radius_refutes_what_the_method_would_confirm() -> 
     certifier = Gullible(Middle(), 2, Smoothing(sigma=0.2, n0=8, samples=400), CPU)
     for radius, status in ((0.2, "verified"), (0.4, "refuted")):
         claim = Certificate(0, 1, 1, radius, "smoothing", 0.001)
-        (found,) = recheck(certifier, [claim], images, 5, margin_attack(10), 8)
+        (found,) = recheck(certifier, [claim], images, 5, verify.margin_attack(10), 8)
         assert (found.status, found.attacked) == (status, True)
 
 

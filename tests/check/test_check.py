@@ -18,17 +18,21 @@ from certcli.lipschitz.numerics.real import Real
 from certcli.models.build import initialise
 from check.__main__ import main
 from tests.helpers.commands import certvit, document
+from tests.helpers.grids import crossed
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "certcli" / "embedded" / "digits.npz"
 SMALL = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 3, "num_classes": 10}
 SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": [2, 1], "num_heads": [3, 6], "num_classes": 10}
 TOKENS = {"img_size": 8, "patch": 2, "width": 16, "depth": 2, "head": [8]}
+PLACES = {"img_size": 8, "patch": 2, "width": 16, "depth": 2, "across": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lip": ("certvit_lip_digits", {}),
     "sort": ("certvit_sort_mnist", TOKENS),
     "mix": ("certvit_mix_mnist", {**TOKENS, "heads": 4}),
     "no mixing": ("certvit_mix_mnist", {**TOKENS, "mixing": "none"}),
+    "places": ("certvit_lip_attention_mnist", PLACES),
+    "places apart": ("certvit_lip_attention_mnist", {**PLACES, "mixing": "none"}),
     "conv": ("certvit_4c3f", {"img_size": 20}),
     "digits": ("certvit_vit_digits", {"depth": 1}),
     "without norms": ("certvit_vit_ibp_3_3_8", {"depth": 1}),
@@ -278,19 +282,19 @@ def test_what_is_no_proof_is_unreadable(text: str, case: Any, run: Any) -> None:
     assert run(case("lip").path, text)[0] == 3
 
 
-@pytest.mark.parametrize("edit", ["nan", "inf", "short", "flat", "empty", "gone", "more"])
-@pytest.mark.parametrize(("family", "name"), [
+@pytest.mark.parametrize(("tensor", "edit"), crossed([
     ("lip", "layers.0.weight"), ("lip", "head.out.weight"), ("conv", "features.2.weight"), ("sort", "mixings.0.shift"),
     ("mix", "mixings.0.maps.1.weight"), ("digits", "blocks.0.attn.proj.weight"), ("layer scale", "blocks.0.ls1.gamma"),
     ("swin", "layers.0.blocks.1.attn.qkv.weight"), ("swin", "layers.1.downsample.reduction.weight"),
-])  # fmt: skip
+], ["nan", "inf", "short", "flat", "empty", "gone", "more"]))  # fmt: skip
 def test_tensors_that_make_no_network_never_agree(
-    family: str, name: str, edit: str, case: Any, run: Any, tmp_path: Path
+    tensor: tuple[str, str], edit: str, case: Any, run: Any, tmp_path: Path
 ) -> None:
     from safetensors.numpy import load_file, save_file
 
     from check.documents import read_checkpoint
 
+    family, name = tensor
     path, report = case(family)
     tensors = load_file(path)
     old = tensors.pop(name)

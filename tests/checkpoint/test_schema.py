@@ -129,6 +129,7 @@ RECORDS: list[tuple[str, Callable[[Raw], Any], int, str]] = [
     ("std text", put("input", "std", value=["0.5"]), 3, "std"),
     ("std 127.5", put("input", "std", value=[127.5]), 3, "255"),
     ("mean 127.5", put("input", "mean", value=[127.5]), 3, "255"),
+    ("mean -127.5", put("input", "mean", value=[-127.5]), 3, "255"),
     ("mean twice", put("input", "mean", value=[0.5, 0.5]), 3, "channel"),
     ("surgery kind", put("surgery", value=swap("norm", "os.system")), 3, "os.system"),
     ("surgery args", put("surgery", value=swap("norm", "identity", x=1)), 3, "identity"),

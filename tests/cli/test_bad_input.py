@@ -14,10 +14,11 @@ from PIL import Image
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.shards import INDEX
+from certcli.finetune import state
 from certcli.lipschitz.table import rules
 from certcli.system.errors import NoBoundError, OutputError
 from tests.helpers.commands import attempt, certvit, console, document
-from tests.helpers.interrupted import interrupted
+from tests.helpers.forks import interrupted
 
 Spoil = Callable[[Path], object]
 """It spoils the folder of `m.safetensors`."""
@@ -187,12 +188,14 @@ def test_a_network_without_a_bound_certifies_nothing(workshop: Path, monkeypatch
         assert "mlp" in failure.message
 
 
-def test_ctrl_c_leaves_the_last_good_state_and_resume_ends_where_one_run_ends(workshop: Path, tmp_path: Path) -> None:
-    """A real process and a real SIGINT after the first epoch: exit 130, no output, a state that --resume goes on from."""
+def test_ctrl_c_leaves_the_last_good_state_and_resume_ends_where_one_run_ends(
+    workshop: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A real SIGINT after the first epoch: exit 130, no output, a state that --resume goes on from."""
     given = "--loss margin --optimiser stiefel --epochs 2 --limit 100 --quiet"
     words = ["finetune", str(workshop / "adapted.safetensors"), *given.split(), "-o"]
     whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
-    talk = interrupted("certcli.finetune.state", [*words, str(parts)])
+    talk = interrupted(tmp_path_factory.mktemp("streams"), [*words, str(parts)], state)
     assert "interrupted" in talk
     assert "Traceback" not in talk
     assert [path.name for path in tmp_path.iterdir()] == ["parts.state.safetensors"]

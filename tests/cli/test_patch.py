@@ -158,8 +158,8 @@ def attacked(
 ) -> tuple[tuple[object, ...], Path, dict[str, Any]]:
     """The words of an attack with patches, its records, and its document."""
     records = tmp_path_factory.mktemp("attacked") / "a.jsonl"
-    words = ("attack", workshop / "plain.safetensors", "--dataset", "digits", "--limit", 12, "--norm", "patch")
-    words = (*words, "--patch", "2", "--patch", "1", "--steps", 5, "--records", records)
+    words = ("attack", workshop / "plain.safetensors", "--dataset", "digits", "--limit", 6, "--norm", "patch")
+    words = (*words, "--patch", "2", "--patch", "1", "--steps", 4, "--records", records)
     return words, records, document(*words)
 
 
@@ -169,7 +169,7 @@ def test_attacks_with_patches_write_records_like_others(
     words, records, found = attacked
     rows = record_lines(records)
     left = {key: sum(row["robust"]["margin-pgd"] for row in rows if row["patch"] == key) for key in ("1x1", "2x2")}
-    assert found["robust"] == {key: count / 12 for key, count in left.items()}
+    assert found["robust"] == {key: count / 6 for key, count in left.items()}
     assert found["robust"]["2x2"] < found["clean"]  # a plain network falls
     whole, copy = records.read_bytes(), tmp_path / "a.jsonl"
     copy.write_bytes(whole[: whole.index(b"\n") + 1])
@@ -183,7 +183,7 @@ def test_attacks_with_patches_become_evidence(
     words, _, found = attacked
     out = tmp_path / "o.safetensors"
     again = document(*words, "--resume", "-o", out)
-    assert again["resumed"] == {"records": 24, "computed_again": 24}
+    assert again["resumed"] == {"records": 12, "computed_again": 12}
     evidence = decode_evidence(Checkpoint.read(out).record.evidence[-1])
     assert [(part.patch, part.robust) for part in evidence.result.parts] == list(found["robust"].items())
     assert evidence.result.threat == Threat("patch", Patch(1, 1))

@@ -1,12 +1,15 @@
-"""Several processes find what one finds, byte for byte, and end as one: two of gloo under torchrun, and teams of threads."""
+"""Several processes find what one finds, byte for byte, and end as one: two of gloo, and teams of threads."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +26,28 @@ from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import DataError, Interrupted, UsageError
 from certcli.system.processes import ALONE, Ended, Team
 from tests.helpers.commands import attempt, certvit, typed
-from tests.helpers.several import kept
+from tests.helpers.forks import ended, fork
+from tests.helpers.grids import EVERY
+from tests.helpers.several import follow, kept
 
 CERTIFY = typed("certify certified.safetensors --batch-size 32 -e 0.1 --limit 100")
-SMOOTHING = typed("certify certified.safetensors --batch-size 32 -e 0.1 --method smoothing --limit 9")
+SMOOTHING = typed("certify certified.safetensors --batch-size 32 -e 0.1 --method smoothing --limit 5")
 SMOOTHING += typed("-n 100 --n0 20 --sigma 0.1")
-PATCH = typed("certify plain.safetensors --dataset digits --limit 24 --method patch --patch 1 --hide pixels")
-ATTACK = typed("attack plain.safetensors -a pgd-3 -a margin-pgd-3 -e 0.3 -e 1 --limit 50 --batch-size 12")
+PATCH = typed("certify plain.safetensors --dataset digits --limit 8 --method patch --patch 1 --hide pixels")
+ATTACK = typed("attack plain.safetensors -a pgd-3 -a margin-pgd-3 -e 0.3 -e 1 --limit 28 --batch-size 12")
 FINETUNE = typed("finetune certified.safetensors --dataset digits --loss margin -e 0.2 --json -q --epochs 2")
 FINETUNE += typed("--limit 61 --batch-size 20")  # the last batch: one image for two processes
 SHARDED = typed("finetune plain.safetensors --dataset digits --loss ce --epochs 2 --limit 61 --batch-size 20")
 SHARDED += typed("--clip-grad 0.5 --sam 0.05 --ema 0.9 --json -q -o shared.safetensors")
 LIPSCHITZ = typed("lipschitz certified.safetensors --limit 5 --batch-size 1 --json -q")
-AUDIT = typed("audit certified.safetensors --limit 12 --batch-size 3 -e 0.1 --json -q --method lipschitz")
+AUDIT = typed("audit certified.safetensors --limit 6 --batch-size 2 -e 0.1 -a fgsm --json -q --method lipschitz")
 AUDIT += typed("--method smoothing --time-budget 10m")
-ADAPT = typed("adapt plain.safetensors --dataset digits --limit 60 --keep 0.7 --json -q")
+ADAPT = typed("adapt plain.safetensors --dataset digits --limit 30 --keep 0.7 --json -q")
 REFIT = typed("adapt plain.safetensors --dataset digits --limit 50 --goal certify --norm floor --batch-size 25")
 REFIT += typed("--epochs 1 --distill 1 --json -q")
 CONSTRAIN = {
-    "kept": typed("constrain certified.safetensors --limit 60 --keep 0.9"),
-    "met": typed("constrain plain.safetensors --limit 60 --prox clip --target 3e7 --layers head* --layers *mlp*"),
+    "kept": typed("constrain certified.safetensors --limit 30 --keep 0.9"),
+    "met": typed("constrain plain.safetensors --limit 30 --prox clip --target 3e7 --layers head* --layers *mlp*"),
 }
 """Commands by the name of their output."""
 RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "patch": PATCH, "attack": ATTACK}
@@ -159,6 +164,32 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@contextmanager
+def two_processes(plan: list[list[str]], folder: Path) -> Iterator[None]:
+    """Run the plan in two processes beside the block: under torchrun, and by default in forks, which import nothing anew."""
+    if EVERY:
+        (folder / "plan.json").write_text(json.dumps(plan))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
+            script = Path(__file__).parents[1] / "helpers" / "several.py"
+            running = subprocess.Popen([*torchrun, script, "plan.json", "."], cwd=folder, stdout=out, stderr=err)
+            yield
+            running.wait()
+        return
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+
+    def act(rank: int) -> None:
+        os.environ.update({name: str(value) for name, value in (place | {"RANK": rank, "WORLD_SIZE": 2}).items()})
+        os.chdir(folder)
+        follow(plan, Path("."))
+
+    numbers = [fork(partial(act, rank), folder / "stdout", folder / "stderr") for rank in (0, 1)]
+    yield
+    for number in numbers:
+        ended(number)
+
+
 @pytest.fixture(scope="module")
 def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     """Folders in which one process and two did the same, and the stderr of the two."""
@@ -184,7 +215,6 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
             ["KEEP", *SHARDED, "--resume", "--shard-weights"],
             ["FAIL", *CERTIFY, "--records", "failed.jsonl", "-q", "--json"],
         ]
-        (two / "plan.json").write_text(json.dumps(plan))
         record = Sink.record
         patch.setattr(Sink, "record", interrupt)
         assert isinstance(attempt(*FINETUNE, "-o", "resumed.safetensors").exception, Interrupted)
@@ -192,10 +222,7 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         patch.setattr(Sink, "record", record)
         for name in ("resumed", "shared"):
             shutil.copy(f"{name}.state.safetensors", two)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        script = Path(__file__).parents[1] / "helpers" / "several.py"
-        with (two / "stdout").open("w") as out, (two / "stderr").open("w") as err:
-            running = subprocess.Popen([*torchrun, script, "plan.json", "."], cwd=two, stdout=out, stderr=err)
+        with two_processes(plan, two):
             for name in ("smoothing", "patch", "attack"):
                 certvit(*RECORDS[name], "--records", f"{name}.jsonl", "-q")
             for name, words in CONSTRAIN.items():
@@ -207,7 +234,6 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
                 (one / f"{name}.json").write_text(certvit(*words).stdout)
             with kept(one / "held.json"):
                 (one / "sharded.json").write_text(certvit(*SHARDED, "--resume").stdout)
-            running.wait()
     return one, two, (two / "stderr").read_text()
 
 

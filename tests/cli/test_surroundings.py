@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -16,12 +17,14 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
 from certcli.checkpoint.schema import ReportFields, decode
 from certcli.checkpoint.shards import ENDING, MOST_FILES
+from certcli.cli.main import run
 from certcli.images import datasets
 from certcli.report import canvas
 from certcli.report.page import HtmlPage, render
 from certcli.system import processes
 from certcli.system.errors import DataError, Refused, UsageError, plain
 from tests.helpers.commands import console
+from tests.helpers.forks import ended, fork
 
 TINY = ["init", "certvit_vit_digits", "-o", "x.safetensors"]
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "2"}
@@ -145,10 +148,17 @@ def test_every_figure_is_a_valid_file(tmp_path: Path, name: str) -> None:
 def test_what_libraries_warn_of_is_not_said(workshop: Path, tmp_path: Path) -> None:
     """matplotlib warns of characters that its font lacks, and names its own file."""
     (tmp_path / "日本.safetensors").symlink_to(workshop / "init.safetensors")
-    shell = [sys.executable, "-c", "from certcli.__main__ import run; run()"]
     words = ["lipschitz", "日本.safetensors", "--no-estimate", "--plot", "x.svg", "--quiet"]
-    done = subprocess.run([*shell, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+
+    def act() -> None:
+        warnings.resetwarnings()  # those of pytest
+        warnings.showwarning = lambda message, *_: print(message, file=sys.stderr)
+        os.chdir(tmp_path)
+        sys.argv = ["certvit", *words]
+        run()
+
+    code = ended(fork(act, tmp_path / "out", tmp_path / "err"))
+    assert (code, (tmp_path / "err").read_text()) == (0, "")
 
 
 def test_a_layer_has_no_negative_constant(plain: Checkpoint) -> None:

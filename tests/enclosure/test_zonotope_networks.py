@@ -23,7 +23,7 @@ from certcli.engine.replay import executed
 from certcli.models.build import PixelModel
 from certcli.system.errors import NoBoundError
 from tests.helpers.enclosure_cases import square_symbols
-from tests.helpers.grids import crossed
+from tests.helpers.grids import EVERY, crossed
 
 SIZE = (1, 4, 4)
 SPEC = InputSpec(size=SIZE, mean=(0.3,), std=(0.7,))
@@ -94,7 +94,7 @@ def largest_share(
     with suppress(Unbounded) if partial else nullcontext():
         local.margins(l2_ball(pixels, radius, squares_up_to=squares, limit=symbols), label, watch)
     worst = 0.0
-    for e in directions(local.ending.trace.root, pixels, label, 8):
+    for e in directions(local.ending.trace.root, pixels, label, 3):
         values = node_values(local, pixels + radius * e.view_as(pixels))
         for node, (form, token) in forms.items():
             truth = values[node] if token is None else values[node][:, token : token + 1]
@@ -112,7 +112,7 @@ def test_every_node_stays_in_its_enclosure(kind: str, squares: int) -> None:
     model, pixels = network(kind), image()
     local = LocalNetwork(model, SIZE)
     label = int(model(pixels).argmax())
-    for radius in (1e-7, 1e-3, 0.02):
+    for radius in (1e-7, 0.02):
         assert largest_share(local, pixels, label, radius, squares, 4000) <= 1
 
 
@@ -123,7 +123,7 @@ def test_order_reduction_stays_sound() -> None:
     assert largest_share(local, pixels, label, 0.01, 128, 60) <= 1
 
 
-@pytest.mark.parametrize("kind", ["plain", "relu"])
+@pytest.mark.parametrize("kind", ["plain", *["relu"] * EVERY])
 def test_no_attack_succeeds_within_the_certified_radius(kind: str) -> None:
     model, pixels = network(kind), image()
     label = int(model(pixels).argmax())

@@ -273,6 +273,10 @@ PATCHES: dict[str, tuple[Any, str, Any, Callable[[], nn.Module]]] = {
         functional, "relu", lambda x, inplace=False: 50 * _RELU(x),
         lambda: nn.Sequential(nn.ReLU()),
     ),
+    "code of a function": (
+        functional.relu, "__code__", (lambda input, inplace=False: 50 * input.clamp_min(0)).__code__,
+        lambda: nn.Sequential(nn.ReLU()),
+    ),
     "builtin function": (
         functional, "linear", lambda x, w, b=None: 50 * _LINEAR(x, w, b),
         lambda: nn.Sequential(nn.Linear(4, 4)),

@@ -35,6 +35,7 @@ from certcli.images.labelled import Images
 from certcli.models import build
 from tests.helpers.commands import attempt, certvit
 from tests.helpers.constrain_layers import IMAGES, PATHS, small_net
+from tests.helpers.grids import crossed
 from tests.helpers.workshop import shape
 
 CPU = torch.device("cpu")
@@ -108,8 +109,7 @@ def margins_of(draw: Tensor, shift: float) -> tuple[ReferenceLogits, Tensor]:
     return found, found.before - torch.tensor([shift, 0.0])
 
 
-@pytest.mark.parametrize("count", [20, 40, 100, 500])
-@pytest.mark.parametrize("share", [0.01, 0.02, 0.3])
+@pytest.mark.parametrize(("count", "share"), crossed([20, 40, 100, 500], [0.01, 0.02, 0.3]))
 def test_the_share_told_is_kept_in_nine_of_ten_draws(count: int, share: float) -> None:
     """Margins in [0, 1], evenly spread: a fall by `share` changes the first choice of exactly that share of all images."""
     generator = torch.Generator().manual_seed(count)

@@ -21,6 +21,7 @@ from certcli.images import datasets
 from certcli.report import curve
 from certcli.system.errors import CertvitError, DataError, OutputError, UsageError
 from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.grids import EVERY
 
 
 def tail(trials: int, least: int, p: Fraction) -> Fraction:
@@ -67,7 +68,7 @@ def proven(workshop: Path) -> Path:
     return workshop / "certified.safetensors"
 
 
-@pytest.mark.parametrize("kept", [0, 100, 0.4, 0.9, 1.0], ids=lambda kept: f"{kept} of the file")
+@pytest.mark.parametrize("kept", [100, 0.4, 1.0, *[0, 0.9] * EVERY], ids=lambda kept: f"{kept} of the file")
 def test_a_resumed_certify_is_an_uninterrupted_one(
     proven: Path, tmp_path: Path, kept: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,11 +226,11 @@ def test_a_figure_compares_the_images_that_both_know(
     drawn: list[tuple[Any, ...]] = []
     draw = curve.draw_certified
     monkeypatch.setattr(curve, "draw_certified", lambda *given: (drawn.append(given), draw(*given)))
-    words = ("certify", proven, "-e", 0.3, "--plot", tmp_path / "f.png", "--force")
+    words = ("certify", proven, "-e", 0.3, "--limit", 60, "--plot", tmp_path / "f.png", "--force")
     whole, common = document(*words), document(*words, "--attack-records", attacked)
     assert whole == common  # the figure changes nothing but itself
     (every, nothing, *_), (some, shares, _, _, title, *_) = drawn
-    assert len(every["lipschitz: certified (proven)"]) == whole["images"] == 396
+    assert len(every["lipschitz: certified (proven)"]) == whole["images"] == 60
     assert nothing == {}
     assert len(some["lipschitz: certified (proven)"]) == 30
     assert {radius: shares[radius] for radius in (0.1, 0.3)} == {float(r): share for r, share in left["curve"].items()}

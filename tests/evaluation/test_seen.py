@@ -43,7 +43,7 @@ def net(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 ATTACK = ("attack", "-a", "fgsm", "-e", 0.1, "--no-checks")
 CERTIFY = ("certify", "--method", "smoothing", "--n0", 4, "--samples", 20, "-e", 0.01)
-AUDIT = ("audit", "--time-budget", "10m", "-a", "fgsm", "--method", "lipschitz")
+AUDIT = ("audit", "--time-budget", "10m", "-a", "fgsm", "-e", 0.1, "--method", "lipschitz")
 JUDGES = {"attack": ATTACK, "certify": CERTIFY, "audit": AUDIT}
 
 
@@ -62,10 +62,9 @@ def test_what_training_left_out_is_judged_and_else_the_share_is_said(net: Path, 
         assert found["dataset"]["images"] == of
         told = f"{count} of these {of} images are training images"
         assert found["doubts"][0].startswith(told)
-        name, *usual = JUDGES[command]
-        shown = attempt(name, net, *usual, "--dataset", folder, "--split", split).stdout
-        assert shown.startswith(told)
         assert command == "audit" or found["seen"] == {"training": {"images": count, "exact": True}}
+    name, *usual = JUDGES[command]
+    assert attempt(name, net, *usual, "--dataset", folder, "--split", split).stdout.startswith(told)
 
 
 def test_another_folder_with_some_of_the_files(net: Path, folder: Path, tmp_path: Path) -> None:

@@ -38,19 +38,22 @@ def test_translations_move_each_image_as_a_whole() -> None:
     assert 0 < sum(same) < len(images)
 
 
-def test_warped_images_stay_close_and_in_range_and_half_stay_themselves() -> None:
-    ramp = torch.linspace(0.2, 0.8, 28).expand(200, 2, 28, 28)  # a pixel to the right is 0.6 / 27 brighter
-    noise = torch.rand(200, 2, 28, 28, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("side", [28, 8])
+def test_warped_images_stay_close_and_in_range_and_half_stay_themselves(side: int) -> None:
+    ramp = torch.linspace(0.2, 0.8, side).expand(
+        200, 2, side, side
+    )  # a pixel to the right is 0.6 / (side - 1) brighter
+    noise = torch.rand(200, 2, side, side, generator=torch.Generator().manual_seed(1))
     for images in (ramp, noise, noise[:1], torch.zeros(3, 1, 1, 5)):
         given = images.clone()
         warped = moves.augment(images, ("warp",), torch.zeros(1), torch.Generator().manual_seed(0))
         assert torch.equal(images, given)
         assert (warped.shape, warped.dtype) == (images.shape, images.dtype)
         assert 0 <= float(warped.min()) <= float(warped.max()) <= 1
-    moved = (moves.warp(ramp, torch.Generator().manual_seed(0)) - ramp) * 27 / 0.6
+    moved = (moves.warp(ramp, torch.Generator().manual_seed(0)) - ramp) * (side - 1) / 0.6
     changed = moved.abs().flatten(1).amax(1) > 1e-3
     assert 60 < int(changed.sum()) < 140  # of 200 at one half: a chance of 1e-8 to lie outside
-    inside = moved[changed][:, :, 4:-4, 4:-4]
+    inside = moved[changed][:, :, side // 7 : -(side // 7), side // 7 : -(side // 7)]
     assert 0.2 < float(inside.square().mean().sqrt()) < 2  # pixels
     assert float(inside.abs().max()) < 6
     assert torch.allclose(moved[:, 0], moved[:, 1], atol=1e-4)  # channels move together

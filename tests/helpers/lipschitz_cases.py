@@ -90,6 +90,11 @@ def linears(width: int = D) -> tuple[nn.Module, nn.Module]:
     return nn.Linear(width, 3 * width), nn.Linear(width, width)
 
 
+def _turned(normalize: PixelNormalize) -> nn.Module:
+    normalize.std.neg_()
+    return normalize
+
+
 def _matrices(mixing: OrthogonalMixing) -> nn.Module:
     """Random matrices of different norms in place of orthogonal ones."""
     for number, matrix in enumerate(mixing.maps):
@@ -129,6 +134,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "linear-twice": lambda: on_tokens(nn.Linear(8, 16), nn.Linear(16, 5)),
     "linear-function": lambda: f(lambda m, x: functional.linear(x.flatten(1), m.w), w=torch.randn(5, 32)),
     "normalize": lambda: nn.Sequential(PixelNormalize((0.4, 0.6), (0.2, 0.5)), nn.Conv2d(2, 3, 2, 2)),
+    "normalize-square": lambda: nn.Sequential(_turned(PixelNormalize((0.4, 0.4), (2.0, 0.2))), f(lambda m, x: (3 * x) ** 2)),
     "conv-3": lambda: nn.Conv2d(2, 3, 3, padding=1),
     "conv-3-stride": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, 2, 1), nn.BatchNorm2d(3)),
     "conv-dilated": lambda: nn.Conv2d(2, 3, 2, dilation=2, padding="same"),
@@ -197,7 +203,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "two-names": lambda: f(forwards.two_names),
     "broadcast": lambda: on_tokens(f(lambda m, x: x + x[:, :1] - 2 * x.mean(1, keepdim=True))),
     "expand": lambda: on_tokens(f(lambda m, x: x[:, :1].expand(-1, 5, -1) / 2)),
-    "cat-twice": lambda: on_tokens(f(lambda m, x: torch.cat([x, m.t.expand(1, 2, -1), -x], dim=1), t=torch.randn(1, 1, 8))),
+    "cat-twice": lambda: on_tokens(f(lambda m, x: torch.cat([x, m.t.expand(1, 2, -1), -x], 1), t=20 * torch.randn(1, 1, 8))),
     "stack": lambda: on_tokens(f(lambda m, x: torch.stack([x, 2 * x], dim=-1))),
     "multiply-constant": lambda: on_tokens(f(lambda m, x: x * m.t / m.s, t=torch.randn(4, 8), s=torch.rand(8) + 0.5)),
     "gain-after-linear": lambda: on_tokens(nn.Linear(8, 8), f(lambda m, x: x * m.t, t=torch.randn(8))),
@@ -207,6 +213,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "conv-reflect": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect")),
     "conv-circular": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")),
     "roll-pad-flip": lambda: f(lambda m, x: functional.pad(torch.roll(x, (1, 2), (2, 3)).flip(2), (1, 0, 2, 1))),
+    "pad-channels": lambda: f(lambda m, x: functional.pad(x * m.t, (0, 0, 0, 0, 1, 1)), t=torch.rand(2, 1, 1)),
     "roll-flat": lambda: on_tokens(
         nn.LayerNorm(8, eps=1e-2), f(lambda m, x: torch.roll(x.reshape(1, 4, 8), 3)), nn.Linear(8, 3)
     ),
@@ -296,6 +303,9 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "mix-after-linear": lambda: on_tokens(nn.Linear(8, 8), _matrices(OrthogonalMixing(4, 8, 2))),
     "sort": lambda: on_tokens(TokenMaxMin(4, 8, 1)),
     "sort-between-linear": lambda: on_tokens(nn.Linear(8, 8), TokenMaxMin(4, 8, 2), nn.Linear(8, 3)),
+    "sort-partly": lambda: on_tokens(nn.Linear(8, 8), TokenMaxMin(4, 8, 1, across=4), nn.Linear(8, 3)),
+    "soft-pairs": lambda: on_tokens(TokenMaxMin(4, 8, 1, soft=True)),
+    "soft-pairs-partly": lambda: on_tokens(nn.Linear(8, 8), TokenMaxMin(4, 8, 2, across=6, soft=True), nn.Linear(8, 3)),
     "attention-pool": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.AttentionPoolLatent(8, num_heads=2)),
     "spellings": lambda: f(forwards.spellings),
     "axes": lambda: on_tokens(nn.Linear(8, 6), f(forwards.axes), nn.Linear(4, 3)),
@@ -341,8 +351,8 @@ LOOSE_START = 1.5
 """Weights are scaled up so that softmaxes and gates saturate somewhere in the box."""
 
 
-def build(name: str) -> nn.Module:
-    torch.manual_seed(sum(map(ord, name)))
+def build(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(sum(map(ord, name)) + 10_000 * seed)
     net = RULES[name]().double().eval()
     with torch.no_grad():
         for parameter in net.parameters():

@@ -1,6 +1,6 @@
-"""What torchrun starts for test_processes.py: several commands in the same processes, since starting them takes longest.
+"""Several commands in the same processes, which test_processes.py starts, or torchrun: `several.py PLAN.json FOLDER`.
 
-`several.py PLAN.json FOLDER`: the plan is a list of word lists; each rank leaves its exit codes in FOLDER/codes.RANK.json.
+The plan is a list of word lists; each rank leaves its exit codes in FOLDER/codes.RANK.json.
 At the word FAIL, rank 1 alone is made to fail. At KEEP the state of a training run stays where it is when it has served,
 and each rank leaves in FOLDER/held.RANK.json how many of how many weights it holds.
 """
@@ -56,12 +56,9 @@ def kept(note: Path) -> Iterator[None]:
         training.discard_state, shards.share_out = discard, share_out
 
 
-def main() -> None:
-    torch.set_num_threads(
-        int(os.environ.get("CERTVIT_TEST_THREADS", "1"))
-    )  # as in conftest.py: sums end in other digits
-    plan, folder, rank = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), int(os.environ["RANK"])
-    codes = []
+def follow(plan: list[list[str]], folder: Path) -> None:
+    """Run the commands of the plan as the process that the environment names."""
+    rank, codes = int(os.environ["RANK"]), []
     for words in plan:
         if words[0] == "FAIL":
             break_rank_1(rank)
@@ -75,4 +72,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(int(os.environ.get("CERTVIT_TEST_THREADS", "1")))  # as in conftest.py
+    follow(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

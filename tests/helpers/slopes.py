@@ -29,9 +29,9 @@ def slope(net: nn.Module, image: Tensor) -> tuple[float, Tensor | None]:
     return float(values[0]), gradient
 
 
-def steepest(net: nn.Module, shape: tuple[int, ...] = IMAGE, steps: int = 4) -> float:
+def steepest(net: nn.Module, shape: tuple[int, ...] = IMAGE, steps: int = 4, seed: int = 0) -> float:
     """Return the largest slope found from random, nearly constant and saturated images by gradient ascent."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(shape, generator=generator, dtype=torch.float64)
     found = 0.0
     for image in (noise, 0.5 + 0.003 * noise, (noise > 0.5).double()):

@@ -13,6 +13,7 @@ from certcli.lipschitz.numerics import convolution
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.system.errors import CheckpointError, UsageError
+from tests.helpers.grids import crossed
 
 # LAPACK's and the dense convolution's own rounding; the bound is proven, the oracle is rounded.
 ORACLE = 1e-13
@@ -86,8 +87,7 @@ def _only_the_torus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolution, "_DENSE_ENTRIES", 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize(("name", "kind"), crossed([*CONVOLUTIONS], KINDS))
 def test_small_convolutions_are_exact(name: str, kind: str) -> None:
     """1e-6 is what the spectral norm of a matrix promises."""
     weight, options = _weight(name, kind), _options(name)
@@ -105,8 +105,7 @@ def test_torus_lies_above_the_dense_matrix(name: str, kind: str, monkeypatch: py
     assert bound >= _dense_norm(weight, options) * (1.0 - ORACLE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize(("name", "kind"), crossed([*CONVOLUTIONS], KINDS))
 def test_transposed_convolutions(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every output padding that torch accepts (below the stride or the dilation) is covered by the one bound."""
     weight, options = _weight(name, kind), _options(name)

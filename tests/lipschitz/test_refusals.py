@@ -15,6 +15,7 @@ import timm.layers as timm_layers
 
 from certcli.lipschitz.network import bound_network
 from certcli.nn.activations import MaxMin
+from certcli.nn.orthogonal_mixing import TokenMaxMin
 from tests.helpers.slopes import IMAGE, slope
 
 
@@ -43,6 +44,18 @@ class HiddenConv(nn.Conv2d):
 
     def _conv_forward(self, *arguments: Tensor) -> Tensor:
         return super()._conv_forward(*arguments).exp()
+
+
+class LouderMaxMin(MaxMin):
+    def forward(self, x: Tensor) -> Tensor:
+        return 100 * super().forward(x)
+
+
+def attending(change: Callable[[TokenMaxMin], object], soft: bool = False) -> nn.Module:
+    """Return a network of one attention, changed after it was made."""
+    mixing = TokenMaxMin(4, 8, 1, across=4, soft=soft)
+    change(mixing)
+    return Net(lambda m, x: m.mixing(x.reshape(-1, 4, 8)).flatten(1)[:, :3], mixing=mixing)
 
 
 def with_hook() -> nn.Module:
@@ -112,6 +125,11 @@ def masked_row(net: nn.Module, x: Tensor) -> Tensor:
     return scores.softmax(dim=-1) @ rows
 
 
+def left_out(net: nn.Module, x: Tensor) -> Tensor:
+    rows = x.reshape(1, 4, 8)
+    return torch.where(torch.eye(4) > 0, rows @ rows.transpose(1, 2), -torch.inf).clamp_min(-50.0) @ rows
+
+
 def infinite(net: nn.Module, what: str = "weight") -> nn.Module:
     for name, parameter in net.named_parameters():
         if name.endswith(what):
@@ -122,6 +140,14 @@ def infinite(net: nn.Module, what: str = "weight") -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "hook": (with_hook, "1 has a forward hook"),
     "training": (in_training, "1 is in training mode"),
+    "temperature without end": (
+        lambda: attending(lambda m: nn.init.constant_(m.pair.log_temperature, 1e4), soft=True),
+        "a temperature that is 0 or infinite",
+    ),
+    "hook within attention": (
+        lambda: attending(lambda m: m.pair.register_forward_hook(lambda module, inputs, output: 100 * output)),
+        "has a forward hook",
+    ),
     "patched forward": (patched, "exp"),
     "patched helper": (patched_convolution, "exp"),
     "overridden helper": (lambda: HiddenConv(2, 2, 3), "exp"),
@@ -145,12 +171,21 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Net(lambda m, x: (lambda y: y @ y.transpose(-1, -2))(x.masked_fill(m.store > 0, 0.3))),
         "no bound on its size",
     ),
+    "scores of unknown size as weights": (lambda: Net(left_out), "no bound on its size"),
     "two outputs": (lambda: Net(lambda m, x: (x, x)), "something other than one tensor"),
     "mask of the image": (lambda: Net(lambda m, x: torch.where(x.bool(), x, 2.0)), "bool"),
     "row masked altogether": (lambda: Net(masked_row), "masked altogether"),
     "activation that is NaN": (lambda: Net(lambda m, x: functional.leaky_relu(x, float("nan"))), "not a number"),
     "random slopes": (lambda: Net(lambda m, x: functional.rrelu(x, 0.5, 0.5, training=True)), "random"),
     "deviation of one": (lambda: Net(lambda m, x: x[:, :1].var(dim=1, keepdim=True) + x), "too few"),
+    "window of maxima in the padding": (
+        lambda: Net(lambda m, x: functional.max_pool2d(x[:, :, :2, :2], 2, 1, 1, dilation=3).relu()),
+        "lies in the padding",
+    ),
+    "maximum with infinity": (
+        lambda: Net(lambda m, x: torch.maximum(x, torch.full((2, 4, 4), torch.inf)).clamp(0, 1)),
+        "infinite or NaN entries",
+    ),
     "indices of maxima": (lambda: Net(lambda m, x: x.max(dim=1)[0]), "indices"),
     "option given twice": (lambda: Net(lambda m, x: x.reshape(4, 8).softmax(1, dim=1)), "softmax"),
     "weights of the image": (lambda: Net(lambda m, x: torch.lerp(x, 2 * x, x)), "weights that depend"),
@@ -192,6 +227,7 @@ def test_refused_with_the_reason(name: str) -> None:
 
 FOLLOWED: dict[str, Callable[[], nn.Module]] = {
     # what a rule would misread is traced through instead: the factor of 100 must be in the bound
+    "overridden pair": lambda: attending(lambda m: setattr(m, "pair", LouderMaxMin())),
     "overridden forward": lambda: Net(lambda m, x: m.loud(x.flatten(1)), loud=Louder(32, 3)),
     "replaced part of attention": attention_with_replaced_part,
 }

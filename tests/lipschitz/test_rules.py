@@ -10,6 +10,7 @@ from torch.nn import functional
 from certcli.lipschitz.bound import check_proof
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.rules import activations
+from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import CURVES, RULES, build, f, walked
 from tests.helpers.slopes import IMAGE, slope, steepest
 
@@ -20,7 +21,7 @@ def test_no_slope_exceeds_the_bound(name: str) -> None:
     result = bound_network(net, IMAGE, 3)
     assert result.upper.finite, result.bound.why
     # 1e-9: rounding of the measured singular value, in float64 on matrices of at most a few hundred entries
-    assert steepest(net) <= float(result.upper) * (1 + 1e-9)
+    assert steepest(net, steps=4 if EVERY else 2) <= float(result.upper) * (1 + 1e-9)
     assert check_proof(result.bound.to_json()) == []
 
 

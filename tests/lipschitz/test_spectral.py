@@ -68,15 +68,10 @@ LOOSENESS = 1e-6
 @pytest.mark.parametrize("name", MATRICES)
 def test_bound_lies_above_the_svd_and_close_to_it(name: str) -> None:
     reference = _reference(MATRICES[name])
-    bound = spectral_norm(MATRICES[name])
-    assert bound >= reference * (1.0 - ORACLE)
-    assert bound <= reference * (1.0 + LOOSENESS) + 5e-324  # a subnormal value is rounded up by whole subnormals
-
-
-@pytest.mark.parametrize("name", MATRICES)
-def test_transposed_and_negated_matrices_obey_the_same_law(name: str) -> None:
-    bound = spectral_norm(-MATRICES[name].mT)
-    assert bound >= _reference(MATRICES[name]) * (1.0 - ORACLE)
+    for matrix in (MATRICES[name], -MATRICES[name].mT):
+        bound = spectral_norm(matrix)
+        assert bound >= reference * (1.0 - ORACLE)
+        assert bound <= reference * (1.0 + LOOSENESS) + 5e-324  # a subnormal value is rounded up by whole subnormals
 
 
 @pytest.mark.parametrize("power", [-900, -3, 40, 900])

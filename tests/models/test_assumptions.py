@@ -15,8 +15,7 @@ from torch import nn
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
-from certcli.enclosure.zonotopes.domain import LocalNetwork
-from certcli.enclosure.zonotopes.form import l2_ball
+from certcli.enclosure.balls.network import NormsNetwork
 from certcli.evaluation.doubts import chance_doubt, image_doubts, order_doubt
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import prove
@@ -42,8 +41,8 @@ def test_the_competitions_networks_load_by_name_and_have_bounds(norm: str, fc_no
     assert not any(isinstance(module, nn.LayerNorm) for module in model.modules())
     assert prove(model, 10).upper.finite
     pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ball = l2_ball(pixels, 1e-3, squares_up_to=16, limit=2000)
-    assert bool(LocalNetwork(model.double(), (3, 32, 32)).margins(ball, 0).isfinite().all())
+    near = NormsNetwork(model.double(), (3, 32, 32)).margins(pixels, torch.tensor([1e-6]).double(), torch.tensor([0]))
+    assert bool(near.isfinite().all())
 
 
 def test_the_same_network_from_words() -> None:

@@ -1,5 +1,6 @@
 """Token mixing with a constant of 1: its function, and the constant of the reference networks."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise
 from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
+from certcli.nn.activations import SOFTMAX_SLOPE
 from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
 from certcli.nn.reference import TokenMixer
 from certcli.system.errors import ArchitectureError
@@ -29,6 +31,41 @@ def test_hard_attention_sorts_pairs_of_tokens_in_each_channel() -> None:
         mixing.shift.copy_(torch.tensor([[0.0], [0.0], [0.0], [9.0]]))
     tokens = torch.tensor([[[1.0], [5.0], [2.0], [3.0]]])
     assert mixing(tokens).flatten().tolist() == [2.0, 12.0, 1.0, 5.0]
+
+
+def test_soft_pairs_are_softmax_averages_drawn_to_their_mean() -> None:
+    torch.manual_seed(0)
+    mixing, x = TokenMaxMin(2, 3, 1, soft=True).double(), torch.randn(5, 2, 3, dtype=torch.float64)
+    pair = (x + mixing.shift).transpose(1, 2)  # (b, channels, the pair)
+    temperature = mixing.pair.log_temperature.exp()
+    attended = torch.stack([(sign * pair / temperature).softmax(-1).mul(pair).sum(-1) for sign in (1, -1)], dim=1)
+    mean = pair.mean(-1).unsqueeze(1)
+    torch.testing.assert_close(mixing(x), mean + (attended - mean) / SOFTMAX_SLOPE)
+    assert abs(SOFTMAX_SLOPE * math.tanh(SOFTMAX_SLOPE) - 1) < 1e-6
+
+
+def test_channels_that_do_not_meet_across_tokens_meet_within() -> None:
+    mixing = TokenMaxMin(2, 4, 1, across=2)
+    torch.nn.init.zeros_(mixing.shift)
+    tokens = torch.tensor([[[1.0, 2.0, 3.0, 4.0], [5.0, 0.0, 7.0, 6.0]]])
+    assert mixing(tokens).tolist() == [[[5.0, 2.0, 4.0, 3.0], [1.0, 0.0, 7.0, 6.0]]]
+
+
+@pytest.mark.parametrize("mixing", ["sort", "soft", "none"])
+def test_attention_between_maps_of_each_place_keeps_a_constant_of_1(mixing: str) -> None:
+    shape = {"img_size": 8, "patch": 4, "width": 8, "across": 4, "depth": 2, "mixing": mixing}
+    net = build.create("certvit_lip_attention_mnist", shape, initialise=True).double()
+    orthogonalise(net)
+    outcome = propagate(trace_network(net, (1, 8, 8)), RigorousArithmetic())
+    assert (
+        float(outcome.logits.base) <= 1 + 1e-8
+    )  # proven norms of three matrices and the patches, each rounded up by 5e-10
+    image = torch.rand(1, 1, 8, 8, dtype=torch.float64, requires_grad=True)
+    tokens = []
+    net.mixings[-1].register_forward_hook(lambda module, inputs, output: tokens.append(output))
+    net(image)
+    (gradient,) = torch.autograd.grad(tokens[0][:, 0].sum(), image)
+    assert bool(gradient[..., 4:, 4:].any()) == (mixing != "none")  # the last patch, seen by the first token
 
 
 def test_orthogonal_mixing_applies_each_heads_matrix_to_its_channels() -> None:
@@ -68,6 +105,7 @@ def test_without_mixing_no_token_depends_on_another() -> None:
     [
         lambda: OrthogonalMixing(4, 8, 3),
         lambda: TokenMaxMin(6, 8, 2),
+        lambda: TokenMaxMin(4, 8, 2, across=5),
         lambda: TokenMixer(1, 8, 4, 8, 2, "softmax", 2, [8], 3),
     ],
 )

@@ -77,6 +77,8 @@ def test_gitlab_runs_the_same_commands() -> None:
 
 
 def test_an_audit_that_ends_early_is_the_only_error(place: Path) -> None:
+    """`certvit` is replaced here by what it says of a missing file."""
+    (place / "bin" / "certvit").write_text("#!/bin/sh\necho certvit: no such file >&2\nexit 3\n")
     done = audited(place, "nowhere.safetensors")
     assert done.returncode == 3, done.stderr
     for step in STEPS[1 + [step.get("name") for step in STEPS].index("Audit") :]:

@@ -1,14 +1,17 @@
 """The table of `make gpu`: its rows are command lines that run, its comparison can fail, and without a GPU it says so."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import gpu
 from certcli.cli.main import COMMANDS
+from tests.helpers.forks import ended, fork
 
 
 def test_without_the_device_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -23,7 +26,20 @@ def asked(against_cpu: bool) -> argparse.Namespace:
     return argparse.Namespace(**given, against_cpu=against_cpu)
 
 
-def test_a_row_runs(tmp_path: Path) -> None:
+def forked(shell: list[str], cwd: Path, **_: object) -> SimpleNamespace:
+    """What subprocess.run says of such a program."""
+
+    def act() -> None:
+        os.chdir(cwd)
+        sys.argv = shell[2:]
+        exec(shell[2], {"__name__": "__main__"})
+
+    code = ended(fork(act, cwd / "out.txt", cwd / "err.txt"))
+    return SimpleNamespace(returncode=code, stdout=(cwd / "out.txt").read_text(), stderr=(cwd / "err.txt").read_text())
+
+
+def test_a_row_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(run=forked))
     last = gpu.table(asked(False), tmp_path, "cpu")[-1]
     assert last.startswith("| lipschitz | ")
     assert 0.1 < float(last.split("|")[5]) < 16  # GiB of this process

@@ -1,6 +1,7 @@
 """The code keeps to the picture of ARCHITECTURE.md, and `--help` needs no torch."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -11,13 +12,15 @@ DOMAINS = ("engine", "lipschitz", "enclosure", "rounding", "verification")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-TREES = {path: ast.parse(path.read_text()) for path in MODULES}
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imported(path: Path) -> set[str]:
     """Return every certcli module named in an import, at any depth of the file."""
     found = set()
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -68,7 +71,7 @@ def dependencies() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
         graph[name] = set()
-        body = [node for node in TREES[path].body if not isinstance(node, ast.If) or not is_for_types(node)]
+        body = [node for node in tree(path).body if not isinstance(node, ast.If) or not is_for_types(node)]
         for node in ast.walk(ast.Module(body, [])):
             if isinstance(node, ast.Import):
                 graph[name] |= {alias.name for alias in node.names} & names.keys()
@@ -92,7 +95,7 @@ def test_domains_import_at_the_top_of_their_files() -> None:
     for path in MODULES:
         if path.relative_to(PACKAGE).parts[0] not in DOMAINS:
             continue
-        inner = [node for node in TREES[path].body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        inner = [node for node in tree(path).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
         for node in ast.walk(ast.Module(inner, [])):
             if isinstance(node, ast.ImportFrom):
                 assert not (node.module or "").startswith("certcli"), f"{path}:{node.lineno}"
@@ -113,7 +116,7 @@ def test_help_imports_no_torch() -> None:
 def test_every_module_can_be_imported_first() -> None:
     """torchvision beside a CPU torch must be mended before timm is imported, whichever module a user imports first."""
     for path in MODULES:
-        top = [ast.unparse(node) for node in TREES[path].body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        top = [ast.unparse(node) for node in tree(path).body if isinstance(node, (ast.Import, ast.ImportFrom))]
         if path.relative_to(PACKAGE).parts[0] == "cli" or not any("timm" in line for line in top):
             continue
         packages = [folder / "__init__.py" for folder in path.parents if PACKAGE in [folder, *folder.parents]]
@@ -122,7 +125,7 @@ def test_every_module_can_be_imported_first() -> None:
 
 def test_no_pickle() -> None:
     for path in MODULES:
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 assert node.value.id != "pickle" or node.attr == "UnpicklingError", path
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":

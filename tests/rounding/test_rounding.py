@@ -232,7 +232,14 @@ def test_biases_that_cancel_certify_nothing_wrong(power: int) -> None:
 
 @pytest.mark.parametrize(
     "arch",
-    ["certvit_lip_digits", "certvit_vit_digits", "certvit_vit_pgd_2_3_16", "certvit_sort_mnist", "certvit_mix_mnist"],
+    [
+        "certvit_lip_digits",
+        "certvit_vit_digits",
+        "certvit_vit_pgd_2_3_16",
+        "certvit_sort_mnist",
+        "certvit_mix_mnist",
+        "certvit_lip_attention_mnist",
+    ],
 )
 def test_reference_networks_lose_next_to_nothing(arch: str) -> None:
     torch.manual_seed(0)

@@ -58,12 +58,12 @@ class Laboratory:
         commands: dict[Path, list[tuple[object, ...]]] = {
             plain: [
                 bound,
-                ("certify", *digits, 6, *local, "-e", "0.001", "-e", "0.02"),
-                ("certify", *digits, 5, *local, "--norm", "linf", "--seed", 1),
-                ("certify", *digits, 8, *noise),
+                ("certify", *digits, 3, *local, "-e", "0.001", "-e", "0.02"),
+                ("certify", *digits, 2, *local, "--norm", "linf", "--seed", 1),
+                ("certify", *digits, 4, *noise),
                 ("attack", *digits, 6, "-e", 0.2, "-a", "fgsm"),
             ],
-            certified: [bound, ("certify", *digits, 40, "-e", 0.1, "-e", "26/255", "-e", 0.3)],
+            certified: [bound, ("certify", *digits, 30, "-e", 0.1, "-e", "26/255", "-e", 0.3)],
         }
         self.networks, self.entries = list[Checkpoint](), list[Raw]()
         for path, given in commands.items():

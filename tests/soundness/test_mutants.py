@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.soundness.mutants.__main__ import place
-from tests.soundness.mutants.operators import mutants
+from tests.soundness.mutants.operators import mutants, mutated
 
 SOURCE = """
 def up(x):
@@ -42,7 +42,7 @@ def test_a_mutant_does_what_its_name_says(change: str, tmp_path: Path) -> None:
     scope: dict[str, Any] = {"math": math, "gamma": lambda terms: 0.0, "norm": lambda y: math.hypot(*y) ** 2}
     exec(compile(SOURCE, str(file), "exec"), scope)
     assert scope["f"](9, notes=[]) == 24.25
-    assert place(mutant, [scope["f"], scope["up"]])
+    assert place(compile(mutated(mutant), str(file), "exec"), [scope["f"], scope["up"]])
     assert scope["f"](9, notes=[]) == round(CHANGES[change], 9)
     assert file.read_text() == SOURCE
 

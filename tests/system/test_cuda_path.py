@@ -14,6 +14,7 @@ from tests.helpers.grids import EVERY
 from tests.helpers.pretended_cuda import pretended_cuda
 
 DATA = ("--dataset", "digits", "--limit", 2)
+NOISE = ("--n0", 4, "--samples", 12, "-e", 0.01)
 PATCH = ("--patch", 2, *DATA)
 LAYER = ("--layers", "blocks.0.mlp.fc1", "--iterations", 5, "--eta", 0.1)
 COMMANDS: dict[str, tuple[str, Sequence[object]]] = {
@@ -21,7 +22,7 @@ COMMANDS: dict[str, tuple[str, Sequence[object]]] = {
     **{
         f"certify, {name}": (
             f"certify {'CHAIN' if name in ('bcp', 'local-lip') else 'NET'} --method {name}",
-            PATCH if name == "patch" else DATA,
+            PATCH if name == "patch" else (*DATA, *NOISE) if name == "smoothing" else DATA,
         )
         for name in METHODS.names()
         if name not in ("bcp", "local-lip") or EVERY  # chains: seconds each
@@ -30,8 +31,8 @@ COMMANDS: dict[str, tuple[str, Sequence[object]]] = {
     "attack, patch": ("attack NET --norm patch --patch 2", DATA),
     "constrain": ("constrain NET -o OUT --force", LAYER),
     "adapt": ("adapt NET -o OUT --force", DATA),
-    "adapt, a new head": ("adapt NET -o OUT --force --goal certify --head 8,8", DATA),
-    "finetune": ("finetune NET -o OUT --force --steps 1 --dataset digits --augment crop,warp", ()),
+    "adapt, a new head": ("adapt NET -o OUT --force --goal certify --head 8,8 --epochs 1", DATA),
+    "finetune": ("finetune NET -o OUT --force --steps 1 --batch-size 4 --validation-limit 4 --augment crop,warp", DATA),
 }
 """By name: words, and more of them. NET and OUT are paths."""
 

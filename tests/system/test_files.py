@@ -17,6 +17,7 @@ from certcli.checkpoint.shards import INDEX, named
 from certcli.system.errors import OutputError, UsageError
 from certcli.system.files import atomic_file, is_stream, require_absent, sweep
 from tests.helpers.commands import certvit
+from tests.helpers.forks import ended, fork
 from tests.helpers.runs import FEW, RUNS, WRITING, M, named_words
 
 
@@ -136,14 +137,14 @@ def test_force_deletes_the_files_of_a_killed_run(tmp_path: Path) -> None:
     index = tmp_path / INDEX
     write_shards(index, tensors, {}, most=32)
     before = left(tmp_path)
-    code = (
-        "import os, signal, torch; from pathlib import Path; from certcli.checkpoint.file import write_shards\n"
-        "class Deadly(torch.Tensor):\n"
-        "    def cpu(self): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "tensors = {'t0': torch.zeros(8), 't1': torch.zeros(8).as_subclass(Deadly), 't2': torch.zeros(8)}\n"
-        f"write_shards(Path({str(index)!r}), tensors, {{}}, True, 32)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+
+    class Deadly(torch.Tensor):
+        def cpu(self) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    others = {"t0": torch.zeros(8), "t1": torch.zeros(8).as_subclass(Deadly), "t2": torch.zeros(8)}
+    killed = fork(lambda: write_shards(index, others, {}, True, 32), Path(os.devnull), Path(os.devnull))
+    assert ended(killed) == -signal.SIGKILL
     assert len(left(tmp_path) - before) == 3, "a whole file, a torn one, and the index's"
     foreign = tmp_path / "model-00007-of-00009.safetensors"
     shutil.copy(next(tmp_path.glob("model-00001-of-*")), foreign)

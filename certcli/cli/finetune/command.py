@@ -26,5 +26,5 @@ def finetune(order: Order, talk: Talk = Talk()) -> None:
 
     if order.settings.time_budget is not None and order.settings.steps is not None:
         raise UsageError("--steps and --time-budget both say how long", "one of the two")
-    settings = replace(order.settings, batch_size=order.machine.batch_size, seed=order.data.seed)
+    settings = replace(order.settings, seed=order.data.seed)
     Training(replace(order, settings=settings), talk.sink()).run()

@@ -6,8 +6,20 @@ import typer
 
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
-from certcli.cli.shared.groups import Data, Machine, Output, Source
+from certcli.cli.shared.groups import Data, Device, Output, Source
 from certcli.finetune.settings import FinetuneSettings
+
+
+@group("Machine")
+class TrainingMachine(Device):
+    """The device, and the number of images in a batch."""
+
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=options.MOST_IMAGES, help="Images in a batch. Default: 128, with stiefel 512 for 25,600 or more."
+        ),
+    ] = None
 
 
 @group()
@@ -40,5 +52,5 @@ class Order:
         options.Reads(),
     ] = None
     data: Data = Data()
-    machine: Machine = Machine(batch_size=128)
+    machine: TrainingMachine = TrainingMachine()
     output: Output = Output()

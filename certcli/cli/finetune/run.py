@@ -53,6 +53,7 @@ class Training:
         """Train, and write the best and the last weights."""
         from certcli.evaluation.seen import kept_of
         from certcli.finetune.loop import Trainer, identity
+        from certcli.finetune.optimisers import default_batch
         from certcli.finetune.shards import share_out
         from certcli.finetune.state import KEY, load_state
         from certcli.finetune.step import Diverged
@@ -64,6 +65,8 @@ class Training:
         order, sink = self.order, self.sink
         train, validation = self._images()
         sink.note(f"{len(train)} training and {len(validation)} validation images of {train.name}")
+        batch = order.machine.batch_size or default_batch(self.settings.optimiser, len(train))
+        self.settings = replace(self.settings, batch_size=batch)
         self.seen = kept_of(train) if team().leads else {}
         device = order.machine.pick()
         teacher = None

@@ -101,11 +101,10 @@ class Calibration(Data):
 
 
 @group("Machine")
-class Machine:
-    """The device, and the number of images in a batch."""
+class Device:
+    """The device to compute on."""
 
     device: options.Device = "auto"
-    batch_size: options.BatchSize = 128
 
     def pick(self) -> torch.device:
         """Return the device; `auto` is CUDA where there is one, else the CPU. Each of several processes has its own GPU.
@@ -126,6 +125,13 @@ class Machine:
         except (RuntimeError, AssertionError, ValueError) as failure:
             raise UsageError(f"no device '{name}' here", "--device auto, cpu, cuda, cuda:1, mps") from failure
         return device
+
+
+@group("Machine")
+class Machine(Device):
+    """The device, and the number of images in a batch."""
+
+    batch_size: options.BatchSize = 128
 
 
 @group("Output")

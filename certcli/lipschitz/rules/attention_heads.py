@@ -76,13 +76,6 @@ def head_maps(ctx: Context, x: Value, module: LipschitzAttention, *names: str) -
     return replace(folded, waiting=None), found
 
 
-def require_tokens(ctx: Context, x: Value, what: str, attn_mask: object = None, is_causal: bool = False) -> int:
-    """Return n of tokens (b, n, d); NoRule for another shape, or for a mask of another kind than a window's."""
-    ctx.require(attn_mask is None and not is_causal, f"{what} with a mask that is not one of windows")
-    ctx.require(len(x.shape) == 3, f"{what} of another shape than (b, n, d)")
-    return int(x.shape[-2])
-
-
 def require_bounded(ctx: Context, x: Value, what: str) -> None:
     """Raise NoRule where nothing bounds the length of a token."""
     if ctx.arith.rigorous and not x.size.fibre.finite:

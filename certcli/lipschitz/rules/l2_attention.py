@@ -11,7 +11,7 @@ from certcli.engine.table import NoRule
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Scalar, lambert_w_upper
 from certcli.lipschitz.numerics.spectral import up
-from certcli.lipschitz.rules.attention_heads import combined, head_maps, mixed, require_bounded, require_tokens
+from certcli.lipschitz.rules.attention_heads import combined, head_maps, mixed, require_bounded
 from certcli.lipschitz.rules.attention_positions import Prior, exp_twice, gates, position_logits, prior
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
@@ -139,7 +139,7 @@ def l2_attention(
     ctx: Context, module: L2Attention, x: Value, attn_mask: Any = None, is_causal: bool = False, mask: Any = None
 ) -> Value:
     """Theorems 6.1 to 6.3: [P_h q_h]_h has constant c |W_Q|, heads acting on disjoint parts of q; then `proj`."""
-    tokens, arith = require_tokens(ctx, x, "L2 attention", attn_mask, is_causal), ctx.arith
+    tokens, arith = x.shape[-2], ctx.arith
     inputs, (query,) = head_maps(ctx, x, module, "query")
     tied, two = tied_logits(ctx, module, mask, tokens), arith.const(2.0)
     each = [a + two * s + two * t for a, s, t in zip(tied.averaging, tied.spread, tied.others, strict=True)]
@@ -165,7 +165,7 @@ def l2_untied_value_attention(
 ) -> Value:
     """Theorem 6.3, v and z linear in tokens of bounded norm; then `proj`."""
     what = "L2 attention with untied values"
-    tokens = require_tokens(ctx, x, what, attn_mask, is_causal)
+    tokens = x.shape[-2]
     inputs, (query, value) = head_maps(ctx, x, module, "query", "value")
     require_bounded(ctx, inputs, what)
     arith, temperature = ctx.arith, _temperature(ctx, module)

@@ -55,7 +55,7 @@ def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
     pending = Affine(axis=-3, width=len(std), gain=gain, bias=shift, source=(ctx.path,))
     # a pixel in [0, 1] becomes a number in [-mean / std, (1 - mean) / std]
     mean = module.mean.double().flatten()
-    reach = float((torch.maximum(mean.abs(), (1 - mean).abs()) * gain.abs()).max()) * (1 + 1e-12)
+    reach = float((torch.maximum(mean, 1 - mean) * gain.abs()).max()) * (1 + 1e-12)
     box = Size(ctx.arith, x.shape, peak=lambda: ctx.arith.const(reach)) if ctx.box(x) else None
     pending = replace(pending, result=box)
     return replace(x, size=x.size.along(-3), waiting=pending)

@@ -5,7 +5,7 @@ from typing import Any
 
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.spectral import up
-from certcli.lipschitz.rules.attention_heads import combined, head_maps, mixed, require_tokens
+from certcli.lipschitz.rules.attention_heads import combined, head_maps, mixed
 from certcli.lipschitz.rules.attention_positions import exp_twice, gates, prior
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
@@ -18,8 +18,7 @@ def cosine_attention(
     ctx: Context, module: CosineAttention, x: Value, attn_mask: Any = None, is_causal: bool = False, mask: Any = None
 ) -> Value:
     """Theorem 10.1: nu/sqrt(eps) (|P| |W_V| + tau |W_Q| + tau sqrt(n min(1/2, max p)) |W_K|), head by head."""
-    what = "cosine attention"
-    tokens, arith, heads = require_tokens(ctx, x, what, attn_mask, is_causal), ctx.arith, module.num_heads
+    tokens, arith, heads = x.shape[-2], ctx.arith, module.num_heads
     inputs, (query, key, value) = head_maps(ctx, x, module, "query", "key", "value")
     positions, gate = prior(ctx, module, mask, tokens), gates(ctx, module, tokens)
     n, half = arith.const(float(tokens)), arith.const(0.5)
@@ -51,8 +50,7 @@ def lipschitz_norm_attention(
     mask: Any = None,
 ) -> Value:
     """Theorem 10.2: |P| |W_V| + |W_Q| + sqrt(min(1/2, max p)) |W_K| + the two largest of the three, head by head."""
-    what = "LipschitzNorm attention"
-    tokens, arith, heads = require_tokens(ctx, x, what, attn_mask, is_causal), ctx.arith, module.num_heads
+    tokens, arith, heads = x.shape[-2], ctx.arith, module.num_heads
     inputs, (query, key, value) = head_maps(ctx, x, module, "query", "key", "value")
     positions, gate = prior(ctx, module, mask, tokens), gates(ctx, module, tokens)
     n, half, one = arith.const(float(tokens)), arith.const(0.5), arith.const(1.0)

@@ -12,11 +12,14 @@ from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.spectral import up
-from certcli.lipschitz.rules.attention_heads import require_tokens
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
+from certcli.nn.activations import MaxMin, SoftMaxMin
 from certcli.nn.conv_attention import ConvAttention
 from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
+
+LARGEST = 80.0
+"""Largest logarithm of a temperature: its inverse is finite in float32."""
 
 
 def _centred_convolution(module: ConvAttention) -> bool:
@@ -36,7 +39,7 @@ def token_convolution(
     ctx: Context, module: ConvAttention, x: Value, attn_mask: object = None, is_causal: bool = False
 ) -> Value:
     """The norm of one convolution with the taps W_O K_t M, where M was pending on each token."""
-    tokens = require_tokens(ctx, x, "a convolution over tokens", attn_mask, is_causal)
+    tokens = x.shape[-2]
     arith, conv, proj = ctx.arith, module.convolution, module.proj
     x = ctx.on_axis(x)
     pending = x.pending
@@ -86,16 +89,29 @@ def orthogonal_mixing(ctx: Context, module: OrthogonalMixing, x: Value) -> Value
     return _mixed(ctx, x, arith.largest(norms), module.shift, why, before=False)
 
 
-@rules.module(TokenMaxMin)
+def _known_pairs(module: TokenMaxMin) -> bool:
+    pair = any(runs_known_code(module.pair, kind) for kind in (MaxMin, SoftMaxMin))
+    return pair and runs_known_code(module.within, MaxMin)
+
+
+@rules.module(TokenMaxMin, when=_known_pairs)
 def token_max_min(ctx: Context, module: TokenMaxMin, x: Value) -> Value:
-    """The entries of x + p, in another order within each channel at every point: 1."""
-    one = ctx.arith.const(1.0)
-    return _mixed(ctx, x, one, module.shift, "pairs of tokens sorted in each channel: a permutation at every point")
+    """Disjoint pairs of entries of x + p, each mapped with slope 1, without growth: 1."""
+    how = "pairs of tokens sorted in each channel: a permutation at every point"
+    if isinstance(module.pair, SoftMaxMin):
+        ctx.require(bool(module.pair.log_temperature.detach().abs() < LARGEST), "a temperature that is 0 or infinite")
+        how = "softmax averages of pairs of tokens in each channel, their distance divided by the largest slope"
+    return _mixed(ctx, x, ctx.arith.const(1.0), module.shift, how, columns=module.across == module.shift.shape[1])
 
 
-def _mixed(ctx: Context, x: Value, constant: Scalar, shift: Tensor, why: str, before: bool = True) -> Value:
-    """Return the value after a mixing with this constant in every channel; the shift p comes before or after it."""
-    require_tokens(ctx, x, "token mixing")
+def _mixed(
+    ctx: Context, x: Value, constant: Scalar, shift: Tensor, why: str, before: bool = True, columns: bool = True
+) -> Value:
+    """Return the value after a mixing with this constant; the shift p comes before or after it.
+
+    Args:
+        columns: each channel of all tokens is mapped to itself, so that columns grow by the constant at most.
+    """
     x, arith = ctx.settle(x), ctx.arith
     old = x.size
 
@@ -103,12 +119,12 @@ def _mixed(ctx: Context, x: Value, constant: Scalar, shift: Tensor, why: str, be
         length = arith.length(arith.matrix(shift.reshape(-1, 1)))
         return constant * length if before else length
 
-    # a column (one channel of all tokens) is mapped to a column; tokens themselves may grow
+    # tokens themselves may grow
     return ctx.chain(
         x,
         constant,
         why,
-        lambda: constant * old.fibre_along(-2) + moved(),
+        lambda: constant * (old.fibre_along(-2) if columns else old.total) + moved(),
         axis=-2,
         total=lambda: constant * old.total + moved(),
     )

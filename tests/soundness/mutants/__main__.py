@@ -5,14 +5,14 @@ No file of certcli is written. The answers are JSON lines, from which a later ru
 """
 
 import argparse
+import builtins
 import gc
 import importlib
 import json
 import os
 import random
 import resource
-import sys
-import threading
+import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -22,14 +22,26 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.workshop import Workshop
 from tests.soundness.mutants.operators import CHECKS, Mutant, mutants, mutated
+from tests.soundness.mutants.reached import marked
 from tests.soundness.mutants.rooms import ROOMS, ROOT
 
 CRASHES = (TypeError, AttributeError, NameError, LookupError, RuntimeError)
 """Of one of these a mutant dies at once: it never had a bound, so it is not counted (except where a check is gone)."""
+LONGEST = 1.0
+"""CPU seconds of a test while its lines are traced; a longer one is left out."""
 EQUIVALENT = Path(__file__).with_name("equivalent.tsv")
 """Mutant, tab, why no law can or should see it."""
 Json = dict[str, Any]
+
+
+class TooLong(BaseException):
+    """A test took more than LONGEST."""
+
+
+def too_long(number: int, frame: FrameType | None) -> None:
+    raise TooLong
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
@@ -50,9 +62,8 @@ def functions_by_file() -> dict[str, list[FunctionType]]:
     return found
 
 
-def place(mutant: Mutant, functions: list[FunctionType]) -> bool:
-    """Give the functions of the mutant's file its code. False where it fits none of them."""
-    whole = compile(mutated(mutant), str(mutant.path), "exec")
+def place(whole: CodeType, functions: list[FunctionType]) -> bool:
+    """Give the functions of a file its new code. False where it fits none of them."""
     new = {(code.co_qualname, code.co_firstlineno): code for code in codes(whole)}
     changed = False
     for function in functions:
@@ -87,10 +98,11 @@ def forked(work: Callable[[], Json], seconds: float) -> Json:
 class Campaign:
     """A pytest plugin: in place of its loop over the collected tests come the mutants."""
 
-    def __init__(self, room: str, options: argparse.Namespace, deadline: float) -> None:
-        self.room, self.options, self.deadline = room, options, deadline
+    def __init__(self, room: str, options: argparse.Namespace, seconds: float) -> None:
+        self.room, self.options, self.seconds = room, options, seconds
         self.state = Path(options.state) / f"{room}.jsonl"
         self.failed: Json | None = None
+        self.timed = False
         self.lines: set[str] = set()  # that the running test or fixture has run
         self.fixtures: dict[str, set[str]] = defaultdict(set)
 
@@ -103,13 +115,23 @@ class Campaign:
         return report
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Any:
+        if self.timed:
+            signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST)
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Any:
-        before, self.lines = self.lines, set()
+        before = set(self.lines)
+        self.lines.clear()
         try:
             return (yield)
         finally:
             self.fixtures[fixturedef.argname] |= self.lines
-            self.lines = before
+            self.lines |= before
 
     def run(self, items: list[pytest.Item]) -> Json:
         for item, following in zip(items, [*items[1:], None], strict=True):
@@ -118,30 +140,22 @@ class Campaign:
                 return self.failed
         return {"status": "survived", "by": f"{len(items)} tests"}
 
-    def tracing(self, items: list[pytest.Item], files: set[str]) -> Json:
+    def tracing(self, items: list[pytest.Item], files: list[Path]) -> Json:
         """Run all tests once; return `file:line` -> [name, seconds] of each test that runs it."""
-        ran, calls = defaultdict(list), Counter[int]()
-
-        def local(frame: FrameType, event: str, argument: object) -> Any:
-            if event == "line":
-                self.lines.add(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-            return local
-
-        def traced(frame: FrameType, event: str, argument: object) -> Any:
-            code = frame.f_code
-            if code.co_filename not in files:
-                return None
-            calls[id(code)] += 1
-            return local if calls[id(code)] <= 8 else None  # later calls seldom run other lines
-
-        threading.settrace(traced)
+        ran, functions = defaultdict(list), functions_by_file()
+        self.lines = builtins.__reached__ = set()  # type: ignore[attr-defined]
+        for file in files:
+            place(marked(file), functions[str(file)])
+        signal.signal(signal.SIGVTALRM, too_long)
+        self.timed = True
         for item, following in zip(items, [*items[1:], None], strict=True):
-            self.lines, self.failed, start = set(), None, time.process_time()
-            calls.clear()
-            sys.settrace(traced)
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            sys.settrace(None)
-            if self.failed is None:  # a test that fails without a mutant kills none
+            self.lines.clear()
+            self.failed, start = None, time.process_time()
+            try:
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            except TypeError as error:  # pytest's words for a line that has no number, where TooLong happened to fall
+                self.failed = {"by": str(error)}
+            if self.failed is None:  # a test that fails or takes too long without a mutant kills none
                 own = [self.fixtures[name] for name in getattr(item, "fixturenames", ())]
                 for line in self.lines.union(*own):
                     ran[line].append([item.nodeid, time.process_time() - start])
@@ -151,36 +165,56 @@ class Campaign:
         room, options = ROOMS[self.room], self.options
         for file in room.files():  # before a fork: a later import would bring the code without its mutant
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
-        session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all forks
+        made = session.config._tmp_path_factory.getbasetemp() / "workshop"  # type: ignore[attr-defined]
+        made.symlink_to(self.state.with_name("workshop").resolve())  # networks that no mutant has a part in
         functions = functions_by_file()
         self.state.parent.mkdir(parents=True, exist_ok=True)
         alike = [name for name in ROOMS if ROOMS[name].tests == room.tests]  # traced together
         mapped = self.state.with_name("+".join(alike) + ".lines.json")
         if not mapped.exists() or options.trace:
-            files = {str(file) for name in alike for file in ROOMS[name].files()}
+            files = sorted({file for name in alike for file in ROOMS[name].files()})
             mapped.write_text(json.dumps(forked(lambda: self.tracing(session.items, files), 3000)))
         ran, items = json.loads(mapped.read_text()), {item.nodeid: item for item in session.items}
+        by_file: dict[str, dict[str, float]] = defaultdict(dict)  # for lambdas outside of functions
+        for line, tests in ran.items():
+            by_file[line.rsplit(":", 1)[0]].update(dict(tests))
         done = {row["key"]: row["status"] for row in answers(self.state)}
-        wanted = "survived" if options.survivors else None
+        wanted, deadline = "survived" if options.survivors else None, time.monotonic() + self.seconds
         for mutant in [mutant for mutant in chosen(self.room, options) if done.get(mutant.key) == wanted]:
-            if time.monotonic() > self.deadline:
+            if time.monotonic() > deadline:
                 break
-            tests = {name: cost for line in mutant.lines for name, cost in ran.get(f"{mutant.path}:{line}", [])}
+            anywhere = by_file[str(mutant.path)] if f"{mutant.path.name} : " in mutant.key else {}
+            tests = dict(ran.get(f"{mutant.path}:{mutant.lines[1]}", anywhere))
             picked, cost = [], 0.0
-            for name, seconds in sorted(tests.items(), key=lambda test: test[1]):
+            for name, seconds in in_turn(tests):
                 if name in items and (not picked or cost + seconds <= options.tests):
                     picked.append(items[name])
                     cost += seconds
 
             def trial(mutant: Mutant = mutant, picked: list[pytest.Item] = picked) -> Json:
-                return self.run(picked) if place(mutant, functions[str(mutant.path)]) else {"status": "misfit"}
+                whole = compile(mutated(mutant), str(mutant.path), "exec")
+                return self.run(picked) if place(whole, functions[str(mutant.path)]) else {"status": "misfit"}
 
-            answer = forked(trial, 10 * cost + 20) if picked else {"status": "survived", "by": "no test"}
+            start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+            answer = forked(trial, 4 * cost + 5) if picked else {"status": "survived", "by": "no test"}
+            spent = round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start, 2)
             if answer["status"] == "crash" and mutant.operator in CHECKS:
                 answer["status"] = "killed"
             with self.state.open("a") as out:
-                out.write(json.dumps({"key": mutant.key, "operator": mutant.operator, **answer}) + "\n")
+                out.write(
+                    json.dumps({"key": mutant.key, "operator": mutant.operator, **answer, "seconds": spent}) + "\n"
+                )
         return True
+
+
+def in_turn(tests: dict[str, float]) -> list[tuple[str, float]]:
+    """Return one case of each test, the quickest first, then a second case of each, and so on."""
+    seen = Counter[str]()
+    turns = []
+    for name, seconds in sorted(tests.items(), key=lambda test: test[1]):
+        seen[name.split("[")[0]] += 1
+        turns.append((seen[name.split("[")[0]], seconds, name))
+    return [(name, seconds) for _, seconds, name in sorted(turns)]
 
 
 def answers(state: Path) -> list[Json]:
@@ -228,7 +262,7 @@ def score(state: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--room", choices=ROOMS, action="append", help="these rooms only")
-    parser.add_argument("--seconds", type=float, default=600, help="stop after this time, divided among the rooms")
+    parser.add_argument("--seconds", type=float, default=600, help="of mutants, divided among the rooms")
     parser.add_argument("--count", type=int, default=60, help="mutants of a room, drawn with --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="only mutants whose name contains this")
@@ -238,14 +272,16 @@ def main() -> None:
     parser.add_argument("--state", default="build/mutants", help="the folder of the answers")
     options = parser.parse_args()
     rooms = options.room or list(ROOMS)
+    workshop = Workshop(options.state, "workshop")
+    workshop.mkdir(parents=True, exist_ok=True)
+    workshop / "certified.safetensors"
     for room in rooms:
         process = os.fork()  # a pytest of its own for each room
         if process == 0:
             tests = [str(ROOT / "tests" / test) for test in ROOMS[room].tests]
             quiet = ["-o", "addopts=", "--import-mode=importlib"]
             quiet += [word for name in ("terminal", "xdist", "cacheprovider") for word in ("-p", f"no:{name}")]
-            deadline = time.monotonic() + options.seconds / len(rooms)
-            pytest.main([*tests, *quiet], plugins=[Campaign(room, options, deadline)])
+            pytest.main([*tests, *quiet], plugins=[Campaign(room, options, options.seconds / len(rooms))])
             os._exit(0)
         os.waitpid(process, 0)
     score(Path(options.state))

@@ -24,6 +24,8 @@ NORMS = ("norm", "sigma", "length", "norm1", "norm2", "fibres", "root_up", "boun
 LAYOUT = ("dim", "keepdim", "device", "strict", "hint", "path", "name", "why")
 """Keywords without which a call means the same, raises, or words a message otherwise."""
 COUNTS = ("len", "count", "tokens", "heads", "size", "shape", "taps", "width", "numel", "classes", "images")
+MEMORY = ("at_once", "_batches", "itemsize", "element_size", "nbytes")
+"""Functions and attributes that say how much fits into memory: on their numbers no certificate rests."""
 REFUSED = ("None", "False", "INF", "math.inf", "inf", "ZERO")
 CHECKS = ("check skipped", "condition dropped", "call skipped", "negation dropped", "end of a range")
 """Mutations that a crash rightly kills: a check is there so that nothing crashes later."""
@@ -93,13 +95,25 @@ def _called(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
             yield "option ignored", ast.Call(node.func, node.args, [k for k in node.keywords if k is not keyword])
 
 
+def _is_limit(node: ast.expr) -> bool:
+    """Tell whether a number is a limit that somebody chose: whether the limit itself is beyond it, makes no difference."""
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name.isupper() or (
+        isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and node.value >= 16
+    )
+
+
 def _variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """Yield what this node becomes, with the name of the mutation."""
+    if any(getattr(part, "attr", "") in MEMORY for part in ast.walk(node)):
+        return
     if isinstance(node, ast.BinOp):
         yield from _binary(node)
     elif isinstance(node, ast.Call):
         yield from _called(node)
     elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in TURNED:
+        if any(_is_limit(part) for part in (node.left, *node.comparators)):
+            return
         yield "end of a range", ast.Compare(node.left, [TURNED[type(node.ops[0])]()], node.comparators)
     elif isinstance(node, ast.BoolOp):
         for gone in node.values:
@@ -163,7 +177,8 @@ class _Visitor(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> ast.AST:
         placed: ast.AST | None = None
         self.statement = node.lineno if isinstance(node, ast.stmt) else self.statement
-        for operator, variant in _variants(node) if self.inside else ():
+        rests = self.inside and not any(name in MEMORY for name in self.names)
+        for operator, variant in _variants(node) if rests else ():
             if self.chosen is None:
                 change = [" ".join(ast.unparse(copy.deepcopy(part)).split())[:90] for part in (node, variant)]
                 place = ".".join(self.names)

@@ -1,0 +1,127 @@
+"""Constants of attention computed once more from the statements in docs/bounds.md: bounds far above slopes keep each term."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from certcli.lipschitz.network import bound_network
+from certcli.nn.norms import FloorNorm
+from tests.nn.test_attention import PLACES, SHIFTED, WIDTH, Lone, replacement, stir
+
+FLOOR, RADIUS, N = 0.125, WIDTH**0.5, 4
+Term = tuple[Tensor, Tensor]
+"""c_h, one number a head, and W_h, (heads, dh, width)."""
+
+
+def norms(matrices: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(matrices, 2)
+
+
+def together(terms: list[Term], pairs: list[Term] | None = None) -> float:
+    """Section 5.4; pairs: of these, the two largest count."""
+    every = terms + (pairs or [])
+    by_term = sum(float(norms((c[:, None, None] * w).flatten(0, 1))) for c, w in every)
+    heads = torch.stack([c * norms(w) for c, w in terms]).sum(0)
+    if pairs:
+        heads = heads + torch.stack([c * norms(w) for c, w in pairs]).topk(2, 0).values.sum(0)
+    return min(by_term, float(heads.norm()))
+
+
+def lambert(z: Tensor) -> Tensor:
+    w = z.log1p()
+    for _ in range(60):
+        w = w - (w * w.exp() - z) / (w.exp() * (1 + w))
+    return w
+
+
+class Layer:
+    """What the theorems speak of: the maps of the heads, B, its softmax, and the gates."""
+
+    def __init__(self, module: nn.Module, mask: Tensor | None) -> None:
+        self.module, heads = module, module.num_heads
+        bias = torch.zeros(1, heads, N, N, dtype=torch.float64)
+        bias = bias if module.window_size is None else bias + module.position_bias()
+        self.bias = bias if mask is None else bias + mask[:, None]
+        pi = self.bias.softmax(-1)
+        self.columns, self.peak = pi.sum(-2).amax((0, 2)), pi.amax((0, 2, 3))
+        self.root = pi.square().sum(-2).sqrt().amax((0, 2))
+        self.keep, self.fixed = torch.ones(heads).double(), torch.zeros(heads).double()
+        if module.gated:
+            gate = module.gating_param.sigmoid()
+            positions = module.pos_proj(module.get_rel_indices(N).double()).permute(0, 3, 1, 2).softmax(-1)[0]
+            self.keep, self.fixed = 1 - gate, gate * norms(positions)
+
+    def map(self, name: str) -> Tensor:
+        return getattr(self.module, name).weight.view(self.module.num_heads, -1, WIDTH)
+
+    def cosine(self) -> float:
+        nu, tau = self.module.nu.abs(), self.module.tau.abs()
+        grown = (2 * tau).exp()
+        a = (grown * self.columns).clamp_max(N).sqrt()
+        b = (N * (grown * self.peak).clamp_max(0.5)).sqrt()
+        of_key, of_query = self.keep * nu * tau * b, self.keep * nu * tau
+        of_value = nu * (self.keep * a + self.fixed)
+        return together([(of_value, self.map("value")), (of_query, self.map("query")), (of_key, self.map("key"))])
+
+    def lipschitz_norm(self) -> float:
+        eta = math.exp(2)
+        a = (self.columns + 2 * self.root + (eta - 3) * self.peak).clamp_max(N).sqrt()
+        b = (eta * self.peak).clamp_max(0.5).sqrt()
+        q, k, v = self.map("query"), self.map("key"), self.map("value")
+        terms = [(self.keep * a + self.fixed, v), (self.keep, q), (self.keep * b, k)]
+        return together(terms, [(self.keep, part) for part in (q, k, v)])
+
+    def l2(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the constant of 6.2, and R_z, a, 2 (b_1 + b_2) of 6.3, for each head."""
+        other = ~torch.eye(N, dtype=torch.bool)
+        b = self.bias - self.bias.diagonal(dim1=-2, dim2=-1)[..., None]
+        rows = lambert(((b - 1).exp() * other).sum(-1))
+        each = lambert((b - 1).exp()) * other
+        average = (1 + (b.sigmoid() * other).sum(-2).amax((0, 2))).sqrt()
+        spread, others = rows.amax((0, 2)), (rows[..., None] * each).sum(-2).amax((0, 2)).sqrt()
+        z = RADIUS * norms(self.map("query")) * self.module.head_dim**-0.25
+        grown = (4 * z * z).exp()
+        a = torch.minimum(average, (grown * self.columns).sqrt())
+        first = torch.minimum(spread.sqrt(), z)
+        second = torch.minimum(
+            each.sum(-2).amax((0, 2)).sqrt(), 2 * z * (N * (grown * self.peak).clamp_max(0.5)).sqrt()
+        )
+        return average + 2 * spread + 2 * others, z, a, 2 * (first + second)
+
+    def tied(self) -> float:
+        everywhere, z, a, moving = self.l2()
+        return together([(self.keep * torch.minimum(everywhere, a + z * moving) + self.fixed, self.map("query"))])
+
+    def untied(self) -> float:
+        _, _, a, moving = self.l2()
+        of_query = self.keep * RADIUS * norms(self.map("value")) * moving * self.module.head_dim**-0.25
+        return together([(self.keep * a + self.fixed, self.map("value")), (of_query, self.map("query"))])
+
+
+THEOREMS = {
+    "scsa-attention": Layer.cosine,
+    "lnorm-attention": Layer.lipschitz_norm,
+    "l2-attention": Layer.tied,
+    "l2-untied-value-attention": Layer.untied,
+}
+
+
+@pytest.mark.parametrize("size", [0.05, 0.4, 2.0])  # of weights: each side of each minimum counts in one of them
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", THEOREMS)
+@torch.no_grad()
+def test_the_constant_is_that_of_the_theorem(name: str, place: str, size: float) -> None:
+    attention = replacement(name, PLACES[place]()).double().eval()
+    stir(attention, size)
+    mask = SHIFTED.double() if place == "shifted" else None
+    for part in attention.children():
+        if part.bias is not None:
+            part.bias.zero_()
+        part.weight -= part.weight.mean(1, keepdim=True)  # FloorNorm takes the mean of a token away, and may be folded
+    attention.proj.weight.copy_(torch.eye(WIDTH))
+    result = bound_network(Lone(attention, mask, FloorNorm(WIDTH, FLOOR)).double().eval(), (8, WIDTH), 3)
+    expected = THEOREMS[name](Layer(attention, mask)) / FLOOR
+    # 1e-9 below: the rounding of the numbers here; 1e-6 above: outward rounding, and gates that are widened by 2^-40
+    assert expected * (1 - 1e-9) <= float(result.upper) <= expected * (1 + 1e-6)

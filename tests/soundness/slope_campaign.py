@@ -1,0 +1,79 @@
+"""A long campaign against the rules of the global bound: no slope that is found exceeds the bound, whatever the weights.
+
+    python -m tests.soundness.slope_campaign --checks 1000000 --seed 0
+
+Each round draws every case of tests/helpers/lipschitz_cases.py with new weights, climbs its slope (Jacobians) and measures it
+between pairs of images, near and far, at once in a batch. Prints a table of rules by their tightest ratio of slope to bound;
+exits 1 at a slope above its bound.
+"""
+
+import argparse
+import itertools
+import math
+import sys
+import time
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from certcli.lipschitz.network import bound_network
+from tests.helpers.lipschitz_cases import RULES, build
+from tests.helpers.slopes import IMAGE, steepest
+
+PAIRS, ALONE, STEPS = 400, 10, 4
+EDGES = (0.999, 0.9, 0.5, 0.1)
+"""Of the ratios, for the table."""
+
+
+@torch.no_grad()
+def slopes_of_pairs(net: nn.Module, seed: int) -> Tensor:
+    """Return slopes between two images of the box, of `PAIRS` pairs at distances of 1e-7 to 3; of a few without batches."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(PAIRS, *IMAGE, generator=generator, dtype=torch.float64)
+    starts = torch.cat([noise[: PAIRS // 2], noise[PAIRS // 2 :].round()])
+    moves = torch.randn(PAIRS, *IMAGE, generator=generator, dtype=torch.float64)
+    moves /= moves.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+    lengths = 10 ** (torch.rand(PAIRS, 1, 1, 1, generator=generator, dtype=torch.float64) * 7.5 - 7)
+    others = (starts + lengths * moves).clamp(0, 1)
+    try:
+        results = [net(images).reshape(PAIRS, -1) for images in (starts, others)]
+    except RuntimeError:  # a case that takes one image at a time
+        starts, others = starts[:: PAIRS // ALONE], others[:: PAIRS // ALONE]
+        results = [torch.stack([net(image[None]).flatten() for image in images]) for images in (starts, others)]
+    apart = (starts - others).flatten(1).norm(dim=1)
+    moved = (results[0] - results[1]).norm(dim=1) - 1e-12 * (1 + results[0].norm(dim=1))  # float64 rounds both
+    return (moved / apart)[apart > 0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--checks", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    checked: Counter[str] = Counter()
+    tightest = dict.fromkeys(RULES, 0.0)
+    seed, started = asked.seed, time.monotonic()
+    while checked.total() < asked.checks:
+        for name in RULES:
+            net = build(name, seed)
+            upper = float(bound_network(net, IMAGE, 3).upper)
+            pairs = slopes_of_pairs(net, seed)
+            found = max(steepest(net, steps=STEPS, seed=seed), float(pairs.max()))
+            checked[name] += len(pairs) + 1
+            if not found <= upper * (1 + 1e-9):  # rounding of the measured slope
+                print(f"VIOLATED: {name}, seed {seed}: a slope of {found:.9g} above {upper:.9g}")
+                return 1
+            if upper:
+                tightest[name] = max(tightest[name], found / upper)
+        seed += 1
+        print(f"seed {seed}: {checked.total():,} slopes, {time.monotonic() - started:.0f} s", flush=True)
+    for high, low in itertools.pairwise((math.inf, *EDGES, -1.0)):
+        names = sorted(name for name, ratio in tightest.items() if low < ratio <= high)
+        print(f"| {f'above {low:g}' if low > 0 else f'at most {high:g}'} | {len(names)} | {', '.join(names)} |")
+    print(f"nothing found: {seed - asked.seed} networks of each of {len(RULES)} rules, {checked.total():,} slopes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
