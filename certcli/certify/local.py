@@ -227,11 +227,11 @@ class LocalCertifier(ProvingCertifier):
     def proven(self, image: Tensor, label: int, radius: float) -> bool:
         """Tell whether no image (1, c, h, w) within `radius` is classified as anything but `label`."""
         try:
-            back = self.walked == BACKWARD
+            back, in_box = self.walked == BACKWARD, self.domain == "box"
             if self.norm == "linf":
-                start = linf_ball(image, radius, limit=self.symbols, tape=back)
+                start = linf_ball(image, radius, limit=self.symbols, tape=back, in_box=in_box)
             else:
-                start = l2_ball(image, radius, squares_up_to=self.squares, limit=self.symbols, tape=back)
+                start = l2_ball(image, radius, squares_up_to=self.squares, limit=self.symbols, tape=back, in_box=in_box)
             return bool((self.network.margins(start, label) > 0).all())  # False with NaN
         except Unbounded:
             return False

@@ -25,11 +25,17 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def inputs(case: Case, radius: float, boxed: bool = False) -> tuple[list[Form], list[tuple[Tensor, Tensor]]]:
+PLACE = draw(1, 1, 1, PIXELS, seed=7)
+IN_BOX = torch.tensor([0.0, 0.8, 1.0, 0.01, 1.0, 0.0]).double().view(1, 1, 1, PIXELS)
+
+
+def inputs(
+    case: Case, radius: float, boxed: bool = False, in_box: bool = False
+) -> tuple[list[Form], list[tuple[Tensor, Tensor]]]:
     """Forms that are affine in one small image, with a tape; and these affine maps (matrix, offset)."""
-    pixels = draw(1, 1, 1, PIXELS, seed=7)
-    ball = linf_ball(pixels, radius, limit=99, tape=True) if boxed else None
-    ball = ball or l2_ball(pixels, radius, squares_up_to=0, limit=99, tape=True)
+    pixels = IN_BOX if in_box else PLACE
+    ball = linf_ball(pixels, radius, limit=99, tape=True, in_box=in_box) if boxed else None
+    ball = ball or l2_ball(pixels, radius, squares_up_to=0, limit=99, tape=True, in_box=in_box)
     flat, made, maps = ball.linear(lambda t: t.flatten(1)), [], []
     for place, shape in enumerate(case.shapes):
         count = int(torch.tensor(shape).prod())
@@ -52,18 +58,20 @@ def truth(case: Case, maps: list[tuple[Tensor, Tensor]], images: Tensor) -> Tens
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_descent_does_not_get_below_what_going_back_says(case: Case) -> None:
-    for radius, boxed in ((1e-6, False), (0.05, False), (0.3, False), (0.05, True)):
-        forms, maps = inputs(case, radius, boxed)
+    anywhere, in_box_too = [(1e-6, False), (0.05, False), (0.3, False), (0.05, True)], [(0.3, False), (0.05, True)]
+    for radius, boxed, in_box in [(*at, False) for at in anywhere] + [(*at, True) for at in in_box_too]:
+        forms, maps = inputs(case, radius, boxed, in_box)
         out = case.relax(*forms)
         rows = draw(3, *out.shape, seed=4)
         assert out.node is not None
         bound = lower(out.node, rows)
         assert torch.isfinite(bound).all()
-        at = draw(1, 1, 1, PIXELS, seed=7).flatten()
+        at = (IN_BOX if in_box else PLACE).flatten()
         moves = draw(60, PIXELS, seed=5)
         for _ in range(15):
             length = moves.abs().amax(1, keepdim=True) if boxed else moves.norm(dim=1, keepdim=True)
-            moves = (moves * (radius / length).clamp_max(1)).requires_grad_(True)
+            moves = moves * (radius / length).clamp_max(1)
+            moves = ((at + moves).clamp(0, 1) - at if in_box else moves).requires_grad_(True)
             reached = truth(case, maps, at + moves).view(len(moves), -1) @ rows.flatten(1).T
             noise = 1e-12 * (1 + rows.abs().flatten(1).sum(1)) * (1 + out.centre.abs().max())
             assert (reached.detach() >= bound - noise).all()
@@ -90,13 +98,14 @@ def test_going_back_is_going_forward(case: Case) -> None:
     assert better or torch.allclose(back, forward, rtol=1e-7, atol=1e-9)
 
 
-def hinged(radius: float, seed: int = 0, boxed: bool = False) -> tuple[Form, Tensor, int]:
-    """The form of all margins of a ReLU network, with its tape."""
+def hinged(radius: float, seed: int = 0, boxed: bool = False, in_box: bool = False) -> tuple[Form, Tensor, int]:
+    """The form of all margins of a ReLU network, with its tape. in_box: half of the pixels at 0 or 1."""
     model, pixels = network("relu", seed), image(seed)
+    pixels = (2 * pixels - 0.5).clamp(0, 1) if in_box else pixels
     local = LocalNetwork(model, SIZE)
     label = int(model(pixels).argmax())
     ball = linf_ball(pixels, radius, limit=4000, tape=True) if boxed else None
-    form = local.last_form(ball or l2_ball(pixels, radius, squares_up_to=0, limit=4000, tape=True))
+    form = local.last_form(ball or l2_ball(pixels, radius, squares_up_to=0, limit=4000, tape=True, in_box=in_box))
     head = local.ending.head
     assert head is not None
     rows = head.weight[label] - head.weight[[j for j in range(4) if j != label]]
@@ -104,10 +113,13 @@ def hinged(radius: float, seed: int = 0, boxed: bool = False) -> tuple[Form, Ten
     return affine(form.linear(lambda t: t.reshape(len(t), 1, t.shape[-1])), rows, offset), pixels, label
 
 
-@pytest.mark.parametrize(("radius", "boxed"), [(0.02, False), (0.06, False), (0.01, True)])
-def test_whatever_is_chosen_at_hinges_is_sound(radius: float, boxed: bool) -> None:
+@pytest.mark.parametrize(
+    ("radius", "boxed", "in_box"),
+    [(0.02, False, False), (0.06, False, False), (0.06, False, True), (0.01, True, False)],
+)
+def test_whatever_is_chosen_at_hinges_is_sound(radius: float, boxed: bool, in_box: bool) -> None:
     """Random slopes, shares, widths and splits: the proven number is below the margins that descent reaches."""
-    form, pixels, label = hinged(radius, boxed=boxed)
+    form, pixels, label = hinged(radius, boxed=boxed, in_box=in_box)
     node = form.node
     assert node is not None
     others = [j for j in range(4) if j != label]
@@ -116,7 +128,9 @@ def test_whatever_is_chosen_at_hinges_is_sound(radius: float, boxed: bool) -> No
     least = torch.full((3,), torch.inf).double()
     for _ in range(15):
         length = moves.abs().amax(1, keepdim=True) if boxed else moves.norm(dim=1, keepdim=True)
-        moves = (moves * (radius / length).clamp_max(1)).requires_grad_(True)
+        moves = moves * (radius / length).clamp_max(1)
+        inside = ((pixels + moves.view(-1, *SIZE)).clamp(0, 1) - pixels).flatten(1)
+        moves = (inside if in_box else moves).requires_grad_(True)
         logits = net(pixels + moves.view(-1, *SIZE))
         margins = logits[:, [label]] - logits[:, others]
         least = torch.minimum(least, margins.detach().amin(0))

@@ -101,9 +101,11 @@ def forms(case: Case, size: float, squares_on: bool, seed: int, mixed: bool = Fa
     """Random forms of radius about `size` for the inputs: they share e and the box symbols, and have slack.
 
     What stands in Q, B and slack is of second and third order, as it is in a walk; `mixed`: as large as the ball's part.
+    At odd seeds some entries of e move one way only, or not at all, as pixels at 0 and 1 do.
     """
     generator = torch.Generator().manual_seed(seed)
-    space = Space(BALL, squares_on, 14)
+    fall, rise = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 0, 1, 1, 0]]).double()
+    space = Space(BALL, squares_on, 14, reach=(fall, rise) if seed % 2 else None)
     made = []
     for shape in case.shapes:
         random = [torch.randn(*lead, *shape, generator=generator).double() for lead in ((), (BALL,), (space.square,))]
@@ -124,7 +126,9 @@ def square_symbols(e: Tensor) -> Tensor:
 
 
 def evaluate(form: Form, e: Tensor, n: Tensor, known: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tensor]:
-    """The form at symbols e (b, m) and n (b, box) of the blocks `known`, and the radius of everything else."""
+    """The form at symbols e (b, m), within its reach, and n (b, box) of the blocks `known`, and the radius of the rest."""
+    if form.space.reach is not None:
+        e = torch.maximum(torch.minimum(e, form.space.reach[1]), -form.space.reach[0])
     columns = [e, square_symbols(e)] if form.space.squares else [e]
     start, given, free = form.fixed, [], []
     for block in form.blocks:

@@ -64,7 +64,7 @@ def attack(
     rows = torch.arange(starts)
     targets = torch.tensor(aimed)[rows % len(aimed)]
     for step in range(30):
-        delta.requires_grad_(True)
+        delta = ((pixels + delta).clamp(0, 1) - pixels).requires_grad_(True)  # certificates speak of [0, 1]
         logits = model(pixels + delta)
         margins = logits[:, [label]] - logits[:, aimed]
         chosen = logits[:, label] - logits[rows, targets] if step < 15 else margins.amin(1)

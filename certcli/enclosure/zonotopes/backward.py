@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.rounding import gamma, up
+from certcli.enclosure.zonotopes.rounding import Reach, gamma, norm1, norm2, up
 
 Pull = Callable[[Tensor], Sequence[Tensor]]
 BACK = 64
@@ -57,11 +57,17 @@ class Hinge(Node):
 
 @dataclass(frozen=True, eq=False)
 class Ball(Node):
-    """The images: centre + radius e, |e|_2 <= 1, or |e|_inf <= 1 (boxed)."""
+    """The images: centre + radius e, |e|_2 <= 1, or |e|_inf <= 1 (boxed), and of that reach where there is one."""
 
     centre: Tensor = field(default_factory=lambda: torch.zeros(0))
     radius: float = 0.0
     boxed: bool = False
+    reach: Reach | None = None
+
+    @property
+    def falling(self) -> Reach | None:
+        """Return the reach of -e."""
+        return None if self.reach is None else self.reach[::-1]
 
 
 def adjoint(apply: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Pull:
@@ -174,7 +180,7 @@ def lower(out: Node, rows: Tensor) -> Tensor:
     """Return (k,) lower bounds of <rows_i, z> over the neighbourhood, rounded down, with chords and simple slopes."""
     found = descend(out, rows, {})
     ball, slope = found.ball, found.slope
-    length = slope.abs().sum(1) if ball.boxed else slope.norm(dim=1)
+    length = (norm1 if ball.boxed else norm2)(slope.mT, ball.falling)
     size = found.size + slope.abs() @ ball.centre.abs().flatten() + ball.radius * length
     total = found.total + slope @ ball.centre.flatten() - ball.radius * length
     return total - up(gamma(found.entries + slope.shape[1] + 64) * size)

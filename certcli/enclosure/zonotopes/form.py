@@ -16,7 +16,7 @@ from torch import Tensor
 from certcli.enclosure.zonotopes.backward import BACK, Ball, Node, Pull, adjoint
 from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.enclosure.zonotopes.quadratic import pairs, quadratic_radius, weights
-from certcli.enclosure.zonotopes.rounding import gamma, norm1, norm2, up
+from certcli.enclosure.zonotopes.rounding import Reach, gamma, norm1, norm2, up
 from certcli.engine.table import NoRule
 
 Linear = Callable[[Tensor], Tensor]
@@ -39,13 +39,14 @@ class Space:
     """ball: entries of e. squares: whether e e^T has columns. limit: box symbols a form may carry after a residual sum;
     with 0 it carries none, and errors that do not come from the image stay slack.
 
-    boxed: |e|_inf <= 1 in place of |e|_2 <= 1; then there are no columns for e e^T.
+    boxed: |e|_inf <= 1 in place of |e|_2 <= 1; then there are no columns for e e^T. reach: of e where images lie in [0, 1].
     """
 
     ball: int
     squares: bool
     limit: int
     boxed: bool = False
+    reach: Reach | None = None
 
     @property
     def square(self) -> int:
@@ -83,7 +84,10 @@ class Form:
         generator = torch.Generator().manual_seed(24)
         move = torch.randn(self.space.ball, generator=generator, dtype=torch.float64).to(self.centre)
         far = move.sign() if self.space.boxed else move / move.norm()
-        return [torch.zeros_like(move), far, -far]
+        if self.space.reach is None:
+            return [torch.zeros_like(move), far, -far]
+        fall, rise = self.space.reach
+        return [torch.zeros_like(move), *(torch.clamp(e, -fall, rise) for e in (far, -far))]
 
     def at(self, e: Tensor) -> Tensor:
         """Return the image at these symbols; the form is a ball of images."""
@@ -116,9 +120,29 @@ class Form:
         return self._cache[name]
 
     @property
+    def ball_length(self) -> Tensor:
+        """Return sup |A e| entry by entry, as if the image could move in all directions."""
+        return self._once("length", lambda: norm1(self.ball) if self.space.boxed else norm2(self.ball))
+
+    @property
+    def ball_rise(self) -> Tensor:
+        """Return sup A e entry by entry."""
+        reach = self.space.reach
+        return self.ball_length if reach is None else self._once("rise", lambda: self._moved(reach))
+
+    @property
+    def ball_fall(self) -> Tensor:
+        """Return sup -A e entry by entry."""
+        reach = self.space.reach
+        return self.ball_length if reach is None else self._once("fall", lambda: self._moved(reach[::-1]))
+
+    def _moved(self, reach: Reach) -> Tensor:
+        return (norm1 if self.space.boxed else norm2)(self.ball, reach)
+
+    @property
     def ball_radius(self) -> Tensor:
         """Return sup |A e| entry by entry."""
-        return self._once("ball", lambda: norm1(self.ball) if self.space.boxed else norm2(self.ball))
+        return self._once("ball", lambda: torch.maximum(self.ball_rise, self.ball_fall))
 
     @property
     def square(self) -> Tensor:
@@ -142,13 +166,13 @@ class Form:
     def size(self) -> Tensor:
         """Return an upper bound of |c| + sum |columns|, to which rounding errors are relative."""
         return self._once(
-            "size", lambda: up(self.centre.abs() + self.ball_radius + norm2(self.square) + self.box_radius)
+            "size", lambda: up(self.centre.abs() + self.ball_length + norm2(self.square) + self.box_radius)
         )
 
     def interval(self) -> tuple[Tensor, Tensor]:
         """Return entrywise bounds, rounded outward."""
-        away = up(self.radius + gamma(4) * self.size)
-        return self.centre - away, self.centre + away
+        beside = self.rest_radius + gamma(4) * self.size
+        return self.centre - up(self.ball_fall + beside), self.centre + up(self.ball_rise + beside)
 
     def bounds(self) -> Bounds:
         """Return the sizes of the tensor over the form, and the least deviation of a row: centring lengthens nothing."""
@@ -293,23 +317,35 @@ def _over(x: Form, blocks: tuple[tuple[int, int], ...]) -> Form:
     return replace(x, gens=gens, blocks=blocks, _cache=x._cache)
 
 
-def l2_ball(image: Tensor, radius: float, *, squares_up_to: int, limit: int, tape: bool = False) -> Form:
-    """Return the form of all images within l2 distance `radius` of `image` (1, c, h, w): radius * identity as A."""
+def l2_ball(
+    image: Tensor, radius: float, *, squares_up_to: int, limit: int, tape: bool = False, in_box: bool = False
+) -> Form:
+    """Return the form of all images within l2 distance `radius` of `image` (1, c, h, w): radius * identity as A.
+
+    in_box: of those in [0, 1] alone.
+    """
+    return _around(image, radius, image.numel() <= squares_up_to, limit, False, tape, in_box)
+
+
+def linf_ball(image: Tensor, radius: float, *, limit: int, tape: bool = False, in_box: bool = False) -> Form:
+    """Return the form of all images with every pixel within `radius` of `image`'s. in_box: of those in [0, 1] alone."""
+    return _around(image, radius, False, limit, True, tape, in_box)
+
+
+def _around(image: Tensor, radius: float, squares: bool, limit: int, boxed: bool, tape: bool, in_box: bool) -> Form:
     count = image.numel()
-    space = Space(count, count <= squares_up_to, limit)
+    reach = _reach_in_box(image, radius, boxed) if in_box else None
+    space = Space(count, squares, limit, boxed, reach)
     gens = image.new_zeros(count + space.square, *image.shape)
     gens[:count].view(count, count).diagonal().fill_(radius)
-    return Form(space, image, gens, torch.zeros_like(image), (), _first(image, radius, False) if tape else None)
+    first = Ball(tuple(image.shape), (), lambda rows: (), centre=image, radius=radius, boxed=boxed, reach=reach)
+    return Form(space, image, gens, torch.zeros_like(image), (), first if tape else None)
 
 
-def _first(image: Tensor, radius: float, boxed: bool) -> Node:
-    return Ball(tuple(image.shape), (), lambda rows: (), centre=image, radius=radius, boxed=boxed)
-
-
-def linf_ball(image: Tensor, radius: float, *, limit: int, tape: bool = False) -> Form:
-    """Return the form of all images with every pixel within `radius` of `image`'s."""
-    count = image.numel()
-    gens = image.new_zeros(count, *image.shape)
-    gens.view(count, count).diagonal().fill_(radius)
-    node = _first(image, radius, True) if tape else None
-    return Form(Space(count, False, limit, True), image, gens, torch.zeros_like(image), (), node)
+def _reach_in_box(image: Tensor, radius: float, boxed: bool) -> Reach:
+    """Return how far each pixel of image + radius e can move in [0, 1]; in an l2 ball 0 or 1, by whether it can at all."""
+    fall, rise = image.flatten(), 1 - image.flatten()
+    if not boxed:
+        return (fall > 0).double(), (rise > 0).double()
+    far = up(fall / radius, 2).clamp(max=1), up(rise / radius, 2).clamp(max=1)
+    return far[0].where(fall > 0, 0.0), far[1].where(rise > 0, 0.0)

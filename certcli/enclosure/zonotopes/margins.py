@@ -14,9 +14,9 @@ from certcli.enclosure.zonotopes.rounding import gamma, norm1, norm2, up
 
 
 def lower_bounds(x: Form) -> Tensor:
-    """Return the minimum over the form, entry by entry: c - |A| - max(0, -lambda_min(Q)) - |B|_1 - slack, rounded down."""
+    """Return c + inf A e - max(0, -lambda_min(Q)) - |B|_1 - slack entry by entry, rounded down: below the form's minimum."""
     space = x.space
-    below = x.ball_radius + norm1(x.box) + x.slack
+    below = x.ball_fall + norm1(x.box) + x.slack
     if space.squares:
         below = below + torch.minimum(norm2(x.square), _descent(x.square, x))
     found = x.centre - up(below + gamma(4) * x.centre.abs(), 8)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import BackwardBound, Hinge, HingeChoice, Node, descend, simple
-from certcli.enclosure.zonotopes.rounding import TINY, gamma, up
+from certcli.enclosure.zonotopes.rounding import TINY, gamma, reached, up
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.lipschitz.numerics.spectral import up as next_up
 
@@ -95,14 +95,17 @@ def coupled(out: Node, row: Tensor, steps: int = STEPS) -> float:
 
 
 def _linear(descent: BackwardBound) -> tuple[Tensor, Tensor]:
-    """Return the constant and the slope in e of the bound, with the parabolas expanded around their middles."""
+    """Return the constant and the slope in e of the bound, with the parabolas expanded around their middles.
+
+    Directions that leave the images' box are taken from the slope: of all images, what is left is no larger.
+    """
     total = (descent.total + descent.slope @ descent.ball.centre.flatten())[0]
     slope = descent.ball.radius * descent.slope[0]
     for part in descent.parabolas:
         w, c = part.weight[0], part.hinge.middle
         total = total - (w * c * c).sum()
         slope = slope - 2 * (part.hinge.columns @ (w * c))
-    return total, slope
+    return total, slope if descent.ball.falling is None else reached(slope, descent.ball.falling)
 
 
 def _estimate(descent: BackwardBound, columns: Tensor, gram: Tensor, level: Tensor) -> Tensor:
@@ -125,7 +128,8 @@ def proven(descent: BackwardBound, level: float) -> float:
     g.e - sum_k w_k (a_k.e)^2 is no less, as -g.e <= (g.e)^2 / (2 h) + h / 2 for any h > 0 and |e| <= 1.
     """
     total, slope = _linear(descent)
-    size = descent.size[0] + descent.slope[0].abs() @ descent.ball.centre.abs().flatten() + slope.norm()
+    size = descent.size[0] + descent.slope[0].abs() @ descent.ball.centre.abs().flatten()
+    size = size + descent.ball.radius * descent.slope[0].norm()
     for part in descent.parabolas:
         reach = part.hinge.middle.abs() + part.hinge.columns.norm(dim=0)
         size = size + 4 * (part.weight[0] * reach * reach).sum()

@@ -33,19 +33,31 @@ def up(x: Tensor, terms: int = 0) -> Tensor:
     return x * (1 + gamma(terms + 8)) + TINY
 
 
-def norm1(x: Tensor) -> Tensor:
-    """sum |x| along the first axis, rounded up."""
-    return up(_summed(x, torch.abs), len(x))
+Reach = tuple[Tensor, Tensor]
+"""(fall, rise), (m,) each, from 0 to 1: -fall <= e <= rise entry by entry."""
 
 
-def norm2(x: Tensor) -> Tensor:
-    """sqrt(sum x^2) along the first axis, rounded up."""
-    return up(_summed(x, torch.square).sqrt(), len(x))
+def norm1(x: Tensor, reach: Reach | None = None) -> Tensor:
+    """sum |x| along the first axis, or sup x.e over a box of that reach, rounded up."""
+    return up(_summed(x, torch.abs, reach), len(x))
 
 
-def _summed(x: Tensor, term: Callable[[Tensor], Tensor]) -> Tensor:
+def norm2(x: Tensor, reach: Reach | None = None) -> Tensor:
+    """sqrt(sum x^2) along the first axis, or a bound on sup x.e over |e|_2 <= 1 of that reach, rounded up."""
+    return up(_summed(x, torch.square, reach).sqrt(), len(x))
+
+
+def reached(x: Tensor, reach: Reach) -> Tensor:
+    """Return y with x.e <= y.e for all e of that reach, where fall and rise are 0 or 1: what cannot help is left out."""
+    fall, rise = (part.view(-1, *[1] * (x.dim() - 1)) for part in reach)
+    return torch.where(x > 0, x * rise, x * fall)
+
+
+def _summed(x: Tensor, term: Callable[[Tensor], Tensor], reach: Reach | None = None) -> Tensor:
     """sum term(x) along the first axis, in pieces that stay in the processor's cache (seven times faster)."""
     total = x.new_zeros(x.shape[1:])
-    for piece in x.split(max(1, _CACHED // max(1, total.numel()))):
-        total += term(piece).sum(0)
+    size = max(1, _CACHED // max(1, total.numel()))
+    parts = None if reach is None else zip(*(part.split(size) for part in reach), strict=True)
+    for piece in x.split(size):
+        total += term(piece if parts is None else reached(piece, next(parts))).sum(0)
     return total
