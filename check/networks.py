@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from check.interval import ONE, Interval, extreme
+from check.interval import ONE, extreme
 from check.norms import Array, Unknown, length
 from check.tensors import GELU_SLOPE, Layers, Node, Tensor, fit
 
@@ -18,8 +18,10 @@ SHAPES = "num_classes|img_size|in_chans|depth|embed_dim|patch_size|mlp_ratio|qkv
 """Arguments of an architecture that only say the shapes of tensors."""
 
 
-def sort_pairs(t: Array, distance: int = 0) -> Array:
-    """Return entries at this distance (half a token for MaxMin) as their maximum and minimum, image by image."""
+def sort_pairs(t: Array, distance: int = 0, across: int = 0) -> Array:
+    """Return entries at this distance (half a token for MaxMin, and behind `across`) as maximum and minimum, by image."""
+    if across:
+        return np.concatenate((sort_pairs(t[..., :across], distance), sort_pairs(t[..., across:])), axis=2)
     grouped = t.reshape(len(t), -1, 2, distance or t.shape[-1] // 2)
     return np.stack([grouped.max(axis=2), grouped.min(axis=2)], axis=2).reshape(t.shape)
 
@@ -36,10 +38,10 @@ def rebuild(tensors: Mapping[str, Array], function: Mapping[str, Any], images: A
         options = {name: value for name, value in options.items() if name not in ("depths", "num_heads", "window_size")}
     elif re.fullmatch(r"certvit_[468]c[23]f", arch):
         found = convnet(layers, x, function)
-    elif arch == "certvit_lip_attention_mnist":
-        found = places(layers, x, function, options.pop("mixing", "sort"), int(options.pop("across", 128)))
-    elif match := re.fullmatch(r"certvit_(lip|sort|mix)_(digits|mnist|cifar10)", arch):
-        found = mixer(layers, x, function, options.pop("mixing", {"mix": "orthogonal"}.get(match[1], match[1])))
+    elif match := re.fullmatch(r"certvit_(lip|sort|mix|lip_attention)_(digits|mnist|cifar10)", arch):
+        mixing = options.pop("mixing", {"mix": "orthogonal", "lip_attention": "sort"}.get(match[1], match[1]))
+        across = int(options.pop("across", 128)) if match[1] == "lip_attention" else 0
+        found = mixer(layers, x, function, mixing, across)
     else:
         raise Unknown(f"the architecture {arch}")
     unread = [name for name in tensors if name not in layers.read and not name.endswith(("_index", "attn_mask"))]
@@ -63,16 +65,12 @@ def vit(layers: Layers, x: Tensor, function: Mapping[str, Any], heads: int, opti
         for number, part in (("1", "attn"), ("2", "mlp")):
             branch = layers.norm(x, f"{block}.norm{number}", eps) if normed else x
             attends = layers.attention(branch, f"{block}.attn", heads, tokens, "5.1") if part == "attn" else None
-            branch = attends or mlp(layers, branch, f"{block}.mlp", act)
+            branch = attends or layers.mlp(branch, f"{block}.mlp", act)
             scale = f"{block}.ls{number}"
             if f"{scale}.gamma" in layers.tensors and branch.pending:
                 branch = replace(branch, pending=branch.pending.scaled(scale, layers.weight(f"{scale}.gamma", 1)))
             x = x.plus(branch, block)
     return layers.linear(layers.norm(x, "norm", eps) if normed else x.mean("", tokens), "head")
-
-
-def mlp(layers: Layers, x: Tensor, path: str, slope: Interval) -> Tensor:
-    return layers.linear(layers.linear(x, f"{path}.fc1").curved(f"{path}.act", slope, np.copy), f"{path}.fc2")
 
 
 def swin(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
@@ -92,56 +90,30 @@ def swin(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
             normal = layers.norm(x, f"{block}.norm1", eps).settled()
             theorem = "7.2" if place % 2 and side > window else "5.2"
             x = x.plus(layers.attention(normal, f"{block}.attn", heads, window**2, theorem), block)
-            x = x.plus(mlp(layers, layers.norm(x, f"{block}.norm2", eps), f"{block}.mlp", GELU_SLOPE), block)
+            x = x.plus(layers.mlp(layers.norm(x, f"{block}.norm2", eps), f"{block}.mlp", GELU_SLOPE), block)
     return layers.linear(layers.norm(x, "norm", eps).mean("head.global_pool.pool", side**2), "head.fc")
 
 
-def mixer(layers: Layers, x: Tensor, function: Mapping[str, Any], mixing: str) -> Tensor:
-    """Patches, then linear layers and MaxMin on tokens that are apart, sorted or mixed; a head on all or on their mean."""
-    (x, patches), position = layers.patches(x, "embed", function), layers.weight("position", 2)
-    x = x.shifted(position, patches)
-    for number, path in enumerate(layers.each("layers.{}")):
+def mixer(layers: Layers, x: Tensor, function: Mapping[str, Any], mixing: str, across: int) -> Tensor:
+    """Patches, linear layers (placed: one a place) and MaxMin on tokens, sorted or mixed; a head on all or on their mean."""
+    (x, patches), placed = layers.patches(x, "embed", function), across > 0
+    fit("token mixing", mixing in ("orthogonal", "sort", "none", "lip"), True)
+    x, width = x if placed else x.shifted(layers.weight("position", 2), patches), x.width
+    for number, path in enumerate(layers.each("maps.{}" if placed else "layers.{}")):
+        x = layers.mixing(x, path, patches, placed) if placed else x
         if mixing == "orthogonal":
             x = layers.mixing(x, f"mixings.{number}", patches)
-        elif mixing in ("sort", "none"):
-            x = x.shifted(layers.weight(f"mixings.{number}.shift", 2), patches)
         elif mixing != "lip":
-            raise Unknown(f"token mixing '{mixing}'")
+            x = x.shifted(layers.weight(f"mixings.{number}.shift", 2), patches)
         if mixing == "sort":
-            distance = position.shape[1] << number % max(1, patches.bit_length() - 1)
-            x = x.curved(f"mixings.{number}", ONE, partial(sort_pairs, distance=distance))
-        x = layers.linear(x, path).curved("act", ONE, sort_pairs)
-    x = replace(x, width=x.width * patches) if mixing == "lip" else x.mean("", patches)
+            distance = (across or width) << number % max(1, patches.bit_length() - 1)
+            x = x.curved(f"mixings.{number}", ONE, partial(sort_pairs, distance=distance, across=across))
+        x = x if placed else layers.linear(x, path).curved("act", ONE, sort_pairs)
+    x = replace(x, width=x.width * patches) if placed or mixing == "lip" else x.mean("", patches)
     x = replace(x, batch=None if x.batch is None else x.batch.reshape(len(x.batch), -1))
     for path in layers.each("head.hidden.{}"):
         x = layers.linear(x, path).curved("head.act", ONE, sort_pairs)
     return layers.linear(x, "head.out")
-
-
-def places(layers: Layers, x: Tensor, function: Mapping[str, Any], mixing: str, across: int) -> Tensor:
-    """Patches, then a matrix for each place (11.1, transposed) and pairs sorted across and within tokens; a linear head."""
-    x, patches = layers.patches(x, "embed", function)
-    width, steps = x.width, max(1, patches.bit_length() - 1)
-    for number, path in enumerate(layers.each("maps.{}")):
-        x = turned(layers.mixing(turned(x, patches), path, width), width)
-        x = x.shifted(layers.weight(f"mixings.{number}{'.0' if mixing == 'none' else ''}.shift", 2), patches)
-        if mixing == "none":
-            x = x.curved(f"mixings.{number}.1", ONE, sort_pairs)
-        elif mixing == "sort" and 0 < across < width:
-            parts = ((0, across, across << number % steps), (across, width, 0))
-            follow = lambda t, p=parts: np.concatenate([sort_pairs(t[..., a:b], d) for a, b, d in p], 2)  # noqa: E731
-            x = x.curved(f"mixings.{number}", ONE, follow)
-        else:
-            raise Unknown(f"token mixing '{mixing}' of {across} channels")
-    batch = None if x.batch is None else x.batch.reshape(len(x.batch), -1)
-    return layers.linear(replace(x, width=width * patches, batch=batch), "head.out")
-
-
-def turned(x: Tensor, tokens: int) -> Tensor:
-    """Tokens and features change places: a column is no longer than all tokens together."""
-    x, most = x.settled(), Interval.of(tokens).sqrt()
-    batch = None if x.batch is None else x.batch.swapaxes(1, 2)
-    return replace(x, width=tokens, size=lambda: x.size() * most, batch=batch)
 
 
 def convnet(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
@@ -149,8 +121,7 @@ def convnet(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
     x, (high, wide) = replace(x, width=function["size"][0]), function["size"][1:]
     for number, path in enumerate(layers.each("features.{}", 2)):
         kernel = layers.weight(f"{path}.weight", 4).shape[2:]
-        if kernel not in ((3, 3), (4, 4)) or any(function["mean"]) or set(function["std"]) != {1.0}:
-            raise Unknown(f"a kernel of {kernel}, or a border after a normalisation of pixels")
+        fit(path, (kernel in ((3, 3), (4, 4)), any(function["mean"]), {*function["std"]}), (True, False, {1.0}))
         x = layers.convolution(x, path, kernel[0] - 2, (high, wide)).curved(f"features.{2 * number + 1}", ONE, np.copy)
         high, wide = ((n + 2 - kernel[0]) // (kernel[0] - 2) + 1 for n in (high, wide))
     x = replace(x, width=x.width * high * wide)

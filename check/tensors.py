@@ -105,10 +105,8 @@ class Tensor:
     def shifted(self, shift: Array, tokens: int) -> "Tensor":
         """Add a constant to every image."""
         fit("a shift of tokens", (tokens, self.width), shift.shape)
-        x, longest = self.settled(), extreme(max, *map(length, shift))
-        return replace(x, size=lambda: x.size() + longest).at(
-            x, lambda t: t + shift, 1, Fraction(1), Map("", shift, shift)
-        )
+        x, longest, last = self.settled(), extreme(max, *map(length, shift)), Map("", shift, shift)
+        return replace(x, size=lambda: x.size() + longest).at(x, lambda t: t + shift, 1, Fraction(1), last)
 
     def curved(self, path: str, slope: Interval, follow: Follow) -> "Tensor":
         """Act on entries with this slope, |f(t)| <= |t| (3), or move entries: MaxMin, sorting (3.2, 11.2)."""
@@ -117,8 +115,8 @@ class Tensor:
 
     def mean(self, path: str, tokens: int) -> "Tensor":
         """Return the mean of all tokens: 1/sqrt(n) (8.5); a map that is pending on each token commutes with it."""
-        found = self.charged(path, Interval.of(Fraction(1, tokens)).sqrt())
-        return found.at(self, lambda t: t.mean(axis=1), tokens, Fraction(1))
+        share = Fraction(1, tokens)
+        return self.charged(path, Interval.of(share).sqrt()).at(self, lambda t: t.mean(axis=1), tokens, Fraction(1))
 
     def plus(self, branch: "Tensor", path: str) -> "Tensor":
         """x + f (8.2); values are not followed further."""
@@ -140,11 +138,10 @@ class Layers:
         self.tensors, self.read = tensors, set[str]()
 
     def weight(self, name: str, rank: int) -> Array:
-        if name not in self.tensors:
-            raise Unknown(f"a network without {name}")
+        shape = self.tensors[name].shape if name in self.tensors else None
+        if shape is None or len(shape) != rank or 0 in shape:
+            raise Unknown(f"{name} of shape {shape}")
         self.read.add(name)
-        if self.tensors[name].ndim != rank or 0 in self.tensors[name].shape:
-            raise Unknown(f"{name} of shape {self.tensors[name].shape}")
         return self.tensors[name]
 
     def bias(self, path: str, width: int) -> Array:
@@ -161,6 +158,9 @@ class Layers:
         fit(path, (x.width, len(matrix)), (matrix.shape[1], len(bias)))
         pending = x.pending.then(path, matrix, bias) if x.pending else Map(path, matrix, bias)
         return replace(x, pending=pending, width=len(matrix))
+
+    def mlp(self, x: Tensor, path: str, slope: Interval) -> Tensor:
+        return self.linear(self.linear(x, f"{path}.fc1").curved(f"{path}.act", slope, np.copy), f"{path}.fc2")
 
     def norm(self, x: Tensor, path: str, eps: float) -> Tensor:
         """LayerNorm: 1/sqrt(eps), tokens of norm below sqrt(d) (4.1); scale, centring and shift stay pending."""
@@ -182,13 +182,12 @@ class Layers:
         extent, moved = frobenius(matrix), matrix @ middle
         off = gamma(plain.shape[1] + 4) * extent * frobenius(middle) + U * frobenius(bias - moved)
         reach = max(max(abs(Fraction(m)), abs(1 - Fraction(m))) / Fraction(s) for m, s in zip(mean, std))
-        longest = Interval.of(reach) * Interval.of(plain.shape[1]).sqrt()
         pending, batch = Map(path, matrix, bias - moved, 2 * U * extent, off), x.batch
         if batch is not None:
             grid = (len(batch), channels, batch.shape[2] // high, high, batch.shape[3] // wide, wide)
             batch = batch.reshape(grid).transpose(0, 2, 4, 1, 3, 5).reshape(len(batch), -1, plain.shape[1])
         found = replace(x, pending=pending, batch=batch, width=out).settled()
-        tokens = size[1] // high * (size[2] // wide)
+        longest, tokens = Interval.of(reach) * Interval.of(plain.shape[1]).sqrt(), size[1] // high * (size[2] // wide)
         return replace(found, size=lambda: spectral(plain) * longest + length(bias)), tokens
 
     def convolution(self, x: Tensor, path: str, stride: int, size: tuple[int, int]) -> Tensor:
@@ -197,13 +196,15 @@ class Layers:
         fit(path, (x.width, len(weight)), (weight.shape[1], len(self.bias(path, len(weight)))))
         return replace(x.charged(path, convolution(weight, stride, size)), width=len(weight))
 
-    def mixing(self, x: Tensor, path: str, tokens: int) -> Tensor:
-        """Each head's channels times a matrix over the tokens: the largest norm, not the product (11.1)."""
+    def mixing(self, x: Tensor, path: str, tokens: int, placed: bool = False) -> Tensor:
+        """Each head's channels times a matrix over tokens, or (placed) each token's by its own: the largest norm (11.1)."""
         x, maps = x.settled(), [self.weight(f"{part}.weight", 2) for part in self.each(f"{path}.maps.{{}}")]
-        fit(path, (x.width % len(maps), {m.shape for m in maps}), (0, {(tokens, tokens)}))
-        found, factor = x.charged(path, extreme(max, *map(spectral, maps))), max(map(frobenius, maps))
-        follow = lambda t: np.concatenate([m @ s for m, s in zip(maps, np.split(t, len(maps), 2))], 2)  # noqa: E731
-        return found.at(x, follow, len(maps[0]), factor).shifted(self.weight(f"{path}.shift", 2), tokens)
+        shift, most = self.weight(f"{path}.shift", 2), extreme(max, *map(spectral, maps))
+        axis, side, shift = (1, x.width, shift.T) if placed else (2, tokens, shift)
+        fit(path, (tokens * x.width // side % len(maps), {m.shape for m in maps}), (0, {(side, side)}))
+        times = (lambda m, s: s @ m.T) if placed else np.matmul
+        follow = lambda t: np.concatenate([*map(times, maps, np.split(t, len(maps), axis))], axis)  # noqa: E731
+        return x.charged(path, most).at(x, follow, side, max(map(frobenius, maps))).shifted(shift, tokens)
 
     def attention(self, x: Tensor, path: str, heads: int, tokens: int, theorem: str) -> Tensor:
         """Dot-product attention of tokens of norm at most R, by theorem 5.1, 5.2 or 7.2, and its output map, pending."""

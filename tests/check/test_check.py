@@ -32,7 +32,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mix": ("certvit_mix_mnist", {**TOKENS, "heads": 4}),
     "no mixing": ("certvit_mix_mnist", {**TOKENS, "mixing": "none"}),
     "places": ("certvit_lip_attention_mnist", PLACES),
-    "places apart": ("certvit_lip_attention_mnist", {**PLACES, "mixing": "none"}),
     "conv": ("certvit_4c3f", {"img_size": 20}),
     "digits": ("certvit_vit_digits", {"depth": 1}),
     "without norms": ("certvit_vit_ibp_3_3_8", {"depth": 1}),
