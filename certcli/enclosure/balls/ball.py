@@ -29,10 +29,10 @@ class Near:
 
     @staticmethod
     def of(centre: Tensor, fibre: Tensor, whole: Tensor) -> "Near":
-        """Tighten each radius by the other: fibre_i <= whole <= sqrt(sum fibre_i^2)."""
+        """Tighten each radius by the other: fibre_i <= whole <= sqrt(sum fibre_i^2). NaN, as of 0 times inf, is unbounded."""
         together = up(fibre.flatten(1).norm(dim=1), fibre[0].numel())
-        whole = torch.minimum(whole, together)
-        return Near(centre, torch.minimum(fibre, _beside(whole, fibre)), whole)
+        whole = torch.minimum(whole, together).nan_to_num(torch.inf, torch.inf)
+        return Near(centre, torch.minimum(fibre, _beside(whole, fibre)).nan_to_num(torch.inf, torch.inf), whole)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -29,15 +29,13 @@ from tests.soundness.mutants.rooms import ROOMS, ROOT
 
 CRASHES = (TypeError, AttributeError, NameError, LookupError, RuntimeError)
 """Of one of these a mutant dies at once: it never had a bound, so it is not counted (except where a check is gone)."""
-LONGEST = 1.0
-"""CPU seconds of a test while its lines are traced; a longer one is left out."""
 EQUIVALENT = Path(__file__).with_name("equivalent.tsv")
 """Mutant, tab, why no law can or should see it."""
 Json = dict[str, Any]
 
 
 class TooLong(BaseException):
-    """A test took more than LONGEST."""
+    """A test took more than --longest."""
 
 
 def too_long(number: int, frame: FrameType | None) -> None:
@@ -117,7 +115,7 @@ class Campaign:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Any:
         if self.timed:
-            signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST)
+            signal.setitimer(signal.ITIMER_VIRTUAL, self.options.longest)
         try:
             return (yield)
         finally:
@@ -272,6 +270,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="of mutants, divided among the rooms")
     parser.add_argument("--count", type=int, default=60, help="mutants of a room, drawn with --seed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--longest", type=float, default=1.0, help="CPU seconds of a test; a longer one is left out")
     parser.add_argument("--only", default="", help="only mutants whose name contains this")
     parser.add_argument("--survivors", action="store_true", help="try again those that survived")
     parser.add_argument("--tests", type=float, default=10, help="CPU seconds of tests a mutant, the quickest first")

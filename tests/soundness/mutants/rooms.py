@@ -21,7 +21,7 @@ class Room:
 _LIPSCHITZ = ("bound", "chain", "context", "network", "propagate", "size", "value", "heads")
 _LAWS = ("lipschitz", "nn/test_attention.py", "soundness/test_roundings.py")
 _NUMERICS = ("arithmetic", "convolution", "real", "spectral")
-_CERTIFY = ("local_radius", "patch_masks", "patch_theorems", "smoothing", "recheck")
+_CERTIFY = ("local_lip", "local_radius", "patch_masks", "patch_theorems", "smoothing", "recheck", "certificate_law")
 ROOMS = {
     "numerics": Room(tuple(f"lipschitz/numerics/{name}.py" for name in _NUMERICS), _LAWS),
     "rules": Room(("lipschitz/rules", *(f"lipschitz/{name}.py" for name in _LIPSCHITZ)), _LAWS),
