@@ -72,6 +72,21 @@ def test_ascent_does_not_leave_the_enclosure(case: Case, seed: int) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_slack_alone_far_from_zero_is_carried(case: Case) -> None:
+    """Each entry moves by its own slack, where nothing else could hide a part of it that is lost."""
+    generator = torch.Generator().manual_seed(0)
+    plain = [Form(f.space, 3 * f.centre, 0 * f.gens, 0.2 * f.centre.abs(), f.blocks) for f in forms(case, 0.1, False, 0)]
+    moved = []
+    for form in plain:
+        signs = torch.randn(300, *form.shape, generator=generator).double().sign()
+        signs[0], signs[1] = form.centre.sign(), -form.centre.sign()
+        moved.append((form.centre + form.slack * signs).flatten(0, 1))
+    result = case.relax(*plain)
+    far = (case.run(*moved).view(300, *result.shape) - result.centre).abs()
+    assert (far <= (result.radius + 1e-12 * (1 + result.size))).all()  # float64 rounds the truth
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_tight_at_small_radii(case: Case) -> None:
     """What is left to the box is of third order: it falls 1,000 times when the radius falls 10 times."""
     if case.order == 1:
