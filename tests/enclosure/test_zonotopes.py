@@ -75,7 +75,9 @@ def test_ascent_does_not_leave_the_enclosure(case: Case, seed: int) -> None:
 def test_slack_alone_far_from_zero_is_carried(case: Case) -> None:
     """Each entry moves by its own slack, where nothing else could hide a part of it that is lost."""
     generator = torch.Generator().manual_seed(0)
-    plain = [Form(f.space, 3 * f.centre, 0 * f.gens, 0.2 * f.centre.abs(), f.blocks) for f in forms(case, 0.1, False, 0)]
+    plain = [
+        Form(f.space, 3 * f.centre, 0 * f.gens, 0.2 * f.centre.abs(), f.blocks) for f in forms(case, 0.1, False, 0)
+    ]
     moved = []
     for form in plain:
         signs = torch.randn(300, *form.shape, generator=generator).double().sign()
