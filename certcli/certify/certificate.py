@@ -148,9 +148,16 @@ class Certifier(ABC):
         """Pixels -> logits, with gradients: what an attack on the certified classifier climbs on."""
 
     def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
-        """Compare each claim with a certificate of the same image found again: pixels (b, c, h, w), a row a claim."""
+        """Compare each claim with a certificate of the same image found again: pixels (b, c, h, w), a row a claim.
+
+        A bound on rounding is shared by the images of a batch: what falls short there is looked at alone.
+        """
         found = self.batch([claim.index for claim in claims], pixels, [claim.label for claim in claims])
-        return [_compare(claim, again) for claim, again in zip(claims, found, strict=True)]
+        confirmed = [_compare(claim, again) for claim, again in zip(claims, found, strict=True)]
+        for row, claim in enumerate(claims):
+            if confirmed[row].status == "refuted" and len(claims) > 1:
+                confirmed[row] = _compare(claim, *self.batch([claim.index], pixels[row : row + 1], [claim.label]))
+        return confirmed
 
     def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Confirmation]:
         """Each record of an earlier run of these very parameters, found again: `confirm`, unless draws must be the same."""

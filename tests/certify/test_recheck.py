@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import Certificate, Confirmation
+from certcli.certify.certificate import Certificate, Certifier, Confirmation
 from certcli.certify.recheck import recheck
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
@@ -235,6 +235,23 @@ def test_an_attack_inside_the_radius_refutes_what_the_method_would_confirm() -> 
         claim = Certificate(0, 1, 1, radius, "smoothing", 0.001)
         (found,) = recheck(certifier, [claim], images, 5, verify.margin_attack(10), 8)
         assert (found.status, found.attacked) == (status, True)
+
+
+def test_rounding_that_a_batch_shares_refutes_no_record() -> None:
+    """Radii of more images at once are smaller: a record is held to that of its image alone."""
+
+    class Shared(SmoothingCertifier):
+        confirm = Certifier.confirm
+
+        def batch(self, indices: Any, pixels: Tensor, labels: Any) -> list[Certificate]:
+            return [Certificate(index, 1, 1, 1 - 1e-5 * len(indices), "lipschitz", 0.0) for index in indices]
+
+    certifier = Shared(Plane(), 2, Smoothing(sigma=0.2, n0=8, samples=400), CPU)
+    claims = [
+        Certificate(index, 1, 1, radius, "lipschitz", 0.0) for index, radius in enumerate((1 - 2e-5, 1 - 1e-5, 1.0))
+    ]
+    found = certifier.confirm(claims, torch.ones(3, 1, 1, 2), None)  # type: ignore[arg-type]
+    assert [one.status for one in found] == ["verified", "verified", "refuted"]
 
 
 def test_true_claims_are_refuted_no_more_often_than_stated() -> None:
