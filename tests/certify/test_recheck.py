@@ -32,7 +32,7 @@ MADE: dict[str, tuple[str, tuple[object, ...]]] = {
 }
 
 
-LIMIT = {"lipschitz": 10, "local": 2, "norms": 3, "linf": 2, "smoothing": 5}
+LIMIT = {"lipschitz": 10, "local": 2, "norms": 3, "linf": 2, "smoothing": 10}
 """Images of each file of records."""
 
 
