@@ -34,9 +34,8 @@ def out_of_memory(failure: BaseException | None) -> bool:
     """Tell whether memory ran out in this exception or in one that it was raised from: on a CPU torch has no type for it."""
     while failure is not None:
         typed = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
-        text = (
-            str(failure).lower() if isinstance(failure, RuntimeError) else ""
-        )  # that of an OSError may be a file's name
+        # the text of an OSError may be a file's name
+        text = str(failure).lower() if isinstance(failure, RuntimeError) else ""
         refused = isinstance(failure, OSError) and failure.errno == errno.ENOMEM
         if typed or refused or any(words in text for words in _NO_MEMORY):
             return True

@@ -382,13 +382,9 @@ def test_mnists_format_is_read_and_attention_is_not_followed(case: Any, judge: A
 def test_it_is_small_and_shares_no_code() -> None:
     files = sorted((ROOT / "check").glob("*.py"))
     assert sum(len(file.read_text().splitlines()) for file in files) <= 800
-    imported = set()
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import):
-                imported |= {name.name.partition(".")[0] for name in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                imported.add((node.module or "").partition(".")[0])
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    imported = {name.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    imported |= {(node.module or "").partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
     assert imported - sys.stdlib_module_names == {"check", "numpy", "safetensors"}
 
 

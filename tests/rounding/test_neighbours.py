@@ -4,8 +4,7 @@ import copy
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +19,9 @@ from certcli.certify.executed import ProvingCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import BACKWARD, EFFORTS, NORMS, ZONOTOPE, Local
-from certcli.certify.methods import METHODS
 from certcli.certify.proof_options import ARITHMETICS, REAL
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
-from certcli.cli.certify.run import PROVING as SPOKEN_OF
 from certcli.enclosure.balls.ball import Near, Normalised
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.balls.table import rules as ball_rules
@@ -49,7 +46,6 @@ from tests.certify.test_certificate_law import KINDS, climbed
 from tests.certify.test_local_lip import SIZE
 from tests.enclosure.test_zonotope_networks import OPTIONS as VITS
 from tests.enclosure.test_zonotope_networks import network as vision_transformer
-from tests.helpers.commands import certvit, document
 from tests.helpers.executions import apart, executions, neighbours, representable
 from tests.helpers.grids import EVERY
 
@@ -375,32 +371,3 @@ def test_float16_that_overflows_certifies_nothing() -> None:
     model.net[3].weight.data.mul_(2.0**-17)
     assert _claims(model, pixels, "float32")
     assert not _claims(model, pixels, "fp16")
-
-
-def test_the_command_line_knows_the_arithmetics() -> None:
-    assert (REAL, *PRECISIONS) == ARITHMETICS
-    given = ("--dataset", "digits", "--limit", 4, "--arithmetic", "float32")
-    for method in ("auto", "smoothing", "patch"):
-        certvit("certify", "any.safetensors", "--method", method, *given, code=2)
-    kinds = {name: get_type_hints(METHODS.load(name))["options"] for name in METHODS.names()}
-    assert {name for name, kind in kinds.items() if "arithmetic" in kind.__dataclass_fields__} == set(SPOKEN_OF)
-    certvit("certify", "any.safetensors", *given[:-1], "half", code=2)
-
-
-@pytest.mark.parametrize("method", ["lipschitz", *["local", "bcp"] * EVERY])
-def test_records_of_another_arithmetic_are_refuted(method: str, workshop: Path, tmp_path: Path) -> None:
-    checkpoint, records = workshop / "certified.safetensors", tmp_path / "records.jsonl"
-    if method == "bcp":
-        checkpoint = tmp_path / "chain.safetensors"
-        certvit("init", "certvit_4c3f", "--arch-arg", "img_size=8", "-o", checkpoint)
-    elif method == "local":
-        checkpoint = workshop / "plain.safetensors"
-    given = ("--limit", 6, "--dataset", "digits", "--arithmetic", "float32", "--records", records, "--effort", "norms")
-    found = document("certify", checkpoint, "--method", method, *given)
-    assert found["arithmetic"] == "float32"
-    certvit("certify", checkpoint, "--dataset", "digits", "--verify", records)
-    header, *rows = records.read_text().splitlines()
-    assert '"arithmetic":"float32"' in header.replace(" ", "")
-    records.write_text("\n".join([header.replace('"float32"', '"bf16"'), *rows, ""]))
-    certvit("certify", checkpoint, "--dataset", "digits", "--verify", records, code=7)
-    certvit("certify", checkpoint, "--dataset", "digits", "--verify", records, "--arithmetic", "bf16", code=2)

@@ -41,7 +41,7 @@ def _many_tokens() -> nn.Module:
 
 ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     **{name: (functools.partial(build, name), IMAGE) for name in REACHING.split()},
-    # scores so small, and tokens so many, that the constants of positions are less than those of any softmax
+    # many tokens with small scores: the constants of positions are then less than those of any softmax
     "windows": (lambda: network("scsa-attention", "windows", 0.05), (8, WIDTH)),
     "many tokens": (_many_tokens, (49, WIDTH)),
 }
