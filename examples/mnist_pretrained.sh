@@ -11,7 +11,7 @@ mkdir -p "$out"
 cd "$out"
 images=(--dataset torch/mnist --data-dir "$data")
 parts=(--goal certify --limit 2000 --norm fold --residual weighted --activation maxmin --head 512,512,256)
-certified=(--loss margin --epsilon 1.58 --epochs 12 --batch-size 256)
+certified=(--loss margin --epsilon 1.58 --epochs 12 --batch-size 256 --stiefel-lr 0.05)
 
 # 1. A plain ViT (LayerNorm, dot-product attention, GELU), trained the usual way.
 certvit init certvit_vit_mnist --arch-arg depth=2 --arch-arg embed_dim=64 -o init.safetensors --force
