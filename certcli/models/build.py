@@ -106,10 +106,10 @@ def own_network(checkpoint: Checkpoint) -> nn.Module:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Tell whether the device multiplies matrices faster in bfloat16, by tensor cores or a CPU's matrix tiles (AMX)."""
+    """Tell whether the device multiplies matrices faster in bfloat16: tensor cores, a CPU's AMX tiles or AVX512-BF16."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())
+    return device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
 def own_name(model: nn.Module, path: str) -> str:
