@@ -15,7 +15,6 @@ from check.tensors import GELU_SLOPE, Layers, Node, Tensor, fit
 HEADS = {"tiny": 3, "small": 6, "medium": 8, "base": 12, "large": 16, "digits": 4, "mnist": 4, "cifar10": 6, "cifar100": 6,
          "tinyimagenet": 6, "ibp": 3, "pgd": 3}  # fmt: skip
 SHAPES = "num_classes|img_size|in_chans|depth|embed_dim|patch_size|mlp_ratio|qkv_bias|init_values|width|heads?|patch"
-"""Arguments of an architecture that only say the shapes of tensors."""
 
 
 def sort_pairs(t: Array, distance: int = 0, across: int = 0) -> Array:
@@ -39,9 +38,10 @@ def rebuild(tensors: Mapping[str, Array], function: Mapping[str, Any], images: A
     elif re.fullmatch(r"certvit_[468]c[23]f", arch):
         found = convnet(layers, x, function)
     elif match := re.fullmatch(r"certvit_(lip|sort|mix|lip_attention)_(digits|mnist|cifar10)", arch):
-        mixing = options.pop("mixing", {"mix": "orthogonal", "lip_attention": "sort"}.get(match[1], match[1]))
         across = int(options.pop("across", 128)) if match[1] == "lip_attention" else 0
-        found = mixer(layers, x, function, mixing, across)
+        found = mixer(
+            layers, x, function, "roll" if options.pop("rolls", 0) else options.pop("mixing", match[1]), across
+        )
     else:
         raise Unknown(f"the architecture {arch}")
     unread = [name for name in tensors if name not in layers.read and not name.endswith(("_index", "attn_mask"))]
@@ -97,19 +97,23 @@ def swin(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
 def mixer(layers: Layers, x: Tensor, function: Mapping[str, Any], mixing: str, across: int) -> Tensor:
     """Patches, linear layers (placed: one a place) and MaxMin on tokens, sorted or mixed; a head on all or on their mean."""
     (x, patches), placed = layers.patches(x, "embed", function), across > 0
-    fit("token mixing", mixing in ("orthogonal", "sort", "none", "lip"), True)
-    x, width = x if placed else x.shifted(layers.weight("position", 2), patches), x.width
+    fit("token mixing", mixing in ("orthogonal", "mix", "sort", "lip_attention", "none", "lip", "roll"), True)
+    x, flat = x if placed else x.shifted(layers.weight("position", 2), patches), placed or mixing in ("lip", "roll")
     for number, path in enumerate(layers.each("maps.{}" if placed else "layers.{}")):
         x = layers.mixing(x, path, patches, placed) if placed else x
-        if mixing == "orthogonal":
+        if mixing in ("orthogonal", "mix"):
             x = layers.mixing(x, f"mixings.{number}", patches)
-        elif mixing != "lip":
+        elif mixing == "roll":  # quarters of the channels move by a token: none, down, right and both (11.4)
+            s, grid = (-1) ** number, np.arange(patches * x.width).reshape(round(patches**0.5), -1, 4, x.width // 4)
+            order = np.stack([np.roll(grid[:, :, i], (s * (i & 1), s * (i >> 1)), (0, 1)) for i in range(4)], 2).ravel()
+            x = x.curved(f"rolls.{number}", ONE, lambda t, o=order: t.reshape(len(t), -1)[:, o].reshape(t.shape))  # type: ignore[misc]
+        elif not flat or placed:
             x = x.shifted(layers.weight(f"mixings.{number}.shift", 2), patches)
-        if mixing == "sort":
-            distance = (across or width) << number % max(1, patches.bit_length() - 1)
+        if mixing in ("sort", "lip_attention"):
+            distance = (across or x.width) << number % max(1, patches.bit_length() - 1)
             x = x.curved(f"mixings.{number}", ONE, partial(sort_pairs, distance=distance, across=across))
         x = x if placed else layers.linear(x, path).curved("act", ONE, sort_pairs)
-    x = replace(x, width=x.width * patches) if placed or mixing == "lip" else x.mean("", patches)
+    x = replace(x, width=x.width * patches) if flat else x.mean("", patches)
     x = replace(x, batch=None if x.batch is None else x.batch.reshape(len(x.batch), -1))
     for path in layers.each("head.hidden.{}"):
         x = layers.linear(x, path).curved("head.act", ONE, sort_pairs)

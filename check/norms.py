@@ -45,8 +45,6 @@ def largest_eigenvalue(grams: NDArray) -> tuple[Fraction, NDArray]:
 
     With any V, D: |G| <= |V D V*| + |G - V D V*| and |V D V*| <= max |D| |V|^2, |V|^2 <= 1 + |V*V - I|_F.
     """
-    if grams.shape[-1] == 1:
-        return Fraction(float(np.abs(grams).max())), np.ones_like(grams)
     values, vectors = np.linalg.eigh(grams)
     adjoint, scaled = np.conj(np.swapaxes(vectors, -1, -2)), vectors * values[..., None, :]
     rest, angle = grams - scaled @ adjoint, adjoint @ vectors - np.eye(grams.shape[-1])
@@ -85,9 +83,8 @@ def of_product(a: Array, b: Array, errors: tuple[Fraction, Fraction]) -> Interva
 def convolution(weight: Array, stride: int, size: tuple[int, int]) -> Interval:
     """Return the norm of a convolution of images (c, h, w) with a border of one pixel of zeros.
 
-    Windows: |W| times the root of the number of windows a pixel lies in. Torus: the image with one border is a part of a
-    torus of M pixels a side, M a multiple of the stride, on which Fourier's transform makes blocks; phases are trusted to
-    2^-49. From below: |W|, at an image that is 0 outside one window.
+    Windows: |W| times the root of the number of windows of a pixel. Torus: image and border lie in a torus of M pixels a
+    side, M a multiple of the stride, where Fourier's transform makes blocks, phases to 2^-49. From below: |W|, one window.
     """
     out, channels, *taps = weight.shape
     windows, whole = prod(-(-k // stride) for k in taps), spectral(weight.reshape(out, -1))

@@ -77,6 +77,30 @@ class TokenMaxMin(nn.Module):
         return f"stride={self.stride}, across={self.across}"
 
 
+class ChannelRoll(nn.Module):
+    """Move three quarters of the channels by one token: down, right, and both, around the edges: (b, side^2, d) -> the same.
+
+    A permutation of entries: Lipschitz constant 1. A linear layer behind it maps each token's own first quarter, and the
+    other quarters of three neighbours: a window of 2 x 2 tokens. Source: Zhang et al. 2026 (LipNeXt); here on both axes.
+    With `back` the channels move up and left.
+    """
+
+    def __init__(self, side: int, width: int, back: bool = False) -> None:
+        super().__init__()
+        if width % 4:
+            raise ArchitectureError(f"a width of {width} does not fall into quarters", "a multiple of 4")
+        self.side, self.step = side, -1 if back else 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, down, right, both = x.unflatten(1, (self.side, self.side)).chunk(4, dim=-1)
+        step = self.step
+        moved = [own, down.roll(step, 1), right.roll(step, 2), both.roll((step, step), (1, 2))]
+        return torch.cat(moved, dim=-1).flatten(1, 2)
+
+    def extra_repr(self) -> str:
+        return f"side={self.side}, step={self.step}"
+
+
 class TokenShift(nn.Module):
     """x -> x + p: (b, n, d) -> (b, n, d). A token mixing without the mixing, for comparisons."""
 

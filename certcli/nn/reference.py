@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from certcli.nn.activations import MaxMin
 from certcli.nn.heads import FlatHead
-from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin, TokenShift
+from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin, TokenShift
 from certcli.system.errors import ArchitectureError
 
 _MNIST_STATISTICS = ((0.1307,), (0.3081,))
@@ -142,10 +142,20 @@ class LipschitzMixer(nn.Module):
     """Patches to tokens, MaxMin MLP blocks without norms or residuals, a MaxMin head over all tokens. No attention.
 
     The constant is the product of the layers' spectral norms: 1 while they are kept orthogonal (`finetune`'s `stiefel`).
+    With `rolls` neighbours exchange channels before each layer of a block, forwards and back in turn; without, tokens meet
+    in the head alone.
     """
 
     def __init__(
-        self, channels: int, side: int, patch: int, width: int, depth: int, head: Sequence[int], classes: int
+        self,
+        channels: int,
+        side: int,
+        patch: int,
+        width: int,
+        depth: int,
+        head: Sequence[int],
+        classes: int,
+        rolls: bool = False,
     ) -> None:
         super().__init__()
         self.num_classes = classes
@@ -153,13 +163,15 @@ class LipschitzMixer(nn.Module):
         tokens = (side // patch) ** 2
         self.position = nn.Parameter(0.1 * torch.randn(tokens, width))
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2 * depth))
+        moves = [ChannelRoll(side // patch, width, bool(i % 2)) if rolls else nn.Identity() for i in range(2 * depth)]
+        self.rolls = nn.ModuleList(moves)
         self.act = MaxMin()
         self.head = FlatHead(tokens * width, head, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.embed(x).flatten(2).transpose(1, 2) + self.position
-        for layer in self.layers:
-            tokens = self.act(layer(tokens))
+        for roll, layer in zip(self.rolls, self.layers, strict=True):
+            tokens = self.act(layer(roll(tokens)))
         return self.head(tokens)
 
 
@@ -311,7 +323,10 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "mix_mnist": partial(_sized, TokenMixer, _config(*_GREY), {**_TOKENS, "mixing": "orthogonal"}),
 }
 
-SHAPES: dict[str, dict[str, Any]] = {"certvit_lip_mnist": {"patch": 14, "width": 256, "depth": 1}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "certvit_lip_mnist": {"patch": 14, "width": 256, "depth": 1},
+    "certvit_lip_cifar10": {"width": 128, "depth": 3, "rolls": True},
+}
 """Arguments of a new network where none are given. A record names what differs from the defaults above, which stay."""
 
 

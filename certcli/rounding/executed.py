@@ -22,6 +22,7 @@ from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.models.build import PixelNormalize
 from certcli.nn.activations import MaxMin
+from certcli.nn.orthogonal_mixing import ChannelRoll
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding.moves import overlap
 from certcli.rounding.precisions import Precision, compounded
@@ -132,7 +133,7 @@ def _exact_without_constants(op: Operation, x: Any, *others: Any, **named: Any) 
     return lambda sizes: moved
 
 
-rules.module(nn.Identity, nn.Dropout, DropPath, nn.ReLU, MaxMin, nn.Flatten, nn.MaxPool2d)(exact)
+rules.module(nn.Identity, nn.Dropout, DropPath, nn.ReLU, MaxMin, ChannelRoll, nn.Flatten, nn.MaxPool2d)(exact)
 rules.method(
     "flatten", "transpose", "permute", "reshape", "view", "contiguous", "squeeze", "unsqueeze", "chunk", "split",
     "unbind", "clone", "swapaxes", "movedim", "relu", "neg", "t", "roll", "flip", "select", "narrow", "unflatten",

@@ -27,7 +27,7 @@ from certcli.nn.activations import MaxMin
 from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
+from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.nn.surgery import REPLACEMENTS
 from tests.helpers import forwards
@@ -304,6 +304,8 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "sort": lambda: on_tokens(TokenMaxMin(4, 8, 1)),
     "sort-between-linear": lambda: on_tokens(nn.Linear(8, 8), TokenMaxMin(4, 8, 2), nn.Linear(8, 3)),
     "sort-partly": lambda: on_tokens(nn.Linear(8, 8), TokenMaxMin(4, 8, 1, across=4), nn.Linear(8, 3)),
+    "rolled": lambda: on_tokens(ChannelRoll(2, 8)),
+    "rolled-between-linear": lambda: on_tokens(nn.Linear(8, 8), ChannelRoll(2, 8, back=True), nn.Linear(8, 3)),
     "soft-pairs": lambda: on_tokens(TokenMaxMin(4, 8, 1, soft=True)),
     "soft-pairs-partly": lambda: on_tokens(nn.Linear(8, 8), TokenMaxMin(4, 8, 2, across=6, soft=True), nn.Linear(8, 3)),
     "attention-pool": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.AttentionPoolLatent(8, num_heads=2)),

@@ -180,3 +180,16 @@ def test_classes_of_a_table_stand_in_the_order_of_names_or_numbers(
     assert images.classes == order
     assert [images.classes[label] for label in images.labels.tolist()] == list(classes)
     assert list(images.file_of.values()) == ["0.png", "1.png", "2.png"]
+
+
+def test_small_images_are_decoded_once_and_stay_as_they_are(tmp_path: Path) -> None:
+    for size in ((24, 20), (12, 10)):
+        folder = make_folder(tmp_path / str(size), {"a": 3, "b": 3})
+        spec = InputSpec((3, *size), (0.5,) * 3, (0.5,) * 3, crop_pct=1.0)
+        images = datasets.load(str(folder), spec)
+        first = images.fetch([0, 5, 2])
+        images.expect([2, 4])
+        order = [2, 0, 4, 5, 0]
+        assert torch.equal(images.fetch(order), datasets.load(str(folder), spec).fetch(order))
+        Image.new("RGB", (20, 24), (255, 255, 255)).save(folder / "a" / "0.png")
+        assert torch.equal(images.fetch([0, 5, 2]), first)

@@ -31,7 +31,7 @@ EXACT = {
     "negative-scale": 1e-6, "split-heads": 20.0, "mixed-tokens": 1e-6, "adaptive": 1e-6, "constant-matrices": 1e-6,
     "token-convolution": 1e-6, "token-convolution-after-linear": 1e-6,
     "layer-scale-2d": 1e-6, "two-names": 1e-6, "shuffle": 1e-6, "conv-3-stride": 1e-6, "avg-pool": 1e-6,
-    "mix-orthogonal": 1e-6, "mix-matrices": 1e-6, "sort": 1e-6,
+    "mix-orthogonal": 1e-6, "mix-matrices": 1e-6, "sort": 1e-6, "rolled": 1e-6,
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
 from certcli.nn.activations import SOFTMAX_SLOPE
-from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
+from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin
 from certcli.nn.reference import TokenMixer
 from certcli.system.errors import ArchitectureError
 
@@ -75,6 +75,16 @@ def test_orthogonal_mixing_applies_each_heads_matrix_to_its_channels() -> None:
     torch.testing.assert_close(mixing(x), torch.cat(expected, dim=-1) + mixing.shift)
 
 
+def test_rolled_channels_show_a_linear_layer_its_window_of_tokens() -> None:
+    tokens = torch.arange(9.0).view(1, 9, 1).expand(1, 9, 4)  # 0 1 2 / 3 4 5 / 6 7 8
+    assert ChannelRoll(3, 4)(tokens)[0, 4].tolist() == [4, 1, 3, 0]
+    assert ChannelRoll(3, 4, back=True)(tokens)[0, 8].tolist() == [8, 2, 6, 0]
+    net = build.create("certvit_lip_digits", {"depth": 2, "rolls": True}, initialise=True).double()
+    orthogonalise(net)
+    base = propagate(trace_network(net, (1, 8, 8)), RigorousArithmetic()).logits.base
+    assert 1 <= float(base) <= 1 + 1e-8  # seven proven norms, each rounded up by 5e-10; the last layer is pending
+
+
 @pytest.mark.parametrize("arch", ["certvit_sort_mnist", "certvit_mix_mnist"])
 def test_reference_nets_have_the_constant_of_their_pooling_while_orthogonal(arch: str) -> None:
     net = build.create(arch, {"width": 16, "head": [8], "depth": 2, "heads": 2}, initialise=True)
@@ -105,6 +115,7 @@ def test_without_mixing_no_token_depends_on_another() -> None:
     [
         lambda: OrthogonalMixing(4, 8, 3),
         lambda: TokenMaxMin(6, 8, 2),
+        lambda: ChannelRoll(2, 6),
         lambda: TokenMaxMin(4, 8, 2, across=5),
         lambda: TokenMixer(1, 8, 4, 8, 2, "softmax", 2, [8], 3),
     ],

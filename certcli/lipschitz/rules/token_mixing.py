@@ -16,7 +16,7 @@ from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.activations import MaxMin, SoftMaxMin
 from certcli.nn.conv_attention import ConvAttention
-from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
+from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin
 
 LARGEST = 80.0
 """Largest logarithm of a temperature: its inverse is finite in float32."""
@@ -71,6 +71,14 @@ def token_convolution(
 
     why = f"zero-padded convolution of {taps} taps over {tokens} tokens, with the output map folded in"
     return ctx.chain(plain, sigma, why, fibre)
+
+
+@rules.module(ChannelRoll)
+def channel_roll(ctx: Context, module: ChannelRoll, x: Value) -> Value:
+    """A permutation of entries: 1. A token gets quarters of four tokens: at most twice the longest."""
+    x, arith = ctx.settle(x), ctx.arith
+    size = x.size.along(-1).arranged(x.shape, -1, 4.0)
+    return ctx.charge(x, arith.const(1.0), "channels that move by a token: a permutation", size)
 
 
 def _plain_maps(module: OrthogonalMixing) -> bool:
