@@ -163,6 +163,8 @@ class LipschitzMixer(nn.Module):
         tokens = (side // patch) ** 2
         self.position = nn.Parameter(0.1 * torch.randn(tokens, width))
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2 * depth))
+        if not isinstance(rolls, bool):
+            raise ArchitectureError(f"rolls cannot be {rolls!r}", "true or false")
         moves = [ChannelRoll(side // patch, width, bool(i % 2)) if rolls else nn.Identity() for i in range(2 * depth)]
         self.rolls = nn.ModuleList(moves)
         self.act = MaxMin()

@@ -13,7 +13,7 @@ from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
 from certcli.nn.activations import SOFTMAX_SLOPE
 from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin
-from certcli.nn.reference import TokenMixer
+from certcli.nn.reference import LipschitzMixer, TokenMixer
 from certcli.system.errors import ArchitectureError
 
 
@@ -116,6 +116,7 @@ def test_without_mixing_no_token_depends_on_another() -> None:
         lambda: OrthogonalMixing(4, 8, 3),
         lambda: TokenMaxMin(6, 8, 2),
         lambda: ChannelRoll(2, 6),
+        lambda: LipschitzMixer(1, 8, 2, 8, 1, [8], 3, rolls="no"),
         lambda: TokenMaxMin(4, 8, 2, across=5),
         lambda: TokenMixer(1, 8, 4, 8, 2, "softmax", 2, [8], 3),
     ],
