@@ -9,8 +9,8 @@ U is tangent with singular values near 1, so (W - lr U)^T (W - lr U) = I + lr^2 
 step removes the rest. Coefficients of the quintic: Jordan et al. 2024 (Muon). The cubic step is Newton-Schulz's for the
 polar factor.
 
-The products of a direction are in bfloat16 where the machine multiplies that fastest (AMX, tensor cores). Weights,
-momentum and every retraction keep the parameters' precision, so bfloat16 makes no matrix less orthogonal.
+The products of a direction are in bfloat16 where the machine multiplies that fastest (AMX, AVX512-BF16, tensor cores).
+Weights, momentum and every retraction keep the parameters' precision, so bfloat16 makes no matrix less orthogonal.
 """
 
 from collections import defaultdict
