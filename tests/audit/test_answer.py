@@ -144,7 +144,10 @@ def test_no_share_of_few_images_stands_alone(fooled: int, correct: int, kept: in
         assert standing_alone(text.rpartition(", found ")[2]) == [], text
 
 
-def test_no_share_of_few_images_stands_alone_in_badge_card_and_evidence(folder: Path) -> None:
+def test_no_share_of_few_images_stands_alone_in_badge_card_and_evidence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")  # a share and its interval in one line
     audit = from_json((folder / "certified.json").read_text())
     card = text_of(audit, ".md").partition("| share of")[0]
     shown = attempt("log", folder / "certified.safetensors").stdout
