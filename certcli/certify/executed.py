@@ -13,6 +13,7 @@ from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from certcli.system.errors import NoBoundError
+from certcli.system.memory import out_of_memory
 
 _NOTHING = 2.0**-20
 """A part of a radius that is not worth another look at the image."""
@@ -91,7 +92,9 @@ class ProvingCertifier(Certifier):
         """Tell whether the network as it is executed still gives the claimed class, by finite logits."""
         try:
             logits = self._executed(nearby.to(next(self._executed.parameters()).dtype)).double()
-        except RuntimeError:  # an operation that this machine has not in half precision
+        except RuntimeError as failure:  # an operation that this machine has not in half precision
+            if out_of_memory(failure):
+                raise
             logits = self.model(nearby.double())
         finite, tops = torch.isfinite(logits).all(1).tolist(), logits.argmax(1).tolist()
         found = zip(finite, tops, claims, strict=True)

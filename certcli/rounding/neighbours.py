@@ -40,6 +40,7 @@ from certcli.rounding.enclosed import EnclosedErrors, Step, carried, errors_of_p
 from certcli.rounding.executed import Executed, Followed, Operation, Sizes, head_of, rules
 from certcli.rounding.precisions import Precision
 from certcli.rounding.running import written_out
+from certcli.system.memory import out_of_memory
 
 _STEPS = 32
 """The number of steps from a number to its double; sizes near an image are rounded up to the next step."""
@@ -265,7 +266,10 @@ class NeighbourErrors:
         radii = radii.to(pixels).clamp(max=math.sqrt(self.pixels))  # no image of the box is further away
         try:
             at_images = self._lengths(pixels)
-        except (RuntimeError, ValueError, TypeError, LookupError):  # an operation that is not known for many images
+        except (RuntimeError, ValueError, TypeError, LookupError) as failure:
+            if out_of_memory(failure):
+                raise
+            # an operation that is not known for many images
             return self.on_box[tops]
         near = at_images + _floats(self._slopes).to(pixels) * radii[:, None] * (1 + 2.0**-20)
         grown = torch.stack([(near / profile).amax(1).nan_to_num(nan=torch.inf) for profile in self._profiles], 1)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -362,6 +362,21 @@ def test_an_eps_that_vanishes_is_named() -> None:
     with pytest.raises(NoRule, match=r"parts\.1 .*eps 1e-06 of .*parts\.0 vanishes in fp16.*--arithmetic float32"):
         NeighbourErrors(model, SIZE, PRECISIONS["fp16"])
     assert NeighbourErrors(model, SIZE, PRECISIONS["float32"]).on_box.isfinite().all()
+
+
+def test_lost_memory_is_no_unknown_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The looser bound for the whole box would give the same image another radius in silence."""
+    model, pixels = network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3))), judged()
+    errors = NeighbourErrors(model, SIZE, PRECISIONS["float32"])
+    asked = pixels, torch.ones(len(pixels)), torch.zeros(len(pixels), dtype=torch.long)
+    for text, lost in (("no such operation", False), ("DefaultCPUAllocator: can't allocate memory", True)):
+
+        def failing(_: Tensor, text: str = text) -> Tensor:
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(errors, "_lengths", failing)
+        with pytest.raises(RuntimeError, match="allocate") if lost else nullcontext():
+            assert torch.equal(errors(*asked)[0], errors.on_box[0])
 
 
 def test_float16_that_overflows_certifies_nothing() -> None:

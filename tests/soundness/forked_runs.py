@@ -91,18 +91,20 @@ class Watch:
 
 
 class Starved(TorchDispatchMode):
-    """An operation of torch that makes a tensor, no view, gets no memory; `count` counts them."""
+    """An operation of torch that makes a tensor with entries, no view, gets no memory; `count` counts them."""
 
     def __init__(self, failing: int) -> None:
         super().__init__()
         self.count, self._failing = 0, failing
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if all(str(value.type) == "Tensor" and value.alias_info is None for value in function._schema.returns):
+        found = function(*args, **(kwargs or {}))
+        new = all(str(value.type) == "Tensor" and value.alias_info is None for value in function._schema.returns)
+        if new and any(tensor.numel() for tensor in (found if isinstance(found, tuple) else (found,)) or ()):
             self.count += 1
             if self.count == self._failing:
                 raise RuntimeError(NO_MEMORY)
-        return function(*args, **(kwargs or {}))
+        return found
 
 
 def frozen() -> None:
