@@ -21,8 +21,8 @@ _FILES = (  # the file of a limit, the file of the usage, the prefix of cached p
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
 
-_NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc")
-"""How torch and C++ say it."""
+_NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc", "failed to map segment")
+"""How torch, C++ and the loader of libraries say it."""
 
 
 def free_bytes() -> float:
@@ -35,7 +35,7 @@ def out_of_memory(failure: BaseException | None) -> bool:
     while failure is not None:
         typed = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
         # the text of an OSError may be a file's name
-        text = str(failure).lower() if isinstance(failure, RuntimeError) else ""
+        text = str(failure).lower() if isinstance(failure, (RuntimeError, ImportError)) else ""
         refused = isinstance(failure, OSError) and failure.errno == errno.ENOMEM
         if typed or refused or any(words in text for words in _NO_MEMORY):
             return True

@@ -82,9 +82,10 @@ def test_a_machine_without_meminfo_has_half_of_its_memory(tmp_path: Path, monkey
         (MemoryError(), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
         (OSError(errno.ENOENT, "No such file", "out of memory.safetensors"), False),
     ],
-    ids=["python", "torch", "system", "a file of that name"],
+    ids=["python", "torch", "system", "a library", "a file of that name"],
 )
 def test_memory_that_ran_out_is_known_from_other_failures(failure: Exception, ran_out: bool) -> None:
     assert memory.out_of_memory(failure) is ran_out
