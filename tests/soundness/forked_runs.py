@@ -100,7 +100,8 @@ class Starved(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         new = all(str(value.type) == "Tensor" and value.alias_info is None for value in function._schema.returns)
-        if new and any(tensor.numel() for tensor in (found if isinstance(found, tuple) else (found,)) or ()):
+        made = found if isinstance(found, tuple) else (found,)
+        if new and any(isinstance(part, torch.Tensor) and part.numel() for part in made):
             self.count += 1
             if self.count == self._failing:
                 raise RuntimeError(NO_MEMORY)
