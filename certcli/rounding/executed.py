@@ -10,8 +10,7 @@ import certcli.system.compat  # noqa: F401 (before timm)
 
 # isort: split
 import torch
-from timm.layers import GELU as TimmGELU
-from timm.layers import DropPath, GELUTanh, LayerScale
+from timm.layers import DropPath, LayerScale, PatchDropout
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,9 +21,8 @@ from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.models.build import PixelNormalize
 from certcli.nn.activations import MaxMin
-from certcli.nn.orthogonal_mixing import ChannelRoll
 from certcli.nn.residual import ConvexResidual, WeightedResidual
-from certcli.rounding.moves import overlap
+from certcli.rounding.moves import overlap, windows_of_entry
 from certcli.rounding.precisions import Precision, compounded
 from certcli.rounding.stored import LinearMap, Stored, largest, length
 
@@ -79,7 +77,8 @@ Rounding = Callable[[Sizes], Real]
 class Operation:
     """The first argument of every rule.
 
-    weights: where the network's own tensors lie. vanished: why results so far have no bound, whatever their operands.
+    weights: where the network's own tensors lie, and what it made of them by moving entries. vanished: why results so far
+    have no bound, whatever their operands.
     """
 
     precision: Precision
@@ -97,10 +96,19 @@ class Operation:
         if not condition:
             raise NoRule(f"its rounding at the neighbours of an image is not known: {reason}")
 
-    def stored(self, tensor: Tensor) -> Stored:
-        """Return one of the network's own tensors, as it is or as a part of it; what was computed of them was rounded."""
+    def require_own(self, tensor: Tensor) -> None:
+        """Raise NoRule for a constant that was computed: that was rounded, or chosen by numbers that were."""
         self.require(tensor.untyped_storage().data_ptr() in self.weights, "a constant that the network computes")
+
+    def stored(self, tensor: Tensor) -> Stored:
+        """Return one of the network's own tensors, as it is, as a part of it or with its entries moved."""
+        self.require_own(tensor)
         return Stored.of(tensor, self.precision)
+
+    def tensor(self, x: Any) -> Tensor:
+        """Return a constant argument of the call."""
+        self.require(isinstance(x, (Constant, Tensor)), "an operand that should be constant depends on the image")
+        return x.tensor if isinstance(x, Constant) else x
 
     def factor(self, x: Any) -> Stored:
         """Return a constant or a number as it is stored."""
@@ -118,32 +126,79 @@ class Operation:
         return self.precision.lost(1, self.entries if entries is None else entries)
 
 
-def exact(op: Operation, *_: Any, **__: Any) -> Rounding:
+def exact(op: Operation, *args: Any, **named: Any) -> Rounding:
     """Entries are moved, chosen or compared."""
+    for place in _constants_in((args, named)):
+        op.require_own(place)
     return lambda sizes: ZERO
 
 
-def _exact_without_constants(op: Operation, x: Any, *others: Any, **named: Any) -> Rounding:
-    """Entries are moved or chosen; those of constants are stored."""
-    parts = x if isinstance(x, (list, tuple)) else [x]
+def _constants_in(x: Any) -> list[Tensor]:
+    if isinstance(x, (list, tuple)):
+        return [found for part in x for found in _constants_in(part)]
+    if isinstance(x, dict):
+        return _constants_in(list(x.values()))
+    if isinstance(x, slice):
+        return _constants_in([x.start, x.stop, x.step])
+    return [x.tensor] if isinstance(x, Constant) else []
+
+
+@rules.function(torch.cat, torch.concat, torch.concatenate, torch.stack)
+def joined(op: Operation, *args: Any, **named: Any) -> Rounding:
+    """Entries are moved; those of constants are stored."""
     moved = ZERO
-    for part in [*parts, *others, *named.values()]:
-        if isinstance(part, Constant):
-            moved = moved + op.stored(part.tensor).moved
+    for constant in _constants_in((args, named)):
+        moved = moved + op.stored(constant).moved
     return lambda sizes: moved
 
 
-rules.module(nn.Identity, nn.Dropout, DropPath, nn.ReLU, MaxMin, ChannelRoll, nn.Flatten, nn.MaxPool2d)(exact)
+@rules.method("maximum", "minimum")
+@rules.function(torch.maximum, torch.minimum)
+def larger(op: Operation, a: Any, b: Any) -> Rounding:
+    """Entries are compared; those of a constant, which may be repeated, are stored."""
+    moved = ZERO
+    for constant in _constants_in((a, b)):
+        moved = moved + op.stored(constant).moved * as_real(op.entries / max(1, constant.numel())).sqrt()
+    return lambda sizes: moved
+
+
+rules.module(
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, DropPath, PatchDropout, nn.ReLU, MaxMin, nn.Flatten, nn.Unflatten,
+    nn.MaxPool2d, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.ReflectionPad2d, nn.ReplicationPad2d,
+    nn.ZeroPad2d,
+)(exact)  # fmt: skip
 rules.method(
-    "flatten", "transpose", "permute", "reshape", "view", "contiguous", "squeeze", "unsqueeze", "chunk", "split",
-    "unbind", "clone", "swapaxes", "movedim", "relu", "neg", "t", "roll", "flip", "select", "narrow", "unflatten",
+    "flatten", "transpose", "permute", "reshape", "view", "contiguous", "squeeze", "unsqueeze", "chunk", "split", "abs",
+    "unbind", "clone", "swapaxes", "movedim", "relu", "neg", "t", "roll", "flip", "select", "narrow", "unflatten", "view_as",
+    "reshape_as", "moveaxis", "swapdims", "tensor_split", "split_with_sizes", "expand", "expand_as", "repeat", "tile",
+    "broadcast_to", "repeat_interleave", "index_select", "unfold", "amax", "amin", "detach",
+    "to", "type_as", "float", "double",
 )(exact)  # fmt: skip
 rules.function(
     torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, torch.permute, torch.transpose, torch.chunk,
     torch.split, torch.unbind, torch.relu, functional.relu, operator.getitem, torch.roll, torch.flip, operator.neg,
-    functional.dropout, torch.clone, torch.select, torch.narrow,
+    functional.dropout, torch.clone, torch.select, torch.narrow, torch.movedim, torch.moveaxis, torch.swapaxes,
+    torch.swapdims, torch.tensor_split, torch.tile, torch.broadcast_to, torch.repeat_interleave, torch.index_select,
+    torch.amax, torch.amin, torch.abs, torch.neg, getattr, functional.unfold, functional.pixel_shuffle,
+    functional.pixel_unshuffle, functional.channel_shuffle, functional.max_pool2d, torch.max_pool2d,
+    functional.adaptive_max_pool2d,
 )(exact)  # fmt: skip
-rules.function(torch.cat, torch.concat, torch.stack, torch.maximum, torch.minimum)(_exact_without_constants)
+
+
+@rules.function(functional.pad)
+def padded(op: Operation, x: Followed, padding: Any, mode: str = "constant", value: float | None = None) -> Rounding:
+    """Entries are moved, beside a number that is stored."""
+    moved = op.factor(value or 0.0).farthest * as_real(float(op.entries)).sqrt()
+    return lambda sizes: moved
+
+
+@rules.method("clamp", "clamp_", "clamp_min", "clamp_max")
+@rules.function(torch.clamp, torch.clamp_min, torch.clamp_max)
+def clamped(op: Operation, x: Followed, *limits: Any, **named: Any) -> Rounding:
+    """Entries are compared with limits that are stored."""
+    farthest = [op.factor(limit).farthest for limit in [*limits, *named.values()] if limit is not None]
+    moved = max(farthest, default=ZERO) * as_real(float(op.entries)).sqrt()
+    return lambda sizes: moved
 
 
 @rules.module(nn.Linear)
@@ -163,7 +218,7 @@ def convolution(op: Operation, module: nn.Conv2d, x: Followed) -> Rounding:
 @rules.module(PixelNormalize)
 def pixels(op: Operation, module: PixelNormalize, x: Followed) -> Rounding:
     """(x - mean) / std: the difference and the quotient are rounded, mean and std are stored."""
-    mean, std = Stored.of(module.mean, op.precision), Stored.of(module.std, op.precision)
+    mean, std = (Stored.of(part, op.precision) for part in (module.mean, module.std))
     least = float(std.number.abs().min()) - float(std.farthest)
     op.require(least > 0, "a deviation of 0")
     relative = compounded(as_real(4 * op.precision.unit) + std.farthest / least)
@@ -200,23 +255,14 @@ def added(op: Operation, a: Any, b: Any) -> Rounding:
     return rounding
 
 
-def _scaled(op: Operation, x: Followed, factor: Stored) -> Rounding:
+def scaled(op: Operation, x: Followed, factor: Stored) -> Rounding:
+    """Each entry times its factor, which is stored."""
     relative = largest(factor.number) * compounded(as_real(3 * op.precision.unit)) + factor.farthest
     root = as_real(op.entries / x.entries).sqrt()
     return lambda sizes: sizes(x).total * root * relative + op.underflow()
 
 
-@rules.module(LayerScale)
-def layer_scale(op: Operation, module: LayerScale, x: Followed) -> Rounding:
-    return _scaled(op, x, op.stored(module.gamma))
-
-
-@rules.method("mul", "mul_")
-@rules.function(operator.mul, operator.imul, torch.mul)
-def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
-    x, factor = (a, b) if isinstance(a, Followed) else (b, a)
-    op.require(not isinstance(factor, Followed), "a product of two tensors that depend on the image")
-    return _scaled(op, x, op.factor(factor))
+rules.module(LayerScale)(lambda op, module, x: scaled(op, x, op.stored(module.gamma)))
 
 
 @rules.method("div", "div_")
@@ -242,17 +288,33 @@ def clipped(op: Operation, module: nn.Hardtanh, x: Followed) -> Rounding:
 
 @rules.module(nn.AvgPool2d)
 def averaged(op: Operation, module: nn.AvgPool2d, x: Followed) -> Rounding:
-    """A mean of k entries is at most the length of its window / sqrt(k), and an entry lies in `overlap` windows."""
     kernel, stride = ((n, n) if isinstance(n, int) else n for n in (module.kernel_size, module.stride))
     plain = module.padding in (0, (0, 0)) and not module.ceil_mode and module.divisor_override is None
     op.require(plain, "a pooling whose windows have different sizes")
     count = math.prod(kernel)
-    share = (as_real(overlap(kernel, stride)) / count).sqrt() * op.precision.products(count)
+    return _means(op, x, count, count, overlap(kernel, stride))
+
+
+@rules.function(functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d, torch.adaptive_avg_pool1d)
+def averaged_adaptively(op: Operation, x: Followed, output_size: Any) -> Rounding:
+    assert op.call is not None
+    axes = int(op.call.kind[-2])  # adaptive_avg_pool2d
+    sizes, counts = x.shape[-axes:], op.call.shape[-axes:]
+    op.require(all(c <= s for s, c in zip(sizes, counts, strict=True)), "a pooling that enlarges")
+    least, most = (
+        math.prod(s // c + more * (s % c > 0) for s, c in zip(sizes, counts, strict=True)) for more in (0, 2)
+    )
+    return _means(op, x, least, most, windows_of_entry(sizes, counts))
+
+
+def _means(op: Operation, x: Followed, least: int, most: int, windows: float) -> Rounding:
+    """A mean of k entries is at most the length of its window / sqrt(k), and an entry lies in some windows."""
+    share = (as_real(windows) / least).sqrt() * op.precision.products(most)
 
     def rounding(sizes: Sizes) -> Real:
-        if not sizes(x).peak * float(count) < op.precision.largest:
+        if not sizes(x).peak * float(most) < op.precision.largest:
             return INF
-        return sizes(x).total * share + op.precision.lost(count, op.entries)
+        return sizes(x).total * share + op.precision.lost(most, op.entries)
 
     return rounding
 
@@ -271,20 +333,6 @@ def summed(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
         if not whole < op.precision.largest:
             return INF
         return (whole / count if averaged else whole) * products + op.precision.lost(count, op.entries)
-
-    return rounding
-
-
-@rules.module(nn.GELU, TimmGELU, GELUTanh)
-def gelu(op: Operation, module: Any, x: Followed) -> Rounding:
-    """x times a number of [0, 1] that is off by at most 4 `function`; the tanh form makes cubes on its way."""
-    cubed = isinstance(module, GELUTanh) or getattr(module, "approximate", "none") != "none"
-
-    def rounding(sizes: Sizes) -> Real:
-        peak = sizes(x).peak
-        if cubed and not peak * peak * peak < op.precision.largest:
-            return INF
-        return sizes(x).total * (4 * op.precision.function) + op.underflow()
 
     return rounding
 

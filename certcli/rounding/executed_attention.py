@@ -21,19 +21,19 @@ from certcli.rounding.stored import LinearMap
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """The longest row of one head's map, as executed, and how far a row is off."""
 
     size: Real
     error: Real
 
     @classmethod
-    def of(cls, layer: LinearMap, token: Real) -> "_Rows":
+    def of(cls, layer: LinearMap, token: Real) -> "Rows":
         error = layer.rounding(token)
         return cls(layer.reach(token) + error, error)
 
 
-def _softmax(p: Precision, tokens: int, score: Real, moved: Real) -> Real:
+def softmax_error(p: Precision, tokens: int, score: Real, moved: Real) -> Real:
     """Return |dp|_1 of softmax over scores of at most this size that are moved by this much, and of its own rounding.
 
     Inside, numbers are kept as sums are: score - max, exp, up to one factor of a rescaling a token (blocked kernels keep a
@@ -44,7 +44,7 @@ def _softmax(p: Precision, tokens: int, score: Real, moved: Real) -> Real:
     return moved + own + p.lost(1, 1.0) * float(tokens)
 
 
-def _averaged(p: Precision, tokens: int, probabilities: Real, value: _Rows) -> Real:
+def averaged(p: Precision, tokens: int, probabilities: Real, value: Rows) -> Real:
     """Return the error of sum_j p_j v_j."""
     mass = (probabilities + 1.0) * value.size
     own = mass * p.products(tokens) + p.lost(tokens, 1.0)
@@ -82,14 +82,14 @@ def dot_product(op: Operation, module: Any, x: Followed, attn_mask: Any = None, 
     def rounding(sizes: Sizes) -> Real:
         token, errors, lengths = sizes(x).fibre, [], []
         for h in range(count):
-            q, k, v = (_Rows.of(parts[kind * count + h], token) for kind in range(3))
+            q, k, v = (Rows.of(parts[kind * count + h], token) for kind in range(3))
             product = q.size * k.size
             if not product < p.largest:
                 return INF
             score = product * scale
             moved = (q.error * k.size + q.size * k.error) * scale  # |dq| |dk| is inside: sizes are of executed rows
             own = score * p.products(width) + p.lost(width, 1.0)
-            errors.append(_averaged(p, tokens, _softmax(p, tokens, score + own, moved + own), v))
+            errors.append(averaged(p, tokens, softmax_error(p, tokens, score + own, moved + own), v))
             lengths.append(v.size)
         return _output(errors, lengths, proj, tokens) * as_real(float(x.rows // tokens)).sqrt()
 
@@ -111,14 +111,14 @@ def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, i
     def rounding(sizes: Sizes) -> Real:
         token, errors, lengths = sizes(x).fibre, [], []
         for layer in parts:
-            q = _Rows.of(layer, token)
+            q = Rows.of(layer, token)
             square = q.size * q.size * 4.0
             if not square < p.largest:
                 return INF
             score = square * scale
             moved = (q.size * q.error * 8.0 + q.error * q.error * 4.0) * scale
             own = score * compounded(p.products(width) * 2.0) + p.lost(width, 1.0) * 4.0
-            errors.append(_averaged(p, tokens, _softmax(p, tokens, score + own, moved + own), q))
+            errors.append(averaged(p, tokens, softmax_error(p, tokens, score + own, moved + own), q))
             lengths.append(q.size)
         return _output(errors, lengths, proj, tokens) * as_real(float(x.rows // tokens)).sqrt()
 

@@ -109,6 +109,8 @@ class _Stepwise(GlobalDomain):
         def apply(ctx: Context, *args: Any, **kwargs: Any) -> Any:
             if own is None:
                 raise NoRule("no bound is known of its rounding at the neighbours of an image")
+            if ctx.call.dtype not in (None, torch.float64):
+                raise NoRule(f"a precision of its own, {ctx.call.dtype}")
             sources = list({id(x): x for x in _followed_in((args, kwargs))}.values())
             try:
                 found = [self._settled(ctx, slope, args, kwargs, sources, moving) for moving in sources]
@@ -206,7 +208,7 @@ class NeighbourErrors:
             if traced is not None and traced.root is model and not tables:
                 graph = nullcontext(traced)
             with graph as self._traced, torch.no_grad(), deep_recursion():
-                domain = _Stepwise(Operation(precision, weights))
+                domain = _Stepwise(Operation(precision, weights | self._traced.moved))
                 self._last: Followed = walk(self._traced, domain)
                 self._steps = domain.steps
                 self._head = head_of(self._traced, precision)
