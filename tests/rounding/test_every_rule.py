@@ -19,12 +19,12 @@ WITHOUT_ROUNDING = {
     "conv-dilated", "conv-transposed", "conv-same-uneven", "conv1d", "rms-norm-2d", "rms-norm-act-2d", "avg-pool-1d",
     "simple-norm", "simple-norm-2d", "leaky", "curves", "softplus", "avg-pool", "avg-pool-ceil", "norm", "conv-reflect",
     "conv-circular", "masked", "upsample", "resize", "einsum", "attention-torch", "attention-torch-layer",
-    "attention-moving-mask", "attention-windows-cosine", "attention-positional", "attention-l2-windows",
-    "attention-l2-gated", "attention-l2-untied", "attention-l2-untied-bare", "attention-cosine",
-    "attention-cosine-after-norm", "attention-lipschitz-norm", "attention-lipschitz-norm-after-norm", "token-convolution",
-    "token-convolution-after-norm", "token-convolution-after-linear", "attention-pool", "spellings", "choice",
-    "choice-of-scores", "larger", "add-product", "add-products", "lerp", "deviations", "variances", "fold", "conv-3d",
-    "conv-3d-patches", "adaptive-max", "adaptive-3d",
+    "attention-moving-mask", "attention-windows-cosine", "attention-positional", "attention-l2-gated",
+    "attention-l2-untied", "attention-l2-untied-bare", "attention-lipschitz-norm",
+    "attention-lipschitz-norm-after-norm", "token-convolution", "token-convolution-after-norm",
+    "token-convolution-after-linear", "attention-pool", "spellings", "choice", "choice-of-scores", "larger",
+    "add-product", "add-products", "lerp", "deviations", "variances", "fold", "conv-3d", "conv-3d-patches",
+    "adaptive-max", "adaptive-3d", "attention-cosine-after-norm",
 }  # fmt: skip
 OTHER_BATCHES = ("cat-twice", "roll-flat", "unfold", "split-heads", "matrix-transpose")
 """Their forward passes are of one image."""
@@ -32,7 +32,8 @@ QUICK = [
     "mix-matrices", "soft-pairs-partly", "sort-partly", "silu", "mish", "hard-swish", "quick-gelu", "sigmoid", "hard-mish",
     "rms-norm", "group-norm", "l2-normalize", "response-norm", "softmax", "roll-pad-flip", "constant-matrices",
     "constant-matrix", "gate", "swiglu", "product", "square", "adaptive", "clamp", "attention-windows", "attention-masked",
-    "attention-causal", "attention-channels", "attention-talking", "global-pool", "squeeze-excite", "expand",
+    "attention-causal", "attention-channels", "attention-talking", "attention-l2-windows",
+    "attention-cosine", "global-pool", "squeeze-excite", "expand",
 ]  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def test_no_execution_of_a_rule_differs_by_more_than_is_proven(name: str, arithm
     parts = pixels.split(1) if name in OTHER_BATCHES else [pixels]
     bound = max(require_within(analysis, model, part, 0.5, arithmetic) for part in parts)
     if arithmetic in ("float64", "float32"):
-        assert bound < 2.0**31 * PRECISIONS[arithmetic].unit  # it says something
+        assert bound < 2.0**34 * PRECISIONS[arithmetic].unit  # it says something
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_ROUNDING) if EVERY else ["attention-windows-cosine", "softplus"])

@@ -261,7 +261,9 @@ def test_no_execution_changes_a_class_that_is_certified_locally(kind: str, effor
     model = vision_transformer(kind)
     pixels = torch.rand(2, *model.input_size, generator=torch.Generator().manual_seed(8)).double()
     claims = _claims(model, pixels, arithmetic, effort)
-    if (kind, arithmetic) == ("relu", "float32") or arithmetic == "float64":
+    if (kind, arithmetic) == ("relu", "float32") or (
+        arithmetic == "float64" and kind != "silu"
+    ):  # which has no enclosure
         assert claims
     _hold(model, pixels, claims, arithmetic)
 
