@@ -1,6 +1,7 @@
-"""Which tensors hold numbers of the network's own, moved but not computed: what no arithmetic can round."""
+"""What a network makes of its own tensors: by moving numbers, which no arithmetic can round, or by computing others."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from certcli.engine.tracer import tensors_of
 
-_MOVING = frozenset(
+MOVING = frozenset(
     ("index", "index_select", "gather", "cat", "stack", "clone", "roll", "flip", "repeat", "repeat_interleave", "copy",
      "constant_pad_nd", "tril", "triu", "zeros", "ones", "full", "scalar_tensor",
      "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
@@ -16,15 +17,27 @@ _MOVING = frozenset(
 """Operations whose results hold entries of their operands, and numbers of the code."""
 
 
+@dataclass(frozen=True)
+class Computed:
+    """An operation (its name in aten) on tensors that do not depend on the image, and its result."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Tensor
+
+
 class Moved(TorchDispatchMode):
-    """Follows what is made of a network's own tensors without arithmetic. Views share the memory of what they show.
+    """Follows what is made of a network's own tensors. Views share the memory of what they show.
 
     storages: where the network's tensors lie, and those that were made of them by moving entries, or of integers only.
+    computed: how the other ones were made, by the place where they lie.
     """
 
     def __init__(self, own: Iterable[Tensor]) -> None:
         super().__init__()
-        self.storages = {tensor.untyped_storage().data_ptr() for tensor in own}
+        self.storages = {place_of(tensor) for tensor in own}
+        self.computed: dict[int, Computed] = {}
         self._kept: list[Tensor] = []  # no other tensor gets their memory
 
     @classmethod
@@ -38,16 +51,30 @@ class Moved(TorchDispatchMode):
         if func._schema.is_mutable:
             given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **(kwargs or {})}
             written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-            self.storages.difference_update(map(_place, tensors_of([given.get(name) for name in written])))
+            for place in map(place_of, tensors_of([given.get(label) for label in written])):
+                self.storages.discard(place)
+                if name != "relu_" or self._is_read(place):  # which keeps what is known of the error
+                    self.computed.pop(place, None)
             return result
         operands, made = tensors_of((args, kwargs or {})), tensors_of(result)
+        places = {place_of(x) for x in operands}
         counted = not any(x.is_floating_point() for x in (*operands, *made)) and not name.startswith("empty")
-        literal = name == "lift_fresh"  # torch.tensor(numbers)
-        if literal or ((counted or name in _MOVING) and all(_place(x) in self.storages for x in operands)):
+        if name == "lift_fresh" or ((counted or name in MOVING) and places <= self.storages):  # torch.tensor(numbers)
             self._kept += made
-            self.storages.update(map(_place, made))
+            self.storages.update(map(place_of, made))
+        elif operands and places <= self.storages | self.computed.keys():
+            for x in made:
+                if x.is_floating_point() and place_of(x) not in places:  # a view is what it shows
+                    self.computed[place_of(x)] = Computed(name, args, kwargs or {}, x)
         return result
 
+    def _is_read(self, place: int) -> bool:
+        """Tell whether something was computed of the tensor that lies here."""
+        return any(
+            place_of(x) == place for step in self.computed.values() for x in tensors_of((step.args, step.kwargs))
+        )
 
-def _place(x: Tensor) -> int:
+
+def place_of(x: Tensor) -> int:
+    """Return where a tensor's memory begins."""
     return x.untyped_storage().data_ptr()

@@ -21,7 +21,7 @@ from certcli.models.build import own_name
 class Trace:
     """The graph, the values of its constants, the module calls it came from, and the logits of the traced example.
 
-    moved: where those constants lie that the network made of its own numbers without arithmetic.
+    made: how the network made those constants that are not its own.
     """
 
     root: nn.Module
@@ -29,7 +29,7 @@ class Trace:
     constants: Mapping[str, Any]
     scopes: tuple[Scope, ...]
     result: Tensor
-    moved: frozenset[int] = frozenset()
+    made: Moved
 
 
 def trace_model(model: nn.Module, image: Tensor, *tables: RuleTable) -> Trace:
@@ -59,9 +59,9 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     refuse_hooks(root)
     tracer = Tracer(example, is_leaf)
     tracer.parameter_names = {id(p): name for name, p in [*root.named_parameters(), *root.named_buffers()]}
-    random_state, moved = torch.get_rng_state(), Moved([*root.parameters(), *root.buffers()])
+    random_state, made = torch.get_rng_state(), Moved([*root.parameters(), *root.buffers()])
     try:
-        with torch.no_grad(), _nothing_wrapped(), moved:
+        with torch.no_grad(), _nothing_wrapped(), made:
             graph = tracer.trace(root)
     except Untraceable:
         raise
@@ -81,9 +81,7 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     output = next(node for node in graph.nodes if node.op == "output").args[0]
     if not isinstance(output, fx.Node) or not isinstance(output.meta.get("shape"), tuple):
         raise Untraceable("the network returns something other than one tensor of logits")
-    places = {constant.untyped_storage().data_ptr() for constant in tracer.state.constants.values()}
-    scopes, found = tuple(tracer.state.scopes), frozenset(places & moved.storages)
-    return Trace(root, graph, tracer.state.constants, scopes, tracer.state.result, found)
+    return Trace(root, graph, tracer.state.constants, tuple(tracer.state.scopes), tracer.state.result, made)
 
 
 @contextmanager

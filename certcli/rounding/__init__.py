@@ -5,6 +5,7 @@ from certcli.rounding import (  # noqa: F401 (for their decorators)
     executed_attention,
     executed_curves,
     executed_mixing,
+    executed_moves,
     executed_norms,
     executed_products,
     moves,

@@ -10,20 +10,21 @@ import certcli.system.compat  # noqa: F401 (before timm)
 
 # isort: split
 import torch
-from timm.layers import DropPath, LayerScale, PatchDropout
+from timm.layers import LayerScale
 from torch import Tensor, nn
 from torch.nn import functional
 
+from certcli.engine.moves import Moved, place_of
 from certcli.engine.table import NoRule, RuleTable, runs_known_code
 from certcli.engine.trace import Trace
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.models.build import PixelNormalize
-from certcli.nn.activations import MaxMin
 from certcli.nn.residual import ConvexResidual, WeightedResidual
+from certcli.rounding.computed import error_of
 from certcli.rounding.moves import overlap, windows_of_entry
-from certcli.rounding.precisions import Precision, compounded
+from certcli.rounding.precisions import FLOAT64, Precision, compounded
 from certcli.rounding.stored import LinearMap, Stored, largest, length
 
 rules = RuleTable("executed")
@@ -77,12 +78,12 @@ Rounding = Callable[[Sizes], Real]
 class Operation:
     """The first argument of every rule.
 
-    weights: where the network's own tensors lie, and what it made of them by moving entries. vanished: why results so far
-    have no bound, whatever their operands.
+    made: how the network made the constants that are not its own. vanished: why results so far have no bound, whatever
+    their operands.
     """
 
     precision: Precision
-    weights: frozenset[int]
+    made: Moved
     call: Call | None = None
     vanished: list[str] = field(default_factory=list)
 
@@ -98,12 +99,20 @@ class Operation:
 
     def require_own(self, tensor: Tensor) -> None:
         """Raise NoRule for a constant that was computed: that was rounded, or chosen by numbers that were."""
-        self.require(tensor.untyped_storage().data_ptr() in self.weights, "a constant that the network computes")
+        self.require(place_of(tensor) in self.made.storages, "a constant that the network computes")
 
     def stored(self, tensor: Tensor) -> Stored:
         """Return one of the network's own tensors, as it is, as a part of it or with its entries moved."""
         self.require_own(tensor)
         return Stored.of(tensor, self.precision)
+
+    def operand(self, tensor: Tensor) -> Stored:
+        """Return a constant that is added or multiplied with; of a computed one a number of at least the executed size."""
+        if place_of(tensor) in self.made.storages:
+            return self.stored(tensor)
+        # from real numbers on, there and in float64, in which the graph has it
+        error = error_of(tensor, self.precision, self.made) + error_of(tensor, FLOAT64, self.made)
+        return Stored(tensor.detach().double().abs() + error, torch.full_like(tensor, error).double(), 0.0)
 
     def tensor(self, x: Any) -> Tensor:
         """Return a constant argument of the call."""
@@ -124,81 +133,6 @@ class Operation:
 
     def underflow(self, entries: float | None = None) -> Real:
         return self.precision.lost(1, self.entries if entries is None else entries)
-
-
-def exact(op: Operation, *args: Any, **named: Any) -> Rounding:
-    """Entries are moved, chosen or compared."""
-    for place in _constants_in((args, named)):
-        op.require_own(place)
-    return lambda sizes: ZERO
-
-
-def _constants_in(x: Any) -> list[Tensor]:
-    if isinstance(x, (list, tuple)):
-        return [found for part in x for found in _constants_in(part)]
-    if isinstance(x, dict):
-        return _constants_in(list(x.values()))
-    if isinstance(x, slice):
-        return _constants_in([x.start, x.stop, x.step])
-    return [x.tensor] if isinstance(x, Constant) else []
-
-
-@rules.function(torch.cat, torch.concat, torch.concatenate, torch.stack)
-def joined(op: Operation, *args: Any, **named: Any) -> Rounding:
-    """Entries are moved; those of constants are stored."""
-    moved = ZERO
-    for constant in _constants_in((args, named)):
-        moved = moved + op.stored(constant).moved
-    return lambda sizes: moved
-
-
-@rules.method("maximum", "minimum")
-@rules.function(torch.maximum, torch.minimum)
-def larger(op: Operation, a: Any, b: Any) -> Rounding:
-    """Entries are compared; those of a constant, which may be repeated, are stored."""
-    moved = ZERO
-    for constant in _constants_in((a, b)):
-        moved = moved + op.stored(constant).moved * as_real(op.entries / max(1, constant.numel())).sqrt()
-    return lambda sizes: moved
-
-
-rules.module(
-    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, DropPath, PatchDropout, nn.ReLU, MaxMin, nn.Flatten, nn.Unflatten,
-    nn.MaxPool2d, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.ReflectionPad2d, nn.ReplicationPad2d,
-    nn.ZeroPad2d,
-)(exact)  # fmt: skip
-rules.method(
-    "flatten", "transpose", "permute", "reshape", "view", "contiguous", "squeeze", "unsqueeze", "chunk", "split", "abs",
-    "unbind", "clone", "swapaxes", "movedim", "relu", "neg", "t", "roll", "flip", "select", "narrow", "unflatten", "view_as",
-    "reshape_as", "moveaxis", "swapdims", "tensor_split", "split_with_sizes", "expand", "expand_as", "repeat", "tile",
-    "broadcast_to", "repeat_interleave", "index_select", "unfold", "amax", "amin", "detach",
-    "to", "type_as", "float", "double",
-)(exact)  # fmt: skip
-rules.function(
-    torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, torch.permute, torch.transpose, torch.chunk,
-    torch.split, torch.unbind, torch.relu, functional.relu, operator.getitem, torch.roll, torch.flip, operator.neg,
-    functional.dropout, torch.clone, torch.select, torch.narrow, torch.movedim, torch.moveaxis, torch.swapaxes,
-    torch.swapdims, torch.tensor_split, torch.tile, torch.broadcast_to, torch.repeat_interleave, torch.index_select,
-    torch.amax, torch.amin, torch.abs, torch.neg, getattr, functional.unfold, functional.pixel_shuffle,
-    functional.pixel_unshuffle, functional.channel_shuffle, functional.max_pool2d, torch.max_pool2d,
-    functional.adaptive_max_pool2d,
-)(exact)  # fmt: skip
-
-
-@rules.function(functional.pad)
-def padded(op: Operation, x: Followed, padding: Any, mode: str = "constant", value: float | None = None) -> Rounding:
-    """Entries are moved, beside a number that is stored."""
-    moved = op.factor(value or 0.0).farthest * as_real(float(op.entries)).sqrt()
-    return lambda sizes: moved
-
-
-@rules.method("clamp", "clamp_", "clamp_min", "clamp_max")
-@rules.function(torch.clamp, torch.clamp_min, torch.clamp_max)
-def clamped(op: Operation, x: Followed, *limits: Any, **named: Any) -> Rounding:
-    """Entries are compared with limits that are stored."""
-    farthest = [op.factor(limit).farthest for limit in [*limits, *named.values()] if limit is not None]
-    moved = max(farthest, default=ZERO) * as_real(float(op.entries)).sqrt()
-    return lambda sizes: moved
 
 
 @rules.module(nn.Linear)
@@ -240,7 +174,7 @@ def added(op: Operation, a: Any, b: Any) -> Rounding:
         if isinstance(part, Followed):
             tensors.append((part, as_real(op.entries / part.entries).sqrt()))
         elif isinstance(part, Constant):
-            stored, root = op.stored(part.tensor), as_real(op.entries / max(1, part.tensor.numel())).sqrt()
+            stored, root = op.operand(part.tensor), as_real(op.entries / max(1, part.tensor.numel())).sqrt()
             moved, constant = moved + stored.moved * root, constant + length(stored.number) * root
         else:
             size = as_real(abs(float(part))) * as_real(float(op.entries)).sqrt()
@@ -276,14 +210,6 @@ def divided(op: Operation, x: Any, divisor: Any) -> Rounding:
     relative = compounded(as_real(4 * op.precision.unit) + stored.farthest / least) / least
     root = as_real(op.entries / x.entries).sqrt()
     return lambda sizes: sizes(x).total * root * relative + op.underflow() * (ONE + ONE / least)
-
-
-@rules.module(nn.ReLU6, nn.Hardtanh)
-def clipped(op: Operation, module: nn.Hardtanh, x: Followed) -> Rounding:
-    """Entries are compared with limits that are stored."""
-    limits = torch.tensor([module.min_val, module.max_val], dtype=torch.float64)
-    moved = Stored.of(limits, op.precision).farthest * as_real(float(x.entries)).sqrt()
-    return lambda sizes: moved
 
 
 @rules.module(nn.AvgPool2d)

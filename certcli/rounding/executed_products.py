@@ -23,7 +23,8 @@ from certcli.rounding.stored import BlockMap, LinearMap, Stored, largest, length
 def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
     """A rounding of each product: |a b| <= max |a_i| |b| of two tensors, of which one may be repeated."""
     if not (isinstance(a, Followed) and isinstance(b, Followed)):
-        return scaled(op, a, op.factor(b)) if isinstance(a, Followed) else scaled(op, b, op.factor(a))
+        x, factor = (a, b) if isinstance(a, Followed) else (b, a)
+        return scaled(op, x, op.operand(factor.tensor) if isinstance(factor, Constant) else op.factor(factor))
     roots = [as_real(op.entries / x.entries).sqrt() for x in (a, b)]
 
     def rounding(sizes: Sizes) -> Real:
@@ -69,6 +70,7 @@ def _constant_matrix(op: Operation, a: Any, b: Any) -> Rounding:
     x, constant = (a, b) if isinstance(a, Followed) else (b, a)
     weight = op.tensor(constant) if isinstance(a, Constant) else op.tensor(constant).mT
     op.require(weight.dim() >= 2, "a product with a vector")
+    assert op.call is not None
     op.stored(op.tensor(constant))
     copies = as_real(math.prod(op.call.shape[:-2]) / math.prod(x.shape[:-2])).sqrt()
     rows = op.entries / weight.shape[-2]
@@ -99,14 +101,17 @@ def fused(op: Operation, query: Any, key: Any, value: Any, mask: Any, scale: flo
     op.require(isinstance(key, Followed) and isinstance(value, Followed), "attention to constants")
     p, tokens, width = op.precision, key.shape[-2], key.shape[-1]
     factor = as_real(abs(scale if scale is not None else width**-0.5) * (1 + 2.0**-50))
-    fixed = None if isinstance(query, Followed) else op.stored(op.tensor(query))
+    fixed = None if isinstance(query, Followed) else op.operand(op.tensor(query))
     bias, moved_bias = ZERO, ZERO
     if mask is not None and mask is not CAUSAL:
         tensor = op.tensor(mask)
-        op.stored(tensor)
-        if tensor.is_floating_point():
-            stored = Stored.of(tensor.masked_fill(tensor == -math.inf, 0.0), p)  # hidden: of probability 0, exactly
-            bias, moved_bias = largest(stored.number), stored.farthest
+        hidden = tensor == -math.inf  # of probability 0, exactly
+        if not tensor.is_floating_point():
+            op.require_own(tensor)
+        else:
+            added = Stored.of(tensor.masked_fill(hidden, 0.0), p) if bool(hidden.any()) else op.operand(tensor)
+            op.require_own(tensor) if bool(hidden.any()) else None
+            bias, moved_bias = largest(added.number), added.farthest
 
     def rounding(sizes: Sizes) -> Real:
         q = (

@@ -352,7 +352,7 @@ def test_a_constant_that_the_network_computes_is_refused_by_name() -> None:
             self.shift, self.head = nn.Parameter(torch.randn(36)), nn.Linear(36, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(x.flatten(1) + self.shift.exp())
+            return self.head(x.flatten(1) + self.shift.erf())
 
     model = network(Computing)
     with pytest.raises(NoRule, match="a constant that the network computes"):
