@@ -62,7 +62,7 @@ class Moved(TorchDispatchMode):
         if name == "lift_fresh" or ((counted or name in MOVING) and places <= self.storages):  # torch.tensor(numbers)
             self._kept += made
             self.storages.update(map(place_of, made))
-        elif operands and places <= self.storages | self.computed.keys():
+        elif operands and all(place in self.storages or place in self.computed for place in places):
             for x in made:
                 if x.is_floating_point() and place_of(x) not in places:  # a view is what it shows
                     self.computed[place_of(x)] = Computed(name, args, kwargs or {}, x)
