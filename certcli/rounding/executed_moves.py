@@ -14,6 +14,7 @@ from torch.nn import functional
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import ZERO, as_real
 from certcli.nn.activations import MaxMin
+from certcli.nn.orthogonal_mixing import ChannelRoll
 from certcli.rounding.executed import Followed, Operation, Rounding, rules
 from certcli.rounding.stored import Stored
 
@@ -55,9 +56,9 @@ def larger(op: Operation, a: Any, b: Any) -> Rounding:
 
 
 rules.module(
-    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, DropPath, PatchDropout, nn.ReLU, MaxMin, nn.Flatten, nn.Unflatten,
-    nn.MaxPool2d, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.ReflectionPad2d, nn.ReplicationPad2d,
-    nn.ZeroPad2d,
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, DropPath, PatchDropout, nn.ReLU, MaxMin, ChannelRoll, nn.Flatten,
+    nn.Unflatten, nn.MaxPool2d, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.ReflectionPad2d,
+    nn.ReplicationPad2d, nn.ZeroPad2d,
 )(exact)  # fmt: skip
 rules.method(
     "flatten", "transpose", "permute", "reshape", "view", "contiguous", "squeeze", "unsqueeze", "chunk", "split", "abs",
