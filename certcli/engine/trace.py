@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as _module
 
+from certcli.engine.moves import Moved
 from certcli.engine.pinned import patched
 from certcli.engine.table import RuleTable
 from certcli.engine.tracer import Scope, Tracer, Untraceable, reason_of
@@ -18,13 +19,17 @@ from certcli.models.build import own_name
 
 @dataclass(frozen=True)
 class Trace:
-    """The graph, the values of its constants, the module calls it came from, and the logits of the traced example."""
+    """The graph, the values of its constants, the module calls it came from, and the logits of the traced example.
+
+    made: how the network made those constants that are not its own.
+    """
 
     root: nn.Module
     graph: fx.Graph
     constants: Mapping[str, Any]
     scopes: tuple[Scope, ...]
     result: Tensor
+    made: Moved
 
 
 def trace_model(model: nn.Module, image: Tensor, *tables: RuleTable) -> Trace:
@@ -54,9 +59,9 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     refuse_hooks(root)
     tracer = Tracer(example, is_leaf)
     tracer.parameter_names = {id(p): name for name, p in [*root.named_parameters(), *root.named_buffers()]}
-    random_state = torch.get_rng_state()
+    random_state, made = torch.get_rng_state(), Moved([*root.parameters(), *root.buffers()])
     try:
-        with torch.no_grad(), _nothing_wrapped():
+        with torch.no_grad(), _nothing_wrapped(), made:
             graph = tracer.trace(root)
     except Untraceable:
         raise
@@ -76,7 +81,7 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     output = next(node for node in graph.nodes if node.op == "output").args[0]
     if not isinstance(output, fx.Node) or not isinstance(output.meta.get("shape"), tuple):
         raise Untraceable("the network returns something other than one tensor of logits")
-    return Trace(root, graph, tracer.state.constants, tuple(tracer.state.scopes), tracer.state.result)
+    return Trace(root, graph, tracer.state.constants, tuple(tracer.state.scopes), tracer.state.result, made)
 
 
 @contextmanager

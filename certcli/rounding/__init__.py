@@ -1,6 +1,16 @@
 """How far the logits that were computed can lie from those of real arithmetic. Importing this package registers all rules."""
 
-from certcli.rounding import curves, executed_attention, executed_norms, moves, sums  # noqa: F401 (for their decorators)
+from certcli.rounding import (  # noqa: F401 (for their decorators)
+    curves,
+    executed_attention,
+    executed_curves,
+    executed_mixing,
+    executed_moves,
+    executed_norms,
+    executed_products,
+    moves,
+    sums,
+)
 from certcli.rounding.neighbours import NeighbourErrors
 from certcli.rounding.precisions import PRECISIONS
 from certcli.rounding.running import ErrorAnalysis

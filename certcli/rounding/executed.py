@@ -10,22 +10,21 @@ import certcli.system.compat  # noqa: F401 (before timm)
 
 # isort: split
 import torch
-from timm.layers import GELU as TimmGELU
-from timm.layers import DropPath, GELUTanh, LayerScale
+from timm.layers import LayerScale
 from torch import Tensor, nn
 from torch.nn import functional
 
+from certcli.engine.moves import Moved, place_of
 from certcli.engine.table import NoRule, RuleTable, runs_known_code
 from certcli.engine.trace import Trace
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.models.build import PixelNormalize
-from certcli.nn.activations import MaxMin
-from certcli.nn.orthogonal_mixing import ChannelRoll
 from certcli.nn.residual import ConvexResidual, WeightedResidual
-from certcli.rounding.moves import overlap
-from certcli.rounding.precisions import Precision, compounded
+from certcli.rounding.computed import error_of
+from certcli.rounding.moves import overlap, windows_of_entry
+from certcli.rounding.precisions import FLOAT64, Precision, compounded
 from certcli.rounding.stored import LinearMap, Stored, largest, length
 
 rules = RuleTable("executed")
@@ -79,11 +78,12 @@ Rounding = Callable[[Sizes], Real]
 class Operation:
     """The first argument of every rule.
 
-    weights: where the network's own tensors lie. vanished: why results so far have no bound, whatever their operands.
+    made: how the network made the constants that are not its own. vanished: why results so far have no bound, whatever
+    their operands.
     """
 
     precision: Precision
-    weights: frozenset[int]
+    made: Moved
     call: Call | None = None
     vanished: list[str] = field(default_factory=list)
 
@@ -97,10 +97,27 @@ class Operation:
         if not condition:
             raise NoRule(f"its rounding at the neighbours of an image is not known: {reason}")
 
+    def require_own(self, tensor: Tensor) -> None:
+        """Raise NoRule for a constant that was computed: that was rounded, or chosen by numbers that were."""
+        self.require(place_of(tensor) in self.made.storages, "a constant that the network computes")
+
     def stored(self, tensor: Tensor) -> Stored:
-        """Return one of the network's own tensors, as it is or as a part of it; what was computed of them was rounded."""
-        self.require(tensor.untyped_storage().data_ptr() in self.weights, "a constant that the network computes")
+        """Return one of the network's own tensors, as it is, as a part of it or with its entries moved."""
+        self.require_own(tensor)
         return Stored.of(tensor, self.precision)
+
+    def operand(self, tensor: Tensor) -> Stored:
+        """Return a constant that is added or multiplied with; of a computed one a number of at least the executed size."""
+        if place_of(tensor) in self.made.storages:
+            return self.stored(tensor)
+        # from real numbers on, there and in float64, in which the graph has it
+        error = error_of(tensor, self.precision, self.made) + error_of(tensor, FLOAT64, self.made)
+        return Stored(tensor.detach().double().abs() + error, torch.full_like(tensor, error).double(), 0.0)
+
+    def tensor(self, x: Any) -> Tensor:
+        """Return a constant argument of the call."""
+        self.require(isinstance(x, (Constant, Tensor)), "an operand that should be constant depends on the image")
+        return x.tensor if isinstance(x, Constant) else x
 
     def factor(self, x: Any) -> Stored:
         """Return a constant or a number as it is stored."""
@@ -116,34 +133,6 @@ class Operation:
 
     def underflow(self, entries: float | None = None) -> Real:
         return self.precision.lost(1, self.entries if entries is None else entries)
-
-
-def exact(op: Operation, *_: Any, **__: Any) -> Rounding:
-    """Entries are moved, chosen or compared."""
-    return lambda sizes: ZERO
-
-
-def _exact_without_constants(op: Operation, x: Any, *others: Any, **named: Any) -> Rounding:
-    """Entries are moved or chosen; those of constants are stored."""
-    parts = x if isinstance(x, (list, tuple)) else [x]
-    moved = ZERO
-    for part in [*parts, *others, *named.values()]:
-        if isinstance(part, Constant):
-            moved = moved + op.stored(part.tensor).moved
-    return lambda sizes: moved
-
-
-rules.module(nn.Identity, nn.Dropout, DropPath, nn.ReLU, MaxMin, ChannelRoll, nn.Flatten, nn.MaxPool2d)(exact)
-rules.method(
-    "flatten", "transpose", "permute", "reshape", "view", "contiguous", "squeeze", "unsqueeze", "chunk", "split",
-    "unbind", "clone", "swapaxes", "movedim", "relu", "neg", "t", "roll", "flip", "select", "narrow", "unflatten",
-)(exact)  # fmt: skip
-rules.function(
-    torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, torch.permute, torch.transpose, torch.chunk,
-    torch.split, torch.unbind, torch.relu, functional.relu, operator.getitem, torch.roll, torch.flip, operator.neg,
-    functional.dropout, torch.clone, torch.select, torch.narrow,
-)(exact)  # fmt: skip
-rules.function(torch.cat, torch.concat, torch.stack, torch.maximum, torch.minimum)(_exact_without_constants)
 
 
 @rules.module(nn.Linear)
@@ -163,7 +152,7 @@ def convolution(op: Operation, module: nn.Conv2d, x: Followed) -> Rounding:
 @rules.module(PixelNormalize)
 def pixels(op: Operation, module: PixelNormalize, x: Followed) -> Rounding:
     """(x - mean) / std: the difference and the quotient are rounded, mean and std are stored."""
-    mean, std = Stored.of(module.mean, op.precision), Stored.of(module.std, op.precision)
+    mean, std = (Stored.of(part, op.precision) for part in (module.mean, module.std))
     least = float(std.number.abs().min()) - float(std.farthest)
     op.require(least > 0, "a deviation of 0")
     relative = compounded(as_real(4 * op.precision.unit) + std.farthest / least)
@@ -185,7 +174,7 @@ def added(op: Operation, a: Any, b: Any) -> Rounding:
         if isinstance(part, Followed):
             tensors.append((part, as_real(op.entries / part.entries).sqrt()))
         elif isinstance(part, Constant):
-            stored, root = op.stored(part.tensor), as_real(op.entries / max(1, part.tensor.numel())).sqrt()
+            stored, root = op.operand(part.tensor), as_real(op.entries / max(1, part.tensor.numel())).sqrt()
             moved, constant = moved + stored.moved * root, constant + length(stored.number) * root
         else:
             size = as_real(abs(float(part))) * as_real(float(op.entries)).sqrt()
@@ -200,23 +189,14 @@ def added(op: Operation, a: Any, b: Any) -> Rounding:
     return rounding
 
 
-def _scaled(op: Operation, x: Followed, factor: Stored) -> Rounding:
+def scaled(op: Operation, x: Followed, factor: Stored) -> Rounding:
+    """Each entry times its factor, which is stored."""
     relative = largest(factor.number) * compounded(as_real(3 * op.precision.unit)) + factor.farthest
     root = as_real(op.entries / x.entries).sqrt()
     return lambda sizes: sizes(x).total * root * relative + op.underflow()
 
 
-@rules.module(LayerScale)
-def layer_scale(op: Operation, module: LayerScale, x: Followed) -> Rounding:
-    return _scaled(op, x, op.stored(module.gamma))
-
-
-@rules.method("mul", "mul_")
-@rules.function(operator.mul, operator.imul, torch.mul)
-def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
-    x, factor = (a, b) if isinstance(a, Followed) else (b, a)
-    op.require(not isinstance(factor, Followed), "a product of two tensors that depend on the image")
-    return _scaled(op, x, op.factor(factor))
+rules.module(LayerScale)(lambda op, module, x: scaled(op, x, op.stored(module.gamma)))
 
 
 @rules.method("div", "div_")
@@ -232,27 +212,35 @@ def divided(op: Operation, x: Any, divisor: Any) -> Rounding:
     return lambda sizes: sizes(x).total * root * relative + op.underflow() * (ONE + ONE / least)
 
 
-@rules.module(nn.ReLU6, nn.Hardtanh)
-def clipped(op: Operation, module: nn.Hardtanh, x: Followed) -> Rounding:
-    """Entries are compared with limits that are stored."""
-    limits = torch.tensor([module.min_val, module.max_val], dtype=torch.float64)
-    moved = Stored.of(limits, op.precision).farthest * as_real(float(x.entries)).sqrt()
-    return lambda sizes: moved
-
-
 @rules.module(nn.AvgPool2d)
 def averaged(op: Operation, module: nn.AvgPool2d, x: Followed) -> Rounding:
-    """A mean of k entries is at most the length of its window / sqrt(k), and an entry lies in `overlap` windows."""
     kernel, stride = ((n, n) if isinstance(n, int) else n for n in (module.kernel_size, module.stride))
     plain = module.padding in (0, (0, 0)) and not module.ceil_mode and module.divisor_override is None
     op.require(plain, "a pooling whose windows have different sizes")
     count = math.prod(kernel)
-    share = (as_real(overlap(kernel, stride)) / count).sqrt() * op.precision.products(count)
+    return _means(op, x, count, count, overlap(kernel, stride))
+
+
+@rules.function(functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d, torch.adaptive_avg_pool1d)
+def averaged_adaptively(op: Operation, x: Followed, output_size: Any) -> Rounding:
+    assert op.call is not None
+    axes = int(op.call.kind[-2])  # adaptive_avg_pool2d
+    sizes, counts = x.shape[-axes:], op.call.shape[-axes:]
+    op.require(all(c <= s for s, c in zip(sizes, counts, strict=True)), "a pooling that enlarges")
+    least, most = (
+        math.prod(s // c + more * (s % c > 0) for s, c in zip(sizes, counts, strict=True)) for more in (0, 2)
+    )
+    return _means(op, x, least, most, windows_of_entry(sizes, counts))
+
+
+def _means(op: Operation, x: Followed, least: int, most: int, windows: float) -> Rounding:
+    """A mean of k entries is at most the length of its window / sqrt(k), and an entry lies in some windows."""
+    share = (as_real(windows) / least).sqrt() * op.precision.products(most)
 
     def rounding(sizes: Sizes) -> Real:
-        if not sizes(x).peak * float(count) < op.precision.largest:
+        if not sizes(x).peak * float(most) < op.precision.largest:
             return INF
-        return sizes(x).total * share + op.precision.lost(count, op.entries)
+        return sizes(x).total * share + op.precision.lost(most, op.entries)
 
     return rounding
 
@@ -271,20 +259,6 @@ def summed(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
         if not whole < op.precision.largest:
             return INF
         return (whole / count if averaged else whole) * products + op.precision.lost(count, op.entries)
-
-    return rounding
-
-
-@rules.module(nn.GELU, TimmGELU, GELUTanh)
-def gelu(op: Operation, module: Any, x: Followed) -> Rounding:
-    """x times a number of [0, 1] that is off by at most 4 `function`; the tanh form makes cubes on its way."""
-    cubed = isinstance(module, GELUTanh) or getattr(module, "approximate", "none") != "none"
-
-    def rounding(sizes: Sizes) -> Real:
-        peak = sizes(x).peak
-        if cubed and not peak * peak * peak < op.precision.largest:
-            return INF
-        return sizes(x).total * (4 * op.precision.function) + op.underflow()
 
     return rounding
 

@@ -6,6 +6,7 @@ weighted mean absolute deviation), and sum_j p_j v_j by |dp|_1 max |v_j| + max |
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,27 +14,29 @@ from torch import Tensor, nn
 
 from certcli.engine.attention import attention_module
 from certcli.engine.table import runs_known_code
-from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
+from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
+from certcli.nn.attention import LipschitzAttention
 from certcli.nn.l2_attention import L2Attention
+from certcli.nn.scsa_attention import CosineAttention
 from certcli.rounding.executed import Followed, Operation, Rounding, Sizes, rules
 from certcli.rounding.precisions import Precision, compounded
-from certcli.rounding.stored import LinearMap
+from certcli.rounding.stored import LinearMap, largest
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """The longest row of one head's map, as executed, and how far a row is off."""
 
     size: Real
     error: Real
 
     @classmethod
-    def of(cls, layer: LinearMap, token: Real) -> "_Rows":
+    def of(cls, layer: LinearMap, token: Real) -> "Rows":
         error = layer.rounding(token)
         return cls(layer.reach(token) + error, error)
 
 
-def _softmax(p: Precision, tokens: int, score: Real, moved: Real) -> Real:
+def softmax_error(p: Precision, tokens: int, score: Real, moved: Real) -> Real:
     """Return |dp|_1 of softmax over scores of at most this size that are moved by this much, and of its own rounding.
 
     Inside, numbers are kept as sums are: score - max, exp, up to one factor of a rescaling a token (blocked kernels keep a
@@ -44,7 +47,7 @@ def _softmax(p: Precision, tokens: int, score: Real, moved: Real) -> Real:
     return moved + own + p.lost(1, 1.0) * float(tokens)
 
 
-def _averaged(p: Precision, tokens: int, probabilities: Real, value: _Rows) -> Real:
+def averaged(p: Precision, tokens: int, probabilities: Real, value: Rows) -> Real:
     """Return the error of sum_j p_j v_j."""
     mass = (probabilities + 1.0) * value.size
     own = mass * p.products(tokens) + p.lost(tokens, 1.0)
@@ -74,23 +77,55 @@ def _heads(op: Operation, weight: Tensor, bias: Tensor | None, count: int) -> li
 @attention_module(rules)
 def dot_product(op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal: bool = False) -> Rounding:
     op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
-    p, count, tokens = op.precision, module.num_heads, x.shape[-2]
+    p, count = op.precision, module.num_heads
     parts = _heads(op, module.qkv.weight, module.qkv.bias, 3 * count)
-    proj = op.map(module.proj.weight, module.proj.bias)
     scale, width = as_real(module.head_dim**-0.5 * (1 + 2.0**-50)), module.head_dim
 
-    def rounding(sizes: Sizes) -> Real:
-        token, errors, lengths = sizes(x).fibre, [], []
+    def heads(token: Real) -> list[tuple[Real, Real, Rows]] | None:
+        found = []
         for h in range(count):
-            q, k, v = (_Rows.of(parts[kind * count + h], token) for kind in range(3))
+            q, k, v = (Rows.of(parts[kind * count + h], token) for kind in range(3))
             product = q.size * k.size
             if not product < p.largest:
-                return INF
+                return None
             score = product * scale
             moved = (q.error * k.size + q.size * k.error) * scale  # |dq| |dk| is inside: sizes are of executed rows
             own = score * p.products(width) + p.lost(width, 1.0)
-            errors.append(_averaged(p, tokens, _softmax(p, tokens, score + own, moved + own), v))
-            lengths.append(v.size)
+            found.append((score + own, moved + own, v))
+        return found
+
+    return _attended(op, x, op.map(module.proj.weight, module.proj.bias), heads)
+
+
+def _positions(op: Operation, module: LipschitzAttention, mask: Any) -> tuple[Real, Real]:
+    """Return the largest |entry| of what is added to the scores, learned positions and a mask, and what storing it moves."""
+    op.require(not module.gated, "attention whose positions have a gate")
+    added = [] if module.window_size is None else [op.stored(module.relative_position_bias_table)]
+    if mask is not None:
+        added.append(op.stored(op.tensor(mask)))
+    size, moved = ZERO, ZERO
+    for part in added:
+        size, moved = size + largest(part.number), moved + part.farthest
+    return size, moved
+
+
+def _attended(
+    op: Operation, x: Followed, proj: LinearMap, heads: Callable[[Real], list[tuple[Real, Real, Rows]] | None]
+) -> Rounding:
+    """Return the rounding of softmax attention behind a rule for its heads.
+
+    heads: from the longest token, of each head the size of its scores, how far they are off, and its values; None where
+    they may overflow.
+    """
+    p, tokens = op.precision, x.shape[-2]
+
+    def rounding(sizes: Sizes) -> Real:
+        found, errors, lengths = heads(sizes(x).fibre), [], []
+        if found is None:
+            return INF
+        for score, moved, value in found:
+            errors.append(averaged(p, tokens, softmax_error(p, tokens, score, moved), value))
+            lengths.append(value.size)
         return _output(errors, lengths, proj, tokens) * as_real(float(x.rows // tokens)).sqrt()
 
     return rounding
@@ -100,26 +135,64 @@ def dot_product(op: Operation, module: Any, x: Followed, attn_mask: Any = None, 
 def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, is_causal: bool = False,
        mask: Any = None) -> Rounding:  # fmt: skip
     """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, which moves by 8 |q| |dq| + 4 |dq|^2."""
-    op.require(attn_mask is None and mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
-    op.require(module.window_size is None and not module.gated, "attention with positions")
+    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
     op.require(all(runs_known_code(part, nn.Linear) for part in (module.query, module.proj)), "a replaced linear layer")
-    p, count, tokens, width = op.precision, module.num_heads, x.shape[-2], module.head_dim
-    parts = _heads(op, module.query.weight, module.query.bias, count)
-    proj = op.map(module.proj.weight, module.proj.bias)
+    p, width, positions = op.precision, module.head_dim, _positions(op, module, mask)
+    parts = _heads(op, module.query.weight, module.query.bias, module.num_heads)
     scale = as_real(1 / math.sqrt(width) * (1 + 2.0**-50))
 
-    def rounding(sizes: Sizes) -> Real:
-        token, errors, lengths = sizes(x).fibre, [], []
+    def heads(token: Real) -> list[tuple[Real, Real, Rows]] | None:
+        found = []
         for layer in parts:
-            q = _Rows.of(layer, token)
+            q = Rows.of(layer, token)
             square = q.size * q.size * 4.0
             if not square < p.largest:
-                return INF
-            score = square * scale
+                return None
             moved = (q.size * q.error * 8.0 + q.error * q.error * 4.0) * scale
-            own = score * compounded(p.products(width) * 2.0) + p.lost(width, 1.0) * 4.0
-            errors.append(_averaged(p, tokens, _softmax(p, tokens, score + own, moved + own), q))
-            lengths.append(q.size)
-        return _output(errors, lengths, proj, tokens) * as_real(float(x.rows // tokens)).sqrt()
+            own = square * scale * compounded(p.products(width) * 2.0) + p.lost(width, 1.0) * 4.0
+            found.append((*_placed(p, square * scale + own, moved + own, positions), q))
+        return found
 
-    return rounding
+    return _attended(op, x, op.map(module.proj.weight, module.proj.bias), heads)
+
+
+def _placed(p: Precision, score: Real, moved: Real, positions: tuple[Real, Real]) -> tuple[Real, Real]:
+    """Return size and error of scores to which positions and a mask, two numbers, were added."""
+    if positions[0] == ZERO:
+        return score, moved
+    whole = score + positions[0]
+    rounded = whole * compounded(as_real(4 * p.unit))
+    return whole + rounded, moved + positions[1] + rounded
+
+
+@rules.module(CosineAttention)
+def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any = None, is_causal: bool = False,
+           mask: Any = None) -> Rounding:  # fmt: skip
+    """Rows w / sqrt(|w|^2 + 1) are within 1, of slope 1 in w = W x, and lose a few roundings; tau and nu are stored."""
+    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
+    layers = (module.query, module.key, module.value)
+    op.require(all(runs_known_code(part, nn.Linear) for part in (*layers, module.proj)), "a replaced linear layer")
+    p, width, positions = op.precision, module.head_dim, _positions(op, module, mask)
+    maps = [_heads(op, layer.weight, layer.bias, module.num_heads) for layer in layers]
+    tau, nu = ([op.stored(number) for number in part] for part in (module.tau, module.nu))
+    relative = compounded(p.products(width) + 2 * p.function + 12 * p.unit)  # of |w|^2 + 1, which is no less than 1
+
+    def heads(token: Real) -> list[tuple[Real, Real, Rows]] | None:
+        found = []
+        for h in range(module.num_heads):
+            rows = []
+            for layer in (kind[h] for kind in maps):
+                w = Rows.of(layer, token)
+                if not w.size * w.size * 2.0 < p.largest:
+                    return None
+                rows.append(Rows(ONE + relative, w.error + relative + p.lost(width, 1.0)))
+            q, k, v = rows
+            score = q.size * k.size * largest(tau[h].number)
+            own = score * p.products(width) + p.lost(width, 1.0) + q.size * k.size * tau[h].farthest
+            moved = (q.error * k.size + q.size * k.error) * largest(tau[h].number)
+            size, rounded = v.size * largest(nu[h].number), compounded(as_real(2 * p.unit))
+            error = v.error * largest(nu[h].number) + v.size * nu[h].farthest + size * rounded + p.lost(1, 1.0)
+            found.append((*_placed(p, score + own, moved + own, positions), Rows(size + size * rounded, error)))
+        return found
+
+    return _attended(op, x, op.map(module.proj.weight, module.proj.bias), heads)

@@ -27,9 +27,12 @@ def rooted(sizes: Sequence[Tensor]) -> Tensor | None:
     "native_channel_shuffle", "diagonal", "tril", "triu", "lift_fresh", "constant_pad_nd", "diag_embed", "copy",
 )  # fmt: skip
 def moved(op: Operation, x: Tensor, *others: Any, **named: Any) -> Found:
-    """Every entry goes to one place at most. `copy` takes the second tensor's."""
-    value = op.run()
-    return value, spread(op, others[0], value.numel()) if op.name == "copy" else op.size(x)
+    """Every entry goes to one place at most: what was a piece of a tensor stays one. `copy` takes the second tensor's."""
+    value, note = op.run(), op.note(x)
+    if op.name == "copy":
+        return value, spread(op, others[0], value.numel())
+    size = op.size(x)
+    return value, Error(size, note) if size is not None and isinstance(note, Piece) else size
 
 
 @rule("split", "split_with_sizes", "unbind")

@@ -110,6 +110,8 @@ class _Stepwise(GlobalDomain):
         def apply(ctx: Context, *args: Any, **kwargs: Any) -> Any:
             if own is None:
                 raise NoRule("no bound is known of its rounding at the neighbours of an image")
+            if ctx.call.dtype not in (None, torch.float64):
+                raise NoRule(f"a precision of its own, {ctx.call.dtype}")
             sources = list({id(x): x for x in _followed_in((args, kwargs))}.values())
             try:
                 found = [self._settled(ctx, slope, args, kwargs, sources, moving) for moving in sources]
@@ -200,14 +202,12 @@ class NeighbourErrors:
         traced: Trace | None = None,
     ) -> None:
         self.precision, self.pixels, self.tables = precision, math.prod(size), (slopes, *tables)
-        own = [*model.parameters(), *model.buffers()]
-        weights = frozenset(tensor.untyped_storage().data_ptr() for tensor in own)
         try:
             graph: AbstractContextManager[Trace] = replayed(model, size, *self.tables)
             if traced is not None and traced.root is model and not tables:
                 graph = nullcontext(traced)
             with graph as self._traced, torch.no_grad(), deep_recursion():
-                domain = _Stepwise(Operation(precision, weights))
+                domain = _Stepwise(Operation(precision, self._traced.made))
                 self._last: Followed = walk(self._traced, domain)
                 self._steps = domain.steps
                 self._head = head_of(self._traced, precision)
@@ -218,7 +218,7 @@ class NeighbourErrors:
             known = [found[source] for source in step.sources]
             found.append(carried(step.slopes, known) if known else ONE)
         self._slopes = found
-        example = next(iter(own))
+        example = next(iter([*model.parameters(), *model.buffers()]))
         self._widest = _floats(domain.errors).to(example.device)
         image = noise_like(torch.empty(1, *size, dtype=torch.float64, device=example.device))
         with torch.no_grad(), written_out():

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from certcli.enclosure.zonotopes.rounding import TINY
-from certcli.engine.table import NoRule
+from certcli.engine.table import NoRule, runs_known_code
 from certcli.engine.tracer import tensors_of
 from certcli.models.build import own_name
+from certcli.nn.activations import SoftMaxMin
 
 ROUNDED = 1 + 2.0**-20
 """Above (1 - u)^-n for n = 2^31 roundings."""
@@ -245,6 +246,35 @@ class Running(TorchDispatchMode):
 
 
 @contextmanager
+def _slopes_of_one(model: nn.Module, running: Running) -> Iterator[None]:
+    """Modules of slope 1 add what they lose on the numbers that are there: |f'(x') - f(x)| <= |f'(x') - f(x')| + |x' - x|.
+
+    Operation by operation, t tanh(c t) would count as a product whose factors may err apart: 1 + c max |t| times the error.
+    """
+    entering: list[Error | None] = []
+
+    def enter(module: nn.Module, args: Any) -> Any:
+        entering.append(running.errors.get(args[0]) if args else None)
+        with _disable_current_modes():
+            return tuple(x.clone() for x in args)
+
+    def leave(module: nn.Module, args: Any, result: Any) -> None:
+        own, passed = running.errors.get(result), entering.pop()
+        if passed is not None:
+            running.errors[result] = Error(passed.size if own is None else own.size + passed.size)
+
+    hooks = []
+    for module in model.modules():
+        if runs_known_code(module, SoftMaxMin):
+            hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
 def written_out() -> Iterator[None]:
     """Fused kernels are left aside for the operations that they are made of; convolutions are sums of products."""
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -292,7 +322,7 @@ class ErrorAnalysis:
 
     def _once(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         running = Running(self.model, self._weights, self._known)
-        with written_out(), running:
+        with written_out(), _slopes_of_one(self.model, running), running:
             logits = self.model(pixels.clone())
         if running.refused is not None:  # the network caught it and went another way
             raise running.refused

@@ -10,7 +10,7 @@ from torch import Tensor
 from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
-from certcli.lipschitz.numerics.spectral import frobenius_norm
+from certcli.lipschitz.numerics.spectral import frobenius_norm, spectral_norms
 from certcli.rounding.precisions import Precision
 
 _ARITHMETIC = RigorousArithmetic()
@@ -119,3 +119,19 @@ class LinearMap:
         sums = ((mass + size) * 0.5 + mass * p.order(self.terms)) * ((self.terms + 8) * p.sums.unit)
         inside = factors + sums + mass * (2 * p.sums.unit)
         return moved + inside + (size + inside) * p.stored + p.lost(self.terms, rows * self.out)
+
+
+class BlockMap(LinearMap):
+    """x -> [W_h x_h]_h on the parts x_h of x: linear maps of disjoint parts, so that of each norm the largest counts.
+
+    weight: (parts, out, in).
+    """
+
+    def __init__(self, weight: Tensor, precision: Precision) -> None:
+        super().__init__(weight, None, precision)
+        self.terms, self.out = weight.shape[2], len(weight) * weight.shape[1]
+
+    def _norm(self, operator: Tensor) -> Real:
+        if not bool(torch.isfinite(operator).all()):
+            return INF
+        return as_real(max(spectral_norms(list(operator)))) if bool(operator.any()) else ZERO

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from certcli.rounding import PRECISIONS
+from certcli.rounding import PRECISIONS, NeighbourErrors
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -102,3 +102,21 @@ def apart(one: Tensor, other: Tensor) -> Tensor:
     moved = one - other
     assert math.prod(moved.shape)
     return (moved[:, :, None] - moved[:, None, :]).abs()
+
+
+def require_within(
+    analysis: NeighbourErrors, model: nn.Module, pixels: Tensor, radius: float, arithmetic: str
+) -> float:
+    """Require of all executions at images and at neighbours that they differ from real arithmetic by no more than is proven.
+
+    Two logits are compared with all others. Of float64, whose real numbers nobody has here, two executions are within twice
+    the bound. Return the largest bound.
+    """
+    radii, tops = torch.full((len(pixels),), radius), [0, model(pixels).shape[1] - 1]
+    bound = torch.stack([analysis(pixels, radii, torch.full((len(pixels),), top)) for top in tops], 1)
+    for near in (pixels, neighbours(pixels, radius, 7)):
+        near = representable(near, arithmetic)
+        real = model(near)
+        for logits in executions(model, near, arithmetic):
+            assert bool((apart(logits, real)[:, tops] <= bound * (2 if arithmetic == "float64" else 1)).all())
+    return float(bound.max())

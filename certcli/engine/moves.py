@@ -1,0 +1,80 @@
+"""What a network makes of its own tensors: by moving numbers, which no arithmetic can round, or by computing others."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from certcli.engine.tracer import tensors_of
+
+MOVING = frozenset(
+    ("index", "index_select", "gather", "cat", "stack", "clone", "roll", "flip", "repeat", "repeat_interleave", "copy",
+     "constant_pad_nd", "tril", "triu", "zeros", "ones", "full", "scalar_tensor",
+     "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+)  # fmt: skip
+"""Operations whose results hold entries of their operands, and numbers of the code."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """An operation (its name in aten) on tensors that do not depend on the image, and its result."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Tensor
+
+
+class Moved(TorchDispatchMode):
+    """Follows what is made of a network's own tensors. Views share the memory of what they show.
+
+    storages: where the network's tensors lie, and those that were made of them by moving entries, or of integers only.
+    computed: how the other ones were made, by the place where they lie.
+    """
+
+    def __init__(self, own: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.storages = {place_of(tensor) for tensor in own}
+        self.computed: dict[int, Computed] = {}
+        self._kept: list[Tensor] = []  # no other tensor gets their memory
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would load its compiler at the first call, to tell it not to compile this one
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        if func._schema.is_mutable:
+            given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+            written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            for place in map(place_of, tensors_of([given.get(label) for label in written])):
+                self.storages.discard(place)
+                if name != "relu_" or self._is_read(place):  # which keeps what is known of the error
+                    self.computed.pop(place, None)
+            return result
+        operands, made = tensors_of((args, kwargs or {})), tensors_of(result)
+        places = {place_of(x) for x in operands}
+        counted = not any(x.is_floating_point() for x in (*operands, *made)) and not name.startswith("empty")
+        if name == "lift_fresh" or ((counted or name in MOVING) and places <= self.storages):  # torch.tensor(numbers)
+            self._kept += made
+            self.storages.update(map(place_of, made))
+        elif operands and all(place in self.storages or place in self.computed for place in places):
+            for x in made:
+                if x.is_floating_point() and place_of(x) not in places:  # a view is what it shows
+                    self.computed[place_of(x)] = Computed(name, args, kwargs or {}, x)
+        return result
+
+    def _is_read(self, place: int) -> bool:
+        """Tell whether something was computed of the tensor that lies here."""
+        return any(
+            place_of(x) == place for step in self.computed.values() for x in tensors_of((step.args, step.kwargs))
+        )
+
+
+def place_of(x: Tensor) -> int:
+    """Return where a tensor's memory begins."""
+    return x.untyped_storage().data_ptr()

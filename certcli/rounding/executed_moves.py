@@ -1,0 +1,102 @@
+"""Operations that move, choose or compare entries: they round nothing but the constants among their operands."""
+
+import operator
+from typing import Any
+
+import certcli.system.compat  # noqa: F401 (before timm)
+
+# isort: split
+import torch
+from timm.layers import DropPath, PatchDropout
+from torch import Tensor, nn
+from torch.nn import functional
+
+from certcli.engine.walk import Constant
+from certcli.lipschitz.numerics.real import ZERO, as_real
+from certcli.nn.activations import MaxMin
+from certcli.nn.orthogonal_mixing import ChannelRoll
+from certcli.rounding.executed import Followed, Operation, Rounding, rules
+from certcli.rounding.stored import Stored
+
+
+def exact(op: Operation, *args: Any, **named: Any) -> Rounding:
+    """Entries are moved, chosen or compared."""
+    for place in _constants_in((args, named)):
+        op.require_own(place)
+    return lambda sizes: ZERO
+
+
+def _constants_in(x: Any) -> list[Tensor]:
+    if isinstance(x, (list, tuple)):
+        return [found for part in x for found in _constants_in(part)]
+    if isinstance(x, dict):
+        return _constants_in(list(x.values()))
+    if isinstance(x, slice):
+        return _constants_in([x.start, x.stop, x.step])
+    return [x.tensor] if isinstance(x, Constant) else []
+
+
+@rules.function(torch.cat, torch.concat, torch.concatenate, torch.stack)
+def joined(op: Operation, *args: Any, **named: Any) -> Rounding:
+    """Entries are moved; those of constants are stored."""
+    moved = ZERO
+    for constant in _constants_in((args, named)):
+        moved = moved + op.stored(constant).moved
+    return lambda sizes: moved
+
+
+@rules.method("maximum", "minimum")
+@rules.function(torch.maximum, torch.minimum)
+def larger(op: Operation, a: Any, b: Any) -> Rounding:
+    """Entries are compared; those of a constant, which may be repeated, are stored."""
+    moved = ZERO
+    for constant in _constants_in((a, b)):
+        moved = moved + op.stored(constant).moved * as_real(op.entries / max(1, constant.numel())).sqrt()
+    return lambda sizes: moved
+
+
+rules.module(
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, DropPath, PatchDropout, nn.ReLU, MaxMin, ChannelRoll, nn.Flatten,
+    nn.Unflatten, nn.MaxPool2d, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.ReflectionPad2d,
+    nn.ReplicationPad2d, nn.ZeroPad2d,
+)(exact)  # fmt: skip
+rules.method(
+    "flatten", "transpose", "permute", "reshape", "view", "contiguous", "squeeze", "unsqueeze", "chunk", "split", "abs",
+    "unbind", "clone", "swapaxes", "movedim", "relu", "neg", "t", "roll", "flip", "select", "narrow", "unflatten", "view_as",
+    "reshape_as", "moveaxis", "swapdims", "tensor_split", "split_with_sizes", "expand", "expand_as", "repeat", "tile",
+    "broadcast_to", "repeat_interleave", "index_select", "unfold", "amax", "amin", "detach",
+    "to", "type_as", "float", "double",
+)(exact)  # fmt: skip
+rules.function(
+    torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, torch.permute, torch.transpose, torch.chunk,
+    torch.split, torch.unbind, torch.relu, functional.relu, operator.getitem, torch.roll, torch.flip, operator.neg,
+    functional.dropout, torch.clone, torch.select, torch.narrow, torch.movedim, torch.moveaxis, torch.swapaxes,
+    torch.swapdims, torch.tensor_split, torch.tile, torch.broadcast_to, torch.repeat_interleave, torch.index_select,
+    torch.amax, torch.amin, torch.abs, torch.neg, getattr, functional.unfold, functional.pixel_shuffle,
+    functional.pixel_unshuffle, functional.channel_shuffle, functional.max_pool2d, torch.max_pool2d,
+    functional.adaptive_max_pool2d,
+)(exact)  # fmt: skip
+
+
+@rules.function(functional.pad)
+def padded(op: Operation, x: Followed, padding: Any, mode: str = "constant", value: float | None = None) -> Rounding:
+    """Entries are moved, beside a number that is stored."""
+    moved = op.factor(value or 0.0).farthest * as_real(float(op.entries)).sqrt()
+    return lambda sizes: moved
+
+
+@rules.method("clamp", "clamp_", "clamp_min", "clamp_max")
+@rules.function(torch.clamp, torch.clamp_min, torch.clamp_max)
+def clamped(op: Operation, x: Followed, *limits: Any, **named: Any) -> Rounding:
+    """Entries are compared with limits that are stored."""
+    farthest = [op.factor(limit).farthest for limit in [*limits, *named.values()] if limit is not None]
+    moved = max(farthest, default=ZERO) * as_real(float(op.entries)).sqrt()
+    return lambda sizes: moved
+
+
+@rules.module(nn.ReLU6, nn.Hardtanh)
+def clipped(op: Operation, module: nn.Hardtanh, x: Followed) -> Rounding:
+    """Entries are compared with limits that are stored."""
+    limits = torch.tensor([module.min_val, module.max_val], dtype=torch.float64)
+    moved = Stored.of(limits, op.precision).farthest * as_real(float(x.entries)).sqrt()
+    return lambda sizes: moved

@@ -1,0 +1,138 @@
+"""What rounding adds in products of tensors, softmax, and attention written out. Proofs: docs/soundness.md."""
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from certcli.engine.attention import CAUSAL, fused_attention
+from certcli.engine.table import with_attributes
+from certcli.engine.walk import Constant
+from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
+from certcli.rounding.executed import Followed, Operation, Rounding, Sizes, rules, scaled
+from certcli.rounding.executed_attention import Rows, averaged, softmax_error
+from certcli.rounding.precisions import compounded
+from certcli.rounding.stored import BlockMap, LinearMap, Stored, largest, length
+
+
+@rules.method("mul", "mul_")
+@rules.function(operator.mul, operator.imul, torch.mul)
+def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
+    """A rounding of each product: |a b| <= max |a_i| |b| of two tensors, of which one may be repeated."""
+    if not (isinstance(a, Followed) and isinstance(b, Followed)):
+        x, factor = (a, b) if isinstance(a, Followed) else (b, a)
+        return scaled(op, x, op.operand(factor.tensor) if isinstance(factor, Constant) else op.factor(factor))
+    roots = [as_real(op.entries / x.entries).sqrt() for x in (a, b)]
+
+    def rounding(sizes: Sizes) -> Real:
+        one, other = sizes(a), sizes(b)
+        whole = min(one.peak * other.total * roots[1], other.peak * one.total * roots[0])
+        return whole * (2 * op.precision.unit) + op.underflow()
+
+    return rounding
+
+
+@rules.function(functional.linear)
+def linear(op: Operation, x: Followed, weight: Any, bias: Any = None) -> Rounding:
+    op.require(isinstance(x, Followed), "a weight that depends on the image")
+    layer = op.map(op.tensor(weight), None if bias is None else op.tensor(bias))
+    return lambda sizes: layer.rounding(sizes(x).total, x.rows)
+
+
+@rules.method("matmul", "bmm", "mm")
+@rules.function(torch.matmul, operator.matmul, torch.bmm, torch.mm)
+def matrices(op: Operation, a: Any, b: Any) -> Rounding:
+    """gamma | |A| |B| |, at most |A|_F times the norm of |B|, which is sqrt(k) times its longest row of k rows at most."""
+    if not (isinstance(a, Followed) and isinstance(b, Followed)):
+        return _constant_matrix(op, a, b)
+    p, terms, rows = op.precision, a.shape[-1], a.shape[-2]
+    out = b.shape[-1]
+    # matrices of one operand may meet several of the other
+    copies = [as_real(op.entries / (rows * out) / (x.entries / (x.shape[-1] * x.shape[-2]))).sqrt() for x in (a, b)]
+
+    def rounding(sizes: Sizes) -> Real:
+        left, right = sizes(a), sizes(b)
+        of_right = min(right.total, right.fibre * as_real(float(terms)).sqrt())
+        of_left = min(left.total, left.fibre * as_real(float(rows)).sqrt())
+        if not left.fibre * of_right < p.sums.largest:
+            return INF
+        size = min(left.total * copies[0] * of_right, right.total * copies[1] * of_left)
+        return size * p.products(terms) + p.lost(terms, op.entries)
+
+    return rounding
+
+
+def _constant_matrix(op: Operation, a: Any, b: Any) -> Rounding:
+    """x W as a linear map of each row, W x of each column; several matrices W meet parts of x of their own."""
+    x, constant = (a, b) if isinstance(a, Followed) else (b, a)
+    weight = op.tensor(constant) if isinstance(a, Constant) else op.tensor(constant).mT
+    op.require(weight.dim() >= 2, "a product with a vector")
+    assert op.call is not None
+    op.stored(op.tensor(constant))
+    copies = as_real(math.prod(op.call.shape[:-2]) / math.prod(x.shape[:-2])).sqrt()
+    rows = op.entries / weight.shape[-2]
+    if weight.dim() == 2:
+        layer: LinearMap = LinearMap(weight, None, op.precision)
+    else:
+        layer = BlockMap(weight.reshape(-1, *weight.shape[-2:]), op.precision)
+        layer.out = weight.shape[-2]
+    return lambda sizes: layer.rounding(sizes(x).total * copies, rows)
+
+
+@rules.method("softmax")
+@rules.function(functional.softmax, torch.softmax)
+def softmax(op: Operation, x: Followed, dim: int, _stacklevel: int = 3, dtype: Any = None) -> Rounding:
+    """What softmax loses in one distribution, in l1, for each of them."""
+    op.require(dtype is None, "a softmax in another precision")
+    tokens = x.shape[dim]
+    rows = as_real(x.entries / tokens).sqrt()
+    return lambda sizes: softmax_error(op.precision, tokens, sizes(x).peak, ZERO) * rows
+
+
+rules.module(nn.Softmax)(with_attributes(softmax, "dim"))
+
+
+@fused_attention(rules)
+def fused(op: Operation, query: Any, key: Any, value: Any, mask: Any, scale: float | None) -> Rounding:
+    """softmax(scale q k^T + m) v, m a constant: roundings of scores, of the sum, of softmax and of the averages, by token."""
+    op.require(isinstance(key, Followed) and isinstance(value, Followed), "attention to constants")
+    p, tokens, width = op.precision, key.shape[-2], key.shape[-1]
+    factor = as_real(abs(scale if scale is not None else width**-0.5) * (1 + 2.0**-50))
+    fixed = None if isinstance(query, Followed) else op.operand(op.tensor(query))
+    bias, moved_bias = ZERO, ZERO
+    if mask is not None and mask is not CAUSAL:
+        tensor = op.tensor(mask)
+        hidden = tensor == -math.inf  # of probability 0, exactly
+        if not tensor.is_floating_point():
+            op.require_own(tensor)
+        else:
+            added = Stored.of(tensor.masked_fill(hidden, 0.0), p) if bool(hidden.any()) else op.operand(tensor)
+            op.require_own(tensor) if bool(hidden.any()) else None
+            bias, moved_bias = largest(added.number), added.farthest
+
+    def rounding(sizes: Sizes) -> Real:
+        q = (
+            Rows(sizes(query).fibre, ZERO)
+            if fixed is None
+            else Rows(_longest(fixed.number), _longest(fixed.difference))
+        )
+        k, v = sizes(key).fibre, sizes(value).fibre
+        product = q.size * k
+        if not product < p.largest:
+            return INF
+        score = product * factor
+        own = score * p.products(width) + p.lost(width, 1.0) + q.error * k * factor
+        whole = score + own + bias
+        own = own + moved_bias + whole * compounded(as_real(2 * p.unit))
+        error = averaged(p, tokens, softmax_error(p, tokens, whole + own, own), Rows(v, ZERO))
+        return error * as_real(op.entries / value.shape[-1]).sqrt()
+
+    return rounding
+
+
+def _longest(rows: Tensor) -> Real:
+    """Return a bound on the longest row."""
+    return max((length(row) for row in rows.reshape(-1, rows.shape[-1])), default=ZERO)

@@ -1,0 +1,152 @@
+"""The rounding of all operations that have a theorem: no execution differs by more than is proven, or there is no proof."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from certcli.checkpoint.record import InputSpec
+from certcli.engine.table import NoRule
+from certcli.models.build import PixelModel
+from certcli.rounding import PRECISIONS, NeighbourErrors
+from tests.helpers.executions import require_within
+from tests.helpers.grids import EVERY
+from tests.helpers.lipschitz_cases import RULES, build, f
+from tests.helpers.slopes import IMAGE
+
+WITHOUT_ROUNDING = {
+    "conv-dilated", "conv-transposed", "conv-same-uneven", "conv1d", "rms-norm-2d", "rms-norm-act-2d", "avg-pool-1d",
+    "simple-norm", "simple-norm-2d", "leaky", "curves", "softplus", "avg-pool", "avg-pool-ceil", "norm", "conv-reflect",
+    "conv-circular", "masked", "upsample", "resize", "einsum", "attention-torch", "attention-torch-layer",
+    "attention-moving-mask", "attention-positional", "attention-l2-gated", "attention-l2-untied",
+    "attention-l2-untied-bare", "attention-lipschitz-norm", "attention-lipschitz-norm-after-norm", "token-convolution",
+    "token-convolution-after-norm", "token-convolution-after-linear", "spellings", "choice", "choice-of-scores",
+    "larger", "add-product", "add-products", "lerp", "deviations", "variances", "fold", "conv-3d", "conv-3d-patches",
+    "adaptive-max", "adaptive-3d", "attention-cosine-after-norm",
+}  # fmt: skip
+OTHER_BATCHES = ("cat-twice", "roll-flat", "unfold", "split-heads", "matrix-transpose")
+"""Their forward passes are of one image."""
+QUICK = [
+    "mix-matrices", "soft-pairs-partly", "sort-partly", "silu", "mish", "hard-swish", "quick-gelu", "sigmoid", "hard-mish",
+    "rms-norm", "group-norm", "l2-normalize", "response-norm", "softmax", "roll-pad-flip", "constant-matrices",
+    "constant-matrix", "gate", "swiglu", "product", "square", "adaptive", "clamp", "attention-windows", "attention-masked",
+    "attention-causal", "attention-channels", "attention-talking", "attention-l2-windows",
+    "attention-cosine", "global-pool", "squeeze-excite", "expand",
+]  # fmt: skip
+
+
+def network(name: str) -> PixelModel:
+    net = build(name)
+    flat = net if net(torch.rand(1, *IMAGE).double()).dim() == 2 else nn.Sequential(net, nn.Flatten())
+    return PixelModel(InputSpec(size=IMAGE, mean=(0.4,) * 2, std=(0.3,) * 2), flat).double().eval()
+
+
+@pytest.mark.parametrize("arithmetic", PRECISIONS if EVERY else ["float32"])
+@pytest.mark.parametrize("name", [name for name in RULES if name not in WITHOUT_ROUNDING] if EVERY else QUICK)
+def test_no_execution_of_a_rule_differs_by_more_than_is_proven(name: str, arithmetic: str) -> None:
+    model = network(name)
+    try:
+        analysis = NeighbourErrors(model, IMAGE, PRECISIONS[arithmetic])
+    except NoRule:
+        if arithmetic in ("float64", "float32"):
+            raise
+        return  # an eps that vanishes, sizes that overflow
+    noise = torch.rand(3, *IMAGE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    pixels = torch.cat([noise, noise[:1].round(), torch.zeros_like(noise[:1])])
+    parts = pixels.split(1) if name in OTHER_BATCHES else [pixels]
+    bound = max(require_within(analysis, model, part, 0.5, arithmetic) for part in parts)
+    if arithmetic in ("float64", "float32"):
+        assert bound < 2.0**34 * PRECISIONS[arithmetic].unit  # it says something
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_ROUNDING) if EVERY else ["attention-torch", "softplus"])
+def test_what_has_no_rounding_is_refused_by_name(name: str) -> None:
+    with pytest.raises(NoRule, match=r"rounding|its theorem does not know"):
+        NeighbourErrors(network(name), IMAGE, PRECISIONS["float64"])
+
+
+def shifted(constant: Callable[[Tensor], Tensor], joined: Callable[[Tensor, Tensor], Tensor] = torch.add) -> PixelModel:
+    """The image, and a constant of the weights (4, 4)."""
+    torch.manual_seed(2)
+    net = f(lambda m, x: joined(x, constant(m.w)).flatten(1), w=torch.randn(4, 4))
+    return PixelModel(InputSpec(size=IMAGE, mean=(0.4,) * 2, std=(0.3,) * 2), net).double().eval()
+
+
+MOVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a part": lambda w: w[1:2],
+    "by number": lambda w: w[torch.tensor([3, 1, 1, 0])].permute(1, 0).contiguous(),
+    "numbers that are counted": lambda w: w[torch.arange(3, -1, -1)],
+    "beside zeros": lambda w: torch.cat([w[:2], torch.zeros_like(w[:1]), w.new_ones(1, 4)]).roll(1),
+}
+COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "sums": lambda w: (w + w.T) - 0.1 * w,
+    "sums that cancel": lambda w: (w + 1000.0) - 1000.0,
+    "a product": lambda w: w @ w.T,
+    "a network of positions": lambda w: (
+        16 * torch.sigmoid(functional.linear((w @ w.T).relu(), w, w[0])[:, [0, 0, 1, 2]])
+    ),
+    "in place": lambda w: functional.relu(w @ w, inplace=True) * w,
+    "a temperature": lambda w: w[:1, :1].clamp(max=math.log(100.0)).exp(),
+    "of a temperature that is stored": lambda w: (w * 3.0).exp().tanh(),
+    "moved": lambda w: torch.cat([(w * w)[:2].roll(1, 0), w[2:]]),
+}
+REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "no rule": lambda w: w.erf(),
+    "no rule, then moved": lambda w: w.erf()[torch.tensor([3, 1, 1, 0])],
+    "in place": lambda w: w.clone().mul_(3),
+    "a view in place": lambda w: (y := w.clone(), y[0].add_(1))[0],
+    "read before it is overwritten": lambda w: (y := w + 1, y * 2, y.relu_())[1],
+    "chosen by weights": lambda w: w[w[:, 0].argsort()],
+    "chosen by a comparison": lambda w: w[(w[:, 0] > 0).long()],
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_weights_that_are_moved_are_stored_and_not_computed(name: str) -> None:
+    model = shifted(MOVED[name])
+    require_within(
+        NeighbourErrors(model, IMAGE, PRECISIONS["fp16"]), model, torch.rand(2, *IMAGE).double(), 0.5, "fp16"
+    )
+
+
+@pytest.mark.parametrize("arithmetic", PRECISIONS if EVERY else ["fp16"])
+@pytest.mark.parametrize("joined", [torch.add, torch.mul], ids=["added", "a factor"])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_no_execution_of_a_computed_constant_differs_by_more(
+    name: str, joined: Callable[[Tensor, Tensor], Tensor], arithmetic: str
+) -> None:
+    model = shifted(COMPUTED[name], joined)
+    analysis = NeighbourErrors(model, IMAGE, PRECISIONS[arithmetic])
+    bound = require_within(analysis, model, torch.rand(2, *IMAGE).double(), 0.5, arithmetic)
+    assert bound < 2.0**22 * PRECISIONS[arithmetic].unit  # it says something
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_computed_of_weights_in_other_ways_is_refused(name: str) -> None:
+    with pytest.raises(NoRule, match="a constant that the network computes"):
+        NeighbourErrors(shifted(REFUSED[name]), IMAGE, PRECISIONS["float64"])
+
+
+def test_a_choice_of_entries_by_weights_is_refused() -> None:
+    model = shifted(lambda w: w[:, 0].argsort(), lambda x, places: x[:, :, places])
+    with pytest.raises(NoRule, match="a constant that the network computes"):
+        NeighbourErrors(model, IMAGE, PRECISIONS["float64"])
+
+
+def test_a_constant_is_stored_wherever_it_is_repeated() -> None:
+    """One number in place of all entries: each of them is off by what storing it moves."""
+    model = shifted(lambda w: w[:1, :1], torch.maximum)
+    model.net.w.data.fill_(9.0001)
+    bound = NeighbourErrors(model, IMAGE, PRECISIONS["fp16"])(torch.zeros(1, *IMAGE), torch.zeros(1), torch.tensor([0]))
+    off = abs(float(torch.tensor(9.0001).half()) - 9.0001)
+    assert float(bound.max()) >= off * 32**0.5
+
+
+def test_a_precision_of_its_own_is_refused() -> None:
+    """Summed in float32, whatever the network runs in."""
+    model = shifted(lambda w: w, lambda x, w: x.mean(-1, dtype=torch.float32) + w[0, 0])
+    with pytest.raises(NoRule, match=r"a precision of its own"):
+        NeighbourErrors(model, IMAGE, PRECISIONS["float64"])
