@@ -52,9 +52,8 @@ def test_radii_together_are_not_below_the_root_of_their_squares(name: str) -> No
 def in_ball(x: Near, move: Tensor) -> Tensor:
     """Moves as far as the ball allows, by the fibres and by all together."""
     move = move * (x.fibre[..., None] / move.norm(dim=-1, keepdim=True))
-    return x.centre + move * (
-        x.whole.view(-1, 1, 1, 1, 1) / move.flatten(1).norm(dim=1).view(-1, 1, 1, 1, 1)
-    ).clamp_max(1)
+    share = (x.whole / move.flatten(1).norm(dim=1).clamp_min(1e-300)).clamp_max(1)
+    return x.centre + move * share.view(-1, 1, 1, 1, 1)
 
 
 def holds(bounds: Bounds, row: int, tensor: Tensor) -> bool:

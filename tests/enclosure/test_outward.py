@@ -1,6 +1,7 @@
 """Every place of an enclosure that rounds up reaches a bound: rounded up further there alone, some bound grows."""
 
 import functools
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -33,7 +34,11 @@ from tests.helpers.enclosure_cases import CASES, forms
 from tests.helpers.sites import Site, Sites
 
 FOLDER = Path(certcli.enclosure.__file__).parent
-FILES = sorted("/".join(file.parts[-2:]) for file in FOLDER.rglob("*.py") if "up(" in file.read_text())
+FILES = sorted(
+    "/".join(file.parts[-2:])
+    for file in FOLDER.rglob("*.py")
+    if re.search(r"zonotopes.rounding import .*\bup\b", file.read_text())
+)
 Numbers = list[float]
 
 
@@ -208,6 +213,13 @@ def grows(site: Site, sites: Sites, names: list[str]) -> bool:
     finally:
         sites.further = None
     return False
+
+
+def test_every_file_rounds_in_some_row() -> None:
+    numbers, rows = plain()
+    assert all(number == number for found in numbers.values() for number in found)
+    for file in FILES:
+        assert any(site[0].endswith(file) for _, site in rows), file
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -187,8 +187,12 @@ class Campaign:
             mapped.write_text(json.dumps(forked(lambda: self.tracing(session.items, files), 3000)))
         ran, items = json.loads(mapped.read_text()), {item.nodeid: item for item in session.items}
         done = {row["key"]: row["status"] for row in answers(self.state)}
-        wanted, deadline = "survived" if options.survivors else None, time.monotonic() + self.seconds
-        for mutant in [mutant for mutant in chosen(self.room, options) if done.get(mutant.key) == wanted]:
+        deadline = time.monotonic() + self.seconds
+        drawn = chosen(self.room, options)
+        again = [
+            mutant for mutant in every(self.room) if done.get(mutant.key) == "survived" and options.only in mutant.key
+        ]
+        for mutant in again if options.survivors else [mutant for mutant in drawn if mutant.key not in done]:
             if time.monotonic() > deadline:
                 break
             tests = dict(ran.get(f"{mutant.path}:{mutant.lines[0]}", ran.get(f"{mutant.path}:{mutant.lines[1]}", [])))
@@ -216,12 +220,12 @@ class Campaign:
 
 
 def in_turn(tests: dict[str, float], file: str) -> list[tuple[str, float]]:
-    """Return one case of each test, the quickest first, then a second case of each, and so on; first those of the file."""
+    """Return one case of each test, the quickest first, then a second case of each, and so on; all that name the file."""
     seen = Counter[str]()
     turns = []
     for name, seconds in sorted(tests.items(), key=lambda test: test[1]):
         seen[name.split("[")[0]] += 1
-        turns.append((0 if file in name else seen[name.split("[")[0]], seconds, name))
+        turns.append((1 if file in name else seen[name.split("[")[0]], seconds, name))
     return [(name, seconds) for _, seconds, name in sorted(turns)]
 
 
@@ -231,10 +235,14 @@ def answers(state: Path) -> list[Json]:
     return list({row["key"]: row for row in rows}.values())
 
 
+def every(room: str) -> list[Mutant]:
+    return [mutant for file in ROOMS[room].files() for mutant in mutants(file, ROOT)]
+
+
 def chosen(room: str, options: argparse.Namespace) -> list[Mutant]:
     """Return a sample in which every operator has its turn, of the mutants whose name contains `--only`."""
     of: dict[str, list[Mutant]] = defaultdict(list)
-    for mutant in (mutant for file in ROOMS[room].files() for mutant in mutants(file, ROOT)):
+    for mutant in every(room):
         if options.only in mutant.key:
             of[mutant.operator].append(mutant)
     draw = random.Random(options.seed)
@@ -249,7 +257,7 @@ def score(state: Path) -> None:
     known = dict(line.split("\t", 1) for line in EQUIVALENT.read_text().splitlines())
     left, counts, spent = [], {"all": Counter[str]()}, {"all": 0.0}
     for room in ROOMS:
-        there = {mutant.key for file in ROOMS[room].files() for mutant in mutants(file, ROOT)}
+        there = {mutant.key for mutant in every(room)}
         rows = [row for row in answers(state / f"{room}.jsonl") if row["key"] in there]
         for row in rows:
             if row["status"] == "survived" and row["key"] in known:
