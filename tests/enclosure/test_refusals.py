@@ -24,7 +24,7 @@ from certcli.enclosure.zonotopes.form import Form, Space, l2_ball
 from certcli.enclosure.zonotopes.rules import arithmetic as zonotopes
 from certcli.enclosure.zonotopes.rules import shapes
 from certcli.enclosure.zonotopes.rules.layers import rms_norm
-from certcli.enclosure.zonotopes.table import ZonotopeContext
+from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.table import NoRule
 from certcli.models.build import PixelModel
 from certcli.system.errors import NoBoundError
@@ -128,31 +128,46 @@ def test_a_network_without_a_local_theorem_is_refused(name: str, effort: str) ->
         assert (model(moved).argmax(1) == label).all()
 
 
+WIDE = torch.rand(1, 1, 2, 8).double()
 FORM, BALL = (make(torch.rand(1, 2, 4).double()) for make in (
     lambda t: Form(Space(1, False, 9), t, torch.zeros(1, *t.shape).double(), 0 * t),
     lambda t: Near.of(t[None], 0 * t[None, ..., 0], torch.zeros(1).double()),
 ))  # fmt: skip
 # what a rule itself refuses, whatever is found beside it when the network runs
-CALLS: dict[str, Callable[[], object]] = {
-    "forms, divided by 0": lambda: zonotopes.divide(NO_TOKEN, FORM, 0),
-    "balls, divided by 0": lambda: layers.divide(context(), BALL, 0.0),
-    "forms, divided by a tensor": lambda: zonotopes.divide(NO_TOKEN, FORM, FORM),
-    "balls, divided by a tensor": lambda: layers.divide(context(), BALL, torch.ones(1)),
-    "several forms, rearranged": lambda: shapes.arranged(torch.flatten, [FORM, FORM]),
-    "an image of another shape, forms": lambda: LocalNetwork(network("relu"), SIZE).margins(
-        l2_ball(torch.rand(1, 1, 2, 8).double(), 0.1, squares_up_to=0, limit=9), 0
+CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "forms, divided by 0": (lambda: zonotopes.divide(NO_TOKEN, FORM, 0), "a division"),
+    "balls, divided by 0": (lambda: layers.divide(context(), BALL, 0.0), "a division"),
+    "forms, divided by a form": (lambda: zonotopes.divide(NO_TOKEN, FORM, FORM), "a division"),
+    "a number divided by a form": (lambda: zonotopes.divide(NO_TOKEN, 1.0, FORM), "a division"),
+    "balls, divided by a tensor": (lambda: layers.divide(context(), BALL, torch.ones(1)), "a division"),
+    "several forms, rearranged": (lambda: shapes.arranged(torch.flatten, [FORM, FORM]), "a rearrangement"),
+    "an image of another shape, forms": (
+        lambda: LocalNetwork(network("relu"), SIZE).margins(l2_ball(WIDE, 0.1, squares_up_to=0, limit=9), 0),
+        "images of shape",
     ),
-    "an image of another shape, balls": lambda: NormsNetwork(network("relu"), SIZE).margins(
-        torch.rand(1, 1, 2, 8).double(), torch.ones(1).double(), torch.tensor([0])
+    "an image of another shape, balls": (
+        lambda: NormsNetwork(network("relu"), SIZE).margins(WIDE, torch.ones(1).double(), torch.tensor([0])),
+        "images of shape",
     ),
-    "a norm's negative eps": lambda: layers.rms_norm(context(), BALL, (4,), None, -1.0),
-    "a norm over two axes": lambda: layers.rms_norm(context(), BALL, (2, 4), None, 1.0),
-    "forms, a norm over two axes": lambda: rms_norm(NO_TOKEN, FORM, (2, 4), None, 1.0),
-    "forms, a norm of no eps": lambda: rms_norm(NO_TOKEN, FORM, (4,)),
+    "a norm's negative eps": (lambda: layers.rms_norm(context(), BALL, (4,), None, -1.0), "a norm with eps"),
+    "a norm over two axes": (lambda: layers.rms_norm(context(), BALL, (2, 4), None, 1.0), "several axes"),
+    "a norm of no eps": (lambda: layers.rms_norm(context(), BALL, (4,)), "several axes"),
+    "forms, a norm over two axes": (lambda: rms_norm(NO_TOKEN, FORM, (2, 4), None, 1.0), "several axes"),
+    "forms, a norm of no eps": (lambda: rms_norm(NO_TOKEN, FORM, (4,)), "several axes"),
+    "forms, a mean over the batch": (lambda: shapes.mean(NO_TOKEN, FORM, (0, 1)), "the batch"),
+    "forms, a mean over no axes": (lambda: shapes.mean(NO_TOKEN, FORM, ()), "the batch"),
+    "balls, a mean over the batch": (lambda: layers.mean(context(), BALL, (-3, 1)), "the batch"),
+    "balls, a mean over no axes": (lambda: layers.mean(context(), BALL, ()), "the batch"),
+    "forms, joined along the batch": (lambda: shapes.cat(NO_TOKEN, [FORM, FORM]), "the batch"),
+    "balls, joined along the batch": (lambda: layers.cat(context(), [BALL, BALL]), "the batch"),
+    "forms of two shapes": (lambda: rules.functions[torch.add](NO_TOKEN, FORM, FORM.choose(0)), "repeats a tensor"),
+    "a constant of more axes": (lambda: FORM.shift(torch.ones(2, 1, 2, 4)), "repeats a tensor"),
+    "a larger constant": (lambda: BALL.scale(torch.ones(3, 2, 4)), "repeats a tensor"),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_rule_refuses_what_it_knows_nothing_of(name: str) -> None:
-    with pytest.raises(NoRule):
-        CALLS[name]()
+    call, reason = CALLS[name]
+    with pytest.raises(NoRule, match=reason):
+        call()

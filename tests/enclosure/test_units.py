@@ -12,8 +12,9 @@ import torch
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
-from certcli.enclosure.balls.attention import nonnegative_norm
+from certcli.enclosure.balls.attention import _facts, _weights, nonnegative_norm
 from certcli.enclosure.balls.ball import Near, pixel_ball, settled
+from certcli.enclosure.balls.fused_attention import _facts as fused_facts
 from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.layers import arranged, cat, divide, mean, product, rms_norm
 from certcli.enclosure.balls.network import _margins
@@ -250,3 +251,26 @@ def test_bounds_have_units(name: str) -> None:
         assert torch.isfinite(one).all()
         # products with powers of two are exact, but a library may add in another order
         assert torch.allclose(other, one * s**degree, rtol=1e-11, atol=1e-13 * s**degree)
+
+
+def test_a_negative_scale_is_a_positive_one_of_the_opposite_queries() -> None:
+    q, k, v = (near(1, 1, 2, 4, 3, seed=seed) for seed in range(3))
+    turned = Near(-q.centre, q.fibre, q.whole)
+    there, back = heads(context(), q, k, v, None, -0.7), heads(context(), turned, k, v, None, 0.7)
+    for one, other in zip(of_ball(there), of_ball(back), strict=True):
+        assert torch.allclose(one, other, rtol=1e-12)  # float64 evaluates both
+
+
+def test_probabilities_of_equal_scores_are_still_rounded() -> None:
+    """Queries of length 0 leave no doubt about the scores: what is left is the rounding of softmax and of the average."""
+    q, k, v = (near(1, 1, 2, 4, 3, seed=seed) for seed in range(3))
+    share, _, _, _, _, off = fused_facts(q.scale(0 * UNIT), k, v, 0.7)
+    own = (3 + 4 + 68) * 2.0**-22  # gamma of a width, the tokens and 64
+    assert (share >= (1 + own) / 4).all()
+    assert (off >= own * v.size.amax(-1, keepdim=True)).all()
+    torch.manual_seed(0)
+    module = Attention(8, num_heads=2).double().eval().requires_grad_(False)
+    module.qkv.weight[:8] = 0
+    tokens = draw(1, 5, 8)
+    facts = _facts(module, _weights(module, None), tokens, tokens.norm(dim=-1), slice(None))
+    assert (facts.share >= (1 + (4 + 5 + 68) * 2.0**-22) / 5).all()

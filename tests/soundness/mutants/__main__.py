@@ -198,7 +198,7 @@ class Campaign:
             tests = dict(ran.get(f"{mutant.path}:{mutant.lines[0]}", ran.get(f"{mutant.path}:{mutant.lines[1]}", [])))
             picked: list[pytest.Item] = []
             cost = 0.0
-            for name, seconds in in_turn(tests, "/".join(mutant.path.parts[-2:])):
+            for name, seconds in in_turn(tests, mutant):
                 if name in items and (not picked or cost + seconds <= options.tests):
                     picked.append(items[name])
                     cost += seconds
@@ -219,13 +219,17 @@ class Campaign:
         return True
 
 
-def in_turn(tests: dict[str, float], file: str) -> list[tuple[str, float]]:
-    """Return one case of each test, the quickest first, then a second case of each, and so on; all that name the file."""
-    seen = Counter[str]()
+def in_turn(tests: dict[str, float], mutant: Mutant) -> list[tuple[str, float]]:
+    """Return one case of each test, the quickest first, then a second case of each, and so on.
+
+    A case that names the mutant's file is about the rounding there: of a rounding it comes first.
+    """
+    file, seen = "/".join(mutant.path.parts[-2:]), Counter[str]()
     turns = []
     for name, seconds in sorted(tests.items(), key=lambda test: test[1]):
         seen[name.split("[")[0]] += 1
-        turns.append((1 if file in name else seen[name.split("[")[0]], seconds, name))
+        own = file in name and mutant.operator.startswith("rounding")
+        turns.append((0 if own else seen[name.split("[")[0]], seconds, name))
     return [(name, seconds) for _, seconds, name in sorted(turns)]
 
 
