@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from certcli.enclosure.zonotopes import rounding
 from certcli.engine.table import NoRule
 from certcli.rounding import ErrorAnalysis, curves, sums
-from certcli.rounding.running import Running
+from certcli.rounding.running import Error, Running
 from tests.helpers.sites import Site, Sites
 from tests.rounding.test_passing_on import ROWS, allowed, draw, ones
 from tests.rounding.test_rounding import Network, W
@@ -91,6 +91,18 @@ ATTAINED: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], float]] = {
 def test_an_error_that_is_attained_is_not_rounded_down(name: str) -> None:
     function, inputs, most = ATTAINED[name]
     assert most <= allowed(function, inputs, 0.5) <= most * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("places", [(2, 1), (0, 2), (2, 0), (1, 2)])
+def test_only_the_two_halves_of_one_sorted_pair_know_each_other(places: tuple[int, int]) -> None:
+    """The smaller of other tensors keeps their error, which the larger of these two hides."""
+    tensors = [draw(4, seed=seed) for seed in range(3)]
+    running = Running(nn.Identity(), frozenset(), {})
+    running.errors[tensors[2]] = Error(torch.tensor(0.5, dtype=torch.float64))
+    with torch.no_grad(), running:
+        parts = [torch.maximum(*tensors[:2]), torch.minimum(*[tensors[place] for place in places])]
+        out = torch.cat(parts)
+    assert float(running.errors[out].size) >= 0.5
 
 
 def trained(x: Tensor) -> Tensor:
