@@ -8,7 +8,7 @@ from torch import Tensor
 
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
-from certcli.enclosure.zonotopes.backward import Ball, HingeChoice, Node, descend, lower
+from certcli.enclosure.zonotopes.backward import Ball, Hinge, HingeChoice, Node, _through, descend, lower
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
 from certcli.enclosure.zonotopes.margins import lower_bounds
@@ -154,6 +154,29 @@ def test_whatever_is_chosen_at_hinges_is_sound(radius: float, boxed: bool, in_bo
     best = torch.tensor([coupled(node, rows[j : j + 1], 12) for j in range(3)])
     assert (best <= least).all()
     assert (best[lower(node, rows) <= 0] > lower(node, rows)[lower(node, rows) <= 0]).all()
+
+
+def test_parabolas_lie_above_hinges() -> None:
+    """Also where much of x is beside the ball's part: at random middles, rests, widths and splits."""
+    count = 500
+    middle, rest, width, split, at = (2 * draw(count, seed=seed) for seed in range(5))
+    rest, width, split = rest.abs(), width.abs() + 0.01, split.exp()
+    columns, share = draw(1, count, seed=5), torch.rand(count, generator=torch.Generator().manual_seed(6)).double()
+    reach = columns[0].abs() + rest
+    low, high = torch.minimum(middle - reach, -reach / 9), torch.maximum(middle + reach, reach / 9)
+    node = Hinge(
+        (count,), (), lambda rows: (),
+        low=low, high=high, places=torch.arange(count), columns=columns, middle=middle, rest=rest,
+    )  # fmt: skip
+    choice = HingeChoice(torch.full_like(share, 0.5), share, width, split)
+    e, p = at.tanh(), rest * draw(count, seed=7).sign()
+    along = middle + columns[0] * e
+    for sign in (-1.0, 1.0):
+        back, offset, curved = _through(node, sign * torch.eye(count).double(), choice)
+        assert curved is not None
+        bound = back.diagonal() * (along + p) + offset - (curved.weight * along**2).diagonal()
+        truth = sign * (along + p).relu()
+        assert (bound <= truth + 1e-12 * (1 + bound.abs())).all()
 
 
 def test_rounding_on_the_way_back_is_covered() -> None:

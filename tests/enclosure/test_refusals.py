@@ -1,6 +1,7 @@
 """What no local theorem is about: both local domains refuse it, and take the same network without it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,9 +16,22 @@ from timm.layers.attention import Attention
 
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
+from certcli.enclosure.balls import layers
+from certcli.enclosure.balls.ball import Near
+from certcli.enclosure.balls.network import NormsNetwork
+from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.enclosure.zonotopes.form import Form, Space, l2_ball
+from certcli.enclosure.zonotopes.rules import arithmetic as zonotopes
+from certcli.enclosure.zonotopes.rules import shapes
+from certcli.enclosure.zonotopes.rules.layers import rms_norm
+from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
+from certcli.engine.table import NoRule
 from certcli.models.build import PixelModel
 from certcli.system.errors import NoBoundError
-from tests.enclosure.test_zonotope_networks import SIZE, SPEC, directions, image
+from tests.enclosure.test_balls import context
+from tests.enclosure.test_zonotope_networks import SIZE, SPEC, directions, image, network
+
+NO_TOKEN = ZonotopeContext(context().node, None)
 
 Middle = Callable[["Tokens", Tensor], Any]
 
@@ -56,41 +70,43 @@ def read_twice(net: Any, x: Tensor) -> Tensor:
 
 
 SEEN = torch.ones(4, 4, dtype=torch.bool).tril()
-# the network, and whether the local domains have theorems for it
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
-    "attention": (lambda: Tokens(lambda m, x: m.mix(x), mix=attention()), True),
-    "attention, masked": (lambda: Tokens(lambda m, x: m.mix(x, attn_mask=SEEN), mix=attention()), False),
-    "attention, causal": (lambda: Tokens(lambda m, x: m.mix(x, is_causal=True), mix=attention()), False),
-    "fused attention": (lambda: Tokens(sdpa()), True),
-    "fused attention, scaled": (lambda: Tokens(sdpa(scale=0.3)), True),
-    "fused attention, masked": (lambda: Tokens(sdpa(attn_mask=SEEN)), False),
-    "fused attention, causal": (lambda: Tokens(sdpa(is_causal=True)), False),
-    "fused attention, dropout": (lambda: Tokens(sdpa(dropout_p=0.5)), False),
-    "convolution": (lambda: Tokens(lambda m, x: m.conv(x[:, None]), conv=nn.Conv2d(1, 1, 3, padding=1)), True),
-    "convolution without a batch": (lambda: Tokens(lambda m, x: m.conv(x), conv=nn.Conv2d(1, 1, 3, padding=1)), False),
-    "mean of tokens": (lambda: Tokens(lambda m, x: x.mean(1), 6), True),
-    "mean of the batch": (lambda: Tokens(lambda m, x: x.mean(0, keepdim=True)), False),
-    "mean of the batch, from behind": (lambda: Tokens(lambda m, x: x.mean(-3, keepdim=True)), False),
-    "mean of all": (lambda: Tokens(lambda m, x: x + x.mean()), False),
-    "tokens twice": (lambda: Tokens(lambda m, x: torch.cat([x, x], 1), 48), True),
-    "images twice": (lambda: Tokens(lambda m, x: torch.cat([x, x], 0)), False),
-    "RMSNorm": (lambda: Tokens(lambda m, x: F.rms_norm(x, (6,), eps=0.1)), True),
-    "RMSNorm of the dtype's eps": (lambda: Tokens(lambda m, x: F.rms_norm(x, (6,))), False),
-    "RMSNorm of all tokens": (lambda: Tokens(lambda m, x: F.rms_norm(x, (4, 6), eps=0.1)), False),
-    "LayerNorm": (lambda: Tokens(lambda m, x: m.norm(x), norm=nn.LayerNorm(6, eps=0.1)), True),
-    "LayerNorm of all tokens": (lambda: Tokens(lambda m, x: m.norm(x), norm=nn.LayerNorm((4, 6), eps=0.1)), False),
-    "norm read twice": (lambda: Tokens(read_twice, 6, mix=attention(), norm=nn.LayerNorm(6, eps=0.1)), True),
-    "half": (lambda: Tokens(lambda m, x: x / 2), True),
-    "divided by what depends on the image": (lambda: Tokens(lambda m, x: x / (3 + x)), False),
-    "divided by 0": (lambda: Tokens(lambda m, x: (x / 0).clamp(0, 1)), False),
+# the network, and why both local domains refuse it (None: they have theorems for it)
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
+    "attention": (lambda: Tokens(lambda m, x: m.mix(x), mix=attention()), None),
+    "attention, masked": (lambda: Tokens(lambda m, x: m.mix(x, attn_mask=SEEN), mix=attention()), "a mask"),
+    "attention, causal": (lambda: Tokens(lambda m, x: m.mix(x, is_causal=True), mix=attention()), "a mask"),
+    "fused attention": (lambda: Tokens(sdpa()), None),
+    "fused attention, scaled": (lambda: Tokens(sdpa(scale=0.3)), None),
+    "fused attention, masked": (lambda: Tokens(sdpa(attn_mask=SEEN)), "a mask"),
+    "fused attention, causal": (lambda: Tokens(sdpa(is_causal=True)), "a mask"),
+    "fused attention, dropout": (lambda: Tokens(sdpa(dropout_p=0.5)), "random numbers"),
+    "convolution": (lambda: Tokens(lambda m, x: m.conv(x[:, None]), conv=nn.Conv2d(1, 1, 3, padding=1)), None),
+    "convolution without a batch": (
+        lambda: Tokens(lambda m, x: m.conv(x), conv=nn.Conv2d(1, 1, 3, padding=1)),
+        "a convolution of something other",
+    ),
+    "mean of tokens": (lambda: Tokens(lambda m, x: x.mean(1), 6), None),
+    "mean of the batch": (lambda: Tokens(lambda m, x: x.mean(0, keepdim=True)), "a mean over the batch"),
+    "mean of the batch, from behind": (lambda: Tokens(lambda m, x: x.mean(-3, keepdim=True)), "a mean over the batch"),
+    "mean of all": (lambda: Tokens(lambda m, x: x + x.mean()), "depend on its batch"),
+    "tokens twice": (lambda: Tokens(lambda m, x: torch.cat([x, x], 1), 48), None),
+    "images twice": (lambda: Tokens(lambda m, x: torch.cat([x, x], 0)), "of one image"),
+    "RMSNorm": (lambda: Tokens(lambda m, x: F.rms_norm(x, (6,), eps=0.1)), None),
+    "RMSNorm of the dtype's eps": (lambda: Tokens(lambda m, x: F.rms_norm(x, (6,))), "an RMSNorm over several axes"),
+    "RMSNorm of all tokens": (lambda: Tokens(lambda m, x: F.rms_norm(x, (4, 6), eps=0.1)), "an RMSNorm over several axes"),
+    "LayerNorm": (lambda: Tokens(lambda m, x: m.norm(x), norm=nn.LayerNorm(6, eps=0.1)), None),
+    "LayerNorm of all tokens": (lambda: Tokens(lambda m, x: m.norm(x), norm=nn.LayerNorm((4, 6), eps=0.1)), "'layer_norm'"),
+    "norm read twice": (lambda: Tokens(read_twice, 6, mix=attention(), norm=nn.LayerNorm(6, eps=0.1)), None),
+    "half": (lambda: Tokens(lambda m, x: x / 2), None),
+    "divided by what depends on the image": (lambda: Tokens(lambda m, x: x / (3 + x)), "a division by something other"),
     "a convolution with mirrored edges": (
         lambda: Tokens(
             lambda m, x: m.conv(x[:, None]), conv=nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")
         ),
-        False,
+        "'pad'",
     ),
-    "logits of every token": (lambda: nn.Sequential(nn.Flatten(2), nn.Linear(16, 4)), False),
-    "one logit": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 1)), False),
+    "logits of every token": (lambda: nn.Sequential(nn.Flatten(2), nn.Linear(16, 4)), "of one image"),
+    "one logit": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 1)), "one class"),
 }  # fmt: skip
 
 
@@ -98,19 +114,60 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_without_a_local_theorem_is_refused(name: str, effort: str) -> None:
     torch.manual_seed(5)
-    build, known = NETWORKS[name]
+    build, reason = NETWORKS[name]
     model = PixelModel(SPEC, build()).double().eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     pixels = image()
     label = int(model(pixels).flatten().argmax())
-    try:
+    with nullcontext() if reason is None else pytest.raises(NoBoundError, match=reason):
         certifier = LocalCertifier(model, SIZE, Local(effort=effort, at=[2e-3]), symbols=100, steps=0)
         (row,) = certifier.batch([0], pixels, [label])
-    except NoBoundError:
-        assert not known
-    else:
-        assert known
         assert row.radius > 1e-3
         moved = pixels + row.radius * directions(model, pixels, label, 40).view(-1, *SIZE)
         assert (model(moved).argmax(1) == label).all()
+
+
+WIDE = torch.rand(1, 1, 2, 8).double()
+FORM, BALL = (make(torch.rand(1, 2, 4).double()) for make in (
+    lambda t: Form(Space(1, False, 9), t, torch.zeros(1, *t.shape).double(), 0 * t),
+    lambda t: Near.of(t[None], 0 * t[None, ..., 0], torch.zeros(1).double()),
+))  # fmt: skip
+# what a rule itself refuses, whatever is found beside it when the network runs
+CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "forms, divided by 0": (lambda: zonotopes.divide(NO_TOKEN, FORM, 0), "a division"),
+    "balls, divided by 0": (lambda: layers.divide(context(), BALL, 0.0), "a division"),
+    "forms, divided by a form": (lambda: zonotopes.divide(NO_TOKEN, FORM, FORM), "a division"),
+    "a number divided by a form": (lambda: zonotopes.divide(NO_TOKEN, 1.0, FORM), "a division"),
+    "balls, divided by a tensor": (lambda: layers.divide(context(), BALL, torch.ones(1)), "a division"),
+    "several forms, rearranged": (lambda: shapes.arranged(torch.flatten, [FORM, FORM]), "a rearrangement"),
+    "an image of another shape, forms": (
+        lambda: LocalNetwork(network("relu"), SIZE).margins(l2_ball(WIDE, 0.1, squares_up_to=0, limit=9), 0),
+        "images of shape",
+    ),
+    "an image of another shape, balls": (
+        lambda: NormsNetwork(network("relu"), SIZE).margins(WIDE, torch.ones(1).double(), torch.tensor([0])),
+        "images of shape",
+    ),
+    "a norm's negative eps": (lambda: layers.rms_norm(context(), BALL, (4,), None, -1.0), "a norm with eps"),
+    "a norm over two axes": (lambda: layers.rms_norm(context(), BALL, (2, 4), None, 1.0), "several axes"),
+    "a norm of no eps": (lambda: layers.rms_norm(context(), BALL, (4,)), "several axes"),
+    "forms, a norm over two axes": (lambda: rms_norm(NO_TOKEN, FORM, (2, 4), None, 1.0), "several axes"),
+    "forms, a norm of no eps": (lambda: rms_norm(NO_TOKEN, FORM, (4,)), "several axes"),
+    "forms, a mean over the batch": (lambda: shapes.mean(NO_TOKEN, FORM, (0, 1)), "the batch"),
+    "forms, a mean over no axes": (lambda: shapes.mean(NO_TOKEN, FORM, ()), "the batch"),
+    "balls, a mean over the batch": (lambda: layers.mean(context(), BALL, (-3, 1)), "the batch"),
+    "balls, a mean over no axes": (lambda: layers.mean(context(), BALL, ()), "the batch"),
+    "forms, joined along the batch": (lambda: shapes.cat(NO_TOKEN, [FORM, FORM]), "the batch"),
+    "balls, joined along the batch": (lambda: layers.cat(context(), [BALL, BALL]), "the batch"),
+    "forms of two shapes": (lambda: rules.functions[torch.add](NO_TOKEN, FORM, FORM.choose(0)), "repeats a tensor"),
+    "a constant of more axes": (lambda: FORM.shift(torch.ones(2, 1, 2, 4)), "repeats a tensor"),
+    "a larger constant": (lambda: BALL.scale(torch.ones(3, 2, 4)), "repeats a tensor"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rule_refuses_what_it_knows_nothing_of(name: str) -> None:
+    call, reason = CALLS[name]
+    with pytest.raises(NoRule, match=reason):
+        call()

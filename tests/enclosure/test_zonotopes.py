@@ -8,7 +8,7 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
 from certcli.enclosure.zonotopes.functions import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT, Function
-from certcli.enclosure.zonotopes.margins import lower_bounds
+from certcli.enclosure.zonotopes.margins import _descent, lower_bounds
 from certcli.enclosure.zonotopes.pointwise import apply
 from certcli.enclosure.zonotopes.products import squares
 from certcli.enclosure.zonotopes.quadratic import matrices, quadratic_radius
@@ -124,6 +124,18 @@ def test_lower_bounds_are_below_the_minimum(seed: int) -> None:
     bound = lower_bounds(x)
     assert (bound <= reached).all()
     assert (bound >= x.centre - x.radius).all()
+
+
+@pytest.mark.parametrize("off", [0.0, 0.1])
+def test_any_eigenvectors_bound_a_square(off: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of another matrix: what is left of the square is added."""
+    eigh = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda m: eigh(m + off * torch.eye(BALL)))
+    (x,) = forms(CASES[0], 1.0, True, 0, mixed=True)
+    least = torch.linalg.eigvalsh(matrices(x.square, BALL))[:, 0].view(x.shape)
+    found = _descent(x.square, x)
+    assert (found >= -least).all()
+    assert (found <= 1e-12 - least.clamp_max(0) + 2 * off * BALL**0.5).all()
 
 
 def test_quadratic_radius_is_above_the_spectral_norm_and_near_it() -> None:

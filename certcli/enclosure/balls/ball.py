@@ -28,10 +28,10 @@ class Near:
     whole: Tensor
 
     @staticmethod
-    def of(centre: Tensor, fibre: Tensor, whole: Tensor) -> "Near":
+    def of(centre: Tensor, fibre: Tensor, whole: Tensor | None = None) -> "Near":
         """Tighten each radius by the other: fibre_i <= whole <= sqrt(sum fibre_i^2). NaN, as of 0 times inf, is unbounded."""
         together = up(fibre.flatten(1).norm(dim=1), fibre[0].numel())
-        whole = torch.minimum(whole, together).nan_to_num(torch.inf, torch.inf)
+        whole = (together if whole is None else torch.minimum(whole, together)).nan_to_num(torch.inf, torch.inf)
         return Near(centre, torch.minimum(fibre, _beside(whole, fibre)).nan_to_num(torch.inf, torch.inf), whole)
 
     @property
@@ -170,7 +170,7 @@ def pixel_ball(images: Tensor, radii: Tensor, norm: Norm = "l2") -> Near:
     centre = images[:, None]
     if norm == "linf":
         fibre = _beside(up(radii * math.sqrt(images.shape[-1])), centre[..., 0]).expand(centre.shape[:-1])
-        return Near.of(centre, fibre, up(radii * math.sqrt(images[0].numel())))
+        return Near.of(centre, fibre)
     return Near(centre, _beside(radii, centre[..., 0]).expand(centre.shape[:-1]), radii)
 
 

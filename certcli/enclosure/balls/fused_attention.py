@@ -38,8 +38,7 @@ def heads(ctx: BallContext, query: Any, key: Any, value: Any, mask: Any, scale: 
     through = (torch.minimum(share * moved.exp() * (1 + 2**-40), torch.ones_like(share)) * g).sum(-1)
     turned = (share * torch.expm1(moved) * (1 + 2**-40) * reach).sum(-1)
     fibre = up(through + torch.minimum(turned, 2 * reach.amax(-1)), count + 16)
-    whole = up(fibre.flatten(1).norm(dim=1), fibre[0].numel())
-    return Near.of(centre, fibre, whole).noisy(off)
+    return Near.of(centre, fibre).noisy(off)
 
 
 def _facts(q: Near, k: Near, v: Near, factor: float) -> tuple[Tensor, ...]:

@@ -213,8 +213,7 @@ def product(x: Near, y: Near) -> Near:
     centre = x.centre * y.centre
     first, second = (t.centre.abs().amax(-1) for t in (x, y))
     fibre = up(x.fibre * second + first * y.fibre + x.fibre * y.fibre, 4)
-    together = up(fibre.flatten(1).norm(dim=1), fibre[0].numel())
-    return Near.of(centre, fibre, together).noisy(gamma(1) * fibres(centre))
+    return Near.of(centre, fibre).noisy(gamma(1) * fibres(centre))
 
 
 register_arithmetic(

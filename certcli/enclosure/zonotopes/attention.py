@@ -54,14 +54,12 @@ def softmax(x: Form) -> Form:
     )
     if not bool((z.radius <= _FARTHEST).all()):
         raise Unbounded("scores that differ by more than exp can follow")
-    below, above = z.interval()
-    terms = x.shape[-1] + 256
-    least = below.exp().sum(-1, keepdim=True) * (1 - gamma(terms))
-    most = above.exp().sum(-1, keepdim=True) * (1 + gamma(terms))
+    below, _ = z.interval()  # exp is convex: the sum of its chords is no larger than that of its values above
+    least = below.exp().sum(-1, keepdim=True) * (1 - gamma(x.shape[-1] + 256))
     total = apply(EXP, z).linear(
         lambda t: t.sum(-1, keepdim=True), lambda t: t.sum(-1, keepdim=True), terms=x.shape[-1]
     )
-    level = apply(LOG, total, least, most).solid()  # one symbol a row, shared by its probabilities
+    level = apply(LOG, total, least).solid()  # one symbol a row, shared by its probabilities
     share = z + level.linear(
         lambda t: -t.expand(*t.shape[:-1], x.shape[-1]), lambda t: t.expand(*t.shape[:-1], x.shape[-1])
     )

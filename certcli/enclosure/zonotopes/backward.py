@@ -36,33 +36,29 @@ class Node:
     place: int = field(default_factory=lambda: next(_serial))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Hinge(Node):
     """max(x, 0) of a parent in [low, high]: open where the sign is not known.
 
     places (k): the open entries, flat. There x = middle + columns^T e + p with |p| <= rest: columns (m, k), e in the ball.
     """
 
-    low: Tensor = field(default_factory=lambda: torch.zeros(0))
-    high: Tensor = field(default_factory=lambda: torch.zeros(0))
-    places: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    columns: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
-    middle: Tensor = field(default_factory=lambda: torch.zeros(0))
-    rest: Tensor = field(default_factory=lambda: torch.zeros(0))
-
-    @property
-    def open(self) -> Tensor:
-        return (self.low < 0) & (self.high > 0)
+    low: Tensor
+    high: Tensor
+    places: Tensor
+    columns: Tensor
+    middle: Tensor
+    rest: Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Ball(Node):
     """The images: centre + radius e, |e|_2 <= 1, or |e|_inf <= 1 (boxed), and of that reach where there is one."""
 
-    centre: Tensor = field(default_factory=lambda: torch.zeros(0))
-    radius: float = 0.0
-    boxed: bool = False
-    reach: Reach | None = None
+    centre: Tensor
+    radius: float
+    boxed: bool
+    reach: Reach | None
 
     @property
     def falling(self) -> Reach | None:

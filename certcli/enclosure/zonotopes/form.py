@@ -322,9 +322,9 @@ def l2_ball(
 ) -> Form:
     """Return the form of all images within l2 distance `radius` of `image` (1, c, h, w): radius * identity as A.
 
-    in_box: of those in [0, 1] alone.
+    tape: keep nodes; e e^T then has no columns. in_box: of the images in [0, 1] alone.
     """
-    return _around(image, radius, image.numel() <= squares_up_to, limit, False, tape, in_box)
+    return _around(image, radius, image.numel() <= squares_up_to and not tape, limit, False, tape, in_box)
 
 
 def linf_ball(image: Tensor, radius: float, *, limit: int, tape: bool = False, in_box: bool = False) -> Form:

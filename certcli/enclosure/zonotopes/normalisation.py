@@ -17,7 +17,7 @@ def centred(x: Form) -> Form:
 
 
 def mean_square(y: Form, eps: float) -> tuple[Form, Tensor, Tensor]:
-    """v = |y|^2 / d + eps as a form, and bounds on it: (| |c| - |y - c| |)^2 / d + eps from both sides."""
+    """v = |y|^2 / d + eps as a form, and bounds on it: also (|c| - |y - c|)^2 / d + eps from below."""
     width = y.shape[-1]
     v = squares(y).scale(torch.tensor(1 / width, dtype=torch.float64, device=y.centre.device))
     # 1 / d is rounded: one more relative u of everything
@@ -25,11 +25,10 @@ def mean_square(y: Form, eps: float) -> tuple[Form, Tensor, Tensor]:
     v = v.shift(torch.tensor(eps, dtype=torch.float64, device=y.centre.device))
     length = torch.linalg.vector_norm(y.centre, dim=-1, keepdim=True)
     far = up(torch.linalg.vector_norm(y.radius, dim=-1, keepdim=True), width)
-    down, upward = 1 - gamma(2 * width + 16), 1 + gamma(2 * width + 16)
+    down = 1 - gamma(2 * width + 16)
     low = ((length * down - far).clamp_min(0) ** 2 / width + eps) * down
-    high = ((length * upward + far) ** 2 / width + eps) * upward
-    below, above = v.interval()
-    low, high = torch.maximum(low, below), torch.minimum(high, above)
+    below, high = v.interval()  # the form's upper bound is no larger than (|c| + |y - c|)^2 / d + eps
+    low = torch.maximum(low, below)
     if not bool(((low > 0) & (low <= high)).all()):
         raise Unbounded("a LayerNorm whose variance may be 0")
     return v, low, high

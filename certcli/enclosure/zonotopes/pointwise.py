@@ -122,14 +122,13 @@ def apply_fit(x: Form, fit: Fit) -> Form:
 
 
 def _fitted(x: Form, fit: Fit) -> Node | None:
-    """f(x) = slope x + (constant - slope c) +- error; a square d^2 lies in [0, radius^2]."""
+    """f(x) = slope x + (constant - slope c) +- error: with a tape no fit has a square."""
     if x.node is None:
         return None
-    bend = up(fit.curve * x.radius * x.radius / 2 if x.space.squares else torch.zeros_like(x.centre)).abs()
-    middle = fit.constant - fit.slope * x.centre + torch.where(fit.curve < 0, -bend, bend)
+    middle = fit.constant - fit.slope * x.centre
     lost = gamma(BACK) * (fit.slope.abs() * x.size + fit.constant.abs())
     slope = fit.slope
-    return x.then(x.shape, lambda rows: (rows * slope,), middle, up(fit.error + bend + lost))
+    return x.then(x.shape, lambda rows: (rows * slope,), middle, up(fit.error + lost))
 
 
 def apply(f: Function, x: Form, low: Tensor | None = None, high: Tensor | None = None) -> Form:

@@ -30,7 +30,7 @@ def product(x: Form, y: Form, contract: Contract, terms: int, frobenius: Contrac
         + contract(x.ball_radius, y.rest_radius)
         + contract(x.rest_radius, y.radius)
     )
-    both = _both(x, y, contract, terms, frobenius) if space.ball and (x.node or not space.squares) else None
+    both = _both(x, y, contract, terms, frobenius) if space.ball and not space.squares else None
     node = _paired(x, y, contract, terms, both)
     if space.squares:
         gens[space.ball : x.fixed] += folded(contract(x.ball[:, None], y.ball[None]))

@@ -60,14 +60,27 @@ def functions_by_file() -> dict[str, list[FunctionType]]:
     return found
 
 
+def by_name(whole: CodeType) -> dict[tuple[str, int], list[CodeType]]:
+    """Return the code of a file's functions by name and line; several lambdas of a line in their order."""
+    found = defaultdict(list)
+    for code in codes(whole):
+        found[code.co_qualname, code.co_firstlineno].append(code)
+    return found
+
+
 def place(whole: CodeType, functions: list[FunctionType]) -> bool:
     """Give the functions of a file its new code. False where it fits none of them."""
-    new = {(code.co_qualname, code.co_firstlineno): code for code in codes(whole)}
+    path = Path(whole.co_filename)
+    olds, news = by_name(compile(path.read_text(), str(path), "exec")), by_name(whole)
     changed = False
     for function in functions:
         old = function.__code__
-        code = new.get((old.co_qualname, old.co_firstlineno))
-        if code is not None and code != old and len(code.co_freevars) == len(old.co_freevars):
+        name = old.co_qualname, old.co_firstlineno
+        alike, new = olds.get(name, []), news.get(name, [])
+        if len(alike) != len(new) or old not in alike:
+            continue
+        code = new[alike.index(old)]
+        if code != old and len(code.co_freevars) == len(old.co_freevars):
             function.__code__, changed = code, True
     return changed
 
@@ -173,19 +186,19 @@ class Campaign:
             files = sorted({file for name in alike for file in ROOMS[name].files()})
             mapped.write_text(json.dumps(forked(lambda: self.tracing(session.items, files), 3000)))
         ran, items = json.loads(mapped.read_text()), {item.nodeid: item for item in session.items}
-        by_file: dict[str, dict[str, float]] = defaultdict(dict)  # for lambdas outside of functions
-        for line, tests in ran.items():
-            by_file[line.rsplit(":", 1)[0]].update(dict(tests))
         done = {row["key"]: row["status"] for row in answers(self.state)}
-        wanted, deadline = "survived" if options.survivors else None, time.monotonic() + self.seconds
-        for mutant in [mutant for mutant in chosen(self.room, options) if done.get(mutant.key) == wanted]:
+        deadline = time.monotonic() + self.seconds
+        drawn = chosen(self.room, options)
+        again = [
+            mutant for mutant in every(self.room) if done.get(mutant.key) == "survived" and options.only in mutant.key
+        ]
+        for mutant in again if options.survivors else [mutant for mutant in drawn if mutant.key not in done]:
             if time.monotonic() > deadline:
                 break
-            anywhere = by_file[str(mutant.path)] if f"{mutant.path.name} : " in mutant.key else {}
-            tests = dict(ran.get(f"{mutant.path}:{mutant.lines[1]}", anywhere))
+            tests = dict(ran.get(f"{mutant.path}:{mutant.lines[0]}", ran.get(f"{mutant.path}:{mutant.lines[1]}", [])))
             picked: list[pytest.Item] = []
             cost = 0.0
-            for name, seconds in in_turn(tests):
+            for name, seconds in in_turn(tests, mutant):
                 if name in items and (not picked or cost + seconds <= options.tests):
                     picked.append(items[name])
                     cost += seconds
@@ -206,13 +219,17 @@ class Campaign:
         return True
 
 
-def in_turn(tests: dict[str, float]) -> list[tuple[str, float]]:
-    """Return one case of each test, the quickest first, then a second case of each, and so on."""
-    seen = Counter[str]()
+def in_turn(tests: dict[str, float], mutant: Mutant) -> list[tuple[str, float]]:
+    """Return one case of each test, the quickest first, then a second case of each, and so on.
+
+    A case that names the mutant's file is about the rounding there: of a rounding it comes first.
+    """
+    file, seen = "/".join(mutant.path.parts[-2:]), Counter[str]()
     turns = []
     for name, seconds in sorted(tests.items(), key=lambda test: test[1]):
         seen[name.split("[")[0]] += 1
-        turns.append((seen[name.split("[")[0]], seconds, name))
+        own = file in name and mutant.operator.startswith("rounding")
+        turns.append((0 if own else seen[name.split("[")[0]], seconds, name))
     return [(name, seconds) for _, seconds, name in sorted(turns)]
 
 
@@ -222,10 +239,14 @@ def answers(state: Path) -> list[Json]:
     return list({row["key"]: row for row in rows}.values())
 
 
+def every(room: str) -> list[Mutant]:
+    return [mutant for file in ROOMS[room].files() for mutant in mutants(file, ROOT)]
+
+
 def chosen(room: str, options: argparse.Namespace) -> list[Mutant]:
     """Return a sample in which every operator has its turn, of the mutants whose name contains `--only`."""
     of: dict[str, list[Mutant]] = defaultdict(list)
-    for mutant in (mutant for file in ROOMS[room].files() for mutant in mutants(file, ROOT)):
+    for mutant in every(room):
         if options.only in mutant.key:
             of[mutant.operator].append(mutant)
     draw = random.Random(options.seed)
@@ -240,7 +261,7 @@ def score(state: Path) -> None:
     known = dict(line.split("\t", 1) for line in EQUIVALENT.read_text().splitlines())
     left, counts, spent = [], {"all": Counter[str]()}, {"all": 0.0}
     for room in ROOMS:
-        there = {mutant.key for file in ROOMS[room].files() for mutant in mutants(file, ROOT)}
+        there = {mutant.key for mutant in every(room)}
         rows = [row for row in answers(state / f"{room}.jsonl") if row["key"] in there]
         for row in rows:
             if row["status"] == "survived" and row["key"] in known:
@@ -270,7 +291,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="of mutants, divided among the rooms")
     parser.add_argument("--count", type=int, default=60, help="mutants of a room, drawn with --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest", type=float, default=1.0, help="CPU seconds of a test; a longer one is left out")
+    parser.add_argument("--longest", type=float, default=3.0, help="CPU seconds of a test; a longer one is left out")
     parser.add_argument("--only", default="", help="only mutants whose name contains this")
     parser.add_argument("--survivors", action="store_true", help="try again those that survived")
     parser.add_argument("--tests", type=float, default=10, help="CPU seconds of tests a mutant, the quickest first")

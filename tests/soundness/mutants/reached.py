@@ -1,16 +1,22 @@
-"""Which statements of a file a test runs: each statement is compiled with a mark before it."""
+"""Which statements and lambdas of a file a test runs: each is compiled with a mark before it."""
 
 import ast
 from pathlib import Path
 from types import CodeType
 
 
+def _mark(path: Path, place: ast.stmt | ast.expr) -> ast.Expr:
+    mark = ast.parse(f"__reached__.add({f'{path}:{place.lineno}'!r})").body[0]
+    assert isinstance(mark, ast.Expr)
+    for node in ast.walk(mark):
+        ast.copy_location(node, place)
+    return mark
+
+
 def _marked(body: list[ast.stmt], path: Path) -> list[ast.stmt]:
     found: list[ast.stmt] = []
     for statement in body:
-        mark = ast.parse(f"__reached__.add({f'{path}:{statement.lineno}'!r})").body[0]
-        for node in ast.walk(mark):
-            ast.copy_location(node, statement)
+        mark = _mark(path, statement)
         for part in ast.iter_child_nodes(statement):
             if isinstance(part, (ast.ExceptHandler, ast.match_case)):
                 part.body = _marked(part.body, path)
@@ -19,6 +25,17 @@ def _marked(body: list[ast.stmt], path: Path) -> list[ast.stmt]:
                 setattr(statement, name, _marked(getattr(statement, name), path))
         found += [mark, statement]
     return found
+
+
+class _Lambdas(ast.NodeTransformer):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        self.generic_visit(node)
+        marked = ast.BoolOp(ast.Or(), [_mark(self.path, node.body).value, node.body])  # add returns None
+        node.body = ast.copy_location(marked, node.body)
+        return node
 
 
 class _Functions(ast.NodeTransformer):
@@ -31,5 +48,6 @@ class _Functions(ast.NodeTransformer):
 
 
 def marked(path: Path) -> CodeType:
-    """Return the code of the file, in whose functions each statement adds `file:line` to the builtin set `__reached__`."""
-    return compile(_Functions(path).visit(ast.parse(path.read_text())), str(path), "exec")
+    """Return the code of the file, whose functions add `file:line` of each statement and lambda to the set `__reached__`."""
+    tree = _Lambdas(path).visit(ast.parse(path.read_text()))
+    return compile(_Functions(path).visit(tree), str(path), "exec")

@@ -21,6 +21,7 @@ class Room:
 _LIPSCHITZ = ("bound", "chain", "context", "network", "propagate", "size", "value", "heads")
 _LAWS = ("lipschitz", "nn/test_attention.py", "soundness/test_roundings.py")
 _NUMERICS = ("arithmetic", "convolution", "real", "spectral")
+_EVALUATION = ("evidence", "intervals", "radii", "record_lines", "records", "region", "resumed", "threat")
 _CERTIFY = ("local_lip", "local_radius", "patch_masks", "patch_theorems", "smoothing", "recheck", "certificate_law")
 ROOMS = {
     "numerics": Room(tuple(f"lipschitz/numerics/{name}.py" for name in _NUMERICS), _LAWS),
@@ -32,7 +33,10 @@ ROOMS = {
         ("attack/judge.py", "attack/certified_radii.py"),
         ("attack/test_judge.py", "attack/test_run.py", "cli/test_attack_certified.py"),
     ),
-    "evaluation": Room(("evaluation",), ("evaluation",)),
+    "evaluation": Room(
+        tuple(f"evaluation/{name}.py" for name in _EVALUATION),
+        ("evaluation", "attack/test_judge.py", "soundness/test_fuzz.py"),
+    ),
     "verification": Room(("verification",), ("verification",)),
     "checkpoint": Room(("checkpoint",), ("checkpoint",)),
     "engine": Room(

@@ -1,0 +1,231 @@
+"""Every place of an enclosure that rounds up reaches a bound: rounded up further there alone, some bound grows."""
+
+import functools
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import certcli.enclosure
+from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, settled
+from certcli.enclosure.balls.fused_attention import heads
+from certcli.enclosure.balls.layers import arranged, normalised, pixels
+from certcli.enclosure.balls.network import NormsNetwork
+from certcli.enclosure.zonotopes import rounding
+from certcli.enclosure.zonotopes.backward import HingeChoice, Node, descend, lower
+from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.enclosure.zonotopes.executed import Bounds
+from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
+from certcli.enclosure.zonotopes.margins import lower_bounds
+from certcli.enclosure.zonotopes.parabolas import hinges, proven
+from certcli.enclosure.zonotopes.rules.shapes import joined
+from certcli.models.build import PixelNormalize
+from tests.enclosure.test_backward import hinged, inputs
+from tests.enclosure.test_balls import KINDS, OPERATIONS, context, draw, of_kind
+from tests.enclosure.test_zonotope_networks import SIZE, image, network
+from tests.helpers.enclosure_cases import CASES, forms
+from tests.helpers.sites import Site, Sites
+
+FOLDER = Path(certcli.enclosure.__file__).parent
+FILES = sorted(
+    "/".join(file.parts[-2:])
+    for file in FOLDER.rglob("*.py")
+    if re.search(r"zonotopes.rounding import .*\bup\b", file.read_text())
+)
+Numbers = list[float]
+
+
+def of_form(x: Form) -> Numbers:
+    """What only grows where a form is wider."""
+    low, high = x.interval()
+    found = [x.slack, x.box_radius, x.rest_radius, x.radius, x.size, high - low, -lower_bounds(x.known_as(None))]
+    back = [] if x.node is None else [-lower(x.node, torch.eye(x.centre.numel()).double().view(-1, *x.shape))]
+    return [float(part.sum()) for part in (*found, *back)] + of_bounds(x.bounds())
+
+
+def of_bounds(found: Bounds) -> Numbers:
+    return [*(float(part.sum()) for part in found[:3]), -float(found.deviation.sum())]
+
+
+def of_ball(x: object) -> Numbers:
+    near = settled(x)
+    return [float(near.fibre.sum()), float(near.whole.sum()), *of_bounds(near.bounds())]
+
+
+def near(*shape: int, size: float = 0.1, seed: int = 0) -> Near:
+    fibre = size * torch.rand(*shape[:-1], generator=torch.Generator().manual_seed(seed)).double()
+    return Near.of(draw(*shape, seed=seed), fibre, torch.full((1,), 9 * size).double())
+
+
+def attended(factor: float, still: bool) -> Numbers:
+    parts = [near(1, 1, 2, 4, 3, seed=seed) for seed in (1, 2, 3)]
+    parts = [replace(x, fibre=0 * x.fibre, whole=0 * x.whole) for x in parts] if still else parts
+    return of_ball(heads(context(), *parts, None, factor))
+
+
+def balls(kind: str, size: float) -> Numbers:
+    return of_ball(of_kind(kind)[0](near(1, 1, 5, 8, size=size)))
+
+
+def relaxed(place: int, squares: bool, size: float) -> Numbers:
+    return of_form(CASES[place].relax(*forms(CASES[place], size, squares, place, size > 0.1)))
+
+
+def taped(place: int, boxed: bool, in_box: bool) -> Numbers:
+    return of_form(CASES[place].relax(*inputs(CASES[place], 0.05, boxed, in_box)[0]))
+
+
+@functools.cache
+def margins_of_hinges() -> Form:
+    return hinged(0.06)[0]
+
+
+def chosen() -> Numbers:
+    """What is proven with given choices at the hinges."""
+    form = margins_of_hinges()
+    assert form.node is not None
+    made: dict[Node, HingeChoice] = {}
+    for hinge in hinges(form.node):
+        half = torch.full((len(hinge.places),), 0.5).double()
+        made[hinge] = HingeChoice(half, half, half / 4, half)
+    rows = torch.eye(3).double().view(3, *form.shape)
+    return [-proven(descend(form.node, rows[j : j + 1], made), 1.0) for j in range(3)]
+
+
+@functools.cache
+def networks(kind: str) -> tuple[LocalNetwork, NormsNetwork]:
+    return LocalNetwork(network(kind), SIZE), NormsNetwork(network(kind), SIZE)
+
+
+def margins(kind: str) -> Numbers:
+    """Of both domains, as a proof asks for them."""
+    local, by_norms = networks(kind)
+    by_norms.weights.clear()
+    start = l2_ball(image(), 1e-3, squares_up_to=0, limit=200)
+    found = by_norms.margins(image(), torch.full((1,), 1e-5).double(), torch.tensor([0]))
+    return [-float(part.sum()) for part in (local.margins(start, 0), found)]
+
+
+def after_a_norm() -> Numbers:
+    norm = nn.LayerNorm(8, eps=1e-3).double().requires_grad_(False)
+    x = normalised(norm, near(1, 1, 5, 8))
+    assert isinstance(x, Normalised)
+    return of_ball(x.settled())
+
+
+def first_layers() -> Numbers:
+    module = PixelNormalize((0.4,), (0.3,)).double()
+    ball, boxed = (pixel_ball(image(), torch.full((1,), 0.1).double(), norm) for norm in ("l2", "linf"))
+    return [number for x in (pixels(context(), module, ball), boxed) for number in of_ball(x)]
+
+
+def rearranged_and_doubted() -> Numbers:
+    x = near(1, 1, 2, 4, 3)
+    joined = arranged(lambda t: t.transpose(1, 2).flatten(-2), x)
+    return [number for part in (joined, x.doubted(x.whole / 64)) for number in of_ball(part)]
+
+
+def joined_back() -> Numbers:
+    (x,), _ = inputs(CASES[0], 0.05)
+    return of_form(joined([x, x, torch.ones(1, 3, 4).double()], 1))
+
+
+def poor_eigenvectors() -> Numbers:
+    """What is proven of a square whose eigenvalues are off."""
+    eigh = torch.linalg.eigh
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.linalg, "eigh", lambda m: eigh(m + 0.1 * torch.eye(m.shape[-1])))
+        return [-float(lower_bounds(forms(CASES[0], 1.0, True, 0, mixed=True)[0]).sum())]
+
+
+def at_the_edge() -> Numbers:
+    pixels = (2 * image() - 0.5).clamp(0, 1)
+    both = (linf_ball(pixels, 0.3, limit=9, in_box=True), l2_ball(pixels, 0.3, squares_up_to=0, limit=9, in_box=True))
+    return [number for form in both for number in of_form(form)]
+
+
+ROWS: dict[str, Callable[[], Numbers]] = {
+    **{f"{c.name} {s}": functools.partial(relaxed, i, s, 0.1) for i, c in enumerate(CASES) for s in (True, False)},
+    **{f"{c.name}, wide": functools.partial(relaxed, i, True, 0.5) for i, c in enumerate(CASES)},
+    "softmax, wider": functools.partial(relaxed, [case.name for case in CASES].index("softmax"), False, 2.0),
+    **{f"{c.name} back": functools.partial(taped, i, False, False) for i, c in enumerate(CASES)},
+    **{f"{c.name} in the box": functools.partial(taped, i, True, True) for i, c in enumerate(CASES)},
+    **{f"{kind} {size}": functools.partial(balls, kind, size) for kind in (*KINDS, *OPERATIONS) for size in (0.1, 0.0)},
+    **{f"heads {f} {s}": functools.partial(attended, f, s) for f in (0.7, -0.7) for s in (True, False)},
+    "after a norm": after_a_norm,
+    "first layers": first_layers,
+    "rearranged and doubted": rearranged_and_doubted,
+    "joined, back": joined_back,
+    "poor eigenvectors": poor_eigenvectors,
+    "at the edge": at_the_edge,
+    "chosen": chosen,
+    "a network": functools.partial(margins, "plain"),
+    "a network without norms": functools.partial(margins, "relu"),
+}
+FACTORS = (2.0**30, 1 + 2.0**-6)
+"""So much further: what is rounding alone is then seen; where that is hidden by another bound, a little further is seen."""
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, Sites]]:
+    """`up` and `gamma` of all modules of the room note their callers."""
+    made = {name: Sites(getattr(rounding, name)) for name in ("up", "gamma")}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in [module for name, module in sys.modules.items() if name.startswith("certcli.enclosure")]:
+            for name, sites in made.items():
+                if getattr(module, name, None) is sites.function:
+                    patch.setattr(module, name, sites)
+        yield made
+
+
+@functools.cache
+def plain() -> tuple[dict[str, Numbers], dict[tuple[str, Site], list[str]]]:
+    """The numbers of every row, and the rows that reach each site."""
+    numbers: dict[str, Numbers] = {}
+    rows: dict[tuple[str, Site], list[str]] = defaultdict(list)
+    with watched() as made:
+        for row, run in ROWS.items():
+            for sites in made.values():
+                sites.reached.clear()
+            numbers[row] = run()
+            for name, sites in made.items():
+                for site in sites.reached:
+                    rows[name, site].append(row)
+    return numbers, rows
+
+
+def grows(site: Site, sites: Sites, names: list[str]) -> bool:
+    """Tell whether some number of these rows grows with this site."""
+    sites.further = site
+    try:
+        for sites.factor in FACTORS:
+            for row in names:
+                # float64 evaluates both; NaN and an overflow are larger than any bound
+                if any(not a <= b + 1e-9 * abs(b) for a, b in zip(ROWS[row](), plain()[0][row], strict=True)):
+                    return True
+    finally:
+        sites.further = None
+    return False
+
+
+def test_every_file_rounds_in_some_row() -> None:
+    numbers, rows = plain()
+    assert all(number == number for found in numbers.values() for number in found)
+    for file in FILES:
+        assert any(site[0].endswith(file) for _, site in rows), file
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_rounding_reaches_a_bound(file: str) -> None:
+    _, rows = plain()
+    with watched() as made:
+        for (name, site), names in rows.items():
+            if site[0].endswith(file):
+                assert grows(site, made[name], names), (name, site[:2])

@@ -1,0 +1,276 @@
+"""Every bound has the units of what it bounds: tensors and weights scaled by a power of two scale it exactly.
+
+A power or a length that is lost in a rounding term would not be seen beside the rest: `gamma` is made 2^30 times as large.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from timm.layers.attention import Attention
+from torch import Tensor, nn
+
+from certcli.enclosure.balls.attention import _facts, _weights, nonnegative_norm
+from certcli.enclosure.balls.ball import Near, pixel_ball, settled
+from certcli.enclosure.balls.fused_attention import _facts as fused_facts
+from certcli.enclosure.balls.fused_attention import heads
+from certcli.enclosure.balls.layers import arranged, cat, divide, mean, product, rms_norm
+from certcli.enclosure.balls.network import _margins
+from certcli.enclosure.zonotopes import rounding
+from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
+from certcli.enclosure.zonotopes.backward import HingeChoice, Node, descend, lower
+from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
+from certcli.enclosure.zonotopes.functions import RECIPROCAL, RSQRT, SQRT, Function
+from certcli.enclosure.zonotopes.margins import differences, linear_margins, lower_bounds, normalised_margins
+from certcli.enclosure.zonotopes.normalisation import layer_norm
+from certcli.enclosure.zonotopes.parabolas import hinges, proven
+from certcli.enclosure.zonotopes.pointwise import apply, relu
+from certcli.enclosure.zonotopes.products import product as form_product
+from certcli.enclosure.zonotopes.products import squares, times
+from certcli.enclosure.zonotopes.rules.layers import affine
+from certcli.enclosure.zonotopes.rules.shapes import joined
+from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
+from certcli.enclosure.zonotopes.table import ZonotopeContext
+from certcli.engine.walk import Constant
+from tests.enclosure.test_balls import context, draw, enclosed
+from tests.helpers.enclosure_cases import CASES, forms
+
+W, B, G, EPS, UNIT = draw(5, 4, seed=3), draw(5, seed=4), draw(4, seed=5), 1e-2, torch.ones(1).double()
+Found = list[Tensor]
+
+
+@pytest.fixture(autouse=True)
+def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gamma(n) = 2^-22 (n + 4) in the whole room."""
+    known = rounding.gamma
+    for name, module in list(sys.modules.items()):
+        if name.startswith("certcli.enclosure") and getattr(module, "gamma", None) is known:
+            monkeypatch.setattr(module, "gamma", lambda terms: (terms + 4) * 2.0**-22)
+
+
+def scaled(x: Form, s: float) -> Form:
+    return Form(x.space, s * x.centre, s * x.gens, s * x.slack, x.blocks)
+
+
+def parts(x: Form) -> Found:
+    back = [] if x.node is None else [lower(x.node, torch.eye(x.centre.numel()).double().view(-1, *x.shape))]
+    return [*x.interval(), x.slack, x.box.abs().sum(0), x.size, lower_bounds(x.known_as(None)), *x.bounds(), *back]
+
+
+def on_forms(run: Callable[..., Form], case: str, powers: tuple[int, ...], squares_on: bool, s: float) -> Found:
+    """The relaxation of a case's small forms, each scaled by its power of s."""
+    given = forms(next(known for known in CASES if known.name == case), 0.1, squares_on, 0)
+    return parts(run(*[scaled(x, s**power) for x, power in zip(given, powers, strict=True)]))
+
+
+def on_tape(run: Callable[[Form, float], Form], boxed: bool, s: float) -> Found:
+    image = draw(1, 1, 1, 6, seed=7) * s
+    ball = linf_ball(image, 0.05 * s, limit=99, tape=True) if boxed else None
+    ball = ball or l2_ball(image, 0.05 * s, squares_up_to=0, limit=99, tape=True)
+    x = affine(ball.linear(lambda t: t.flatten(1)[:, None]), draw(4, 6), s * draw(4))
+    return parts(run(x, s))
+
+
+def near(*shape: int, seed: int = 0, s: float = 1.0) -> Near:
+    fibre = 0.1 * torch.rand(*shape[:-1], generator=torch.Generator().manual_seed(seed)).double()
+    return Near.of(s * draw(*shape, seed=seed), s * fibre, torch.full((1,), 0.2 * s).double())
+
+
+def of_ball(x: object) -> Found:
+    x = settled(x)
+    return [x.fibre, x.whole, *x.bounds()]
+
+
+def on_balls(run: Callable[[Near, float], object], s: float) -> Found:
+    return of_ball(run(near(1, 1, 5, 8, s=s), s))
+
+
+def layer(kind: type[nn.Module], s: float, *arguments: int, **options: int) -> nn.Module:
+    """With a bias in the units of its result."""
+    torch.manual_seed(0)
+    made = kind(*arguments, **options).double().requires_grad_(False)
+    made.bias.mul_(s)
+    return made
+
+
+def normed(s: float) -> nn.LayerNorm:
+    norm = nn.LayerNorm(8, eps=EPS * s * s).double().requires_grad_(False)
+    norm.weight.copy_(draw(8, seed=1))
+    norm.bias.copy_(draw(8, seed=2))
+    return norm
+
+
+def attended(q: float, k: float, v: float, after_norm: bool, s: float) -> Found:
+    """Query, key and value maps scaled by their powers of s."""
+    torch.manual_seed(0)
+    module = Attention(8, num_heads=2, qkv_bias=True).double().eval().requires_grad_(False)
+    powers = torch.tensor([s**q, s**k, s**v]).double().repeat_interleave(8)
+    module.qkv.weight.mul_(powers[:, None])
+    module.qkv.bias.copy_(draw(24, seed=8) * powers)
+    module.proj.bias.mul_(s**v)
+    x: object = near(1, 1, 5, 8)
+    return of_ball(enclosed(nn.Sequential(normed(1.0), module) if after_norm else module, x))  # type: ignore[arg-type]
+
+
+def by_heads(q: float, k: float, v: float, s: float) -> Found:
+    return of_ball(heads(context(), *(near(1, 1, 2, 4, 3, seed=i, s=s**p) for i, p in enumerate((q, k, v))), None, 0.7))
+
+
+def fed(s: float) -> Found:
+    """Constants beside balls and forms."""
+    (x,), constant = forms(CASES[0], 0.1, False, 0), Constant(s * draw(1, 2, 4))
+    x = scaled(x, s)
+    form = joined([x, constant.tensor], 1)
+    ball = cat(context(), [near(1, 1, 2, 4, s=s), Constant(s * draw(1, 1, 4))], 1)
+    return [*parts(form), *of_ball(ball)]
+
+
+def first(s: float) -> Found:
+    pixels = s * draw(1, 1, 4, 4).abs()
+    return [number for norm in ("l2", "linf") for number in of_ball(pixel_ball(pixels, 0.1 * s * UNIT, norm))]
+
+
+def last(s: float) -> Found:
+    """Margins of both domains; weights have no units."""
+    head = nn.Linear(4, 5).double().requires_grad_(False)
+    head.weight.copy_(W)
+    head.bias.copy_(s * B)
+    x, moved = scaled(forms(CASES[17], 0.01, False, 0)[0], s), s * torch.ones(5, 5).double()
+    norm = nn.LayerNorm(4, eps=EPS * s * s).double().requires_grad_(False)
+    norm.weight.copy_(G)
+    rows = differences(head.weight, head.bias, 0, moved)
+    return [
+        linear_margins(x, head.weight, head.bias, 0, moved),
+        normalised_margins(x, norm, head.weight, B, 0, moved / s),
+        _margins(x.centre, s * 0.1 * UNIT, rows, G),
+    ]
+
+
+def folded(s: float) -> Found:
+    """The margins of a normed network with a bias in the norm: their sign is that of a number in the input's units."""
+    norm = nn.LayerNorm(4, eps=EPS * s * s).double().requires_grad_(False)
+    norm.bias.copy_(draw(4, seed=6))
+    return [normalised_margins(scaled(forms(CASES[17], 0.01, False, 0)[0], s), norm, W, B, 0)]
+
+
+def parabolas(s: float) -> Found:
+    """What is proven with given choices at the hinges, whose widths have the units of the image."""
+
+    def run(x: Form, s: float) -> Form:
+        return affine(relu(x), draw(3, 4, seed=1), s * draw(3, seed=2))
+
+    image = draw(1, 1, 1, 6, seed=7) * s
+    ball = l2_ball(image, 0.5 * s, squares_up_to=0, limit=99, tape=True)
+    form = run(affine(ball.linear(lambda t: t.flatten(1)[:, None]), draw(4, 6), s * draw(4)), s)
+    assert form.node is not None
+    made: dict[Node, HingeChoice] = {}
+    for hinge in hinges(form.node):
+        half = torch.full((len(hinge.places),), 0.5).double()
+        made[hinge] = HingeChoice(half, half, s * half, half)
+    assert made
+    rows = torch.eye(3).double().view(3, *form.shape)
+    return [torch.tensor(proven(descend(form.node, rows[j : j + 1], made), 1.0)).double() for j in range(3)]
+
+
+def relative(f: Function, s: float) -> Found:
+    (x,) = forms(next(case for case in CASES if case.positive), 0.1, True, 0)
+    return parts(apply(f, scaled(x, s)))
+
+
+Row = tuple[Callable[[float], Found], float]
+# what is made of things scaled by powers of s, and the power of s by which it grows
+ON_FORMS: dict[str, tuple[Callable[..., Form], str, tuple[int, ...], float]] = {
+    "linear": (lambda x: affine(x, W, None), "linear", (1,), 1),
+    "mean": (lambda x: form_mean(ZonotopeContext(context().node, None), x, 1), "linear", (1,), 1),
+    "symbols": (lambda x: x.solid().reduced(), "linear", (1,), 1),
+    "ReLU": (relu, "linear", (1,), 1),
+    "sum": (lambda x, y: x + y, "sum", (1, 1), 1),
+    "squares": (squares, "linear", (1,), 2),
+    "product": (lambda x, y: form_product(x, y, times, 1), "product", (2, -1), 1),
+    "scores": (lambda q, k, v: scores(q, k), "attention", (2, -1, 0), 1),
+    "average": (lambda q, k, v: average(softmax(scores(q, k)), v), "attention", (0, 0, 1), 1),
+    "attention": (lambda q, k, v: attend(q, k, v, 0.5), "attention", (1, -1, 1), 1),
+}
+ON_TAPES: dict[str, tuple[Callable[[Form, float], Form], float]] = {
+    "ReLU": (lambda x, s: affine(relu(x), draw(3, 4, seed=1), s * draw(3)), 1),
+    "scaled": (lambda x, s: x.scale(G).shift(s * G).doubted(s * 1e-3), 1),
+    "moved": (lambda x, s: x.linear(lambda t: t.flip(-1)) + x, 1),
+    "product": (lambda x, s: form_product(x, x, times, 1), 2),
+    "LayerNorm": (lambda x, s: layer_norm(x, EPS * s * s, G, B[:4]), 0),
+    "joined": (lambda x, s: joined([x, s * G.view(1, 4)], 1), 1),
+}
+ON_BALLS: dict[str, tuple[Callable[[Near, float], object], float]] = {
+    "linear": (lambda x, s: enclosed(layer(nn.Linear, s, 8, 5), x), 1),
+    "convolution": (lambda x, s: enclosed(layer(nn.Conv2d, s, 1, 3, 2), arranged(torch.unsqueeze, x, 1)), 1),
+    "LayerNorm": (lambda x, s: enclosed(normed(s), x), 0),
+    "linear after LayerNorm": (lambda x, s: enclosed(nn.Sequential(normed(s), layer(nn.Linear, 1.0, 8, 5)), x), 0),
+    "RMSNorm": (lambda x, s: rms_norm(context(), x, (8,), None, EPS * s * s), 0),
+    "ReLU": (lambda x, s: enclosed(nn.ReLU(), x), 1),
+    "mean": (lambda x, s: mean(context(), x, 1), 1),
+    "product": (lambda x, s: product(x, x.scale(draw(8))), 2),
+    "divided": (lambda x, s: divide(context(), x, 0.3 * s), 0),
+    "sum": (lambda x, s: x + x.shift(s * draw(8)), 1),
+    "joined": (lambda x, s: arranged(lambda t: t.flatten(-2), x), 1),
+    "doubted": (lambda x, s: x.doubted(0.01 * s * UNIT), 1),
+}
+ROWS: dict[str, Row] = {
+    **{
+        f"{name}, {squares_on}": (functools.partial(on_forms, run, case, powers, squares_on), degree)
+        for name, (run, case, powers, degree) in ON_FORMS.items()
+        for squares_on in (True, False)
+    },
+    **{
+        f"{name} back, {boxed}": (functools.partial(on_tape, run, boxed), degree)
+        for name, (run, degree) in ON_TAPES.items()
+        for boxed in (True, False)
+    },
+    **{f"{f.name}": (functools.partial(relative, f), degree) for f, degree in ((RECIPROCAL, -1), (SQRT, 0.5), (RSQRT, -0.5))},
+    **{f"ball, {name}": (functools.partial(on_balls, run), degree) for name, (run, degree) in ON_BALLS.items()},
+    **{
+        f"ball, attention {powers}{', after a norm' if normal else ''}": (functools.partial(attended, *powers, normal), 1)
+        for powers in ((0, 0, 1), (1, -1, 1))
+        for normal in (True, False)
+    },
+    **{f"ball, heads {powers}": (functools.partial(by_heads, *powers), 1) for powers in ((0, 0, 1), (1, -1, 1))},
+    "constants": (fed, 1),
+    "images": (first, 1),
+    "margins": (last, 1),
+    "margins, a bias in the norm": (folded, 1),
+    "parabolas": (parabolas, 1),
+    "a nonnegative matrix": (lambda s: [nonnegative_norm(s * draw(2, 3, 4).abs())], 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_bounds_have_units(name: str) -> None:
+    run, degree = ROWS[name]
+    s = 2.0**12
+    for one, other in zip(run(1.0), run(s), strict=True):
+        assert torch.isfinite(one).all()
+        # products with powers of two are exact, but a library may add in another order
+        assert torch.allclose(other, one * s**degree, rtol=1e-11, atol=1e-13 * s**degree)
+
+
+def test_a_negative_scale_is_a_positive_one_of_the_opposite_queries() -> None:
+    q, k, v = (near(1, 1, 2, 4, 3, seed=seed) for seed in range(3))
+    turned = Near(-q.centre, q.fibre, q.whole)
+    there, back = heads(context(), q, k, v, None, -0.7), heads(context(), turned, k, v, None, 0.7)
+    for one, other in zip(of_ball(there), of_ball(back), strict=True):
+        assert torch.allclose(one, other, rtol=1e-12)  # float64 evaluates both
+
+
+def test_probabilities_of_equal_scores_are_still_rounded() -> None:
+    """Queries of length 0 leave no doubt about the scores: what is left is the rounding of softmax and of the average."""
+    q, k, v = (near(1, 1, 2, 4, 3, seed=seed) for seed in range(3))
+    share, _, _, _, _, off = fused_facts(q.scale(0 * UNIT), k, v, 0.7)
+    own = (3 + 4 + 68) * 2.0**-22  # gamma of a width, the tokens and 64
+    assert (share >= (1 + own) / 4).all()
+    assert (off >= own * v.size.amax(-1, keepdim=True)).all()
+    torch.manual_seed(0)
+    module = Attention(8, num_heads=2).double().eval().requires_grad_(False)
+    module.qkv.weight[:8] = 0
+    tokens = draw(1, 5, 8)
+    facts = _facts(module, _weights(module, None), tokens, tokens.norm(dim=-1), slice(None))
+    assert (facts.share >= (1 + (4 + 5 + 68) * 2.0**-22) / 5).all()

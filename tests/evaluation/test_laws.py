@@ -1,0 +1,161 @@
+"""Laws of what judges images: which points a region holds, how figures are rounded, what headers and radii are let in."""
+
+import itertools
+import json
+import math
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from certcli.evaluation.radii import Norm, attacked_radius, confidence, proven_percent, proven_radius
+from certcli.evaluation.record_lines import parse
+from certcli.evaluation.records import read_records, require_radii, require_share
+from certcli.evaluation.region import Region, image_norms
+from certcli.evaluation.threat import Patch, Threat
+from certcli.system.errors import DataError, UsageError
+
+NORMS: tuple[Norm, ...] = ("l2", "linf")
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_length_is_that_of_the_change_whatever_its_sign(norm: Norm) -> None:
+    change = torch.tensor([[-3.0, 1.0], [0.0, 2.0]]).view(2, 1, 1, 2)
+    assert image_norms(change, norm).tolist() == ([10**0.5, 2.0] if norm == "l2" else [3.0, 2.0])
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_region_holds_its_edge_and_nothing_behind_it(norm: Norm) -> None:
+    image = torch.full((1, 1, 2, 2), 0.5).double()
+    step = torch.zeros_like(image)
+    step[..., 0, 1] = -0.25
+    for region in (Region(norm, 0.25), Region.each(norm, [0.25])):
+        assert bool(region.contains(image + step, image))
+        assert not bool(region.contains(image + step * (1 + 1e-9), image))
+    wide = Region(norm, 9.0)
+    for value, inside in ((0.0, True), (1.0, True), (-1e-12, False), (1 + 1e-12, False)):
+        moved = image.clone()
+        moved[..., 1, 1] = value
+        assert bool(wide.contains(moved, image)) is inside
+        assert Threat(norm, 9.0).allows(moved[0], image[0]) is inside
+    assert Threat(norm, 0.25).allows((image + step)[0], image[0])
+    assert not Threat(norm, 0.25).allows((image + step * (1 + 1e-9))[0], image[0])
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Norm) -> None:
+    images = draw(3, 1, 2, 2)
+    region = Region.each(norm, [0.1, 0.3, 5.0])
+    assert torch.equal(region.project(images, images), images)
+    near = images + 1e-3 * (draw(3, 1, 2, 2, seed=1) - 0.5)
+    assert torch.allclose(region.project(near, images), near.clamp(0, 1), atol=1e-15)
+    far = images + 4 * (draw(3, 1, 2, 2, seed=1) - 0.5)
+    found = region.project(far, images)
+    change = far - images
+    if norm == "l2":
+        change = change * (region.radii(images) / change.flatten(1).norm(dim=1)).clamp_max(1).view(-1, 1, 1, 1)
+    else:
+        change = torch.stack([one.clamp(-r, r) for one, r in zip(change, (0.1, 0.3, 5.0), strict=True)])
+    assert torch.allclose(found, (images + change).clamp(0, 1), atol=1e-12)
+    one = Region.within(Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images).project(far, images)
+    assert [int((a != b).sum()) for a, b in zip(one, images, strict=True)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_random_points_fill_the_ball_and_are_drawn_from_the_generator(norm: Norm) -> None:
+    count = 4000
+    images, region = torch.full((count, 1, 1, 2), 0.5).double(), Region(norm, 0.4)
+    generators = [torch.Generator().manual_seed(3) for _ in range(3)]
+    points, again = (region.random_point(images, generator) for generator in generators[:2])
+    assert torch.equal(points, again)
+    starts = region.random_start(images, generators[2])
+    for found in (points, starts):
+        assert bool((image_norms(found - images, norm) <= 0.4 * (1 + 1e-12)).all())
+        assert float((found - images).mean().abs()) < 0.02  # 4 standard deviations of 8,000 numbers
+        assert float(((found - images) > 0).double().mean()) == pytest.approx(0.5, abs=0.03)
+    # of a disc half the points lie beyond 0.71 of the radius, of a direction and a length half; of a square 3/4 do
+    share = {"l2": (0.5, 0.293), "linf": (0.5, 0.5)}[norm]
+    for found, expected in zip((points, starts), share, strict=True):
+        beyond = image_norms(found - images, norm) > 0.4 * 0.5**0.5
+        assert float(beyond.double().mean()) == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize("radii", [[-1.0], [-1e-300, 1.0], [math.nan], [math.inf], []])
+def test_radii_are_finite_and_not_negative(radii: list[float]) -> None:
+    with pytest.raises(UsageError):
+        require_radii(radii)
+    with pytest.raises(UsageError):
+        Region.each("l2", radii or [-1.0])
+
+
+def test_radii_ascend_and_shares_are_shares() -> None:
+    assert require_radii([0.5, 0.0, 0.5]) == (0.0, 0.5)
+    assert require_share(0.0, "--gate") == 0.0
+    assert require_share(1.0, "--gate") == 1.0
+    for wrong in (-1e-9, 1.0000001, math.nan):
+        with pytest.raises(UsageError):
+            require_share(wrong, "--gate")
+
+
+@pytest.mark.parametrize(
+    ("text", "image", "fits"),
+    [("4x6", (6, 4), True), ("5x1", (6, 4), False), ("1x7", (6, 4), False), ("4", (4, 4), True), ("5", (4, 9), False),
+     ("100%", (4, 4), True), ("100%", (4, 6), False)],
+)  # fmt: skip
+def test_a_patch_fits_into_its_image(text: str, image: tuple[int, int], fits: bool) -> None:
+    if not fits:
+        with pytest.raises(UsageError, match="do not fit"):
+            Patch.read(text, image)
+    else:
+        assert Patch.read(text, image).within(Patch(*image))
+
+
+@pytest.mark.parametrize("digits", [1, 3, 6])
+def test_figures_are_rounded_to_what_holds(digits: int) -> None:
+    figures = [*(10 ** float(x) for x in draw(40) * 9 - 6), 0.0, 1.0, 0.12, 1e12]
+    for figure in figures:
+        exact = Decimal(repr(figure))
+        low, high = Decimal(proven_radius(figure, digits)), Decimal(attacked_radius(figure, digits))
+        assert low <= exact <= high
+        assert high - low <= exact * Decimal(10) ** (1 - digits)
+    for hits, images in itertools.product((0, 1, 1999, 2000, 333), (2000, 3001)):
+        shown = Decimal(proven_percent(hits / images, digits).removesuffix(" %"))
+        assert 0 <= Decimal(100 * hits) / images - shown < Decimal(10) ** -digits
+
+
+@pytest.mark.parametrize("failure", [0.3, 0.05, 1e-3, 2e-4, 3.3e-9, 7e-15, 1e-30])
+def test_a_confidence_is_rounded_down_and_told_from_1(failure: float) -> None:
+    for whole in (1, 100):
+        shown, exact = Decimal(confidence(failure, whole)), whole * (1 - Decimal(repr(failure)))
+        assert shown <= exact
+        assert shown < whole
+        assert exact - shown <= max(Decimal(repr(failure)) * whole / 10, Decimal(whole) * Decimal(10) ** -20)
+        assert len(str(shown)) <= max(7, 3 - math.floor(math.log10(failure))) + 2
+
+
+def header(**changes: Any) -> dict[str, Any]:
+    images = {"name": "digits", "split": "test", "images": 4, "digest": "0" * 64}
+    return {"schema": "certvit-records/1", "command": "certify", "checkpoint": "0" * 64, "dataset": images, "radii": [],
+            "method": "lipschitz", "norm": "l2", "parameters": {}, "network": {}, **changes}  # fmt: skip
+
+
+def nested(depth: int) -> Any:
+    return {"a": nested(depth - 1)} if depth else "a"
+
+
+def test_a_header_is_bounded_and_of_one_command(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    file.write_text(json.dumps(header()) + "\n")
+    assert read_records(file, "certify")[0].checkpoint == "0" * 64
+    with pytest.raises(DataError, match="records of certify, not of attack"):
+        read_records(file, "attack")
+    for name, wrong in itertools.product(("parameters", "network"), ({"a": "a" * 10**6}, {"a": nested(60)})):
+        with pytest.raises(DataError, match="not the header"):
+            parse((json.dumps(header(**{name: wrong})) + "\n").encode(), file)

@@ -1,0 +1,135 @@
+"""Errors that are followed through a forward pass: their units, their roundings, and what cannot be followed."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from certcli.enclosure.zonotopes import rounding
+from certcli.engine.table import NoRule
+from certcli.rounding import ErrorAnalysis, curves, sums
+from certcli.rounding.running import Error, Running
+from tests.helpers.sites import Site, Sites
+from tests.rounding.test_passing_on import ROWS, allowed, draw, ones
+from tests.rounding.test_rounding import Network, W
+
+# by which power of s a row's result grows when its arguments and their errors do by s
+DEGREES = {
+    **dict.fromkeys(("sum", "sum, alpha", "sum, copied", "centred", "product, number", "product, exact", "sum of all"), 1),
+    **dict.fromkeys(("mean along an axis", "matrix", "matrix before", "convolution", "convolution, strided", "pool"), 1),
+    **dict.fromkeys(("convolution, transposed", "running sum", "leaky ReLU", "length", "deviation", "adaptive pool"), 1),
+    **dict.fromkeys(("expanded", "an entry three times", "joined", "sorted pairs", "ReLU", "largest of windows"), 1),
+    **dict.fromkeys(("product", "product, copied", "square", "sum of squares", "mean of squares", "two matrices"), 2),
+    **dict.fromkeys(("batches of matrices", "matrix and vector", "inner product", "variance"), 2),
+    **dict.fromkeys(("quotient", "quotient, copied"), 0),
+    "power": 3, "inverse": -1, "square root": 0.5, "inverse root": -0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEGREES)
+def test_errors_have_units(name: str) -> None:
+    """Both what arguments' errors become and what rounding adds, the one beside 0 and the other beside numbers."""
+    function, inputs, size, _ = ROWS[name]
+    s = 2.0**20
+    for error in (size, 0.0):
+        one, other = allowed(function, inputs, error), allowed(function, tuple(s * x for x in inputs), s * error)
+        assert other == pytest.approx(one * s ** DEGREES[name], rel=1e-9)
+
+
+def own(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> float:
+    """What rounding adds where the arguments are exact."""
+    running = Running(nn.Identity(), frozenset(), {})
+    with torch.no_grad(), running:
+        out = function(*inputs)
+    found = running.errors.get(out)
+    return 0.0 if found is None else float(found.size)
+
+
+def numbers(name: str) -> list[float]:
+    function, inputs, _, _ = ROWS[name]
+    return [allowed(function, inputs, 0.0), own(function, inputs)]
+
+
+def test_every_gamma_reaches_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    sites = Sites(rounding.gamma)
+    sites.factor = 2.0**20
+    for name, module in list(sys.modules.items()):
+        if name.startswith("certcli.rounding") and getattr(module, "gamma", None) is rounding.gamma:
+            monkeypatch.setattr(module, "gamma", sites)
+    plain, rows = {}, defaultdict[Site, list[str]](list)
+    for row in ROWS:
+        sites.reached.clear()
+        plain[row] = numbers(row)
+        for site in sites.reached:
+            rows[site].append(row)
+    for module in (sums, curves):
+        lines = enumerate(Path(module.__file__).read_text().splitlines(), 1)
+        written = {
+            number for number, line in lines if "gamma(" in line and not line.startswith(("UNIT", '"""', "gamma"))
+        }
+        assert written == {site[1] for site in rows if site[0] == module.__file__}
+    for sites.further, names in rows.items():
+        grown = (a > b * (1 + 1e-9) for row in names for a, b in zip(numbers(row), plain[row], strict=True))
+        assert any(grown), sites.further[:2]
+
+
+# a product whose error is attained: |b| e_a + |a| e_b + e_a e_b, exactly
+ATTAINED: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], float]] = {
+    "matrices": (torch.matmul, (ones(4, 4), ones(4, 4)), 4.25),
+    "many exact matrices": (lambda x: x @ ones(100, 2, 2), (ones(100, 1, 2),), 1.0),
+    "a large exact matrix": (lambda x: x @ ones(1024, 1024), (ones(1, 1024),), 512.0),
+    "products": (torch.mul, (ones(1), ones(1)), 1.25),
+}
+
+
+@pytest.mark.parametrize("name", ATTAINED)
+def test_an_error_that_is_attained_is_not_rounded_down(name: str) -> None:
+    function, inputs, most = ATTAINED[name]
+    assert most <= allowed(function, inputs, 0.5) <= most * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("places", [(2, 1), (0, 2), (2, 0), (1, 2)])
+def test_only_the_two_halves_of_one_sorted_pair_know_each_other(places: tuple[int, int]) -> None:
+    """The smaller of other tensors keeps their error, which the larger of these two hides."""
+    tensors = [draw(4, seed=seed) for seed in range(3)]
+    running = Running(nn.Identity(), frozenset(), {})
+    running.errors[tensors[2]] = Error(torch.tensor(0.5, dtype=torch.float64))
+    with torch.no_grad(), running:
+        parts = [torch.maximum(*tensors[:2]), torch.minimum(*[tensors[place] for place in places])]
+        out = torch.cat(parts)
+    assert float(running.errors[out].size) >= 0.5
+
+
+def trained(x: Tensor) -> Tensor:
+    return F.batch_norm(x @ W[0], ones(5), ones(5), training=True)
+
+
+# what depends on rounded numbers in a way that no error says, and the words for it
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "a number read back": (lambda x: x * (x @ W[0]).sum().item(), "read back"),
+    "a truth read back": (lambda x: x if bool((x @ W[0]).sum() > 0) else -x, "gt"),
+    "a choice by numbers": (lambda x: torch.where((x @ W[0]).bool(), x, -x), ""),
+    "places by numbers": (lambda x: x[:, (x @ W[0])[0, :, 0].long().clamp(0, 4)], ""),
+    "a BatchNorm of the batch": (trained, "depends on the batch"),
+    "complex numbers": (lambda x: torch.complex(x, x).real, "complex"),
+    "a division that jumps": (lambda x: torch.div(x @ W[0], 3.0, rounding_mode="floor"), "jumps"),
+    "another norm": (lambda x: (x @ W[0]).norm(p=1, dim=-1), "order 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_followed_is_refused(name: str) -> None:
+    function, words = REFUSED[name]
+    with pytest.raises(NoRule, match=words):
+        ErrorAnalysis(Network(function))(torch.rand(1, 5, 6, dtype=torch.float64))
+
+
+def test_one_logit_has_no_second_one() -> None:
+    _, errors = ErrorAnalysis(Network(lambda x: (x @ W[0]).sum((1, 2))[:, None]))(draw(3, 5, 6))
+    assert errors.shape == (3, 1)
+    assert bool((errors > 0).all())

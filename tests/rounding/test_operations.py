@@ -1,0 +1,341 @@
+"""What rounding adds in one executed operation: not less than what it did, in the units of the result, and infinite where
+a number may be too large."""
+
+import math
+import operator
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import certcli.system.compat  # noqa: F401 (before timm)
+
+# isort: split
+import pytest
+import torch
+from timm.layers import GELUTanh, LayerScale
+from timm.layers.attention import Attention
+from torch import Tensor, nn
+
+from certcli.engine.table import NoRule
+from certcli.engine.walk import Call, Constant
+from certcli.lipschitz.numerics.real import ZERO, Real, as_real
+from certcli.models.build import PixelNormalize
+from certcli.nn.attention_weights import AttentionShape
+from certcli.nn.l2_attention import L2Attention
+from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.nn.residual import ConvexResidual, WeightedResidual
+from certcli.rounding import PRECISIONS
+from certcli.rounding.enclosed import carried, errors_of_pairs
+from certcli.rounding.executed import Executed, Followed, Operation, rules
+from certcli.rounding.precisions import Precision
+from certcli.rounding.stored import LinearMap, Stored
+
+FLOAT32, FP16 = PRECISIONS["float32"], PRECISIONS["fp16"]
+WIDTH = 6
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def given(module: nn.Module, **values: Tensor) -> nn.Module:
+    """The module with these tensors; the other ones random."""
+    for seed, (name, tensor) in enumerate([*module.named_parameters(), *module.named_buffers()]):
+        if tensor.is_floating_point():
+            tensor.data = values.get(name, draw(*tensor.shape, seed=seed))
+    return module.double().eval().requires_grad_(False)
+
+
+def batch_norm(s: float = 1.0, weight: float = 1.0, variance: float = 1.0, mean: float = 1.0) -> nn.Module:
+    norm = nn.BatchNorm1d(WIDTH, eps=1e-6 * s * s)
+    return given(norm, running_var=s * s * variance * (1 + draw(WIDTH).abs()), running_mean=s * mean * draw(WIDTH, seed=1),
+                 weight=weight * draw(WIDTH, seed=2), bias=weight * draw(WIDTH, seed=3))  # fmt: skip
+
+
+def layer_norm(s: float = 1.0, weight: float = 1.0, bias: float = 1.0) -> nn.Module:
+    norm = nn.LayerNorm(WIDTH, eps=0.1 * s * s)
+    return given(norm, weight=weight * draw(WIDTH), bias=bias * draw(WIDTH, seed=1))
+
+
+def linear(weight: float = 1.0, bias: float = 1.0) -> nn.Module:
+    return given(nn.Linear(WIDTH, 5), weight=weight * draw(5, WIDTH), bias=bias * draw(5, seed=1))
+
+
+def convolution(weight: float = 1.0, bias: float = 1.0) -> nn.Module:
+    return given(nn.Conv2d(1, 3, 2), weight=weight * draw(3, 1, 2, 2), bias=bias * draw(3, seed=1))
+
+
+def attention(q: float = 1.0, k: float = 1.0, v: float = 1.0, s: float = 1.0) -> nn.Module:
+    powers = torch.tensor([q, k, v]).double().repeat_interleave(WIDTH)
+    return given(
+        Attention(WIDTH, num_heads=2, qkv_bias=True),
+        **{"qkv.weight": draw(3 * WIDTH, WIDTH) * powers[:, None] / s, "qkv.bias": draw(3 * WIDTH, seed=1) * powers,
+           "proj.weight": draw(WIDTH, WIDTH, seed=2), "proj.bias": v * draw(WIDTH, seed=3)},
+    )  # fmt: skip
+
+
+def l2(sharp: float = 1.0, s: float = 1.0, proj: float = 1.0) -> nn.Module:
+    return given(
+        L2Attention(AttentionShape(WIDTH, 2, 3, True, WIDTH, True)),
+        **{"query.weight": sharp * draw(WIDTH, WIDTH) / s, "query.bias": sharp * draw(WIDTH, seed=1),
+           "proj.weight": proj * draw(WIDTH, WIDTH, seed=2), "proj.bias": proj * draw(WIDTH, seed=3)},
+    )  # fmt: skip
+
+
+def scale(factor: float) -> nn.Module:
+    return given(LayerScale(WIDTH), gamma=factor * draw(WIDTH))
+
+
+def centre(weight: float = 1.0) -> nn.Module:
+    return given(CenterNorm(WIDTH), weight=weight * draw(WIDTH), bias=weight * draw(WIDTH, seed=1))
+
+
+def floored(s: float = 1.0, weight: float = 1.0) -> nn.Module:
+    return given(FloorNorm(WIDTH), floor=torch.tensor(0.3 * s).double(), weight=weight * draw(WIDTH),
+                 bias=weight * draw(WIDTH, seed=1))  # fmt: skip
+
+
+def weighted(factor: float) -> nn.Module:
+    return given(WeightedResidual(), scale=torch.tensor(factor).double())
+
+
+def pixels(s: float = 1.0, deviation: float = 1.0) -> nn.Module:
+    module = PixelNormalize((0.3,), (0.7,)).double()
+    module.mean.mul_(s)
+    module.std.mul_(s * deviation)
+    return module
+
+
+class Apply(nn.Module):
+    """An operation with a constant, found in the table of functions."""
+
+    def __init__(self, function: Callable[..., Tensor], constant: Tensor | float | None = None, **named: Any) -> None:
+        super().__init__()
+        self.function, self.named = function, named
+        self.number = constant if isinstance(constant, float) else None
+        self.register_buffer("constant", constant if isinstance(constant, Tensor) else None)
+
+    def operands(self, x: Any) -> list[Any]:
+        constant = self.number if self.constant is None else self.constant
+        if isinstance(constant, Tensor) and isinstance(x, Followed):
+            constant = Constant(constant)
+        return [x] if constant is None else [x, constant]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(*self.operands(x), **self.named)
+
+
+def followed(module: nn.Module, inputs: tuple[Tensor, ...], precision: Precision) -> Callable[..., Real]:
+    """The rule's answer, as a function of the operands' bounds."""
+    own = frozenset(t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()])
+    out, places = module(*inputs), [Followed(i, tuple(x.shape)) for i, x in enumerate(inputs)]
+    kind = module.function.__name__ if isinstance(module, Apply) else type(module).__name__
+    op = Operation(precision, own, Call("part", kind, tuple(out.shape)))
+    if isinstance(module, Apply):
+        rounding = rules.functions[module.function](op, *module.operands(places[0]), **module.named)
+    else:
+        found = rules.find(module)
+        assert found is not None
+        rounding = found.apply(op, module, *places)
+    return lambda bounds: rounding(lambda x: bounds[x.place])
+
+
+def bounds_of(x: Tensor) -> Executed:
+    up = 1 + 2.0**-40
+    numbers = [float(part) * up for part in (x.norm(), x.norm(dim=-1).max(), x.abs().max())]
+    least = float(x.std(-1, unbiased=False).min()) / up
+    return Executed(tuple(x.shape), *map(as_real, numbers), least)
+
+
+TOKENS, IMAGE, ROW = (1, 7, WIDTH), (1, 1, 6, 6), (1, WIDTH)
+DIVISOR = 0.001 * (draw(WIDTH).abs() + 1)
+# the operation; its operand's shape and size: parts of a bound that others hide come forward where those are small
+Built = Callable[[], nn.Module]
+EXECUTED: dict[str, tuple[Built, tuple[int, ...], tuple[float, ...]]] = {
+    "linear": (linear, TOKENS, (1.0,)),
+    "linear, a bias": (linear, TOKENS, (1e-4,)),
+    "convolution": (convolution, IMAGE, (1.0,)),
+    "convolution, a bias": (convolution, IMAGE, (1e-4,)),
+    "pixels": (pixels, IMAGE, (1.0,)),
+    "pixels, near the mean": (pixels, IMAGE, (1e-4,)),
+    "pixels of small deviation": (lambda: pixels(deviation=1e-4), IMAGE, (1.0,)),
+    "BatchNorm of small variance": (lambda: batch_norm(variance=1e-6, mean=0.0), ROW, (1.0,)),
+    "BatchNorm, its mean": (lambda: batch_norm(variance=1e-6), ROW, (1e-4,)),
+    "BatchNorm of large variance": (lambda: batch_norm(variance=1e8, mean=0.0), ROW, (1.0,)),
+    "LayerNorm": (layer_norm, TOKENS, (1.0,)),
+    "LayerNorm, a bias": (lambda: layer_norm(weight=1e-6), TOKENS, (1.0,)),
+    "LayerNorm of a large mean": (lambda: layer_norm(bias=0.0), TOKENS, (1.0, 1e3)),
+    "FloorNorm": (floored, TOKENS, (1.0,)),
+    "CenterNorm": (centre, TOKENS, (1.0,)),
+    "CenterNorm, a bias": (centre, TOKENS, (1e-5,)),
+    "LayerScale": (lambda: scale(100.0), TOKENS, (1.0,)),
+    "GELU": (lambda: nn.GELU(), TOKENS, (3.0,)),
+    "tanh GELU": (lambda: nn.GELU("tanh"), TOKENS, (3.0,)),
+    "average pooling": (lambda: nn.AvgPool2d(2, 1), IMAGE, (1.0,)),
+    "attention": (attention, TOKENS, (1.0,)),
+    "attention, only biases": (attention, TOKENS, (1e-5,)),
+    "sharp attention": (lambda: attention(8.0, 8.0), TOKENS, (1.0,)),
+    "L2 attention": (l2, TOKENS, (1.0,)),
+    "sharp L2 attention": (lambda: l2(8.0), TOKENS, (1.0,)),
+    "convex residual": (lambda: given(ConvexResidual()), TOKENS, (1.0, 1e-6)),
+    "convex residual, its branch": (lambda: given(ConvexResidual()), TOKENS, (1e-6, 1.0)),
+    "weighted residual": (lambda: weighted(0.7), TOKENS, (1.0, 1e-6)),
+    "weighted residual, its branch": (lambda: weighted(30.7), TOKENS, (1e-6, 1.0)),
+    "sum with a constant": (lambda: Apply(operator.add, draw(7, WIDTH)), TOKENS, (1e-4,)),
+    "sum with a copied constant": (lambda: Apply(operator.add, draw(WIDTH)), TOKENS, (1e-4,)),
+    "difference from a number": (lambda: Apply(operator.sub, 0.3), TOKENS, (1e-4,)),
+    "product with a constant": (lambda: Apply(operator.mul, 100 * draw(WIDTH)), TOKENS, (1.0,)),
+    "product with a number": (lambda: Apply(operator.mul, 0.7), TOKENS, (1.0,)),
+    "quotient": (lambda: Apply(operator.truediv, DIVISOR), TOKENS, (1.0,)),
+    "quotient by a number": (lambda: Apply(operator.truediv, 0.0007), TOKENS, (1.0,)),
+    "mean": (lambda: Apply(torch.mean, dim=1), TOKENS, (1.0,)),
+    "sum of tokens": (lambda: Apply(torch.sum, dim=1), TOKENS, (1.0,)),
+}  # fmt: skip
+
+
+def operands(module: nn.Module, shape: tuple[int, ...], sizes: tuple[float, ...], seed: int) -> tuple[Tensor, ...]:
+    residual = isinstance(module, (ConvexResidual, WeightedResidual))
+    made = [size * draw(*shape, seed=seed + i) for i, size in enumerate(sizes)]
+    made = made if residual else [sum(made[1:], made[0]) if len(made) == 1 else made[0] + sizes[1]]
+    return tuple(x.float().double() for x in made)
+
+
+@pytest.mark.parametrize("name", EXECUTED)
+def test_no_operation_loses_more_in_float32(name: str) -> None:
+    build, shape, sizes = EXECUTED[name]
+    module, short = build(), build().float()
+    for seed in range(8):
+        inputs = operands(module, shape, sizes, 10 * seed)
+        lost = float((short(*[x.float() for x in inputs]).double() - module(*inputs)).norm())
+        allowed = followed(module, inputs, FLOAT32)([bounds_of(x) for x in inputs])
+        assert 0 < lost <= float(allowed)
+        assert float(allowed) < (1e8 if "attention" in name else 1e4) * lost  # and it says something
+    # the rule knows bounds alone: larger ones allow no less
+    most = followed(module, inputs, FLOAT32)([_larger(bounds_of(x)) for x in inputs])
+    assert most >= allowed
+
+
+def _larger(x: Executed) -> Executed:
+    return Executed(x.shape, x.total * 2.0, x.fibre * 2.0, x.peak * 2.0, 0.0)
+
+
+# the operation in other units by s: the power of s of its operand, and of what rounding adds
+UNITS: dict[str, tuple[Callable[[float], nn.Module], tuple[int, ...], float, float]] = {
+    "linear": (lambda s: linear(bias=s), TOKENS, 1, 1),
+    "linear, its weight": (lambda s: linear(s, s), TOKENS, 0, 1),
+    "convolution": (lambda s: convolution(bias=s), IMAGE, 1, 1),
+    "convolution, its weight": (lambda s: convolution(s, s), IMAGE, 0, 1),
+    "pixels": (pixels, IMAGE, 1, 0),
+    "pixels, their deviation": (lambda s: pixels(deviation=s), IMAGE, 0, -1),
+    "LayerNorm": (layer_norm, TOKENS, 1, 0),
+    "LayerNorm, its weight": (lambda s: layer_norm(weight=s, bias=s), TOKENS, 0, 1),
+    "FloorNorm": (floored, TOKENS, 1, 0),
+    "FloorNorm, its weight": (lambda s: floored(weight=s), TOKENS, 0, 1),
+    "CenterNorm, its weight": (centre, TOKENS, 0, 1),
+    "BatchNorm": (batch_norm, ROW, 1, 0),
+    "BatchNorm, its weight": (lambda s: batch_norm(weight=s), ROW, 0, 1),
+    "LayerScale": (scale, TOKENS, 0, 1),
+    "GELU": (lambda s: nn.GELU(), TOKENS, 1, 1),
+    "average pooling": (lambda s: nn.AvgPool2d(2, 1), IMAGE, 1, 1),
+    "attention, its values": (lambda s: attention(v=s), TOKENS, 0, 1),
+    "attention, its scores": (lambda s: attention(s, 1 / s), TOKENS, 0, 0),
+    "attention, its tokens": (lambda s: attention(s=s), TOKENS, 1, 0),
+    "L2 attention": (lambda s: l2(s=s), TOKENS, 1, 0),
+    "L2 attention, its output": (lambda s: l2(proj=s), TOKENS, 0, 1),
+    "convex residual": (lambda s: given(ConvexResidual()), TOKENS, 1, 1),
+    "weighted residual": (lambda s: weighted(0.7), TOKENS, 1, 1),
+    "sum": (lambda s: Apply(operator.add, s * draw(WIDTH)), TOKENS, 1, 1),
+    "sum with a number": (lambda s: Apply(operator.add, 0.3 * s), TOKENS, 1, 1),
+    "product": (lambda s: Apply(operator.mul, s * draw(WIDTH)), TOKENS, -1, 0),
+    "quotient": (lambda s: Apply(operator.truediv, s * DIVISOR), TOKENS, 0, -1),
+    "mean": (lambda s: Apply(torch.mean, dim=1), TOKENS, 1, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_what_rounding_adds_has_the_units_of_the_result(name: str) -> None:
+    build, shape, power, degree = UNITS[name]
+    found = []
+    for s in (1.0, 2.0**12):
+        module = build(s)
+        inputs = operands(module, shape, (1.0, 1.0) if "residual" in name else (1.0,), 0)
+        inputs = tuple(x * s**power for x in inputs)
+        found.append(float(followed(module, inputs, FLOAT32)([bounds_of(x) for x in inputs])))
+    # underflow alone has units of its own: 2^-126, beside roundings of 2^-24
+    assert found[1] == pytest.approx(found[0] * 2.0 ** (12 * degree), rel=1e-9)
+
+
+# what is a number of its own on the way: the module, and the least size of operands at which one may be too large
+TOO_LARGE: dict[str, tuple[Built, tuple[int, ...], float]] = {
+    "a linear map": (linear, TOKENS, 65504 / 1.5),
+    "the cube of tanh GELU": (lambda: nn.GELU("tanh"), TOKENS, 41.0),
+    "the cube of timm's tanh GELU": (GELUTanh, TOKENS, 41.0),
+    "the sum of a window": (lambda: nn.AvgPool2d(2, 1), IMAGE, 65504 / 4),
+    "the sum of a mean": (lambda: Apply(torch.mean, dim=1), TOKENS, 65504 / 7),
+    "the square of a norm": (layer_norm, TOKENS, 128.0),
+    "the mean of a CenterNorm": (centre, TOKENS, 65504 / WIDTH),
+    "a BatchNorm's gain": (lambda: batch_norm(variance=1e-4), ROW, 65504 / 20),
+    "a BatchNorm's gain alone": (lambda: batch_norm(weight=1e4, variance=1e-4, mean=0.0), ROW, 1e-4),
+    "scores": (lambda: attention(20.0, 20.0), TOKENS, 15.0),
+    "scores of L2 attention": (lambda: l2(20.0), TOKENS, 15.0),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_what_may_overflow_has_no_bound(name: str) -> None:
+    """All entries of this size, in half precision; a thousandth of it is known."""
+    build, shape, size = TOO_LARGE[name]
+    module, x = build(), torch.ones(shape).double()
+    wide = Precision("fp16", torch.float16, FP16.unit, FP16.tiny, FP16.largest, FP16.function)
+    rounding = followed(module, (x,), wide)
+    assert not rounding([bounds_of(size * x)]).finite
+    if not any(word in name for word in ("norm", "Norm", "scores")):  # where eps or a bias counts
+        assert rounding([bounds_of(1e-3 * size * x)]).finite
+
+
+def test_a_weight_that_overflows_has_no_norm() -> None:
+    for weight in (torch.tensor([[1e6, 1.0]]), torch.tensor([[1.0, float("nan")]])):
+        assert not LinearMap(weight.double(), None, FP16).norm.finite
+    assert float(Stored.of(torch.tensor([1e6]), FP16).number) == math.inf
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_sums_in_any_order_lose_gamma(name: str) -> None:
+    """gamma_n = n u / (1 - n u), exactly; infinite from n u = 1 on."""
+    precision = PRECISIONS[name]
+    unit = Fraction(precision.sums.unit)
+    for terms in (1, 2, 7, 100, 2**13, 2**20, 2**21, 2**22, 2**23, 2**24):
+        found = precision.order(terms)
+        if terms * unit < 1:
+            assert not found.finite or Fraction(float(found)) >= terms * unit / (1 - terms * unit)
+        else:
+            assert not found.finite
+    assert precision.order(64).finite
+
+
+def test_an_error_grows_by_its_slope() -> None:
+    factors = [as_real(3.0), as_real(5.0), as_real(7.0)]
+    found = float(carried(factors, [as_real(2.0), ZERO, as_real(4.0)]))
+    assert 34.0 <= found <= 34.0 * (1 + 1e-12)
+
+
+def test_errors_of_pairs_are_not_rounded_to_float32() -> None:
+    error = as_real(1 + 2.0**-30)
+    box = Executed((1, 3), error, error, error)
+    last: Any = [type("Step", (), {"box": box})()]
+    found = errors_of_pairs(last, 0, None, [box], [error])
+    assert bool((found >= float(error) * 2**0.5).all())
+    assert found.dtype == torch.float64
+
+
+def test_what_a_network_computes_of_its_weights_is_no_weight() -> None:
+    """A rule of attention stores q, k, v as they are: weights that are computed have been rounded before."""
+    for module in (attention(), l2()):
+        place, name = (module.qkv, "weight") if isinstance(module, Attention) else (module.query, "weight")
+        own = frozenset(t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()])
+        getattr(place, name).data = 2 * getattr(place, name).data
+        op = Operation(FLOAT32, own, Call("part", "Attention", TOKENS))
+        found = rules.find(module)
+        assert found is not None
+        with pytest.raises(NoRule, match="computes"):
+            found.apply(op, module, Followed(0, TOKENS))
