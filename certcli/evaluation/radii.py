@@ -75,7 +75,9 @@ def confidence(failure: float, whole: int = 1) -> str:
     """1 - failure, rounded down to the digits that tell it from 1: "0.999"; of a whole of 100, "99.9"."""
     digits = 6 if failure <= 0 else min(20, max(6, 2 - math.floor(math.log10(failure))))
     exact = Context(prec=400)  # the least float has 324 places: Python's usual 28 would make 1 of 1 - 1e-30
-    return _rounded(exact.multiply(Decimal(whole), exact.subtract(Decimal(1), Decimal(repr(failure)))), digits, ROUND_FLOOR)
+    return _rounded(
+        exact.multiply(Decimal(whole), exact.subtract(Decimal(1), Decimal(repr(failure)))), digits, ROUND_FLOOR
+    )
 
 
 def _rounded(figure: float | str | Decimal, digits: int, way: str) -> str:

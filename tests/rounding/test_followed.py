@@ -113,8 +113,8 @@ def trained(x: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a number read back": (lambda x: x * (x @ W[0]).sum().item(), "read back"),
     "a truth read back": (lambda x: x if bool((x @ W[0]).sum() > 0) else -x, "gt"),
-    "a choice by numbers": (lambda x: torch.where((x @ W[0]).bool(), x, -x), ""),
-    "places by numbers": (lambda x: x[:, (x @ W[0])[0, :, 0].long().clamp(0, 4)], ""),
+    "a choice by numbers": (lambda x: torch.where((x @ W[0]).bool(), x, -x), "becomes torch.bool"),
+    "places by numbers": (lambda x: x[:, (x @ W[0])[0, :, 0].long().clamp(0, 4)], "becomes torch.int64"),
     "a BatchNorm of the batch": (trained, "depends on the batch"),
     "complex numbers": (lambda x: torch.complex(x, x).real, "complex"),
     "a division that jumps": (lambda x: torch.div(x @ W[0], 3.0, rounding_mode="floor"), "jumps"),

@@ -16,6 +16,7 @@ from timm.layers import GELUTanh, LayerScale
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
+from certcli.engine.moves import Moved
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.real import ZERO, Real, as_real
@@ -127,7 +128,7 @@ class Apply(nn.Module):
 
 def followed(module: nn.Module, inputs: tuple[Tensor, ...], precision: Precision) -> Callable[..., Real]:
     """The rule's answer, as a function of the operands' bounds."""
-    own = frozenset(t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()])
+    own = Moved([*module.parameters(), *module.buffers()])
     out, places = module(*inputs), [Followed(i, tuple(x.shape)) for i, x in enumerate(inputs)]
     kind = module.function.__name__ if isinstance(module, Apply) else type(module).__name__
     op = Operation(precision, own, Call("part", kind, tuple(out.shape)))
@@ -332,7 +333,7 @@ def test_what_a_network_computes_of_its_weights_is_no_weight() -> None:
     """A rule of attention stores q, k, v as they are: weights that are computed have been rounded before."""
     for module in (attention(), l2()):
         place, name = (module.qkv, "weight") if isinstance(module, Attention) else (module.query, "weight")
-        own = frozenset(t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()])
+        own = Moved([*module.parameters(), *module.buffers()])
         getattr(place, name).data = 2 * getattr(place, name).data
         op = Operation(FLOAT32, own, Call("part", "Attention", TOKENS))
         found = rules.find(module)
