@@ -258,7 +258,11 @@ def _ours() -> Iterator[Row]:
     images = "--dataset torch/mnist --data-dir {mnist}"
     yield Row(
         "certvit-1/cifar10/lip",
-        ("CIFAR-10 (JPEG)", "certvit_lip_cifar10", "orthogonal, margin loss, 9 epochs (ours)"),
+        (
+            "CIFAR-10 (JPEG)",
+            "certvit_lip_cifar10",
+            "orthogonal, margin loss, rolled channels: examples/cifar10.sh (ours)",
+        ),
         figures=figures("0.141176"),
         note="no attention",
     )
