@@ -81,7 +81,7 @@ class ChannelRoll(nn.Module):
     """Move three quarters of the channels by one token: down, right, and both, around the edges: (b, side^2, d) -> the same.
 
     A permutation of entries: Lipschitz constant 1. A linear layer behind it maps each token's own first quarter, and the
-    other quarters of three neighbours: a window of 2 x 2 tokens. Source: Zhang et al. 2026 (LipNeXt); here on both axes.
+    other quarters of three neighbours: a window of 2 x 2 tokens. Source: LipNeXt (Hu et al. 2026); here both axes.
     With `back` the channels move up and left.
     """
 

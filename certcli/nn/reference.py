@@ -5,7 +5,8 @@
   at 384.
 - `certvit_vit_ibp_3_3_8`, `pgd_2_3_16`: the vision transformers of VNN-COMP 2023, without norms or with BatchNorm.
 - `certvit_4c3f`, `6c2f`, `8c2f`: the small CNNs of the certified-training literature (Lee et al. 2020, BCP). No attention.
-- `certvit_lip_*`: Lipschitz by design: patches, MaxMin blocks on tokens, a MaxMin head over all tokens. No attention.
+- `certvit_lip_*`: Lipschitz by design: patches, MaxMin blocks on tokens, a MaxMin head over all tokens. No attention. With
+  `--arch-arg rolls=true`, as `certvit_lip_cifar10` has it, neighbours exchange channels before each layer.
 - `certvit_lip_attention_mnist`: the same with hard attention between linear maps of each place, and one linear layer over
   all tokens: it needs its attention. `--arch-arg mixing=soft` makes that softmax, `none` takes it out.
 - `certvit_sort_mnist`: Lipschitz by design; tokens are mixed by hard attention only: each channel of a token attends to
