@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from check.interval import ONE, extreme
-from check.norms import Array, Unknown, length
+from check.norms import ONE, Array, Unknown, extreme, length
 from check.tensors import GELU_SLOPE, Layers, Node, Tensor, fit
 
 HEADS = {"tiny": 3, "small": 6, "medium": 8, "base": 12, "large": 16, "digits": 4, "mnist": 4, "cifar10": 6, "cifar100": 6,
@@ -28,7 +27,7 @@ def sort_pairs(t: Array, distance: int = 0, across: int = 0) -> Array:
 def rebuild(tensors: Mapping[str, Array], function: Mapping[str, Any], images: Array | None = None) -> Tensor:
     """Return the logits of a record's `function`, their last map pending, at images (b, c, h, w) where it can follow them."""
     arch, layers = str(function["arch"]), Layers(tensors)
-    options = {name: value for name, value in function["arch_args"].items() if not re.fullmatch(SHAPES, name)}
+    options = {k: v for k, v in function["arch_args"].items() if not re.fullmatch(SHAPES, k.rstrip("_0123456789"))}
     x = Tensor(Node("pixels", "identity", ONE), lambda: ONE, batch=images)
     if match := re.fullmatch(r"(?:vit|deit3?)_([a-z]+)_patch\d+_\d+|certvit_vit_([a-z]+\d*)(?:_\d_3_\d+)?", arch):
         found = vit(layers, x, function, HEADS.get(match[1] or match[2], 0), options)
@@ -39,9 +38,14 @@ def rebuild(tensors: Mapping[str, Array], function: Mapping[str, Any], images: A
         found = convnet(layers, x, function)
     elif match := re.fullmatch(r"certvit_(lip|sort|mix|lip_attention)_(digits|mnist|cifar10)", arch):
         across = int(options.pop("across", 128)) if match[1] == "lip_attention" else 0
-        found = mixer(
-            layers, x, function, "roll" if options.pop("rolls", 0) else options.pop("mixing", match[1]), across
-        )
+        mixing = "roll" if options.pop("rolls", 0) else options.pop("mixing", match[1])
+        members = layers.each("members.{}")  # side by side, each at the image and, if asked, at its mirror image (11.5)
+        fit("members", len(members) or 1, options.pop("members", 1))
+        mirrored = replace(x, batch=None if images is None else images[..., ::-1])
+        views = [x, mirrored] if options.pop("mirror", False) else [x]
+        paths = [f"{path}." for path in members] or [""]
+        parts = [mixer(layers, view, function, mixing, across, path) for view in views for path in paths]
+        found = layers.linear(parts[0].beside(*parts[1:]), "head" if members else "head.out")
     else:
         raise Unknown(f"the architecture {arch}")
     unread = [name for name in tensors if name not in layers.read and not name.endswith(("_index", "attn_mask"))]
@@ -94,30 +98,30 @@ def swin(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
     return layers.linear(layers.norm(x, "norm", eps).mean("head.global_pool.pool", side**2), "head.fc")
 
 
-def mixer(layers: Layers, x: Tensor, function: Mapping[str, Any], mixing: str, across: int) -> Tensor:
+def mixer(layers: Layers, x: Tensor, function: Mapping[str, Any], mixing: str, across: int, at: str) -> Tensor:
     """Patches, linear layers (placed: one a place) and MaxMin on tokens, sorted or mixed; a head on all or on their mean."""
-    (x, patches), placed = layers.patches(x, "embed", function), across > 0
+    (x, patches), placed = layers.patches(x, f"{at}embed", function), across > 0
     fit("token mixing", mixing in ("orthogonal", "mix", "sort", "lip_attention", "none", "lip", "roll"), True)
-    x, flat = x if placed else x.shifted(layers.weight("position", 2), patches), placed or mixing in ("lip", "roll")
-    for number, path in enumerate(layers.each("maps.{}" if placed else "layers.{}")):
+    x = x if placed else x.shifted(layers.weight(f"{at}position", 2), patches)
+    for number, path in enumerate(layers.each(f"{at}maps.{{}}" if placed else f"{at}layers.{{}}")):
         x = layers.mixing(x, path, patches, placed) if placed else x
         if mixing in ("orthogonal", "mix"):
-            x = layers.mixing(x, f"mixings.{number}", patches)
+            x = layers.mixing(x, f"{at}mixings.{number}", patches)
         elif mixing == "roll":  # quarters of the channels move by a token: none, down, right and both (11.4)
             s, grid = (-1) ** number, np.arange(patches * x.width).reshape(round(patches**0.5), -1, 4, x.width // 4)
             order = np.stack([np.roll(grid[:, :, i], (s * (i & 1), s * (i >> 1)), (0, 1)) for i in range(4)], 2).ravel()
-            x = x.curved(f"rolls.{number}", ONE, lambda t, o=order: t.reshape(len(t), -1)[:, o].reshape(t.shape))  # type: ignore[misc]
-        elif not flat or placed:
-            x = x.shifted(layers.weight(f"mixings.{number}.shift", 2), patches)
+            x = x.curved(f"{at}rolls.{number}", ONE, lambda t, o=order: t.reshape(len(t), -1)[:, o].reshape(t.shape))  # type: ignore[misc]
+        elif placed or mixing != "lip":
+            x = x.shifted(layers.weight(f"{at}mixings.{number}.shift", 2), patches)
         if mixing in ("sort", "lip_attention"):
             distance = (across or x.width) << number % max(1, patches.bit_length() - 1)
-            x = x.curved(f"mixings.{number}", ONE, partial(sort_pairs, distance=distance, across=across))
-        x = x if placed else layers.linear(x, path).curved("act", ONE, sort_pairs)
-    x = replace(x, width=x.width * patches) if flat else x.mean("", patches)
+            x = x.curved(f"{at}mixings.{number}", ONE, partial(sort_pairs, distance=distance, across=across))
+        x = x if placed else layers.linear(x, path).curved(f"{at}act", ONE, sort_pairs)
+    x = replace(x, width=x.width * patches) if placed or mixing in ("lip", "roll") else x.mean("", patches)
     x = replace(x, batch=None if x.batch is None else x.batch.reshape(len(x.batch), -1))
-    for path in layers.each("head.hidden.{}"):
-        x = layers.linear(x, path).curved("head.act", ONE, sort_pairs)
-    return layers.linear(x, "head.out")
+    for path in layers.each(f"{at}head.hidden.{{}}"):
+        x = layers.linear(x, path).curved(f"{at}head.act", ONE, sort_pairs)
+    return x
 
 
 def convnet(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:

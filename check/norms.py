@@ -1,22 +1,74 @@
-"""Norms of float64 matrices and convolutions between two verified numbers: a residual from above, a vector from below.
+"""Numbers >= 0 between two exact fractions, rounded outward, and norms: a residual from above, a vector from below.
 
 Products of the library are trusted to sum k products within gamma(k) = k u/(1 - k u) of the sum of absolute values, u = 2^-53
 (Higham 2002, section 3.1), in any order. Its eigenvectors are not trusted: their residual is measured.
 """
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product as pairs
-from math import fsum, lcm, prod
+from math import fsum, isqrt, lcm, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from check.interval import Interval, root
-
+BITS = 160  # of a fraction: nothing overflows
 Array = NDArray[np.float64]
-NONE = Fraction(0)
-U = Fraction(1, 2**53)
+NONE, U = Fraction(0), Fraction(1, 2**53)
 TINY = Fraction(1, 2**900)  # more than all products of one matrix lose by underflow
+
+
+def rounded(x: Fraction, up: bool) -> Fraction:
+    """Return a fraction of about BITS bits at or above x >= 0 (at or below without `up`)."""
+    if x.numerator.bit_length() <= BITS and x.denominator & (x.denominator - 1) == 0:
+        return x
+    scale = Fraction(2) ** (BITS - x.numerator.bit_length() + x.denominator.bit_length())
+    return (-(-x * scale // 1) if up else x * scale // 1) / scale
+
+
+def root(x: Fraction, up: bool) -> Fraction:
+    """Return sqrt(x), rounded to about BITS bits."""
+    shift = max(0, 2 * BITS - x.numerator.bit_length() + x.denominator.bit_length()) // 2 * 2
+    scaled = (x.numerator << shift) // x.denominator
+    return Fraction(isqrt(scaled + up) + up, 1 << shift // 2) if x else x
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number in [low, high], 0 <= low <= high."""
+
+    low: Fraction
+    high: Fraction
+
+    @staticmethod
+    def of(value: float | Fraction) -> "Interval":
+        return Interval(Fraction(value), Fraction(value))
+
+    def __add__(self, other: "Interval") -> "Interval":
+        return Interval(rounded(self.low + other.low, False), rounded(self.high + other.high, True))
+
+    def __mul__(self, other: "Interval") -> "Interval":
+        return Interval(rounded(self.low * other.low, False), rounded(self.high * other.high, True))
+
+    def sqrt(self) -> "Interval":
+        return Interval(root(self.low, False), root(self.high, True))
+
+    def wider(self, error: Fraction) -> "Interval":
+        """Return the interval of all numbers >= 0 within `error` of these."""
+        return Interval(rounded(max(Fraction(0), self.low - error), False), rounded(self.high + error, True))
+
+
+ONE = Interval.of(1)
+
+
+def root_sum(parts: Iterable[Interval]) -> Interval:
+    return sum((part * part for part in parts), start=Interval.of(0)).sqrt()
+
+
+def extreme(choose: Callable[..., Fraction], *parts: Interval) -> Interval:
+    """Return the largest or the smallest of the numbers; `choose` is max or min."""
+    return Interval(choose(part.low for part in parts), choose(part.high for part in parts))
 
 
 class Unknown(Exception):
@@ -81,10 +133,10 @@ def of_product(a: Array, b: Array, errors: tuple[Fraction, Fraction]) -> Interva
 
 
 def convolution(weight: Array, stride: int, size: tuple[int, int]) -> Interval:
-    """Return the norm of a convolution of images (c, h, w) with a border of one pixel of zeros.
+    """Return the norm of a convolution of images (c, h, w) with a border of one pixel of zeros. From below: |W|, one window.
 
-    Windows: |W| times the root of the number of windows of a pixel. Torus: image and border lie in a torus of M pixels a
-    side, M a multiple of the stride, where Fourier's transform makes blocks, phases to 2^-49. From below: |W|, one window.
+    From above |W| times the root of the number of windows of a pixel, or the norm on a torus of M pixels a side around image
+    and border, M a multiple of the stride, where Fourier's transform makes blocks, phases to 2^-49.
     """
     out, channels, *taps = weight.shape
     windows, whole = prod(-(-k // stride) for k in taps), spectral(weight.reshape(out, -1))

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from check.interval import ONE, Interval, extreme, root, root_sum
-from check.norms import NONE, Array, U, Unknown, convolution, frobenius, gamma, length, of_product, spectral
+from check import norms
+from check.norms import NONE, ONE, Array, Interval, U, Unknown, extreme, frobenius, gamma, length, root_sum, spectral
 
 GELU_SLOPE = Interval(Fraction("1.12890414"), Fraction("1.12890415"))  # Phi(sqrt 2) + sqrt 2 phi(sqrt 2)
 
@@ -43,17 +43,12 @@ class Map:
     def shift(self) -> Interval:
         return length(self.bias, self.bias_error)
 
-    def rows(self, start: int, stop: int) -> "Map":
-        return replace(self, matrix=self.matrix[start:stop], bias=self.bias[start:stop])
-
     def scaled(self, path: str, gain: Array) -> "Map":
-        """Return the map with each row times a number."""
         matrix, bias, most = self.matrix * gain[:, None], self.bias * gain, Fraction(float(np.abs(gain).max()))
         errors = (self.error * most + U * frobenius(matrix), self.bias_error * most + U * frobenius(bias))
         return Map(path, matrix, bias, *errors)
 
     def then(self, path: str, matrix: Array, bias: Array) -> "Map":
-        """Return this map and then a linear layer."""
         rounding, size = gamma(matrix.shape[1] + 2), frobenius(matrix)
         carried = matrix @ self.bias
         off = size * self.bias_error + rounding * size * frobenius(self.bias) + U * frobenius(carried + bias)
@@ -88,7 +83,7 @@ class Tensor:
         """Return the tensor with its values: sums of `terms` products, up to factor |x|, plus the bias of the last map."""
         if old.batch is None:
             return self
-        extent, tokens = frobenius(old.batch), root(Fraction(old.batch[..., 0].size), True)
+        extent, tokens = frobenius(old.batch), norms.root(Fraction(old.batch[..., 0].size), True)
         rounded = gamma(terms + 4) * (factor * extent + frobenius(last.bias) * tokens)
         lost = self.lost + rounded + last.error * extent + last.bias_error * tokens
         return replace(self, batch=follow(old.batch), lost=lost)
@@ -124,6 +119,15 @@ class Tensor:
         fit(path, self.width, other.width)
         node = Node(path, "sum", self.node.value + other.node.value, (self.node, other.node))
         return Tensor(node, lambda: self.size() + other.size(), width=self.width)
+
+    def beside(self, *others: "Tensor") -> "Tensor":
+        """Return tensors without tokens side by side: squares add (8.3)."""
+        parts = (self, *others)
+        value, size = root_sum(part.node.value for part in parts), lambda: root_sum(part.size() for part in parts)
+        node = Node("", "concatenation", value, tuple(part.node for part in parts)) if others else self.node
+        values = None if self.batch is None else np.concatenate([part.batch for part in parts], axis=1)
+        lost, width = sum((part.lost for part in parts), NONE), sum(part.width for part in parts)
+        return Tensor(node, size, None, values, lost, width)
 
 
 def fit(path: str, found: object, needed: object) -> None:
@@ -194,7 +198,7 @@ class Layers:
         """A convolution with one pixel of zeros around the image (2.3); its values are not followed."""
         weight = self.weight(f"{path}.weight", 4)
         fit(path, (x.width, len(weight)), (weight.shape[1], len(self.bias(path, len(weight)))))
-        return replace(x.charged(path, convolution(weight, stride, size)), width=len(weight))
+        return replace(x.charged(path, norms.convolution(weight, stride, size)), width=len(weight))
 
     def mixing(self, x: Tensor, path: str, tokens: int, placed: bool = False) -> Tensor:
         """Each head's channels times a matrix over tokens, or (placed) each token's by its own: the largest norm (11.1)."""
@@ -213,9 +217,10 @@ class Layers:
         width = len(pending.matrix) // (3 * heads)
         fit(path, (3 * heads * width, width > 0), (len(pending.matrix), heads > 0))
         starts, plain = range(0, 3 * heads * width, width), replace(x, pending=None, width=heads * width)
-        rows = [pending.rows(start, start + width) for start in starts]
+        of = lambda i, j: replace(pending, matrix=pending.matrix[i:j], bias=pending.bias[i:j])  # noqa: E731
+        rows = [of(start, start + width) for start in starts]
         query, key, value = rows[:heads], rows[heads : 2 * heads], rows[2 * heads :]
-        whole = [pending.rows(k * heads * width, (k + 1) * heads * width) for k in range(3)]
+        whole = [of(k * heads * width, (k + 1) * heads * width) for k in range(3)]
         if theorem == "7.2":
             return self.linear(self._products(plain, path, whole, width, tokens), f"{path}.proj")
         radius, scale = x.size(), Interval.of(Fraction(1, width)).sqrt().wider(U)
@@ -228,7 +233,7 @@ class Layers:
                 each = root_sum(w * part.norm for w, part in zip(weights, parts))
                 constant = constant + extreme(min, each, extreme(max, *weights) * together.norm)
             return self.linear(plain.charged(path, constant, lambda: extreme(max, *sizes)), f"{path}.proj")
-        scores = [of_product(k.matrix, q.matrix, (k.error, q.error)) * scale for k, q in zip(key, query)]
+        scores = [norms.of_product(k.matrix, q.matrix, (k.error, q.error)) * scale for k, q in zip(key, query)]
         offsets = [q.then("", k.matrix.T, np.zeros(k.matrix.shape[1])) for k, q in zip(key, query)]
         shifts = [o.shift.wider(k.error * q.shift.high) * scale for o, k, q in zip(offsets, key, query)]
         constant = constant + radius * radius * root_sum(v.norm * a for v, a in zip(value, scores))

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from check.documents import Unreadable, read_value
-from check.interval import Interval
-from check.norms import Array, Unknown
+from check.norms import Array, Interval, Unknown
 from check.tensors import Node, Tensor
 
 AGREE, REFUTE, OPEN = "agree", "refute", "cannot check"
@@ -57,9 +56,10 @@ def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
             yield judge(where, stated, node.value)
         elif stated is not None:
             values = [value for part in parts if (value := rows[part][2]) is not None]
-            low = Fraction(sum(values) if law == "sum" else prod(values)) if len(values) == len(parts) else None
-            if low is None or stated < low:
-                yield Verdict(where, REFUTE, f"{shown(stated)} is stated, its law '{law}' gives {shown(low)}")
+            power, adds = 1 + (law == "concatenation"), law in ("sum", "concatenation")  # side by side squares add
+            low = Fraction(sum(value**power for value in values) if adds else prod(values))
+            if len(values) < len(parts) or stated**power < low:
+                yield Verdict(where, REFUTE, f"{shown(stated)} is stated, its law '{law}' gives more")
     if len({number for number, _ in seen}) < len(rows):
         yield Verdict("proof", REFUTE, "it has nodes that no part of the network leads to")
     digits = float("inf") if top is None else float((Decimal(top.numerator) / top.denominator).log10())

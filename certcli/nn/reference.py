@@ -13,6 +13,9 @@
   exactly one token, chosen by the image. No softmax.
 - `certvit_mix_mnist`: the same with attention's other limit, orthogonal matrices over tokens, which do not depend on the
   image. `--arch-arg mixing=none` takes the mixing out of either (docs/lab/attention-at-work.md).
+
+Those that are Lipschitz by design take `--arch-arg mirror=true`, the mean over an image and its mirror image, and
+`members=2`, the mean of several networks, which `certvit init --member` makes of trained ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 
 from certcli.nn.activations import MaxMin
 from certcli.nn.heads import FlatHead
+from certcli.nn.mean_network import build_members
 from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin, TokenShift
 from certcli.system.errors import ArchitectureError
 
@@ -79,7 +83,7 @@ def _sized(
     if channels != config["input_size"][0]:
         config = {**config, **{name: tuple(config[name][:1]) * channels for name in ("mean", "std")}}
     classes = arguments.pop("num_classes", config["num_classes"])
-    net = make(channels=channels, side=side, classes=classes, **(shape | arguments))
+    net = build_members(partial(make, channels=channels, side=side, classes=classes), shape | arguments)
     net.pretrained_cfg = {**config, "input_size": (channels, side, side)}  # type: ignore[assignment]
     return net
 

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Evidence
+from certcli.checkpoint.record import MEAN, Evidence
 from certcli.evaluation.evidence import (
     AttackResult,
     CertifyResult,
@@ -321,7 +321,8 @@ def _lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
     fresh = [entry for entry in record.evidence if entry.digest == checkpoint.digest]
     if any(entry.command == "finetune" for entry in fresh) and (not commands or commands[-1] != "finetune"):
         yield Claim("lineage", statement, "refuted", "there is a result of `finetune`, and it is not the last step")
-    late = next((number for number, command in enumerate(commands) if command == "init" and number), None)
+    joined = len(commands) - commands[::-1].index(MEAN) if MEAN in commands else 0  # before it each member begins
+    late = next((number for number, command in enumerate(commands) if command == "init" and number >= max(1, joined)), None)
     if late is not None:
         yield Claim("lineage", statement, "refuted", f"step {late + 1} is `init`, which only begins")
     yield Claim(
@@ -338,7 +339,9 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
             parent = by_digest.get(step.parent or "")
             if parent is None or parent == name:
                 continue
-            same = checkpoints[parent].record.lineage == steps[:number]
+            own = checkpoints[parent].record.lineage
+            joined = any(later.command == MEAN for later in steps[number:])  # other members' steps come before its own
+            same = own == steps[number - len(own) if joined else 0 : number]
             why = f"its parent is {parent}" + ("" if same else ", whose own lineage is another")
             yield (
                 name,

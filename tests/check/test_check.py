@@ -29,6 +29,10 @@ PLACES = {"img_size": 8, "patch": 2, "width": 16, "depth": 2, "across": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lip": ("certvit_lip_digits", {}),
     "rolled": ("certvit_lip_digits", {"width": 16, "depth": 2, "rolls": True}),
+    "mean": (
+        "certvit_lip_digits",
+        {"width": 16, "head": [12], "rolls": True, "members": 2, "mirror": True, "head_2": [8]},
+    ),
     "sort": ("certvit_sort_mnist", TOKENS),
     "mix": ("certvit_mix_mnist", {**TOKENS, "heads": 4}),
     "no mixing": ("certvit_mix_mnist", {**TOKENS, "mixing": "none"}),

@@ -5,8 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from check.interval import Interval, root, rounded
-from check.norms import convolution, length, of_product, spectral
+from check.norms import Interval, convolution, length, of_product, root, rounded, spectral
 from check.verdicts import AGREE, OPEN, REFUTE, judge
 
 rng = np.random.default_rng(7)

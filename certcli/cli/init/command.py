@@ -29,15 +29,26 @@ class Architecture:
     mean: Annotated[str | None, typer.Option(help="Pixel mean, e.g. 0.5 or 0.48,0.45,0.41.")] = None
     std: Annotated[str | None, typer.Option(help="Pixel standard deviation.")] = None
     seed: options.Seed = 0
+    member: Annotated[
+        list[str],
+        typer.Option(metavar="CKPT", help="Take the mean of trained networks of ARCH; once for each."),
+    ] = field(default_factory=list)
 
     def build(self) -> "Checkpoint":
         """Return the new checkpoint. UsageError for options that contradict published weights."""
         from certcli.cli.shared.inputs import hints, parse_arguments
         from certcli.models.build import initialise
+        from certcli.models.mean import mean_of
         from certcli.models.open import open_checkpoint
         from certcli.system.errors import UsageError
 
         given = hints(None, self.arch_arg, self.mean, self.std)
+        if self.member:
+            arguments = dict(given.arch_args)
+            mirror = arguments.pop("mirror", False)
+            if arguments or self.pretrained or self.classes is not None or given.mean or given.std:
+                raise UsageError("--member takes everything else from its files", "of the others it takes mirror alone")
+            return mean_of(self.arch, [open_checkpoint(source) for source in self.member], mirror)
         if self.pretrained:
             if self.classes is not None:
                 raise UsageError("--pretrained keeps the published classes", "drop --classes, or fine-tune afterwards")
@@ -51,10 +62,11 @@ class Architecture:
 @command(
     "certvit init certvit_vit_digits -o init.safetensors",
     "certvit init vit_tiny_patch16_224 --pretrained -o tiny.safetensors",
+    "certvit init certvit_lip_cifar10 --member a.safetensors --member b.safetensors -o mean.safetensors",
     page="architectures.md",
 )
 def init(architecture: Architecture, output: Output = Output(), talk: Talk = Talk()) -> None:
-    """Write a new checkpoint: freshly initialised, or with timm's published weights."""
+    """Write a new checkpoint: freshly initialised, with timm's published weights, or the mean of trained networks."""
     from certcli.models import build as models
 
     sink = talk.sink()
@@ -62,9 +74,10 @@ def init(architecture: Architecture, output: Output = Output(), talk: Talk = Tal
     path = output.target("init", arch, architecture)
     made = architecture.build()
     models.load(made)  # refuses, as every later command would, a network that does not map an image to its classes
-    checkpoint = made.derive(
-        made.tensors, "init", {"arch": arch, "pretrained": architecture.pretrained}, architecture.seed
-    )
+    checkpoint = made
+    if not architecture.member:  # a mean tells its own step
+        parameters = {"arch": arch, "pretrained": architecture.pretrained}
+        checkpoint = made.derive(made.tensors, "init", parameters, architecture.seed)
     output.write(checkpoint, path)
     size = "x".join(str(side) for side in checkpoint.record.input.size)
     count = sum(tensor.numel() for tensor in checkpoint.tensors.values())
