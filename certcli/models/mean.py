@@ -39,7 +39,8 @@ def mean_of(arch: str, members: Sequence[OpenCheckpoint], mirror: bool) -> OpenC
         else:  # an absent one keeps the architecture's default: timm drops None
             arguments |= {f"{key}_{i}": value for i, value in enumerate(values, 1) if value is not None}
     steps = tuple(step for member in members for step in member.record.lineage)
-    record = replace(first, arch_args=arguments, lineage=steps, evidence=())
+    dataset = first.dataset if all(member.record.dataset == first.dataset for member in members) else None
+    record = replace(first, arch_args=arguments, dataset=dataset, lineage=steps, evidence=())
     tensors = mean_tensors([member.tensors for member in members], mirror)
     digests = {"members": [member.digest for member in members], "mirror": mirror}
     last = Checkpoint(members[-1].tensors, replace(record, arch_args=members[-1].record.arch_args))

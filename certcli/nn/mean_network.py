@@ -15,8 +15,8 @@ MOST_MEMBERS = 32
 class MeanNetwork(nn.Module):
     """x -> the mean over members f and views v of f(v(x)), v the image and with `mirror` its mirror image: -> (b, k).
 
-    The members' features stand side by side, and one head maps them all. A mirror image is a permutation of pixels, so
-    each margin's constant is at most the root mean square of the members' own (docs/bounds.md, section 11.5).
+    The members' features stand side by side, and one head maps them all. A mirror image is a permutation of pixels: where
+    the features have one constant, each margin's is the root mean square of the members' (docs/bounds.md, section 11.5).
     """
 
     def __init__(self, members: Sequence[nn.Module], mirror: bool) -> None:

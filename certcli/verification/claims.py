@@ -322,7 +322,9 @@ def _lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
     if any(entry.command == "finetune" for entry in fresh) and (not commands or commands[-1] != "finetune"):
         yield Claim("lineage", statement, "refuted", "there is a result of `finetune`, and it is not the last step")
     joined = len(commands) - commands[::-1].index(MEAN) if MEAN in commands else 0  # before it each member begins
-    late = next((number for number, command in enumerate(commands) if command == "init" and number >= max(1, joined)), None)
+    late = next(
+        (number for number, command in enumerate(commands) if command == "init" and number >= max(1, joined)), None
+    )
     if late is not None:
         yield Claim("lineage", statement, "refuted", f"step {late + 1} is `init`, which only begins")
     yield Claim(

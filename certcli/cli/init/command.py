@@ -32,6 +32,7 @@ class Architecture:
     member: Annotated[
         list[str],
         typer.Option(metavar="CKPT", help="Take the mean of trained networks of ARCH; once for each."),
+        options.Reads(),
     ] = field(default_factory=list)
 
     def build(self) -> "Checkpoint":

@@ -197,8 +197,9 @@ class Output:
                     found.draws(option, path)
                 else:
                     found.writes(option, path, continued=mark.resumable and resume)
-        for option, source, name in marked(groups, options.Reads):
-            (found.reads_folder if source.folder else found.reads)(option, Path(name))
+        for option, source, value in marked(groups, options.Reads):
+            for name in value if isinstance(value, list) else [value]:
+                (found.reads_folder if source.folder else found.reads)(option, Path(name))
         return found
 
 

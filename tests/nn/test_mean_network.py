@@ -1,0 +1,132 @@
+"""The mean of networks: its function, its constant, its lineage, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import InputSpec
+from certcli.evaluation.seen import seen_by
+from certcli.finetune.stiefel import orthogonalise
+from certcli.lipschitz.network import prove
+from certcli.models.build import OpenCheckpoint, PixelModel, create, initialise, load_double, with_network
+from certcli.models.mean import mean_of
+from certcli.models.open import open_checkpoint
+from certcli.system.errors import ArchitectureError
+from certcli.verification.claims import compare_lineages
+from tests.helpers.commands import certvit
+
+MEMBERS: dict[str, tuple[str, list[dict[str, Any]], bool]] = {
+    "two": ("certvit_lip_digits", [{}, {}], False),
+    "one and its mirror image": ("certvit_lip_digits", [{"rolls": True}], True),
+    "of other shapes": ("certvit_lip_digits", [{"width": 16}, {"head": [12, 8]}, {}], True),
+    "sorted tokens": ("certvit_sort_mnist", [{"img_size": 8, "patch": 2, "width": 16, "head": [8]}] * 2, True),
+}
+"""Each kind of mean: the architecture, its members' arguments, whether of mirror images too."""
+
+
+def members_of(case: str) -> list[OpenCheckpoint]:
+    arch, arguments, _ = MEMBERS[case]
+    return [with_network(initialise(arch, shape, seed=seed)) for seed, shape in enumerate(arguments)]
+
+
+@pytest.mark.parametrize("case", MEMBERS)
+def test_a_mean_has_the_mean_of_its_members_logits_and_pair_constants(case: str) -> None:
+    arch, _, mirror = MEMBERS[case]
+    members = members_of(case)
+    found = mean_of(arch, members, mirror)
+    assert (found.record.arch, found.net.num_classes) == (arch, 10)
+    mean, each = load_double(found), [load_double(member) for member in members]
+    images = torch.rand(5, *found.record.input.size, dtype=torch.float64)
+    views = [images, images.flip(3)] if mirror else [images]
+    expected = torch.stack([model(view) for view in views for model in each]).mean(0)
+    # the heads are divided in float32: half a unit of 2^-24 in each of some hundred products near 1
+    torch.testing.assert_close(mean(images), expected, rtol=0, atol=1e-5)
+    features = [float(prove(model, 10).bound.parts[1].value) for model in each]
+    apart = [torch.cdist(*[tensors["head.out.weight"].double()] * 2) for tensors in (m.tensors for m in members)]
+    rms = torch.stack(apart).square().mean(0).sqrt()
+    pairs = prove(mean, 10).pairs
+    assert pairs is not None
+    assert bool((pairs <= rms * torch.tensor(features).square().mean().sqrt() * (1 + 1e-6)).all())  # float32, as above
+
+
+def test_members_of_constant_one_have_the_root_mean_square_of_their_pairs() -> None:
+    net = create("certvit_lip_digits", {"members": 2, "mirror": True, "head_2": [8], "rolls": True}, initialise=True)
+    orthogonalise(net)
+    assert [len(member.head.hidden) for member in net.members] == [2, 1]
+    model = PixelModel(InputSpec((1, 8, 8), (0.0,), (1.0,)), net).double().eval()
+    pairs = prove(model, 10).pairs
+    assert pairs is not None
+    apart = torch.cdist(net.head.weight, net.head.weight) * 2  # four parts of constant 1 stand side by side
+    torch.testing.assert_close(pairs, apart, rtol=1e-5, atol=1e-12)  # orthogonal in float32
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no member": ({"members": 0}, "members cannot be 0"),
+    "too many": ({"members": 33}, "members cannot be 33"),
+    "a word": ({"members": "two"}, "members cannot be 'two'"),
+    "a switch": ({"members": True}, "members cannot be True"),
+    "no switch": ({"mirror": 1}, "mirror cannot be 1"),
+    "a third of two": ({"members": 2, "head_3": [8]}, "head_3"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_mean_of_anything_else_is_refused(case: str) -> None:
+    arguments, told = REFUSED[case]
+    with pytest.raises(ArchitectureError, match=told):
+        create("certvit_lip_digits", arguments, initialise=False)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / f"{seed}.safetensors" for seed in range(2)]
+    for seed, path in enumerate(paths):
+        certvit("init", "certvit_lip_digits", "--seed", seed, "-o", path)
+    return paths
+
+
+def test_the_lineage_of_a_mean_tells_every_members_steps(files: list[Path], tmp_path: Path) -> None:
+    trained, mean = [path.with_name(f"trained{path.name}") for path in files], tmp_path / "mean.safetensors"
+    for path, after in zip(files, trained, strict=True):
+        certvit("finetune", path, "--dataset", "digits", "--steps", 1, "--loss", "ce", "-o", after)
+    certvit("init", "certvit_lip_digits", *(word for path in trained for word in ("--member", path)), "-o", mean)
+    opened = {path.name: open_checkpoint(str(path)) for path in (*trained, mean)}
+    record = opened[mean.name].record
+    assert [step.command for step in record.lineage] == ["init", "finetune", "init", "finetune", "mean"]
+    assert len(seen_by(record)) == 2  # what each was trained on is judged apart
+    assert record.evidence == ()
+    told = list(compare_lineages(opened))
+    assert told
+    assert {claim.status for _, claim in told} == {"verified"}
+    assert "refuted" not in certvit("log", mean, "--verify", code=7).output  # 7: a mean has no result yet to verify
+    late = Checkpoint(opened[mean.name].tensors, replace(record, lineage=(*record.lineage, record.lineage[0])))
+    late.write(tmp_path / "late.safetensors")
+    assert "only begins" in certvit("log", tmp_path / "late.safetensors", "--verify", code=7).output
+    certvit("certify", mean, "--dataset", "digits", "--limit", 20, "-e", 0.1, "--arithmetic", "float32")
+
+
+def test_what_makes_no_mean_is_refused_before_anything_is_written(files: list[Path], tmp_path: Path) -> None:
+    other, mean = tmp_path / "other.safetensors", tmp_path / "mean.safetensors"
+    certvit("init", "certvit_lip_digits", "--classes", 3, "-o", other)
+    plain = tmp_path / "plain.safetensors"
+    certvit("init", "certvit_vit_digits", "-o", plain)
+    for arch, words, code, told in (
+        ("certvit_lip_digits", ("--member", other), 2, "another classes"),
+        ("certvit_lip_mnist", (), 2, "not certvit_lip_mnist"),
+        ("certvit_lip_digits", ("--classes", 10), 2, "--member takes"),
+        ("certvit_lip_digits", ("--arch-arg", "width=8"), 2, "--member takes"),
+        ("certvit_lip_digits", ("--arch-arg", "mirror=1"), 2, "a mean cannot be built"),
+        ("certvit_lip_digits", ("--member", tmp_path / "none.safetensors"), 3, "none.safetensors"),
+    ):
+        result = certvit("init", arch, "--member", files[0], *words, "-o", mean, code=code)
+        assert told in str(result.exception)
+        assert not mean.exists()
+    result = certvit("init", "certvit_vit_digits", "--member", plain, "-o", mean, code=4)
+    assert "no mean of such networks" in str(result.exception)
+    before = files[0].read_bytes()
+    certvit("init", "certvit_lip_digits", "--member", files[0], "-o", files[0], "--force", code=2)
+    assert files[0].read_bytes() == before
