@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from certcli.engine.tracer import Untraceable, tensors_of
+from certcli.system.operations import OperationMode
 
 _READERS = frozenset(
     (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__, Tensor.untyped_storage)
@@ -26,7 +26,7 @@ class _Reads(Exception):
     """The network takes a number out of a tensor that depends on the image."""
 
 
-class _Follow(TorchDispatchMode):
+class _Follow(OperationMode):
     """Write down the operations on the image and on what is made of it, in order."""
 
     def __init__(self, image: Tensor) -> None:
@@ -35,14 +35,8 @@ class _Follow(TorchDispatchMode):
         self.reads: str | None = None
         self.known = WeakTensorKeyDictionary({image: None})
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would load its compiler at the first call, to tell it not to compile this one
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name in _FROM_SHAPE or not self.knows(args, kwargs):
             return result

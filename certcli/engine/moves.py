@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from certcli.engine.tracer import tensors_of
+from certcli.system.operations import OperationMode
 
 MOVING = frozenset(
     ("index", "index_select", "gather", "cat", "stack", "clone", "roll", "flip", "repeat", "repeat_interleave", "copy",
@@ -27,7 +27,7 @@ class Computed:
     result: Tensor
 
 
-class Moved(TorchDispatchMode):
+class Moved(OperationMode):
     """Follows what is made of a network's own tensors. Views share the memory of what they show.
 
     storages: where the network's tensors lie, and those that were made of them by moving entries, or of integers only.
@@ -40,23 +40,17 @@ class Moved(TorchDispatchMode):
         self.computed: dict[int, Computed] = {}
         self._kept: list[Tensor] = []  # no other tensor gets their memory
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would load its compiler at the first call, to tell it not to compile this one
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+    def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result, name = func(*args, **kwargs), func.overloadpacket.__name__
         if func._schema.is_mutable:
-            given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+            given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
             written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
             for place in map(place_of, tensors_of([given.get(label) for label in written])):
                 self.storages.discard(place)
                 if name != "relu_" or self._is_read(place):  # which keeps what is known of the error
                     self.computed.pop(place, None)
             return result
-        operands, made = tensors_of((args, kwargs or {})), tensors_of(result)
+        operands, made = tensors_of((args, kwargs)), tensors_of(result)
         places = {place_of(x) for x in operands}
         counted = not any(x.is_floating_point() for x in (*operands, *made)) and not name.startswith("empty")
         if name == "lift_fresh" or ((counted or name in MOVING) and places <= self.storages):  # torch.tensor(numbers)
@@ -65,7 +59,7 @@ class Moved(TorchDispatchMode):
         elif operands and all(place in self.storages or place in self.computed for place in places):
             for x in made:
                 if x.is_floating_point() and place_of(x) not in places:  # a view is what it shows
-                    self.computed[place_of(x)] = Computed(name, args, kwargs or {}, x)
+                    self.computed[place_of(x)] = Computed(name, args, kwargs, x)
         return result
 
     def _is_read(self, place: int) -> bool:

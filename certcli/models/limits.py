@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from certcli.system.errors import ArchitectureError
+from certcli.system.operations import OperationMode
 
 MOST_VALUES = 2**33  # of a new network: 32 GiB of float32
 SPARE_VALUES = 2**26  # for values beside the parameters: position indices, window masks
@@ -18,7 +18,7 @@ MOST_STEPS = 400_000
 SPARE_STEPS = 4_000
 
 
-class Building(TorchDispatchMode):
+class Building(OperationMode):
     """Skip random fills, with operations on their results, and count all values that constructors make.
 
     Skipped values are replaced later. Memory that is never written is never paged in, so building costs none. Tensors with
@@ -42,13 +42,7 @@ class Building(TorchDispatchMode):
         self.work = MOST_VALUES if self.stored is None else 64 * self.stored + SPARE_WORK
         self.steps = MOST_STEPS if like is None else SPARE_STEPS + 200 * len(like)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch loads its compiler at the first call
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name
         if not self.initialise and args and isinstance(args[0], Tensor):
             if name in self._FILLS:
@@ -61,7 +55,7 @@ class Building(TorchDispatchMode):
                 return torch.zeros((), dtype=torch.bool, device=args[0].device)
         if all(result.alias_info is None for result in func._schema.returns):
             self._take(_values(name, args), any(isinstance(part, Tensor) for part in args))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _take(self, values: int, computed: bool) -> None:
         self.steps -= 1

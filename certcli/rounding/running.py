@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from certcli.enclosure.zonotopes.rounding import TINY
@@ -33,6 +33,7 @@ from certcli.engine.table import NoRule, runs_known_code
 from certcli.engine.tracer import tensors_of
 from certcli.models.build import own_name
 from certcli.nn.activations import SoftMaxMin
+from certcli.system.operations import OperationMode
 
 ROUNDED = 1 + 2.0**-20
 """Above (1 - u)^-n for n = 2^31 roundings."""
@@ -142,7 +143,7 @@ class Operation:
             raise NoRule(reason)
 
 
-class Running(TorchDispatchMode):
+class Running(OperationMode):
     """Follows the operations of one forward pass.
 
     errors: of every tensor that is not exact. weights: where the network's own tensors lie; known: of them, what is known.
@@ -156,14 +157,7 @@ class Running(TorchDispatchMode):
         self.refused: NoRule | None = None
         self.names = {id(module): own_name(model, name) for name, module in model.named_modules()}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would load its compiler at the first call, to tell it not to compile this one
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
         try:
             if not tensors_of((args, kwargs)):

@@ -66,6 +66,11 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "lipschitz": lambda: models.create(
         "certvit_lip_cifar10", {"img_size": 16, "width": 8, "head": [8], "num_classes": 5}, initialise=True
     ),
+    "mean": lambda: models.create(
+        "certvit_lip_cifar10",
+        {"img_size": 16, "width": 8, "head": [8], "num_classes": 5, "members": 2, "mirror": True},
+        initialise=True,
+    ),
 }
 
 

@@ -259,6 +259,7 @@ def test_biases_that_cancel_certify_nothing_wrong(power: int) -> None:
     ("arch", "arguments"),
     [
         ("certvit_lip_digits", {}),
+        ("certvit_lip_digits", {"members": 2, "mirror": True}),
         ("certvit_vit_digits", {}),
         ("certvit_vit_pgd_2_3_16", {}),
         ("certvit_sort_mnist", {}),
