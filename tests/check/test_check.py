@@ -183,6 +183,9 @@ FORGERIES: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
     "a residual as its larger part": ("digits", law("blocks.0", "sum", "same")),
     "a mean without its root": ("mix", scaled("", 0.5)),
     "product over groups": ("mix", product_over_heads),
+    "parts side by side as the longest": ("mean", law("", "concatenation", "same")),
+    "a member times .999": ("mean", scaled("members.1.head.hidden.0", 0.999)),
+    "a member in the other's place": ("mean", swapped("members.0.layers.0", "members.1.layers.0")),
 }
 
 
@@ -204,6 +207,11 @@ def test_it_refutes_laws_that_do_not_hold_and_headlines_below_the_root(case: Any
     edits = {"upper": report["upper"] * 0.999, "upper_text": "1e-3", "log10_upper": -1.0, "checkpoint": "0"}
     for key, other in {**edits, "arch": about["arch"], "input": [3, 8, 8], "function": about}.items():
         assert run(path, {**report, key: other})[0] == 1, key
+    mean, about_mean = case("mean")
+    shorter = copy.deepcopy(about_mean)
+    row = find(shorter, "", "concatenation")
+    row["value"] = [row["value"][0] * 0.999, row["value"][1]]  # of four parts near 1, side by side: near 2
+    assert any("its law 'concatenation' gives more" in line for line in run(mean, shorter)[1])
     for edit in (
         lambda rows: rows[-1].update(value=[0.5, 0]),
         lambda rows: rows.insert(0, dict(rows[0])) or [row.update(parts=[p + 1 for p in row["parts"]]) for row in rows],
@@ -290,6 +298,7 @@ def test_what_is_no_proof_is_unreadable(text: str, case: Any, run: Any) -> None:
     ("lip", "layers.0.weight"), ("lip", "head.out.weight"), ("conv", "features.2.weight"), ("sort", "mixings.0.shift"),
     ("mix", "mixings.0.maps.1.weight"), ("digits", "blocks.0.attn.proj.weight"), ("layer scale", "blocks.0.ls1.gamma"),
     ("swin", "layers.0.blocks.1.attn.qkv.weight"), ("swin", "layers.1.downsample.reduction.weight"),
+    ("mean", "members.1.head.hidden.0.weight"),
 ], ["nan", "inf", "short", "flat", "empty", "gone", "more"]))  # fmt: skip
 def test_tensors_that_make_no_network_never_agree(
     tensor: tuple[str, str], edit: str, case: Any, run: Any, tmp_path: Path
@@ -328,24 +337,27 @@ def test_what_is_no_checkpoint_is_unreadable(case: Any, run: Any, tmp_path: Path
     assert main(["--help"]) == 0
 
 
+@pytest.fixture(scope="module", params=["lip", "mean"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def records(case: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    file = tmp_path_factory.mktemp("records") / "records.jsonl"
-    certvit(
-        "certify", case("lip").path, "--dataset", "digits", "--limit", 20, "--arithmetic", "real", "--records", file
-    )
+def records(family: str, case: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    file, path = tmp_path_factory.mktemp("records") / "records.jsonl", case(family).path
+    certvit("certify", path, "--dataset", "digits", "--limit", 20, "--arithmetic", "real", "--records", file)
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.fixture
-def judge(records: Any, case: Any, run: Any, tmp_path: Path) -> Callable[..., tuple[int, Lines]]:
+def judge(family: str, records: Any, case: Any, run: Any, tmp_path: Path) -> Callable[..., tuple[int, Lines]]:
     """Return a function that checks these records with some fields of the header or of the third one changed."""
 
     def check(images: Path | None = DIGITS, header: dict[str, Any] | None = None, **row: Any) -> tuple[int, Lines]:
         changed = [{**records[0], **(header or {})}, *records[1:3], {**records[3], **row}, *records[4:]]
         file = tmp_path / "records.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in changed))
-        return run(*case("lip"), "--records", file, *(["--images", images] if images else []))
+        return run(*case(family), "--records", file, *(["--images", images] if images else []))
 
     return check
 
