@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import MEAN
@@ -31,7 +32,7 @@ def mean_of(arch: str, members: Sequence[OpenCheckpoint], mirror: bool) -> OpenC
             raise UsageError(f"member {number} has another {differs[0].replace('_', ' ')} than the first")
         if own.surgery or not isinstance(getattr(member.net, "head", None), FlatHead):
             raise ArchitectureError(f"member {number}: no mean of such networks is built", "certvit_lip_*, sort or mix")
-    arguments = {"members": len(members), "mirror": mirror}
+    arguments: dict[str, Any] = {"members": len(members), "mirror": mirror}
     for key in sorted({key for member in members for key in member.record.arch_args}):
         values = [member.record.arch_args.get(key) for member in members]
         if all(value == values[0] for value in values):
