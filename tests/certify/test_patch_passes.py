@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from certcli.certify.patch import masks
 from certcli.certify.patch.ablation import Voting
 from certcli.certify.patch.double_masking import DoubleMasking
-from certcli.certify.patch.passes import Passes
+from certcli.certify.patch.passes import NONE, Passes
 from certcli.evaluation.threat import Patch
 from certcli.models import build
 from certcli.models.seen_part import GreyPixels, KeptTokens, SeenPart, seen_part
@@ -111,8 +111,9 @@ def test_passes_without_finite_logits_give_no_class() -> None:
         broken[0, 0, 1, 2] = float("nan")
         assert defence.predict(passes, broken)[0].prediction == clean.prediction
         everywhere = torch.full_like(ONE_IMAGE, float("nan"))
-        seen_by_all = defence.certify(passes, everywhere, [0])[0]
-        assert seen_by_all.proven == ()
+        assert not any(answer.firm for answer in passes.answers(everywhere, [(0, 0), (0, 1)]))
+        for label in (0, NONE):  # as which `predict` asks for a proof
+            assert defence.certify(passes, everywhere, [label])[0].proven == ()
 
 
 class Counting(SeenPart):
