@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from certcli.enclosure.zonotopes import rounding
 from certcli.engine.table import NoRule
 from certcli.rounding import ErrorAnalysis, curves, sums
-from certcli.rounding.running import Error, Running, written_out
+from certcli.rounding.running import Error, Operation, Running, written_out
 from tests.helpers.sites import Site, Sites
 from tests.rounding.test_passing_on import ROWS, allowed, draw, ones
 from tests.rounding.test_rounding import Network, W
@@ -148,6 +148,16 @@ def test_products_lose_as_much_as_their_absolute_values_say() -> None:
     x = ones(1, 16)
     for function, inputs in (((lambda y: y @ weight), (x,)), ((lambda y: weight @ y), (x.T,))):
         assert own(function, inputs) >= 16 * 2.0**-53 * 16 * float(x.norm())
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_norms_of_matrices_have_room_for_roundings(count: int) -> None:
+    """Of many matrices their plain norms, of which 2 is attained; of one a proven norm, and a plain one beside it."""
+    running = Running(nn.Identity(), frozenset(), {})
+    op = Operation("mm", torch.mm, (), {}, running)
+    norm, plain = sums._norms(op, ones(count, 2, 2))
+    assert float(norm) >= 2
+    assert float(plain) >= 2 * (1 + 2.0**-21)
 
 
 def test_of_every_score_the_largest_is_subtracted() -> None:
