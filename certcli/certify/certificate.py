@@ -155,7 +155,7 @@ class Certifier(ABC):
         found = self.batch([claim.index for claim in claims], pixels, [claim.label for claim in claims])
         confirmed = [_compare(claim, again) for claim, again in zip(claims, found, strict=True)]
         for row, claim in enumerate(claims):
-            if confirmed[row].status == "refuted" and len(claims) > 1:
+            if confirmed[row].status == "refuted":
                 confirmed[row] = _compare(claim, *self.batch([claim.index], pixels[row : row + 1], [claim.label]))
         return confirmed
 

@@ -238,7 +238,7 @@ def _means(op: Operation, x: Followed, least: int, most: int, windows: float) ->
     share = (as_real(windows) / least).sqrt() * op.precision.products(most)
 
     def rounding(sizes: Sizes) -> Real:
-        if not sizes(x).peak * float(most) < op.precision.largest:
+        if not op.precision.fits(sizes(x).peak * float(most)):
             return INF
         return sizes(x).total * share + op.precision.lost(most, op.entries)
 
@@ -256,7 +256,7 @@ def summed(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
 
     def rounding(sizes: Sizes) -> Real:
         whole = sizes(x).total * root
-        if not whole < op.precision.largest:
+        if not op.precision.fits(whole):
             return INF
         return (whole / count if averaged else whole) * products + op.precision.lost(count, op.entries)
 

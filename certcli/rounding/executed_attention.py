@@ -86,7 +86,7 @@ def dot_product(op: Operation, module: Any, x: Followed, attn_mask: Any = None, 
         for h in range(count):
             q, k, v = (Rows.of(parts[kind * count + h], token) for kind in range(3))
             product = q.size * k.size
-            if not product < p.largest:
+            if not p.fits(product):
                 return None
             score = product * scale
             moved = (q.error * k.size + q.size * k.error) * scale  # |dq| |dk| is inside: sizes are of executed rows
@@ -134,7 +134,7 @@ def _attended(
 @rules.module(L2Attention)
 def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, is_causal: bool = False,
        mask: Any = None) -> Rounding:  # fmt: skip
-    """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, which moves by 8 |q| |dq| + 4 |dq|^2."""
+    """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, which moves by 8 |q| |dq|."""
     op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
     op.require(all(runs_known_code(part, nn.Linear) for part in (module.query, module.proj)), "a replaced linear layer")
     p, width, positions = op.precision, module.head_dim, _positions(op, module, mask)
@@ -146,9 +146,9 @@ def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, i
         for layer in parts:
             q = Rows.of(layer, token)
             square = q.size * q.size * 4.0
-            if not square < p.largest:
+            if not p.fits(square):
                 return None
-            moved = (q.size * q.error * 8.0 + q.error * q.error * 4.0) * scale
+            moved = q.size * q.error * 8.0 * scale  # 4 |dq|^2 is inside: sizes are of executed rows
             own = square * scale * compounded(p.products(width) * 2.0) + p.lost(width, 1.0) * 4.0
             found.append((*_placed(p, square * scale + own, moved + own, positions), q))
         return found
@@ -183,7 +183,7 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
             rows = []
             for layer in (kind[h] for kind in maps):
                 w = Rows.of(layer, token)
-                if not w.size * w.size * 2.0 < p.largest:
+                if not p.fits(w.size * w.size):
                     return None
                 rows.append(Rows(ONE + relative, w.error + relative + p.lost(width, 1.0)))
             q, k, v = rows

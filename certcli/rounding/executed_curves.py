@@ -58,7 +58,7 @@ def gelu(op: Operation, x: Followed, approximate: str = "none") -> Rounding:
 
     def rounding(sizes: Sizes) -> Real:
         peak = sizes(x).peak
-        if approximate != "none" and not peak * peak * peak < op.precision.largest:
+        if approximate != "none" and not op.precision.fits(peak * peak * peak):
             return INF
         return sizes(x).total * (4 * op.precision.function) + op.underflow()
 

@@ -62,7 +62,7 @@ def _soft_pairs(op: Operation, module: SoftMaxMin) -> Callable[[Real, Real], Rea
     roundings = log_temperature.farthest * 2.0 + 2 * p.function + 16 * p.unit
 
     def own(total: Real, peak: Real) -> Real:
-        if not most * (peak * 2.0 + 1.0) < p.largest:
+        if not p.fits(most * (peak * 2.0 + 1.0)):
             return INF
         relative = compounded(roundings + (peak + 4.0) * p.tiny)
         return total * relative * (1.5) + op.underflow() * 4.0

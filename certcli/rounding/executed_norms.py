@@ -50,12 +50,12 @@ def _normalised(
     p, d = op.precision, x.shape[-1] if group is None else group
     size = sizes(x)
     longest = size.fibre if group is None else size.total
-    square = longest * longest * 4.0
+    square = longest * longest * 2.0
     known = size.deviation > 0 and group is None
     each = float(longest * (p.products(d) + 2 * p.unit)) if known else math.inf
     least = max(least, (size.deviation - 4 * each) * (1 - 2.0**-40))
     lost = as_real(least) * least
-    if not square < p.largest or not lost > _least_square(op, d):
+    if not p.fits(square) or not lost > _least_square(op, d):
         return INF
     moved = size.total * (p.products(d) + 2 * p.unit) * 5.0 / least
     own = compounded(as_real(2 * p.function + 8 * p.unit + float(as_real((d + 8) * p.tiny) / float(lost)) * 2))
@@ -114,7 +114,7 @@ def rms_norm(
 
     def rounding(sizes: Sizes) -> Real:
         lost, size = as_real(least) * least, sizes(x).fibre
-        if not size * size * 2.0 < p.largest or not lost > _least_square(op, d):
+        if not p.fits(size * size) or not lost > _least_square(op, d):
             return INF
         relative = compounded(p.products(d) + 2 * p.function + 12 * p.unit + float((d + 8) * p.tiny / float(lost)) * 2)
         return _gain(op, x, weight, None, 1.0, n + n * relative, n * relative)
@@ -140,7 +140,7 @@ def normalize(
 
     def rounding(sizes: Sizes) -> Real:
         longest = sizes(x).total
-        return total + op.underflow() if longest * longest * 2.0 < known.largest else INF
+        return total + op.underflow() if known.fits(longest * longest) else INF
 
     return rounding
 
@@ -167,7 +167,7 @@ def global_response_norm(op: Operation, module: GlobalResponseNorm, x: Followed)
 
     def rounding(sizes: Sizes) -> Real:
         size = sizes(x).total
-        if not size * size * 2.0 < p.largest or not size * float(channels) < p.largest:
+        if not p.fits(size * size, size * float(channels)):
             return INF
         gained = size * float(channels) * (largest(weight.number) * relative + weight.farthest)
         whole = size * (largest(weight.number) * float(channels) + 1.0) + length(bias.number) * copies
@@ -183,7 +183,7 @@ def center_norm(op: Operation, module: CenterNorm, x: Followed) -> Rounding:
 
     def rounding(sizes: Sizes) -> Real:
         total = sizes(x).total
-        if not total * as_real(float(d)).sqrt() < op.precision.largest:
+        if not op.precision.fits(total * as_real(float(d)).sqrt()):
             return INF
         moved = total * relative
         return _gain(op, x, module.weight, module.bias, d / (d - 1) * (1 + 2.0**-50), total + moved, moved)
@@ -228,7 +228,7 @@ def batch_norm(
     def rounding(sizes: Sizes) -> Real:
         reach = sizes(x).total + length(mean.number) * each
         size = reach * (gain + moved) + shift
-        if not (size < p.largest and gain + moved < p.largest and reach < p.largest):
+        if not p.fits(size, gain + moved, reach):
             return INF
         return reach * moved + shifted + size * compounded(as_real(8 * p.unit)) + op.underflow() * (2 + gain + moved)
 

@@ -57,7 +57,7 @@ def matrices(op: Operation, a: Any, b: Any) -> Rounding:
         left, right = sizes(a), sizes(b)
         of_right = min(right.total, right.fibre * as_real(float(terms)).sqrt())
         of_left = min(left.total, left.fibre * as_real(float(rows)).sqrt())
-        if not left.fibre * of_right < p.sums.largest:
+        if not p.sums.fits(left.fibre * of_right):
             return INF
         size = min(left.total * copies[0] * of_right, right.total * copies[1] * of_left)
         return size * p.products(terms) + p.lost(terms, op.entries)
@@ -121,7 +121,7 @@ def fused(op: Operation, query: Any, key: Any, value: Any, mask: Any, scale: flo
         )
         k, v = sizes(key).fibre, sizes(value).fibre
         product = q.size * k
-        if not product < p.largest:
+        if not p.fits(product):
             return INF
         score = product * factor
         own = score * p.products(width) + p.lost(width, 1.0) + q.error * k * factor

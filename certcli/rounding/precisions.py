@@ -30,6 +30,10 @@ class Precision:
     factor: float = 0.0
     wide: "Precision | None" = None
 
+    def fits(self, *sizes: Real) -> bool:
+        """Tell whether numbers of these sizes do not overflow, not even by the roundings on their way: they get the rest."""
+        return all(size * 2.0 < self.largest for size in sizes)
+
     @property
     def sums(self) -> "Precision":
         return self if self.wide is None else self.wide

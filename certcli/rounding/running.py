@@ -191,7 +191,7 @@ class Running(OperationMode):
         """x.add_(y) as x + y, written to x. What else sees x's memory would not learn of the error."""
         target = args[0]
         plain = name.removesuffix("_")
-        known = isinstance(target, Tensor) and target in self.made and "out" not in kwargs
+        known = isinstance(target, Tensor) and target in self.made
         if not known or (plain not in RULES and plain != "fill") or plain == name:
             raise NoRule(f"no rounding error is known of '{name}', which writes to a tensor")
 
@@ -208,7 +208,7 @@ class Running(OperationMode):
         for x in list(self.made):
             if x.untyped_storage().data_ptr() == storage:
                 self.norms.pop(x, None)
-                if error is not None or not op.exact:
+                if error is not None:
                     self.errors[x] = Error(torch.full((), torch.inf, dtype=torch.float64, device=x.device))
         target.copy_(value)
         self.errors.pop(target, None)

@@ -110,7 +110,7 @@ class LinearMap:
         """
         p, root = self.precision, as_real(rows).sqrt()
         mass, size = self.mass * x + self.shift * root, self.norm * x + self.shift * root
-        if not mass < p.sums.largest:
+        if not p.sums.fits(mass):
             return INF
         moved = self.moved * x + (ZERO if self.bias is None else self.bias.moved * root)
         # (W + dW)(x + dx) - W x with |dW| <= f |W| and |dx|_2 <= f |x|_2; 1 + 2^-8 is above f^2

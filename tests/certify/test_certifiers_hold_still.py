@@ -84,3 +84,16 @@ def test_an_operation_without_a_rounding_rule_is_refused(monkeypatch: pytest.Mon
     monkeypatch.delitem(RULES, "relu")
     with pytest.raises(NoBoundError, match="relu"):
         found(CERTIFIERS["lipschitz"](network()), torch.rand(1, *SIZE))
+
+
+@pytest.mark.parametrize(("symbols", "effort"), [(None, "zonotope"), (None, "auto"), (0, "auto"), (0, "zonotope")])
+def test_enclosures_that_do_not_fit_are_refused_or_done_without(
+    monkeypatch: pytest.MonkeyPatch, symbols: int | None, effort: str
+) -> None:
+    monkeypatch.setattr("certcli.certify.local.affordable", lambda *_: symbols)
+    if (symbols, effort) == (None, "zonotope"):
+        with pytest.raises(NoBoundError, match="do not fit into memory"):
+            LocalCertifier(network(), SIZE, Local(effort))
+        return
+    title = LocalCertifier(network(), SIZE, Local(effort)).title
+    assert ("do not fit into memory" in title, "not 8,000: memory" in title) == (effort == "auto", effort != "auto")

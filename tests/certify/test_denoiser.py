@@ -83,11 +83,15 @@ def renamed(tensors: dict[str, Tensor]) -> None:
     tensors["conv.weight"] = tensors.pop("module.dncnn.0.weight")
 
 
+def flat(tensors: dict[str, Tensor]) -> None:
+    tensors["module.dncnn.0.weight"] = torch.ones(4)
+
+
 def broken(tensors: dict[str, Tensor]) -> None:
     tensors["module.dncnn.2.weight"] *= torch.nan
 
 
-@pytest.mark.parametrize("spoil", [missing, surplus, reshaped, deeper, renamed, broken])
+@pytest.mark.parametrize("spoil", [missing, surplus, reshaped, deeper, renamed, flat, broken])
 def test_anything_else_is_refused(tmp_path: Path, spoil: Any) -> None:
     with pytest.raises(CertvitError) as refused:
         read_denoiser(dncnn(tmp_path / "d.safetensors", 1.0, spoil), 1)

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from certcli.certify.patch import masks
 from certcli.certify.patch.ablation import Voting
+from certcli.certify.patch.certifier import PatchCertifier
 from certcli.certify.patch.double_masking import DoubleMasking
-from certcli.certify.patch.passes import Passes
+from certcli.certify.patch.passes import NONE, Passes
+from certcli.certify.predicting import Prediction, Predictor
 from certcli.evaluation.threat import Patch
 from certcli.models import build
 from certcli.models.seen_part import GreyPixels, KeptTokens, SeenPart, seen_part
@@ -111,8 +113,21 @@ def test_passes_without_finite_logits_give_no_class() -> None:
         broken[0, 0, 1, 2] = float("nan")
         assert defence.predict(passes, broken)[0].prediction == clean.prediction
         everywhere = torch.full_like(ONE_IMAGE, float("nan"))
-        seen_by_all = defence.certify(passes, everywhere, [0])[0]
-        assert seen_by_all.proven == ()
+        assert not any(answer.firm for answer in passes.answers(everywhere, [(0, 0), (0, 1)]))
+        for label in (0, NONE):  # as which `predict` asks for a proof
+            assert defence.certify(passes, everywhere, [label])[0].proven == ()
+
+
+def test_patches_are_proven_where_that_is_asked_for() -> None:
+    part = GreyPixels(pixel_model(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID)
+    part.model.net[1].weight.data.zero_()
+    patch, top = Patch(1, 1), int(part.model.net[1].bias.argmax())
+    defence = DoubleMasking(GRID, [patch], 2)
+    defended = object.__new__(Predictor)
+    defended.defended = PatchCertifier(defence, Passes(part, defence.views, 4), [patch])
+    images = torch.cat([ONE_IMAGE, torch.full_like(ONE_IMAGE, float("nan"))])
+    assert defended(images) == [Prediction(top), Prediction(None)]
+    assert defended(images, prove=True) == [Prediction(top, (str(patch),)), Prediction(None)]
 
 
 class Counting(SeenPart):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from certcli.certify import methods
 from certcli.certify.certificate import Certificate
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.method import SmoothingCertifier
+from certcli.certify.smoothing.method import SmoothingCertifier, _chance_of_so_few
 from certcli.certify.smoothing.options import HOPELESS, UNLIKELY, Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.output import Sink
@@ -179,6 +179,22 @@ def test_radii_are_rounded_down_and_the_reach_is_the_largest() -> None:
     stopping = Smoothing(sigma=0.25, samples=1000, alpha=0.001, enough=0.1)
     assert sum(stopping.levels.values()) <= 0.001
     assert stopping.radius(100, 100) > 0.1 > settings.radius(100, 100) == 0.0
+    assert settings.states(settings.reach)
+    for beyond in (1 + 1e-6, 2.0, 1e6):  # its chance would be 1, which no draw refutes
+        assert not settings.states(settings.reach * beyond)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 0.99, 1.0])
+def test_the_chance_of_so_few_hits_is_the_sum_of_theirs(p: float) -> None:
+    chances = [math.comb(5, hits) * p**hits * (1 - p) ** (5 - hits) for hits in range(6)]
+    for hits in range(6):
+        assert _chance_of_so_few(hits, 5, p) == pytest.approx(sum(chances[: hits + 1]), abs=1e-12)
+
+
+def test_a_class_that_the_network_has_not_has_no_hits() -> None:
+    certifier = SmoothingCertifier(Plane(), 2, Smoothing(sigma=0.2, n0=8, samples=64), CPU)
+    claims = [Certificate(0, 1, top, 0.0, "smoothing", 0.001) for top in (1, 2, 7)]
+    assert certifier._hits(claims, torch.ones(3, 1, 1, 2), 0, noise.CONFIRM) == [64, 0, 0]
 
 
 NONSENSE = [

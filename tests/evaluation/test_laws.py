@@ -7,12 +7,14 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from certcli.evaluation.evidence import CertifyParameters, CertifyResult, _certify_contradictions
 from certcli.evaluation.radii import Norm, attacked_radius, confidence, proven_percent, proven_radius
-from certcli.evaluation.record_lines import parse
+from certcli.evaluation.record_lines import PatchAttackedFields, parse
 from certcli.evaluation.records import read_records, require_radii, require_share
 from certcli.evaluation.region import Region, image_norms
 from certcli.evaluation.threat import Patch, Threat
@@ -64,6 +66,7 @@ def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Nor
     else:
         change = torch.stack([one.clamp(-r, r) for one, r in zip(change, (0.1, 0.3, 5.0), strict=True)])
     assert torch.allclose(found, (images + change).clamp(0, 1), atol=1e-12)
+    assert torch.equal(Region.each(norm, [0.0, 0.0, 0.0]).project(images, images), images)
     one = Region.within(Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images).project(far, images)
     assert [int((a != b).sum()) for a, b in zip(one, images, strict=True)] == [1, 1, 1]
 
@@ -159,3 +162,63 @@ def test_a_header_is_bounded_and_of_one_command(tmp_path: Path) -> None:
     for name, wrong in itertools.product(("parameters", "network"), ({"a": "a" * 10**6}, {"a": nested(60)})):
         with pytest.raises(DataError, match="not the header"):
             parse((json.dumps(header(**{name: wrong})) + "\n").encode(), file)
+
+
+def test_a_record_of_an_attack_by_patches_says_one_thing() -> None:
+    """Of class 1: withstood, broken into another class or into none, or wrong before it."""
+    said = {
+        (1, 1, True, None),
+        (1, 2, False, (0, 0)),
+        (1, None, False, (0, 0)),
+        (2, 2, False, None),
+        (None, None, False, None),
+    }
+    row = {"index": 0, "label": 1, "kind": "patch", "patch": "2x2", "pixels": "0" * 16}
+    for told in itertools.product((1, 2, None), (1, 2, None), (True, False), (None, (0, 0))):
+        names = ("prediction", "adversarial_prediction", "robust", "corner")
+        fields = dict(zip(names, (told[0], told[1], {"2x2": told[2]}, told[3]), strict=True))
+        try:
+            msgspec.convert({**row, **fields}, PatchAttackedFields)
+        except msgspec.ValidationError:
+            assert told not in said
+        else:
+            assert told in said
+
+
+PATCHES = {
+    "procedure": "double-masking",
+    "patches": ["1x1", "2x2"],
+    "hide": "pixels",
+    "cell": [1, 1],
+    "rows": 8,
+    "masks": 3,
+}
+# what is changed in evidence of `certify`, and the contradiction that is found
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "none": ({}, []),
+    "other patches": ({"certified": {"1x1": 0.5, "3x3": 0.25}}, ["other patches"]),
+    "fewer patches": ({"certified": {"1x1": 0.5}}, ["other patches"]),
+    "a mean radius": ({"average_radius": 0.1}, ["mean radius"]),
+    "another promise": ({"promise": "probability 0.999"}, ["promise"]),
+    "a chance of failure": ({"failure": 0.001}, ["promise"]),
+    "more than are right": ({"clean": 0.25}, ["more images"]),
+    "another number of images": ({"images": 8}, ["numbers of images"]),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_evidence_of_patches_does_not_contradict_itself(name: str) -> None:
+    change, found = CONTRADICTIONS[name]
+    result = {
+        "dataset": {"name": "digits", "split": "test", "images": 4, "digest": "0" * 64}, "clean": 0.75, "images": 4,
+        "certified": {"1x1": 0.5, "2x2": 0.25}, "method": "patch", "failure": 0.0, "promise": "proof",
+        "arithmetic": "float32", "parameters": PATCHES,
+    }  # fmt: skip
+    about = {"dataset": "digits", "split": "test", "limit": None, "seed": 0, "method": "patch"}
+    said = list(
+        _certify_contradictions(
+            msgspec.convert(about, CertifyParameters), msgspec.convert({**result, **change}, CertifyResult)
+        )
+    )
+    assert len(said) == len(found)
+    assert all(words in line for words, line in zip(found, said, strict=True))

@@ -131,6 +131,20 @@ def test_what_is_computed_of_weights_in_other_ways_is_refused(name: str) -> None
         NeighbourErrors(shifted(REFUSED[name]), IMAGE, PRECISIONS["float64"])
 
 
+@pytest.mark.parametrize("name", ["sums", "no rule"])
+def test_a_matrix_that_is_computed_is_refused(name: str) -> None:
+    model = shifted((COMPUTED | REFUSED)[name], torch.matmul)
+    with pytest.raises(NoRule, match="a constant that the network computes"):
+        NeighbourErrors(model, IMAGE, PRECISIONS["float64"])
+
+
+def test_sizes_near_an_image_that_overflow_are_those_of_the_box() -> None:
+    """Numbers of 1e180 are finite, the sum of their squares is not."""
+    model = shifted(lambda w: w, lambda x, w: (x * 1e180) * 1e-180 + w)
+    analysis = NeighbourErrors(model, IMAGE, PRECISIONS["float64"])
+    assert torch.equal(analysis(torch.rand(1, *IMAGE), torch.ones(1), torch.tensor([0]))[0], analysis.on_box[0])
+
+
 def test_a_choice_of_entries_by_weights_is_refused() -> None:
     model = shifted(lambda w: w[:, 0].argsort(), lambda x, places: x[:, :, places])
     with pytest.raises(NoRule, match="a constant that the network computes"):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from certcli.enclosure.zonotopes import rounding
 from certcli.engine.table import NoRule
 from certcli.rounding import ErrorAnalysis, curves, sums
-from certcli.rounding.running import Error, Running
+from certcli.rounding.running import Error, Operation, Running, written_out
 from tests.helpers.sites import Site, Sites
 from tests.rounding.test_passing_on import ROWS, allowed, draw, ones
 from tests.rounding.test_rounding import Network, W
@@ -118,6 +118,17 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a BatchNorm of the batch": (trained, "depends on the batch"),
     "complex numbers": (lambda x: torch.complex(x, x).real, "complex"),
     "a division that jumps": (lambda x: torch.div(x @ W[0], 3.0, rounding_mode="floor"), "jumps"),
+    "a result of its own": (
+        lambda x: (y := x @ W[0], torch.add(y, y, out=torch.empty(y.shape, dtype=torch.float64)))[1],
+        "writes to",
+    ),
+    "results of their own": (
+        lambda x: torch.sort(
+            y := x @ W[0], out=(torch.empty(y.shape, dtype=torch.float64), torch.empty(y.shape, dtype=torch.long))
+        )[0],
+        "writes to",
+    ),
+    "a mean with a divisor of its own": (lambda x: F.avg_pool2d(x[:, None], 2, divisor_override=3), "divisor"),
     "another norm": (lambda x: (x @ W[0]).norm(p=1, dim=-1), "order 1"),
 }
 
@@ -127,6 +138,51 @@ def test_what_cannot_be_followed_is_refused(name: str) -> None:
     function, words = REFUSED[name]
     with pytest.raises(NoRule, match=words):
         ErrorAnalysis(Network(function))(torch.rand(1, 5, 6, dtype=torch.float64))
+
+
+def test_products_lose_as_much_as_their_absolute_values_say() -> None:
+    """gamma | |W| |_2 |x|: of a Hadamard matrix | |W| |_2 is 16, and |W|_2 only 4."""
+    weight = ones(1, 1)
+    for _ in range(4):
+        weight = torch.cat([torch.cat([weight, weight], 1), torch.cat([weight, -weight], 1)])
+    x = ones(1, 16)
+    for function, inputs in (((lambda y: y @ weight), (x,)), ((lambda y: weight @ y), (x.T,))):
+        assert own(function, inputs) >= 16 * 2.0**-53 * 16 * float(x.norm())
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_norms_of_matrices_have_room_for_roundings(count: int) -> None:
+    """Of many matrices their plain norms, of which 2 is attained; of one a proven norm, and a plain one beside it."""
+    running = Running(nn.Identity(), frozenset(), {})
+    op = Operation("mm", torch.mm, (), {}, running)
+    norm, plain = sums._norms(op, ones(count, 2, 2))
+    assert float(norm) >= 2
+    assert float(plain) >= 2 * (1 + 2.0**-21)
+
+
+def test_of_every_score_the_largest_is_subtracted() -> None:
+    """x - max x is off by u |max x| in each entry, which softmax halves."""
+    scores = torch.zeros(1, 4096).double()
+    scores[0, 0] = -1.0
+    assert own(lambda x: x.softmax(-1), (scores,)) >= 0.5 * 2.0**-53 * 64
+
+
+CURVES = (
+    "GELU, SiLU, Mish, hard swish, log sigmoid, tanh, erf, sine, leaky ReLU, ELU, ELU, flat, SELU, square, quotient"
+)
+
+
+@pytest.mark.parametrize("name", [name for name in CURVES.split(", ") if name in ROWS])
+def test_what_underflows_is_lost(name: str) -> None:
+    """Of numbers of the order of 2^-1074 no relative error speaks."""
+    function, inputs, _, _ = ROWS[name]
+    assert own(function, tuple(0 * x + 3e-323 for x in inputs)) > 2.0**-1074
+
+
+def test_kernels_that_are_no_sums_of_products_stay_off() -> None:
+    with written_out():
+        assert not torch.backends.cudnn.enabled
+        assert not torch.backends.mha.get_fastpath_enabled()
 
 
 def test_one_logit_has_no_second_one() -> None:

@@ -1,6 +1,7 @@
 """What rounding adds in one executed operation: not less than what it did, in the units of the result, and infinite where
 a number may be too large."""
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -17,14 +18,15 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 from certcli.engine.moves import Moved
-from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.real import ZERO, Real, as_real
 from certcli.models.build import PixelNormalize
 from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.nn.orthogonal_mixing import OrthogonalMixing
 from certcli.nn.residual import ConvexResidual, WeightedResidual
+from certcli.nn.scsa_attention import CosineAttention
 from certcli.rounding import PRECISIONS
 from certcli.rounding.enclosed import carried, errors_of_pairs
 from certcli.rounding.executed import Executed, Followed, Operation, rules
@@ -83,6 +85,17 @@ def l2(sharp: float = 1.0, s: float = 1.0, proj: float = 1.0) -> nn.Module:
     )  # fmt: skip
 
 
+def cosine(size: float = 1.0) -> nn.Module:
+    module = given(CosineAttention(AttentionShape(WIDTH, 2, 3, True, WIDTH, True)))
+    for layer in (module.query, module.key, module.value):
+        layer.weight.data *= size
+    return module
+
+
+def mixing() -> nn.Module:
+    return given(OrthogonalMixing(7, WIDTH, 2))
+
+
 def scale(factor: float) -> nn.Module:
     return given(LayerScale(WIDTH), gamma=factor * draw(WIDTH))
 
@@ -126,6 +139,13 @@ class Apply(nn.Module):
         return self.function(*self.operands(x), **self.named)
 
 
+class WithItself(Apply):
+    """An operation of two tensors, of which both are the operand."""
+
+    def operands(self, x: Any) -> list[Any]:
+        return [x, x]
+
+
 def followed(module: nn.Module, inputs: tuple[Tensor, ...], precision: Precision) -> Callable[..., Real]:
     """The rule's answer, as a function of the operands' bounds."""
     own = Moved([*module.parameters(), *module.buffers()])
@@ -148,7 +168,7 @@ def bounds_of(x: Tensor) -> Executed:
     return Executed(tuple(x.shape), *map(as_real, numbers), least)
 
 
-TOKENS, IMAGE, ROW = (1, 7, WIDTH), (1, 1, 6, 6), (1, WIDTH)
+TOKENS, IMAGE, ROW, SQUARE = (1, 7, WIDTH), (1, 1, 6, 6), (1, WIDTH), (2, 3, 3)
 DIVISOR = 0.001 * (draw(WIDTH).abs() + 1)
 # the operation; its operand's shape and size: parts of a bound that others hide come forward where those are small
 Built = Callable[[], nn.Module]
@@ -178,6 +198,9 @@ EXECUTED: dict[str, tuple[Built, tuple[int, ...], tuple[float, ...]]] = {
     "sharp attention": (lambda: attention(8.0, 8.0), TOKENS, (1.0,)),
     "L2 attention": (l2, TOKENS, (1.0,)),
     "sharp L2 attention": (lambda: l2(8.0), TOKENS, (1.0,)),
+    "cosine attention": (cosine, TOKENS, (1.0,)),
+    "mixing": (mixing, TOKENS, (1.0,)),
+    "a product of matrices": (lambda: WithItself(torch.matmul), SQUARE, (1.0,)),
     "convex residual": (lambda: given(ConvexResidual()), TOKENS, (1.0, 1e-6)),
     "convex residual, its branch": (lambda: given(ConvexResidual()), TOKENS, (1e-6, 1.0)),
     "weighted residual": (lambda: weighted(0.7), TOKENS, (1.0, 1e-6)),
@@ -275,10 +298,13 @@ TOO_LARGE: dict[str, tuple[Built, tuple[int, ...], float]] = {
     "the sum of a mean": (lambda: Apply(torch.mean, dim=1), TOKENS, 65504 / 7),
     "the square of a norm": (layer_norm, TOKENS, 128.0),
     "the mean of a CenterNorm": (centre, TOKENS, 65504 / WIDTH),
+    "a sum whose parts are rounded up": (lambda: Apply(torch.sum, dim=1), (1, 48, 1), 1361.0),
+    "a product of matrices": (lambda: WithItself(torch.matmul), SQUARE, (65504 / 3) ** 0.5),
     "a BatchNorm's gain": (lambda: batch_norm(variance=1e-4), ROW, 65504 / 20),
     "a BatchNorm's gain alone": (lambda: batch_norm(weight=1e4, variance=1e-4, mean=0.0), ROW, 1e-4),
     "scores": (lambda: attention(20.0, 20.0), TOKENS, 15.0),
     "scores of L2 attention": (lambda: l2(20.0), TOKENS, 15.0),
+    "lengths of cosine attention": (lambda: cosine(20.0), TOKENS, 15.0),
 }
 
 
@@ -292,6 +318,13 @@ def test_what_may_overflow_has_no_bound(name: str) -> None:
     assert not rounding([bounds_of(size * x)]).finite
     if not any(word in name for word in ("norm", "Norm", "scores")):  # where eps or a bias counts
         assert rounding([bounds_of(1e-3 * size * x)]).finite
+
+
+def test_a_sum_may_overflow_that_would_not_without_rounding() -> None:
+    """1,361 is added 48 times: above 32,768 each of them counts as 1,376."""
+    x = torch.full((48,), 1361.0).half()
+    assert float(x.double().sum()) < FP16.largest
+    assert functools.reduce(operator.add, x.unbind()).isinf()
 
 
 def test_a_weight_that_overflows_has_no_norm() -> None:
@@ -327,16 +360,3 @@ def test_errors_of_pairs_are_not_rounded_to_float32() -> None:
     found = errors_of_pairs(last, 0, None, [box], [error])
     assert bool((found >= float(error) * 2**0.5).all())
     assert found.dtype == torch.float64
-
-
-def test_what_a_network_computes_of_its_weights_is_no_weight() -> None:
-    """A rule of attention stores q, k, v as they are: weights that are computed have been rounded before."""
-    for module in (attention(), l2()):
-        place, name = (module.qkv, "weight") if isinstance(module, Attention) else (module.query, "weight")
-        own = Moved([*module.parameters(), *module.buffers()])
-        getattr(place, name).data = 2 * getattr(place, name).data
-        op = Operation(FLOAT32, own, Call("part", "Attention", TOKENS))
-        found = rules.find(module)
-        assert found is not None
-        with pytest.raises(NoRule, match="computes"):
-            found.apply(op, module, Followed(0, TOKENS))

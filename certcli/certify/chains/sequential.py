@@ -213,5 +213,4 @@ def _largest(gains: Tensor, reach: Tensor, rho: Tensor) -> Tensor:
         inside = gains <= curve * reach
         terms = torch.where(inside, gains.square() / (2 * curve), gains * reach - curve * reach.square() / 2)
         values.append(up(terms.sum(-1), terms.shape[-1] + 16) + up(rho.square() / (2 * t), 4))
-    plain = up(norm2(gains.movedim(-1, 0)) * rho, 2)
-    return torch.stack([*values, plain]).nan_to_num(nan=math.inf, posinf=math.inf).amin(dim=0)
+    return torch.stack(values).nan_to_num(nan=math.inf, posinf=math.inf).amin(dim=0)

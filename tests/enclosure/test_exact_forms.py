@@ -1,0 +1,171 @@
+"""Sums and bounds of both domains against exact arithmetic and the theorems of rounding: each term of a bound is there."""
+
+from decimal import Decimal, localcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from certcli.enclosure.balls.ball import Near
+from certcli.enclosure.balls.layers import mean, rms_norm
+from certcli.enclosure.balls.network import NormsNetwork, _margins
+from certcli.enclosure.balls.table import folded_norm
+from certcli.enclosure.balls.table import rules as ball_rules
+from certcli.enclosure.zonotopes import attention, pointwise
+from certcli.enclosure.zonotopes.domain import Enclosure
+from certcli.enclosure.zonotopes.form import Form, Space
+from certcli.enclosure.zonotopes.functions import Function
+from certcli.enclosure.zonotopes.margins import lower_bounds
+from certcli.enclosure.zonotopes.needed_tokens import _pointwise
+from certcli.enclosure.zonotopes.normalisation import mean_square
+from certcli.enclosure.zonotopes.rounding import FUNCTION
+from certcli.engine.table import NoRule
+from certcli.lipschitz.numerics.spectral import spectral_norm
+from certcli.rounding import PRECISIONS, NeighbourErrors
+from tests.enclosure.test_balls import context, draw
+from tests.enclosure.test_zonotope_networks import SIZE, image, network
+
+U = 2.0**-53
+
+
+def form(centre: Tensor, ball: float = 0.0, box: int = 0) -> Form:
+    """centre + ball e_1 + box symbols of 1, every entry in each."""
+    gens = torch.zeros(2 + box, *centre.shape).double()
+    gens[0], gens[2:] = ball, 1.0
+    return Form(Space(2, False, 9), centre, gens, torch.zeros_like(centre), ((-7, box),) if box else ())
+
+
+def still(centre: Tensor) -> Near:
+    return Near(centre, centre.new_zeros(centre.shape[:-1]), centre.new_zeros(len(centre)))
+
+
+def test_box_symbols_are_not_rounded_down() -> None:
+    centre = torch.zeros(1, 3).double()
+    assert bool((lower_bounds(form(centre, box=4)) <= -4.0).all())
+    assert bool((lower_bounds(form(centre, ball=1.0, box=4)) <= -5.0).all())
+
+
+def test_a_norm_without_a_gain_is_that_of_its_weights() -> None:
+    weight = draw(5, 8)
+    assert folded_norm(weight, torch.ones(8).double()) >= spectral_norm(weight) == folded_norm(weight, None)
+
+
+@pytest.mark.parametrize("width", [1, 3, 4096])
+def test_margins_lose_as_much_as_their_terms_say(width: int) -> None:
+    """gamma_n sum |w x| + |b|, where exact numbers cancel."""
+    rows, centre = torch.ones(1, width).double(), torch.ones(1, width).double()
+    offset, zero = torch.full((1,), -float(width)).double(), torch.zeros(1).double()
+    (found,) = _margins(centre, zero, (rows, offset, zero), None).tolist()
+    most = (width + 1) * U * 2 * width
+    assert 20 * (1 + 8 / width) * most >= -found >= most
+
+
+def test_a_mean_loses_as_much_as_its_terms_say() -> None:
+    tokens = 1e3 * torch.tensor([1.0, -1.0]).double().repeat(1, 1, 50)[..., None]  # whose mean is 0
+    assert float(mean(context(), still(tokens[:, :, :, None].flatten(3)), 1).whole) >= 100 * U * 1e3
+
+
+def test_a_norm_of_many_entries_loses_as_much_as_their_squares() -> None:
+    """A sum of n squares is off by n u, its root by half of it."""
+    n = 1024
+    token = draw(1, 1, 1, n)
+    found: Any = rms_norm(context(), still(token), (n,), None, 1e-3)
+    assert float(found.near.fibre) >= n / 2 * U * float(found.near.centre.norm())
+    _, low, high = mean_square(form(token[0]), 1e-3)
+    exact = float(token.square().sum() / n + 1e-3)
+    assert float(low) <= exact * (1 - n * U) < exact * (1 + n * U) <= float(high)
+
+
+def test_what_is_capped_to_a_number_holds_it() -> None:
+    p = torch.full((1, 2, 3), 0.3).double()
+    found = attention.capped(form(p, ball=0.1, box=2), p, p * (1 + 2 * U))
+    low, high = found.interval()
+    assert bool(((low <= p) & (high >= p * (1 + 2 * U)) & (high - low < 1e-12)).all())
+
+
+def test_logarithms_of_probabilities_lie_between_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that stand still: e^-20, of 16 digits more than float64 has."""
+    asked: list[tuple[Tensor, Tensor]] = []
+    known = attention.apply
+
+    def apply(f: Function, x: Form, low: Any = None, high: Any = None) -> Form:
+        asked.extend([(low, high)] * (high is not None))
+        return known(f, x, low, high)
+
+    monkeypatch.setattr(attention, "apply", apply)
+    scores = [0.0, -20.0, -25.5, 1.0]
+    attention.softmax(form(torch.tensor([[scores]]).double()))
+    with localcontext() as digits:
+        digits.prec = 40
+        total = sum(Decimal(x).exp() for x in scores).ln()
+        for place, score in enumerate(scores):
+            exact, (low, high) = Decimal(score) - total, asked[-1]
+            assert Decimal(float(low[0, 0, place])) <= exact <= Decimal(float(high[0, 0, place]))
+
+
+def test_a_fit_counts_the_rounding_of_the_largest_value() -> None:
+    """f(x) = 1 + x on [-1, 1]: value 2, slope 1 at most, and 1 for the argument and for the fit's own."""
+    line = Function("line", lambda x: 1 + x, torch.ones_like, torch.zeros_like, 0.0)
+    one = torch.ones(1).double()
+    found = pointwise.residual(line, 0 * one, -one, one, one, 0 * one)
+    assert float(found.error) >= FUNCTION * (2 + (1 + 1 + 1) + 1)
+
+
+def test_parts_of_different_shapes_are_no_enclosure() -> None:
+    x = form(torch.zeros(1, 3, 4).double())
+    assert Enclosure.shape(None, x) == (1, 3, 4)  # type: ignore[arg-type]
+    with pytest.raises(NoRule, match="different shapes"):
+        Enclosure.shape(None, Form(x.space, x.centre, x.gens, x.slack[:, :2]))  # type: ignore[arg-type]
+
+
+def test_every_value_is_shown_and_held_to_what_the_network_does() -> None:
+    """Of an operation with several results each of them."""
+    seen: list[Any] = []
+    domain, node = object.__new__(Enclosure), fx.Graph().placeholder("x")
+    domain.needed, domain.runs, domain.executed_as = {}, [], None
+    domain.start, domain.watch = form(torch.ones(1, 3).double()), lambda *told: seen.append(told)
+    domain.found(node, domain.start)
+    assert seen == [(node, domain.start, None)]
+    assert domain.image((1, 3)) is domain.start
+    with pytest.raises(NoRule, match="images of shape"):
+        domain.image((1, 4))
+    place, parts, right = torch.zeros(2).double(), [domain.start] * 2, torch.ones(1, 3).double()
+    domain.require_holds(node, parts, place, [right, right])
+    for wrong in ([right, 2 * right], [2 * right, right]):
+        with pytest.raises(NoRule, match="excludes"):
+            domain.require_holds(node, parts, place, wrong)
+
+
+# an operation, the shapes of its tensors, and whether its tokens are those of its tensors, one by one
+POINTWISE = [
+    (torch.add, [(1, 4, 4), (1, 4, 4)], True),
+    (torch.add, [(1, 4, 4), (1, 1, 4)], False),
+    (torch.matmul, [(1, 4, 4), (1, 4, 4)], False),
+    (torch.mul, [(4, 4), (4, 4)], False),
+]
+
+
+@pytest.mark.parametrize(("function", "shapes", "so"), POINTWISE)
+def test_only_sums_and_products_of_equal_shapes_are_token_by_token(function: Any, shapes: Any, so: bool) -> None:
+    graph = fx.Graph()
+    parts = [graph.placeholder(f"x{place}") for place in range(len(shapes))]
+    node = graph.call_function(function, tuple(parts))
+    for part, shape in zip((*parts, node), (*shapes, shapes[0]), strict=True):
+        part.meta["shape"] = shape
+    assert _pointwise(None, node) is so  # type: ignore[arg-type]
+    node.kwargs = {"alpha": 2}
+    assert not _pointwise(None, node)  # type: ignore[arg-type]
+
+
+def test_each_image_has_its_own_rounding() -> None:
+    """A dark and a bright image together have the margins that each has alone."""
+    model = network("relu")
+    images = torch.cat([0 * image(), torch.ones_like(image())])
+    execution = NeighbourErrors(model, SIZE, PRECISIONS["float32"], (ball_rules,))
+    local = NormsNetwork(model, SIZE, execution)
+    labels, radii = model(images).argmax(1), torch.full((2,), 1e-6).double()
+    found = local.margins(images, radii, labels)
+    for row in (slice(0, 1), slice(1, 2)):
+        alone = local.margins(images[row], radii[row], labels[row])
+        assert torch.allclose(found[row], alone, rtol=1e-9, atol=1e-12)
