@@ -103,7 +103,7 @@ def test_numbers_below_the_normal_range_count_as_flushed() -> None:
         tiny = Stored.of(torch.tensor([1.0, precision.tiny / 4], dtype=torch.float64), precision)
         assert float(tiny.moved) >= precision.tiny / 4
     # one entry is rounded down by 2^-126, another one is flushed
-    weight = torch.tensor([[2.0**-102 * (1 + 2.0**-23) + 2.0**-126, 2.0**-130]], dtype=torch.float64)
+    weight = torch.tensor([[2.0**-102 * (1 + 2.0**-22) + 2.0**-126, 2.0**-130]], dtype=torch.float64)
     stored = weight.float().double() * torch.tensor([1.0, 0.0])
     assert float(LinearMap(weight, None, FLOAT32).moved) >= float((stored - weight).norm()) > 2.0**-126
 
