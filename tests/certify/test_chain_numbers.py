@@ -125,7 +125,9 @@ ROWS: dict[str, Callable[[], Numbers]] = {
 }
 
 
-def test_every_rounding_reaches_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("file", ["chains/sequential.py"])
+def test_every_rounding_reaches_a_bound(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sequential.__file__.endswith(file)
     made = {name: Sites(getattr(rounding, name)) for name in ("up", "gamma", "norm2")}
     for name, sites in made.items():
         monkeypatch.setattr(sequential, name, sites)
