@@ -116,9 +116,11 @@ class _Stepwise(GlobalDomain):
             try:
                 found = [self._settled(ctx, slope, args, kwargs, sources, moving) for moving in sources]
             except NoRule as reason:
-                if not self.operation.vanished or all(self.steps[x.place].box.total.finite for x in sources):
-                    raise
-                raise NoRule(self.operation.vanished[0]) from reason
+                known = all(self.steps[x.place].box.total.finite for x in sources)
+                whys = (
+                    [] if known else self.operation.vanished
+                )  # why the sizes are infinite, which is no theorem's fault
+                raise NoRule(next(iter(whys), str(reason))) from reason
             if not found:
                 raise NoRule("an operation without a tensor that depends on the image")
             own_rounding = own(replace(self.operation, call=ctx.call), *args, **kwargs)

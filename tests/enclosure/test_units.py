@@ -114,6 +114,15 @@ def attended(q: float, k: float, v: float, after_norm: bool, s: float) -> Found:
     return of_ball(enclosed(nn.Sequential(normed(1.0), module) if after_norm else module, x))  # type: ignore[arg-type]
 
 
+def products_of_heads(s: float) -> Found:
+    torch.manual_seed(0)
+    module = Attention(8, num_heads=2).double().eval().requires_grad_(False)
+    module.qkv.weight.mul_(s)
+    module.proj.weight.mul_(s)
+    w = _weights(module, None)
+    return [w.through, w.curve]
+
+
 def by_heads(q: float, k: float, v: float, s: float) -> Found:
     return of_ball(heads(context(), *(near(1, 1, 2, 4, 3, seed=i, s=s**p) for i, p in enumerate((q, k, v))), None, 0.7))
 
@@ -234,6 +243,7 @@ ROWS: dict[str, Row] = {
         for normal in (True, False)
     },
     **{f"ball, heads {powers}": (functools.partial(by_heads, *powers), 1) for powers in ((0, 0, 1), (1, -1, 1))},
+    "ball, products of heads": (products_of_heads, 2),
     "constants": (fed, 1),
     "images": (first, 1),
     "margins": (last, 1),

@@ -31,7 +31,7 @@ from certcli.rounding import PRECISIONS
 from certcli.rounding.enclosed import carried, errors_of_pairs
 from certcli.rounding.executed import Executed, Followed, Operation, rules
 from certcli.rounding.precisions import Precision
-from certcli.rounding.stored import LinearMap, Stored
+from certcli.rounding.stored import BlockMap, LinearMap, Stored
 
 FLOAT32, FP16 = PRECISIONS["float32"], PRECISIONS["fp16"]
 WIDTH = 6
@@ -330,6 +330,7 @@ def test_a_sum_may_overflow_that_would_not_without_rounding() -> None:
 def test_a_weight_that_overflows_has_no_norm() -> None:
     for weight in (torch.tensor([[1e6, 1.0]]), torch.tensor([[1.0, float("nan")]])):
         assert not LinearMap(weight.double(), None, FP16).norm.finite
+        assert not BlockMap(weight.double()[None], FP16).norm.finite
     assert float(Stored.of(torch.tensor([1e6]), FP16).number) == math.inf
 
 
@@ -344,6 +345,12 @@ def test_sums_in_any_order_lose_gamma(name: str) -> None:
             assert not found.finite or Fraction(float(found)) >= terms * unit / (1 - terms * unit)
         else:
             assert not found.finite
+            continue
+        kept = (1 + Fraction(precision.factor)) ** 2 * (
+            1 + Fraction(precision.unit)
+        ) ** 3  # factors, and what is stored
+        products = precision.products(terms)
+        assert not products.finite or Fraction(float(products)) >= (1 + Fraction(float(found))) * kept - 1
     assert precision.order(64).finite
 
 

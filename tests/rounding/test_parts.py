@@ -3,6 +3,8 @@
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import certcli.system.compat  # noqa: F401 (before timm)
@@ -24,10 +26,13 @@ from certcli.nn.orthogonal_mixing import OrthogonalMixing
 from certcli.nn.scsa_attention import CosineAttention
 from certcli.rounding import PRECISIONS, computed
 from certcli.rounding.executed import Followed, Head, Operation, rules
+from certcli.rounding.executed_attention import softmax_error
+from certcli.rounding.neighbours import _floats
 from certcli.rounding.stored import BlockMap, LinearMap, Stored
 from tests.rounding.test_operations import (
     FLOAT32,
     FP16,
+    IMAGE,
     TOKENS,
     WIDTH,
     Apply,
@@ -39,6 +44,7 @@ from tests.rounding.test_operations import (
     followed,
     l2,
     mixing,
+    pixels,
 )
 
 
@@ -97,13 +103,41 @@ def test_a_sum_loses_as_much_as_its_terms_say(function: Callable[..., Tensor], s
     assert exact <= found <= exact * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("width", [2, 512])
+def test_a_norm_loses_as_much_as_its_width_says(width: int) -> None:
+    """5 gamma_d |x| / sqrt(eps), where no deviation is known."""
+    norm, x = torch.nn.LayerNorm(width, eps=0.25, elementwise_affine=False).double(), draw(1, 2, width)
+    exact = 5 * float(x.norm()) * float(FLOAT32.products(width)) / 0.5
+    known = replace(bounds_of(x), deviation=0.0)
+    assert exact <= float(followed(norm, (x,), FLOAT32)([known])) <= 3 * exact
+
+
+def test_softmax_counts_its_roundings() -> None:
+    """Sixteen of the scores, on the way to exp and through it."""
+    for score in (1.0, 1000.0):
+        found = softmax_error(FLOAT32, 1, as_real(score), ZERO)
+        assert float(found) >= 16 * FLOAT32.unit * score + 5 * FLOAT32.function
+
+
+def test_a_deviation_that_is_stored_as_0_is_refused() -> None:
+    for deviation, fine in ((1.0, True), (1e-12, False)):
+        with nullcontext() if fine else pytest.raises(NoRule, match="a deviation of 0"):
+            followed(pixels(deviation=deviation), (torch.ones(IMAGE).double(),), FP16)
+
+
+def test_small_numbers_are_no_zeros() -> None:
+    sizes = [as_real(1e-60), as_real(1e60)]
+    assert [as_real(x) >= size for x, size in zip(_floats(sizes).tolist(), sizes, strict=True)] == [True, True]
+    assert bool((_floats(sizes) > 0).all())
+
+
 def test_numbers_below_the_normal_range_count_as_flushed() -> None:
     for name in ("float64", "float32", "bf16"):
         precision = PRECISIONS[name]
         tiny = Stored.of(torch.tensor([1.0, precision.tiny / 4], dtype=torch.float64), precision)
         assert float(tiny.moved) >= precision.tiny / 4
     # one entry is rounded down by 2^-126, another one is flushed
-    weight = torch.tensor([[2.0**-102 * (1 + 2.0**-23) + 2.0**-126, 2.0**-130]], dtype=torch.float64)
+    weight = torch.tensor([[2.0**-102 * (1 + 2.0**-22) + 2.0**-126, 2.0**-130]], dtype=torch.float64)
     stored = weight.float().double() * torch.tensor([1.0, 0.0])
     assert float(LinearMap(weight, None, FLOAT32).moved) >= float((stored - weight).norm()) > 2.0**-126
 

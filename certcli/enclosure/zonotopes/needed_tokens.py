@@ -94,7 +94,7 @@ def _until(traced: Trace, last: fx.Node) -> Trace:
 
 def chosen_token(node: fx.Node) -> int | None:
     """Return r where the node is x[:, r], one whole token of a tensor (b, n, d); else None."""
-    if node.op != "call_function" or node.target is not operator.getitem:
+    if node.target is not operator.getitem:
         return None
     shape, index = _source(node).meta.get("shape"), node.args[1]
     if not isinstance(shape, tuple) or len(shape) != 3 or not isinstance(index, tuple) or len(index) < 2:
