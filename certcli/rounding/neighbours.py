@@ -116,10 +116,8 @@ class _Stepwise(GlobalDomain):
             try:
                 found = [self._settled(ctx, slope, args, kwargs, sources, moving) for moving in sources]
             except NoRule as reason:
-                known = all(self.steps[x.place].box.total.finite for x in sources)
-                whys = (
-                    [] if known else self.operation.vanished
-                )  # why the sizes are infinite, which is no theorem's fault
+                finite = all(self.steps[x.place].box.total.finite for x in sources)
+                whys = [] if finite else self.operation.vanished  # then no theorem is at fault
                 raise NoRule(next(iter(whys), str(reason))) from reason
             if not found:
                 raise NoRule("an operation without a tensor that depends on the image")
