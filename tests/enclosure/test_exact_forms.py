@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from certcli.enclosure.balls.ball import Near
 from certcli.enclosure.balls.layers import mean, rms_norm
@@ -13,8 +13,8 @@ from certcli.enclosure.balls.network import NormsNetwork, _margins
 from certcli.enclosure.balls.table import folded_norm
 from certcli.enclosure.balls.table import rules as ball_rules
 from certcli.enclosure.zonotopes import attention, pointwise
-from certcli.enclosure.zonotopes.domain import Enclosure
-from certcli.enclosure.zonotopes.form import Form, Space
+from certcli.enclosure.zonotopes.domain import Enclosure, LocalNetwork
+from certcli.enclosure.zonotopes.form import Form, Space, l2_ball
 from certcli.enclosure.zonotopes.functions import Function
 from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.needed_tokens import _pointwise
@@ -22,9 +22,11 @@ from certcli.enclosure.zonotopes.normalisation import mean_square
 from certcli.enclosure.zonotopes.rounding import FUNCTION
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.spectral import spectral_norm
+from certcli.models.build import PixelModel
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from tests.enclosure.test_balls import context, draw
-from tests.enclosure.test_zonotope_networks import SIZE, image, network
+from tests.enclosure.test_refusals import Tokens
+from tests.enclosure.test_zonotope_networks import SIZE, SPEC, image, network
 
 U = 2.0**-53
 
@@ -156,6 +158,18 @@ def test_only_sums_and_products_of_equal_shapes_are_token_by_token(function: Any
     assert _pointwise(None, node) is so  # type: ignore[arg-type]
     node.kwargs = {"alpha": 2}
     assert not _pointwise(None, node)  # type: ignore[arg-type]
+
+
+def test_a_constant_of_all_tokens_is_added_to_the_one_that_is_read() -> None:
+    torch.manual_seed(0)
+    net = Tokens(lambda net, x: (x + net.shift)[:, 2], 6, shift=nn.Parameter(torch.randn(1, 1, 6)))
+    model = PixelModel(SPEC, net).double().eval().requires_grad_(False)
+    logits = model(image())[0]
+    label = int(logits.argmax())
+    found = LocalNetwork(model, SIZE).margins(l2_ball(image(), 1e-6, squares_up_to=0, limit=99), label)
+    exact = (logits[label] - logits)[torch.arange(4) != label]
+    assert bool((found <= exact).all())
+    assert torch.allclose(found, exact, atol=1e-3)
 
 
 def test_each_image_has_its_own_rounding() -> None:

@@ -103,6 +103,26 @@ def test_a_sum_loses_as_much_as_its_terms_say(function: Callable[..., Tensor], s
     assert exact <= found <= exact * (1 + 1e-9)
 
 
+def test_a_mean_of_uneven_windows_counts_the_largest() -> None:
+    """Of 7 entries in 3 places the windows hold 3, and an entry lies in 2 of them."""
+    found = []
+    for size in (6, 7):
+        x = torch.ones(1, 1, size).double()
+        module = Apply(torch.adaptive_avg_pool1d, output_size=3)
+        module.forward = lambda x: torch.adaptive_avg_pool1d(x, 3)  # type: ignore[method-assign]
+        found.append(float(followed(module, (x,), FLOAT32)([bounds_of(x)])))
+    exact = [6**0.5 / 2**0.5 * float(FLOAT32.products(2)), 7**0.5 * float(FLOAT32.products(3))]
+    assert [most >= least for most, least in zip(found, exact, strict=True)] == [True, True]
+
+
+def test_a_division_by_what_depends_on_the_image_is_refused() -> None:
+    x = Followed(0, TOKENS)
+    op = Operation(FLOAT32, Moved([]), Call("part", "truediv", TOKENS))
+    for operands in ((1.0, x), (x, x)):
+        with pytest.raises(NoRule, match="depends on the image"):
+            rules.functions[torch.div](op, *operands)
+
+
 @pytest.mark.parametrize("width", [2, 512])
 def test_a_norm_loses_as_much_as_its_width_says(width: int) -> None:
     """5 gamma_d |x| / sqrt(eps), where no deviation is known."""
