@@ -32,7 +32,7 @@ from tests.helpers.grids import EVERY
 from tests.soundness.local_laws import Found, attack, check
 from tests.soundness.local_programs import SIZE, Program, Writer, quarters
 
-PROGRAMS = (7, 31, 47, 62, 5129, *(0, 2, 40, 44) * EVERY)
+PROGRAMS = (7, 31, 47, 62, 5129, 9007, *(0, 2, 40, 44) * EVERY)
 """Seeds of which most broke a law before the fix."""
 
 

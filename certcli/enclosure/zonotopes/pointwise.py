@@ -138,7 +138,10 @@ def apply(f: Function, x: Form, low: Tensor | None = None, high: Tensor | None =
     high = above if high is None else torch.minimum(high, above)
     if not bool((low <= high).all()) or (f.relative and not bool((low > 0).all())):  # also with NaN
         raise Unbounded(f"{f.name} of something without bounds")
-    return apply_fit(x, best_fit(f, x, low, high))
+    fit = best_fit(f, x, low, high)
+    if not bool(torch.isfinite(fit.error).all()):  # 1/x of an interval whose grid rounds to 0
+        raise Unbounded(f"{f.name} of too wide an interval")
+    return apply_fit(x, fit)
 
 
 def relu(x: Form) -> Form:
