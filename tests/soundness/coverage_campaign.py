@@ -1,16 +1,24 @@
 """A long campaign against the confidence of smoothing: simulated runs of CERTIFY on classes of known probability.
 
     python -m tests.soundness.coverage_campaign --runs 10000000 --seed 0
+    python -m tests.soundness.coverage_campaign --drawn --runs 1000000 --seed 0
 
-The certifier runs as it is; its draws alone are replaced, by binomial ones. One line for each setting, of the probability
-whose certificates are wrong most often; exits 1 where they are so more often than alpha explains.
+The certifier runs as it is; its draws alone are replaced, by binomial ones. With --drawn nothing is replaced: the noise is
+drawn, in float32 and bf16, by runs that are broken off, resumed and dealt to processes, and with --sigma auto on the very
+images that are certified. One line for each setting, of the probability whose certificates are wrong most often; exits 1
+where they are so more often than alpha explains, where a draw is used twice, or where an arrangement changes a record.
 """
 
 import argparse
 import functools
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +26,21 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
+from certcli.certify.certificate import Certificate
+from certcli.certify.methods import certify, run_of
+from certcli.certify.smoothing import noise
+from certcli.certify.smoothing.functions import Classifier
 from certcli.certify.smoothing.method import SmoothingCertifier
-from certcli.certify.smoothing.options import Smoothing
+from certcli.certify.smoothing.options import PRECISIONS, Smoothing
+from certcli.certify.smoothing.sigma import choose_sigma
+from certcli.checkpoint.record import InputSpec
+from certcli.evaluation.records import RecordFile, read_records
+from certcli.images.labelled import Images
+from certcli.models.build import PixelModel
+from certcli.system.processes import ALONE, Team
+from tests.cli.test_processes import together
 
+CPU = torch.device("cpu")
 SIGMA, BATCH = 0.5, 5000
 TRUE = (0.0, 0.02, 0.1, 0.2, 0.3, 0.45, 0.6, 0.9, 1.2)
 """Radii of the simulated images."""
@@ -29,6 +49,9 @@ SETTINGS = [
     for n0, samples, alpha in ((8, 64, 0.05), (100, 1000, 0.05), (100, 1000, 0.001), (16, 300, 0.01))
     for stop in ({}, {"enough": 0.3}, {"enough": 0.3, "decide": True})
 ]
+DRAWN = {"n0": 8, "samples": 64, "alpha": 0.05, "sigma": SIGMA, "batch_size": 4096}
+DRAWN_AT = (0.02, 0.2, 0.45)
+ARRANGED: tuple[tuple[str, dict[str, Any]], ...] = (("resumed", {}), ("resumed", {"enough": 0.3}), ("auto", {}))
 RARE = 1e-9
 """A true promise is called broken with this probability, for each setting and radius."""
 
@@ -59,11 +82,142 @@ class Simulated(SmoothingCertifier):
         return counts
 
 
+EDGES = {"float32": 2.0**-17, "bf16": 0.5 + 2.0**-9}
+"""Half a unit of 128; in bf16 half of 1, and the pixel is rounded before."""
+
+
+def shifted(precision: str) -> Classifier:
+    """Class 1 where fl(x + 128) > 128, as it is executed: from `EDGES` on."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(1, 1), nn.Linear(1, 2))
+    for layer, weight, bias in ((net[1], [[1.0]], [128.0]), (net[2], [[-1.0], [1.0]], [128.0, -128.0])):
+        layer.weight.data, layer.bias.data = torch.tensor(weight), torch.tensor(bias)
+    model = PixelModel(InputSpec(size=(1, 1, 1), mean=(0.0,), std=(1.0,)), net).eval()
+    return Classifier(model, precision)
+
+
+def at(pixel: float, count: int) -> Images:
+    images = torch.full((count, 1, 1, 1), pixel)
+    ones = torch.ones(count, dtype=torch.int64)
+    return Images("line", "test", ("0", "1"), ones, torch.arange(count), lambda rows: images[list(rows)])
+
+
+@contextmanager
+def watched() -> Iterator[list[Tensor]]:
+    """Inside the block, the bits of every sample of noise: 64 of one pixel, so that equal ones are one sample."""
+    whole, found = noise.words, []
+
+    def words(*given: Any) -> Tensor:
+        drawn = whole(*given)
+        found.append(drawn.contiguous().view(torch.int64).flatten())
+        return drawn
+
+    noise.words = words  # type: ignore[assignment]
+    try:
+        yield found
+    finally:
+        noise.words = whole
+
+
+def reused(drawn: list[Tensor]) -> int:
+    """How many samples were drawn before."""
+    every = torch.cat(drawn)
+    return len(every) - len(every.unique())
+
+
+def arranged(settings: Smoothing, true: float, count: int, folder: Path) -> tuple[list[Certificate], str]:
+    """Certificates of one run, broken off, resumed by three processes: and what is wrong with the arrangement."""
+    classify, edge = shifted(settings.precision), EDGES[settings.precision]
+    images, paths = at(edge + true, count), [folder / f"{name}.jsonl" for name in ("dealt", "resumed")]
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+    def make() -> SmoothingCertifier:
+        return SmoothingCertifier(classify, 2, settings, CPU)
+
+    def run(path: Path, team: Team, batches: int | None = None) -> None:
+        certifier = make()
+        checkpoint: Any = SimpleNamespace(digest="0" * 64)
+        own = path if team.leads else None
+        with RecordFile(
+            own, run_of(certifier, checkpoint, images), images, resume=team.leads and path.exists()
+        ) as file:
+            for _ in itertools.islice(certify(certifier, images, 1, file, team), batches):
+                pass
+
+    def several(path: Path) -> None:
+        for failure in together(3, lambda team: run(path, team)):
+            if failure is not None:
+                raise failure
+
+    with watched() as dealt:
+        several(paths[0])
+    with watched() as before:
+        run(paths[1], ALONE, max(1, count // (2 * make().at_once)))  # half of the batches
+    kept = paths[1].read_bytes()
+    paths[1].write_bytes(kept[: -len(kept) // 5])  # and torn
+    with watched() as after:
+        several(paths[1])
+    rows = [[{**row, "seconds": 0} for row in read_records(path, "certify")[1]] for path in paths]
+    wrong = []
+    if again := reused(dealt) + reused(before) + reused(after):
+        wrong.append(f"{again} draws are used twice")
+    if not torch.equal(torch.cat([*before, *after]).unique(), torch.cat(dealt).unique()):
+        wrong.append("a resumed run draws other samples")
+    if rows[0] != rows[1]:
+        wrong.append("the records of a resumed run are others")
+    return [Certificate.from_json(row) for row in rows[1]], "; ".join(wrong)
+
+
+def tuned(settings: Smoothing, true: float, count: int) -> tuple[list[Certificate], str]:
+    """Certificates at the sigma that was chosen on the same images, with the same seed."""
+    classify, edge = shifted(settings.precision), EDGES[settings.precision]
+    images = at(edge + true, count)
+    with watched() as drawn:
+        sigma, _ = choose_sigma(classify, 2, settings, CPU, images, [true / 2, true])
+    with watched() as own:
+        certifier = SmoothingCertifier(classify, 2, replace(settings, sigma=sigma), CPU)
+        rows = [row for batch in certify(certifier, images, 1) for row in batch]
+    shared = len(torch.cat(drawn).unique()) + len(torch.cat(own).unique()) - len(torch.cat([*drawn, *own]).unique())
+    return rows, f"{shared} draws chose sigma and certify" if shared else ""
+
+
+def drawn(runs: int, seed: int) -> bool:
+    """Coverage of certificates whose noise is drawn; tell whether all is well."""
+    seeds, well = itertools.count(seed), True
+    for precision, (name, stop), true in itertools.product(PRECISIONS, ARRANGED, DRAWN_AT):
+        wrong = done = 0
+        each = -(-runs // (len(PRECISIONS) * len(ARRANGED) * len(DRAWN_AT))) // (1 if name == "resumed" else 10)
+        while done < each:
+            settings = Settled(**DRAWN, **stop, precision=precision, seed=next(seeds))  # type: ignore[arg-type]
+            with tempfile.TemporaryDirectory() as folder:
+                if name == "resumed":
+                    found, fault = arranged(settings, true, min(20_000, each - done), Path(folder))
+                else:
+                    found, fault = tuned(settings, true, 24)
+            wrong += wrong_ones(found, true)
+            done += len(found)
+            if fault:
+                well = False
+                print(f"VIOLATED: {precision}, {name} {stop}, radius {true}: {fault}")
+        if stats.binom.sf(wrong - 1, done, settings.alpha) < RARE:
+            well = False
+            print(f"VIOLATED: {precision}, {name} {stop}, radius {true}: {wrong} of {done} certificates are wrong")
+        print(f"{precision}, {name} {stop}, radius {true}: {wrong / done:.3%} of {done:,} runs are wrong", flush=True)
+    return well
+
+
+def wrong_ones(found: Sequence[Certificate], true: float) -> int:
+    return sum(row.radius > true or row.prediction == 0 for row in found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=10_000_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drawn", action="store_true")
     asked = parser.parse_args()
+    if asked.drawn:
+        return 0 if drawn(asked.runs, asked.seed) else 1
     each = -(-asked.runs // (len(SETTINGS) * len(TRUE)))
     pixels, broken, runs = torch.zeros(BATCH, 1, 1, 1), 0, 0
     seeds = itertools.count(asked.seed)
@@ -76,7 +230,7 @@ def main() -> int:
                 count = min(BATCH, each - start)
                 found = certifier.batch(range(count), pixels[:count], [1] * count)
                 stated += sum(row.prediction is not None for row in found)
-                wrong += sum(row.radius > true or row.prediction == 0 for row in found)
+                wrong += wrong_ones(found, true)
             runs += each
             worst = max(worst, (wrong / each, true, stated))
             if stats.binom.sf(wrong - 1, each, settings.alpha) < RARE:

@@ -1,16 +1,22 @@
 """The short form of the long campaigns: every method is attacked, and what an inflated certificate hides is found."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy import stats
 from torch import nn
 
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.methods import METHODS
 from certcli.certify.proof_options import ARITHMETICS
+from certcli.certify.smoothing import noise
+from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.models.build import PixelModel
 from tests.helpers.grids import EVERY
+from tests.soundness import coverage_campaign
 from tests.soundness.attack_campaign import COUNTED_ELSEWHERE, ROWS, Row, Seen, attack, built
 
 BALLS = ("lipschitz", "local", "local-lip", "bcp")
@@ -62,3 +68,62 @@ def test_an_inflated_radius_is_found(method: str) -> None:
         assert not seen.broken
         attack(inflated(row, 1.5), 1, seen)
         assert seen.broken, row.name
+
+
+SETTINGS = coverage_campaign.Settled(**{**coverage_campaign.DRAWN, "batch_size": 256})
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("arrangement", ["resumed", "auto"])
+def test_certificates_of_drawn_noise_are_wrong_no_more_often_than_alpha(
+    arrangement: str, precision: str, tmp_path: Path
+) -> None:
+    """Dealt to processes, broken off and resumed, or at a sigma chosen on the same images: no draw serves twice."""
+    settings, true = replace(SETTINGS, precision=precision, seed=3), 0.2
+    if arrangement == "resumed":
+        found, fault = coverage_campaign.arranged(settings, true, 300, tmp_path)
+    else:
+        found, fault = coverage_campaign.tuned(settings, true, 100)
+    assert not fault
+    assert stats.binom.sf(coverage_campaign.wrong_ones(found, true) - 1, len(found), settings.alpha) > 1e-6
+    assert max(row.radius for row in found) > 0.5 * true
+
+
+def alike(self: SmoothingCertifier, indices: Any, *given: Any) -> Any:
+    return COUNT(self, [0] * len(indices), *given)
+
+
+def from_zero(self: SmoothingCertifier, indices: Any, pixels: Any, ranges: Mapping[int, tuple[int, int]]) -> Any:
+    """The samples that chose the class bound its probability, too."""
+    skipped = self.settings.n0
+    return COUNT(
+        self, indices, pixels, {i: (max(0, a - skipped), b - skipped * (a > 0)) for i, (a, b) in ranges.items()}
+    )
+
+
+def by_place(self: SmoothingCertifier, indices: Any, *given: Any) -> Any:
+    """Noise by the place in the batch, which begins anew with each."""
+    return COUNT(self, range(len(indices)), *given)
+
+
+COUNT = SmoothingCertifier._count
+
+
+@pytest.mark.parametrize("fault", [alike, from_zero, by_place])
+def test_draws_that_serve_twice_are_found(
+    fault: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SmoothingCertifier, "_count", fault)
+    assert "used twice" in coverage_campaign.arranged(SETTINGS, 0.2, 100, tmp_path)[1]
+
+
+def test_a_sigma_chosen_by_the_noise_that_certifies_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "TUNE", noise.CERTIFY)
+    assert "chose sigma and certify" in coverage_campaign.tuned(SETTINGS, 0.2, 24)[1]
+
+
+def test_a_network_that_runs_in_another_precision_than_it_says_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    classify = coverage_campaign.shifted("float32")
+    monkeypatch.setattr(coverage_campaign, "shifted", lambda precision: classify)
+    found, _ = coverage_campaign.tuned(replace(SETTINGS, precision="bf16"), 0.2, 24)
+    assert coverage_campaign.wrong_ones(found, 0.2) > 12
