@@ -51,6 +51,8 @@ from tests.rounding.test_neighbours import CASES
 STEPS, JUDGED = 20, 5
 """Steps of descent, and every how many of them the executed network is asked."""
 IMAGES = 6
+PLACES = 20
+"""Of a patch, at most: all of them on the images of twenty pixels."""
 NORMS = ("l2", "linf")
 
 
@@ -91,7 +93,7 @@ def small(seed: int) -> PixelModel:
 def masked(seed: int) -> PixelModel:
     """Networks whose class a patch does not always change: they add up parts of the image, or are made of tokens."""
     torch.manual_seed(seed)
-    if seed % 3 == 2:
+    if seed % 8 == 7:  # a hundred times as slow
         net: nn.Module = VisionTransformer(12, 3, 1, 3, embed_dim=8, depth=1, num_heads=2, global_pool="avg")
         for parameter in net.parameters():
             parameter.data += 0.2 * torch.randn_like(parameter)
@@ -271,7 +273,7 @@ def attack_balls(row: Row, certifier: Certifier, model: PixelModel, pixels: Tens
 
 
 def attack_patches(row: Row, certifier: Certifier, model: PixelModel, pixels: Tensor, seed: int, seen: Seen) -> None:
-    """Black, white, noise and what gradients of the passes that see the patch make of noise, at every place."""
+    """Black, white, noise and what gradients of the passes that see the patch make of noise, at many places."""
     assert isinstance(certifier, PatchCertifier)
     pixels, draw = pixels.float(), torch.Generator().manual_seed(seed)
     claims = claims_of(certifier, model, pixels)
@@ -279,16 +281,11 @@ def attack_patches(row: Row, certifier: Certifier, model: PixelModel, pixels: Te
         assert isinstance(claim, PatchCertificate)
         (patch,) = map(Patch.from_key, claim.proven)
         image, near = pixels[claim.index].expand(row.starts, -1, -1, -1), []
-        for corner in itertools.product(
-            *(
-                range(side - length + 1)
-                for side, length in zip(image.shape[2:], (patch.height, patch.width), strict=True)
-            )
-        ):
-            region, climbed = (
-                Region.within(patch, [corner] * row.starts, image),
-                TouchedPasses(certifier, patch, corner),
-            )
+        sides = zip(image.shape[2:], (patch.height, patch.width), strict=True)
+        corners = list(itertools.product(*(range(side - length + 1) for side, length in sides)))
+        for place in torch.randperm(len(corners), generator=draw)[:PLACES].tolist():
+            region = Region.within(patch, [corners[place]] * row.starts, image)
+            climbed = TouchedPasses(certifier, patch, corners[place])
             filled = torch.rand(image.shape, generator=draw)
             filled[:2] = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1)
             filled[2::2] = filled[2::2].round()
@@ -339,10 +336,13 @@ def main() -> int:
     asked = parser.parse_args()
     seen = Seen()
     for method in [asked.method] if asked.method else methods:
+        first = next(row.name for row in ROWS if row.method == method)
         for row, seed in rounds(method):
             if seen.of(method) >= asked.attacks or seen.broken:
                 break
             attack(row, asked.seed + seed, seen)
+            if row.name == first:
+                print(f"seed {asked.seed + seed}: {method} {seen.of(method):,}", flush=True)
         for (its, name), count in sorted(seen.attacks.items()):
             if its == method:
                 print(f"{method} {name}: {count:,}")
