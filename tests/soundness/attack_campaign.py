@@ -133,7 +133,7 @@ ROWS = (
     *(Row("lipschitz", name, proving("lipschitz", name), anything) for name in ARITHMETICS),
     *(Row(method, name, proving(method, name), chain) for method in ("local-lip", "bcp") for name in ARITHMETICS),
     *(
-        Row("local", f"{effort} {norm} {name}", local(effort, norm, name), small, 500)
+        Row("local", f"{effort} {norm} {name}", local(effort, norm, name), small, 200)
         for effort, norm in itertools.product(EFFORTS, NORMS)
         for name in ARITHMETICS
     ),

@@ -29,7 +29,8 @@ class Unbounded(Exception):
 
 def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a constant that broadcasts to this shape. NoRule where it would repeat the tensor."""
-    if torch.broadcast_shapes(constant.shape, shape) != shape:
+    beside = (1,) * (len(shape) - constant.dim()) + tuple(constant.shape)
+    if len(beside) > len(shape) or any(own not in (1, side) for own, side in zip(beside, shape, strict=True)):
         raise NoRule("an operation that repeats a tensor")
     return constant
 
