@@ -15,6 +15,7 @@ from certcli.certify.proof_options import ARITHMETICS
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.models.build import PixelModel
+from tests.certify.test_certificate_law import PatchClaiming
 from tests.soundness import coverage_campaign
 from tests.soundness.attack_campaign import COUNTED_ELSEWHERE, ROWS, Row, Seen, attack, built
 
@@ -67,6 +68,17 @@ def test_an_inflated_radius_is_found(method: str) -> None:
         assert not seen.broken
         attack(inflated(row, 1.5), 1, seen)
         assert seen.broken, row.name
+
+
+def test_a_method_that_claims_every_patch_is_found() -> None:
+    (row, *_), seen = [row for row in ROWS if row.method == "patch"], Seen()
+
+    def make(model: PixelModel) -> Certifier:
+        honest: Any = row.make(model)
+        return PatchClaiming(honest.procedure, honest.passes, honest.patches)
+
+    attack(replace(row, make=make, starts=4), 0, seen)
+    assert seen.broken
 
 
 @pytest.mark.parametrize("arithmetic", ["bf16", "fp16"])
