@@ -10,9 +10,9 @@ mkdir -p "$out"
 cd "$out"
 
 flags=(--dataset "$data" --loss margin --epsilon 36/255 --stiefel-lr 0.03 --precision bf16 --force)
-certvit init certvit_lip_cifar10 -o first-init.safetensors --force
+certvit init certvit_lip_cifar10 --arch-arg head=[512,512,256] -o first-init.safetensors --force
 certvit finetune first-init.safetensors "${flags[@]}" --epochs 86 --augment shift,warp,flip -o first.safetensors
-certvit init certvit_lip_cifar10 --arch-arg head=[256,256] --seed 1 -o second-init.safetensors --force
+certvit init certvit_lip_cifar10 --seed 1 -o second-init.safetensors --force
 certvit finetune second-init.safetensors "${flags[@]}" --seed 1 --epochs 100 --augment shift,warp,flip,cutout:1x8 \
     -o second.safetensors
 certvit init certvit_lip_cifar10 --member first.safetensors --member second.safetensors --arch-arg mirror=true \

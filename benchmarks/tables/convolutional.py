@@ -261,7 +261,7 @@ def _ours() -> Iterator[Row]:
         (
             "CIFAR-10 (JPEG)",
             "certvit_lip_cifar10",
-            "orthogonal, margin loss, rolled channels: examples/cifar10.sh (ours)",
+            "orthogonal, margin loss, mean of two: examples/cifar10.sh (ours)",
         ),
         figures=figures("0.141176"),
         note="no attention",

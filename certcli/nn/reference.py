@@ -332,7 +332,7 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
 
 SHAPES: dict[str, dict[str, Any]] = {
     "certvit_lip_mnist": {"patch": 14, "width": 256, "depth": 1},
-    "certvit_lip_cifar10": {"width": 128, "depth": 3, "rolls": True},
+    "certvit_lip_cifar10": {"width": 128, "depth": 3, "head": [256, 256], "rolls": True},
 }
 """Arguments of a new network where none are given. A record names what differs from the defaults above, which stay."""
 
