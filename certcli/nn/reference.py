@@ -83,7 +83,8 @@ def _sized(
     if channels != config["input_size"][0]:
         config = {**config, **{name: tuple(config[name][:1]) * channels for name in ("mean", "std")}}
     classes = arguments.pop("num_classes", config["num_classes"])
-    net = build_members(partial(make, channels=channels, side=side, classes=classes), shape | arguments)
+    own = lambda **own_shape: make(channels=channels, side=side, classes=classes, **own_shape)  # noqa: E731
+    net = build_members(own, shape | arguments)
     net.pretrained_cfg = {**config, "input_size": (channels, side, side)}  # type: ignore[assignment]
     return net
 

@@ -71,6 +71,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a switch": ({"members": True}, "members cannot be True"),
     "no switch": ({"mirror": 1}, "mirror cannot be 1"),
     "a third of two": ({"members": 2, "head_3": [8]}, "head_3"),
+    "a side of its own": ({"members": 2, "side_1": 16}, "side"),
+    "members of members": ({"members": 2, "members_1": 2}, "members"),
 }
 
 
