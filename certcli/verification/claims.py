@@ -333,7 +333,10 @@ def _lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
 
 
 def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
-    """(file, claim) for each step whose parent is one of the other files, whose own lineage must begin this one's."""
+    """(file, claim) for each step whose parent is one of the other files.
+
+    The parent's own lineage must begin this one's; where members are joined to a mean, it must end right before the step.
+    """
     by_digest = {checkpoint.digest: name for name, checkpoint in checkpoints.items()}
     for name, checkpoint in checkpoints.items():
         steps = checkpoint.record.lineage

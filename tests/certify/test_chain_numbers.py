@@ -1,4 +1,4 @@
-"""Boxes and balls of chains in exact arithmetic: no sum has lost more than is said, and every rounding reaches a bound."""
+"""Boxes and balls of chains against exact arithmetic: errors lie within their bounds, and bounds count every rounding."""
 
 import functools
 import math

@@ -4,9 +4,8 @@
 
 An attack is one start, descended on the margins and judged at each step by the network as the certificate's arithmetic
 executes it, at the end in other orders of sums too; against patches, one content of one place, judged by the defended
-classifier. Each method goes on until it has so many attacks. Prints counts by row and the largest share of a margin that was
-taken; exits 1 at the first image of another class inside a radius. Smoothing may be wrong: coverage_campaign.py counts how
-often.
+classifier. Each method makes at least N attacks. Prints counts by row and the largest share of a margin that an attack took;
+exits 1 at the first image of another class inside a radius. Smoothing may be wrong: coverage_campaign.py counts how often.
 """
 
 import argparse
