@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import MEAN, Evidence
+from certcli.checkpoint.record import MEAN, Evidence, Step
 from certcli.evaluation.evidence import (
     AttackResult,
     CertifyResult,
@@ -332,23 +332,33 @@ def _lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
     )
 
 
-def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
-    """(file, claim) for each step whose parent is one of the other files.
+def _origins(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
+    """(number, digest) of each step's parent, and of each member that a mean is of, as the step tells them."""
+    for number, step in enumerate(steps):
+        told = step.parameters.get("members") if step.command == MEAN else None
+        members = [digest for digest in told if isinstance(digest, str)] if isinstance(told, list | tuple) else []
+        yield from ((number, digest) for digest in dict.fromkeys([step.parent or "", *members]))
 
-    The parent's own lineage must begin this one's; where members are joined to a mean, it must end right before the step.
+
+def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
+    """(file, claim) for each step whose parent, or member of a mean, is one of the other files.
+
+    The parent's own lineage must be all that comes before the step. A member's must be a part of what comes before the mean;
+    before a step of its own it must end there.
     """
     by_digest = {checkpoint.digest: name for name, checkpoint in checkpoints.items()}
     for name, checkpoint in checkpoints.items():
         steps = checkpoint.record.lineage
-        for number, step in enumerate(steps):
-            parent = by_digest.get(step.parent or "")
-            if parent is None or parent == name:
+        for number, origin in _origins(steps):
+            parent, before = by_digest.get(origin, name), steps[:number]
+            if parent == name:
                 continue
             own = checkpoints[parent].record.lineage
-            joined = any(later.command == MEAN for later in steps[number:])  # other members' steps come before its own
-            same = own == steps[number - len(own) if joined else 0 : number]
+            parts = [before]
+            if steps[number].command == MEAN:
+                parts = [before[start : start + len(own)] for start in range(number)]
+            elif any(later.command == MEAN for later in steps[number:]):
+                parts = [before[max(0, number - len(own)) :]]
+            same, step = own in parts, f"lineage, step {number + 1}"
             why = f"its parent is {parent}" + ("" if same else ", whose own lineage is another")
-            yield (
-                name,
-                Claim(f"lineage, step {number + 1}", step.command, "verified" if same else "refuted", why, asked=False),
-            )
+            yield name, Claim(step, steps[number].command, "verified" if same else "refuted", why, asked=False)

@@ -102,8 +102,13 @@ def test_the_lineage_of_a_mean_tells_every_members_steps(files: list[Path], tmp_
     assert len(seen_by(record)) == 2  # what each was trained on is judged apart
     assert record.evidence == ()
     told = list(compare_lineages(opened))
-    assert told
+    parents = [(claim.entry, claim.why) for _, claim in told if claim.entry == "lineage, step 5"]
+    assert sorted(parents) == [("lineage, step 5", f"its parent is trained{seed}.safetensors") for seed in range(2)]
     assert {claim.status for _, claim in told} == {"verified"}
+    first = opened["trained0.safetensors"]
+    other = Checkpoint(first.tensors, replace(first.record, lineage=first.record.lineage[::-1]))
+    told = list(compare_lineages({mean.name: opened[mean.name], "other": other}))
+    assert "refuted" in {claim.status for _, claim in told}
     assert "refuted" not in certvit("log", mean, "--verify", code=7).output  # 7: a mean has no result yet to verify
     late = Checkpoint(opened[mean.name].tensors, replace(record, lineage=(*record.lineage, record.lineage[0])))
     late.write(tmp_path / "late.safetensors")
