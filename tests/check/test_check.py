@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,80 +15,11 @@ import pytest
 from certcli.checkpoint.file import Checkpoint
 from certcli.lipschitz.bound import LAWS, bound_document
 from certcli.lipschitz.numerics.real import Real
-from certcli.models.build import initialise
 from check.__main__ import main
-from tests.helpers.commands import certvit, document
+from tests.check.conftest import FAMILIES
 from tests.helpers.grids import crossed
 
 ROOT = Path(__file__).parents[2]
-DIGITS = ROOT / "certcli" / "embedded" / "digits.npz"
-SMALL = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 3, "num_classes": 10}
-SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": [2, 1], "num_heads": [3, 6], "num_classes": 10}
-TOKENS = {"img_size": 8, "patch": 2, "width": 16, "depth": 2, "head": [8]}
-PLACES = {"img_size": 8, "patch": 2, "width": 16, "depth": 2, "across": 8}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "lip": ("certvit_lip_digits", {}),
-    "rolled": ("certvit_lip_digits", {"width": 16, "depth": 2, "rolls": True}),
-    "mean": (
-        "certvit_lip_digits",
-        {"width": 16, "head": [12], "rolls": True, "members": 2, "mirror": True, "head_2": [8]},
-    ),
-    "sort": ("certvit_sort_mnist", TOKENS),
-    "mix": ("certvit_mix_mnist", {**TOKENS, "heads": 4}),
-    "no mixing": ("certvit_mix_mnist", {**TOKENS, "mixing": "none"}),
-    "places": ("certvit_lip_attention_mnist", PLACES),
-    "conv": ("certvit_4c3f", {"img_size": 20}),
-    "digits": ("certvit_vit_digits", {"depth": 1}),
-    "without norms": ("certvit_vit_ibp_3_3_8", {"depth": 1}),
-    "timm": ("vit_tiny_patch16_224", {**SMALL, "norm_eps": 1e-3}),
-    "layer scale": ("deit3_small_patch16_224", {**SMALL, "depth": 2}),
-    "swin": ("swin_tiny_patch4_window7_224", SWIN),
-}
-
-
-class Case(NamedTuple):
-    path: Path
-    report: dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    """Return a checkpoint of a family, no two of its weights alike, and the report about it."""
-    import torch
-
-    made: dict[str, Case] = {}
-
-    def make(name: str) -> Case:
-        if name not in made:
-            path = tmp_path_factory.mktemp("check") / "net.safetensors"
-            fresh, generator = initialise(*FAMILIES[name], classes=10), torch.Generator().manual_seed(1)
-            moved = {
-                key: value + 0.05 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
-                for key, value in fresh.tensors.items()
-                if value.is_floating_point()
-            }
-            Checkpoint({**fresh.tensors, **moved}, fresh.record).write(path)
-            made[name] = Case(path, document("lipschitz", path, "--no-estimate"))
-        return made[name]
-
-    return make
-
-
-Lines = list[str]
-
-
-@pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Lines]]:
-    """Return a function from a checkpoint, a report and options to the exit code and the lines that do not agree."""
-
-    def check(path: Path, report: Any, *options: object) -> tuple[int, Lines]:
-        proof = tmp_path / "proof.json"
-        proof.write_text(report if isinstance(report, str) else json.dumps(report))
-        code = main([str(path), str(proof), *map(str, options)])
-        *lines, _ = capsys.readouterr().out.splitlines() or [""]
-        return code, [line for line in lines if not line.startswith("agree")]
-
-    return check
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -335,65 +266,6 @@ def test_what_is_no_checkpoint_is_unreadable(case: Any, run: Any, tmp_path: Path
     assert run(tmp_path, report)[0] == 3
     assert main([]) == 3
     assert main(["--help"]) == 0
-
-
-@pytest.fixture(scope="module", params=["lip", "mean"])
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def records(family: str, case: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    file, path = tmp_path_factory.mktemp("records") / "records.jsonl", case(family).path
-    certvit("certify", path, "--dataset", "digits", "--limit", 20, "--arithmetic", "real", "--records", file)
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-@pytest.fixture
-def judge(family: str, records: Any, case: Any, run: Any, tmp_path: Path) -> Callable[..., tuple[int, Lines]]:
-    """Return a function that checks these records with some fields of the header or of the third one changed."""
-
-    def check(images: Path | None = DIGITS, header: dict[str, Any] | None = None, **row: Any) -> tuple[int, Lines]:
-        changed = [{**records[0], **(header or {})}, *records[1:3], {**records[3], **row}, *records[4:]]
-        file = tmp_path / "records.jsonl"
-        file.write_text("".join(json.dumps(line) + "\n" for line in changed))
-        return run(*case(family), "--records", file, *(["--images", images] if images else []))
-
-    return check
-
-
-def test_certificates_are_found_again_from_its_own_logits(judge: Any, records: Any) -> None:
-    assert judge() == (0, [])
-    assert judge(radius=0.0) == (0, [])
-    for wrong in (records[3]["radius"] * (1 + 1e-6), "inf", 1e300):
-        code, lines = judge(radius=wrong)
-        assert (code, len(lines)) == (1, 1), wrong
-        assert lines[0].startswith(f"refute       image {records[3]['index']}")
-    assert judge(prediction=(records[3]["prediction"] + 1) % 10)[0] == 1
-    assert judge(header={"checkpoint": "0" * 64})[0] == 1
-
-
-def test_certificates_that_it_cannot_compute_are_left_open(judge: Any, records: Any, tmp_path: Path) -> None:
-    few = tmp_path / "few.npz"
-    np.savez(few, images=np.load(DIGITS)["images"][:1])
-    for given in ({"images": None}, {"images": few}, {"header": {"norm": "linf"}}, {"method": "smoothing"}):
-        assert judge(**given)[0] == 2, given
-    assert judge(header={"parameters": {"arithmetic": "float32"}})[0] == 2
-    assert judge(label=11)[0] == 2  # the digest is of label and pixels
-    assert judge(radius=None)[0] == 3
-    np.savez(few, images=np.array([["word"] * 64]))
-    assert judge(images=few)[0] == 3
-    few.write_bytes(b"no archive")
-    assert judge(images=few)[0] == 3
-
-
-def test_mnists_format_is_read_and_attention_is_not_followed(case: Any, judge: Any, run: Any, tmp_path: Path) -> None:
-    pixels = (np.load(DIGITS)["images"]).tobytes()
-    file = tmp_path / "digits-images-idx3-ubyte"
-    file.write_bytes(bytes(16) + pixels)
-    assert judge(images=file) == (0, [])
-    file.write_bytes(bytes(16) + pixels[:-1])
-    assert judge(images=file)[0] == 3
 
 
 def test_it_is_small_and_shares_no_code() -> None:
