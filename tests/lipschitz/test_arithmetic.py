@@ -274,6 +274,15 @@ def test_resumed_estimates_are_the_same_bits() -> None:
 
 
 def test_a_matrix_of_zeros_that_is_known_up_to_an_error_is_not_zero() -> None:
-    zeros, one = (Matrix(matrix.double(), error) for matrix, error in ((torch.zeros(2, 2), 1.0), (torch.eye(2), 0.0)))
-    assert RigorousArithmetic()._product_of(zeros, one) >= 1
-    assert RigorousArithmetic()._product_of(replace(zeros, error=0.0), one) == 0
+    zeros, two = Matrix(torch.zeros(2, 2).double(), 3.0), Matrix(2 * torch.eye(2).double())
+    assert RigorousArithmetic()._product_of(zeros, two) >= 6
+    assert RigorousArithmetic()._product_of(two, zeros) >= 6
+    assert RigorousArithmetic()._product_of(replace(zeros, error=0.0), two) == 0
+
+
+def test_what_a_factor_lacks_counts_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L = 1/2 of a a^T = 1 lacks 3/4: |a^T b|^2 = |L b|^2 + 3/4 |b|^2 and no less."""
+    half = torch.full((1, 1, 1), 0.5, dtype=torch.float64)
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda gram: (half, torch.zeros(1)))
+    unit = Matrix(torch.tensor([[1.0, 0.0]]).double())
+    assert 1 <= RigorousArithmetic().sigma_product(unit, unit) <= 1 + SLACK
