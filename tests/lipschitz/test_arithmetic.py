@@ -250,6 +250,7 @@ def test_batches_of_heads_equal_single_matrices() -> None:
         strict=True,
     ):
         assert float(proven) * (1 - CLOSE) <= float(ours) <= float(proven) * (1 + SLACK)
+    assert rigorous.largest([rigorous.const(value) for value in (1.0, 3.0, 2.0)]) == 3
     ragged = [heads[0], Matrix(torch.randn(2, 12, dtype=torch.float64))]
     assert len(trainable.sigmas(ragged, "r")) == 2
     assert len(trainable.sigma_products([(part, part) for part in ragged], "s")) == 2

@@ -63,7 +63,7 @@ def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int
     arith, heads = ctx.arith, module.num_heads
     biases = position_logits(ctx, module, mask, tokens)
     if biases is None:
-        s = lambert_w_upper((tokens - 1) / math.e * (1 + 1e-15))
+        s = lambert_w_upper((tokens - 1) / math.e)  # two roundings of u: of 5 u in all, which 8 steps up cover
         root = math.sqrt(W_OF_1_OVER_E * (tokens - 1))
         known = (math.sqrt((tokens + 1) / 2), s, math.sqrt(s) * root, root)
         return Tied(*([arith.const(up(value, 8))] * heads for value in known))
