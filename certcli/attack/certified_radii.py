@@ -24,7 +24,7 @@ class CertifiedImage:
 
 
 def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, CertifiedImage]]:
-    """Records of `certify` -> norm of their radii; index -> certificate, of correct predictions with a radius above 0.
+    """Records of `certify` -> norm of their radii; index -> certificate, of correct predictions.
 
     DataError when they are no such records, or of another network than `checkpoint` (its digest). UsageError for statements
     with a chance of failure (smoothing): they speak of the smoothed classifier, which is not the network that is attacked.
@@ -47,7 +47,7 @@ def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certifi
             )
         if index in found:
             raise DataError(f"{path} speaks twice of image {index}")
-        if row["prediction"] == row["label"] and radius > 0:
+        if row["prediction"] == row["label"]:
             found[index] = CertifiedImage(index, row["label"], radius, row[PIXELS])
     return norm, found
 

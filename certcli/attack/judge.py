@@ -55,12 +55,10 @@ def predict(model: nn.Module, images: Tensor, samples: int = 1) -> Tensor:
 def tuck_in(adversarial: Tensor, images: Tensor, region: Region) -> Tensor:
     """Nearest point of ball and box that `Region.contains` accepts: (b, c, h, w) x 2 -> (b, c, h, w).
 
-    Points with a NaN or infinite pixel become the image itself. Clipping rounds, and may leave a point 1e-8 outside the
-    ball; there the perturbation is shrunk by a factor slightly below 1 until it is inside.
+    Clipping rounds, and may leave a point 1e-8 outside the ball; there the perturbation is shrunk by a factor slightly
+    below 1 until it is inside. A point that never is, such as one with a NaN, becomes the image itself.
     """
-    finite = adversarial.isfinite().flatten(1).all(dim=1)
-    point = torch.where(along(finite, images), adversarial.to(images.dtype), images)
-    point = region.project(point, images)
+    point = region.project(adversarial.to(images.dtype), images)
     shrink = _FIRST_SHRINK
     for _ in range(_SHRINKS):
         inside = region.contains(point, images)

@@ -157,8 +157,7 @@ def _visit(
 def _shaped(domain: Domain, value: Any, shape: Any) -> bool:
     """Tell whether a rule's result has the shape of the call, or each of several results its own."""
     if isinstance(shape, list):
-        several = isinstance(value, (list, tuple)) and len(value) == len(shape)
-        return several and all(_shaped(domain, part, own) for part, own in zip(value, shape, strict=True))
+        return all(_shaped(domain, part, own) for part, own in zip(value, shape, strict=True))  # else ValueError
     if isinstance(value, Unproven):
         return True
     found = tuple(value.tensor.shape) if isinstance(value, Constant) else domain.shape(value)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from certcli.engine.replay import replayed
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.tracer import Untraceable
-from certcli.engine.walk import Call, Constant, Domain, walk
+from certcli.engine.walk import Call, Domain, walk
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.models.build import PixelNormalize
@@ -151,10 +151,11 @@ def flatten(call: Call, *arguments: Any, start_dim: int = 0, end_dim: int = -1) 
 
 
 def _chain(arguments: tuple[Any, ...]) -> Chain:
-    """Return the chain before a call from its arguments, of which a module's rule gets the module first."""
-    value = arguments[1] if isinstance(arguments[0], nn.Module) else arguments[0]
-    if isinstance(value, Constant) or not isinstance(value, tuple):
-        raise NoRule("something other than the tensor before it")
+    """Return the chain before a call from its arguments, of which a module's rule gets the module first.
+
+    A constant in its place cannot be unpacked: the walk refuses a rule that fails.
+    """
+    value: Chain = arguments[1] if isinstance(arguments[0], nn.Module) else arguments[0]
     return value
 
 

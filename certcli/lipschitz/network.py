@@ -72,8 +72,7 @@ def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> Netw
     with torch.no_grad(), deep_recursion():
         pairs = pair_constants(outcome, classes) if outcome.logits.base.finite else None
         blocks = tuple((call.path, call.kind, before, after) for call, before, after in outcome.scopes if after.finite)
-        if settled.proof is None:
-            raise AssertionError("the rigorous arithmetic always builds a proof")
+        assert settled.proof is not None  # the rigorous arithmetic always builds one
         return NetworkBound(settled.proof, pairs, outcome.charges, blocks, traced)
 
 

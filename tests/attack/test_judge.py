@@ -1,11 +1,13 @@
 """The judge believes nobody: what counts as broken, and what is kept of an attack."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from certcli.attack.crafting import Watched
-from certcli.attack.judge import judge, refine, tuck_in
+from certcli.attack.judge import judge, predict, refine, tuck_in
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.region import Norm, Region, image_norms
@@ -59,11 +61,39 @@ def test_judge_refuses_what_it_cannot_judge() -> None:
     middle = float(linear(2)(images).detach().median())
     for broken in (
         nn.Flatten(0),
+        nn.Sequential(linear(2), nn.Unflatten(1, (2, 1))),  # a grid of classes
+        nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, -1))),  # one answer for all images
         nn.Sequential(linear(2), nn.Linear(2, 1)),
         nn.Sequential(linear(2), nn.Threshold(middle, float("nan"))),
     ):
         with pytest.raises(ArchitectureError):
             judge(broken, images, labels, images, region)
+
+
+class Wavering(nn.Module):
+    """A network that is random: its answers, the same for each image, come in turn."""
+
+    def __init__(self, *answers: tuple[float, ...]) -> None:
+        super().__init__()
+        self.answers = torch.tensor(answers)
+        self.calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        return self.answers[(self.calls - 1) % len(self.answers)].expand(len(images), -1)
+
+
+def test_of_random_networks_the_mean_of_the_samples_counts() -> None:
+    """The first answer, the last and what is left of the first have another class than the sum of the three."""
+    images = pictures(2)
+    waver = Wavering((4, 0, 3), (0, 4, 3), (0.5, 0, 0))
+    assert predict(waver, images, samples=3).tolist() == [2, 2]
+    assert waver.calls == 3
+    labels = torch.full((2,), 2)
+    verdict = judge(linear(2), images, labels, images, Region("l2", 1.0), prediction=labels)
+    verdict = replace(verdict, success=torch.tensor([True, False]))
+    refine(waver, images, labels, verdict, Region("l2", 1.0), steps=2, samples=3)
+    assert waver.calls == 9  # the images have their classes already
 
 
 def test_a_misclassified_image_is_not_robust_and_its_norm_is_zero() -> None:

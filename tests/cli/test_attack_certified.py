@@ -8,11 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from certcli.attack.campaign import stages_of, tasks_of
-from certcli.attack.certified_radii import CertifiedImage
+from certcli.attack.certified_radii import CertifiedImage, require_correct
+from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.region import Region
 from certcli.images import datasets
 from certcli.system.errors import CertvitError, DataError, UsageError
+from tests.helpers.attack_nets import SHORT, batches, labelled, linear, pictures
 from tests.helpers.commands import attempt, certvit, document, record_lines
 
 
@@ -63,8 +66,8 @@ def test_certificates_in_linf_are_attacked_in_linf(proven: Path, certificates: P
     assert document("attack", *words, "--records", found)["norm"] == "linf"
     assert {row["kind"] for row in record_lines(found)} == {"linf"}
     assert isinstance(attempt("attack", *words, "--norm", "l2").exception, UsageError)
-    path.write_text(path.read_text().replace('"norm": "linf"', '"norm": "l1"', 1))
-    assert isinstance(attempt("attack", *words).exception, DataError)
+    path.write_text(json.dumps({**json.loads(header), "norm": "patch"}) + "\n")
+    assert "no attack knows" in str(attempt("attack", *words).exception)
 
 
 def test_a_broken_certificate_is_a_bug_and_names_the_image(proven: Path, certificates: Path, tmp_path: Path) -> None:
@@ -85,25 +88,35 @@ def test_a_broken_certificate_is_a_bug_and_names_the_image(proven: Path, certifi
 def test_certificates_that_speak_of_something_else_are_refused(
     workshop: Path, proven: Path, certificates: Path, tmp_path: Path
 ) -> None:
-    def refused(kind: type[CertvitError], **changes: object) -> None:
+    def refused(kind: type[CertvitError], why: str, **changes: object) -> None:
         path = tmp_path / "c.jsonl"
         rewrite(path, certificates, [{**row, **changes} for row in record_lines(certificates)])
         failure = attempt("attack", proven, "-a", "fgsm", "--only-certified", path, "--no-checks").exception
         assert isinstance(failure, kind), (changes, failure)
+        assert why in str(failure)
 
-    refused(UsageError, failure=0.001)
-    refused(DataError, radius="far")
-    refused(DataError, index=1)
-    refused(DataError, radius=0.0)
-    refused(DataError, label=3, prediction=3)
+    refused(UsageError, "holds with probability", failure=0.001)
+    refused(DataError, "radius", radius="far")
+    refused(DataError, "speaks twice of image 1", index=1)
+    refused(DataError, "none of the", radius=0.0)
+    refused(DataError, "is another one", label=3, prediction=3)
     words = ("--only-certified", certificates, "--no-checks")
-    assert isinstance(
-        attempt("attack", workshop / "plain.safetensors", "-a", "fgsm", *words).exception, DataError
-    )  # of another checkpoint
+    other = attempt("attack", workshop / "plain.safetensors", "-a", "fgsm", *words).exception
+    assert "another network" in str(other)
     assert isinstance(attempt("attack", proven, *words, "-e", 7).exception, DataError)
     assert isinstance(attempt("attack", proven, *words, "--norm", "linf").exception, UsageError)
     assert isinstance(attempt("attack", proven, *words, "--preset", "certvit").exception, UsageError)
     assert isinstance(attempt("attack", proven, "--only-certified", tmp_path / "none").exception, DataError)
+
+
+def test_a_certified_image_that_is_misclassified_is_another_networks() -> None:
+    model = linear(2)
+    images = pictures(4)
+    found = attack_images(model, batches(images, labelled(model, images, wrong=1)), ["fgsm"], Region("l2", 0.1), SHORT)
+    first, *rest = found
+    require_correct(rest)
+    with pytest.raises(DataError, match="certified as class 0"):
+        require_correct([*rest, first])
 
 
 def test_an_unbounded_certificate_is_attacked_in_the_whole_box(plain: Checkpoint) -> None:

@@ -209,6 +209,7 @@ TRACES: dict[str, Case] = {
     "hooks": (lambda: Net(hooks, act=nn.ReLU()), "act has a forward hook"),
     "swaps": (lambda: Net(swaps, act=nn.ReLU()), "act"),
     "random": (lambda: Net(lambda m, x: x * random.random() * 50), "random"),
+    "seldom random": (lambda: Net(lambda m, x: x * (50.0 if random.random() < 1e-9 else 2.0)), "random"),
     "numpy.random": (lambda: Net(lambda m, x: x * float(numpy.random.rand()) * 50), "random"),
     "private generator": (lambda: Net(lambda m, x: x * m.own.random() * 50, own=random.Random(0)), "own"),
     "generator from outside": (

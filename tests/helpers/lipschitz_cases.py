@@ -119,6 +119,7 @@ CURVES: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = [
     (nn.LeakyReLU(-1.5), lambda x: functional.leaky_relu(x, -1.5)),
     (nn.RReLU(1.0, 3.0), lambda x: functional.rrelu(x, 1.0, upper=3.0)),
     (nn.ELU(2.0), lambda x: functional.elu(x, alpha=2.0)),
+    (nn.ELU(-3.0), lambda x: functional.elu(x, -3.0)),
     (nn.CELU(0.3), lambda x: functional.celu(x, 0.3)),
     (nn.SELU(), functional.selu),
     (nn.Softshrink(0.2), lambda x: functional.softshrink(x, lambd=0.2)),

@@ -250,6 +250,7 @@ def test_batches_of_heads_equal_single_matrices() -> None:
         strict=True,
     ):
         assert float(proven) * (1 - CLOSE) <= float(ours) <= float(proven) * (1 + SLACK)
+    assert rigorous.largest([rigorous.const(value) for value in (1.0, 3.0, 2.0)]) == 3
     ragged = [heads[0], Matrix(torch.randn(2, 12, dtype=torch.float64))]
     assert len(trainable.sigmas(ragged, "r")) == 2
     assert len(trainable.sigma_products([(part, part) for part in ragged], "s")) == 2
@@ -274,6 +275,15 @@ def test_resumed_estimates_are_the_same_bits() -> None:
 
 
 def test_a_matrix_of_zeros_that_is_known_up_to_an_error_is_not_zero() -> None:
-    zeros, one = (Matrix(matrix.double(), error) for matrix, error in ((torch.zeros(2, 2), 1.0), (torch.eye(2), 0.0)))
-    assert RigorousArithmetic()._product_of(zeros, one) >= 1
-    assert RigorousArithmetic()._product_of(replace(zeros, error=0.0), one) == 0
+    zeros, two = Matrix(torch.zeros(2, 2).double(), 3.0), Matrix(2 * torch.eye(2).double())
+    assert RigorousArithmetic()._product_of(zeros, two) >= 6
+    assert RigorousArithmetic()._product_of(two, zeros) >= 6
+    assert RigorousArithmetic()._product_of(replace(zeros, error=0.0), two) == 0
+
+
+def test_what_a_factor_lacks_counts_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L = 1/2 of a a^T = 1 lacks 3/4: |a^T b|^2 = |L b|^2 + 3/4 |b|^2 and no less."""
+    half = torch.full((1, 1, 1), 0.5, dtype=torch.float64)
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda gram: (half, torch.zeros(1)))
+    unit = Matrix(torch.tensor([[1.0, 0.0]]).double())
+    assert 1 <= RigorousArithmetic().sigma_product(unit, unit) <= 1 + SLACK

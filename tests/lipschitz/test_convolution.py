@@ -204,6 +204,36 @@ def test_channel_counts_beyond_the_full_solver(channels: tuple[int, int], monkey
     assert reference * (1.0 - ORACLE) <= conv_norm(weight, **options) <= reference * 1.3  # a torus of 6 x 7
 
 
+@pytest.mark.parametrize("name", ["3x3", "7x7 stride 2, a stem", "depthwise", "depthwise stride 2", "one axis"])
+def test_what_sums_over_taps_lose_is_added(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a coarse gamma everything is seen: 2 gamma |B|_F^2, B the sum of |V_q| of taps, or its root of one channel."""
+    _only_the_torus(monkeypatch)
+    monkeypatch.setattr(convolution, "gamma", lambda terms: terms * 2.0**-20)
+    monkeypatch.setattr(convolution, "_top_eigenvalue", lambda chunks: 0.0)
+    weight, options = 8 * _weight(name, "gaussian"), _options(name)
+    rank = weight.ndim - 2
+    groups, stride = options["groups"], options["stride"]
+    cells = weight.abs().reshape(groups, len(weight) // groups, -1, *weight.shape[2:])
+    pads = [pad for k, s in zip(reversed(weight.shape[2:]), reversed(stride)) for pad in (0, -k % s)]
+    taps = F.pad(cells, pads)
+    for axis, step in enumerate(stride):
+        taps = taps.unflatten(3 + 2 * axis, (-1, step))
+    sums = taps.sum(dim=[3 + 2 * axis for axis in range(rank)])
+    largest = float(sums.flatten(1).norm(dim=1).max())
+    shifts = [-(-k // s) for k, s in zip(weight.shape[2:], stride)]
+    count, lags = math.prod(shifts), math.prod(2 * n - 1 for n in shifts) // 2
+    bound = conv_norm(weight, **options)
+    if groups == 1:
+        side = max(cells.shape[1], cells.shape[2] * math.prod(stride))
+        assert bound**2 >= 2 * (side * count + lags + 40) * 2.0**-20 * largest**2 * (1 - ORACLE)
+    else:
+        moved = F.pad(weight, pads)
+        for axis, step in enumerate(stride):
+            moved = moved.unflatten(2 + 2 * axis, (-1, step))
+        still = float(moved.sum(dim=[2 + 2 * axis for axis in range(rank)]).flatten(1).norm(dim=1).max())
+        assert bound >= still + 2 * (count + 34) * 2.0**-20 * largest * (1 - ORACLE)
+
+
 def test_failing_certificate_falls_back_to_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     _only_the_torus(monkeypatch)
     weight, options = _weight("3x3", "gaussian"), _options("3x3")

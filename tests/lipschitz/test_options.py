@@ -15,6 +15,7 @@ from tests.helpers.slopes import IMAGE, judge, slope
 from timm.models.convit import GPSA
 
 from certcli.lipschitz.network import bound_network
+from certcli.models.build import PixelNormalize
 
 Case = tuple[Callable[[], nn.Module], str | None]
 """A network, and a part of its refusal's reason; None: it has a bound."""
@@ -69,6 +70,17 @@ OPTIONS: dict[str, Case] = {
         lambda: f(lambda m, x: x.reshape(1, 32).masked_fill(m.mask, x.sum() * 9), mask=torch.rand(32) > 0.1), "on the image",
     ),
     "padded with the image": (lambda: f(lambda m, x: functional.pad(x, (9, 9), value=x.sum())), "pad"),
+    "more heads of keys than of queries": (
+        lambda: f(lambda m, x: functional.scaled_dot_product_attention(x.view(1, 1, 8, 4), *[x.view(1, 2, 4, 4)] * 2)),
+        "repeated to",
+    ),
+    "constants multiplied beside the image": (
+        lambda: f(lambda m, x: torch.addmm(x.view(8, 4), m.a, m.a.mT @ m.a[:, :4], beta=0)[None], a=torch.rand(8, 8)),
+        "a product of constants",
+    ),
+    "normalised, turned and padded": (
+        lambda: nn.Sequential(PixelNormalize((0.4, 0.6), (0.2, 0.5)), Times(-2.0), nn.Conv2d(2, 3, 3, padding=1)), None,
+    ),
     "softplus with a jump": (lambda: nn.Sequential(nn.Softplus(beta=2.0, threshold=0.5)), "threshold"),
     "softplus as torch has it": (
         lambda: nn.Sequential(statistics(nn.BatchNorm2d(2)), Times(40.0), nn.Softplus()), "threshold",

@@ -81,6 +81,16 @@ def test_what_is_shown_is_a_bound_too(a: Real) -> None:
     assert exact <= Fraction(str(a)) <= exact * Fraction(101, 100)  # three digits at least
 
 
+def test_zero_and_infinity_have_one_form_and_other_numbers_none() -> None:
+    assert Real(0.0, 7) == ZERO
+    assert Real(math.inf, 7) == INF
+    assert str(Real(1 - 2.0**-40, 20)) == "1.05e+6"
+    assert str(Real(0.999999, 20) * (1e6 / 2**20)) == "1.00e+6"
+    for wrong in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="not a number >= 0"):
+            Real(wrong)
+
+
 def test_sum_of_nothing_is_zero() -> None:
     assert real_sum([]) == ZERO
 

@@ -49,7 +49,10 @@ def test_no_tensor_is_larger_than_its_size_bounds(name: str) -> None:
     size = logits.size
     generator = torch.Generator().manual_seed(0)
     noise = torch.rand(4, *IMAGE, generator=generator, dtype=torch.float64)
-    for image in torch.cat([noise, (noise > 0.5).double(), torch.zeros_like(noise[:1]), torch.ones_like(noise[:1])]):
+    start = noise[:1].clone().requires_grad_(True)
+    (upwards,) = torch.autograd.grad(net(start).abs().max(), start)  # towards a corner where one entry is large
+    corners = [(noise > 0.5).double(), torch.zeros_like(start), torch.ones_like(start), (upwards > 0).double()]
+    for image in torch.cat([noise, *corners]):
         result = net(image.unsqueeze(0))
         slack = 1 + 1e-12  # rounding of the measured norm in float64
         assert float(result.norm()) <= float(size.total) * slack
@@ -132,11 +135,15 @@ def differences() -> nn.Module:
 
 HIDDEN: dict[str, Callable[[], nn.Module]] = {
     "beside zeros": lambda: f(lambda m, x: m.parts[0](x + 5), differences()),
+    "that float32 has not": lambda: f(lambda m, x: x + (2.0**24 + 1)),
     "of a dead branch that is subtracted": lambda: f(
         lambda m, x: m.parts[0](x) - m.parts[1](x) - 5, nn.Linear(1, 1), dead_linear(5.0)
     ),
     "a dead branch from which is subtracted": lambda: f(
         lambda m, x: m.parts[1](x) - m.parts[0](x) - 5, nn.Linear(1, 1), dead_linear(-5.0)
+    ),
+    "of which half is subtracted": lambda: f(
+        lambda m, x: m.parts[0](x) - m.parts[1](x) + x, dead_linear(5.0), dead_linear(2.5)
     ),
     "of a dead branch that is not linear": lambda: f(
         lambda m, x: m.parts[0](x) + m.parts[1](x).relu(), nn.Linear(1, 1), dead_linear(5.0)

@@ -189,9 +189,10 @@ def test_any_factor_proves_no_less_than_the_truth(kind: str, monkeypatch: pytest
 
 def test_rounding_counts_where_nothing_was_rounded() -> None:
     """s I - A and its factor are exact here, which a bound that holds for every library's sums cannot know."""
-    gram = torch.diag(torch.tensor([16.0, 11.0, 4.0], dtype=torch.float64))[None]
+    shift = 2.0**-40  # so small that what is lost has 20 digits more
+    gram = torch.diag(shift - torch.tensor([4.0, 9.0, 16.0], dtype=torch.float64))[None]
     shifted, square = math.sqrt(4**2 + 9**2 + 16**2), 4 + 9 + 16
-    lost = Fraction(spectral.certify_below(gram, [20.0])[0]) - 20
+    lost = Fraction(spectral.certify_below(gram, [shift])[0]) - Fraction(shift)
     assert lost >= Fraction(gamma(4) * (shifted + square) + 2.0**-53 * shifted)
     assert lost <= Fraction(20 * gamma(4) * (shifted + square))
 
@@ -204,6 +205,19 @@ def test_lost_terms_count_in_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     for square in (torch.ones(4096), torch.ones(64, 64).double() * 1e-170):
         truth = sum(Fraction(t) ** 2 for t in square.flatten().tolist())
         assert Fraction(frobenius_norm(square)) ** 2 >= truth * (1 + Fraction(4095, 2**53))
+
+
+def test_sums_that_lose_a_thousandth_are_still_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """n terms that lose n 2^-20 in place of n 2^-53: nothing but the terms for lost sums can make up for that."""
+    monkeypatch.setattr(spectral, "gamma", lambda terms: terms * 2.0**-20)
+    monkeypatch.setattr(spectral, "top_eigenvalues", lambda grams: [0.0] * len(grams))
+    for scale in (1.0, 1e-170):
+        found = Fraction(frobenius_norm(torch.full((4096,), scale, dtype=torch.float64)))
+        assert found**2 * (1 - Fraction(4096, 2**20)) >= 4096 * Fraction(scale) ** 2
+    for matrices in ([torch.ones(9, 64)], [torch.ones(9, 64), 5 * torch.ones(9, 64), torch.ones(9, 64)]):
+        for matrix, norm in zip(matrices, spectral_norms(matrices)):
+            formed = float(matrix.square().sum()) / (1 - 64 * 2.0**-20) / (1 - 9 * 2.0**-20)
+            assert norm**2 >= 64 * 2.0**-20 * formed * (1 - 1e-12)  # what the test itself rounds
 
 
 @pytest.mark.parametrize("broken", ["guess too low", "guess not a number", "no eigenvalue solver"])
@@ -232,12 +246,12 @@ def test_gram_iteration_lies_above_the_truth(name: str) -> None:
 
 
 def test_rounding_constants() -> None:
-    assert gamma(1) > 2.0**-53
-    assert gamma(1000) > 1000 * 2.0**-53
     assert gamma(1000) < 1000 * 2.0**-53 * (1.0 + 1e-12)
     assert up(1.0) > 1.0
     assert up(1.0, 3) == 1.0 + 3 * 2.0**-52
     assert up(math.inf) == math.inf
+    for terms in (1, 3, 2**30, 2**51):
+        assert Fraction(gamma(terms)) * (1 - Fraction(terms, 2**53)) >= Fraction(terms, 2**53)
     with pytest.raises(UsageError):
         gamma(2**53)
 

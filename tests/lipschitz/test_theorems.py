@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from certcli.lipschitz.network import bound_network
 from certcli.nn.norms import FloorNorm
@@ -125,4 +126,38 @@ def test_the_constant_is_that_of_the_theorem(name: str, place: str, size: float)
     result = bound_network(Lone(attention, mask, FloorNorm(WIDTH, FLOOR)).double().eval(), (8, WIDTH), 3)
     expected = THEOREMS[name](Layer(attention, mask)) / FLOOR
     # 1e-9 below: the rounding of the numbers here; 1e-6 above: outward rounding, and gates that are widened by 2^-40
+    assert expected * (1 - 1e-9) <= float(result.upper) <= expected * (1 + 1e-6)
+
+
+class Dot(nn.Module):
+    """torch's attention in two heads, between linear maps without bias."""
+
+    def __init__(self, scale: float | None) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).view(-1, N, 2, WIDTH // 2).transpose(1, 2) for m in (self.query, self.key, self.value))
+        return functional.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("scale", [None, 3.0])
+@torch.no_grad()
+def test_dot_products_have_the_constant_of_theorem_5_2(scale: float | None) -> None:
+    """With R_v = |W_V| R of each head, and the smaller of two ways to put heads together."""
+    attention = Dot(scale).double().eval()
+    stir(attention, 0.4)
+    for part in attention.children():
+        part.weight -= part.weight.mean(1, keepdim=True)
+    (q, k, v) = (part.weight.view(2, -1, WIDTH) for part in attention.children())
+    result = bound_network(Lone(attention, None, FloorNorm(WIDTH, FLOOR)).double().eval(), (8, WIDTH), 3)
+
+    def heads(weights: Tensor, maps: Tensor) -> Tensor:
+        return torch.minimum(weights.max() * norms(maps.flatten(0, 1)), (weights * norms(maps)).norm())
+
+    factor = (WIDTH // 2) ** -0.5 if scale is None else scale
+    radius = RADIUS**2 * norms(v)
+    of_query, of_key = heads(radius * norms(k), q), (N / 2) ** 0.5 * heads(radius * norms(q), k)
+    expected = float(N**0.5 * norms(v.flatten(0, 1)) + factor * (of_query + of_key)) / FLOOR
     assert expected * (1 - 1e-9) <= float(result.upper) <= expected * (1 + 1e-6)

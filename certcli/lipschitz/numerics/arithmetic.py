@@ -268,7 +268,7 @@ class RigorousArithmetic(Arithmetic):
             return self.sigmas([self.matmul(self.transpose(a), b) for a, b in pairs], name)
         first, second = (torch.stack([matrix.tensor for matrix in part]) for part in (left, right))
         grams = first @ first.mT
-        scales = grams.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
+        scales = grams.diagonal(dim1=-2, dim2=-1).amax(-1)
         jitter = torch.eye(m, dtype=torch.float64, device=grams.device) * (1e-14 * m * scales).view(-1, 1, 1)
         factors, info = torch.linalg.cholesky_ex((grams + grams.mT) / 2 + jitter)
         good = ((info == 0) & torch.isfinite(factors).flatten(1).all(1)).tolist()

@@ -94,7 +94,7 @@ class _Axis:
     @property
     def holds_a_window(self) -> bool:
         first = -(-self.before // self.stride)
-        return first < self.outputs and self.stride * first - self.before + self.extent <= self.size
+        return self.stride * first - self.before + self.extent <= self.size
 
     @property
     def torus(self) -> int:

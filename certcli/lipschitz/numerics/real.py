@@ -38,9 +38,9 @@ class Real:
 
     def __add__(self, other: "Real | float") -> "Real":
         a, b = self, as_real(other)
-        if b.mantissa == 0 or math.isinf(a.mantissa):
+        if b.mantissa == 0:
             return a
-        if a.mantissa == 0 or math.isinf(b.mantissa):
+        if a.mantissa == 0:
             return b
         if a.exponent < b.exponent:
             a, b = b, a

@@ -199,7 +199,7 @@ def _by_windows(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:
     matrix = arith.matrix(conv.weight.reshape(conv.weight.shape[0], -1))
     rows = matrix.shape[0] // conv.groups
     parts = [arith.rows(matrix, g * rows, (g + 1) * rows) for g in range(conv.groups)]
-    parts = [replace(part, error=part.error + perturbation) for part in parts] if perturbation else parts
+    parts = [replace(part, error=perturbation) for part in parts] if perturbation else parts
     largest = arith.largest(arith.sigmas(parts, conv.path))
     taps = zip(kernel, conv.stride, conv.dilation, strict=True)
     count = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in taps)

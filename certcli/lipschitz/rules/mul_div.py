@@ -67,7 +67,7 @@ def _by_tensor(ctx: Context, x: Value, factor: torch.Tensor) -> Value:
     """Return a constant tensor times x: its largest entry, or folded into the waiting map if it varies along its axis."""
     shape = tuple(ctx.shape)
     scores = x.waiting if isinstance(x.waiting, Scores) and x.waiting.moving is None else None
-    if scores is not None and tuple(x.shape) == shape and factor.numel() and shape[-1] > 1:
+    if scores is not None and tuple(x.shape) == shape and factor.numel():
         along_rows = factor.dim() >= 1 and factor.shape[-1] != 1
         if not along_rows and (factor.dim() < 2 or factor.shape[-2] == 1):  # one number a head
             largest = ctx.largest_entry(factor)

@@ -135,7 +135,6 @@ def _adaptive_windows(size: int, count: int) -> list[range]:
 def _pooled_axes(ctx: Context, x: Value) -> list[tuple[int, int]]:
     """Return (size, number of windows) for each pooled axis."""
     pooled = int(ctx.kind[-2])  # adaptive_.._pool2d: the last two axes
-    ctx.require(len(x.shape) > pooled and len(ctx.shape) == len(x.shape), "pooling of another number of axes")
     return list(zip(x.shape[-pooled:], ctx.shape[-pooled:], strict=True))
 
 

@@ -1,0 +1,67 @@
+"""The parts of a replay by themselves: what is moved, which steps are the same, which logits agree."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import _symbolic_trace
+
+from certcli.engine.follow import steps_of
+from certcli.engine.moves import Moved, place_of
+from certcli.engine.replay import agree
+from certcli.engine.table import ModuleRule
+from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.table import rules
+from tests.helpers.slopes import IMAGE
+
+
+def test_entries_that_are_moved_stay_the_networks_own() -> None:
+    """A copy of one tensor, a copy of the copy, and what is computed of it, of both, and of what was computed."""
+    own, foreign = torch.rand(4), torch.rand(4)
+    with Moved([own]) as made:
+        copy = own.flip(0)
+        again = torch.cat([copy, own])
+        half = copy / 2
+        both = half + own
+        other = foreign / 2
+        beside = half + other
+    assert {place_of(x) for x in (own, copy, again)} <= made.storages
+    assert {place_of(half): "div", place_of(both): "add"} == {
+        place: made.computed[place].name for place in made.computed
+    }
+    assert not {place_of(x) for x in (foreign, other, beside)} & (made.storages | {*made.computed})
+
+
+def test_only_a_sum_with_a_product_of_matrices_is_one_step() -> None:
+    def steps(*names: str) -> list[tuple[str, list[object]]]:
+        return steps_of([(name, [(1, 2)], []) for name in names])
+
+    assert steps("relu", "mm", "view", "add") == steps("relu", "addmm")
+    assert steps("mm", "relu") == [("mm", []), ("relu", [])]
+    assert steps("mm", "relu", "add") == [("mm", []), ("relu", []), ("add", [])]
+    assert steps_of([("mm", [(1, 2)], []), ("add", [(1, 2)], [2])]) == [("mm", []), ("add", [2])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_results_agree_up_to_the_root_of_eps_of_the_largest(dtype: torch.dtype) -> None:
+    logits, root = torch.tensor([3.0, -64.0], dtype=dtype), torch.finfo(dtype).eps ** 0.5
+    for sign in (1, -1):
+        assert agree(logits, logits + torch.tensor([sign * 32 * root, 0], dtype=dtype))
+        assert not agree(logits, logits + torch.tensor([sign * 128 * root, 0], dtype=dtype))
+
+
+def test_a_trace_gives_back_what_was_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = _symbolic_trace._wrapped_fns_to_patch
+    space: dict[str, object] = {"scaled": abs}
+    monkeypatch.setitem(wrapped, (id(space), "scaled"), space)
+    before = dict(wrapped)
+    bound_network(nn.Flatten().eval(), IMAGE, 4)
+    assert wrapped == before
+
+
+def test_a_rule_without_memory_is_no_missing_theorem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(ctx: object, module: nn.Module, x: object) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setitem(rules.modules, nn.ReLU, ModuleRule(nn.ReLU, fails, lambda module: True))
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        bound_network(nn.Sequential(nn.Flatten(), nn.ReLU()).eval(), IMAGE, 32)
