@@ -5,10 +5,12 @@ from typing import get_type_hints
 
 import pytest
 
+from certcli.certify.local_options import Local
 from certcli.certify.methods import METHODS
 from certcli.certify.proof_options import ARITHMETICS, REAL
 from certcli.cli.certify.run import PROVING as SPOKEN_OF
 from certcli.rounding import PRECISIONS
+from certcli.system.errors import UsageError
 from tests.helpers.commands import certvit, document
 from tests.helpers.grids import EVERY
 
@@ -21,6 +23,8 @@ def test_the_command_line_knows_the_arithmetics() -> None:
     kinds = {name: get_type_hints(METHODS.load(name))["options"] for name in METHODS.names()}
     assert {name for name, kind in kinds.items() if "arithmetic" in kind.__dataclass_fields__} == set(SPOKEN_OF)
     certvit("certify", "any.safetensors", *given[:-1], "half", code=2)
+    with pytest.raises(UsageError, match="half"):
+        Local(arithmetic="half")
 
 
 @pytest.mark.parametrize("method", ["lipschitz", "local", *["bcp"] * EVERY])
