@@ -18,6 +18,7 @@ from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.layers import cat, normalised, rms_norm
 from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.enclosure.zonotopes.form import Form, Space
+from certcli.engine.walk import Constant
 from tests.enclosure.test_balls import context, draw
 from tests.helpers.enclosure_cases import CASES, forms
 
@@ -151,6 +152,7 @@ def test_heads_follow_their_theorem() -> None:
     """Each number of the bound computed once more, a query at a time."""
     q, k, v = (near(1, 2, 4, 3, seed=seed) for seed in (1, 2, 3))
     found = heads(context(), q, k, v, None, -0.7)
+    assert torch.equal(heads(context(), Constant(q.centre[0]), k, v, None, -0.7).centre[0], found.centre[0])
     p = (-0.7 * q.centre @ k.centre.mT).softmax(-1)
     o, m = p @ v.centre, p @ k.centre
     for at in itertools.product(range(2), [0], range(2), range(4)):

@@ -184,16 +184,28 @@ def test_only_sums_and_products_of_equal_shapes_are_token_by_token(function: Any
     assert not _pointwise(None, node)  # type: ignore[arg-type]
 
 
-def test_a_constant_of_all_tokens_is_added_to_the_one_that_is_read() -> None:
+class Straight(Tokens):
+    """Its head reads the token itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.middle(self, self.embed(x.flatten(1).unflatten(1, (4, 4)))))
+        return found
+
+
+@pytest.mark.parametrize("kind", [Tokens, Straight])
+def test_a_constant_of_all_tokens_is_added_to_the_one_that_is_read(kind: type[Tokens]) -> None:
     torch.manual_seed(0)
-    net = Tokens(lambda net, x: (x + net.shift)[:, 2], 6, shift=nn.Parameter(torch.randn(1, 1, 6)))
+    norm = nn.Identity() if kind is Tokens else nn.LayerNorm(6)
+    net = kind(lambda net, x: net.norm(x + net.shift)[:, 2], 6, shift=nn.Parameter(torch.randn(1, 1, 6)), norm=norm)
     model = PixelModel(SPEC, net).double().eval().requires_grad_(False)
     logits = model(image())[0]
     label = int(logits.argmax())
-    found = LocalNetwork(model, SIZE).margins(l2_ball(image(), 1e-6, squares_up_to=0, limit=99), label)
     exact = (logits[label] - logits)[torch.arange(4) != label]
-    assert bool((found <= exact).all())
-    assert torch.allclose(found, exact, atol=1e-3)
+    form = LocalNetwork(model, SIZE).margins(l2_ball(image(), 1e-6, squares_up_to=0, limit=99), label)
+    (ball,) = NormsNetwork(model, SIZE).margins(image(), torch.full((1,), 1e-6).double(), torch.tensor([label]))
+    for found in (ball, form)[: 1 + (kind is Tokens)]:  # behind a norm a form's margins have their sign alone
+        assert bool((found <= exact).all())
+        assert torch.allclose(found, exact, atol=1e-3)
 
 
 def test_each_image_has_its_own_rounding() -> None:
