@@ -3,7 +3,9 @@
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +14,16 @@ from torch import Tensor
 
 from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt, _compare
 from certcli.certify.recheck import FALSE_ALARM, recheck
+from certcli.certify.resumed import find_again
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import verify
+from certcli.evaluation.resumed import Demanded
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
+from certcli.system.errors import DataError
 from tests.certify.test_smoothing import CPU, Plane
 from tests.helpers.commands import attempt, certvit, document
 
@@ -253,6 +258,24 @@ def test_all_tests_of_a_file_share_the_chance_of_a_false_alarm() -> None:
     claims = [Certificate(index, 1, 1, settings.radius(400, 400), "smoothing", 0.001) for index in range(3)]
     found = list(recheck(certifier, claims, images, 5, verify.margin_attack(10), 8))
     assert [one.why for one in found] == ["noted"] * 3
+
+
+@pytest.mark.parametrize("false", [None, 0, 19])
+def test_every_record_that_is_drawn_is_found_again(false: int | None) -> None:
+    asked: list[int] = []
+
+    class Finding(SmoothingCertifier):
+        def repeat(self, claims: Any, pixels: Tensor) -> list[Confirmation]:
+            asked.extend(claim.index for claim in claims)
+            return [Confirmation("refuted" if claim.index == false else "verified", "") for claim in claims]
+
+    certifier, demanded = Finding(Plane(), 2, Smoothing(), CPU), Demanded(every=True)
+    certifier.at_once = None
+    claims = [Certificate(index, 1, 1, 0.1, "smoothing", 0.001) for index in range(20)]
+    images: Any = SimpleNamespace(fetch=lambda places: torch.ones(len(places), 1, 1, 2))
+    with nullcontext() if false is None else pytest.raises(DataError, match=f"image {false} "):
+        assert find_again(certifier, claims, images, Threat("l2", 0.1), demanded, 8, "r.jsonl").again == 20
+        assert asked == list(range(20))
 
 
 def test_a_method_searches_up_to_where_it_ends_its_search() -> None:
