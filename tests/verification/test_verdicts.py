@@ -230,4 +230,5 @@ def test_a_report_hangs_together() -> None:
     assert reported(root) == []
     for changed in (bound_document(Real(3.0)), {"bound_of": "features"}, {"proof": []}):
         assert reported(root, **changed)
+    assert reported(Bound("", "features", Real(3.0), "same", "", (first,)), bound_of="features") == []
     assert reported(Bound("", "network", INF, "unbounded", "")) == []
