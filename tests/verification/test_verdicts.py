@@ -87,6 +87,7 @@ def test_a_share_is_what_was_found_or_less(threat: Threat | None, share: float, 
         (0.35, [(True, 0.35), (True, float("inf"))], V),  # infinite radii are left out, in mean and count
         (0.36, [(True, 0.35), (True, float("inf"))], R),
         (0.1, [(True, float("inf"))], R),
+        (0.0, [(False, 0.1)], V),
         (0.1, [(True, ("2x2",)), (True, 0.1)], V),
     ],
 )
@@ -177,7 +178,7 @@ def test_what_contradicts_a_lineage_is_found() -> None:
     assert lineage("init finetune", "finetune certify") == lineage("finetune adapt", stale="finetune") == honest
     assert lineage("init", surgery=("x",)) == lineage("", surgery=("x",)) == [R, N]
     assert lineage("", "finetune") == lineage("finetune adapt", "finetune") == [R, N]
-    assert lineage("adapt init") == lineage("init init") == [R, N]
+    assert lineage("adapt init") == lineage("init init") == lineage("init mean init") == [R, N]
 
 
 @pytest.mark.parametrize(
