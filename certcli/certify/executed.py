@@ -115,7 +115,7 @@ def as_executed(
     Args:
         again: (places among the images, bounds on the rounding of z_i - z_j there (n, k)) -> radii that hold nevertheless.
     """
-    if neighbours is None or not len(radii):
+    if neighbours is None:
         return radii
     found = again(torch.arange(len(radii), device=radii.device), neighbours.on_box[tops])
     (far,) = (found < radii * (1 - _NOTHING)).nonzero(as_tuple=True)

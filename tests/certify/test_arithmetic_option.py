@@ -1,14 +1,19 @@
 """`certify --arithmetic` at the command line: which methods know it, and records of another one."""
 
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
+import torch
+from torch import Tensor
 
+from certcli.certify.executed import as_executed
+from certcli.certify.local_options import Local
 from certcli.certify.methods import METHODS
 from certcli.certify.proof_options import ARITHMETICS, REAL
 from certcli.cli.certify.run import PROVING as SPOKEN_OF
 from certcli.rounding import PRECISIONS
+from certcli.system.errors import UsageError
 from tests.helpers.commands import certvit, document
 from tests.helpers.grids import EVERY
 
@@ -21,6 +26,30 @@ def test_the_command_line_knows_the_arithmetics() -> None:
     kinds = {name: get_type_hints(METHODS.load(name))["options"] for name in METHODS.names()}
     assert {name for name, kind in kinds.items() if "arithmetic" in kind.__dataclass_fields__} == set(SPOKEN_OF)
     certvit("certify", "any.safetensors", *given[:-1], "half", code=2)
+    with pytest.raises(UsageError, match="half"):
+        Local(arithmetic="half")
+
+
+class Rounding:
+    """Of the classes 0 and 1 on the whole box, and less of it near an image."""
+
+    on_box = torch.tensor([[0.5], [0.0]])
+
+    def __call__(self, images: Tensor, radii: Tensor, tops: Tensor) -> Tensor:
+        return torch.full((len(images), 1), 0.25)
+
+
+def test_radii_as_executed_are_what_rounding_leaves_of_real_ones() -> None:
+    radii, tops, images = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 1, 0]), torch.zeros(3, 1, 1, 1)
+
+    def found(rounding: Any, count: int) -> list[float]:
+        real = radii[:count]
+        left = as_executed(rounding, images[:count], tops[:count], real, lambda rows, lost: real[rows] - lost[:, 0])
+        return left.tolist()
+
+    assert found(None, 3) == [1.0, 2.0, 3.0]
+    assert found(Rounding(), 3) == [0.75, 2.0, 2.75]
+    assert found(Rounding(), 0) == []
 
 
 @pytest.mark.parametrize("method", ["lipschitz", "local", *["bcp"] * EVERY])

@@ -168,6 +168,26 @@ def test_a_radius_is_proven_again_and_a_forged_one_is_not() -> None:
     assert [said.status for said in certifier.confirm(other, pixels, doubt)] == ["refuted"] * 4
 
 
+class Lesser:
+    """Bounds on rounding of which one is a lesser one."""
+
+    on_box = torch.zeros(CLASSES, CLASSES).double()
+
+    def __call__(self, images: Tensor, radii: Tensor, tops: Tensor) -> Tensor:
+        return torch.full((len(images), CLASSES), 1e9).double()
+
+
+def test_a_radius_by_another_bound_on_rounding_is_found_again() -> None:
+    """Of two images one is held by it, the other by none."""
+    model, pixels = network("linear"), images(2)
+    certifier = LocalLipCertifier(model, CLASSES, SIZE)
+    certifier._neighbours = Lesser()  # type: ignore[assignment]
+    rows = certifier.batch(range(2), pixels, model(pixels).argmax(1).tolist())
+    claims = [rows[0], replace(rows[1], radius=9.0)]
+    assert rows[0].radius > 0
+    assert [said.status for said in certifier.confirm(claims, pixels, Doubt(0, 1e-4))] == ["verified", "refuted"]
+
+
 def test_a_constant_unit_costs_nothing() -> None:
     """Half of the units can never be on; the global bound counts their large weights, the local one does not."""
     model = network("maxmin")

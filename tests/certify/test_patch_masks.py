@@ -8,6 +8,7 @@ from torch import Tensor
 
 from certcli.certify.patch import masks
 from certcli.certify.patch.double_masking import DoubleMasking
+from certcli.certify.patch.options import Patches
 from certcli.evaluation.threat import Patch
 from certcli.models.views import Grid, band_views
 from certcli.system.errors import UsageError
@@ -38,6 +39,12 @@ def test_patches_are_read_and_spelled(text: str, patch: Patch, spelled: str) -> 
 def test_what_is_no_patch_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         Patch.read(text, (224, 224))
+
+
+@pytest.mark.parametrize("cell", [[], [8], [8, 8, 8], [8, 8.0], [True, 8]])
+def test_what_is_no_cell_is_refused(cell: list[int]) -> None:
+    with pytest.raises(UsageError, match="pixels"):
+        Patches(["1"], cell=cell)
 
 
 # covers

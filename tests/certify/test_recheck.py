@@ -3,21 +3,27 @@
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import Certificate, Certifier, Confirmation
-from certcli.certify.recheck import recheck
+from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt, _compare
+from certcli.certify.recheck import FALSE_ALARM, recheck
+from certcli.certify.resumed import find_again
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import verify
+from certcli.evaluation.resumed import Demanded
+from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
+from certcli.system.errors import DataError
 from tests.certify.test_smoothing import CPU, Plane
 from tests.helpers.commands import attempt, certvit, document
 
@@ -237,6 +243,52 @@ def test_an_attack_inside_the_radius_refutes_what_the_method_would_confirm() -> 
         assert (found.status, found.attacked) == (status, True)
 
 
+def test_all_tests_of_a_file_share_the_chance_of_a_false_alarm() -> None:
+    """And a radius that is the largest possible is not beyond it."""
+
+    class Noting(SmoothingCertifier):
+        def confirm(self, claims: Any, pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+            assert 2 * 3 * doubt.level <= FALSE_ALARM
+            return [Confirmation("not checked", "noted")] * len(claims)
+
+    settings = Smoothing(sigma=0.2, n0=8, samples=400)
+    certifier = Noting(Plane(), 2, settings, CPU)
+    ones = torch.ones(3, dtype=torch.int64)
+    images = Images("plane", "all", ("0", "1"), ones, ones.cumsum(0) - 1, lambda asked: torch.ones(len(asked), 1, 1, 2))
+    claims = [Certificate(index, 1, 1, settings.radius(400, 400), "smoothing", 0.001) for index in range(3)]
+    found = list(recheck(certifier, claims, images, 5, verify.margin_attack(10), 8))
+    assert [one.why for one in found] == ["noted"] * 3
+
+
+@pytest.mark.parametrize("false", [None, 0, 19])
+def test_every_record_that_is_drawn_is_found_again(false: int | None) -> None:
+    asked: list[int] = []
+
+    class Finding(SmoothingCertifier):
+        def repeat(self, claims: Any, pixels: Tensor) -> list[Confirmation]:
+            asked.extend(claim.index for claim in claims)
+            return [Confirmation("refuted" if claim.index == false else "verified", "") for claim in claims]
+
+    certifier, demanded = Finding(Plane(), 2, Smoothing(), CPU), Demanded(every=True)
+    certifier.at_once = None
+    claims = [Certificate(index, 1, 1, 0.1, "smoothing", 0.001) for index in range(20)]
+    images: Any = SimpleNamespace(fetch=lambda places: torch.ones(len(places), 1, 1, 2))
+    with nullcontext() if false is None else pytest.raises(DataError, match=f"image {false} "):
+        assert find_again(certifier, claims, images, Threat("l2", 0.1), demanded, 8, "r.jsonl").again == 20
+        assert asked == list(range(20))
+
+
+def test_a_method_searches_up_to_where_it_ends_its_search() -> None:
+    certifier = SmoothingCertifier(Plane(), 2, Smoothing(sigma=0.5, n0=8, samples=64, enough=0.2), CPU)
+    threats = [Threat("l2", 0.1), Threat("l2", 0.2), Threat("l2", 0.3), Threat("patch", Patch(1, 1))]
+    assert [certifier.searches(threat) for threat in threats] == [True, True, False, True]
+
+
+def test_a_radius_that_is_found_exactly_again_is_verified() -> None:
+    claims = [Certificate(0, 1, 1, radius, "lipschitz", 0.0) for radius in (0.0, 0.5, math.inf)]
+    assert [_compare(claim, claim).status for claim in claims] == ["verified"] * 3
+
+
 def test_rounding_that_a_batch_shares_refutes_no_record() -> None:
     """Radii of more images at once are smaller: a record is held to that of its image alone."""
 
@@ -257,8 +309,6 @@ def test_rounding_that_a_batch_shares_refutes_no_record() -> None:
 def test_true_claims_are_refuted_no_more_often_than_stated() -> None:
     """600 claims at the very edge (p is what they say), tested at level 0.05: about 20 fall, and never many more."""
     from scipy import stats
-
-    from certcli.certify.certificate import Doubt
 
     settings = Smoothing(sigma=0.5, n0=8, samples=64, alpha=0.05, batch_size=4096)
     radius = settings.radius(58, 64)

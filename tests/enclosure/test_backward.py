@@ -15,6 +15,7 @@ from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.parabolas import coupled, hinges, proven
 from certcli.enclosure.zonotopes.pointwise import relu
 from certcli.enclosure.zonotopes.rules.layers import affine
+from certcli.enclosure.zonotopes.rules.shapes import arranged
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network
 from tests.helpers.enclosure_cases import CASES, Case
 
@@ -192,6 +193,22 @@ def test_rounding_on_the_way_back_is_covered() -> None:
     for row, found in zip(second.tolist(), bound.tolist(), strict=True):
         value = sum(Fraction(w) * v for w, v in zip(row, inner, strict=True))
         assert value - Fraction(1, 1000) < Fraction(found) < value
+
+
+def test_the_size_of_terms_is_no_less_than_their_sum() -> None:
+    """Of ReLUs that just open: the value of the chord at 0 is all there is."""
+    out = relu(l2_ball(torch.zeros(1, 1, 1, 4).double(), 1.0, squares_up_to=0, limit=9, tape=True))
+    assert out.node is not None
+    found = descend(out.node, -torch.eye(4).double().view(4, *out.shape), {})
+    assert bool((found.total < -0.4).all())
+    assert bool((found.size >= -found.total).all())
+
+
+def test_each_part_goes_back_to_its_own_place() -> None:
+    x = l2_ball(PLACE, 0.1, squares_up_to=0, limit=9, tape=True)
+    for place, part in enumerate(arranged(torch.chunk, x, 3, -1)):
+        (row,) = part.node.pull(torch.ones(1, *part.shape).double())
+        assert row.flatten().nonzero().flatten().tolist() == [2 * place, 2 * place + 1]
 
 
 def test_the_first_node_is_the_image() -> None:

@@ -1,17 +1,24 @@
 """The radii of balls in exact arithmetic: no sum of lengths comes out below the true one."""
 
+import itertools
+import math
 from collections.abc import Callable
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from certcli.enclosure.balls.attention import Facts, _gains
 from certcli.enclosure.balls.ball import Near, Normalised, settled
+from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.layers import cat, normalised, rms_norm
 from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.enclosure.zonotopes.form import Form, Space
+from certcli.engine.walk import Constant
 from tests.enclosure.test_balls import context, draw
 from tests.helpers.enclosure_cases import CASES, forms
 
@@ -104,6 +111,18 @@ def test_no_tensor_of_a_form_exceeds_its_bounds(size: float, boxed: bool) -> Non
     assert all(holds(bounds, 0, point) for point in points)
 
 
+def test_a_row_may_come_nearer_to_its_mean_by_all_its_slack() -> None:
+    centre = torch.tensor([[1.0, -1.0, 1.0, -1.0]]).double()
+    bounds = Form(Space(1, False, 0), centre, torch.zeros(1, 1, 4).double(), 0 * centre + 0.5).bounds()
+    assert 0.5 * (1 - 1e-9) < float(bounds.deviation) <= 0.5
+
+
+@pytest.mark.parametrize("gain", [None, draw(4)])
+def test_a_norm_that_waits_has_room_for_an_error_behind_it(gain: Tensor | None) -> None:
+    waiting, error = Normalised(Near.of(X.centre, FIBRE, WHOLE), gain, None), WHOLE / 8
+    assert bool((settled(waiting.doubted(error)).whole >= settled(waiting).whole + error * (1 - 1e-12)).all())
+
+
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("width", [2, 8, 50])
 def test_a_norm_reaches_from_one_end_of_its_sphere_to_the_other(kind: str, width: int) -> None:
@@ -117,3 +136,63 @@ def test_a_norm_reaches_from_one_end_of_its_sphere_to_the_other(kind: str, width
     far = 2 * F.layer_norm(token, (width,), eps=1e-9).norm()
     for ball in (found.near, settled(found)):
         assert far <= float(ball.fibre) <= 2 * width**0.5 * (1 + 1e-9)
+
+
+def near(*shape: int, seed: int) -> Near:
+    return Near.of(draw(2, *shape, seed=seed), 0.1 * positive(2, *shape[:-1], seed=seed))
+
+
+def scores(toward: float, of: list[float], turn: list[float], p: list[float]) -> tuple[list[float], float]:
+    """How far each score moves, at most, and the logarithm of the sum of exponentials: docs/local.md, 10.2."""
+    change = [toward * radius + far for radius, far in zip(of, turn, strict=True)]
+    return change, min(math.log1p(sum(a * math.expm1(t) for a, t in zip(p, change, strict=True))), max(change))
+
+
+def test_heads_follow_their_theorem() -> None:
+    """Each number of the bound computed once more, a query at a time."""
+    q, k, v = (near(1, 2, 4, 3, seed=seed) for seed in (1, 2, 3))
+    found = heads(context(), q, k, v, None, -0.7)
+    assert torch.equal(heads(context(), Constant(q.centre[0]), k, v, None, -0.7).centre[0], found.centre[0])
+    p = (-0.7 * q.centre @ k.centre.mT).softmax(-1)
+    o, m = p @ v.centre, p @ k.centre
+    for at in itertools.product(range(2), [0], range(2), range(4)):
+        own, a = at[:3], float(q.fibre[at])
+        probabilities, moved, reach = (
+            p[at].tolist(),
+            k.fibre[own].tolist(),
+            (v.centre[own] - o[at]).norm(dim=-1).tolist(),
+        )
+        turn = [0.7 * a * far for far in (k.centre[own] - m[at]).norm(dim=-1).tolist()]
+        change, level = scores(0.7 * (float(q.centre[at].norm()) + a), moved, turn, probabilities)
+        through = turned = 0.0
+        for share, t, g, far in zip(probabilities, change, v.fibre[own].tolist(), reach, strict=True):
+            through += min(share * math.exp(t + level), 1) * g
+            turned += share * math.expm1(t + level) * far
+        least = through + min(turned, 2 * max(reach))
+        assert least <= float(found.fibre[at]) <= least * (1 + 1e-9)
+
+
+def test_gains_of_tokens_follow_their_theorem() -> None:
+    """The same of an attention over tokens: docs/local.md, 10.2."""
+    shares, through, curve = positive(2, 3, 4, 5, seed=4).softmax(-1), positive(3, seed=5), positive(3, seed=6)
+    turn, reach, toward, own = (positive(2, 3, *shape, seed=7) for shape in ((4, 5), (4, 5), (4,), (4,)))
+    facts = Facts(draw(2, 4, 6), positive(2, 4), shares, reach, toward, turn, own)
+    weights: Any = SimpleNamespace(through=through, curve=curve)
+    radius, asking = 0.2 * positive(2, 5, seed=8), 0.2 * positive(2, 4, seed=9)
+    gains = _gains(facts, weights, radius, asking)
+    for b, i in itertools.product(range(2), range(4)):
+        least = [0.0] * 6
+        for h in range(3):
+            at, a = (b, h, i), float(asking[b, i])
+            p, far = shares[at].tolist(), reach[at].tolist()
+            slope = float(toward[at]) + float(curve[h]) * a
+            change, level = scores(slope, radius[b].tolist(), (a * turn[at]).tolist(), p)
+            most = max(change) + level
+            second = most / 2 * math.exp(most)
+            mean = sum(x * y for x, y in zip(p, far, strict=True))
+            beside = [x * second * (y + (1 + second) * mean) for x, y in zip(p, far, strict=True)]
+            for j in range(5):
+                least[j] += min(p[j] * math.exp(most), 1) * float(through[h]) + (p[j] * far[j] + beside[j]) * slope
+            least[5] += float(own[at]) + sum(x * y for x, y in zip(beside, turn[at].tolist(), strict=True))
+        for found, exact in zip(gains[b, i].tolist(), least, strict=True):
+            assert exact <= found <= exact * (1 + 1e-9)

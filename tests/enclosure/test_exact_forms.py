@@ -1,6 +1,7 @@
 """Sums and bounds of both domains against exact arithmetic and the theorems of rounding: each term of a bound is there."""
 
 from decimal import Decimal, localcontext
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -18,15 +19,17 @@ from certcli.enclosure.zonotopes.form import Form, Space, l2_ball
 from certcli.enclosure.zonotopes.functions import Function
 from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.needed_tokens import _pointwise
-from certcli.enclosure.zonotopes.normalisation import mean_square
+from certcli.enclosure.zonotopes.normalisation import centred, mean_square
 from certcli.enclosure.zonotopes.rounding import FUNCTION
+from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models.build import PixelModel
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from tests.enclosure.test_balls import context, draw
-from tests.enclosure.test_refusals import Tokens
+from tests.enclosure.test_refusals import NO_TOKEN, Tokens
 from tests.enclosure.test_zonotope_networks import SIZE, SPEC, image, network
+from tests.helpers.enclosure_cases import CASES, forms
 
 U = 2.0**-53
 
@@ -66,6 +69,26 @@ def test_margins_lose_as_much_as_their_terms_say(width: int) -> None:
 def test_a_mean_loses_as_much_as_its_terms_say() -> None:
     tokens = 1e3 * torch.tensor([1.0, -1.0]).double().repeat(1, 1, 50)[..., None]  # whose mean is 0
     assert float(mean(context(), still(tokens[:, :, :, None].flatten(3)), 1).whole) >= 100 * U * 1e3
+
+
+def test_radii_and_sizes_are_not_below_the_exact_ones() -> None:
+    (x,) = forms(CASES[0], 0.1, False, 0, mixed=True)
+    of = [[Fraction(number) for number in part.flatten().tolist()] for part in (x.centre, x.slack, *x.gens)]
+    for i, (centre, slack, *columns) in enumerate(zip(*of, strict=True)):
+        ball, beside = (
+            sum(column**2 for column in columns[: x.space.ball]),
+            sum(map(abs, columns[x.space.ball :])) + slack,
+        )
+        box, radius, size = (Fraction(float(part.flatten()[i])) for part in (x.box_radius, x.radius, x.size))
+        assert box >= beside
+        assert Fraction(float(x.ball_radius.flatten()[i])) ** 2 >= ball
+        assert (radius - beside) ** 2 >= ball
+        assert (size - beside - abs(centre)) ** 2 >= ball
+
+
+@pytest.mark.parametrize("run", [centred, lambda x: form_mean(NO_TOKEN, x, -1)])
+def test_means_of_forms_lose_as_much_as_their_terms_say(run: Any) -> None:
+    assert bool((run(form(torch.ones(1, 1, 4096).double())).slack >= 4096 * U).all())
 
 
 def test_a_norm_of_many_entries_loses_as_much_as_their_squares() -> None:
@@ -117,8 +140,9 @@ def test_a_fit_counts_the_rounding_of_the_largest_value() -> None:
 def test_parts_of_different_shapes_are_no_enclosure() -> None:
     x = form(torch.zeros(1, 3, 4).double())
     assert Enclosure.shape(None, x) == (1, 3, 4)  # type: ignore[arg-type]
-    with pytest.raises(NoRule, match="different shapes"):
-        Enclosure.shape(None, Form(x.space, x.centre, x.gens, x.slack[:, :2]))  # type: ignore[arg-type]
+    for gens, slack in ((x.gens, x.slack[:, :2]), (x.gens[:-1], x.slack)):
+        with pytest.raises(NoRule, match="different shapes"):
+            Enclosure.shape(None, Form(x.space, x.centre, gens, slack))  # type: ignore[arg-type]
 
 
 def test_every_value_is_shown_and_held_to_what_the_network_does() -> None:
@@ -160,16 +184,28 @@ def test_only_sums_and_products_of_equal_shapes_are_token_by_token(function: Any
     assert not _pointwise(None, node)  # type: ignore[arg-type]
 
 
-def test_a_constant_of_all_tokens_is_added_to_the_one_that_is_read() -> None:
+class Straight(Tokens):
+    """Its head reads the token itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.middle(self, self.embed(x.flatten(1).unflatten(1, (4, 4)))))
+        return found
+
+
+@pytest.mark.parametrize("kind", [Tokens, Straight])
+def test_a_constant_of_all_tokens_is_added_to_the_one_that_is_read(kind: type[Tokens]) -> None:
     torch.manual_seed(0)
-    net = Tokens(lambda net, x: (x + net.shift)[:, 2], 6, shift=nn.Parameter(torch.randn(1, 1, 6)))
+    norm = nn.Identity() if kind is Tokens else nn.LayerNorm(6)
+    net = kind(lambda net, x: net.norm(x + net.shift)[:, 2], 6, shift=nn.Parameter(torch.randn(1, 1, 6)), norm=norm)
     model = PixelModel(SPEC, net).double().eval().requires_grad_(False)
     logits = model(image())[0]
     label = int(logits.argmax())
-    found = LocalNetwork(model, SIZE).margins(l2_ball(image(), 1e-6, squares_up_to=0, limit=99), label)
     exact = (logits[label] - logits)[torch.arange(4) != label]
-    assert bool((found <= exact).all())
-    assert torch.allclose(found, exact, atol=1e-3)
+    form = LocalNetwork(model, SIZE).margins(l2_ball(image(), 1e-6, squares_up_to=0, limit=99), label)
+    (ball,) = NormsNetwork(model, SIZE).margins(image(), torch.full((1,), 1e-6).double(), torch.tensor([label]))
+    for found in (ball, form)[: 1 + (kind is Tokens)]:  # behind a norm a form's margins have their sign alone
+        assert bool((found <= exact).all())
+        assert torch.allclose(found, exact, atol=1e-3)
 
 
 def test_each_image_has_its_own_rounding() -> None:

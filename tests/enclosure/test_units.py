@@ -22,7 +22,7 @@ from certcli.enclosure.zonotopes import rounding
 from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.backward import HingeChoice, Node, descend, lower
 from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
-from certcli.enclosure.zonotopes.functions import RECIPROCAL, RSQRT, SQRT, Function
+from certcli.enclosure.zonotopes.functions import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT, Function
 from certcli.enclosure.zonotopes.margins import differences, linear_margins, lower_bounds, normalised_margins
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.parabolas import hinges, proven
@@ -284,3 +284,22 @@ def test_probabilities_of_equal_scores_are_still_rounded() -> None:
     tokens = draw(1, 5, 8)
     facts = _facts(module, _weights(module, None), tokens, tokens.norm(dim=-1), slice(None))
     assert (facts.share >= (1 + (4 + 5 + 68) * 2.0**-22) / 5).all()
+
+
+def test_sums_over_keys_are_rounded_once_a_key() -> None:
+    n, ctx = 1024, context()
+    q, k, v = (Near(draw(1, 1, 1, count, 3), torch.zeros(1, 1, 1, count).double(), 0 * UNIT) for count in (1, n, n))
+    zero = torch.zeros(1, 1, 1, 1, n).double()
+    ctx.facts[ctx.node, "heads"] = zero + 1 / n, q.centre, 0 * q.fibre, zero, zero, 0 * q.fibre
+    found = heads(ctx, q, k, Near(v.centre, v.fibre + 1, UNIT), None, 1.0)
+    assert float(found.fibre) >= 1 + n * 2.0**-22
+
+
+@pytest.mark.parametrize("f", [EXP, LOG, RECIPROCAL, RSQRT, SQRT, GELU, GELU_TANH], ids=lambda f: f.name)
+def test_going_back_through_a_function_counts_rounding_whatever_its_slope(f: Function) -> None:
+    x = l2_ball(torch.full((1, 1, 1, 2), 2.0).double(), 1e-9, squares_up_to=0, limit=9, tape=True)
+    node = apply(f, x).node
+    assert node is not None
+    assert node.error is not None
+    (slope,) = node.pull(torch.ones(1, *x.shape).double())
+    assert bool((node.error >= 64 * 2.0**-22 * slope[0].abs() * x.size).all())

@@ -1,14 +1,16 @@
 """Each rule by which a claim is verified or refuted, on the smallest claims that tell it from a weaker one."""
 
-from types import SimpleNamespace
+from types import SimpleNamespace as Fields
 from typing import Any
 
 import pytest
 
+from certcli.checkpoint.record import MEAN
 from certcli.evaluation.threat import Patch, Threat
+from certcli.lipschitz.bound import Bound, bound_document
 from certcli.lipschitz.numerics.real import INF, ZERO, Real
 from certcli.verification import claims, laws, report
-from certcli.verification.claims import Again, Claim
+from certcli.verification.claims import Again, Claim, Request
 
 V, R, N = "verified", "refuted", "not checked"
 
@@ -66,6 +68,8 @@ JUDGED: list[tuple[Threat | None, float, Again, str]] = [
     (None, 0.4, again([(True, 0.5)] * 200 + [(False, 0.5)] * 200, 4000), R),
     (l2(0.2), 0.4, again([(True, 0.5)] * 200 + [(False, 0.5)] * 200, 4000), V),
     (l2(0.2), 0.6, again([(True, 0.5)] * 200 + [(False, 0.5)] * 200, 4000), R),
+    (None, 1.0, again([(True, 0.5)] * 9, 4000), V),  # the ends of an interval are in it
+    (None, 0.0, again([(False, 0.5)] * 9, 4000), V),
 ]
 
 
@@ -83,6 +87,7 @@ def test_a_share_is_what_was_found_or_less(threat: Threat | None, share: float, 
         (0.35, [(True, 0.35), (True, float("inf"))], V),  # infinite radii are left out, in mean and count
         (0.36, [(True, 0.35), (True, float("inf"))], R),
         (0.1, [(True, float("inf"))], R),
+        (0.0, [(False, 0.1)], V),
         (0.1, [(True, ("2x2",)), (True, 0.1)], V),
     ],
 )
@@ -91,12 +96,79 @@ def test_a_mean_is_what_was_found_or_less(mean: float, rows: Any, status: str) -
     assert claims._judge_mean(mean, again(rows, len(rows) + 1))[0] == N
 
 
+TEN = Real(10.0)
+# log10_upper, upper and lower of a result about a network whose bound is 10, and what becomes of the bound
+BOUNDS: list[tuple[float | None, Any, float | None, str]] = [
+    (None, "inf", None, V),
+    (-1.0, "inf", None, R),
+    (1.0, 10.0, 5.0, V),
+    (1.0, 10.0, 10.0 * (1 + 0.7e-6), V),
+    (1.0, 10.0, 10.0 * (1 + 1.1e-6), R),
+]
+
+
+@pytest.mark.parametrize(("log10", "upper", "lower", "status"), BOUNDS)
+def test_a_bound_is_neither_below_the_proven_one_nor_below_a_slope(
+    log10: Any, upper: Any, lower: Any, status: str
+) -> None:
+    told = list(claims._bound("", Fields(log10_upper=log10, upper=upper, lower=lower), TEN))
+    assert [(one.status, one.asked) for one in told] == [(status, True), (N, False)][: 1 + (lower is not None)]
+
+
+def test_each_claim_belongs_to_its_entry_and_history_is_not_asked_for() -> None:
+    entries = [Fields(command="certify", digest=digest) for digest in ("parent", "strange")]
+    record = Fields(lineage=[Fields(command="init", parent="parent")], surgery=(), evidence=entries)
+    found = claims.check(Fields(record=record, digest="own"), None)  # type: ignore[arg-type]
+    assert [(one.number, one.status, one.asked) for one in found] == [(None, N, False), (0, N, False), (1, R, True)]
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_what_was_measured_counts_where_it_is_asked_for(measured: bool) -> None:
+    entry: Any = Fields(command="adapt", result=None)
+    (found,) = claims._check(None, entry, "", None, None, measured)  # type: ignore[arg-type]
+    assert (found.status, found.asked) == (N, measured)
+
+
+@pytest.mark.parametrize("total", [4, 9])
+def test_training_is_certified_again_with_the_seed_of_the_last_step(total: int) -> None:
+    """And the mean radius, which no sample tells, is asked for where all images were certified again."""
+    asked: list[Request] = []
+
+    def certify(request: Request) -> Again:
+        asked.append(request)
+        return again(total=total)
+
+    checkpoint: Any = Fields(record=Fields(lineage=[Fields(seed=3), Fields(seed=7)]))
+    entry: Any = Fields(
+        result=Fields(dataset=None, arithmetic="real", clean=0.0, certified=0.0),
+        parameters=Fields(images=4, epsilon=0.2),
+    )
+    list(claims._training(checkpoint, entry, "", certify))
+    assert (asked[0].limit, asked[0].seed) == (4, 7)
+    *_, mean = claims._again("", 0.0, [], 0.1, None, {}, asked[0], certify)
+    assert mean.asked is (total == 4)
+
+
+def test_a_parent_s_own_steps_come_before_the_step() -> None:
+    """Those of a member that is joined to a mean come right before it, others' before them."""
+    steps = [Fields(command=word, parent=parent) for word, parent in (("a", ""), ("b", ""), (MEAN, "B"), ("c", "M"))]
+    own = {"B": steps[1:2], "M": steps[:3], "whole": steps, "B, otherwise": steps[:1]}
+
+    def compared(*names: str) -> list[tuple[str, str, bool]]:
+        files: Any = {name: Fields(digest=name[0], record=Fields(lineage=own[name])) for name in names}
+        return [(one.entry, one.status, one.asked) for _, one in claims.compare_lineages(files)]
+
+    third, fourth = "lineage, step 3", "lineage, step 4"
+    assert compared("B", "M", "whole") == [(third, V, False), (third, V, False), (fourth, V, False)]
+    assert compared("B, otherwise", "whole") == [(third, R, False)]
+
+
 def lineage(commands: str, evidence: str = "", surgery: tuple[str, ...] = (), stale: str = "") -> list[str]:
-    entries = [SimpleNamespace(command=word, digest="own") for word in evidence.split()]
-    entries += [SimpleNamespace(command=word, digest="other") for word in stale.split()]
-    steps = [SimpleNamespace(command=word, parent="p") for word in commands.split()]
-    record = SimpleNamespace(lineage=steps, surgery=surgery, evidence=entries)
-    checkpoint: Any = SimpleNamespace(record=record, digest="own")
+    entries = [Fields(command=word, digest="own") for word in evidence.split()]
+    entries += [Fields(command=word, digest="other") for word in stale.split()]
+    steps = [Fields(command=word, parent="p") for word in commands.split()]
+    record = Fields(lineage=steps, surgery=surgery, evidence=entries)
+    checkpoint: Any = Fields(record=record, digest="own")
     return [claim.status for claim in claims._lineage(checkpoint)]
 
 
@@ -106,10 +178,7 @@ def test_what_contradicts_a_lineage_is_found() -> None:
     assert lineage("init finetune", "finetune certify") == lineage("finetune adapt", stale="finetune") == honest
     assert lineage("init", surgery=("x",)) == lineage("", surgery=("x",)) == [R, N]
     assert lineage("", "finetune") == lineage("finetune adapt", "finetune") == [R, N]
-    assert lineage("adapt init") == lineage("init init") == [R, N]
-
-
-TEN = Real(10.0)
+    assert lineage("adapt init") == lineage("init init") == lineage("init mean init") == [R, N]
 
 
 @pytest.mark.parametrize(
@@ -140,3 +209,27 @@ def test_logarithms_and_words_of_bounds() -> None:
     for value in (ZERO, INF):
         assert laws._same_log10(None, value)
         assert not laws._same_log10(1.0, value)
+    assert not report.below_log10(None, INF)  # the logarithm of an infinite bound is not stated
+    assert laws._same_log10(1e-13, Real(1.0))
+    assert laws._same_log10(
+        bound_document(Real.from_json([0.5, 3210]))["log10_upper"] + 1e-10, Real.from_json([0.5, 3210])
+    )
+
+
+def reported(root: Bound, **other: Any) -> list[str]:
+    rows: list[Any] = [Fields(**row, as_dict=lambda row=row: row) for row in root.to_json()]
+    given: Any = Fields(**{"proof": rows, "bound_of": "logits", **bound_document(root.value), **other})
+    told = laws.verify_laws(given)
+    assert (told.nodes, told.theorems) == (len(given.proof), sum(row.law == "theorem" for row in given.proof))
+    assert told.laws_hold is (not told.problems)
+    return list(told.problems)
+
+
+def test_a_report_hangs_together() -> None:
+    first, second = (Bound(path, "Linear", Real(size), "theorem", "") for path, size in (("a", 3.0), ("b", 5.0)))
+    root = Bound("", "network", first.value * second.value, "composition", "", (first, second))
+    assert reported(root) == []
+    for changed in (bound_document(Real(3.0)), {"bound_of": "features"}, {"proof": []}):
+        assert reported(root, **changed)
+    assert reported(Bound("", "features", Real(3.0), "same", "", (first,)), bound_of="features") == []
+    assert reported(Bound("", "network", INF, "unbounded", "")) == []

@@ -32,7 +32,7 @@ class Voting(Procedure):
         self.title = f"votes of {len(self.views)} bands ({bands} of {width} cells)"
 
     def predict(self, passes: Passes, pixels: Tensor) -> list[Outcome]:
-        return [Outcome(winner(votes, self.classes), votes=votes) for votes, _ in self._votes(passes, pixels)]
+        return [Outcome(winner(votes, self.classes)) for votes, _ in self._votes(passes, pixels)]
 
     def certify(self, passes: Passes, pixels: Tensor, labels: Sequence[int]) -> list[Outcome]:
         found = []

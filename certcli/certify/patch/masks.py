@@ -59,12 +59,11 @@ def square_masks(grid: Grid, patch: Patch, count: int) -> Tensor:
     views = torch.ones(len(rows) * len(columns), *grid.shape, dtype=torch.bool)
     for view, ((top, bottom), (left, right)) in zip(views, itertools.product(rows, columns), strict=True):
         view[top:bottom, left:right] = False
-    if patch.count > 1:
-        chosen = itertools.combinations_with_replacement(range(len(views)), patch.count)
-        joined = {tuple(sorted(set(some))) for some in chosen}
-        if len(joined) > MOST_MASKS:
-            raise UsageError(f"{len(joined):,} masks against {patch} are too many", "fewer --masks")
-        views = torch.stack([reduce(torch.logical_and, views[list(some)]) for some in sorted(joined)])
+    chosen = itertools.combinations_with_replacement(range(len(views)), patch.count)
+    joined = {tuple(sorted(set(some))) for some in chosen}
+    if len(joined) > MOST_MASKS:
+        raise UsageError(f"{len(joined):,} masks against {patch} are too many", "fewer --masks")
+    views = torch.stack([reduce(torch.logical_and, views[list(some)]) for some in sorted(joined)])
     pairs = views[:, None] & views[None]
     if not bool(pairs.flatten(2).any(dim=2).all()):
         raise UsageError(

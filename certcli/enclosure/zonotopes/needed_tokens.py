@@ -44,7 +44,7 @@ def split(traced: Trace, norms: tuple[type[nn.Module], ...]) -> NetworkEnd:
     before = _source(node)
     node, token = _skip(traced, before, choose=True)
     norm = _module(traced, node)
-    if norm is not None and type(norm) in norms:
+    if type(norm) in norms:
         return NetworkEnd(_until(traced, _source(node)), norm, head, token)
     return NetworkEnd(_until(traced, before), None, head, None)
 

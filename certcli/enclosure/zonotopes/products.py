@@ -30,7 +30,7 @@ def product(x: Form, y: Form, contract: Contract, terms: int, frobenius: Contrac
         + contract(x.ball_radius, y.rest_radius)
         + contract(x.rest_radius, y.radius)
     )
-    both = _both(x, y, contract, terms, frobenius) if space.ball and not space.squares else None
+    both = None if space.squares else _both(x, y, contract, terms, frobenius)
     node = _paired(x, y, contract, terms, both)
     if space.squares:
         gens[space.ball : x.fixed] += folded(contract(x.ball[:, None], y.ball[None]))
@@ -88,7 +88,7 @@ def squares(x: Form) -> Form:
         gens[space.ball : x.fixed] += folded(gram)
     elif space.boxed:
         centre, slack = centre + most / 2, slack + most / 2
-    elif space.ball:
+    else:
         columns = x.ball.movedim(0, -1)  # (*s, d, m)
         gram = columns @ columns.mT
         most = up(torch.linalg.matrix_norm(gram)[..., None], width * width + space.ball) + gamma(space.ball) * reach**2
