@@ -49,6 +49,10 @@ def test_intervals_agree_with_known_values() -> None:
     for wrong in ((1, 0), (3, 2), (-1, 4)):
         with pytest.raises(DataError):
             share_interval(*wrong)
+    for alpha in (0.0, 1.0, -0.5, 1.5, math.nan):
+        for bound in (lower_confidence, upper_confidence):
+            with pytest.raises(ValueError, match="alpha"):
+                bound(3, 4, alpha)
 
 
 def test_digests_are_of_labels_and_pixels(plain: Checkpoint) -> None:
@@ -147,6 +151,8 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(plain: C
 
     def fill() -> None:
         with RecordFile(path, run, images) as file:
+            with pytest.raises(ValueError, match="not JSON compliant"):
+                file.write([{**row, "radius": math.nan}])
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
             for _ in range(1000):
                 file.write([row])

@@ -130,6 +130,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     ),
     "a mean with a divisor of its own": (lambda x: F.avg_pool2d(x[:, None], 2, divisor_override=3), "divisor"),
     "another norm": (lambda x: (x @ W[0]).norm(p=1, dim=-1), "order 1"),
+    "another shape in place": (lambda x: (x @ W[0]).squeeze_(0), "shape"),
+    "logits of another type": (lambda x: torch.ones_like(x, dtype=torch.float32), "not computed in float64"),
 }
 
 
@@ -148,6 +150,18 @@ def test_products_lose_as_much_as_their_absolute_values_say() -> None:
     x = ones(1, 16)
     for function, inputs in (((lambda y: y @ weight), (x,)), ((lambda y: weight @ y), (x.T,))):
         assert own(function, inputs) >= 16 * 2.0**-53 * 16 * float(x.norm())
+
+
+@pytest.mark.parametrize("error", [0.0, 0.5])
+def test_a_norm_is_as_steep_as_its_least_deviation(error: float) -> None:
+    """By what the centred entries are off, a deviation is less by 1 / sqrt(n) of it."""
+    x, gamma = draw(2, 6), rounding.gamma(6 + 8)
+    moved = float(x.norm()) * 4 * gamma + error
+    least = float(x.std(-1, unbiased=False).min()) - moved / 6**0.5
+    out = F.layer_norm(x, (6,), eps=0.01)
+    exact = moved / (least**2 + 0.01) ** 0.5 + float(out.norm()) * (gamma + 2 * rounding.FUNCTION)
+    found = allowed(lambda x: F.layer_norm(x, (6,), eps=0.01), (x,), error)
+    assert exact * (1 - 1e-9) <= found <= exact * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 100])

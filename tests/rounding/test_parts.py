@@ -2,6 +2,7 @@
 
 import copy
 import math
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -140,9 +141,11 @@ def test_softmax_counts_its_roundings() -> None:
 
 
 def test_a_deviation_that_is_stored_as_0_is_refused() -> None:
-    for deviation, fine in ((1.0, True), (1e-12, False)):
+    for deviation, fine in ((1.0, True), (1e-12, False), (0.0, False)):
         with nullcontext() if fine else pytest.raises(NoRule, match="a deviation of 0"):
             followed(pixels(deviation=deviation), (torch.ones(IMAGE).double(),), FP16)
+        with nullcontext() if fine else pytest.raises(NoRule, match="a division by 0"):
+            followed(Apply(operator.truediv, deviation), (torch.ones(IMAGE).double(),), FP16)
 
 
 def test_small_numbers_are_no_zeros() -> None:
