@@ -64,10 +64,6 @@ def step(**changes: Any) -> list[Raw]:
     return [{"command": "x", "parameters": {}, "seed": 0, "versions": {}, "parent": None, **changes}]
 
 
-def about(**changes: Any) -> list[Raw]:
-    return [{"command": "x", "parameters": {}, "result": {}, "digest": "0" * 64, **changes}]
-
-
 def swap(path: str, kind: str, **args: Any) -> list[Raw]:
     return [{"path": path, "kind": kind, "args": args}]
 
@@ -111,6 +107,7 @@ ARGUMENTS: list[tuple[str, Any]] = [
     ("x\x1b[31m", 1),
 ]
 
+ENTRY = {"command": "x", "parameters": {}, "digest": "0" * 64}
 RECORDS: list[tuple[str, Callable[[Raw], Any], int, str]] = [
     ("argument", put("arch_args", "checkpoint_path", value=EVIL), 3, "checkpoint_path"),
     ("too large", put("arch_args", "embed_dim", value=60_000), 4, "larger"),
@@ -152,7 +149,7 @@ RECORDS: list[tuple[str, Callable[[Raw], Any], int, str]] = [
     ("deep parameters", put("lineage", value=step(parameters={"a": nested(100)})), 3, "deep"),
     ("long text", put("lineage", value=step(parameters={"a": "x" * 10**6})), 3, "text"),
     ("evidence", put("evidence", value=[{"command": "certify"}]), 3, "evidence"),
-    ("deep result", put("evidence", value=about(result={"a": nested(100)})), 3, "deep"),
+    ("deep result", put("evidence", value=[{**ENTRY, "result": {"a": nested(100)}}]), 3, "deep"),
     ("foreign", put("foreign", value={"a": 1}), 3, "foreign"),
 ]
 
