@@ -107,6 +107,8 @@ def test_a_map_has_its_proven_norm() -> None:
     assert LinearMap(kernel, None, PRECISIONS["float64"], geometry).norm == arith.convolution(kernel, 0.0, geometry)
     blocks = draw(4, 3, 3)
     assert BlockMap(blocks, PRECISIONS["float64"]).norm == as_real(max(spectral_norms(list(blocks))))
+    assert BlockMap(blocks, PRECISIONS["float64"]).out == 4 * 3
+    assert BlockMap(torch.eye(2)[None].double(), PRECISIONS["float64"]).norm >= 1.0
 
 
 def test_what_a_network_computes_of_its_weights_is_no_weight() -> None:

@@ -178,9 +178,9 @@ def fused(q: Part, k: Executed, v: Executed, scale: float, mask: Tensor | None) 
     tokens, width = k.shape[-2:]
     score = q[0] * float(k.fibre) * abs(scale)
     own = score * products(width) + lost(width, 1) + q[1] * float(k.fibre) * abs(scale)
-    bias, moved = (0.0, 0.0) if mask is None else (Held(mask).most, Held(mask).farthest)
-    whole = score + own + bias
-    own = own + moved + whole * c(2 * U)
+    shown = Held(0.0 if mask is None else mask.masked_fill(mask.isneginf(), 0.0))
+    whole = score + own + shown.most
+    own = own + shown.farthest + whole * c(2 * U)
     error = averaged(tokens, softmax_error(tokens, whole + own, own), float(v.fibre), 0.0)
     return error * math.sqrt(14)
 
@@ -229,6 +229,7 @@ S = AttentionShape(6, 2, 3, True, 6, True, (1, 7))
 X, Y, KNOWN, IMAGES = of(), of(total=7.0, fibre=2.5, peak=1.5), of(deviation=2.0), of(2, 3, 4, 4)
 RIGHT, MAPS, CHANNELS, ONE_IMAGE = of(2, 6, 4, total=7.0, fibre=2.5), of(2, 6, 7), of(1, 3, 3, 4), of(1, 7, 6)
 WEIGHT, BIAS, GAIN, MASK, QUERY = draw(5, 6), draw(5), draw(6), 4 * draw(7, 7), draw(2, 7, 6, seed=1)
+MASK[2, 3] = -math.inf
 BLOCKS = draw(3, 6, 5)
 LAYER, GROUPS, RMS = given(nn.LayerNorm(6, eps=2.0)), given(nn.GroupNorm(2, 6, eps=2.0)), given(nn.RMSNorm(6, eps=2.0))
 FLOOR, CENTRE = given(FloorNorm(6), floor=torch.tensor(1.7).double()), given(CenterNorm(6))
