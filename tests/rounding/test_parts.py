@@ -125,6 +125,11 @@ def test_what_a_network_computes_of_its_weights_is_no_weight() -> None:
             found.apply(op, module, Followed(0, TOKENS))
 
 
+def test_of_several_constants_the_largest_error_counts() -> None:
+    own = [torch.tensor([0.0]), torch.tensor([1000.3]), torch.tensor([0.5])]
+    assert computed._error(own, FP16, Moved(own)) == float(Stored.of(own[1], FP16).farthest) > 0
+
+
 @pytest.mark.parametrize("sizes", [[2.0, 300.0], [300.0, 2.0]])
 def test_a_computed_product_is_rounded_where_its_factors_are_exact(sizes: list[float]) -> None:
     for name, size in (("mul", 600.0), ("add", 302.0)):

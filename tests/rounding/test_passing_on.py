@@ -54,6 +54,7 @@ ROWS: dict[str, Row] = {
     "sum, copied": (lambda x, y: x + y, (draw(3, 1), draw(1, 5)), 0.5, 0.99),
     "centred": (lambda x: x - x.mean(-1, keepdim=True), (draw(2, 6),), 0.5, 0.99),
     "less another's mean": (lambda x, y: x - y.mean(-1, keepdim=True), (draw(1, 6), draw(1, 6)), 0.5, 0.99),
+    "less a mean along another axis": (lambda x: x - x.mean(-1), (draw(6, 6),), 0.5, 0.7),
     "product": (lambda x, y: x * y, (peak(4), peak(4, height=-2)), 0.5, 0.99),
     "product, number": (lambda x: x * -3.7, (draw(4),), 0.5, 0.99),
     "product, exact": (lambda x: x * HIGH, (draw(4),), 0.5, 0.99),
