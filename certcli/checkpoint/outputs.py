@@ -52,9 +52,8 @@ class Outputs:
         for candidate in (path, *inside, path.parent / "config.json"):
             if candidate.is_file():
                 self._read.append(OptionPath(option, candidate))
-            if candidate.is_file() and is_index(candidate):
                 with contextlib.suppress(CheckpointError):  # reading it will raise the error
-                    self._read += [OptionPath(option, part) for part in named(candidate)]
+                    self._read += [OptionPath(option, part) for part in named(candidate)] if is_index(candidate) else []
 
     def reads_folder(self, option: str, path: Path) -> None:
         """Register a folder of images: no file in it that could be an image is replaced."""

@@ -1,7 +1,5 @@
 """Exact binomial statements: what a count of successes says about a probability, as numbers and in words."""
 
-import math
-
 from certcli.evaluation.radii import proven_percent
 from certcli.system.errors import DataError
 
@@ -85,5 +83,5 @@ def interval_text(hits: int, images: int) -> str:
 def _require_counts(successes: int, trials: int, alpha: float) -> None:
     if not 0 <= successes <= trials or trials < 1:
         raise DataError(f"no share: {successes} of {trials}")
-    if not (0 < alpha < 1 and math.isfinite(alpha)):
+    if not 0 < alpha < 1:
         raise ValueError(f"alpha {alpha} is not between 0 and 1")

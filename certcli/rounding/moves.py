@@ -82,9 +82,8 @@ def larger(op: Operation, a: Tensor, b: Tensor) -> Found:
     return value, rooted([size for x in (a, b) if (size := spread(op, x, value.numel())) is not None])
 
 
-@rule("expand", "repeat", "repeat_interleave")
+@rule("expand", "repeat")
 def repeated(op: Operation, x: Tensor, *counts: Any, **_: Any) -> Found:
-    op.require(not any(isinstance(count, Tensor) for count in counts) or op.size(x) is None, "uneven repetition")
     value = op.run()
     return value, spread(op, x, value.numel())
 

@@ -100,6 +100,7 @@ def test_lineage_and_evidence(tiny: Checkpoint) -> None:
     assert child.record.lineage[-1].parent == tiny.digest
     assert child.record.evidence[-1].digest == child.digest
     assert Record.from_json(child.record.to_json()) == child.record
+    assert f"{sum(value.numel() for value in tiny.tensors.values()):,} values" in repr(child)
     twice = child.with_evidence("lipschitz", {}, {"upper": 3.0})
     assert [entry.result["upper"] for entry in twice.record.evidence] == [3.0]
 
@@ -145,8 +146,10 @@ def truncated(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "spoil", [truncated, lambda data: b"", lambda data: b"not a safetensors file at all", lambda data: b"\xff" * 64]
-)
+    "spoil",
+    [truncated, lambda data: b"", lambda data: b"not a safetensors file at all", lambda data: b"\xff" * 64,
+     lambda data: safetensors.torch.save({}, {"certvit": record().to_json()})],
+)  # fmt: skip
 def test_broken_files_are_refused(tiny: Checkpoint, tmp_path: Path, spoil) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "a.safetensors"
     tiny.write(path)

@@ -14,10 +14,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from certcli.checkpoint.arch_args import arch_arguments
+from certcli.checkpoint.arch_args import MOST_ENTRIES, arch_arguments
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
-from certcli.checkpoint.schema import SURGERY
+from certcli.checkpoint.schema import LONGEST_RECORD, SURGERY
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.hints import Hints
@@ -95,9 +95,11 @@ ARGUMENTS: list[tuple[str, Any]] = [
     ("depth", 10_000_000),
     ("depths", [513]),
     ("embed_dim", 10**9),
-    ("embed_dim", 10**400),
+    ("embed_dim", -(10**400)),
     ("img_size", 100_000),
+    ("img_size", [8, 0]),
     ("mlp_ratio", 1e300),
+    ("mlp_ratio", float("nan")),
     ("act_layer", "x" * 100),
     ("patch_size", [[[[4]]]]),
     ("depths", [1] * 2000),
@@ -105,6 +107,7 @@ ARGUMENTS: list[tuple[str, Any]] = [
     ("x\x1b[31m", 1),
 ]
 
+ENTRY = {"command": "x", "parameters": {}, "digest": "0" * 64}
 RECORDS: list[tuple[str, Callable[[Raw], Any], int, str]] = [
     ("argument", put("arch_args", "checkpoint_path", value=EVIL), 3, "checkpoint_path"),
     ("too large", put("arch_args", "embed_dim", value=60_000), 4, "larger"),
@@ -146,6 +149,7 @@ RECORDS: list[tuple[str, Callable[[Raw], Any], int, str]] = [
     ("deep parameters", put("lineage", value=step(parameters={"a": nested(100)})), 3, "deep"),
     ("long text", put("lineage", value=step(parameters={"a": "x" * 10**6})), 3, "text"),
     ("evidence", put("evidence", value=[{"command": "certify"}]), 3, "evidence"),
+    ("deep result", put("evidence", value=[{**ENTRY, "result": {"a": nested(100)}}]), 3, "deep"),
     ("foreign", put("foreign", value={"a": 1}), 3, "foreign"),
 ]
 
@@ -232,8 +236,9 @@ def test_a_valid_config_describes_the_same_network(room: Path, tiny: Checkpoint)
 
 @pytest.mark.parametrize(("key", "value"), ARGUMENTS, ids=[f"{key}={str(value)[:20]}" for key, value in ARGUMENTS])
 def test_an_argument_names_no_file_code_or_large_size(room: Path, key: str, value: Any) -> None:
-    with pytest.raises(Refused):  # as for records and config.json
+    with pytest.raises(Refused) as caught:  # as for records and config.json
         arch_arguments({key: value})
+    assert len(str(caught.value)) < 200
     with pytest.raises(UsageError):
         Hints("certvit_vit_digits", {key: value})
     with pytest.raises(ArchitectureError):
@@ -297,6 +302,7 @@ def test_numbers_words_and_lists_of_an_architecture_pass() -> None:
     given = {"depth": 12, "mlp_ratio": 3, "act_layer": "gelu_tanh", "depths": [2, 18], "qkv_bias": False, "a": None}
     assert arch_arguments(given) == given
     assert arch_arguments({"img_size": (8, 8)}) == {"img_size": [8, 8]}
+    assert len(arch_arguments({"depths": [1] * MOST_ENTRIES})["depths"]) == MOST_ENTRIES
     for key in ("drop_path", "transformer_drop_path", "pretrained_window_sizes", "grad_checkpointing"):
         assert arch_arguments({key: 0}) == {key: 0}
     with pytest.raises(Refused):
@@ -308,6 +314,8 @@ def test_an_unreadable_record_is_not_written(tiny: Checkpoint, tmp_path: Path) -
     with pytest.raises(CheckpointError, match="dataset"):
         strange.write(tmp_path / "a.safetensors")
     assert not list(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="a record has at most"):
+        Record.from_json(" " * (LONGEST_RECORD + 1))
 
 
 FUNCTIONS: list[tuple[str, Callable[[Raw], Any], bool]] = [

@@ -12,11 +12,12 @@ import torch
 
 from certcli.checkpoint import file as checkpoint_module
 from certcli.checkpoint import mapped
-from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.file import Checkpoint, read_tensors
 from certcli.checkpoint.outputs import last_command, remove
-from certcli.checkpoint.shards import INDEX, named
+from certcli.checkpoint.shards import INDEX, MOST_FILES, free_names, metadata_of, named
+from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.models.open import open_checkpoint
-from certcli.system.errors import OutputError, UsageError
+from certcli.system.errors import CheckpointError, OutputError, UsageError
 from tests.helpers.commands import attempt, certvit
 
 MOST = 6000
@@ -182,3 +183,46 @@ def test_no_part_of_an_input_is_replaced_or_deleted(
     assert isinstance(refused, UsageError)
     assert said in str(refused)
     assert contents(tmp_path) == before
+
+
+def test_a_file_written_tensor_by_tensor_is_read_as_any(tmp_path: Path) -> None:
+    tensors = {
+        "flags": torch.tensor([True, False, True]),
+        "step": torch.tensor(7),
+        "half": torch.randn(3, 5).bfloat16(),
+        "double": torch.randn(2, 3, dtype=torch.float64),
+        "float": torch.randn(5, 2).T,
+        "none": torch.empty(0, 4),
+    }
+    likes = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in tensors.items()}
+    path, about = tmp_path / "s.safetensors", {"a": json.dumps({"b": "é"})}
+    write_one_by_one(path, likes, (tensors[name] for name in in_file_order(likes)), about)
+    found, metadata = read_tensors(path)
+    assert metadata == about
+    assert found.keys() == tensors.keys()
+    assert all(
+        torch.equal(value, tensors[name]) and value.dtype == tensors[name].dtype for name, value in found.items()
+    )
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="not as it was announced"):
+        write_one_by_one(path, likes, iter([torch.zeros(1)] * 6), about)
+    with pytest.raises(OutputError):
+        write_one_by_one(tmp_path / "nowhere" / "s.safetensors", likes, iter([]), about)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_names_of_new_files_are_free(tmp_path: Path) -> None:
+    """Also where one of several is taken, or by a link that leads nowhere."""
+    (tmp_path / "model-00002-of-00003.safetensors").touch()
+    (tmp_path / "model-2-00003-of-00003.safetensors").symlink_to("nowhere")
+    assert free_names(tmp_path / INDEX, 3)[0].name == "model-3-00001-of-00003.safetensors"
+
+
+def test_an_index_without_metadata_has_none_and_one_of_many_files_is_refused(tmp_path: Path) -> None:
+    index = tmp_path / INDEX
+    index.write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+    assert metadata_of(index) == {}
+    index.write_text(json.dumps({"weight_map": {str(n): f"{n}.safetensors" for n in range(MOST_FILES + 1)}}))
+    with pytest.raises(CheckpointError, match="8,193 files"):
+        named(index)

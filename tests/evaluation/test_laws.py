@@ -12,10 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.evaluation.evidence import CertifyParameters, CertifyResult, _certify_contradictions
+from certcli.evaluation.evidence import (
+    AttackParameters,
+    AttackResult,
+    CertifyParameters,
+    CertifyResult,
+    Decoded,
+    _certify_contradictions,
+    _contradictions,
+)
 from certcli.evaluation.radii import Norm, attacked_radius, confidence, proven_percent, proven_radius
-from certcli.evaluation.record_lines import PatchAttackedFields, parse
-from certcli.evaluation.records import read_records, require_radii, require_share
+from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse
+from certcli.evaluation.records import _same_file, read_records, require_radii, require_share
 from certcli.evaluation.region import Region, image_norms
 from certcli.evaluation.threat import Patch, Threat
 from certcli.system.errors import DataError, UsageError
@@ -55,6 +63,8 @@ def test_a_region_holds_its_edge_and_nothing_behind_it(norm: Norm) -> None:
 def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Norm) -> None:
     images = draw(3, 1, 2, 2)
     region = Region.each(norm, [0.1, 0.3, 5.0])
+    assert region.radius == 5.0
+    assert torch.equal(region.steepest(0 * images), 0 * images)
     assert torch.equal(region.project(images, images), images)
     near = images + 1e-3 * (draw(3, 1, 2, 2, seed=1) - 0.5)
     assert torch.allclose(region.project(near, images), near.clamp(0, 1), atol=1e-15)
@@ -128,6 +138,7 @@ def test_figures_are_rounded_to_what_holds(digits: int) -> None:
         low, high = Decimal(proven_radius(figure, digits)), Decimal(attacked_radius(figure, digits))
         assert low <= exact <= high
         assert high - low <= exact * Decimal(10) ** (1 - digits)
+        assert all(len(shown.normalize().as_tuple().digits) <= digits for shown in (low, high))
     for hits, images in itertools.product((0, 1, 1999, 2000, 333), (2000, 3001)):
         shown = Decimal(proven_percent(hits / images, digits).removesuffix(" %"))
         assert 0 <= Decimal(100 * hits) / images - shown < Decimal(10) ** -digits
@@ -164,6 +175,41 @@ def test_a_header_is_bounded_and_of_one_command(tmp_path: Path) -> None:
             parse((json.dumps(header(**{name: wrong})) + "\n").encode(), file)
 
 
+def is_let_in(row: dict[str, Any], kind: type) -> bool:
+    try:
+        msgspec.convert(row, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def test_a_record_of_an_attack_says_one_thing() -> None:
+    """Of class 1: withstood, broken by an attack, or wrong before it; a change has both lengths or none."""
+    row = {"index": 0, "label": 1, "epsilon": 0.5, "kind": "l2", "task": 0, "pixels": "0" * 16}
+    names = ("prediction", "adversarial_prediction", "robust", "norm", "l2", "broken_by")
+    for told in itertools.product((1, 2), (1, 2), (True, False), (None, 0.0, 0.5), (None, 0.5), (None, "pgd")):
+        true = (told[3] is None) is (told[4] is None) and (
+            told == (1, 1, True, None, None, None)
+            or (told[:3] == (1, 2, False) and told[3] is not None and told[5] == "pgd")
+            or (told[0] == 2 and told[2:4] == (False, 0.0) and told[5] is None)
+        )
+        fields = dict(zip(names, (*told[:2], {"pgd": told[2]}, *told[3:]), strict=True))
+        assert is_let_in({**row, **fields}, AttackedFields) is true, told
+
+
+@pytest.mark.parametrize(("curve", "parts", "contradicts"), [(0.75, 0, False), (1.0, 0, True), (1.0, 1, False)])
+def test_an_attack_leaves_no_more_than_was_right(curve: float, parts: int, contradicts: bool) -> None:
+    """Of several parts the curve may be about other images than the first."""
+    part = {"norm": "l2", "images": 4, "clean": 0.75, "robust": 0.5, "attacks": {}, "median_norm": None, "epsilon": 0.5}
+    result = msgspec.convert({**part, "curve": {"0.25": curve}, "parts": [part] * parts}, AttackResult)
+    assert bool([*_contradictions(Decoded("attack", "0" * 64, AttackParameters(), result))]) is contradicts
+
+
+def test_a_file_that_nobody_named_is_no_other() -> None:
+    for stated, found, alike in ((None, "a", True), ("a", None, True), ("a", "test/a", True), ("a", "b", False)):
+        assert _same_file(stated, found) is alike
+
+
 def test_a_record_of_an_attack_by_patches_says_one_thing() -> None:
     """Of class 1: withstood, broken into another class or into none, or wrong before it."""
     said = {
@@ -177,12 +223,7 @@ def test_a_record_of_an_attack_by_patches_says_one_thing() -> None:
     for told in itertools.product((1, 2, None), (1, 2, None), (True, False), (None, (0, 0))):
         names = ("prediction", "adversarial_prediction", "robust", "corner")
         fields = dict(zip(names, (told[0], told[1], {"2x2": told[2]}, told[3]), strict=True))
-        try:
-            msgspec.convert({**row, **fields}, PatchAttackedFields)
-        except msgspec.ValidationError:
-            assert told not in said
-        else:
-            assert told in said
+        assert is_let_in({**row, **fields}, PatchAttackedFields) is (told in said)
 
 
 PATCHES = {

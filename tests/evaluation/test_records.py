@@ -49,6 +49,10 @@ def test_intervals_agree_with_known_values() -> None:
     for wrong in ((1, 0), (3, 2), (-1, 4)):
         with pytest.raises(DataError):
             share_interval(*wrong)
+    for alpha in (0.0, 1.0, -0.5, 1.5, math.nan):
+        for bound in (lower_confidence, upper_confidence):
+            with pytest.raises(ValueError, match="alpha"):
+                bound(3, 4, alpha)
 
 
 def test_digests_are_of_labels_and_pixels(plain: Checkpoint) -> None:
@@ -128,6 +132,8 @@ def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_
     run = Run.of("certify", plain.digest, images, "smoothing", norm="l2", parameters={"sigma": 0.25, "n": 100})
     with RecordFile(tmp_path / "r.jsonl", run, images):
         pass
+    turned = replace(run, parameters={"n": 100, "sigma": 0.25})
+    assert json.dumps(run.to_json()) == json.dumps(turned.to_json())
     for other, named in (
         (replace(run, method="local"), "method is smoothing there and local here"),
         (replace(run, parameters={"sigma": 0.5, "n": 100}), "parameters sigma is 0.25 there and 0.5 here"),
@@ -147,6 +153,8 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(plain: C
 
     def fill() -> None:
         with RecordFile(path, run, images) as file:
+            with pytest.raises(ValueError, match="not JSON compliant"):
+                file.write([{**row, "radius": math.nan}])
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
             for _ in range(1000):
                 file.write([row])
@@ -172,8 +180,14 @@ def test_two_runs_do_not_write_one_file(plain: Checkpoint, tmp_path: Path) -> No
     with pytest.raises(UsageError, match="another run") as refused:
         RecordFile(path, replace(run, norm="linf"), images, resume=True)
     assert refused.tb is not None  # it holds the refused object, which must not hold the file
-    with RecordFile(path, run, images, resume=True):
-        assert path.read_bytes() == whole
+    for kept in (len(whole), 20):  # stopped behind its header, and within it
+        path.write_bytes(whole[:kept])
+        with RecordFile(path, run, images, resume=True):
+            assert path.read_bytes() == whole
+    other = Certificate(999, 1, 1, 0.5, "local", 0.0).to_json() | {PIXELS: "0" * 16}
+    path.write_bytes(whole + json.dumps(other).encode() + b"\n")
+    with pytest.raises(DataError, match="speaks of image 999"):
+        RecordFile(path, run, images, resume=True)
 
 
 def test_the_header_says_what_was_assumed_of_the_network(workshop: Path, tmp_path: Path) -> None:

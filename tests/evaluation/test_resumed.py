@@ -38,6 +38,7 @@ def test_draws_miss_no_more_often_than_stated(count: int, false: int) -> None:
         ([1] * 1000, 0.5, 500, False, 20),  # held by what this run found itself
         ([1] * 400 + [0] * 600, 0.5, 0, False, 20),  # fails, whether the file is true or not
         ([90, 1, 1, 1, 1, 0, 0], 0.04, 0, False, 5),  # its largest piece alone turns it
+        ([90] + [1] * 40, 0.5, 0, False, 41),  # and so it does here
     ],
 )
 def test_as_much_is_computed_again_as_the_demand_takes(

@@ -1,20 +1,15 @@
 """Weights shared out among processes: which options that goes with, what is gathered together. (Steps: test_processes.py)"""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
-from certcli.checkpoint.file import read_tensors
 from certcli.checkpoint.record import InputSpec
-from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.shards import blocks, require_shardable, share_out
 from certcli.models import build
 from certcli.models.build import PixelModel
-from certcli.system.errors import ArchitectureError, OutputError, UsageError
+from certcli.system.errors import ArchitectureError, UsageError
 from certcli.system.processes import ALONE, Team
 
 PAIR = Team(1, 2)
@@ -70,30 +65,3 @@ def test_weights_without_rows_or_owner_are_refused() -> None:
         model = PixelModel(InputSpec((1, 2, 2), (0.5,), (0.5,)), net)
         with pytest.raises(ArchitectureError, match=said):
             share_out(model, torch.device("cpu"), PAIR)
-
-
-def test_a_file_written_tensor_by_tensor_is_read_as_any(tmp_path: Path) -> None:
-    tensors = {
-        "flags": torch.tensor([True, False, True]),
-        "step": torch.tensor(7),
-        "half": torch.randn(3, 5).bfloat16(),
-        "double": torch.randn(2, 3, dtype=torch.float64),
-        "float": torch.randn(5, 2).T,
-        "none": torch.empty(0, 4),
-    }
-    likes = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in tensors.items()}
-    path, about = tmp_path / "s.safetensors", {"a": json.dumps({"b": "é"})}
-    write_one_by_one(path, likes, (tensors[name] for name in in_file_order(likes)), about)
-    found, metadata = read_tensors(path)
-    assert metadata == about
-    assert found.keys() == tensors.keys()
-    assert all(
-        torch.equal(value, tensors[name]) and value.dtype == tensors[name].dtype for name, value in found.items()
-    )
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match="not as it was announced"):
-        write_one_by_one(path, likes, iter([torch.zeros(1)] * 6), about)
-    with pytest.raises(OutputError):
-        write_one_by_one(tmp_path / "nowhere" / "s.safetensors", likes, iter([]), about)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]

@@ -138,6 +138,14 @@ def test_a_matrix_that_is_computed_is_refused(name: str) -> None:
         NeighbourErrors(model, IMAGE, PRECISIONS["float64"])
 
 
+def test_sizes_at_an_image_hold_the_error_of_what_is_computed() -> None:
+    """Of an image of zeros only the error has a size."""
+    model = PixelModel(InputSpec(size=IMAGE, mean=(0.0,) * 2, std=(0.3,) * 2), nn.Flatten()).double().eval()
+    errors = NeighbourErrors(model, IMAGE, PRECISIONS["float32"])
+    assert bool((errors._lengths(torch.zeros(1, *IMAGE).double())[0] >= errors._widest).all())
+    assert float(errors._widest[1]) > 0
+
+
 def test_sizes_near_an_image_that_overflow_are_those_of_the_box() -> None:
     """Numbers of 1e180 are finite, the sum of their squares is not."""
     model = shifted(lambda w: w, lambda x, w: (x * 1e180) * 1e-180 + w)

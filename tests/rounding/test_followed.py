@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from certcli.enclosure.zonotopes import rounding
 from certcli.engine.table import NoRule
 from certcli.rounding import ErrorAnalysis, curves, sums
-from certcli.rounding.running import Error, Operation, Running, written_out
+from certcli.rounding.running import ROUNDED, Error, Operation, Running, written_out
 from tests.helpers.sites import Site, Sites
 from tests.rounding.test_passing_on import ROWS, allowed, draw, ones
 from tests.rounding.test_rounding import Network, W
@@ -130,6 +130,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     ),
     "a mean with a divisor of its own": (lambda x: F.avg_pool2d(x[:, None], 2, divisor_override=3), "divisor"),
     "another norm": (lambda x: (x @ W[0]).norm(p=1, dim=-1), "order 1"),
+    "exact numbers that are cut": (lambda x: x.float().double(), "becomes torch.float32"),
+    "a weight in place": (lambda x: x @ W[3].add_(0.0), "writes to"),
+    "another shape in place": (lambda x: (x @ W[0]).squeeze_(0), "shape"),
+    "logits of another type": (lambda x: torch.ones_like(x, dtype=torch.float32), "not computed in float64"),
 }
 
 
@@ -150,6 +154,18 @@ def test_products_lose_as_much_as_their_absolute_values_say() -> None:
         assert own(function, inputs) >= 16 * 2.0**-53 * 16 * float(x.norm())
 
 
+@pytest.mark.parametrize("error", [0.0, 0.5])
+def test_a_norm_is_as_steep_as_its_least_deviation(error: float) -> None:
+    """By what the centred entries are off, a deviation is less by 1 / sqrt(n) of it."""
+    x, gamma = draw(2, 6), rounding.gamma(6 + 8)
+    moved = float(x.norm()) * 4 * gamma + error
+    least = float(x.std(-1, unbiased=False).min()) - moved / 6**0.5
+    out = F.layer_norm(x, (6,), eps=0.01)
+    exact = moved / (least**2 + 0.01) ** 0.5 + float(out.norm()) * (gamma + 2 * rounding.FUNCTION)
+    found = allowed(lambda x: F.layer_norm(x, (6,), eps=0.01), (x,), error)
+    assert exact * (1 - 1e-9) <= found <= exact * (1 + 1e-5)
+
+
 @pytest.mark.parametrize("count", [1, 100])
 def test_norms_of_matrices_have_room_for_roundings(count: int) -> None:
     """Of many matrices their plain norms, of which 2 is attained; of one a proven norm, and a plain one beside it."""
@@ -168,8 +184,14 @@ def test_of_every_score_the_largest_is_subtracted() -> None:
 
 
 CURVES = (
-    "GELU, SiLU, Mish, hard swish, log sigmoid, tanh, erf, sine, leaky ReLU, ELU, ELU, flat, SELU, square, quotient"
+    "GELU, SiLU, Mish, hard swish, log sigmoid, tanh, erf, sine, leaky ReLU, ELU, ELU, flat, SELU, square, quotient, "
+    "matrix"
 )
+
+
+def test_a_function_loses_a_share_of_its_result() -> None:
+    for function in (torch.tanh, torch.erf, torch.exp):
+        assert own(function, (ones(1) / 2,)) * ROUNDED >= rounding.FUNCTION * float(function(ones(1) / 2))
 
 
 @pytest.mark.parametrize("name", [name for name in CURVES.split(", ") if name in ROWS])

@@ -243,52 +243,6 @@ def _larger(x: Executed) -> Executed:
     return Executed(x.shape, x.total * 2.0, x.fibre * 2.0, x.peak * 2.0, 0.0)
 
 
-# the operation in other units by s: the power of s of its operand, and of what rounding adds
-UNITS: dict[str, tuple[Callable[[float], nn.Module], tuple[int, ...], float, float]] = {
-    "linear": (lambda s: linear(bias=s), TOKENS, 1, 1),
-    "linear, its weight": (lambda s: linear(s, s), TOKENS, 0, 1),
-    "convolution": (lambda s: convolution(bias=s), IMAGE, 1, 1),
-    "convolution, its weight": (lambda s: convolution(s, s), IMAGE, 0, 1),
-    "pixels": (pixels, IMAGE, 1, 0),
-    "pixels, their deviation": (lambda s: pixels(deviation=s), IMAGE, 0, -1),
-    "LayerNorm": (layer_norm, TOKENS, 1, 0),
-    "LayerNorm, its weight": (lambda s: layer_norm(weight=s, bias=s), TOKENS, 0, 1),
-    "FloorNorm": (floored, TOKENS, 1, 0),
-    "FloorNorm, its weight": (lambda s: floored(weight=s), TOKENS, 0, 1),
-    "CenterNorm, its weight": (centre, TOKENS, 0, 1),
-    "BatchNorm": (batch_norm, ROW, 1, 0),
-    "BatchNorm, its weight": (lambda s: batch_norm(weight=s), ROW, 0, 1),
-    "LayerScale": (scale, TOKENS, 0, 1),
-    "GELU": (lambda s: nn.GELU(), TOKENS, 1, 1),
-    "average pooling": (lambda s: nn.AvgPool2d(2, 1), IMAGE, 1, 1),
-    "attention, its values": (lambda s: attention(v=s), TOKENS, 0, 1),
-    "attention, its scores": (lambda s: attention(s, 1 / s), TOKENS, 0, 0),
-    "attention, its tokens": (lambda s: attention(s=s), TOKENS, 1, 0),
-    "L2 attention": (lambda s: l2(s=s), TOKENS, 1, 0),
-    "L2 attention, its output": (lambda s: l2(proj=s), TOKENS, 0, 1),
-    "convex residual": (lambda s: given(ConvexResidual()), TOKENS, 1, 1),
-    "weighted residual": (lambda s: weighted(0.7), TOKENS, 1, 1),
-    "sum": (lambda s: Apply(operator.add, s * draw(WIDTH)), TOKENS, 1, 1),
-    "sum with a number": (lambda s: Apply(operator.add, 0.3 * s), TOKENS, 1, 1),
-    "product": (lambda s: Apply(operator.mul, s * draw(WIDTH)), TOKENS, -1, 0),
-    "quotient": (lambda s: Apply(operator.truediv, s * DIVISOR), TOKENS, 0, -1),
-    "mean": (lambda s: Apply(torch.mean, dim=1), TOKENS, 1, 1),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", UNITS)
-def test_what_rounding_adds_has_the_units_of_the_result(name: str) -> None:
-    build, shape, power, degree = UNITS[name]
-    found = []
-    for s in (1.0, 2.0**12):
-        module = build(s)
-        inputs = operands(module, shape, (1.0, 1.0) if "residual" in name else (1.0,), 0)
-        inputs = tuple(x * s**power for x in inputs)
-        found.append(float(followed(module, inputs, FLOAT32)([bounds_of(x) for x in inputs])))
-    # underflow alone has units of its own: 2^-126, beside roundings of 2^-24
-    assert found[1] == pytest.approx(found[0] * 2.0 ** (12 * degree), rel=1e-9)
-
-
 # what is a number of its own on the way: the module, and the least size of operands at which one may be too large
 TOO_LARGE: dict[str, tuple[Built, tuple[int, ...], float]] = {
     "a linear map": (linear, TOKENS, 65504 / 1.5),
