@@ -343,8 +343,8 @@ def _origins(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
 def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
     """(file, claim) for each step whose parent, or member of a mean, is one of the other files.
 
-    The parent's own lineage must be all that comes before the step. A member's must be a part of what comes before the mean;
-    before a step of its own it must end there.
+    The parent's own lineage must be all that comes before the step, or with it, where the step leaves the digest as it was. A
+    member's must be a part of what comes before the mean; at a step of its own it must end there.
     """
     by_digest = {checkpoint.digest: name for name, checkpoint in checkpoints.items()}
     for name, checkpoint in checkpoints.items():
@@ -354,11 +354,12 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
             if parent == name:
                 continue
             own = checkpoints[parent].record.lineage
-            parts = [before]
+            ends = (number, number + 1)  # `init` names itself: its parent has the digest of its result
+            parts = [steps[:end] for end in ends]
             if steps[number].command == MEAN:
                 parts = [before[start : start + len(own)] for start in range(number)]
             elif any(later.command == MEAN for later in steps[number:]):
-                parts = [before[max(0, number - len(own)) :]]
+                parts = [steps[max(0, end - len(own)) : end] for end in ends]
             same, step = own in parts, f"lineage, step {number + 1}"
             why = f"its parent is {parent}" + ("" if same else ", whose own lineage is another")
             yield name, Claim(step, steps[number].command, "verified" if same else "refuted", why, asked=False)

@@ -96,7 +96,7 @@ def test_the_lineage_of_a_mean_tells_every_members_steps(files: list[Path], tmp_
     for path, after in zip(files, trained, strict=True):
         certvit("finetune", path, "--dataset", "digits", "--steps", 1, "--loss", "ce", "-o", after)
     certvit("init", "certvit_lip_digits", *(word for path in trained for word in ("--member", path)), "-o", mean)
-    opened = {path.name: open_checkpoint(str(path)) for path in (*trained, mean)}
+    opened = {path.name: open_checkpoint(str(path)) for path in (*files, *trained, mean)}
     record = opened[mean.name].record
     assert [step.command for step in record.lineage] == ["init", "finetune", "init", "finetune", "mean"]
     assert len(seen_by(record)) == 2  # what each was trained on is judged apart

@@ -150,8 +150,8 @@ def test_training_is_certified_again_with_the_seed_of_the_last_step(total: int) 
 
 
 def test_a_parent_s_own_steps_come_before_the_step() -> None:
-    """Those of a member come before the mean, and right before the member's next step."""
-    told = [("a", "", {}), ("i", "", {}), ("b", "I", {}), (MEAN, "B", {"members": ["A", "B"]}), ("c", "M", {})]
+    """Those of a member come before the mean, and right before the member's next step; a first step names itself."""
+    told = [("a", "A", {}), ("i", "I", {}), ("b", "I", {}), (MEAN, "B", {"members": ["A", "B"]}), ("c", "M", {})]
     steps = [Fields(command=word, parent=parent, parameters=more) for word, parent, more in told]
     own = {"A": steps[:1], "I": steps[1:2], "B": steps[1:3], "M": steps[:4], "whole": steps, "A, otherwise": steps[4:]}
 
@@ -159,8 +159,8 @@ def test_a_parent_s_own_steps_come_before_the_step() -> None:
         files: Any = {name: Fields(digest=name[0], record=Fields(lineage=own[name])) for name in names}
         return [(int(one.entry.split()[-1]), one.status, one.asked) for _, one in claims.compare_lineages(files)]
 
-    assert compared("A", "I", "B", "M", "whole") == [(n, V, False) for n in (2, 3, 4, 4, 3, 4, 4, 5)]
-    assert compared("A, otherwise", "whole") == [(4, R, False)]
+    assert compared("A", "I", "B", "M", "whole") == [(n, V, False) for n in (1, 2, 1, 2, 3, 4, 4, 1, 2, 3, 4, 4, 5)]
+    assert compared("A, otherwise", "whole") == [(1, R, False), (4, R, False)]
 
 
 def lineage(commands: str, evidence: str = "", surgery: tuple[str, ...] = (), stale: str = "") -> list[str]:
