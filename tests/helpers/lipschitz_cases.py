@@ -135,6 +135,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "linear-twice": lambda: on_tokens(nn.Linear(8, 16), nn.Linear(16, 5)),
     "linear-function": lambda: f(lambda m, x: functional.linear(x.flatten(1), m.w), w=torch.randn(5, 32)),
     "normalize": lambda: nn.Sequential(PixelNormalize((0.4, 0.6), (0.2, 0.5)), nn.Conv2d(2, 3, 2, 2)),
+    "normalize-then-square": lambda: nn.Sequential(_turned(PixelNormalize((0.4, 0.4), (2.0, 0.2))), f(lambda m, x: x**2)),
     "normalize-square": lambda: nn.Sequential(_turned(PixelNormalize((0.4, 0.4), (2.0, 0.2))), f(lambda m, x: (3 * x) ** 2)),
     "conv-3": lambda: nn.Conv2d(2, 3, 3, padding=1),
     "conv-3-stride": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, 2, 1), nn.BatchNorm2d(3)),
