@@ -11,7 +11,7 @@ polar factor.
 
 Products of two tall matrices and U are in bfloat16 where the machine multiplies that fastest (AMX, AVX512-BF16, tensor
 cores). Weights, momentum, retractions and the Newton-Schulz steps keep the parameters' precision: rounded to bfloat16, M^T M
-has negative eigenvalues, which four quintic steps multiply by 10,000, and U a singular value of up to 50 in place of 1.
+has negative eigenvalues, which each quintic step multiplies by 12, and U had a singular value of up to 50 in place of 1.
 """
 
 from collections import defaultdict

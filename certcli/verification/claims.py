@@ -349,17 +349,18 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
     by_digest = {checkpoint.digest: name for name, checkpoint in checkpoints.items()}
     for name, checkpoint in checkpoints.items():
         steps = checkpoint.record.lineage
+        means = [number for number, step in enumerate(steps) if step.command == MEAN]
         for number, origin in _origins(steps):
             parent, before = by_digest.get(origin, name), steps[:number]
             if parent == name:
                 continue
             own = checkpoints[parent].record.lineage
             ends = (number, number + 1)  # `init` names itself: its parent has the digest of its result
-            parts = [steps[:end] for end in ends]
-            if steps[number].command == MEAN:
-                parts = [before[start : start + len(own)] for start in range(number)]
-            elif any(later.command == MEAN for later in steps[number:]):
-                parts = [steps[max(0, end - len(own)) : end] for end in ends]
+            parts = (steps[:end] for end in ends)
+            if means[:1] == [number]:  # an honest lineage has one mean; of a forged one no second place is searched
+                parts = (before[start : start + len(own)] for start in range(number))
+            elif means and number <= means[-1]:
+                parts = (steps[max(0, end - len(own)) : end] for end in ends)
             same, step = own in parts, f"lineage, step {number + 1}"
             why = f"its parent is {parent}" + ("" if same else ", whose own lineage is another")
             yield name, Claim(step, steps[number].command, "verified" if same else "refuted", why, asked=False)
