@@ -28,8 +28,9 @@ class Row:
     name: table/.../row, also its folder. steps: name -> command; {seed} and the names of data sets are filled in, files are
     of the row's own folder or, through {name/of/a/row}, of another row's that it starts from. figures: column -> step and
     the keys of its JSON document, "certify/certified/1.58". after: rows whose files it reads. same: the row whose runs it
-    shows, with the columns of its own table. quick: part of `--quick`, which takes the
-    first three seeds; only rows whose time is known.
+    shows, with the columns of its own table. quick: part of `--quick`, which takes the first three seeds; only rows whose
+    time is known. full: trained until validation stopped rising or an hour of CPU time was over, so that its figures stand
+    beside the paper's.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Row:
     seeds: tuple[int, ...] = (0,)
     after: tuple[str, ...] = ()
     quick: bool = False
+    full: bool = False
     note: str = ""
     same: str = ""
 

@@ -10,6 +10,7 @@ from benchmarks.tables import claims, results
 from benchmarks.tables.claims import CLAIMS
 from benchmarks.tables.layout import ASSUMED, COUNTED, SOUND, Column, Row, Table
 from benchmarks.tables.rows import ROWS, TABLES
+from certcli.evaluation.intervals import share_interval
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tables.md"
 
@@ -34,9 +35,10 @@ starts from another's network does not count that one. Figures marked * were mea
 [results.md](results.md).
 
 **Verdicts.** *Reproduced* and *refuted*: counted figures within 2 % of the paper's or not (not decided where it does not
-say what it counts); differences between rows, by the claims below, which are listed row by row as well. *Not decided*: run,
-and either the interval holds 0 or the row's training is too unlike the paper's to say. *Run*: ours, with nothing of the
-paper's beside it. *Not run*: empty."""
+say what it counts); differences between rows, by the claims below, which are listed row by row as well. *Reached* and *not
+reached*: a row that was trained until validation stopped rising or an hour of CPU time was over; the paper's figure lies
+within the 95 % interval of ours or below it, or above. *Not decided*: run, and either the interval holds 0 or the row's
+training is too unlike the paper's to say. *Run*: ours, with nothing of the paper's beside it. *Not run*: empty."""
 
 
 def shown(column: Column, value: float) -> str:
@@ -104,6 +106,9 @@ def status(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping[s
             close = abs(mine[0]["figures"][key] / value - 1) <= CLOSE
             verdict = "reproduced" if close else "refuted" if columns[key].promise == COUNTED else "not decided"
             said.setdefault(verdict, []).append(columns[key].heading.partition(",")[0])
+    for key in ("clean", "attacked", "certified") if row.full else ():
+        best = max(share_interval(*hits_of(row, key, run))[1] for run in mine)
+        said.setdefault("reached" if 100 * best >= published[key] else "not reached", []).append(columns[key].heading)
     for claim in CLAIMS:
         if claim.better == (row.same or row.name) and claim.column in columns:
             verdict = claims.verdict(claim, claims.differences(claim, runs))
@@ -113,6 +118,12 @@ def status(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping[s
     if said:
         return "; ".join(f"{verdict} ({', '.join(headings)})" for verdict, headings in said.items())
     return f"not decided: {table.apart}" if published else "run"
+
+
+def hits_of(row: Row, key: str, run: Mapping[str, Any]) -> tuple[int, int]:
+    """Of a figure that is a share of images: how many, of how many."""
+    images = run["images"][row.figures[key].partition("/")[0]]
+    return round(run["figures"][key] * images), images
 
 
 def table_lines(table: Table, runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
@@ -180,7 +191,7 @@ def claim_lines(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[s
     return [*lines, ""]
 
 
-VERDICTS = ("refuted", "reproduced", "not decided", "run", "not run")
+VERDICTS = ("refuted", "reproduced", "not reached", "reached", "not decided", "run", "not run")
 
 
 def summary_lines(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
