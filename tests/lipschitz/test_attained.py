@@ -55,7 +55,7 @@ ATTAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "constants": (lambda: ones(f(lambda m, x: torch.cat([x, 7 * m.t], 1) + m.t, t=torch.ones(1, 1, 1))), ONE),
     "normalised": (lambda: plain(PixelNormalize((-0.5,), (0.5,)), nn.ReLU(), nn.BatchNorm2d(1, eps=0.0)), ONE),
     "convolution": (lambda: plain(nn.ReLU(), middle(nn.Conv2d(1, 1, 3, padding=1))), ONE),
-    "convolution after a map with bias": (lambda: plain(nn.Conv2d(2, 1, 1), middle(nn.Conv2d(1, 1, 3, padding=1))), (2, 1, 1)),
+    "convolution after a bias": (lambda: plain(nn.Conv2d(2, 1, 1), middle(nn.Conv2d(1, 1, 3, padding=1))), (2, 1, 1)),
     "convolution of more channels than pixels": (lambda: plain(nn.ReLU(), nn.Conv2d(16, 1, 1, stride=2)), (16, 1, 2)),
     "averages beside the axis of which something is known": (
         lambda: plain(f(lambda m, x: functional.normalize(x, dim=1)), nn.AvgPool2d(1)), (2, 4, 4)

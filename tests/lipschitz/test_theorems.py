@@ -15,7 +15,7 @@ from timm.layers.norm import SimpleNorm
 
 from certcli.lipschitz.network import bound_network
 from certcli.nn.norms import FloorNorm
-from tests.helpers.lipschitz_cases import on_tokens
+from tests.helpers.lipschitz_cases import f, on_tokens
 from tests.helpers.slopes import IMAGE
 from tests.nn.test_attention import PLACES, SHIFTED, WIDTH, Lone, replacement, stir
 
@@ -137,31 +137,27 @@ def test_the_constant_is_that_of_the_theorem(name: str, place: str, size: float)
 
 
 class Dot(nn.Module):
-    """torch's attention between linear maps without bias, in two heads, or of the halves of each token.
+    """torch's attention between linear maps without bias: in two heads, or (axis 1) of the halves of each token."""
 
-    fixed: queries in place of those of a map.
-    """
-
-    def __init__(self, scale: float | None, axis: int = 2, fixed: Tensor | None = None) -> None:
+    def __init__(self, scale: float | None, axis: int = 2) -> None:
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.scale, self.axis = scale, axis
-        self.register_buffer("fixed", fixed)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (m(x).view(-1, N, 2, WIDTH // 2).transpose(1, self.axis) for m in (self.query, self.key, self.value))
-        q = q if self.fixed is None else self.fixed.expand(len(x), -1, -1, -1)
         return functional.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, self.axis).flatten(2)
 
 
-def dot(attention: Dot) -> tuple[list[Tensor], float]:
-    """Return the maps of an attention with stirred weights that see no mean, and the bound of `Lone` with them."""
+def dot(attention: nn.Module) -> tuple[list[Tensor], float]:
+    """Return the maps of an attention with stirred weights that see no mean, and its bound on rows of length RADIUS."""
     attention = attention.double().eval()
     stir(attention, 0.4)
-    for part in attention.children():
-        part.weight -= part.weight.mean(1, keepdim=True)
+    weights = [part.weight for part in attention.modules() if isinstance(part, nn.Linear)]
+    for weight in weights:
+        weight -= weight.mean(1, keepdim=True)
     result = bound_network(Lone(attention, None, FloorNorm(WIDTH, FLOOR)).double().eval(), (8, WIDTH), 3)
-    return [part.weight for part in attention.children()], float(result.upper) * FLOOR
+    return weights, float(result.upper) * FLOOR
 
 
 @torch.no_grad()
@@ -175,12 +171,15 @@ def test_halves_of_a_token_that_attend_to_each_other_are_rows_not_heads() -> Non
 
 @torch.no_grad()
 def test_queries_that_are_constant_count_by_their_longest_row() -> None:
-    fixed = torch.tensor([[0.3, 0.4], [3.0, 4.0], [0.0, 1.0], [1.0, 1.0]] * 2).double().view(1, 2, N, WIDTH // 2)
-    (_, k, v), found = dot(Dot(1.0, fixed=fixed))
-    k, v = k.view(2, -1, WIDTH), v.view(2, -1, WIDTH)
-    weights = RADIUS * norms(v) * 5.0
-    keys = torch.minimum(weights.max() * norms(k.flatten(0, 1)), (weights * norms(k)).norm())
-    expected = float(N**0.5 * norms(v.flatten(0, 1)) + (N / 2) ** 0.5 * keys)
+    def attend(m: nn.Module, x: Tensor) -> Tensor:
+        key, value = m.parts
+        return functional.scaled_dot_product_attention(m.t.expand(len(x), -1, -1), key(x), value(x), scale=1.0)
+
+    maps = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
+    (k, v), found = dot(
+        f(attend, *maps, t=torch.tensor([[1.0, 0, 2, 0], [1.0, 5, 1, 3], [3.0, 0, 3, 0], [2.0, 0, 0, 2]]))
+    )
+    expected = float(norms(v) * (N**0.5 + (N / 2) ** 0.5 * RADIUS * 6 * norms(k)))
     assert expected * (1 - 1e-9) <= found <= expected * (1 + 3e-6)
 
 
