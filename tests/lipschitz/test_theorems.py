@@ -14,6 +14,7 @@ import certcli.system.compat  # noqa: F401
 from timm.layers.norm import SimpleNorm
 
 from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.rules.l2_attention import _with_bias
 from certcli.nn.norms import FloorNorm
 from tests.helpers.lipschitz_cases import f, on_tokens
 from tests.helpers.slopes import IMAGE
@@ -134,6 +135,13 @@ def test_the_constant_is_that_of_the_theorem(name: str, place: str, size: float)
     expected = THEOREMS[name](Layer(attention, mask)) / FLOOR
     # 1e-9 below: the rounding of the numbers here; 1e-6 above: outward rounding, and gates that are widened by 2^-40
     assert expected * (1 - 1e-9) <= float(result.upper) <= expected * (1 + 1e-6)
+
+
+def test_what_rounding_loses_of_shifted_scores_is_added() -> None:
+    """A number that is added to all scores changes no attention; beside 2^40 scores of 2^-13 are lost."""
+    scores = torch.full((1, 1, N, N), 0.9 * 2.0**-13, dtype=torch.float64) * (1 - torch.eye(N))
+    for shifted, plain in zip(_with_bias(scores + 2.0**40), _with_bias(scores), strict=True):
+        assert bool((shifted >= plain).all())
 
 
 class Dot(nn.Module):
