@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 from timm.layers.attention import Attention
+from timm.layers.grn import GlobalResponseNorm
 from torch import nn
 from torch.nn import functional
 
@@ -60,6 +61,10 @@ ATTAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "averages beside the axis of which something is known": (
         lambda: plain(f(lambda m, x: functional.normalize(x, dim=1)), nn.AvgPool2d(1)), (2, 4, 4)
     ),
+    "rows that are laid end to end": (
+        lambda: plain(f(lambda m, x: functional.normalize(x.flatten(2), dim=-1).flatten(1))), (2, 4, 4)
+    ),
+    "response norm": (lambda: plain(GlobalResponseNorm(1, channels_last=False)), ONE),
 }  # fmt: skip
 
 

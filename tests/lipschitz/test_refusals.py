@@ -163,6 +163,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "buffer that changes": (lambda: Net(written_into_buffer), "store"),
     "buffer that is copied into": (lambda: Net(copied_into_buffer), "copy_"),
     "division by the image": (lambda: Net(lambda m, x: x / x.sum((2, 3), keepdim=True)), "division"),
+    "division by a constant 0": (
+        lambda: Net(lambda m, x: x / torch.tensor([1.0, 2.0, 3.0, 0.0])),
+        "a division by zero",
+    ),
     "unnormalised power": (lambda: Net(lambda m, x: x**3), "power"),
     "index by the image": (lambda: Net(lambda m, x: x.flatten()[x.flatten().argsort()]), "argsort"),
     "other norm": (lambda: Net(lambda m, x: functional.normalize(x, p=1.0)), "norm"),

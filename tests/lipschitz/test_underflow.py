@@ -13,6 +13,7 @@ from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
 from certcli.lipschitz.numerics.real import Real, as_real
 from certcli.lipschitz.numerics.spectral import frobenius_norm
+from certcli.lipschitz.rules import addmm_lerp
 from tests.helpers.slopes import IMAGE
 from tests.lipschitz.test_real import exact as exactly
 
@@ -76,6 +77,14 @@ def test_sums_of_errors_are_not_below_the_exact_ones() -> None:
     ):
         exact = products * Fraction(2) ** -1022 + sum(math.prod(map(Fraction, factors)) for factors in terms)
         assert exact <= Fraction(RigorousArithmetic()._error(products, *terms)) <= exact * (1 + Fraction(1, 2**49))
+    arith, known, gains = RigorousArithmetic(), Matrix(torch.ones(2, 2).double(), 0.1), torch.tensor([-3.0, -2.0])
+    for scaled in (arith.scale_rows(known, gains), arith.scale_columns(known, gains), arith.scale(known, -3.0)):
+        assert 3 * Fraction(0.1) <= Fraction(scaled.error) <= 3 * Fraction(0.1) * (1 + Fraction(1, 2**40))
+
+
+def test_products_of_constants_count_what_they_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addmm_lerp, "gamma", lambda terms: 2.0**-10)
+    assert float(addmm_lerp._no_smaller(torch.ones(1, 4), -torch.ones(4, 1)).tensor) >= 4 * (1 + 2.0**-10)
 
 
 @pytest.mark.parametrize("sizes", [(1e200, 1e250), (1e-200, 1e-170), (1 - 2.0**-32, 1.0), (0.0, 5e-324)])

@@ -109,8 +109,6 @@ class Real:
         """Return log10 in double precision, for display: -inf for 0, inf for inf, finite beyond float64."""
         if self.mantissa == 0:
             return -math.inf
-        if not self.finite:
-            return math.inf
         return math.log10(self.mantissa) + self.exponent * math.log10(2)
 
     def __str__(self) -> str:
