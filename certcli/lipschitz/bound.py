@@ -30,10 +30,6 @@ class Bound:
     why: str
     parts: tuple["Bound", ...] = ()
 
-    def recheck(self) -> bool:
-        """Tell whether this node's value follows from its parts' values by its law."""
-        return self.law == "theorem" or self.value >= LAWS[self.law]([part.value for part in self.parts])
-
     def nodes(self) -> list["Bound"]:
         """Return every node once, parts before wholes (a residual uses its input twice: the proof is a graph)."""
         nodes: list[Bound] = []

@@ -15,7 +15,6 @@ from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.network import prove
 from certcli.models.build import PixelModel
 from certcli.nn.activations import MaxMin
-from certcli.system.errors import NoBoundError
 
 SIZE = (1, 6, 6)
 CLASSES = 4
@@ -219,31 +218,3 @@ def test_of_a_linear_network_the_radius_is_the_distance_to_the_boundary() -> Non
         (found >= exact * (1 - 1e-5)).all()
     )  # norms are proven to 1e-6; beyond it where the edge of [0, 1] helps
     assert bool((found <= exact * 1.3).all())
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(36, 36)
-        self.head = nn.Linear(36, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(1)
-        return self.head(x + self.body(x))
-
-
-@pytest.mark.parametrize(
-    ("net", "named"),
-    [
-        (Residual(), "add"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.GELU(), nn.Linear(8, 4)), "gelu"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.LayerNorm(8), nn.Linear(8, 4)), "layer_norm"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(36, 4), nn.ReLU()), "linear layer"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), MaxMin(), nn.Linear(8, 4)), "activation"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_is_no_chain_is_named(net: nn.Module, named: str) -> None:
-    model = PixelModel(InputSpec(size=SIZE, mean=(0.0,), std=(1.0,)), net).double().eval()
-    with pytest.raises(NoBoundError, match=named):
-        SequentialNetwork(model, SIZE)

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN
 from certcli.lipschitz.network import bound_network, pair_constants
+from certcli.lipschitz.numerics import arithmetic
 from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.convolution_estimate import Geometry, convolution_estimate
@@ -281,9 +282,13 @@ def test_a_matrix_of_zeros_that_is_known_up_to_an_error_is_not_zero() -> None:
     assert RigorousArithmetic()._product_of(replace(zeros, error=0.0), two) == 0
 
 
-def test_what_a_factor_lacks_counts_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """L = 1/2 of a a^T = 1 lacks 3/4: |a^T b|^2 = |L b|^2 + 3/4 |b|^2 and no less."""
+@pytest.mark.parametrize("lost", [0.0, 2.0**-10])
+def test_what_a_factor_lacks_counts_whole(lost: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L = 1/2 of a a^T = 1 lacks 3/4: |a^T b|^2 = |L b|^2 + 3/4 |b|^2, beside what the four products lose."""
     half = torch.full((1, 1, 1), 0.5, dtype=torch.float64)
     monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda gram: (half, torch.zeros(1)))
+    monkeypatch.setattr(arithmetic, "gamma", lambda terms: lost)
     unit = Matrix(torch.tensor([[1.0, 0.0]]).double())
-    assert 1 <= RigorousArithmetic().sigma_product(unit, unit) <= 1 + SLACK
+    squared = (0.5 + lost * 0.5) ** 2 + 0.75 + lost * (1 + 0.25 + 0.75)
+    # 1e-14: the numbers here are rounded, and those there outward
+    assert squared * (1 - 1e-14) <= float(RigorousArithmetic().sigma_product(unit, unit)) ** 2 <= squared * (1 + 1e-14)

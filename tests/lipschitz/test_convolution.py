@@ -272,12 +272,13 @@ def test_zero_overflow_and_poison() -> None:
         ({"groups": 2}, "groups"),
         ({"input_size": 0}, "input size"),
         ({"input_size": 2, "padding": 0}, "does not fit"),
+        ({"kernel": 0}, "does not fit"),
     ],
 )
 def test_impossible_geometry_is_refused(change: dict, match: str) -> None:
-    options = {"stride": 1, "padding": 1, "dilation": 1, "groups": 1, "input_size": 8} | change
+    options = {"stride": 1, "padding": 1, "dilation": 1, "groups": 1, "input_size": 8, "kernel": 3} | change
     with pytest.raises(UsageError, match=match):
-        conv_norm(torch.ones(3, 3, 3, 3), **options)
+        conv_norm(torch.ones(3, 3, options.pop("kernel"), 3), **options)
 
 
 def test_other_numbers_of_dimensions_are_refused() -> None:

@@ -86,6 +86,7 @@ def test_zero_and_infinity_have_one_form_and_other_numbers_none() -> None:
     assert Real(math.inf, 7) == INF
     assert str(Real(1 - 2.0**-40, 20)) == "1.05e+6"
     assert str(Real(0.999999, 20) * (1e6 / 2**20)) == "1.00e+6"
+    assert str(as_real(math.nextafter(1e-307, 1))) == "1.01e-307"  # whose logarithm is rounded below -307
     for wrong in (-1.0, math.nan):
         with pytest.raises(ValueError, match="not a number >= 0"):
             Real(wrong)

@@ -15,6 +15,8 @@ import timm.layers as timm_layers
 
 from certcli.lipschitz.network import bound_network
 from certcli.nn.activations import MaxMin
+from certcli.nn.attention_weights import AttentionShape
+from certcli.nn.l2_attention import L2Attention
 from certcli.nn.orthogonal_mixing import TokenMaxMin
 from tests.helpers.slopes import IMAGE, slope
 
@@ -161,10 +163,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "buffer that changes": (lambda: Net(written_into_buffer), "store"),
     "buffer that is copied into": (lambda: Net(copied_into_buffer), "copy_"),
     "division by the image": (lambda: Net(lambda m, x: x / x.sum((2, 3), keepdim=True)), "division"),
+    "division by a constant 0": (
+        lambda: Net(lambda m, x: x / torch.tensor([1.0, 2.0, 3.0, 0.0])),
+        "a division by zero",
+    ),
     "unnormalised power": (lambda: Net(lambda m, x: x**3), "power"),
     "index by the image": (lambda: Net(lambda m, x: x.flatten()[x.flatten().argsort()]), "argsort"),
     "other norm": (lambda: Net(lambda m, x: functional.normalize(x, p=1.0)), "norm"),
     "norm without eps": (lambda: nn.LayerNorm(4, eps=0.0), "eps"),
+    "norm of groups without eps": (lambda: nn.GroupNorm(1, 2, eps=0.0), "eps"),
     "batch statistics": (lambda: nn.BatchNorm2d(2, track_running_stats=False), "batch statistics"),
     "a number without axes": (lambda: Net(lambda m, x: x.mean()), "single number"),
     "scores of unknown size as logits": (
@@ -172,6 +179,24 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "no bound on its size",
     ),
     "scores of unknown size as weights": (lambda: Net(left_out), "no bound on its size"),
+    "variance of unknown size": (
+        lambda: Net(lambda m, x: torch.where(torch.eye(4) > 0, x, -torch.inf).clamp_min(-50.0).var(1)),
+        "the variance of a tensor",
+    ),
+    "shares that are infinite": (
+        lambda: Net(lambda m, x: torch.lerp(x, 2 * x, torch.tensor([0.5, 0.5, 0.5, torch.inf]))),
+        "not finite numbers",
+    ),
+    "keys that are constant": (
+        lambda: Net(lambda m, x: functional.scaled_dot_product_attention(x, m.store, x)),
+        "constant keys or values",
+    ),
+    "windows that are not those of the positions": (
+        lambda: Net(
+            lambda m, x: m.odd(x.reshape(-1, 4, 8)), odd=L2Attention(AttentionShape(8, 2, 4, True, 8, True, (1, 1)))
+        ),
+        "windows of another size",
+    ),
     "two outputs": (lambda: Net(lambda m, x: (x, x)), "something other than one tensor"),
     "mask of the image": (lambda: Net(lambda m, x: torch.where(x.bool(), x, 2.0)), "bool"),
     "row masked altogether": (lambda: Net(masked_row), "masked altogether"),

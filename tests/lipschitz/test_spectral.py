@@ -218,6 +218,9 @@ def test_sums_that_lose_a_thousandth_are_still_bounded(monkeypatch: pytest.Monke
         for matrix, norm in zip(matrices, spectral_norms(matrices)):
             formed = float(matrix.square().sum()) / (1 - 64 * 2.0**-20) / (1 - 9 * 2.0**-20)
             assert norm**2 >= 64 * 2.0**-20 * formed * (1 - 1e-12)  # what the test itself rounds
+    slack = 1 + 2 * (64**2 + 2) * 2.0**-20  # of a square of a norm
+    least = 64**2 * (slack**0.5 + 64 * 2.0**-20 * slack)
+    assert least * (1 - 1e-12) <= gram_iteration(torch.ones(64, 64).double(), 1) ** 2 <= least * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("broken", ["guess too low", "guess not a number", "no eigenvalue solver"])

@@ -8,8 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import certcli.system.compat  # noqa: F401
+
+# isort: split
+from timm.layers.norm import SimpleNorm
+
 from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.rules.l2_attention import _with_bias
 from certcli.nn.norms import FloorNorm
+from tests.helpers.lipschitz_cases import f, on_tokens
+from tests.helpers.slopes import IMAGE
 from tests.nn.test_attention import PLACES, SHIFTED, WIDTH, Lone, replacement, stir
 
 FLOOR, RADIUS, N = 0.125, WIDTH**0.5, 4
@@ -129,35 +137,82 @@ def test_the_constant_is_that_of_the_theorem(name: str, place: str, size: float)
     assert expected * (1 - 1e-9) <= float(result.upper) <= expected * (1 + 1e-6)
 
 
-class Dot(nn.Module):
-    """torch's attention in two heads, between linear maps without bias."""
+def test_what_rounding_loses_of_shifted_scores_is_added() -> None:
+    """A number that is added to all scores changes no attention; beside 2^40 scores of 2^-13 are lost."""
+    scores = torch.full((1, 1, N, N), 0.9 * 2.0**-13, dtype=torch.float64) * (1 - torch.eye(N))
+    for shifted, plain in zip(_with_bias(scores + 2.0**40), _with_bias(scores), strict=True):
+        assert bool((shifted >= plain).all())
 
-    def __init__(self, scale: float | None) -> None:
+
+class Dot(nn.Module):
+    """torch's attention between linear maps without bias: in two heads, or (axis 1) of the halves of each token."""
+
+    def __init__(self, scale: float | None, axis: int = 2) -> None:
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.scale = scale
+        self.scale, self.axis = scale, axis
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (m(x).view(-1, N, 2, WIDTH // 2).transpose(1, 2) for m in (self.query, self.key, self.value))
-        return functional.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)
+        q, k, v = (m(x).view(-1, N, 2, WIDTH // 2).transpose(1, self.axis) for m in (self.query, self.key, self.value))
+        return functional.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, self.axis).flatten(2)
 
 
-@pytest.mark.parametrize("scale", [None, 3.0])
+def dot(attention: nn.Module) -> tuple[list[Tensor], float]:
+    """Return the maps of an attention with stirred weights that see no mean, and its bound on rows of length RADIUS."""
+    attention = attention.double().eval()
+    stir(attention, 0.4)
+    weights = [part.weight for part in attention.modules() if isinstance(part, nn.Linear)]
+    for weight in weights:
+        weight -= weight.mean(1, keepdim=True)
+    result = bound_network(Lone(attention, None, FloorNorm(WIDTH, FLOOR)).double().eval(), (8, WIDTH), 3)
+    return weights, float(result.upper) * FLOOR
+
+
+@torch.no_grad()
+def test_halves_of_a_token_that_attend_to_each_other_are_rows_not_heads() -> None:
+    (q, k, v), found = dot(Dot(None, axis=1))
+    q_norm, k_norm, v_norm = (float(norms(part)) for part in (q, k, v))
+    moving = RADIUS**2 * (WIDTH // 2) ** -0.5 * q_norm * k_norm * v_norm
+    expected = 2**0.5 * v_norm + moving * (1 + (2 / 2) ** 0.5)
+    assert expected * (1 - 1e-9) <= found <= expected * (1 + 3e-6)  # three norms, each proven to 1e-6
+
+
+@torch.no_grad()
+def test_queries_that_are_constant_count_by_their_longest_row() -> None:
+    def attend(m: nn.Module, x: Tensor) -> Tensor:
+        key, value = m.parts
+        return functional.scaled_dot_product_attention(m.t.expand(len(x), -1, -1), key(x), value(x), scale=1.0)
+
+    maps = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
+    (k, v), found = dot(
+        f(attend, *maps, t=torch.tensor([[1.0, 0, 2, 0], [1.0, 5, 1, 3], [3.0, 0, 3, 0], [2.0, 0, 0, 2]]))
+    )
+    expected = float(norms(v) * (N**0.5 + (N / 2) ** 0.5 * RADIUS * 6 * norms(k)))
+    assert expected * (1 - 1e-9) <= found <= expected * (1 + 3e-6)
+
+
+@torch.no_grad()
+def test_a_norm_by_the_variance_has_the_constant_of_theorem_4_7() -> None:
+    for scale in (0.01, 4.0):
+        found = float(
+            bound_network(on_tokens(SimpleNorm(8, affine=False, eps=0.1), scale=scale).eval(), IMAGE, 3).upper
+        )
+        expected = scale * (0.1**-0.5 + scale * 1.5 * 8**0.5 / (7**0.5 * 0.1))  # of (x - 1/2) scale 3/2 scale is known
+        assert expected * (1 - 1e-9) <= found <= expected * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("scale", [None, 3.0, -3.0])
 @torch.no_grad()
 def test_dot_products_have_the_constant_of_theorem_5_2(scale: float | None) -> None:
     """With R_v = |W_V| R of each head, and the smaller of two ways to put heads together."""
-    attention = Dot(scale).double().eval()
-    stir(attention, 0.4)
-    for part in attention.children():
-        part.weight -= part.weight.mean(1, keepdim=True)
-    (q, k, v) = (part.weight.view(2, -1, WIDTH) for part in attention.children())
-    result = bound_network(Lone(attention, None, FloorNorm(WIDTH, FLOOR)).double().eval(), (8, WIDTH), 3)
+    maps, found = dot(Dot(scale))
+    q, k, v = (weight.view(2, -1, WIDTH) for weight in maps)
 
     def heads(weights: Tensor, maps: Tensor) -> Tensor:
         return torch.minimum(weights.max() * norms(maps.flatten(0, 1)), (weights * norms(maps)).norm())
 
-    factor = (WIDTH // 2) ** -0.5 if scale is None else scale
+    factor = (WIDTH // 2) ** -0.5 if scale is None else abs(scale)
     radius = RADIUS**2 * norms(v)
     of_query, of_key = heads(radius * norms(k), q), (N / 2) ** 0.5 * heads(radius * norms(q), k)
-    expected = float(N**0.5 * norms(v.flatten(0, 1)) + factor * (of_query + of_key)) / FLOOR
-    assert expected * (1 - 1e-9) <= float(result.upper) <= expected * (1 + 1e-6)
+    expected = float(N**0.5 * norms(v.flatten(0, 1)) + factor * (of_query + of_key))
+    assert expected * (1 - 1e-9) <= found <= expected * (1 + 1e-6)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
 from certcli.lipschitz.numerics.real import Real, as_real
 from certcli.lipschitz.numerics.spectral import frobenius_norm
+from certcli.lipschitz.rules import addmm_lerp
 from tests.helpers.slopes import IMAGE
+from tests.lipschitz.test_real import exact as exactly
 
 
 def thin(*sizes: tuple[int, int, float]) -> nn.Sequential:
@@ -63,6 +66,42 @@ def test_the_error_of_a_product_covers_underflow(name: str, exponents: tuple[int
             * (1 - 1e-12)
             <= small
         )
+
+
+def test_sums_of_errors_are_not_below_the_exact_ones() -> None:
+    for products, *terms in (
+        (10**9, (1e-289,)),
+        (7, (0.1, 0.3), (0.7,)),
+        (3, (1e-200, 1e-160)),
+        (1, (1e200, 1e80), (0.1,)),
+    ):
+        exact = products * Fraction(2) ** -1022 + sum(math.prod(map(Fraction, factors)) for factors in terms)
+        assert exact <= Fraction(RigorousArithmetic()._error(products, *terms)) <= exact * (1 + Fraction(1, 2**49))
+    arith, known, gains = RigorousArithmetic(), Matrix(torch.ones(2, 2).double(), 0.1), torch.tensor([-3.0, -2.0])
+    for scaled in (arith.scale_rows(known, gains), arith.scale_columns(known, gains), arith.scale(known, -3.0)):
+        assert 3 * Fraction(0.1) <= Fraction(scaled.error) <= 3 * Fraction(0.1) * (1 + Fraction(1, 2**40))
+
+
+def test_products_of_constants_count_what_they_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addmm_lerp, "gamma", lambda terms: 2.0**-10)
+    assert float(addmm_lerp._no_smaller(torch.ones(1, 4), -torch.ones(4, 1)).tensor) >= 4 * (1 + 2.0**-10)
+
+
+@pytest.mark.parametrize("sizes", [(1e200, 1e250), (1e-200, 1e-170), (1 - 2.0**-32, 1.0), (0.0, 5e-324)])
+def test_the_longest_row_of_a_constant_is_found(sizes: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = -torch.tensor([[sizes[0]] * 4, [sizes[1]] * 4], dtype=torch.float64)
+    if sizes[1] == 1:  # within its rounding argmax may take any row
+        monkeypatch.setattr(torch.Tensor, "argmax", lambda lengths: 0)
+    assert exactly(2 * as_real(sizes[1])) <= exactly(RigorousArithmetic().longest(rows)) * (1 + Fraction(1, 2**40))
+
+
+def test_of_products_one_of_which_overflows_each_has_its_norm() -> None:
+    torch.manual_seed(0)
+    a, b = Matrix(torch.randn(3, 8).double()), Matrix(torch.randn(3, 9).double())
+    first, second = RigorousArithmetic().sigma_products([(a, b), (Matrix(a.tensor * 2.0**700), b)], "")
+    exact = float(torch.linalg.matrix_norm(a.tensor.T @ b.tensor, 2)) * (1 - 1e-12)  # rounded here
+    assert exact <= first <= exact * (1 + 1e-6)
+    assert as_real(exact) * 2.0**700 <= second
 
 
 def test_pairs_of_logits_that_nearly_agree_are_not_lost() -> None:

@@ -115,6 +115,13 @@ class Arithmetic(ABC):
     def root_sum_of_squares(self, values: list[Scalar]) -> Scalar:
         return self.sqrt(self.total([value * value for value in values]))
 
+    def longest(self, rows: Tensor) -> Scalar:
+        """Return the largest norm of a row of a constant (n, d)."""
+        plain = rows.detach().double()
+        # beside the largest entry no square overflows or is lost; which row is the longest is rounded: 2^-30 covers it
+        lengths = (plain / plain.abs().max().clamp_min(UNDERFLOW)).norm(dim=-1)
+        return self.length(self.matrix(rows[lengths.argmax()].reshape(-1, 1))) * self.const(1 + 2.0**-30)
+
     def matmul(self, a: Matrix, b: Matrix) -> Matrix:
         """Return a b: |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), beside the errors of a and b."""
         product = a.tensor @ b.tensor.to(a.tensor.device)  # numbers of the code lie in main memory

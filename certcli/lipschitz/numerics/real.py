@@ -109,8 +109,6 @@ class Real:
         """Return log10 in double precision, for display: -inf for 0, inf for inf, finite beyond float64."""
         if self.mantissa == 0:
             return -math.inf
-        if not self.finite:
-            return math.inf
         return math.log10(self.mantissa) + self.exponent * math.log10(2)
 
     def __str__(self) -> str:
@@ -124,13 +122,10 @@ class Real:
         digits = 4 if near else 3
         whole = math.floor(self.log10())
         first = _ceil(exact, digits - 1 - whole)
-        if first < 10 ** (digits - 1):  # the logarithm is rounded: just below a power of ten
-            whole -= 1
-            first = _ceil(exact, digits - 1 - whole)
+        if first >= 10**digits:  # rounded up to a power of ten, or the logarithm was rounded down from there
+            first, whole = -(-first // 10), whole + 1
         if near:
             return f"{float(first * Fraction(10) ** (whole - digits + 1)):.4g}"
-        if first == 10**digits:
-            first, whole = first // 10, whole + 1
         return f"{first // 100}.{first % 100:02d}e{whole:+d}"
 
     def to_json(self) -> list[Any]:

@@ -130,16 +130,12 @@ def shifted(ctx: Context, x: Value, shift: Any) -> Value:
     x = ctx.spread(ctx.settle(x), shape)
     tensor = as_tensor(ctx, shift)
     old, arith = x.size, ctx.arith
-    slack = arith.const(1 + 2.0**-30)  # which fibre is the longest is decided in floating point
 
     def longest() -> Any:
-        wide = tensor.detach().double().expand(shape) if arith.rigorous else tensor.expand(shape)
         # of fibres that repeat, the distinct ones are enough
         keep = tuple(slice(None) if n > 1 or a - len(shape) == old.axis else slice(0, 1)
                      for a, n in enumerate((1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)))  # fmt: skip
-        fibres = wide[keep].movedim(old.axis, -1).reshape(-1, shape[old.axis])
-        fibre = fibres[fibres.norm(dim=-1).argmax()].reshape(-1, 1)
-        return arith.length(arith.matrix(fibre)) * slack
+        return arith.longest(tensor.expand(shape)[keep].movedim(old.axis, -1).reshape(-1, shape[old.axis]))
 
     def whole() -> Any:
         times = math.prod(shape) // max(1, tensor.numel())

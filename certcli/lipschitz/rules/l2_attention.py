@@ -100,7 +100,7 @@ def lambert_w_of_exp(t: Tensor) -> Tensor:
     t = t.clamp_min(-600.0)
     with torch.no_grad():
         # y + e^y = t for y = log W: a convex function, towards whose root Newton's steps fall from the right
-        y = torch.where(t > 1, t.clamp_min(1.0).log(), t)
+        y = torch.where(t > 1, t.log(), t)
         for _ in range(40):
             step = (y.exp() + y - t) / (y.exp() + 1)
             y = y - step

@@ -113,9 +113,7 @@ def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
     """Return the bounds head by head if a linear map to (.., head, .., 1, width) is pending, else one for all heads."""
     arith = ctx.arith
     if isinstance(x, Constant):
-        rows = x.tensor.detach().double().reshape(-1, x.tensor.shape[-1])
-        # which row is the longest is decided in floating point: 2^-30 covers it
-        row = arith.length(arith.matrix(rows[rows.norm(dim=-1).argmax()].reshape(-1, 1))) * arith.const(1 + 2.0**-30)
+        row = arith.longest(x.tensor.detach().double().reshape(-1, x.tensor.shape[-1]))
         return _Heads(None, [arith.const(0.0)], [row], [row], arith.const(0.0))
     pending = x.pending
     if pending is not None and pending.matrix is not None:

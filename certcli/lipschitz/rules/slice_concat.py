@@ -131,10 +131,7 @@ def concatenate(ctx: Context, tensors: Sequence[Any], dim: int = 0) -> Value:
         lengths = [value.size.fibre_along(-1) if fibres else value.size.peak for value in values]
         for tensor in fixed:
             flat = tensor.detach().double().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
-            longest = flat[flat.norm(dim=-1).argmax()].reshape(-1, 1)
-            # argmax may err by rounding: 2^-30 covers it
-            known = arith.length(arith.matrix(longest)) if fibres else ctx.largest_entry(tensor)
-            lengths.append(known * arith.const(1 + 2.0**-30))
+            lengths.append(arith.longest(flat) if fibres else ctx.largest_entry(tensor))
         if fibres and place == -1:
             return arith.root_sum_of_squares(lengths)
         return arith.largest(lengths)

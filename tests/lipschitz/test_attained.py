@@ -1,0 +1,94 @@
+"""Networks where every inequality of a theorem about sizes is an equality: any factor, term or digit less would show."""
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+import torch
+from timm.layers.attention import Attention
+from timm.layers.grn import GlobalResponseNorm
+from torch import nn
+from torch.nn import functional
+
+from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
+from certcli.lipschitz.propagate import propagate, trace_network
+from certcli.lipschitz.rules.shapes import _merge_gain, groups
+from certcli.lipschitz.size import Size
+from certcli.lipschitz.value import Affine, Value
+from certcli.models.build import PixelNormalize
+from tests.helpers.lipschitz_cases import f, replaced
+
+ONE = (1, 1, 1)
+
+
+def ones(*layers: nn.Module) -> nn.Module:
+    """Layers whose parameters are all 1, on one token of one number."""
+    net = nn.Sequential(nn.Flatten(2), *layers).double().eval().requires_grad_(False)
+    for parameter in net.parameters():
+        parameter.fill_(1.0)
+    return net
+
+
+def middle(kernel: nn.Conv2d) -> nn.Conv2d:
+    """3 x 3 weights of which the middle one counts."""
+    kernel.weight.data = functional.pad(torch.ones(1, 1, 1, 1), (1, 1, 1, 1)).double()
+    return kernel
+
+
+def plain(*layers: nn.Module) -> nn.Module:
+    """Layers on images; parameters that were made in float32 become 1."""
+    for parameter in nn.Sequential(*layers).parameters():
+        if parameter.dtype == torch.float32:
+            parameter.data = torch.ones_like(parameter).double()
+    return nn.Sequential(*layers).double().eval().requires_grad_(False)
+
+
+ATTAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "attention": (lambda: ones(Attention(1, 1, qkv_bias=True)), ONE),
+    **{
+        name: (lambda name=name: ones(replaced(name, Attention(1, 1, qkv_bias=True))), ONE)  # type: ignore[misc]
+        for name in ("l2-attention", "l2-untied-value-attention", "lnorm-attention")
+    },
+    "attention-fused": (
+        lambda: ones(f(lambda m, x: functional.scaled_dot_product_attention(x, x, m.parts[0](x)), nn.Linear(1, 1))), ONE
+    ),
+    "linear": (lambda: ones(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), ONE),
+    "constants": (lambda: ones(f(lambda m, x: torch.cat([x, 7 * m.t], 1) + m.t, t=torch.ones(1, 1, 1))), ONE),
+    "normalised": (lambda: plain(PixelNormalize((-0.5,), (0.5,)), nn.ReLU(), nn.BatchNorm2d(1, eps=0.0)), ONE),
+    "convolution": (lambda: plain(nn.ReLU(), middle(nn.Conv2d(1, 1, 3, padding=1))), ONE),
+    "convolution after a bias": (lambda: plain(nn.Conv2d(2, 1, 1), middle(nn.Conv2d(1, 1, 3, padding=1))), (2, 1, 1)),
+    "convolution of more channels than pixels": (lambda: plain(nn.ReLU(), nn.Conv2d(16, 1, 1, stride=2)), (16, 1, 2)),
+    "averages beside the axis of which something is known": (
+        lambda: plain(f(lambda m, x: functional.normalize(x, dim=1)), nn.AvgPool2d(1)), (2, 4, 4)
+    ),
+    "rows that are laid end to end": (
+        lambda: plain(f(lambda m, x: functional.normalize(x.flatten(2), dim=-1).flatten(1))), (2, 4, 4)
+    ),
+    "response norm": (lambda: plain(GlobalResponseNorm(1, channels_last=False)), ONE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTAINED)
+def test_the_largest_image_is_as_large_as_is_said(name: str) -> None:
+    make, shape = ATTAINED[name]
+    net = make()
+    outcome = propagate(trace_network(net, shape), RigorousArithmetic())
+    size, result = outcome.context.settle(outcome.logits).size, net(torch.ones(1, *shape).double())
+    pairs = [(float(size.total), float(result.norm())), (float(size.peak), float(result.abs().max()))]
+    pairs += [(float(size.fibre_along(a)), float(result.norm(dim=a).max())) for a in range(-result.dim(), 0)]
+    assert all(proven >= found * (1 - 1e-14) for proven, found in pairs)  # what is rounded here
+    assert any(proven <= found * (1 + 1e-6) for proven, found in pairs)  # promised by spectral norms
+
+
+@pytest.mark.parametrize("times", range(2, 12))
+def test_copies_of_a_number_are_off_by_no_less_than_all_of_them(times: int) -> None:
+    arith, before, after = RigorousArithmetic(), (1, 2, times), (1, 2 * times)
+    pending = Affine(axis=-2, width=2, bias=Matrix(torch.ones(2, 1).double(), 0.1))
+    merged = _merge_gain(
+        Value(arith.const(1.0), Size(arith, before), pending, None, before), pending, after, groups(before, after)
+    )
+    assert merged is not None
+    assert merged.pending is not None
+    assert merged.pending.bias is not None
+    truth = times * Fraction(0.1) ** 2
+    assert truth <= Fraction(merged.pending.bias.error) ** 2 <= truth * (1 + Fraction(1, 2**49))
