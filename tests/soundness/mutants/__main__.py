@@ -86,11 +86,12 @@ def place(whole: CodeType, functions: list[FunctionType]) -> bool:
 
 
 def forked(work: Callable[[], Json], seconds: float) -> Json:
-    """Return what `work` returns in a fork of this process, which dies of more CPU seconds than these."""
+    """Return what `work` returns in a fork of this process, which dies of more CPU seconds than these, or of a minute and 20 times as many."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 5))
+        signal.alarm(60 + 20 * int(seconds))  # one that waits, of a pipe say, takes no CPU time
         resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
         try:
             answer = work()
@@ -169,7 +170,7 @@ class Campaign:
             if self.failed is None:  # a test that fails or takes too long without a mutant kills none
                 own = [self.fixtures[name] for name in getattr(item, "fixturenames", ())]
                 for line in self.lines.union(*own):
-                    ran[line].append([item.nodeid, time.process_time() - start])
+                    ran[line.removeprefix(f"{ROOT}/")].append([item.nodeid, time.process_time() - start])
         return ran
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -195,7 +196,8 @@ class Campaign:
         for mutant in again if options.survivors else [mutant for mutant in drawn if mutant.key not in done]:
             if time.monotonic() > deadline:
                 break
-            tests = dict(ran.get(f"{mutant.path}:{mutant.lines[0]}", ran.get(f"{mutant.path}:{mutant.lines[1]}", [])))
+            first, second = (f"{mutant.path.relative_to(ROOT)}:{line}" for line in mutant.lines)
+            tests = dict(ran.get(first, ran.get(second, [])))
             picked: list[pytest.Item] = []
             cost = 0.0
             for name, seconds in in_turn(tests, mutant):
