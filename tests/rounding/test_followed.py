@@ -78,10 +78,12 @@ def test_every_gamma_reaches_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(grown), sites.further[:2]
 
 
+UNLIKE = torch.stack([ones(2, 2) / 8, ones(2, 2)])
 # a product whose error is attained: |b| e_a + |a| e_b + e_a e_b, exactly
 ATTAINED: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], float]] = {
     "matrices": (torch.matmul, (ones(4, 4), ones(4, 4)), 4.25),
     "many exact matrices": (lambda x: x @ ones(100, 2, 2), (ones(100, 1, 2),), 1.0),
+    "exact matrices": (lambda x: x @ UNLIKE, (ones(2, 1, 2),), 1.0),
     "a large exact matrix": (lambda x: x @ ones(1024, 1024), (ones(1, 1024),), 512.0),
     "products": (torch.mul, (ones(1), ones(1)), 1.25),
 }

@@ -3,6 +3,7 @@
 import itertools
 import operator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import certcli.system.compat  # noqa: F401 (before timm)
@@ -26,7 +27,7 @@ from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.nn.orthogonal_mixing import OrthogonalMixing
 from certcli.rounding import PRECISIONS, NeighbourErrors, computed
 from certcli.rounding.executed import Followed, Operation, rules
-from certcli.rounding.neighbours import _STEPS, _floats
+from certcli.rounding.neighbours import _STEPS, _floats, _Stepwise
 from certcli.rounding.precisions import FLOAT64
 from certcli.rounding.stored import BlockMap, LinearMap, Stored
 from tests.certify.test_local_lip import SIZE
@@ -96,6 +97,8 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
         (X, X, X, Constant(draw(7, 7).relu().log())),
         "computes",
     ),
+    "a norm of matrices": (F.layer_norm, (X, (7, 6)), "more than the last axis"),
+    "a pooling that enlarges": (F.adaptive_avg_pool2d, (X, (2, 7)), "a pooling that enlarges"),
     "another length": (F.normalize, (X, 1.0, -1, 1.0), "vanishes"),
     "an eps of no square": (F.normalize, (X, 2.0, -1, 1e-3), "vanishes"),
 }
@@ -104,9 +107,17 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_theorem_is_refused(name: str) -> None:
     function, operands, words = REFUSED[name]
-    op = Operation(FP16, Moved([FIXED.tensor]), Call("part", "", TOKENS))
+    op = Operation(FP16, Moved([FIXED.tensor]), Call("part", getattr(function, "__name__", ""), (1, 2, 7)))
     with pytest.raises(NoRule, match=words):
         rules.functions[function](op, *operands)
+
+
+def test_an_operation_of_constants_is_refused() -> None:
+    context: Any = SimpleNamespace(call=SimpleNamespace(dtype=None))
+    with pytest.raises(NoRule, match="without a tensor that depends on the image"):
+        _Stepwise(Operation(FP16, Moved([]))).followed(rules.functions[torch.add], rules.functions[torch.add])(
+            context, 1.0
+        )
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.0])
