@@ -15,7 +15,7 @@ MOST_ENTRIES = 1024  # of all lists in an architecture's arguments
 # Words for files, URLs, callables, weights, devices, and results other than logits. Swin v2's pretrained window sizes and
 # every drop_path are numbers of the architecture.
 _FORBIDDEN = re.compile(
-    r"_|checkpoint|pretrained(?!_window_sizes?\Z)|cache_|feature(s_only|_cls|_cfg)|out_indices|scriptable|exportable|no_jit"
+    r"checkpoint|pretrained(?!_window_sizes?\Z)|cache_|feature(s_only|_cls|_cfg)|out_indices|scriptable|exportable|no_jit"
     r"|pruned|(device|dtype)\Z"
     r"|(.*_)?(cfg|config|fn|func|cls|file|filename|dir|url|hub|id|weights|state_dict|args|kwargs|filter)s?\Z"
     r"|(?!(.*_)?drop_path\Z)(.*_)?paths?\Z"
@@ -32,7 +32,7 @@ def arch_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         raise Refused(f"{len(given)} architecture arguments")
     found: dict[str, Any] = {}
     for key, value in given.items():
-        if not isinstance(key, str) or (not _KEY.match(key) and not key.startswith("_")):
+        if not isinstance(key, str) or not _KEY.match(key):
             raise Refused(f"architecture argument {one_line(repr(key))[:80]} is no name of an argument")
         if _FORBIDDEN.match(key):
             raise Refused(f"architecture argument '{key}' is not taken from a file or the command line")

@@ -127,14 +127,13 @@ class RecordFile:
         self._streamed = is_stream(path)
         if self._streamed and resume:
             raise UsageError(f"--resume reads {path} again, and it is no file", "--records FILE.jsonl")
-        continued = resume and path.exists()
-        require_absent(path, force or continued, "--records")
+        require_absent(path, force or resume, "--records")
         try:
             self._handle = handle = open_stream(path) if self._streamed else open_alone(path)
         except OSError as failure:
             raise OutputError(f"cannot write {path}: {failure.strerror}", "choose another --records") from failure
         try:
-            if continued:
+            if resume:
                 self._read(path, handle.read())
         except BaseException:
             handle.close()  # else it would keep out others while this object lives

@@ -70,13 +70,13 @@ def usual(count: int) -> int:
 
 
 def draws(count: int, false: int, missed: float = MISSED) -> int:
-    """The fewest draws without return from `count` pieces that miss all of `false` ones with a chance of `missed` at most.
+    """The fewest draws without return from `count` pieces that miss all of `false` >= 1 with a chance of `missed` at most.
 
     P[n draws miss] = prod_{i < n} (count - false - i) / (count - i)
     """
     chance, n = 1.0, 0
-    while chance > missed and n < count:
-        chance *= max(0, count - false - n) / (count - n)
+    while chance > missed:
+        chance *= (count - false - n) / (count - n)
         n += 1
     return n
 

@@ -33,7 +33,7 @@ def error_of(x: Tensor, p: Precision, made: Moved) -> float:
             f"its rounding at the neighbours of an image is not known: a constant that the network computes{by}"
         )
     errors = [_error(operand, p, made) for operand in step.args]
-    sizes = [max(map(_most, tensors_of(a)), default=0.0) + e if tensors_of(a) else _number(a)
+    sizes = [max(map(_most, tensors_of(a))) + e if tensors_of(a) else _number(a)
              for a, e in zip(step.args, errors, strict=True)]  # fmt: skip
     found = rule(p, step, sizes, errors) * _UP + 4 * p.tiny
     return found if _most(step.result) + found < p.largest else math.inf

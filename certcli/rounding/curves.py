@@ -132,13 +132,13 @@ def _normalised(op: Operation, x: Tensor, size: Any, eps: float) -> tuple[Tensor
     return found, moved * slope + op.norm(found) * (gamma(n + 8) + 2 * FUNCTION) + TINY
 
 
-def _scaled(op: Operation, x: Tensor, size: Tensor, weight: Any, bias: Any) -> Found:
+def _scaled(op: Operation, x: Tensor, size: Tensor, weight: Any, bias: Any, shape: Any) -> Found:
     op.require(op.size(weight) is None and op.size(bias) is None, "a norm whose weights were computed")
     if weight is not None:
-        x, size = x * weight, size * weight.abs().amax()
+        x, size = x * weight.view(shape), size * weight.abs().amax()
         size = size + (torch.linalg.vector_norm(x) + TINY) * UNIT
     if bias is not None:
-        x = x + bias
+        x = x + bias.view(shape)
         size = size + (torch.linalg.vector_norm(x) + TINY) * UNIT
     return [x, None, None], [size, None, None]
 
@@ -146,7 +146,7 @@ def _scaled(op: Operation, x: Tensor, size: Tensor, weight: Any, bias: Any) -> F
 @rule("native_layer_norm")
 def layer_norm(op: Operation, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Found:
     found, size = _normalised(op, x.flatten(-len(shape)), op.size(x), eps)
-    return _scaled(op, found.view(x.shape), size, weight, bias)
+    return _scaled(op, found.view(x.shape), size, weight, bias, shape)
 
 
 @rule("native_group_norm")
@@ -155,8 +155,7 @@ def group_norm(
 ) -> Found:
     shape = (-1, *[1] * (x.dim() - 2))
     found, error = _normalised(op, x.reshape(count, groups, -1), op.size(x), eps)
-    parts = [None if part is None else part.view(shape) for part in (weight, bias)]
-    return _scaled(op, found.view(x.shape), error, *parts)
+    return _scaled(op, found.view(x.shape), error, weight, bias, shape)
 
 
 @put_together("native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm")

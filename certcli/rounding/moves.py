@@ -110,7 +110,7 @@ def copied_to_places(op: Operation, x: Tensor, *rest: Any, **named: Any) -> Foun
 def chosen(op: Operation, *tensors: Any) -> Found:
     """`where` keeps an entry of one or the other, `masked_fill` an entry or a number, by an exact mask."""
     mask = tensors[0] if op.name == "where" else tensors[1]
-    op.require(len(tensors) == 3 and op.size(mask) is None, "a choice by rounded numbers")
+    op.require(op.size(mask) is None, "a choice by rounded numbers")
     value = op.run()
     others = [x for x in tensors if x is not mask]
     return value, rooted([size for x in others if (size := spread(op, x, value.numel())) is not None])

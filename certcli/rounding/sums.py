@@ -49,7 +49,7 @@ def _reach(x: Any, like: Any) -> Any:
         return abs(float(x))
     shape = tuple(like.shape) if isinstance(like, Tensor) else ()
     shape = (1,) * (x.dim() - len(shape)) + shape
-    copied = [axis for axis in range(-x.dim(), 0) if shape[axis] == 1 and x.shape[axis] > 1]
+    copied = [axis for axis in range(-x.dim(), 0) if shape[axis] == 1]
     if not x.numel():
         return 0.0
     return (torch.linalg.vector_norm(x, dim=copied) + TINY if copied else x.abs()).amax() * ROUNDED

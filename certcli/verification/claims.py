@@ -349,7 +349,7 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
     by_digest = {checkpoint.digest: name for name, checkpoint in checkpoints.items()}
     for name, checkpoint in checkpoints.items():
         steps = checkpoint.record.lineage
-        means = [number for number, step in enumerate(steps) if step.command == MEAN]
+        joined = next((number for number, step in enumerate(steps) if step.command == MEAN), -1)  # a mean is no member
         for number, origin in _origins(steps):
             parent, before = by_digest.get(origin, name), steps[:number]
             if parent == name:
@@ -357,9 +357,9 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
             own = checkpoints[parent].record.lineage
             ends = (number, number + 1)  # `init` names itself: its parent has the digest of its result
             parts = (steps[:end] for end in ends)
-            if means[:1] == [number]:  # an honest lineage has one mean; of a forged one no second place is searched
+            if number == joined:
                 parts = (before[start : start + len(own)] for start in range(number))
-            elif means and number <= means[-1]:
+            elif number < joined:
                 parts = (steps[max(0, end - len(own)) : end] for end in ends)
             same, step = own in parts, f"lineage, step {number + 1}"
             why = f"its parent is {parent}" + ("" if same else ", whose own lineage is another")

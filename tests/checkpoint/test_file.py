@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from certcli.checkpoint import file as checkpoint_module
-from certcli.checkpoint.file import Checkpoint, tensors_digest
+from certcli.checkpoint.file import LONGEST_NAME, Checkpoint, require_numbers, tensors_digest
 from certcli.checkpoint.record import Evidence, InputSpec, Record, Replacement, Step
 from certcli.models import build
 from certcli.models.hints import Hints
@@ -167,6 +167,13 @@ def test_weights_that_are_not_finite_are_refused(tiny: Checkpoint, tmp_path: Pat
     safetensors.torch.save_file(tensors, tmp_path / "b.safetensors", {"certvit": tiny.record.to_json()})
     with pytest.raises(CheckpointError, match=r"head\.weight"):
         open_checkpoint(str(tmp_path / "b.safetensors"))
+
+
+def test_names_of_tensors_fit_a_line() -> None:
+    require_numbers({"x" * LONGEST_NAME: torch.zeros(1)}, "a.safetensors")
+    for name in ("x" * (LONGEST_NAME + 1), "a\nb", "\x1b[31m"):
+        with pytest.raises(CheckpointError, match="does not print or fit a line"):
+            require_numbers({name: torch.zeros(1)}, "a.safetensors")
 
 
 def test_architecture_and_tensors_must_agree(tiny: Checkpoint) -> None:

@@ -128,6 +128,17 @@ def test_narrow_weights_are_widened_exactly(
     assert torch.equal(read.tensors["head.out.weight"].float(), wide["head.out.weight"])
 
 
+@pytest.mark.parametrize("limit", [0, spool.IN_MEMORY], ids=["mapped", "in memory"])
+def test_a_copy_has_its_own_memory_row_after_row(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(spool, "IN_MEMORY", limit)
+    monkeypatch.setattr(spool, "_SMALL", 0)
+    source = torch.arange(6.0).view(2, 3).T
+    found = spool.copies({"x": source}, {"x": source.dtype})["x"]
+    assert torch.equal(found, source)
+    assert found.is_contiguous()
+    assert found.data_ptr() != source.data_ptr()
+
+
 def test_a_wider_type_is_reported(tiny: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
     half = Checkpoint({name: value.bfloat16() for name, value in tiny.tensors.items()}, tiny.record)
     say_wider(half, half, Sink(False, False))

@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from certcli.checkpoint import outputs as outputs_module
 from certcli.checkpoint.outputs import Outputs, discard_state, last_command, read_metadata, require_own_state
 from certcli.checkpoint.shards import INDEX
 from certcli.cli.main import COMMANDS
@@ -129,6 +130,7 @@ CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
     (dangling, ["lipschitz", M, "--plot", "gone.png", "--force"], "leads nowhere"),
     (circle, ["lipschitz", M, "--plot", "one.png", "--force"], "leads nowhere"),
     (nothing, ["lipschitz", M, "--plot", "x" * 300 + ".png"], "too long"),
+    (nothing, ["lipschitz", M, "--plot", "p.txt"], "a figure's name ends in .png"),
     # the same rule as for checkpoints: new, or --force
     (existing("p.png"), ["attack", M, "--gallery", "p.png"], "exists already"),
 ]
@@ -190,6 +192,15 @@ def test_every_path_of_a_command_is_marked(name: str) -> None:
         if "Path" in str(parameter.annotation) and name != "log":
             notes = getattr(parameter.annotation, "__metadata__", ())
             assert any(isinstance(note, (Reads, Writes)) for note in notes), (name, parameter.name)
+
+
+def test_an_index_is_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody finds the files beside it. A pipe in its place would be read for ever where this is not asked."""
+    monkeypatch.setattr(outputs_module, "is_stream", lambda path: True)
+    outputs = Outputs()
+    outputs.writes("-o", tmp_path / INDEX)
+    with pytest.raises(UsageError, match="no file"):
+        outputs.check()
 
 
 def state(path: Path, key: str, identity: str) -> None:

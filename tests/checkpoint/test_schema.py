@@ -316,6 +316,8 @@ def test_an_unreadable_record_is_not_written(tiny: Checkpoint, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
     with pytest.raises(CheckpointError, match="a record has at most"):
         Record.from_json(" " * (LONGEST_RECORD + 1))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        replace(tiny.record, arch_args={"mlp_ratio": float("nan")}).to_json()
 
 
 FUNCTIONS: list[tuple[str, Callable[[Raw], Any], bool]] = [

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from certcli.checkpoint.record import Evidence
+from certcli.evaluation import record_lines
 from certcli.evaluation.evidence import (
     AttackParameters,
     AttackResult,
@@ -20,13 +23,14 @@ from certcli.evaluation.evidence import (
     Decoded,
     _certify_contradictions,
     _contradictions,
+    understood,
 )
 from certcli.evaluation.radii import Norm, attacked_radius, confidence, proven_percent, proven_radius
 from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse
 from certcli.evaluation.records import _same_file, read_records, require_radii, require_share
 from certcli.evaluation.region import Region, image_norms
 from certcli.evaluation.threat import Patch, Threat
-from certcli.system.errors import DataError, UsageError
+from certcli.system.errors import DataError, Refused, UsageError
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")
 
@@ -49,6 +53,7 @@ def test_a_region_holds_its_edge_and_nothing_behind_it(norm: Norm) -> None:
     for region in (Region(norm, 0.25), Region.each(norm, [0.25])):
         assert bool(region.contains(image + step, image))
         assert not bool(region.contains(image + step * (1 + 1e-9), image))
+    assert Region.each(norm, [0.1, 0.3]).radii(image).tolist() == [0.1, 0.3]  # and not the float32 above or below
     wide = Region(norm, 9.0)
     for value, inside in ((0.0, True), (1.0, True), (-1e-12, False), (1 + 1e-12, False)):
         moved = image.clone()
@@ -77,8 +82,11 @@ def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Nor
         change = torch.stack([one.clamp(-r, r) for one, r in zip(change, (0.1, 0.3, 5.0), strict=True)])
     assert torch.allclose(found, (images + change).clamp(0, 1), atol=1e-12)
     assert torch.equal(Region.each(norm, [0.0, 0.0, 0.0]).project(images, images), images)
-    one = Region.within(Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images).project(far, images)
+    places, rows = Region.within(Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images), torch.tensor([2, 0])
+    one = places.project(far, images)
     assert [int((a != b).sum()) for a, b in zip(one, images, strict=True)] == [1, 1, 1]
+    for whole in (region, places):
+        assert torch.equal(whole.of(rows).project(far[rows], images[rows]), whole.project(far, images)[rows])
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -175,6 +183,17 @@ def test_a_header_is_bounded_and_of_one_command(tmp_path: Path) -> None:
             parse((json.dumps(header(**{name: wrong})) + "\n").encode(), file)
 
 
+def test_a_line_may_be_long_and_a_file_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = (json.dumps(header()) + "\n").encode()
+    row = {"index": 0, "label": 1, "prediction": 1, "radius": 0.5, "method": "x", "failure": 0.0, "pixels": "0" * 16}
+    data = line + (json.dumps(row) + "\n").encode() * 9
+    monkeypatch.setattr(record_lines, "LONGEST_LINE", len(line) - 1)
+    assert len(parse(data, tmp_path)[1]) == 9
+    monkeypatch.setattr(record_lines, "LONGEST_LINE", len(line) - 2)
+    with pytest.raises(DataError, match="a line of"):
+        parse(data, tmp_path)
+
+
 def is_let_in(row: dict[str, Any], kind: type) -> bool:
     try:
         msgspec.convert(row, kind)
@@ -203,6 +222,26 @@ def test_an_attack_leaves_no_more_than_was_right(curve: float, parts: int, contr
     part = {"norm": "l2", "images": 4, "clean": 0.75, "robust": 0.5, "attacks": {}, "median_norm": None, "epsilon": 0.5}
     result = msgspec.convert({**part, "curve": {"0.25": curve}, "parts": [part] * parts}, AttackResult)
     assert bool([*_contradictions(Decoded("attack", "0" * 64, AttackParameters(), result))]) is contradicts
+    result.curve["far"] = 0.5
+    with pytest.raises(Refused, match="far"):
+        list(_contradictions(Decoded("attack", "0" * 64, AttackParameters(), result)))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["images", "no images"])
+@pytest.mark.parametrize(("certified", "contradicts"), [(0.5, False), (0.75, False), (1.0, True)])
+def test_a_training_certifies_no_more_than_is_right(certified: float, contradicts: bool, known: bool) -> None:
+    result = {
+        "clean": 0.75,
+        "certified": certified,
+        "upper": 1.0,
+        "log10_upper": 0.0,
+        "upper_text": "1",
+        "upper_finite": True,
+    }
+    images = {"dataset": {"name": "digits", "split": "val", "images": 4, "digest": "0" * 64}} if known else {}
+    entry = Evidence("finetune", {"epsilon": 0.5}, {**result, **images}, "0" * 64)
+    assert (understood(entry) is None) is contradicts
+    assert understood(replace(entry, command="divination")) is None
 
 
 def test_a_file_that_nobody_named_is_no_other() -> None:

@@ -46,6 +46,7 @@ def test_intervals_agree_with_known_values() -> None:
     assert share_interval(5, 10) == pytest.approx((0.1870860, 0.8129140), abs=1e-6)
     assert share_interval(0, 10) == pytest.approx((0.0, 0.3084971), abs=1e-6)
     assert share_interval(10, 10) == pytest.approx((0.6915029, 1.0), abs=1e-6)
+    assert share_interval(1, 1) == pytest.approx((0.025, 1.0))
     for wrong in ((1, 0), (3, 2), (-1, 4)):
         with pytest.raises(DataError):
             share_interval(*wrong)

@@ -78,10 +78,12 @@ def test_every_gamma_reaches_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(grown), sites.further[:2]
 
 
+UNLIKE = torch.stack([ones(2, 2) / 8, ones(2, 2)])
 # a product whose error is attained: |b| e_a + |a| e_b + e_a e_b, exactly
 ATTAINED: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], float]] = {
     "matrices": (torch.matmul, (ones(4, 4), ones(4, 4)), 4.25),
     "many exact matrices": (lambda x: x @ ones(100, 2, 2), (ones(100, 1, 2),), 1.0),
+    "exact matrices": (lambda x: x @ UNLIKE, (ones(2, 1, 2),), 1.0),
     "a large exact matrix": (lambda x: x @ ones(1024, 1024), (ones(1, 1024),), 512.0),
     "products": (torch.mul, (ones(1), ones(1)), 1.25),
 }
@@ -128,6 +130,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         )[0],
         "writes to",
     ),
+    "a LayerNorm's computed weight": (lambda x: F.layer_norm(x, (6,), (x @ W[0])[0, 0]), "weights were computed"),
+    "a LayerNorm's computed bias": (lambda x: F.layer_norm(x, (6,), None, (x @ W[0])[0, 0]), "weights were computed"),
+    "a GroupNorm's computed weight": (lambda x: F.group_norm(x, 1, (x @ W[0])[0, :, 0]), "weights were computed"),
+    "a GroupNorm's computed bias": (lambda x: F.group_norm(x, 1, None, (x @ W[0])[0, :, 0]), "weights were computed"),
     "a mean with a divisor of its own": (lambda x: F.avg_pool2d(x[:, None], 2, divisor_override=3), "divisor"),
     "another norm": (lambda x: (x @ W[0]).norm(p=1, dim=-1), "order 1"),
     "exact numbers that are cut": (lambda x: x.float().double(), "becomes torch.float32"),
@@ -166,12 +172,14 @@ def test_a_norm_is_as_steep_as_its_least_deviation(error: float) -> None:
     assert exact * (1 - 1e-9) <= found <= exact * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("count", [1, 100])
-def test_norms_of_matrices_have_room_for_roundings(count: int) -> None:
+@pytest.mark.parametrize(("count", "error"), [(1, None), (100, None), (1, 0.5)])
+def test_norms_of_matrices_have_room_for_roundings(count: int, error: float | None) -> None:
     """Of many matrices their plain norms, of which 2 is attained; of one a proven norm, and a plain one beside it."""
-    running = Running(nn.Identity(), frozenset(), {})
+    running, matrices = Running(nn.Identity(), frozenset(), {}), ones(count, 2, 2)
+    if error is not None:
+        running.errors[matrices] = Error(torch.tensor(error, dtype=torch.float64))
     op = Operation("mm", torch.mm, (), {}, running)
-    norm, plain = sums._norms(op, ones(count, 2, 2))
+    norm, plain = sums._norms(op, matrices)
     assert float(norm) >= 2
     assert float(plain) >= 2 * (1 + 2.0**-21)
 

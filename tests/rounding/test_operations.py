@@ -31,7 +31,7 @@ from certcli.rounding import PRECISIONS
 from certcli.rounding.enclosed import carried, errors_of_pairs
 from certcli.rounding.executed import Executed, Followed, Operation, rules
 from certcli.rounding.precisions import Precision
-from certcli.rounding.stored import BlockMap, LinearMap, Stored
+from certcli.rounding.stored import BlockMap, LinearMap, Stored, length
 
 FLOAT32, FP16 = PRECISIONS["float32"], PRECISIONS["fp16"]
 WIDTH = 6
@@ -249,9 +249,9 @@ TOO_LARGE: dict[str, tuple[Built, tuple[int, ...], float]] = {
     "the cube of tanh GELU": (lambda: nn.GELU("tanh"), TOKENS, 41.0),
     "the cube of timm's tanh GELU": (GELUTanh, TOKENS, 41.0),
     "the sum of a window": (lambda: nn.AvgPool2d(2, 1), IMAGE, 65504 / 4),
-    "the sum of a mean": (lambda: Apply(torch.mean, dim=1), TOKENS, 65504 / 7),
+    "the sum of a mean": (lambda: Apply(torch.mean, dim=1), (1, 7, 1), 65504 / 7),
     "the square of a norm": (layer_norm, TOKENS, 128.0),
-    "the mean of a CenterNorm": (centre, TOKENS, 65504 / WIDTH),
+    "the mean of a CenterNorm": (centre, ROW, 65504 / WIDTH),
     "a sum whose parts are rounded up": (lambda: Apply(torch.sum, dim=1), (1, 48, 1), 1361.0),
     "a product of matrices": (lambda: WithItself(torch.matmul), SQUARE, (65504 / 3) ** 0.5),
     "a BatchNorm's gain": (lambda: batch_norm(variance=1e-4), ROW, 65504 / 20),
@@ -286,6 +286,7 @@ def test_a_weight_that_overflows_has_no_norm() -> None:
         assert not LinearMap(weight.double(), None, FP16).norm.finite
         assert not BlockMap(weight.double()[None], FP16).norm.finite
     assert float(Stored.of(torch.tensor([1e6]), FP16).number) == math.inf
+    assert not length(torch.tensor([1.0, math.inf])).finite
 
 
 @pytest.mark.parametrize("name", PRECISIONS)

@@ -1,7 +1,9 @@
 """The parts of what rounding adds in one executed operation: each head, each term and each stored number counts."""
 
+import itertools
 import operator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import certcli.system.compat  # noqa: F401 (before timm)
@@ -10,19 +12,26 @@ import certcli.system.compat  # noqa: F401 (before timm)
 import pytest
 import torch
 from timm.layers.attention import Attention
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from certcli.enclosure.zonotopes.table import rules as zonotope_rules
 from certcli.engine.moves import Moved
 from certcli.engine.table import NoRule
-from certcli.engine.walk import Call
+from certcli.engine.walk import Call, Constant
+from certcli.lipschitz.network import prove
 from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.nn.orthogonal_mixing import OrthogonalMixing
-from certcli.rounding import PRECISIONS, computed
+from certcli.rounding import PRECISIONS, NeighbourErrors, computed
 from certcli.rounding.executed import Followed, Operation, rules
-from certcli.rounding.neighbours import _floats
+from certcli.rounding.neighbours import _STEPS, _floats, _Stepwise
+from certcli.rounding.precisions import FLOAT64
 from certcli.rounding.stored import BlockMap, LinearMap, Stored
+from tests.certify.test_local_lip import SIZE
+from tests.rounding.test_neighbours import CASES, judged, network
 from tests.rounding.test_operations import (
     FLOAT32,
     FP16,
@@ -36,6 +45,7 @@ from tests.rounding.test_operations import (
     cosine,
     draw,
     followed,
+    given,
     l2,
     mixing,
     pixels,
@@ -44,15 +54,94 @@ from tests.rounding.test_operations import (
 ATTENTIONS: dict[str, Built] = {"dot products": attention, "L2": l2, "cosine": cosine}
 
 
-@pytest.mark.parametrize("named", [{"attn_mask": torch.zeros(7, 7)}, {"is_causal": True}], ids=str)
+MASKS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+    ({"attn_mask": torch.zeros(7, 7)}, TOKENS),
+    ({"is_causal": True}, TOKENS),
+    ({}, (2, *TOKENS)),
+]
+
+
+@pytest.mark.parametrize(("named", "shape"), MASKS, ids=["mask", "causal", "four axes"])
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_a_mask_that_no_rule_knows_is_refused(name: str, named: dict[str, Any]) -> None:
+def test_a_mask_that_no_rule_knows_is_refused(name: str, named: dict[str, Any], shape: tuple[int, ...]) -> None:
     module = ATTENTIONS[name]()
     op = Operation(FLOAT32, Moved([*module.parameters(), *module.buffers()]), Call("part", "Attention", TOKENS))
     found = rules.find(module)
     assert found is not None
     with pytest.raises(NoRule, match="a mask"):
-        found.apply(op, module, Followed(0, TOKENS), **named)
+        found.apply(op, module, Followed(0, shape), **named)
+
+
+class Other(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("part", ["query", "proj", "key", "value"])
+def test_a_layer_of_attention_that_runs_other_code_is_refused(part: str) -> None:
+    for module in (l2(), cosine()):
+        if hasattr(module, part):
+            setattr(module, part, given(Other(WIDTH, WIDTH)))
+            op = Operation(FLOAT32, Moved([*module.parameters(), *module.buffers()]), Call("part", "Attention", TOKENS))
+            with pytest.raises(NoRule, match="a replaced linear layer"):
+                rules.find(module).apply(op, module, Followed(0, TOKENS))  # type: ignore[union-attr]
+
+
+X, FIXED = Followed(0, TOKENS), Constant(draw(*TOKENS))
+REFUSED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+    "constant keys": (F.scaled_dot_product_attention, (X, FIXED, X), "attention to constants"),
+    "constant values": (F.scaled_dot_product_attention, (X, X, FIXED), "attention to constants"),
+    "a computed mask": (F.scaled_dot_product_attention, (X, X, X, Constant(draw(7, 7) > 0)), "computes"),
+    "a computed mask with -inf": (
+        F.scaled_dot_product_attention,
+        (X, X, X, Constant(draw(7, 7).relu().log())),
+        "computes",
+    ),
+    "a norm of matrices": (F.layer_norm, (X, (7, 6)), "more than the last axis"),
+    "a pooling that enlarges": (F.adaptive_avg_pool2d, (X, (2, 7)), "a pooling that enlarges"),
+    "another length": (F.normalize, (X, 1.0, -1, 1.0), "vanishes"),
+    "an eps of no square": (F.normalize, (X, 2.0, -1, 1e-3), "vanishes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_theorem_is_refused(name: str) -> None:
+    function, operands, words = REFUSED[name]
+    op = Operation(FP16, Moved([FIXED.tensor]), Call("part", getattr(function, "__name__", ""), (1, 2, 7)))
+    with pytest.raises(NoRule, match=words):
+        rules.functions[function](op, *operands)
+
+
+def test_an_operation_of_constants_is_refused() -> None:
+    context: Any = SimpleNamespace(call=SimpleNamespace(dtype=None))
+    with pytest.raises(NoRule, match="without a tensor that depends on the image"):
+        _Stepwise(Operation(FP16, Moved([]))).followed(rules.functions[torch.add], rules.functions[torch.add])(
+            context, 1.0
+        )
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.0])
+def test_images_share_sizes_that_are_no_less_than_their_own(monkeypatch: pytest.MonkeyPatch, weight: float) -> None:
+    """And of one of the tensors no larger than by a step."""
+    model = network(CASES["ReLU"])
+    model.net[3].weight.data.mul_(weight)
+    errors, shared = NeighbourErrors(model, SIZE, FLOAT32), list[list[float]]()
+    monkeypatch.setattr(errors, "_pairs", lambda lengths: shared.append(lengths) or torch.zeros(5, 5))
+    for image, radius in itertools.product(judged(), (0.0, 1e-3, 0.1, 9.0)):
+        errors._known.clear()
+        errors(image[None], torch.tensor([radius]), torch.tensor([0]))
+        own = errors._lengths(image[None])[0] + min(radius, 6.0) * _floats(errors._slopes)
+        larger = torch.tensor(shared[-1], dtype=torch.float64) / own
+        assert bool((larger >= 1).all())
+        assert float(larger.min()) <= 2 ** (1 / _STEPS) * 1.001
+
+
+def test_a_graph_that_is_given_is_of_this_network_with_the_leaves_of_one_domain() -> None:
+    model, other = network(CASES["linear"]), network(CASES["linear"])
+    traced = prove(model, 5).traced
+    assert NeighbourErrors(model, SIZE, FLOAT32, (), traced)._traced is traced
+    assert NeighbourErrors(model, SIZE, FLOAT32, (zonotope_rules,), traced)._traced is not traced
+    assert NeighbourErrors(other, SIZE, FLOAT32, (), traced)._traced is not traced
 
 
 def test_a_mean_of_uneven_windows_counts_the_largest() -> None:
@@ -125,6 +214,19 @@ def test_what_a_network_computes_of_its_weights_is_no_weight() -> None:
             found.apply(op, module, Followed(0, TOKENS))
 
 
+def test_a_computed_constant_is_off_here_and_in_the_graph() -> None:
+    """Its error in float64, in which the graph has it, counts beside that of the arithmetic."""
+    weight = draw(4)
+    made = Moved([weight])
+    with made:
+        computed_of_it = weight * weight.roll(1)
+    for precision in (FLOAT64, FP16):
+        exact = sum(computed.error_of(computed_of_it, p, made) for p in (precision, FLOAT64))
+        found = Operation(precision, made).operand(computed_of_it)
+        assert float(found.difference.max()) == exact > 0
+        assert torch.equal(found.number, computed_of_it.abs() + exact)
+
+
 def test_of_several_constants_the_largest_error_counts() -> None:
     own = [torch.tensor([0.0]), torch.tensor([1000.3]), torch.tensor([0.5])]
     assert computed._error(own, FP16, Moved(own)) == float(Stored.of(own[1], FP16).farthest) > 0
@@ -135,3 +237,9 @@ def test_a_computed_product_is_rounded_where_its_factors_are_exact(sizes: list[f
     for name, size in (("mul", 600.0), ("add", 302.0)):
         found = computed._RULES[name](FP16, computed.Computed(name, (), {}, torch.zeros(1)), sizes, [0.0, 0.0])
         assert size * FP16.unit <= found <= 4 * size * FP16.unit
+
+
+def test_a_computed_product_passes_on_the_error_of_each_factor() -> None:
+    step, (one, other), (first, second) = computed.Computed("mul", (), {}, torch.zeros(1)), (2.0, 300.0), (0.5, 0.25)
+    found = computed._RULES["mul"](FP16, step, [one, other], [first, second])
+    assert found == one * second + other * first + 3 * FP16.unit * one * other

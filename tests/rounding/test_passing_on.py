@@ -54,6 +54,8 @@ ROWS: dict[str, Row] = {
     "sum, copied": (lambda x, y: x + y, (draw(3, 1), draw(1, 5)), 0.5, 0.99),
     "centred": (lambda x: x - x.mean(-1, keepdim=True), (draw(2, 6),), 0.5, 0.99),
     "less another's mean": (lambda x, y: x - y.mean(-1, keepdim=True), (draw(1, 6), draw(1, 6)), 0.5, 0.99),
+    "with its own mean": (lambda x: x + x.mean(-1, keepdim=True), (draw(1, 6),), 0.5, 0.99),
+    "less three of its means": (lambda x: torch.sub(x, x.mean(-1, keepdim=True), alpha=3), (draw(1, 6),), 0.5, 0.49),
     "less a mean along another axis": (lambda x: x - x.mean(-1), (draw(6, 6),), 0.5, 0.7),
     "product": (lambda x, y: x * y, (peak(4), peak(4, height=-2)), 0.5, 0.99),
     "product, number": (lambda x: x * -3.7, (draw(4),), 0.5, 0.99),

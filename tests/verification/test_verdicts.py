@@ -1,11 +1,14 @@
 """Each rule by which a claim is verified or refuted, on the smallest claims that tell it from a weaker one."""
 
+from dataclasses import replace
 from types import SimpleNamespace as Fields
 from typing import Any
 
+import msgspec
 import pytest
 
 from certcli.checkpoint.record import MEAN
+from certcli.evaluation.evidence import SmoothingOptions
 from certcli.evaluation.threat import Patch, Threat
 from certcli.lipschitz.bound import Bound, bound_document
 from certcli.lipschitz.numerics.real import INF, ZERO, Real
@@ -147,6 +150,26 @@ def test_training_is_certified_again_with_the_seed_of_the_last_step(total: int) 
     assert (asked[0].limit, asked[0].seed) == (4, 7)
     *_, mean = claims._again("", 0.0, [], 0.1, None, {}, asked[0], certify)
     assert mean.asked is (total == 4)
+
+
+@pytest.mark.parametrize("named", ["digits", "photos"])
+@pytest.mark.parametrize("split", ["test", "val"])
+@pytest.mark.parametrize("registered", [True, False])
+def test_only_a_folder_may_have_another_name(named: str, split: str, registered: bool) -> None:
+    images: Any = Fields(name=named, split=split)
+    request = Request(split, None, 0, "lipschitz", {})
+    found = claims._named("", images, replace(again(), registered=registered), request)
+    same = named == "digits" and split == "test"
+    assert found.status == (V if same else R if registered or split != "test" else N)
+
+
+@pytest.mark.parametrize("number", ["n0", "samples"])
+def test_nobody_samples_for_days(number: str) -> None:
+    """Draws for the class count as those for its share do."""
+    given = {"sigma": 0.5, "n0": 10, "samples": 10, "alpha": 0.001, "enough": None, "seed": 0, "precision": "float32"}
+    options = msgspec.convert({**given, "noise": "", number: claims.MOST_DRAWS + 1}, SmoothingOptions)
+    (found,) = claims._certified(None, Fields(options=options), "", None)  # type: ignore[arg-type]
+    assert found.status == N
 
 
 def test_a_parent_s_own_steps_come_before_the_step() -> None:
