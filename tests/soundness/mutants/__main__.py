@@ -86,7 +86,7 @@ def place(whole: CodeType, functions: list[FunctionType]) -> bool:
 
 
 def forked(work: Callable[[], Json], seconds: float) -> Json:
-    """Return what `work` returns in a fork of this process, which dies of more CPU seconds than these, or of a minute and 20 times as many."""
+    """Return what `work` returns in a fork of this process, which dies of more CPU seconds than these, or of waiting."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
