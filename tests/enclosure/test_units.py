@@ -289,25 +289,24 @@ def test_probabilities_of_equal_scores_are_still_rounded() -> None:
     assert (facts.share >= (1 + (4 + 64 + 68) * 2.0**-22) / 64).all()
 
 
-# of a sum of n terms u n, where gamma counts every rounding twice; an attention of width d, n tokens, h heads of width e
 U = 2.0**-23
-SIZES = [(512, 2, 2, 1), (4, 256, 2, 16), (4, 2, 512, 1)]
+"""Of a sum of n terms n U: gamma counts every rounding twice."""
 
 
-@pytest.mark.parametrize(("d", "e", "n", "h"), SIZES)
-def test_averages_lose_as_much_as_their_sums_are_long(d: int, e: int, n: int, h: int) -> None:
-    """Of queries, keys and values d terms, of scores e, of averages n, of the heads together h e."""
-    torch.manual_seed(0)
-    module = Attention(d, num_heads=h, attn_head_dim=e).double().eval().requires_grad_(False)
-    module.qkv.weight[: 2 * h * e] *= 1e-3  # all scores are nearly equal
-    tokens, w = draw(1, n, d), _weights(module, None)
-    length = tokens.norm(dim=-1)
-    facts = _facts(module, w, tokens, length, slice(None))
-    parts = module.qkv(tokens).unflatten(-1, (3, h, e)).permute(2, 0, 3, 1, 4).norm(dim=-1)  # (3, 1, h, n)
-    rows = module.qkv.weight.unflatten(0, (3, h, e)).flatten(2).norm(dim=-1)[:, None, :, None]
-    (q, k, v), (q_off, k_off, v_off) = parts.amax(-1), (U * d * rows * length).amax(-1)
-    unsure = 2 * module.scale * (q_off * k + q * k_off + U * e * q * k) + U * n
-    assert (facts.noise >= (w.sizes[3] * ((unsure + U * n + U * h * e) * v + v_off)).sum(1)).all()
+def test_averages_lose_as_much_as_their_sums_are_long() -> None:
+    """Of queries, keys and values d terms, of scores e, of averages over tokens n, of all heads together h e."""
+    for d, e, n, h in ((256, 2, 2, 1), (4, 96, 2, 24), (4, 2, 256, 1)):
+        torch.manual_seed(0)
+        module = Attention(d, num_heads=h, attn_head_dim=e).double().eval().requires_grad_(False)
+        module.qkv.weight[: 2 * h * e] *= 1e-3  # all scores are nearly equal
+        tokens, w = draw(1, n, d), _weights(module, None)
+        length = tokens.norm(dim=-1)
+        facts = _facts(module, w, tokens, length, slice(None))
+        parts = module.qkv(tokens).unflatten(-1, (3, h, e)).permute(2, 0, 3, 1, 4).norm(dim=-1)  # (3, 1, h, n)
+        rows = module.qkv.weight.unflatten(0, (3, h, e)).flatten(2).norm(dim=-1)[:, None, :, None]
+        (q, k, v), (q_off, k_off, v_off) = parts.amax(-1), (U * d * rows * length).amax(-1)
+        unsure = 2 * module.scale * (q_off * k + q * k_off + U * e * q * k) + U * n
+        assert (facts.noise >= (w.sizes[3] * ((unsure + U * n + U * h * e) * v + v_off)).sum(1)).all()
 
 
 def test_a_trace_loses_as_much_as_its_sums_are_long() -> None:
