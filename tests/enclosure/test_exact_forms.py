@@ -65,8 +65,12 @@ def test_margins_lose_as_much_as_their_terms_say(width: int) -> None:
     (found,) = _margins(centre, zero, (rows, offset, zero), None).tolist()
     most = (width + 1) * U * 2 * width
     assert 20 * (1 + 8 / width) * most >= -found >= most
-    weight = torch.cat([rows, 0 * rows])
-    assert float(linear_margins(form(centre), weight, torch.cat([offset, zero]), 0)) <= -most
+
+
+def test_margins_of_forms_lose_as_much_as_their_terms_say() -> None:
+    weight, bias = torch.ones(2, 4096).double(), torch.tensor([-4096.0, 0.0]).double()
+    weight[1] = 0
+    assert float(linear_margins(form(torch.ones(1, 4096).double()), weight, bias, 0)) <= -4097 * U * 2 * 4096
 
 
 def test_a_mean_loses_as_much_as_its_terms_say() -> None:
