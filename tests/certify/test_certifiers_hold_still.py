@@ -1,16 +1,19 @@
 """What a certifier says of a network that changed after its proof, of batches it does not take, of odd statistics."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certifier
+from certcli.certify.certificate import Certificate, Certifier, Doubt
 from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
-from certcli.certify.lipschitz import LipschitzCertifier
+from certcli.certify.lipschitz import LipschitzCertifier, plain_accuracy
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.checkpoint.record import InputSpec
+from certcli.images.labelled import Images
 from certcli.lipschitz.network import prove
 from certcli.models.build import PixelModel
 from certcli.rounding.running import RULES
@@ -44,7 +47,8 @@ def found(certifier: Certifier, pixels: Tensor) -> list[float]:
 def test_no_certificate_of_weights_that_changed(name: str, way: str) -> None:
     model, pixels = network(), torch.rand(2, *SIZE)
     certifier = CERTIFIERS[name](model)
-    assert len(found(certifier, pixels)) == 2
+    claims = certifier.batch([0, 1], pixels, [0, 0])
+    assert len(claims) == 2
     layer = model.net[3]
     if way == "in place":
         layer.weight.mul_(2)
@@ -54,6 +58,37 @@ def test_no_certificate_of_weights_that_changed(name: str, way: str) -> None:
         layer.weight.data[0, 0] += 1e-9
     with pytest.raises(NoBoundError, match="changed after its proof"):
         certifier.batch([0], pixels[:1], [0])
+    with pytest.raises(NoBoundError, match="changed after its proof"):
+        certifier.confirm(claims, pixels, Doubt(0, 1e-4))
+
+
+class Failing(nn.Linear):
+    """What a machine has not in half precision, or no memory for."""
+
+    words = "not implemented for 'Half'"
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError(self.words)
+
+
+def test_what_does_not_run_in_its_precision_runs_in_float64_unless_memory_ends() -> None:
+    model, pixels = network(), torch.rand(2, *SIZE).double()
+    certifier: Any = CERTIFIERS["lipschitz"](model)
+    certifier._executed = Failing(1, 1).half()
+    first, second = model(pixels).argmax(1).tolist()
+    claims = [Certificate(0, 0, first, 0.1, "", 0.0), Certificate(1, 0, (second + 1) % 3, 0.1, "", 0.0)]
+    assert certifier.stands(claims, pixels, Doubt(0, 1e-4)) == [True, False]
+    certifier._executed.words = "can't allocate memory"
+    with pytest.raises(RuntimeError, match="memory"):
+        certifier.stands(claims, pixels, Doubt(0, 1e-4))
+
+
+def test_accuracy_is_the_share_of_the_images_whose_top_class_is_their_label() -> None:
+    model, pixels = network(), torch.rand(4, *SIZE)
+    labels = model(pixels.double()).argmax(1)
+    labels[1:] = (labels[1:] + 1) % 3
+    images = Images("", "all", ("0", "1", "2"), labels, torch.arange(4), lambda places: pixels[list(places)])
+    assert plain_accuracy(model, images, 3) == 0.25
 
 
 class OneImage(nn.Module):

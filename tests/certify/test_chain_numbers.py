@@ -48,6 +48,7 @@ def test_no_value_is_off_by_more_than_is_said(bias: float) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 4))
     net = net.double().requires_grad_(False)
+    net[1].bias *= bool(bias)  # without one, products alone lose something
     net[1].bias += bias
     net[3].weight[:, 6:] = -net[3].weight[:, :6]
     found = SequentialNetwork(net.eval(), SIZE)
@@ -88,6 +89,28 @@ def test_a_box_behind_an_activation_has_its_units(slope: float) -> None:
         assert float(moved.hi) >= s * (2.0**-30 + 2.0**-40)
         found.append([float(moved.hi), float(moved.lo)])
     assert found[1] == pytest.approx([x * 2.0**40 for x in found[0]], rel=1e-9)
+
+
+def test_a_box_behind_an_activation_holds_what_its_rounding_is_far_above() -> None:
+    """Of the identity: units move by 2^-60 around -1 and 1."""
+    move = doubles(2.0**-60, 2.0**-60)
+    moved = sequential._activated(Moves(-move, move, move[0]), Activation(lambda x: x), doubles(-1.0, 1.0), 0 * move)
+    assert bool((moved.hi >= move).all())
+    assert bool((moved.lo <= -move).all())
+
+
+@pytest.mark.parametrize("rho", [2.0**-8, 1.0, 2.0**8])
+def test_a_box_behind_a_linear_layer_is_the_ball_or_what_the_box_allows(rho: float) -> None:
+    """Rows of length 1/4: of a ball of radius rho, and of what is left of it by a box without its first half."""
+    layer = nn.Linear(16, 1).double().requires_grad_(False)
+    layer.weight.fill_(1 / 16)
+    step = AffineStep(layer.weight, None, nn.functional.linear, 0.25, 16, True)
+    wide, narrow = (torch.full((1, 16), size * rho).double() for size in (1.0, 2.0**-8))
+    for box, masked, exact in ((wide, 0, 1 / 4), (wide, 8, 8**0.5 / 16), (narrow, 0, 2.0**-8)):
+        mask = torch.ones(1, 16).double()
+        mask[:, :masked] = 0
+        moved = sequential._mapped(Moves(-box, box, torch.full((1,), rho).double()), step, mask, True)
+        assert rho * exact <= float(moved.hi) == -float(moved.lo) <= rho * exact * (1 + 1e-12)
 
 
 @functools.cache

@@ -15,6 +15,16 @@ from certcli.system.errors import UsageError
 from tests.helpers.patches import places, shown
 
 
+def test_rows_and_patches_are_few() -> None:
+    def asked(rows: int, count: int) -> Patches:
+        return Patches.of({"patches": ["2"] * count, "rows": rows})
+
+    assert [asked(*most).rows for most in ((1, 1), (4096, 32))] == [1, 4096]
+    for wrong in ((0, 1), (4097, 1), (1, 33)):
+        with pytest.raises(UsageError, match="rows is between"):
+            asked(*wrong)
+
+
 @pytest.mark.parametrize(
     ("text", "patch", "spelled"),
     [

@@ -282,6 +282,9 @@ def test_a_method_searches_up_to_where_it_ends_its_search() -> None:
     certifier = SmoothingCertifier(Plane(), 2, Smoothing(sigma=0.5, n0=8, samples=64, enough=0.2), CPU)
     threats = [Threat("l2", 0.1), Threat("l2", 0.2), Threat("l2", 0.3), Threat("patch", Patch(1, 1))]
     assert [certifier.searches(threat) for threat in threats] == [True, True, False, True]
+    all_hits = [certifier.settings.radius(look, look) for look in (16, 32, 64)]
+    assert 0 < all_hits[0] < 0.2 < all_hits[1]  # at 16 it draws on
+    assert [certifier.settings.states(radius) for radius in (0.0, *all_hits)] == [True, False, True, True]
 
 
 def test_a_radius_that_is_found_exactly_again_is_verified() -> None:

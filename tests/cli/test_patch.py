@@ -12,11 +12,13 @@ from certcli.certify.methods import prepare
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.schema import decode
 from certcli.evaluation.evidence import decode_evidence
 from certcli.evaluation.intervals import share_text
+from certcli.evaluation.record_lines import PatchCertificateFields
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
-from certcli.system.errors import CertvitError, DataError, UsageError
+from certcli.system.errors import CertvitError, DataError, Refused, UsageError
 from tests.helpers.commands import attempt, certvit, document, record_lines
 from tests.helpers.workshop import shape
 
@@ -75,8 +77,10 @@ def test_parameters_of_files_are_checked(plain: Checkpoint, forged: dict[str, An
 
 @pytest.mark.parametrize("row", [{}, {"proven": 5}, {"proven": [5]}, {"proven": [], "votes": "12"}, {"proven": None}])
 def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
-    with pytest.raises(DataError):
-        PatchCertificate.from_json({"index": 0, "label": 0, "prediction": 0, "method": "patch", "failure": 0.0, **row})
+    line = {"index": 0, "label": 0, "prediction": 0, "method": "patch", "failure": 0.0, "pixels": "0" * 16}
+    decode(json.dumps({**line, "proven": []}), PatchCertificateFields)
+    with pytest.raises(Refused):
+        decode(json.dumps({**line, **row}), PatchCertificateFields)
 
 
 @pytest.mark.parametrize(

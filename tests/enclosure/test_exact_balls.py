@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from certcli.enclosure.balls.attention import Facts, _gains
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.fused_attention import heads
-from certcli.enclosure.balls.layers import cat, normalised, rms_norm
+from certcli.enclosure.balls.layers import arranged, cat, normalised, rms_norm
 from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.engine.walk import Constant
@@ -36,6 +36,11 @@ ZERO = Near(0 * X.centre, 0 * FIBRE, 0 * WHOLE)
 TOGETHER: dict[str, tuple[Callable[[], Tensor], Tensor, Tensor]] = {
     "fibres alone": (lambda: Near.of(X.centre, FIBRE).whole, FIBRE, 0 * WHOLE),
     "fibres, and more than they": (lambda: Near.of(X.centre, FIBRE, ANY).whole, FIBRE, 0 * WHOLE),
+    "fibres joined to one": (
+        lambda: arranged(lambda t: t.flatten(1), Near(X.centre, FIBRE, ANY)).fibre[:, 0],
+        FIBRE,
+        0 * WHOLE,
+    ),
     "an error of each fibre": (lambda: ZERO.noisy(OTHER).whole, OTHER, 0 * WHOLE),
     "an error of each fibre, beside": (lambda: Near(X.centre, FIBRE + 9, WHOLE).noisy(OTHER).whole, OTHER, WHOLE),
     "two balls of tokens": (

@@ -9,17 +9,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from certcli.enclosure.balls.ball import Near
-from certcli.enclosure.balls.layers import mean, rms_norm
+from certcli.enclosure.balls.layers import gelu, mean, rms_norm
 from certcli.enclosure.balls.network import NormsNetwork, _margins
 from certcli.enclosure.balls.table import folded_norm
 from certcli.enclosure.balls.table import rules as ball_rules
-from certcli.enclosure.zonotopes import attention, pointwise
+from certcli.enclosure.zonotopes import attention, margins, pointwise
 from certcli.enclosure.zonotopes.domain import Enclosure, LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Space, l2_ball
 from certcli.enclosure.zonotopes.functions import Function
-from certcli.enclosure.zonotopes.margins import lower_bounds
+from certcli.enclosure.zonotopes.margins import linear_margins, lower_bounds
 from certcli.enclosure.zonotopes.needed_tokens import _pointwise
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square
+from certcli.enclosure.zonotopes.quadratic import quadratic_radius
 from certcli.enclosure.zonotopes.rounding import FUNCTION
 from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
 from certcli.engine.table import NoRule
@@ -66,6 +67,12 @@ def test_margins_lose_as_much_as_their_terms_say(width: int) -> None:
     assert 20 * (1 + 8 / width) * most >= -found >= most
 
 
+def test_margins_of_forms_lose_as_much_as_their_terms_say() -> None:
+    weight, bias = torch.ones(2, 4096).double(), torch.tensor([-4096.0, 0.0]).double()
+    weight[1] = 0
+    assert float(linear_margins(form(torch.ones(1, 4096).double()), weight, bias, 0)) <= -4097 * U * 2 * 4096
+
+
 def test_a_mean_loses_as_much_as_its_terms_say() -> None:
     tokens = 1e3 * torch.tensor([1.0, -1.0]).double().repeat(1, 1, 50)[..., None]  # whose mean is 0
     assert float(mean(context(), still(tokens[:, :, :, None].flatten(3)), 1).whole) >= 100 * U * 1e3
@@ -102,11 +109,66 @@ def test_a_norm_of_many_entries_loses_as_much_as_their_squares() -> None:
     assert float(low) <= exact * (1 - n * U) < exact * (1 + n * U) <= float(high)
 
 
+def test_a_deviation_of_many_entries_loses_as_much_as_their_mean_and_their_norm() -> None:
+    n = 2**14  # less would be hidden by what its root has lost
+    row = draw(1, n)
+    lost = 1.5 * n * U * float(row.norm()) / n**0.5
+    assert 0 < float(form(row).bounds().deviation) <= float(row.std(unbiased=False)) - lost
+
+
 def test_what_is_capped_to_a_number_holds_it() -> None:
     p = torch.full((1, 2, 3), 0.3).double()
     found = attention.capped(form(p, ball=0.1, box=2), p, p * (1 + 2 * U))
     low, high = found.interval()
     assert bool(((low <= p) & (high >= p * (1 + 2 * U)) & (high - low < 1e-12)).all())
+
+
+def test_a_gelu_loses_as_much_as_a_function_may() -> None:
+    far = torch.full((1, 1, 1, 3), 1e9).double()
+    assert float(gelu(context(), still(far)).fibre) >= FUNCTION * float(far.norm())
+
+
+def test_a_shift_behind_a_norm_loses_as_much_as_its_terms_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gamma_n sum |w beta|, whatever the signs of both."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(margins, "signs", lambda x, eps, weight, offset, doubt: seen.append(doubt) or x)
+    norm = nn.LayerNorm(99).double().requires_grad_(False)
+    norm.bias.fill_(-1.0)
+    weight = torch.eye(2, 99).double() - 1.0
+    margins.normalised_margins(form(torch.ones(1, 99).double()), norm, weight, None, 0)
+    assert float(seen[0]) >= 99 * U * 2
+
+
+def test_a_sum_of_forms_covers_its_rounding() -> None:
+    parts = [form(torch.full((1, 3), number, dtype=torch.float64), ball=3 * number) for number in (0.1, 0.2)]
+    found = parts[0] + parts[1]
+    lost = Fraction(0)
+    for of in (lambda x: x.centre, lambda x: x.gens[0]):
+        x, y, both = (Fraction(float(of(part)[0, 0])) for part in (*parts, found))
+        lost += abs(x + y - both)
+    assert 0 < lost <= Fraction(float(found.slack[0, 0]))
+
+
+def test_an_operation_back_has_an_error_whatever_its_factor() -> None:
+    x = l2_ball(torch.full((1, 1, 1, 2), 2.0).double(), 1e-9, squares_up_to=0, limit=9, tape=True)
+    node = x.scale(torch.tensor([-3.0, 0.5]).double()).node
+    assert node is not None
+    assert node.error is not None
+    assert bool((node.error >= U * 2 * torch.tensor([3.0, 0.5]).double()).all())
+
+
+def test_a_product_in_a_box_reaches_its_corners() -> None:
+    """(e_1 + e_2 + ...)^2 with every |e_i| <= 1, though |e| <= 1 would allow a sixth of it."""
+    zero = torch.zeros(1, 1, 1, 1).double()
+    x = Form(Space(6, False, 9, boxed=True), zero, torch.ones(6, 1, 1, 1, 1).double(), zero)
+    found = attention.product(x, x, lambda a, b: a @ b.mT, 1, attention._score_square)
+    assert float(found.interval()[1]) >= 36
+
+
+def test_the_square_of_one_symbol_is_as_large_as_it_says() -> None:
+    columns = torch.zeros(21, 1).double()
+    columns[0] = 1.0
+    assert 1 <= float(quadratic_radius(columns, 6)) <= 1 + 1e-12
 
 
 def test_logarithms_of_probabilities_lie_between_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,13 +182,17 @@ def test_logarithms_of_probabilities_lie_between_their_bounds(monkeypatch: pytes
 
     monkeypatch.setattr(attention, "apply", apply)
     scores = [0.0, -20.0, -25.5, 1.0]
-    attention.softmax(form(torch.tensor([[scores]]).double()))
+    still = form(torch.tensor([[scores]]).double())
+    attention.softmax(still)
+    bounds = attention._bounds(still)
     with localcontext() as digits:
         digits.prec = 40
         total = sum(Decimal(x).exp() for x in scores).ln()
         for place, score in enumerate(scores):
             exact, (low, high) = Decimal(score) - total, asked[-1]
             assert Decimal(float(low[0, 0, place])) <= exact <= Decimal(float(high[0, 0, place]))
+            low, high = (Decimal(float(part[0, 0, place])) for part in bounds)
+            assert low <= exact.exp() <= high
 
 
 def test_a_fit_counts_the_rounding_of_the_largest_value() -> None:

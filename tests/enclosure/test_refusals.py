@@ -17,7 +17,9 @@ from timm.layers.attention import Attention
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.enclosure.balls import layers
+from certcli.enclosure.balls.attention import attention as of_tokens
 from certcli.enclosure.balls.ball import Near
+from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Space, l2_ball
@@ -90,7 +92,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "mean of the batch, from behind": (lambda: Tokens(lambda m, x: x.mean(-3, keepdim=True)), "a mean over the batch"),
     "mean of all": (lambda: Tokens(lambda m, x: x + x.mean()), "depend on its batch"),
     "tokens twice": (lambda: Tokens(lambda m, x: torch.cat([x, x], 1), 48), None),
-    "images twice": (lambda: Tokens(lambda m, x: torch.cat([x, x], 0)), "of one image"),
     "RMSNorm": (lambda: Tokens(lambda m, x: F.rms_norm(x, (6,), eps=0.1)), None),
     "RMSNorm of the dtype's eps": (lambda: Tokens(lambda m, x: F.rms_norm(x, (6,))), "an RMSNorm over several axes"),
     "RMSNorm of all tokens": (lambda: Tokens(lambda m, x: F.rms_norm(x, (4, 6), eps=0.1)), "an RMSNorm over several axes"),
@@ -105,8 +106,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
         ),
         "'pad'",
     ),
-    "logits of every token": (lambda: nn.Sequential(nn.Flatten(2), nn.Linear(16, 4)), "of one image"),
-    "one logit": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 1)), "one class"),
 }  # fmt: skip
 
 
@@ -126,6 +125,29 @@ def test_a_network_without_a_local_theorem_is_refused(name: str, effort: str) ->
         assert row.radius > 1e-3
         moved = pixels + row.radius * directions(model, pixels, label, 40).view(-1, *SIZE)
         assert (model(moved).argmax(1) == label).all()
+
+
+LOGITS: dict[str, Callable[[], nn.Module]] = {
+    "logits of two images": lambda: Tokens(lambda m, x: torch.cat([x, x], 0)),
+    "logits of every token": lambda: nn.Sequential(nn.Flatten(2), nn.Linear(16, 4)),
+    "one class": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 1)),
+}
+
+
+@pytest.mark.parametrize("domain", [NormsNetwork, LocalNetwork])
+@pytest.mark.parametrize("name", LOGITS)
+def test_a_network_without_a_row_of_logits_is_refused(name: str, domain: Callable[..., object]) -> None:
+    model = PixelModel(SPEC, LOGITS[name]()).double().eval().requires_grad_(False)
+    with pytest.raises(NoRule, match="one class" if name == "one class" else "of one image"):
+        domain(model, SIZE)
+
+
+def test_attention_is_refused_what_is_not_the_tokens_of_one_image() -> None:
+    x = Near.of(torch.rand(1, 2, 4, 6).double(), torch.zeros(1, 2, 4).double())
+    mix = attention().double().requires_grad_(False)
+    for call in (lambda: of_tokens(context(), mix, x), lambda: heads(context(), x, x, x, None, None)):
+        with pytest.raises(NoRule, match="attention over something other"):
+            call()
 
 
 WIDE = torch.rand(1, 1, 2, 8).double()

@@ -4,15 +4,17 @@ A power or a length that is lost in a rounding term would not be seen beside the
 """
 
 import functools
+import math
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import torch
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
-from certcli.enclosure.balls.attention import _facts, _weights, nonnegative_norm
+from certcli.enclosure.balls.attention import _facts, _own, _weights, nonnegative_norm
 from certcli.enclosure.balls.ball import Near, pixel_ball, settled
 from certcli.enclosure.balls.fused_attention import _facts as fused_facts
 from certcli.enclosure.balls.fused_attention import heads
@@ -34,6 +36,7 @@ from certcli.enclosure.zonotopes.rules.shapes import joined
 from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
 from certcli.enclosure.zonotopes.table import ZonotopeContext
 from certcli.engine.walk import Constant
+from certcli.lipschitz.numerics.spectral import spectral_norm
 from tests.enclosure.test_balls import context, draw, enclosed
 from tests.helpers.enclosure_cases import CASES, forms
 
@@ -273,17 +276,62 @@ def test_a_negative_scale_is_a_positive_one_of_the_opposite_queries() -> None:
 
 def test_probabilities_of_equal_scores_are_still_rounded() -> None:
     """Queries of length 0 leave no doubt about the scores: what is left is the rounding of softmax and of the average."""
-    q, k, v = (near(1, 1, 2, 4, 3, seed=seed) for seed in range(3))
+    q, k, v = (near(1, 1, 2, 64, 3, seed=seed) for seed in range(3))
     share, _, _, _, _, off = fused_facts(q.scale(0 * UNIT), k, v, 0.7)
-    own = (3 + 4 + 68) * 2.0**-22  # gamma of a width, the tokens and 64
-    assert (share >= (1 + own) / 4).all()
+    own = (3 + 64 + 68) * 2.0**-22  # gamma of a width, the tokens and 64
+    assert (share >= (1 + own) / 64).all()
     assert (off >= own * v.size.amax(-1, keepdim=True)).all()
     torch.manual_seed(0)
     module = Attention(8, num_heads=2).double().eval().requires_grad_(False)
     module.qkv.weight[:8] = 0
-    tokens = draw(1, 5, 8)
+    tokens = draw(1, 64, 8)
     facts = _facts(module, _weights(module, None), tokens, tokens.norm(dim=-1), slice(None))
-    assert (facts.share >= (1 + (4 + 5 + 68) * 2.0**-22) / 5).all()
+    assert (facts.share >= (1 + (4 + 64 + 68) * 2.0**-22) / 64).all()
+
+
+U = 2.0**-23
+"""Of a sum of n terms n U: gamma counts every rounding twice."""
+
+
+def test_averages_lose_as_much_as_their_sums_are_long() -> None:
+    """Of queries, keys and values d terms, of scores e, of averages over tokens n, of all heads together h e."""
+    for d, e, n, h in ((256, 2, 2, 1), (4, 96, 2, 24), (4, 2, 256, 1)):
+        torch.manual_seed(0)
+        module = Attention(d, num_heads=h, attn_head_dim=e).double().eval().requires_grad_(False)
+        module.qkv.weight[: 2 * h * e] *= 1e-3  # all scores are nearly equal
+        tokens, w = draw(1, n, d), _weights(module, None)
+        length = tokens.norm(dim=-1)
+        facts = _facts(module, w, tokens, length, slice(None))
+        parts = module.qkv(tokens).unflatten(-1, (3, h, e)).permute(2, 0, 3, 1, 4).norm(dim=-1)  # (3, 1, h, n)
+        rows = module.qkv.weight.unflatten(0, (3, h, e)).flatten(2).norm(dim=-1)[:, None, :, None]
+        (q, k, v), (q_off, k_off, v_off) = parts.amax(-1), (U * d * rows * length).amax(-1)
+        unsure = 2 * module.scale * (q_off * k + q * k_off + U * e * q * k) + U * n
+        assert (facts.noise >= (w.sizes[3] * ((unsure + U * n + U * h * e) * v + v_off)).sum(1)).all()
+
+
+def test_a_trace_loses_as_much_as_its_sums_are_long() -> None:
+    """tr Z^2 for Z = (Wo^T Wo) C (Wq Wq^T) C^T: of d terms and of e."""
+    d, e = 4, 512
+    module = Attention(d, num_heads=1, attn_head_dim=e).double().eval().requires_grad_(False)
+    w, v, k = _weights(module, None), draw(1, 1, 3, e), draw(1, 1, 3, e, seed=1)
+    share = draw(1, 1, 1, 3, seed=2).softmax(-1)
+    o, m = share @ v, share @ k
+    spread = ((v - o).mT * share) @ (k - m)
+    first, second = w.out.mT @ w.out, w.query @ w.query.mT
+    z = first @ spread @ second @ spread.mT
+    lost = U * (2 * d + 3 * e) * math.prod(float(part.norm()) for part in (z, first, second, spread, spread))
+    assert float(_own(w, share, v, o, k, m)) ** 4 >= float((z * z.mT).sum()) + 2 * lost
+
+
+def test_norms_of_heads_are_not_below_those_of_their_products() -> None:
+    torch.manual_seed(0)
+    module = Attention(8, num_heads=2).double().eval().requires_grad_(False)
+    w = _weights(module, None)
+    for i, (q, k, v, o) in enumerate(zip(w.query, w.key, w.value, w.out, strict=True)):
+        assert float(w.through[i]) >= spectral_norm(o @ v)
+        assert float(w.curve[i]) >= spectral_norm(k.T @ q)
+        for size, part in zip(w.sizes[:, i].tolist(), (q, k, v, o), strict=True):
+            assert Fraction(size) ** 2 >= sum(Fraction(number) ** 2 for number in part.flatten().tolist())
 
 
 def test_sums_over_keys_are_rounded_once_a_key() -> None:

@@ -1,14 +1,18 @@
 """The parts of a replay by themselves: what is moved, which steps are the same, which logits agree."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 
+from certcli.engine import pinned
 from certcli.engine.follow import steps_of
 from certcli.engine.moves import Moved, place_of
 from certcli.engine.replay import agree
 from certcli.engine.table import ModuleRule
+from certcli.engine.walk import Constant, Domain, _shaped
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.table import rules
 from tests.helpers.slopes import IMAGE
@@ -24,7 +28,9 @@ def test_entries_that_are_moved_stay_the_networks_own() -> None:
         both = half + own
         other = foreign / 2
         beside = half + other
-    assert {place_of(x) for x in (own, copy, again)} <= made.storages
+        half.view(2, 2)  # which is what it shows
+        numbers = torch.tensor([1.0, 2.0])
+    assert {place_of(x) for x in (own, copy, again, numbers)} <= made.storages
     assert {place_of(half): "div", place_of(both): "add"} == {
         place: made.computed[place].name for place in made.computed
     }
@@ -65,3 +71,26 @@ def test_a_rule_without_memory_is_no_missing_theorem(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(rules.modules, nn.ReLU, ModuleRule(nn.ReLU, fails, lambda module: True))
     with pytest.raises(RuntimeError, match="allocate memory"):
         bound_network(nn.Sequential(nn.Flatten(), nn.ReLU()).eval(), IMAGE, 32)
+
+
+def test_a_rule_whose_result_has_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Constant(torch.zeros(3))
+    monkeypatch.setitem(rules.modules, nn.Flatten, ModuleRule(nn.Flatten, lambda *_: few, lambda module: True))
+    found = bound_network(nn.Sequential(nn.Flatten()).eval(), IMAGE, 32)
+    assert not found.upper.finite
+    assert "another shape" in found.bound.why
+    assert [_shaped(Domain, [few, few], [(3,), own]) for own in ((3,), (2,))] == [True, False]  # type: ignore[arg-type]
+
+
+def calls_itself(self: nn.Module, x: Tensor) -> Tensor:
+    return calls_itself(self, x)
+
+
+def test_a_class_of_the_library_that_runs_other_code_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patched before it was pinned, it shows in the module that its code comes from."""
+    kind = type("Norm", (nn.Module,), {"__module__": "timm.layers", "forward": calls_itself})
+    assert not pinned.unchanged(kind)
+    assert pinned.unchanged(nn.LayerNorm)
+    monkeypatch.setattr(calls_itself, "__module__", "timm.layers")
+    assert pinned.unchanged(kind)
+    assert len([*itertools.islice(pinned._named(kind), 9)]) == 1  # each function once

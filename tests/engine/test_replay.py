@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import certcli.system.compat  # noqa: F401
+
+# isort: split
+from timm.layers import activations
+
 from certcli.engine import pinned
 from certcli.engine.state import differs, digest, state_of
 from certcli.lipschitz.network import bound_network
@@ -236,14 +240,20 @@ TRACES: dict[str, Case] = {
 }
 
 
+def generators() -> list[str]:
+    """The states of the generators that the process shares."""
+    numbers = numpy.random.get_state()
+    return [str(random.getstate()), str(torch.get_rng_state().tolist()), str((numbers[1].tolist(), numbers[2:]))]
+
+
 @pytest.mark.parametrize("name", TRACES)
 def test_a_network_that_is_not_its_trace_has_no_bound(name: str) -> None:
     torch.manual_seed(0)
     build, reason = TRACES[name]
     net = build().double().eval()
-    states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    states = generators()
     judge(net, reason)
-    assert states == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    assert generators() == states
 
 
 @pytest.mark.parametrize("register", ["register_module_forward_hook", "register_module_forward_pre_hook"])
@@ -270,6 +280,10 @@ _RELU, _GELU, _LINEAR = functional.relu, functional.gelu, functional.linear
 
 PATCHES: dict[str, tuple[Any, str, Any, Callable[[], nn.Module]]] = {
     "forward of a class": (nn.GELU, "forward", lambda self, x: 50 * _GELU(x), lambda: nn.Sequential(nn.GELU())),
+    "forward of another class": (nn.ReLU, "forward", nn.SELU.forward, lambda: nn.Sequential(nn.ReLU())),
+    "function that a module of timm calls": (
+        activations, "hard_swish", lambda x, inplace=False: 50 * x, lambda: nn.Sequential(activations.HardSwish()),
+    ),
     "function that a module calls": (
         functional, "relu", lambda x, inplace=False: 50 * _RELU(x),
         lambda: nn.Sequential(nn.ReLU()),
@@ -319,6 +333,14 @@ def test_the_digest_of_a_tensor_sees_every_entry_and_its_place(dtype: torch.dtyp
         moved = tensor.roll(1)
         moved[place] = tensor[place]
         assert (digest(moved) == known) == bool(torch.equal(moved, tensor))
+
+
+def test_the_digest_sees_two_words_that_change_their_places() -> None:
+    words = torch.arange(3.0 * 1024, dtype=torch.float64)
+    for first, second in ((0, 1), (0, 1024), (1024, 1025)):
+        moved = words.clone()
+        moved[[first, second]] = words[[second, first]]
+        assert digest(moved) != digest(words)
 
 
 def test_a_state_that_nothing_changes_is_found_again() -> None:

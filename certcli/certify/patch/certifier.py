@@ -19,7 +19,6 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.threat import Patch, Threat
 from certcli.models import build
 from certcli.models.seen_part import AUTO, seen_part
-from certcli.system.errors import DataError
 
 METHOD = "patch"
 ROWS = {"cpu": 8, "cuda": 128}
@@ -57,12 +56,8 @@ class PatchCertificate(Certificate):
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any], where: str = "the records") -> "PatchCertificate":
-        proven: Any = row.get("proven")
-        votes: Any = row.get("votes", [])
-        listed = isinstance(proven, list) and isinstance(votes, list)
-        if not listed or not all(type(patch) is str for patch in proven) or not all(type(top) is int for top in votes):
-            raise DataError(f"{where}: no certificate against patches")
-        return super().from_json({**row, "radius": 0.0, "proven": tuple(proven), "votes": tuple(votes)}, where)
+        held = {name: tuple(row.get(name, ())) for name in ("proven", "votes")}
+        return super().from_json({**row, "radius": 0.0, **held}, where)
 
 
 class PatchCertifier(Certifier):

@@ -177,7 +177,7 @@ class Form:
 
     def bounds(self) -> Bounds:
         """Return the sizes of the tensor over the form, and the least deviation of a row: centring lengthens nothing."""
-        away = up((self.size - self.centre.abs()).clamp_min(0) + gamma(4) * self.size)  # `radius` would take longer
+        away = up((self.size - self.centre.abs()).clamp_min(0))  # `radius` would take longer
         whole, width = up(self.centre.abs() + away), self.shape[-1]
         rows = norm2(whole.movedim(-1, 0))
         centred = torch.linalg.vector_norm(self.centre - self.centre.mean(-1, keepdim=True), dim=-1)
