@@ -106,9 +106,12 @@ def status(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping[s
             close = abs(mine[0]["figures"][key] / value - 1) <= CLOSE
             verdict = "reproduced" if close else "refuted" if columns[key].promise == COUNTED else "not decided"
             said.setdefault(verdict, []).append(columns[key].heading.partition(",")[0])
-    for key in ("clean", "attacked", "certified") if row.full else ():
-        best = max(share_interval(*hits_of(row, key, run))[1] for run in mine)
-        said.setdefault("reached" if 100 * best >= published[key] else "not reached", []).append(columns[key].heading)
+    for key in ("clean", "attacked", "certified"):
+        if row.full and key in published:
+            best = max(share_interval(*hits_of(row, key, run))[1] for run in mine)
+            said.setdefault("reached" if 100 * best >= published[key] else "not reached", []).append(
+                columns[key].heading
+            )
     for claim in CLAIMS:
         if claim.better == (row.same or row.name) and claim.column in columns:
             verdict = claims.verdict(claim, claims.differences(claim, runs))

@@ -1,5 +1,6 @@
 """What a certifier says of a network that changed after its proof, of batches it does not take, of odd statistics."""
 
+import math
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from certcli.images.labelled import Images
 from certcli.lipschitz.network import prove
 from certcli.models.build import PixelModel
 from certcli.rounding.running import RULES
-from certcli.system.errors import ArchitectureError, NoBoundError
+from certcli.system.errors import ArchitectureError, DataError, NoBoundError
 
 SIZE = (1, 4, 4)
 
@@ -40,6 +41,19 @@ CERTIFIERS = {
 
 def found(certifier: Certifier, pixels: Tensor) -> list[float]:
     return [row.radius for row in certifier.batch(range(len(pixels)), pixels, [0] * len(pixels))]
+
+
+@pytest.mark.parametrize("name", CERTIFIERS)
+def test_logits_that_are_no_numbers_certify_nothing(name: str) -> None:
+    with pytest.raises(DataError, match="NaN or infinite logits"):
+        CERTIFIERS[name](network()).batch([0], torch.full((1, *SIZE), math.inf), [0])
+
+
+def test_products_of_symbols_are_of_the_l2_ball() -> None:
+    """Their sizes rest on |e| <= 1, which a corner of the box exceeds."""
+    for norm, there in (("l2", True), ("linf", False)):
+        certifier = LocalCertifier(network(), SIZE, Local(effort="zonotope", norm=norm), steps=1)
+        assert (certifier.squares > 0) is there
 
 
 @pytest.mark.parametrize("way", ["in place", "behind autograd's back", "another tensor"])
