@@ -285,7 +285,7 @@ class Trainer:
         return shards.whole(net, self.team, Spool().keep)
 
     def plan(self, train: Images, validation: Images, budget: float, around: Costs) -> None:
-        """Turn a time budget into `settings.steps` and, where time is short, `validation_limit`.
+        """Turn a time budget into `settings.steps` and, where time is short and none is given, `validation_limit`.
 
         It measures a few steps and a little validation, and restores the state before them.
 
@@ -307,7 +307,8 @@ class Trainer:
         self.restore(before)
         costs = replace(around, step=step_seconds, image=image_seconds)
         made = affordable_steps(budget - (time.perf_counter() - started), costs, self.batches(train), len(validation))
-        self.settings = replace(self.settings, steps=made.steps, validation_limit=made.validation_limit)
+        limit = self.settings.validation_limit or made.validation_limit
+        self.settings = replace(self.settings, steps=made.steps, validation_limit=limit)
 
     def _net_state(self) -> dict[str, Stored]:
         return {name: shards.stored_copy(value) for name, value in self.model.net.state_dict().items()}

@@ -76,6 +76,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
         *("ard", "prm", "mask_decay"),
     ),
     "validation_limit": (),
+    "train_on_rest": (),
     "time_budget": (),
 }
 """Settings that the lineage names only when they are on, each with the settings that have a meaning only then."""
@@ -214,6 +215,12 @@ class FinetuneSettings:
     validation_limit: Annotated[
         int | None, Option("Validate on a seeded, class-balanced sample.", metavar="N", panel="Images")
     ] = None
+    train_on_rest: Annotated[
+        bool,
+        Option(
+            "Train also on the validation images that --validation-limit leaves.", ("--train-on-rest",), panel="Images"
+        ),
+    ] = False
     teacher: str | None = None
     batch_size: int = 128
     seed: int = 0
@@ -268,6 +275,8 @@ class FinetuneSettings:
             raise UsageError("--ard and --prm weaken an attack, and there is none", "--adversarial pgd")
         if self.adversarial != "none" and self.noise > 0:
             raise UsageError("--noise leaves the box of images that an attack starts from", "one of the two")
+        if self.train_on_rest and self.validation_limit is None:
+            raise UsageError("--train-on-rest needs to know which images validate", "--validation-limit 500")
         if self.adaptive_sam and self.sam == 0:
             raise UsageError("--adaptive-sam needs a radius", "--sam 0.5")
 

@@ -11,6 +11,7 @@ import torch
 import certcli.checkpoint.file
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.finetune import run as training
+from certcli.evaluation.seen import seen_by, shares
 from certcli.finetune import loop
 from certcli.finetune.budget import (
     EVALUATION_SHARE,
@@ -120,6 +121,32 @@ def test_the_lineage_holds_the_steps_and_they_repeat_the_run(start: Path, monkey
     words = ["--validation-limit", parameters["validation_limit"]] if "validation_limit" in parameters else []
     finetune(start, "--steps", parameters["steps"], *words, "-o", folder / "b.safetensors")
     assert Checkpoint.read(folder / "b.safetensors").digest == made.digest
+
+
+def test_the_given_validation_images_validate_whatever_the_budget(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "LONGEST_START", 0.0)
+    out = start.parent / "o.safetensors"
+    done = finetune(start, "--time-budget", "1s", "--validation-limit", 20, "-o", out)[-1]
+    assert done["dataset"]["images"] == 20
+    assert Checkpoint.read(out).record.lineage[-1].parameters["validation_limit"] == 20
+
+
+def test_what_validates_is_not_trained_on_and_the_rest_is_where_asked(start: Path) -> None:
+    spec = Checkpoint.read(start).record.input
+    train, whole = (datasets.load("digits", spec, split) for split in ("train", "val"))
+    judges = whole.limit(20, 3)
+    rest = whole.without(judges)
+    assert len(rest) == len(whole) - 20
+    for words, trained in (((), 0), (("--train-on-rest",), len(rest))):
+        out = start.parent / "o.safetensors"
+        common = ["--dataset", "digits", "--loss", "ce", "--steps", 1, "--seed", 3, "--force", "--quiet", "-o", out]
+        assert attempt("finetune", start, *common, "--validation-limit", 20, *words).exit_code == 0
+        made = Checkpoint.read(out)
+        seen = seen_by(made.record)
+        assert [step.images for step in seen] == [len(train) + trained]
+        assert [share.images for share in shares(seen, rest)] == [trained] * bool(trained)
+        assert not shares(seen, judges)
+        assert made.record.evidence[-1].result["dataset"]["digest"] == judges.digest
 
 
 def test_a_run_that_is_gone_on_with_keeps_to_its_plan(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:

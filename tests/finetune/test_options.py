@@ -271,6 +271,7 @@ def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, ma
         {"adversarial": "pgd", "noise": 0.1},
         {"adversarial": "pgd", "attack_norm": "l1"},
         {"adaptive_sam": True},
+        {"train_on_rest": True},
         {"ema": 1.0},
         {"msvp": (1.0, -1.0, 0.0)},
         {"msvp": (1.0, math.nan, 0.0)},

@@ -118,7 +118,7 @@ class Training:
             raise diverged
 
     def _images(self) -> tuple[Images, Images]:
-        """Return the training and the validation images."""
+        """Return the training and the validation images, which share none."""
         from certcli.cli.shared.inputs import doubt_images
         from certcli.images import datasets
         from certcli.system.errors import DataError
@@ -135,8 +135,11 @@ class Training:
             ).read_by(data.workers)
             for split in ("train", "val")
         )
+        judges = validation.limit(self.settings.validation_limit, self.settings.seed)
+        if self.settings.train_on_rest and len(judges) < len(validation):
+            train = train.and_then(validation.without(judges))
         doubt_images(train, record, self.sink)
-        return train.limit(data.limit, self.settings.seed), validation
+        return train.limit(data.limit, self.settings.seed), judges
 
     def _plan(self, trainer: Trainer, budget: str, train: Images, validation: Images) -> None:
         """Turn the time budget into a number of steps."""
@@ -152,7 +155,7 @@ class Training:
         self.sink.note(f"planned for {budget}: {trainer.settings.steps} steps, {epochs:.2f} epochs")
         if epochs < 1:
             self.sink.warn(f"only {epochs:.2f} of one epoch fits into {budget}")
-        if limit is not None:
+        if limit is not None and limit < len(validation):
             self.sink.note(f"validating on {limit} of {len(validation)} images, to save time")
         self._save_state(trainer)  # a resumed run must keep to the plan
 

@@ -112,7 +112,7 @@ def evaluation_images(
 ) -> Images:
     """Return the images that judge a network: of --dataset, else of the dataset of its training, with its classes.
 
-    Without --split these are the images that training left out, where it took a part of the dataset.
+    Without --split these are the images kept for validation, where training took a part of the dataset.
     """
     from certcli.evaluation.seen import seen_by, trained_on
     from certcli.images import datasets
@@ -129,7 +129,7 @@ def evaluation_images(
     if split is None and images.split in ("train", "all") and trained_on(seen_by(record), images):
         whole, images = images, load("val")
         sink.note(
-            f"images: the {len(images)} of {len(whole)} that training left out (val); --split {whole.split} takes all"
+            f"images: the {len(images)} of {len(whole)} kept for validation (val); --split {whole.split} takes all"
         )
     if images.note:
         sink.note(images.note)
