@@ -19,25 +19,24 @@ from typing import Any
 
 from benchmarks.tables import render, results
 from benchmarks.tables.layout import QUICK_SEEDS, Row
-from benchmarks.tables.rows import DATA, ROWS
+from benchmarks.tables.rows import BY_NAME, DATA, ROWS
 from benchmarks.tables.run import RowFailed, missing_data, run_row
 
 
 def chosen(rows: list[str], quick: bool) -> list[Row]:
     """The rows asked for, and before them those whose files they read."""
-    by_name = {row.name: row for row in ROWS}
     names = [row.name for row in ROWS if (quick and row.quick) or any(fnmatch.fnmatch(row.name, p) for p in rows)]
     found: list[str] = []
 
     def take(name: str) -> None:
-        for other in by_name[name].after:
+        for other in BY_NAME[name].after:
             take(other)
         if name not in found:
             found.append(name)
 
     for name in names:
         take(name)
-    return [by_name[name] for name in found]
+    return [BY_NAME[name] for name in found]
 
 
 def one(row: Row, seed: int, data: dict[str, str], work: Path, again: bool, file: Path) -> str:

@@ -10,3 +10,4 @@ TABLES = (
     *(table for paper in (pretrained, specformer, cauchy) for table in paper.TABLES),
 )
 ROWS = tuple(row for paper in (convolutional, pretrained, specformer, cauchy) for row in paper.rows())
+BY_NAME = {row.name: row for row in ROWS}

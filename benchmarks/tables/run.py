@@ -7,7 +7,7 @@ import runpy
 import shlex
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.tables import results
 from benchmarks.tables.layout import Row
+from benchmarks.tables.rows import BY_NAME
 
 torch.set_num_threads(1)  # and none are started before a fork
 
@@ -46,12 +47,15 @@ def missing_data(row: Row, data: Mapping[str, str], known: tuple[str, ...]) -> l
     return [name for name in known if name not in data and any("{" + name + "}" in step for step in row.steps.values())]
 
 
-def step(command: str, names: Mapping[str, str], folder: Path, name: str) -> dict[str, Any]:
-    """{"command", "document", "cpu_seconds"} of one step, from its file when the same command has been run there."""
-    kept = folder / f"{name}.json"
+def step(commands: Sequence[str], names: Mapping[str, str], folder: Path, name: str) -> dict[str, Any]:
+    """{"commands", "document", "cpu_seconds"} of the last of the commands, from its file when all were the same there.
+
+    commands: those that made the files which the step reads, then its own.
+    """
+    kept, command = folder / f"{name}.json", commands[-1]
     if kept.exists():
         earlier = json.loads(kept.read_text())
-        if earlier["command"] == command:
+        if earlier.get("commands") == list(commands):
             return dict(earlier)
     out, err = folder / f"{name}.out", folder / f"{name}.err"
     child = os.fork()  # torch is imported once, here: a process started anew spends more on that than most steps take
@@ -62,7 +66,7 @@ def step(command: str, names: Mapping[str, str], folder: Path, name: str) -> dic
     if code:
         raise RowFailed(f"{command}\nended with {code}: {(err.read_text() or out.read_text())[-800:]}")
     found = {
-        "command": command,
+        "commands": list(commands),
         "document": json.loads(out.read_text().strip().splitlines()[-1]),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
     }
@@ -107,13 +111,22 @@ def figure(documents: Mapping[str, Any], where: str) -> Any:
     return found
 
 
+def made_by(row: Row) -> list[str]:
+    """All commands of the rows whose files the row reads, then its own."""
+    return [command for other in row.after for command in made_by(BY_NAME[other])] + list(row.steps.values())
+
+
 def run_row(row: Row, seed: int, data: Mapping[str, str], work: Path) -> dict[str, Any]:
     """One row with one seed; its run, as results.json keeps it. RowFailed names the step."""
     folder = work / row.name / str(seed)
     folder.mkdir(parents=True, exist_ok=True)
     names = {**data, "seed": str(seed)}
     names |= {other: os.path.relpath(work / other / str(seed), folder) for other in row.after}
-    steps = {name: step(command, names, folder, name) for name, command in row.steps.items()}
+    commands = made_by(row)
+    first = len(commands) - len(row.steps)
+    steps = {
+        name: step(commands[: first + place], names, folder, name) for place, name in enumerate(row.steps, start=1)
+    }
     documents = {name: found["document"] for name, found in steps.items()}
     return {
         "figures": {column: figure(documents, where) for column, where in row.figures.items()},

@@ -2,16 +2,16 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.tables import claims, render, results
 from benchmarks.tables.__main__ import chains, chosen
 from benchmarks.tables.layout import Claim
-from benchmarks.tables.rows import DATA, ROWS, TABLES
-from benchmarks.tables.run import arguments, figure
+from benchmarks.tables.rows import BY_NAME, DATA, ROWS, TABLES
+from benchmarks.tables.run import arguments, figure, made_by, step
 
-BY_NAME = {row.name: row for row in ROWS}
 RUNS = results.read()
 
 
@@ -73,6 +73,24 @@ def test_commands_are_filled_in_as_they_would_be_typed() -> None:
             assert not any("{" in word for word in words)
     with pytest.raises(ValueError, match="nothing is known"):
         arguments("certvit certify {elsewhere}/net.safetensors", names)
+
+
+def test_a_step_is_run_again_where_another_command_made_what_it_reads(tmp_path: Path) -> None:
+    read = "python -m json.tool --compact made.json"
+
+    def shown(maker: str, made: str) -> Any:
+        (tmp_path / "made.json").write_text(made)
+        return step([maker, read], {}, tmp_path, "read")["document"]
+
+    assert shown("train for an epoch", "1") == 1
+    assert shown("train for an epoch", "2") == 1  # kept
+    assert shown("train for two", "2") == 2
+
+
+def test_what_a_row_reads_is_made_by_other_rows() -> None:
+    row = BY_NAME["certvit-1/mnist/4c3f/certvit"]
+    before = list(BY_NAME["certvit-1/mnist/4c3f/standard"].steps.values())
+    assert made_by(row) == [*before, *row.steps.values()]
 
 
 def test_figures_are_found_by_step_and_key() -> None:
