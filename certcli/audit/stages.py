@@ -20,7 +20,7 @@ from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.certify.patch.certifier import defended
 from certcli.certify.patch.options import Patches
-from certcli.certify.smoothing.functions import Classifier
+from certcli.certify.smoothing.functions import Classifier, require_alone
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
@@ -167,6 +167,7 @@ class Stages:
                 sigma, DRAWS_FIRST, DRAWS, enough=reach, decide=radii == [reach],
                 precision=precision, seed=plan.seed, batch_size=size,
             )  # fmt: skip
+            require_alone(self.model)
             classify = Classifier(self.model, precision)
             certifier = SmoothingCertifier(classify, self.checkpoint.record.classes, options, self.device)
         except UsageError as refusal:

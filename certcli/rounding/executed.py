@@ -20,6 +20,7 @@ from certcli.engine.trace import Trace
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
+from certcli.lipschitz.rules.repeat_pad import pair
 from certcli.models.build import PixelNormalize
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding.computed import error_of
@@ -214,7 +215,7 @@ def divided(op: Operation, x: Any, divisor: Any) -> Rounding:
 
 @rules.module(nn.AvgPool2d)
 def averaged(op: Operation, module: nn.AvgPool2d, x: Followed) -> Rounding:
-    kernel, stride = ((n, n) if isinstance(n, int) else n for n in (module.kernel_size, module.stride))
+    kernel, stride = pair(module.kernel_size), pair(module.stride)
     plain = module.padding in (0, (0, 0)) and not module.ceil_mode and module.divisor_override is None
     op.require(plain, "a pooling whose windows have different sizes")
     count = math.prod(kernel)

@@ -166,7 +166,10 @@ def with_places(op: Operation, x: Tensor, *options: Any, **named: Any) -> Found:
         windows = windows_of_entry(x.shape, options[0])
     elif "pool" in op.name:
         plain = len(options) < 4 or options[3] in (1, [1] * len(options[3]))
-        windows = overlap(options[0], options[1] if len(options) > 1 and options[1] else options[0], plain)
+        kernel = list(options[0]) * (
+            int(op.name[8]) if len(options[0]) == 1 else 1
+        )  # max_pool2d: one number for two axes
+        windows = overlap(kernel, options[1] if len(options) > 1 and options[1] else kernel, plain)
     return value, [size * math.sqrt(windows), torch.full_like(size, torch.inf)]
 
 

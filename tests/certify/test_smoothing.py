@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from certcli.certify import methods
 from certcli.certify.certificate import Certificate
 from certcli.certify.smoothing import noise
+from certcli.certify.smoothing.functions import Classifier, classifier
 from certcli.certify.smoothing.method import SmoothingCertifier, _chance_of_so_few
 from certcli.certify.smoothing.options import HOPELESS, UNLIKELY, Smoothing
 from certcli.checkpoint.file import Checkpoint
@@ -23,6 +24,7 @@ from certcli.cli.shared.output import Sink
 from certcli.engine.table import NoRule
 from certcli.evaluation.radii import proven_percent
 from certcli.evaluation.records import read_records
+from certcli.models.in_memory import open_module
 from certcli.system.errors import CertvitError, UsageError
 from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.grids import EVERY
@@ -378,3 +380,12 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
     certifier = SmoothingCertifier(Broken(), 2, Smoothing(), CPU)
     with pytest.raises(CertvitError, match="NaN"):
         certifier.batch([0], torch.zeros(1, 1, 1, 2), [0])
+
+
+def test_a_network_that_mixes_its_batch_is_refused() -> None:
+    def ready(norm: nn.Module) -> Classifier:
+        return classifier(open_module(nn.Sequential(norm, nn.Flatten()), 0.0, 1.0, (1, 2, 2)), CPU, "float32")
+
+    assert ready(nn.BatchNorm2d(1)).precision == "float32"
+    with pytest.raises(UsageError, match="beside it"):
+        ready(nn.BatchNorm2d(1, track_running_stats=False))

@@ -162,6 +162,9 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "simple-norm": lambda: on_tokens(SimpleNorm(8, eps=0.1)),
     "simple-norm-2d": lambda: image_norm(SimpleNorm2d(4, eps=0.1)),
     "group-norm": lambda: image_norm(nn.GroupNorm(2, 4, eps=1e-2)),
+    "group-norm-of-windows": lambda: f(
+        lambda m, x: m.parts[0](x.reshape(-1, 2, 2, 2)).reshape(len(x), -1), nn.GroupNorm(1, 2, eps=1e-2, affine=False)
+    ),
     "group-norm-1": lambda: image_norm(timm_layers.GroupNorm1(4, eps=1e-2)),
     "l2-normalize": lambda: on_tokens(f(lambda m, x: functional.normalize(x, dim=-1, eps=0.3))),
     "response-norm": lambda: f(
@@ -196,6 +199,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "global-pool": lambda: timm_layers.SelectAdaptivePool2d(pool_type="avgmax", flatten=True),
     "cat-pool": lambda: timm_layers.SelectAdaptivePool2d(pool_type="catavgmax", flatten=True),
     "mean-linear": lambda: on_tokens(nn.LayerNorm(8, eps=1e-2), f(lambda m, x: x.mean(1)), nn.Linear(8, 4)),
+    "mean-of-fewer": lambda: f(lambda m, x: m.parts[0](x.flatten(2)).mean(1), nn.Linear(16, 1, bias=False)),
     "sum": lambda: f(lambda m, x: x.sum((2, 3)) - x.flatten(2).mean(-1)),
     "norm": lambda: f(lambda m, x: x.norm(p=2, dim=1, keepdim=True)),
     "amax": lambda: f(lambda m, x: x.amax((2, 3)) + torch.maximum(x[:, :, 0, 0], x[:, :, 1, 1])),
@@ -229,6 +233,9 @@ RULES: dict[str, Callable[[], nn.Module]] = {
         nn.LayerNorm(8, eps=1e-2), nn.Linear(8, 8), f(lambda m, x: x.reshape(1, 4, 2, 4).transpose(1, 2)[:, 1] * 2)
     ),
     "chunks": lambda: on_tokens(nn.Linear(8, 8), f(lambda m, x: x.chunk(2, -1)[1] + 3 * x.split([4, 4], dim=-1)[0])),
+    "shifted-transposed": lambda: f(
+        lambda m, x: (x[:, 0] @ m.w + m.t).transpose(1, 2), w=torch.eye(4)[:1].expand(4, 4) / 2, t=torch.rand(4, 1) / 99
+    ),
     "matrix-transpose": lambda: f(lambda m, x: m.parts[0](x.reshape(4, 8).transpose(0, 1)), nn.Linear(4, 3)),
     "mixed-tokens": lambda: on_tokens(f(lambda m, x: m.parts[0](x.transpose(1, 2)).transpose(1, 2), nn.Linear(4, 6))),
     "constant-matrix": lambda: on_tokens(f(lambda m, x: m.t @ x @ m.s, t=torch.randn(3, 4), s=torch.randn(8, 5))),

@@ -249,6 +249,7 @@ TOO_LARGE: dict[str, tuple[Built, tuple[int, ...], float]] = {
     "the cube of tanh GELU": (lambda: nn.GELU("tanh"), TOKENS, 41.0),
     "the cube of timm's tanh GELU": (GELUTanh, TOKENS, 41.0),
     "the sum of a window": (lambda: nn.AvgPool2d(2, 1), IMAGE, 65504 / 4),
+    "the sum of a window of one number": (lambda: nn.AvgPool2d((2,), (1,)), IMAGE, 65504 / 4),
     "the sum of a mean": (lambda: Apply(torch.mean, dim=1), (1, 7, 1), 65504 / 7),
     "the square of a norm": (layer_norm, TOKENS, 128.0),
     "the mean of a CenterNorm": (centre, ROW, 65504 / WIDTH),

@@ -143,6 +143,7 @@ ROWS: dict[str, Row] = {
     "least, copied": (lambda x: torch.clamp(x, max=CAP), (at(1.0),), 0.5, 0.99),
     "largest": (lambda x: x.amax(-1), (at(1.0, 9.0),), 0.5, 0.99),
     "largest of windows": (lambda x: F.max_pool2d(x, 3, 1), (CENTRE,), 0.2, 0.99),
+    "largest of windows of one number": (lambda x: F.max_pool2d(x, (3,), (1,)), (CENTRE,), 0.2, 0.99),
     "largest of dilated windows": (lambda x: F.max_pool2d(x, 2, 2, 0, 2), (EVEN,), 0.2, 0.99),
     "largest of adaptive windows": (lambda x: F.adaptive_max_pool2d(x, 3), (peak(1, 1, 4, 4, height=9),), 0.2, 0.6),
     "sorted": (lambda x: x.sort().values, (draw(6),), 0.01, 0.99),

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.denoiser import Denoiser
 from certcli.checkpoint.file import Checkpoint
+from certcli.engine.replay import agree, noise_like
 from certcli.models import build
 from certcli.system.errors import UsageError
 from certcli.system.memory import out_of_memory
@@ -55,7 +56,22 @@ def classifier(
     checkpoint: Checkpoint, device: torch.device, precision: str, denoiser: Denoiser | None = None
 ) -> Classifier:
     """Return the checkpoint's network as smoothing runs it."""
-    return Classifier(build.load(checkpoint, device), precision, None if denoiser is None else denoiser.to(device))
+    model = build.load(checkpoint, device)
+    require_alone(model)
+    return Classifier(model, precision, None if denoiser is None else denoiser.to(device))
+
+
+@torch.no_grad()
+def require_alone(model: build.PixelModel) -> None:
+    """UsageError where an image's logits depend on its batch: its draws, which share one, would not be independent."""
+    weight = next(model.parameters(), torch.zeros(()))
+    images = noise_like(torch.empty(2, *model.input_size, dtype=weight.dtype, device=weight.device))
+    try:
+        together, alone = model(images), torch.cat([model(image[None]) for image in images])
+    except RuntimeError:  # of single images, or not in this precision: the run itself says so
+        return
+    if bool(torch.isfinite(alone).all()) and not agree(together, alone):
+        raise UsageError("no certificate by smoothing: the network's logits of an image depend on the images beside it")
 
 
 class Smoothed(nn.Module):

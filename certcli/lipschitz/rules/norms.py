@@ -162,13 +162,13 @@ def group_norm_function(
     """Every group of m numbers is a LayerNorm of its own: 1/sqrt(eps), norm below sqrt(m); weight and bias stay pending."""
     ctx.require(eps > 0, "a norm with eps = 0 is not Lipschitz")
     x, arith = ctx.settle(x), ctx.arith
-    count = math.prod(x.shape[1:])
+    count = math.prod(x.shape)  # of all windows, which may lie on the first axis
     normal = ctx.chain(
         x,
         arith.const(up(1.0 / math.sqrt(eps), 4)),
         f"normalisation of groups: 1/sqrt(eps), eps = {eps:g}; its scale is folded into the next map",
         total=lambda: arith.const(up(math.sqrt(count), 2)),
-        peak=lambda: arith.const(up(math.sqrt(count // num_groups), 2)),
+        peak=lambda: arith.const(up(math.sqrt(count // (x.shape[0] * num_groups)), 2)),
     )
     axis, gain, shift = 1 - len(x.shape), ctx.optional_tensor(weight), ctx.optional_tensor(bias)
     scaled = normal if gain is None else scale_features(ctx, normal, gain, axis)

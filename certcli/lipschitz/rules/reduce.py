@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from certcli.engine.table import NoRule
-from certcli.lipschitz.context import Context
+from certcli.lipschitz.context import Context, resized
 from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.table import rules
@@ -51,9 +51,10 @@ def _reduce(ctx: Context, x: Value, dim: Any, keepdim: bool, constant: float, wh
 
     plain, old, arith = replace(x, waiting=None), x.size, ctx.arith
     factor, size = arith.const(constant), arith.const(growth)
-    # with a map pending, the size bounds speak of the fibres along its axis before it
+    # with a map pending, the size bounds speak of the fibres along its axis before it, which may be longer
     axis = place(old.axis if pending is None else pending.axis)
     where = -1 if axis is None else axis
+    shape = tuple(ctx.shape) if pending is None else resized(tuple(ctx.shape), where, pending.width)
     reduced = ctx.chain(
         plain,
         factor,
@@ -62,11 +63,12 @@ def _reduce(ctx: Context, x: Value, dim: Any, keepdim: bool, constant: float, wh
         axis=where,
         total=lambda: old.total * factor,
         peak=lambda: old.peak * size,
+        shape=shape,
     )
     if pending is None:
         return reduced
     assert axis is not None
-    return replace(reduced, waiting=replace(pending, axis=axis, result=None))
+    return replace(reduced, shape=tuple(ctx.shape), waiting=replace(pending, axis=axis, result=None))
 
 
 @rules.method("amax", "amin")

@@ -79,9 +79,13 @@ def moved(ctx: Context, x: Value, order: Sequence[int]) -> Value:
         return replace(x, shape=shape, waiting=replace(x.waiting, axis=place(x.waiting.axis)))
     if x.pending is None:
         return replace(x, shape=shape, size=x.size.arranged(shape, place(x.size.axis)))
-    if x.pending.index is None:
-        return replace(x, shape=shape, waiting=replace(x.pending, axis=place(x.pending.axis)))
-    return replace(x, shape=shape, waiting=tidy(replace(x.pending, index=x.pending.index.permute(*order))))
+    pending, known = x.pending, x.pending.result
+    if known is not None:
+        axis = place(known.axis) if known.shape == tuple(x.shape) else None
+        pending = replace(pending, result=known.arranged(shape, axis))
+    if pending.index is None:
+        return replace(x, shape=shape, waiting=replace(pending, axis=place(pending.axis)))
+    return replace(x, shape=shape, waiting=tidy(replace(pending, index=pending.index.permute(*order))))
 
 
 def reshaped(ctx: Context, x: Value, after: Shape) -> Value:

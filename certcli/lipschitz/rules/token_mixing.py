@@ -3,6 +3,7 @@
 Proofs: docs/bounds.md, sections 10.3 and 11.
 """
 
+import math
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -121,6 +122,7 @@ def _mixed(
         columns: each channel of all tokens is mapped to itself, so that columns grow by the constant at most.
     """
     x, arith = ctx.settle(x), ctx.arith
+    ctx.require(math.prod(x.shape) == shift.numel(), "tokens of several windows, of which each is shifted")
     old = x.size
 
     def moved() -> Scalar:
