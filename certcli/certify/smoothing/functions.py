@@ -54,7 +54,6 @@ class Classifier(nn.Module):
 def classifier(
     checkpoint: Checkpoint, device: torch.device, precision: str, denoiser: Denoiser | None = None
 ) -> Classifier:
-    """Return the checkpoint's network as smoothing runs it."""
     return Classifier(build.load(checkpoint, device), precision, None if denoiser is None else denoiser.to(device))
 
 
