@@ -26,12 +26,12 @@ def verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
     try:
         yield from judge_proof(document, rebuild(tensors, function).settled().node)
         way = (header.get("norm"), dict(header.get("parameters", ())).get("arithmetic", "real"))
-        known = images if way in (("l2", "real"), ("l2", "float64")) else {}
-        chosen = [row for row in rows if (row["label"], row["pixels"]) in known and row["method"] == "lipschitz"]
-        for row in (row for row in rows if row not in chosen):
-            yield Verdict(f"image {row['index']}", OPEN, "another method or arithmetic, or its image is not given")
-        if chosen:
-            batch = np.stack([images[row["label"], row["pixels"]] for row in chosen])
+        fits = [way in (("l2", "real"), ("l2", "float64")) and row["method"] == "lipschitz" for row in rows]
+        given = [image if fit else None for image, fit in zip(images, fits)]
+        for row in (row for row, image in zip(rows, given) if image is None):
+            yield Verdict(f"image {row['index']}", OPEN, "another method or arithmetic, or no image of its own")
+        if chosen := [row for row, image in zip(rows, given) if image is not None]:
+            batch = np.stack([image for image in given if image is not None])
             yield from judge_radii(rebuild(tensors, function, batch), chosen)
     except Unknown as reason:
         yield Verdict("network", OPEN, str(reason))

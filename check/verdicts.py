@@ -33,10 +33,10 @@ def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
     """Yield a verdict on each leaf, on each node that is not the network's or breaks its law, and on the headline."""
     try:
         rows = [(str(r["path"]), str(r["law"]), read_value(r["value"]), list(r["parts"])) for r in document["proof"]]
-        upper, text = read_value([document["upper"], 0]), str(document.get("upper_text", "inf"))[:24]
-        heads = [upper, None if text == "inf" else Fraction(text)]
+        upper, text = read_value([document["upper"], 0]), str(document.get("upper_text", "inf"))[:24].lower()
+        heads = [upper, None if text == "inf" else Fraction(text if len(text.partition("e")[2]) < 8 else "too long")]
         log10 = float("inf" if (stated := document.get("log10_upper")) is None else stated) + 1e-9
-    except (KeyError, TypeError, ValueError, OverflowError) as failure:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as failure:
         raise Unreadable(f"the proof cannot be read ({type(failure).__name__}: {failure})") from failure
     if not rows or any(type(p) is not int or not 0 <= p < number for number, row in enumerate(rows) for p in row[3]):
         raise Unreadable("the proof is empty, or a node refers to one that does not come before it")
@@ -63,20 +63,20 @@ def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
     if len({number for number, _ in seen}) < len(rows):
         yield Verdict("proof", REFUTE, "it has nodes that no part of the network leads to")
     digits = float("inf") if top is None else float((Decimal(top.numerator) / top.denominator).log10())
-    if log10 < digits or any(head is not None and (top is None or head < top) for head in heads):
+    if not log10 >= digits or any(head is not None and (top is None or head < top) for head in heads):
         yield Verdict("headline", REFUTE, f"the root is {shown(top)}, above what is stated")
     yield judge("root", top, root.value)
 
 
-def find_images(rows: Sequence[Mapping[str, Any]], batches: Sequence[np.ndarray]) -> dict[tuple[int, str], Array]:
-    """Return the image of each label and digest (of label and pixels) that a record carries."""
+def find_images(rows: Sequence[Mapping[str, Any]], batches: Sequence[np.ndarray]) -> list[Array | None]:
+    """Return each record's image, by the digest of label and pixels that it carries; none is two records' own."""
     wanted, labels = {(row["label"], row["pixels"]) for row in rows}, {row["label"] for row in rows}
-    found: dict[tuple[int, str], Array] = {}
+    found: dict[tuple[int, str], list[Array]] = {key: [] for key in wanted}
     for image in (image for batch in batches for image in batch):
         data = f"{image.dtype.str}\0{image.shape}\0".encode() + image.tobytes()
-        keys = {(label, sha256(f"{label}\0".encode() + data).hexdigest()[:16]) for label in labels}
-        found |= dict.fromkeys(keys & wanted, image.astype(np.float64))
-    return found
+        for key in wanted & {(label, sha256(f"{label}\0".encode() + data).hexdigest()[:16]) for label in labels}:
+            found[key].append(image.astype(np.float64))
+    return [pool.pop() if (pool := found[row["label"], row["pixels"]]) else None for row in rows]
 
 
 def judge_radii(tensor: Tensor, rows: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:

@@ -107,7 +107,6 @@ def new_attention(attention: str, old: nn.Module) -> Any:
 
 
 def replacement(attention: str) -> str:
-    """Return the name of the replacement of a trial attention."""
     kind = ATTENTIONS[attention]
     assert kind is not None
     return kind

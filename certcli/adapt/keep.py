@@ -22,7 +22,6 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record, Replacement
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.models import build
-from certcli.system.errors import DataError
 from certcli.system.processes import ALONE, Team
 
 
@@ -43,8 +42,6 @@ class Keeper:
         device: torch.device,
         team: Team = ALONE,
     ) -> None:
-        if not len(images):
-            raise DataError("adapt needs at least one calibration image")
         self.checkpoint, self.settings, self.team = checkpoint, settings, team
         self.reference: ReferenceLogits | None = None
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
@@ -102,7 +99,6 @@ class Keeper:
         yield f"{len(placed)} parts changed"
 
     def result(self) -> Checkpoint:
-        """Return the adapted checkpoint."""
         replaced = [Replacement(each.path, each.kind) for each in self.trade.placed.values() if each.kind != FLOOR]
         parameters: dict[str, Any] = {
             **self.settings.parameters(),

@@ -68,7 +68,6 @@ def _norm_plan(parent: nn.Module, path: str, name: str, settings: AdaptSettings)
 
 
 def _block_plan(step: Section, settings: AdaptSettings, attention_args: Mapping[str, Any]) -> list[Replacement]:
-    """Return the replacements of one block."""
     path, block = step.path, step.module
     found = [*_norm_plan(block, f"{path}.norm1", "norm1", settings)]
     found += _norm_plan(block, f"{path}.norm2", "norm2", settings)

@@ -23,7 +23,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.models import build
 from certcli.nn.norms import CenterNorm
-from certcli.system.errors import CheckpointError, DataError, one_line
+from certcli.system.errors import CheckpointError, one_line
 from certcli.system.processes import ALONE, Team
 from certcli.system.seeds import seed_all
 
@@ -47,8 +47,6 @@ class Adapter:
         device: torch.device,
         team: Team = ALONE,
     ) -> None:
-        if not len(images):
-            raise DataError("adapt needs at least one calibration image")
         self.checkpoint, self.settings = checkpoint, settings
         # datasets are sorted by class, and closed forms and comparisons use the first images only
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))

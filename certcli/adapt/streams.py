@@ -58,7 +58,6 @@ class Streams:
         yield from zip(*(stream.split(size) for stream in streams), strict=True)
 
     def forget(self) -> None:
-        """Free the streams."""
         self.old, self.new = {}, {}
 
     def agree_on(self, module: nn.Module) -> None:

@@ -225,7 +225,6 @@ class Campaign:
 
     @property
     def portions(self) -> list[Portion]:
-        """All of the work, in order."""
         return [(number, part) for number, task in enumerate(self.tasks) for part in task.portions(self.batch_size)]
 
     def keys(self, portion: Portion) -> list[tuple[int, float, int]]:

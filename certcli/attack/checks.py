@@ -14,7 +14,6 @@ from certcli.attack.crafting import undisturbed
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.region import Region
-from certcli.system.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,8 @@ CHECKS = {
 def inspect_model(model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 0) -> tuple[Flag, ...]:
     """Flags about the net on one batch: probabilities, zero gradients, randomness. (b, c, h, w), (b,).
 
-    Needs a few dozen images to mean anything. Raises UsageError in training mode, DataError without images.
+    Needs a few dozen images to mean anything. UsageError in training mode.
     """
-    if not len(images):
-        raise DataError("no images to check the evaluation on")
     labels = labels.to(images.device)
     with undisturbed(model, images, seed):
         point = images.detach().clone().requires_grad_(True)
@@ -136,11 +133,8 @@ def inspect_attacks(
     """Flags about gradient attacks on one batch: FGSM and PGD alone at the radius, PGD at twice and half the radius.
 
     (b, c, h, w), (b,). Accuracy can only have risen from half the radius where images withstand a larger one: these are
-    attacked there first, and the others where some of these fall. Raises UsageError in training mode, DataError without
-    images.
+    attacked there first, and the others where some of these fall. UsageError in training mode.
     """
-    if not len(images):
-        raise DataError("no images to check the evaluation on")
 
     def standing(names: Sequence[str], factor: float, rows: Sequence[int]) -> list[set[int]]:
         wider = replace(region, radius=region.radius * factor)
@@ -205,5 +199,4 @@ def certified_above_attacked(records: Iterable[AttackRecord], radii: Mapping[int
 
 
 def raised(flags: Sequence[Flag]) -> tuple[Flag, ...]:
-    """The flags that are up."""
     return tuple(flag for flag in flags if flag.raised)

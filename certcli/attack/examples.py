@@ -6,29 +6,21 @@ import torch
 from torch import Tensor
 
 from certcli.attack.run import AttackRecord
-from certcli.system.errors import DataError
 
 
 def collect(records: Iterable[AttackRecord]) -> dict[str, Tensor]:
-    """Records with kept images -> tensors by name, one row an image, in the order of the records.
+    """Records of images that fell, which are kept -> tensors by name, one row an image, in the order of the records.
 
     images, adversarial, perturbations (n, c, h, w); labels, predictions, adversarial_predictions, indices (n,) int64;
     norms, l2_norms, epsilons (n,) float64. norms are measured in float64 on exactly the saved tensors, so the
     perturbation (a float32 difference, which rounds) is for the eye and `adversarial` for the proof.
 
-    Only images that fell; of several records of one image (a curve) the first, that of the smallest radius. DataError
-    when a record has no images (`keep_images=True` keeps them) or nothing is left.
+    Of several records of one image (a curve) the first, that of the smallest radius.
     """
     kept: dict[int, AttackRecord] = {}
     for record in records:
-        if record.index in kept or not record.fell:
-            continue
-        if record.image is None or record.adversarial is None:
-            raise DataError("the records carry no images", "run the attack with keep_images=True")
-        kept[record.index] = record
+        kept.setdefault(record.index, record)
     rows = list(kept.values())
-    if not rows:
-        raise DataError("no adversarial example was found: there is nothing to save")
     images = torch.stack([row.image for row in rows if row.image is not None])
     adversarial = torch.stack([row.adversarial for row in rows if row.adversarial is not None])
     return {

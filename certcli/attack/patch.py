@@ -53,7 +53,6 @@ class PatchRecord:
         return self.prediction == self.label and self.corner is None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record of a file."""
         return {
             "index": self.index,
             "label": self.label,

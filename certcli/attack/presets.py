@@ -24,7 +24,6 @@ class Preset:
     """
 
     name: str
-    summary: str
     source: str
     parts: tuple[PresetPart, ...]
     open_choices: str
@@ -43,21 +42,18 @@ PRESETS = {
     for preset in (
         Preset(
             "certvit",
-            "PGD in l2 at 36/255, the radius for CIFAR and TinyImageNet; MNIST takes 1.58 instead",
             "CertViT: Certified Robustness of Pre-Trained Vision Transformers, experiments",
             (_part("l2", 36 / 255, "pgd-50"),),
             "The paper names neither steps nor step size: 50 steps of 2.5 radius / 50.",
         ),
         Preset(
             "specformer-standard",
-            "FGSM and PGD-2 in linf at 2/255, for nets of standard training",
             "SpecFormer: Guarding Vision Transformer Robustness via Maximum Singular Value Penalization, experiments",
             (_part("linf", 2 / 255, "fgsm", "pgd-2"),),
             "The paper names no step size: 2.5 radius / steps.",
         ),
         Preset(
             "specformer-adversarial",
-            "CW-20, PGD-20 and PGD-100 in linf at 8/255, for nets of adversarial training",
             "SpecFormer: Guarding Vision Transformer Robustness via Maximum Singular Value Penalization, experiments",
             (
                 _part(
@@ -72,7 +68,6 @@ PRESETS = {
         ),
         Preset(
             "cauchy",
-            "FGSM and PGD-7 in linf at 2/255; PGD-7 and PGD-20 in l2 at 2, alpha 0.2; CW in l2",
             "Understanding Adversarial Robustness of Vision Transformers via Cauchy Problem, section 5",
             (
                 _part("linf", 2 / 255, "fgsm", "pgd-7", step_size=2 / 255),

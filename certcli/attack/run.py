@@ -13,7 +13,7 @@ from certcli.attack.judge import Judgement, judge, predict, refine
 from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
 from certcli.evaluation.region import Norm, Region, image_norms
 from certcli.images.labelled import Batch
-from certcli.system.errors import DataError, UsageError
+from certcli.system.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,10 @@ class AttackRecord:
 
     @property
     def fell(self) -> bool:
-        """Correct as it stands, and broken within the radius."""
         return self.correct and self.norm is not None
 
     @property
     def withstood(self) -> bool:
-        """Correct, and broken by no attack."""
         return all(outcome is True for outcome in self.robust.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -58,11 +56,8 @@ class AttackRecord:
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> "AttackRecord":
-        """Inverse of `to_json`; DataError when the row is no such record."""
-        try:
-            return AttackRecord(**{name: row[name] for name in _STORED})
-        except KeyError as failure:
-            raise DataError(f"a record lacks {failure}", "certvit attack ... --records FILE writes them") from failure
+        """Inverse of `to_json`, of a row that `record_lines` let in."""
+        return AttackRecord(**{name: row[name] for name in _STORED})
 
 
 _STORED = tuple(item.name for item in fields(AttackRecord) if item.name not in ("image", "adversarial"))

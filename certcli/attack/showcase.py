@@ -1,7 +1,7 @@
 """A few adversarial images to look at, alone or beside a second network."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ ROWS = 4
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One image before one network. image, adversarial (c, h, w). `fooled`: is the adversarial class another one?
+    """One image before one network. image, adversarial (c, h, w).
 
     `crafted_here`: the perturbation was found on this network; else it is that of the first network, which this one
     withstands. norm: of the perturbation, in the norm and within the radius that `kind` and `epsilon` name.
@@ -34,10 +34,6 @@ class Exhibit:
     kind: Norm
     epsilon: float
     crafted_here: bool = True
-
-    @property
-    def fooled(self) -> bool:
-        return self.adversarial_prediction != self.prediction
 
 
 def choose(records: Sequence[AttackRecord], network: str, count: int = ROWS) -> list[Exhibit]:
@@ -83,21 +79,9 @@ def beside(exhibits: Sequence[Exhibit], other: nn.Module, network: str, stage: S
             continue
         with torch.no_grad():
             before, after = int(other(pixels).argmax()), int(other(point).argmax())
-        found.append(
-            Exhibit(
-                index=shown.index,
-                network=network,
-                image=shown.image,
-                adversarial=shown.adversarial,
-                label=shown.label,
-                prediction=before,
-                adversarial_prediction=after,
-                norm=float(image_norms(point.double() - pixels.double(), shown.kind)),
-                kind=shown.kind,
-                epsilon=shown.epsilon,
-                crafted_here=False,
-            )
-        )
+        norm = float(image_norms(point.double() - pixels.double(), shown.kind))
+        other_net = replace(shown, network=network, prediction=before, adversarial_prediction=after, norm=norm)
+        found.append(replace(other_net, crafted_here=False))
     return found
 
 

@@ -101,7 +101,6 @@ class Signature:
 
 
 def names() -> list[str]:
-    """Return the names of all attacks of the installed library."""
     return list(library().__all__)
 
 

@@ -79,7 +79,6 @@ class Attacking:
 
     @property
     def rest(self) -> int:
-        """Images that are left."""
         return len(self.images) - self.count
 
     def go(self, part: StageTime) -> None:

@@ -67,13 +67,10 @@ class StageTime:
 
     @contextlib.contextmanager
     def ended(self) -> Iterator[None]:
-        """The block is broken off by OutOfTime when the time is over.
-
-        By the timer's signal, so in the main thread of a system that has one; elsewhere stages end between batches only.
-        """
+        """The block is broken off by OutOfTime when the time is over, by a signal: in the main thread alone."""
         if self.left <= 0:
             raise OutOfTime
-        if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
 

@@ -99,7 +99,6 @@ class Certifying:
 
     @property
     def rest(self) -> int:
-        """Images that are left."""
         return len(self.images) - len(self.rows)
 
     def go(self, part: StageTime) -> None:

@@ -31,7 +31,6 @@ def bound(model: PixelModel, classes: int, part: StageTime) -> tuple[GlobalBound
 
 
 def found(proven: NetworkBound, seconds: float) -> GlobalBound:
-    """A bound as the document has it."""
     finite = proven.upper.finite
     return GlobalBound(
         **bound_document(proven.upper) | ({} if finite else {"upper_text": "none"}),

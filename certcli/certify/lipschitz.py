@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from certcli.certify.certificate import Certificate, require_logits, whole_batch
 from certcli.certify.executed import ProvingCertifier, as_executed
@@ -12,7 +12,7 @@ from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.table import NoRule
 from certcli.engine.trace import example_of
-from certcli.images.labelled import Images, sent
+from certcli.images.labelled import sent
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models.build import PixelModel, load_double
@@ -116,13 +116,3 @@ def lipschitz_certifier(model: PixelModel, classes: int, arithmetic: str | None 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> LipschitzCertifier:
     """Make the checkpoint's proven bound ready. NoBoundError when none is finite."""
     return lipschitz_certifier(load_double(checkpoint, device), checkpoint.record.classes, options.arithmetic)
-
-
-def plain_accuracy(model: nn.Module, images: Images, batch_size: int = 256) -> float:
-    """Share of images whose top logit is the label."""
-    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
-    right = 0
-    with torch.no_grad():
-        for _, pixels, labels in images.batches(batch_size):
-            right += int((model(sent(pixels, device).to(dtype)).argmax(1).cpu() == labels).sum())
-    return right / len(images)

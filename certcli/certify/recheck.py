@@ -38,7 +38,7 @@ def read_claims(
     rows: Sequence[Mapping[str, Any]], images: Images, certifier: Certifier, where: str
 ) -> list[Certificate]:
     """The certificates of a file about these images, in its order; DataError when it is none, or speaks twice of an image."""
-    claims = [certifier.certificate.from_json(row, where) for row in rows]
+    claims = [certifier.certificate.from_json(row) for row in rows]
     labels = dict(zip(images.indices.tolist(), images.labels.tolist(), strict=True))
     seen: set[int] = set()
     for claim in claims:

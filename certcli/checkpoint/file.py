@@ -71,7 +71,6 @@ class Checkpoint:
         return Checkpoint(dict(tensors), record)
 
     def with_evidence(self, command: str, parameters: Mapping[str, Any], result: Mapping[str, Any]) -> "Checkpoint":
-        """Return the same tensors with one more result about them."""
         entry = Evidence(command, dict(parameters), dict(result), self.digest)
         return Checkpoint(self.tensors, self.record.with_evidence(entry))
 

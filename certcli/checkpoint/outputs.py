@@ -115,7 +115,6 @@ class Outputs:
 
 
 def same_file(one: Path, other: Path) -> bool:
-    """Tell whether two paths are one file, or would be."""
     with contextlib.suppress(OSError):
         if one.samefile(other):
             return True
@@ -178,7 +177,6 @@ def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:
 
 
 def is_state_of(path: Path, key: str, identity: str) -> bool:
-    """Tell whether `path` is the state of the run with this identity."""
     try:
         return bool(json.loads(read_metadata(path)[key])["identity"] == identity)
     except (KeyError, ValueError, TypeError, RecursionError):

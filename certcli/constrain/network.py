@@ -134,7 +134,6 @@ class LayerCalibration:
 
     @cached_property
     def own(self) -> list[str]:
-        """Return the layers of this process."""
         return share_of(self.model, self.paths, self.team)
 
     @property

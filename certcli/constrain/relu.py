@@ -167,7 +167,6 @@ class RectifiedStatistics(LayerStatistics):
         return error_ratio(self.errors(weight), self.energies)
 
     def errors(self, weight: Tensor) -> Tensor:
-        """Return h_j(W) of each group."""
         return self._errors(self.inputs, weight)
 
     def held_out_error(self, weight: Tensor) -> float | None:

@@ -154,7 +154,6 @@ def _observed(
 
 @contextlib.contextmanager
 def _in_place_of(blocks: nn.Sequential, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let the trunk run `forward`."""
     blocks.forward = forward  # type: ignore[method-assign]
     try:
         yield

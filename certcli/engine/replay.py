@@ -134,7 +134,6 @@ def _run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, list
 
 
 def result_of(traced: Trace, image: Tensor) -> Any:
-    """Return the graph's result on an image."""
     *_, (_, result) = executed(traced, image)
     return result
 

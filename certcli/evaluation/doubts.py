@@ -23,10 +23,9 @@ from timm.models.vision_transformer import Block
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import understood
 from certcli.evaluation.intervals import share_interval
-from certcli.images.labelled import Images
+from certcli.images.labelled import Images, sent
 
 _LOOKED_AT = 8
-_TOGETHER = 32
 _UNSURE = 2 / 3
 """A share of right answers from which on nobody asks where the norms of a network stand."""
 _LEVEL = 1e-3
@@ -56,6 +55,18 @@ def grey(images: Images) -> bool:
     """Whether the first images of a colour network have one value a pixel."""
     _, pixels, _ = next(images.batches(min(len(images), _LOOKED_AT)))
     return bool((pixels == pixels[:, :1]).all())
+
+
+def right_of(model: nn.Module, images: Images, batch_size: int = 32, labels: Tensor | None = None) -> list[bool]:
+    """Tell of each image whether its label, or that of `labels` (n,), is the top logit."""
+    weight = next(model.parameters(), torch.zeros(()))
+    with torch.inference_mode():
+        tops = [
+            model(sent(pixels, weight.device).to(weight.dtype)).argmax(1).cpu()
+            for _, pixels, _ in images.batches(batch_size)
+        ]
+    found: list[bool] = (torch.cat(tops) == (images.labels if labels is None else labels)).tolist()
+    return found
 
 
 def chance_doubt(right: int, count: int, classes: int) -> str | None:
@@ -95,14 +106,10 @@ def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | No
     blocks = [module for module in model.modules() if type(module) is Block]
     if not blocks or sum(right) >= _UNSURE * len(right):
         return None
-    device = next(model.parameters()).device
-    found: list[bool] = []
     try:  # the network itself for a while: a copy of one larger than memory would be too much
         for block in blocks:
             block.forward = MethodType(_post_norm, block)  # type: ignore[method-assign]
-        with torch.no_grad():
-            for _, pixels, labels in images.select(range(len(right))).batches(_TOGETHER):
-                found += (model(pixels.to(device)).argmax(1).cpu() == labels).tolist()
+        found = right_of(model, images.select(range(len(right))))
     finally:
         for block in blocks:
             vars(block).pop("forward", None)
@@ -128,12 +135,9 @@ def better_statistics(model: nn.Module, images: Images, right: list[bool]) -> It
         return
     best = sum(right)
     for name, statistics in _STATISTICS.items():
-        found: list[bool] = []
         try:
             normalize.mean, normalize.std = (mean.new_tensor(values).view(-1, 1, 1) for values in statistics)
-            with torch.no_grad():
-                for _, pixels, labels in images.select(range(len(right))).batches(_TOGETHER):
-                    found += (model(pixels.to(mean.device)).argmax(1).cpu() == labels).tolist()
+            found = right_of(model, images.select(range(len(right))))
         finally:
             normalize.mean, normalize.std = mean, std
         if sum(found) > best and _significantly_better(right, found, _LEVEL / len(_STATISTICS)):

@@ -339,7 +339,6 @@ def as_json(entry: Evidence, network: str) -> Json:
 
 
 def _contradictions(entry: Decoded) -> Iterator[str]:
-    """What contradicts itself."""
     result, about = entry.result, entry.parameters
     bound = isinstance(result, (LipschitzResult, FinetuneResult))
     if bound and result.log10_upper is None and result.upper not in ("inf", 0):

@@ -89,9 +89,7 @@ class ReferenceLogits:
     """The logits of the original network on some images, for comparison with changed networks."""
 
     def __init__(self, model: nn.Module, images: Images, labels: Tensor | None = None, batch_size: int = 50) -> None:
-        """Compute the logits. labels: (images,), see `known_labels`. DataError without images."""
-        if len(images) == 0:
-            raise DataError("no image is left to judge the result by", "a larger --limit")
+        """Compute the logits. labels: (images,), see `known_labels`."""
         self.images, self.labels, self.batch_size = images, labels, batch_size
         self._pixels: list[Tensor] = []
         self.before = self.logits(model)

@@ -78,7 +78,6 @@ def kept_of(images: Images) -> dict[str, Any]:
 
 
 def remember(checkpoint: Checkpoint, images: Images) -> Checkpoint:
-    """The checkpoint, its last step keeping these images."""
     *before, last = checkpoint.record.lineage
     step = replace(last, parameters={**last.parameters, SEEN: kept_of(images)})
     return replace(checkpoint, record=replace(checkpoint.record, lineage=(*before, step)))

@@ -150,7 +150,7 @@ def _create(arch: str, arch_args: Mapping[str, Any]) -> nn.Module:
         raise
     except Exception as failure:  # timm's constructors raise errors of any type
         raise ArchitectureError(
-            f"timm cannot build '{arch}' with {one_line(arguments)}: {one_line(failure)}", "check --arch and --arch-arg"
+            f"'{arch}' cannot be built with {one_line(arguments)}: {one_line(failure)}", "check --arch and --arch-arg"
         ) from failure
 
 

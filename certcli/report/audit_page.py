@@ -21,7 +21,6 @@ Pictures = Mapping[str, Gallery]
 
 
 def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
-    """Return the whole page of an audit."""
     network, dataset, bound = audit.network, audit.dataset, audit.bound
     size = " x ".join(str(side) for side in network.input)
     images = "no images" if dataset is None else f"{dataset.images} images at most of {dataset.name} ({dataset.split})"
@@ -123,7 +122,6 @@ def _fact(value: object) -> str:
 
 
 def short(values: object) -> str:
-    """Return parameters of a step for a cell."""
     if not isinstance(values, dict):
         return str(values)
     told = [
@@ -147,7 +145,6 @@ def _commands(audit: Audit) -> Iterator[Command]:
 
 
 def certify_again(audit: Audit, method: str) -> str:
-    """Return the command whose certificates are these."""
     found = next(item for item in audit.certificates if item.method == method)
     words = audit.reproduce.split(" -e ")[0].replace("certvit audit", "certvit certify", 1)
     radii = " ".join(f"-e {radius}" for radius in found.certified)

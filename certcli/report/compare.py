@@ -43,7 +43,6 @@ def _figure(row: ShareRow | None) -> str:
 
 
 def _unlike(first: ShareRow | None, last: ShareRow | None) -> str:
-    """Return why two shares cannot be compared, empty where they can."""
     if first is None or last is None:
         return "measured in one of the two audits only"
     if first.dataset.digest == last.dataset.digest:
@@ -61,5 +60,4 @@ def _other_attack(before: Audit, after: Audit, row: ShareRow | None) -> str:
 
 
 def cells(change: Change) -> list[str]:
-    """Cells for COLUMNS."""
     return [change.figure, change.before, change.after, "yes" if change.alike else f"no: {change.why}"]

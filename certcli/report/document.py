@@ -265,7 +265,6 @@ class Audit(_Part):
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of the document."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "certvit audit",
@@ -274,7 +273,6 @@ def schema() -> dict[str, Any]:
 
 
 def to_json(part: Struct) -> dict[str, Any]:
-    """Return a document, or a part of one, as plain values."""
     plain: dict[str, Any] = json.loads(msgspec.json.encode(part))
     return plain
 

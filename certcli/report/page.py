@@ -113,7 +113,6 @@ class HtmlPage:
 
 
 def render(page: HtmlPage) -> str:
-    """Return the page as HTML."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown)
     template = environment.from_string(files("certcli.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
     return template.render(page=page, plot=plot(page.curves), constants=bars(page.constants))

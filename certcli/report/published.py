@@ -1,4 +1,4 @@
-"""Measured figures of networks that nobody defended: what an audit is compared with, and a table of docs/results.md."""
+"""Measured figures of networks that nobody defended: what an audit is compared with (docs/results.md)."""
 
 import math
 from collections.abc import Sequence
@@ -37,7 +37,6 @@ class Published(Struct, forbid_unknown_fields=True):
 
     @property
     def sentence(self) -> str:
-        """Return the figures in words."""
         fell = self.fooled
         told = f"{self.name} on {self.images}: {fell.hits} of {fell.images} correct images fooled at l2 "
         told += f"{attacked_radius(fell.radius)}, global bound 10^{self.log10_bound:.0f}"
@@ -47,7 +46,6 @@ class Published(Struct, forbid_unknown_fields=True):
 
 
 def published() -> list[Published]:
-    """Return the networks of published.json, small inputs first."""
     text = files("certcli.report").joinpath("published.json").read_bytes()
     return msgspec.json.decode(text, type=list[Published])
 
@@ -60,19 +58,3 @@ def nearest(size: Sequence[int]) -> Published | None:
 
     found = min(published(), key=distance)
     return found if distance(found) <= math.log(ALIKE) and found.input[0] == size[0] else None
-
-
-def markdown() -> str:
-    """Return the table of docs/results.md."""
-    lines = ["| network | images | input | fooled by PGD | log10 bound | kept with noise | command |"]
-    lines += ["|---|---|---|---|---|---|---|"]
-    for row in published():
-        smoothed = "-" if row.smoothed is None else _cell(row.smoothed)
-        size = " x ".join(map(str, row.input))
-        cells = [row.name, row.images, size, _cell(row.fooled), f"{row.log10_bound:g}", smoothed, f"`{row.command}`"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(part: Part) -> str:
-    return f"{part.hits} of {part.images} at {part.radius:g}"

@@ -49,7 +49,6 @@ class ShareRow:
 
     @property
     def cells(self) -> list[str]:
-        """Cells for COLUMNS."""
         return [self.what, self.size or "0", self.percent, self.between, str(self.share.images), self.holds]
 
 

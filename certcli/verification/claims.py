@@ -37,6 +37,7 @@ Status = Literal["verified", "refuted", "not checked"]
 SAMPLE_ALPHA = 1e-3
 """Two-sided: an honest share is refuted by a sample once in 1,000 times at most."""
 
+MEASURED = "measured, the author's word"
 MOST_DRAWS = 10**5
 """Of one image: a file may not ask for days of sampling."""
 
@@ -132,13 +133,13 @@ def verdict(claims: Sequence[Claim]) -> list[str]:
 
 
 def statuses(claims: Sequence[Claim], entries: int) -> list[Status]:
-    """Of each entry of evidence as a whole: refuted where one of its claims is, verified where all asked for are."""
+    """Of each entry of evidence as a whole: refuted where one of its claims is, verified where all but measured ones are."""
     found: list[Status] = []
     for number in range(entries):
         own = [claim for claim in claims if claim.number == number]
         bad = any(claim.status == "refuted" for claim in own)
-        asked = {claim.status for claim in own if claim.asked}
-        found.append("refuted" if bad else "verified" if asked == {"verified"} else "not checked")
+        open_to_proof = {claim.status for claim in own if claim.why != MEASURED}
+        found.append("refuted" if bad else "verified" if open_to_proof == {"verified"} else "not checked")
     return found
 
 
@@ -185,7 +186,7 @@ def _bound(where: str, result: Any, proven: Real) -> Iterator[Claim]:
         yield Claim(where, statement, "verified", f"proven again: {proven}")
     if lower is not None:
         slope = f"slope {lower:.6g}"
-        yield Claim(where, slope, "not checked", "measured, the author's word", asked=False)
+        yield Claim(where, slope, "not checked", MEASURED, asked=False)
 
 
 def _training(checkpoint: Checkpoint, entry: Decoded, where: str, certify: Certify) -> Iterator[Claim]:
@@ -362,5 +363,5 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
             elif number < joined:
                 parts = (steps[max(0, end - len(own)) : end] for end in ends)
             same, step = own in parts, f"lineage, step {number + 1}"
-            why = f"its parent is {parent}" + ("" if same else ", whose own lineage is another")
+            why = f"{parent} tells the same steps" if same else f"its parent is {parent}, whose own lineage is another"
             yield name, Claim(step, steps[number].command, "verified" if same else "refuted", why, asked=False)

@@ -32,7 +32,7 @@ from certcli.report.document import (
     from_json,
 )
 from certcli.report.formats import text_of
-from certcli.report.published import markdown, nearest, published
+from certcli.report.published import Part, nearest, published
 from certcli.system.errors import DataError
 from tests.audit.conftest import QUICK
 from tests.helpers.commands import attempt, certvit, document
@@ -168,7 +168,14 @@ def test_the_scale_is_the_length_of_the_change_that_is_shown() -> None:
 
 
 def test_published_figures_stand_in_the_docs() -> None:
-    assert markdown() in (ROOT / "docs" / "results.md").read_text()
+    def cell(part: Part | None) -> str:
+        return "-" if part is None else f"{part.hits} of {part.images} at {part.radius:g}"
+
+    page = (ROOT / "docs" / "results.md").read_text().splitlines()
+    for row in published():
+        size, bound = " x ".join(map(str, row.input)), f"{row.log10_bound:g}"
+        cells = [row.name, row.images, size, cell(row.fooled), bound, cell(row.smoothed), f"`{row.command}`"]
+        assert f"| {' | '.join(cells)} |" in page
     for size in (LARGE, SMALL, (3, 32, 32)):
         assert (known := nearest(size)) is not None
         assert known.input == list(size)

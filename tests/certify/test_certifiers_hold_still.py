@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from certcli.certify.certificate import Certificate, Certifier, Doubt
 from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
-from certcli.certify.lipschitz import LipschitzCertifier, plain_accuracy
+from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.checkpoint.record import InputSpec
+from certcli.evaluation.doubts import right_of
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import prove
 from certcli.models.build import PixelModel
@@ -97,12 +98,13 @@ def test_what_does_not_run_in_its_precision_runs_in_float64_unless_memory_ends()
         certifier.stands(claims, pixels, Doubt(0, 1e-4))
 
 
-def test_accuracy_is_the_share_of_the_images_whose_top_class_is_their_label() -> None:
+def test_an_image_is_right_whose_top_class_is_its_label() -> None:
     model, pixels = network(), torch.rand(4, *SIZE)
     labels = model(pixels.double()).argmax(1)
     labels[1:] = (labels[1:] + 1) % 3
     images = Images("", "all", ("0", "1", "2"), labels, torch.arange(4), lambda places: pixels[list(places)])
-    assert plain_accuracy(model, images, 3) == 0.25
+    assert right_of(model, images, 3) == [True, False, False, False]
+    assert right_of(model, images, labels=labels + 1)[0] is False
 
 
 class OneImage(nn.Module):

@@ -191,6 +191,7 @@ def test_headers_that_ask_for_what_no_run_does_are_refused(
         (lambda head: head.update(checkpoint="0" * 64), 6, "another network"),
         (lambda head: head["dataset"].update(digest="0" * 64), 6, "other images"),
         (lambda head: head["dataset"].update(split="val"), 6, "other images"),
+        (lambda head: head["dataset"].update(name="torch/mnist"), 6, "other images"),
         (lambda head: head["parameters"].update(sigma=0.2), 7, "no count of hits"),
         (lambda head: head["parameters"].update(promise="proof"), 6, "promise"),
         (lambda head: head.update(method=["lipschitz"]), 6, "line 1 of"),

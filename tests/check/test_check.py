@@ -136,6 +136,7 @@ def test_it_refutes_laws_that_do_not_hold_and_headlines_below_the_root(case: Any
     path, report = case("lip")
     about = {**report["function"], "arch": "certvit_sort_digits"}
     edits = {"upper": report["upper"] * 0.999, "upper_text": "1e-3", "log10_upper": -1.0, "checkpoint": "0"}
+    assert run(path, {**report, "log10_upper": float("nan")})[0] == 1
     for key, other in {**edits, "arch": about["arch"], "input": [3, 8, 8], "function": about}.items():
         assert run(path, {**report, key: other})[0] == 1, key
     mean, about_mean = case("mean")
@@ -219,6 +220,8 @@ def test_it_says_what_it_cannot_check(name: str, case: Any, tmp_path: Path, run:
     '{"upper": 1.0, "proof": [{"path": "", "law": "theorem", "value": [NaN, 0], "parts": []}]}',
     '{"upper": 1.0, "proof": [{"path": "", "law": "theorem", "value": [-0.5, 0], "parts": []}]}',
     '{"upper": 1.0, "proof": [{"path": "", "law": "sum", "value": [0.5, 0], "parts": [0]}]}',
+    *(f'{{"upper": 1.0, "upper_text": "{head}", "proof": [{{"path": "", "law": "sum", "value": [0.5, 0], "parts": []}}]}}'
+      for head in ("1e999999999999", "1E-999999999999", "1/0")),
     '{"upper": 1.0, "upper_text": "one", "proof": [{"path": "", "law": "sum", "value": [0.5, 0], "parts": []}]}',
 ])  # fmt: skip
 def test_what_is_no_proof_is_unreadable(text: str, case: Any, run: Any) -> None:

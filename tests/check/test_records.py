@@ -49,6 +49,12 @@ def test_certificates_are_found_again_from_its_own_logits(judge: Any, records: A
     assert judge(header={"checkpoint": "0" * 64})[0] == 1
 
 
+def test_an_image_is_one_records_own(judge: Any, records: Any) -> None:
+    code, lines = judge(**{**records[2], "index": 9})
+    assert (code, len(lines)) == (2, 1)
+    assert lines[0].startswith("cannot check image 9")
+
+
 def test_certificates_that_it_cannot_compute_are_left_open(judge: Any, records: Any, tmp_path: Path) -> None:
     few = tmp_path / "few.npz"
     np.savez(few, images=np.load(DIGITS)["images"][:1])

@@ -355,9 +355,6 @@ def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
     found = certified_accuracy(rows, [Threat("l2", 0.25), Threat("l2", 0.5)]).to_json()
     assert (found["clean"], found["certified"], found["abstained"]) == (0.5, {"0.25": 0.5, "0.5": 0.0}, 0.5)
     assert found["failure"] == 0.001
-    for wrong in ({"radius": -1}, {"radius": "nan"}, {"failure": 1}, {"label": "x"}):
-        with pytest.raises(DataError):
-            Certificate.from_json({**rows[1].to_json(), **wrong})
 
 
 def test_log_says_over_how_many_images_and_which_are_not_the_same(

@@ -166,6 +166,25 @@ def test_a_run_that_is_gone_on_with_keeps_to_its_plan(start: Path, monkeypatch: 
     finetune(start, "--time-budget", "1s", "--steps", 3, fails=UsageError)
 
 
+def test_a_second_run_of_one_output_is_refused_while_the_first_lives(
+    start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [start, "--epochs", 2, "-o", start.parent / "o.safetensors"]
+    living, refused = Trainer.run, []
+
+    def run(self: Trainer, *sets: Any) -> Any:
+        for epoch in living(self, *sets):
+            yield epoch
+            with monkeypatch.context() as patch:
+                patch.setattr(Trainer, "run", living)
+                refused.append(finetune(*words, *(["--resume"] if refused else []), fails=OutputError))
+
+    monkeypatch.setattr(Trainer, "run", run)
+    finetune(*words)
+    assert [("another run" in str(failure), failure.code) for failure in refused] == [(True, 8)] * 2
+    assert {path.name for path in start.parent.iterdir()} == {start.name, "o.safetensors"}
+
+
 def test_batches_where_none_are_named(start: Path) -> None:
     """Large ones only where a step costs more than the passes, and an epoch still has 50 steps."""
     found = {(name, n): default_batch(name, n) for name in ("stiefel", "adamw", "sgd") for n in (100, 25_599, 25_600)}

@@ -103,7 +103,9 @@ def test_the_lineage_of_a_mean_tells_every_members_steps(files: list[Path], tmp_
     assert record.evidence == ()
     told = list(compare_lineages(opened))
     parents = [(claim.entry, claim.why) for _, claim in told if claim.entry == "lineage, step 5"]
-    assert sorted(parents) == [("lineage, step 5", f"its parent is trained{seed}.safetensors") for seed in range(2)]
+    assert sorted(parents) == [
+        ("lineage, step 5", f"trained{seed}.safetensors tells the same steps") for seed in range(2)
+    ]
     assert {claim.status for _, claim in told} == {"verified"}
     first = opened["trained0.safetensors"]
     other = Checkpoint(first.tensors, replace(first.record, lineage=first.record.lineage[::-1]))

@@ -13,6 +13,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
 from certcli.lipschitz.bound import LAWS, bound_document
 from certcli.lipschitz.numerics.real import Real
+from certcli.system.errors import NoBoundError
 from certcli.verification import claims
 from certcli.verification import report as reports
 from tests.helpers.commands import Done, console
@@ -370,10 +371,27 @@ def test_a_sample_gives_an_interval_and_still_refutes(lab: Path, tmp_path: Path)
     shares = [claim for claim in told["verification"] if claim["claim"].startswith(("clean", "certified"))]
     assert shares
     assert all("of a sample of 40 images: between" in claim["why"] for claim in shares)
+    statuses = {entry["command"]: entry["status"] for entry in told["evidence"] if not entry["stale"]}
+    assert statuses.items() >= {("certify", "not checked"), ("finetune", "verified"), ("lipschitz", "verified")}
     change("certify", "certified", "0.3", value=1.0)(Checkpoint.read(lab / "m.safetensors")).write(
         tmp_path / "f.safetensors"
     )
     assert console("log", "f.safetensors", *words, folder=tmp_path).code == 7
+
+
+def test_without_a_bound_another_arithmetic_than_real_is_refuted(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise NoBoundError("none")
+
+    monkeypatch.setattr(methods, "prepare", refuse)
+    for arithmetic in ("real", "bf16"):
+        forged = change("finetune", "arithmetic", value=arithmetic)(Checkpoint.read(lab / "m.safetensors"))
+        forged.write(tmp_path / f"{arithmetic}.safetensors")
+        told = json.loads(console("log", f"{arithmetic}.safetensors", "--verify", "--json", folder=tmp_path).out)
+        claims_of = {claim["claim"] for claim in told["verification"] if claim["entry"].endswith("finetune")}
+        assert ("how it was certified" in claims_of) is (arithmetic == "bf16")
 
 
 def test_lineage_is_compared_with_the_files_that_are_there(workshop: Path, tmp_path: Path) -> None:

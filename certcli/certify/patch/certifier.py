@@ -55,9 +55,9 @@ class PatchCertificate(Certificate):
         return row | {"counts": {str(top): count for top, count in counts}}
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any], where: str = "the records") -> "PatchCertificate":
+    def from_json(cls, row: Mapping[str, Any]) -> "PatchCertificate":
         held = {name: tuple(row.get(name, ())) for name in ("proven", "votes")}
-        return super().from_json({**row, "radius": 0.0, **held}, where)
+        return super().from_json({**row, "radius": 0.0, **held})
 
 
 class PatchCertifier(Certifier):

@@ -128,7 +128,6 @@ def _proven(name: str, model: "PixelModel", checkpoint: "Checkpoint") -> dict[st
 
 
 def _peak_memory() -> int:
-    """Return the most bytes that this process held."""
     import resource
     import sys
 

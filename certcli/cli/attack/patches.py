@@ -93,7 +93,10 @@ def attack(
         results.records, run, images, ("patch", "index"), resume=results.resume, force=output.force
     ) as file:
         for patch in sizes:
-            part = images if certified is None else _those(images, certified.get(str(patch), []))
+            part = images
+            if certified is not None:
+                those = set(certified.get(str(patch), []))
+                part = images.select([place for place, index in enumerate(images.indices.tolist()) if index in those])
             with sink.progress(f"attack ({patch})", total=len(part)) as bar:
                 for batch in _attacked(targets[patch], part, patch, settings, file, device, machine.batch_size):
                     found.setdefault(str(patch), []).extend(batch.rows)
@@ -143,7 +146,6 @@ def attack(
 
 
 def _part(patch: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the shares at one size, as evidence has them."""
     from certcli.evaluation.intervals import share_interval
 
     right, left = sum(row["prediction"] == row["label"] for row in rows), sum(row["robust"][ATTACK] for row in rows)
@@ -245,14 +247,9 @@ def _certified(path: Path, checkpoint: Checkpoint, images: Images) -> tuple[Patc
         raise DataError(f"{path} holds certificates in {run.norm}, not against patches", "leave out --norm patch")
     found: dict[str, list[int]] = {}
     for row in rows:
-        claim = PatchCertificate.from_json(row, str(path))
+        claim = PatchCertificate.from_json(row)
         for patch in claim.proven if claim.correct else ():
             found.setdefault(patch, []).append(claim.index)
     if not found:
         raise DataError(f"{path} certifies no image", "leave out --only-certified")
     return Patches.of(run.parameters), found
-
-
-def _those(images: Images, indices: list[int]) -> Images:
-    attacked = set(indices)
-    return images.select([place for place, index in enumerate(images.indices.tolist()) if index in attacked])

@@ -119,8 +119,8 @@ class Session:
         """What was attacked and what was found."""
         from certcli.evaluation.records import describe
 
-        about = {"schema": 1, "command": "attack", "checkpoint": self.checkpoint.digest}
-        return {**about, "dataset": describe(self.images), **findings.to_json(), **self.facts}
+        about = {"checkpoint": self.checkpoint.digest, "dataset": describe(self.images)}
+        return {**about, **findings.to_json(), **self.facts}
 
     def show(
         self,

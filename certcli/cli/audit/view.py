@@ -88,7 +88,6 @@ def _title(document: Audit) -> str:
 
 
 def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
-    """Rows that are no shares."""
     if document.bound is not None:
         yield "Lipschitz bound", document.bound.upper_text, "", "", "proven"
     if document.slope is not None:

@@ -96,7 +96,6 @@ def require_compatible(options: Options) -> tuple[Demand | None, list[Threat]]:
 
 
 def of_patches(options: Options) -> bool:
-    """Tell whether patches are certified, not radii."""
     return options.target.methods == ["patch"]
 
 
@@ -210,7 +209,6 @@ class Result:
     resumed: Resumed | None = None
 
     def share(self, threat: Threat) -> str:
-        """Return the certified share as it is shown."""
         return proven_percent(self.found.against(threat)) if self.certifier.searches(threat) else NOT_DRAWN_FOR
 
     def to_json(self) -> dict[str, Any]:

@@ -160,7 +160,9 @@ def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink
     images = named.images(checkpoint.record, sink)
     if count < len(images):
         images = images.limit(count, data.seed)
-    if images.digest != run.dataset["digest"]:
+    here, stated = (images.name, images.split), (run.dataset["name"], split)
+    other = here != stated and images.ahead is None  # a folder has any name
+    if other or images.digest != run.dataset["digest"]:
         raise DataError(
             f"{path} is about other images than these {len(images)} of {images.name} ({images.split})",
             "give the --dataset, --data-dir, --split, --limit and --seed that the records were made with",

@@ -29,8 +29,7 @@ def document(results: Sequence[Result], reason: str | None, checkpoint: str, ima
     """
     from certcli.evaluation.records import describe
 
-    about: dict[str, Any] = {"schema": 1, "command": "certify", "checkpoint": checkpoint, "dataset": describe(images)}
-    found = {**about, **results[0].to_json()}
+    found: dict[str, Any] = {"checkpoint": checkpoint, "dataset": describe(images), **results[0].to_json()}
     if reason is not None:
         found["reason"] = reason
     if len(results) > 1:

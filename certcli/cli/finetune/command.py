@@ -27,4 +27,6 @@ def finetune(order: Order, talk: Talk = Talk()) -> None:
     if order.settings.time_budget is not None and order.settings.steps is not None:
         raise UsageError("--steps and --time-budget both say how long", "one of the two")
     settings = replace(order.settings, seed=order.data.seed)
-    Training(replace(order, settings=settings), talk.sink()).run()
+    training = Training(replace(order, settings=settings), talk.sink())
+    with training.held:
+        training.run()

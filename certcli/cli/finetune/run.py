@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from dataclasses import asdict, replace
@@ -14,6 +15,7 @@ from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import proven_radius
 from certcli.evaluation.threat import Threat
+from certcli.system.files import open_alone
 from certcli.system.processes import require_one, team
 
 if TYPE_CHECKING:
@@ -48,9 +50,9 @@ class Training:
         self.savable = True
         self.remarked = 0.0
         self.seen: dict[str, Any] = {}
+        self.held = contextlib.ExitStack()
 
     def run(self) -> None:
-        """Train, and write the best and the last weights."""
         from certcli.evaluation.seen import kept_of
         from certcli.finetune.loop import Trainer, identity
         from certcli.finetune.optimisers import default_batch
@@ -84,6 +86,7 @@ class Training:
             model, self.settings, self.checkpoint.record.classes, run, teacher, team(), order.shard_weights
         )
         require_own_state(self.state_path, KEY, run, order.output.force or order.resume)
+        self._hold_state()
         if order.resume and self.state_path.exists():
             trainer.restore(load_state(self.state_path, run, copy=not order.shard_weights))
             sink.note(f"going on after epoch {trainer.epoch}, step {trainer.step}")
@@ -184,6 +187,13 @@ class Training:
                     self.remarked = time.perf_counter()
                     self.sink.note(f"epoch {epoch.epoch}, step {epoch.step} of {total}: {remark}")
 
+    def _hold_state(self) -> None:
+        """Refuse other runs of this output while this one lives: each saved state is a new file, locked in its turn."""
+        if team().leads and self.state_path.exists():
+            self.held.close()
+            with contextlib.suppress(OSError):  # a state that may only be read is replaced all the same
+                self.held.enter_context(open_alone(self.state_path))
+
     def _save_state(self, trainer: Trainer) -> None:
         """Save the state; on a full disk warn once and go on: hours of training are worth more than --resume."""
         from certcli.finetune.state import save_state
@@ -193,6 +203,7 @@ class Training:
             return
         try:
             save_state(self.state_path, trainer.state(), team())
+            self._hold_state()
         except OutputError as failure:
             if self.savable:
                 self.sink.warn(f"{failure.message}; training goes on, but --resume will lack these epochs")
@@ -227,7 +238,6 @@ class Training:
             )
 
     def _derived(self, trainer: Trainer, tensors: Any, train: Images) -> Checkpoint:
-        """Return the checkpoint of these weights, with the run in its lineage."""
         from certcli.checkpoint.record import SEEN
         from certcli.cli.shared.inputs import remember_dataset
 
@@ -258,8 +268,8 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
     import torch
 
     from certcli.certify.certificate import certified_accuracy
-    from certcli.certify.lipschitz import plain_accuracy
     from certcli.certify.methods import certify, prepare
+    from certcli.evaluation.doubts import right_of
     from certcli.evaluation.records import describe
     from certcli.lipschitz.bound import bound_document
     from certcli.lipschitz.numerics.real import INF
@@ -271,7 +281,7 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
         certifier = prepare("lipschitz", checkpoint, torch.device("cpu"))
     except NoBoundError as failure:
         sink.note(failure.message)
-        clean = plain_accuracy(load_double(checkpoint), validation)
+        clean = sum(right_of(load_double(checkpoint), validation)) / len(validation)
         return {**about, "clean": clean, "certified": 0.0, **bound_document(INF)}
     about["arithmetic"] = certifier.arithmetic
     rows = [row for batch in certify(certifier, validation, 256) for row in batch]

@@ -52,7 +52,6 @@ def rows(found: NetworkBound) -> list[BlockRow]:
 
 
 def show(found: NetworkBound, worst: bool, sink: Sink) -> None:
-    """Show one row a block, with its share of the network's logarithm."""
     shown = rows(found)
     whole = abs(found.upper.log10()) if found.upper.finite and found.upper > 0.0 else 0.0
     if worst:
@@ -65,7 +64,6 @@ def show(found: NetworkBound, worst: bool, sink: Sink) -> None:
 
 
 def side_by_side(networks: Mapping[str, NetworkBound], sink: Sink) -> None:
-    """Show the constants of two networks, given by name."""
     each = [{row.name: str(row.constant) for row in rows(found)} for found in networks.values()]
     paths = list(dict.fromkeys(path for constants in each for path in constants))
     table = [(path, *(constants.get(path, "-") for constants in each)) for path in paths]

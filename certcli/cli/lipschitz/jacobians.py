@@ -57,7 +57,6 @@ def measure(name: str, model: Any, batches: Callable[[], Iterable[Tensor]], iter
 
 
 def show(found: BlockSlopes, sink: Sink) -> None:
-    """Show one row a block."""
     rows = found.to_json()
     sink.table(
         f"{found.name}: largest singular value of each block's Jacobian at real images (measured, not a bound)",

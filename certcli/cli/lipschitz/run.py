@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def prove(source: Network, machine: Machine, sink: Sink) -> Audited:
-    """Open a checkpoint and prove its bound."""
     from certcli.lipschitz import network
     from certcli.models import build
     from certcli.models.open import require_features
@@ -42,6 +41,7 @@ def help_leader(options: Options, sink: Sink) -> None:
 def measure_slope(audited: Audited, options: Options, sink: Sink) -> float:
     """Return the largest slope at images; warn of images that do not suit the network."""
     from certcli.cli.shared.inputs import doubt_accuracy, doubt_images
+    from certcli.evaluation.doubts import right_of
     from certcli.evaluation.fidelity import known_labels
 
     record = audited.checkpoint.record
@@ -52,20 +52,10 @@ def measure_slope(audited: Audited, options: Options, sink: Sink) -> float:
     if why:
         sink.warn(why)
     if labels is not None:
-        right = _right(audited.model, images, labels, options.machine.batch_size)
+        right = sum(right_of(audited.model, images, options.machine.batch_size, labels))
         sink.note(f"right on {right} of these {len(images)} images")
         doubt_accuracy(right / len(images), images, audited.checkpoint, sink)
     return _steepest(audited.model, images, options, sink)
-
-
-def _right(model: Any, images: "Images", labels: Any, batch_size: int) -> int:
-    """Return the number of labels that the network predicts."""
-    import torch
-
-    device = next(model.parameters()).device
-    with torch.inference_mode():
-        choices = [model(pixels.to(device)).argmax(1).cpu() for _, pixels, _ in images.batches(batch_size)]
-    return int((torch.cat(choices) == labels).sum())
 
 
 def _steepest(model: Any, images: "Images", options: Options, sink: Sink) -> float:
@@ -90,7 +80,6 @@ def _steepest(model: Any, images: "Images", options: Options, sink: Sink) -> flo
 
 
 def show_views(audited: Audited, options: Options, sink: Sink) -> dict[str, Any]:
-    """Show the chosen views; return their part of the report."""
     found: dict[str, Any] = {}
     views = options.views
     if views.heads:
@@ -131,7 +120,6 @@ def _jacobians(audited: Audited, other: Audited | None, options: Options, sink: 
 
 
 def gate_of(audited: Audited, maximum: float | None) -> Gate:
-    """Return the gate that --max sets."""
     gate, upper = Gate(), audited.found.upper
     if maximum is not None and not upper.finite:
         why = f"no finite bound: {audited.found.bound.why}"

@@ -34,7 +34,6 @@ class Audited:
 
 
 def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
-    """Return the keys that every report has."""
     from certcli.nn.residual import attention_weight
 
     found, model = audited.found, audited.model
@@ -95,7 +94,6 @@ def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
 
 
 def weight_shape(model: Any, path: str) -> list[int] | None:
-    """Return the shape of the layer's own weight, None without one."""
     try:
         weight = getattr(model.net.get_submodule(path), "weight", None)
     except AttributeError:
@@ -153,7 +151,6 @@ def labelled(one: Audited, other: Audited | None) -> dict[str, Audited]:
 
 
 def draw(one: Audited, other: Audited | None, path: Path, sink: Sink) -> None:
-    """Draw the constants of one network or of two, layer by layer."""
     from certcli.report.layers import draw_layers
 
     drawn = {

@@ -27,7 +27,6 @@ AS_STATED = "as the file states it; --verify recomputes what is proven, measured
 
 
 def show(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
-    """One checkpoint: where it comes from, and what was found about it."""
     from certcli.evaluation.evidence import command_of
 
     record = checkpoint.record
@@ -74,7 +73,6 @@ def _number(value: Any) -> str:
 
 
 def sentence(entry: Evidence) -> str:
-    """What was found, in words."""
     from certcli.evaluation.evidence import understood
 
     found = understood(entry)

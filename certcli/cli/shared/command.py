@@ -145,7 +145,6 @@ def _described(command: str, option: inspect.Parameter) -> inspect.Parameter:
 
 
 def _noted(option: inspect.Parameter, old: Any, new: Any) -> inspect.Parameter:
-    """The option with one of its notes replaced."""
     base, *notes = get_args(option.annotation)
     return option.replace(annotation=Annotated[(base, *(new if note is old else note for note in notes))])
 
@@ -175,7 +174,6 @@ def _options(kind: Any, given: Any) -> list[inspect.Parameter]:
 
 
 def _build(kind: Any, given: dict[str, Any]) -> Any:
-    """The group from the flat options, each taken out of `given`."""
     hints = hints_of(kind)
     return kind(
         **{name: _build(hint, given) if is_dataclass(hint) else given.pop(name) for name, hint in hints.items()}

@@ -59,7 +59,6 @@ def fidelity_document(
 
 
 def show(kept: Mapping[str, Any], sink: Sink) -> None:
-    """Print the headline."""
     where = "that took part" if kept["took_part"] else "that took no part in this"
     if kept.get("chose"):
         where += ", but in the choice of eta"

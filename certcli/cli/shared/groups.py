@@ -43,7 +43,6 @@ class Source:
         return inputs.hints(self.arch, self.arch_arg, self.mean, self.std, self.norm_eps, self.as_stated, self.weights)
 
     def words(self) -> list[str]:
-        """Return the options of this group as they are typed."""
         named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std, "--norm-eps": self.norm_eps}
         given = named | {"--weights": self.weights}
         pairs = [(name, str(value)) for name, value in given.items() if value is not None]

@@ -111,7 +111,6 @@ class Sink:
         Sink.invocation.concluded = True
 
     def record(self, data: Mapping[str, Any]) -> None:
-        """Print one JSON line, with --json only."""
         if self.as_json and not Sink.invocation.silent:
             sys.stdout.write(json.dumps(data, sort_keys=True) + "\n")
             sys.stdout.flush()
@@ -140,7 +139,6 @@ class Sink:
             self._print(self._out, f"{', '.join(names)}: {sentence}")
 
     def text(self, line: str) -> None:
-        """Print a sentence of the result."""
         if not self.as_json:
             self._begun = bool(line)
             self._print(self._out, line)

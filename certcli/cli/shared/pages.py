@@ -103,7 +103,6 @@ def certify_page(
 
 
 def lineage_tables(checkpoint: Checkpoint, title: str = "Lineage, as the file tells it") -> list[Table]:
-    """Return the table of the steps; none where the file has no step."""
     from certcli.report.audit_page import short
     from certcli.report.page import Table
 
@@ -163,7 +162,6 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
 
 
 def _evidence_curves(name: str, fresh: Sequence[Evidence]) -> list[PlotLine]:
-    """Return the curves of the shares that evidence states at l2 radii."""
     from certcli.evaluation.evidence import AttackResult, CertifyResult, understood
     from certcli.report.page import Mark, PlotLine
 

@@ -43,7 +43,6 @@ def _section(name: str, command: Callable[..., None], level: str) -> Iterator[st
 
 
 def _tables(command: Callable[..., None]) -> Iterator[str]:
-    """The panels of `--help`, one table each."""
     panels: dict[str, list[str]] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         info: Any = info_of(parameter.annotation)

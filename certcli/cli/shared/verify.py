@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from certcli.cli.shared.groups import Machine
 from certcli.cli.shared.output import Gate, Sink
@@ -117,6 +117,8 @@ def certify_again(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) ->
     """Return a function that certifies the images of an entry again, by the entry's method."""
     from certcli.certify.methods import certify, options_of, prepare
     from certcli.cli.shared.inputs import evaluation_images
+    from certcli.evaluation.doubts import right_of
+    from certcli.models.build import load_double
     from certcli.verification.claims import Again, Held
 
     def again(request: Request) -> Again:
@@ -130,6 +132,7 @@ def certify_again(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) ->
             sink.note(f"a sample of {options.sample} of {len(images)} images, drawn with seed {seed}")
             chosen = images.limit(options.sample, seed)
         device, batch = options.machine.pick(), options.machine.batch_size
+        rows: list[tuple[bool, Held]] = []
         whose = Again([], len(images), images.name, images.split, registered=images.ahead is None)
         try:
             given = options_of(request.method, {**request.options, "batch_size": batch})
@@ -137,9 +140,11 @@ def certify_again(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) ->
         except NoBoundError:
             if request.method != "lipschitz":
                 raise
-            return replace(whose, rows=[(correct, 0.0) for correct in _right(checkpoint, chosen, device, batch)])
+            rows = [(correct, 0.0) for correct in right_of(load_double(checkpoint, device), chosen, batch)]
+            return replace(
+                whose, rows=rows, stated={"promise": "proof", "failure": 0.0, "arithmetic": "real", "parameters": {}}
+            )
         with sink.progress("certify again", total=len(chosen)) as bar:
-            rows: list[tuple[bool, Held]] = []
             for found in certify(certifier, chosen, batch):
                 rows += [(certificate.correct, certificate.held) for certificate in found]
                 bar.advance(len(found))
@@ -148,17 +153,3 @@ def certify_again(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) ->
         return replace(whose, rows=rows, stated={**stated, "parameters": parameters})
 
     return again
-
-
-def _right(checkpoint: Checkpoint, images: Any, device: Any, batch: int) -> list[bool]:
-    """Return whether each image has its label as top logit: the one thing to check where there is no bound."""
-    import torch
-
-    from certcli.models.build import load_double
-
-    model = load_double(checkpoint, device)
-    found: list[bool] = []
-    with torch.no_grad():
-        for _, pixels, labels in images.batches(batch):
-            found += (model(pixels.double().to(device)).argmax(1).cpu() == labels).tolist()
-    return found
