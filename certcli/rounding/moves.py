@@ -166,9 +166,9 @@ def with_places(op: Operation, x: Tensor, *options: Any, **named: Any) -> Found:
         windows = windows_of_entry(x.shape, options[0])
     elif "pool" in op.name:
         plain = len(options) < 4 or options[3] in (1, [1] * len(options[3]))
-        kernel = list(options[0]) * (
-            int(op.name[8]) if len(options[0]) == 1 else 1
-        )  # max_pool2d: one number for two axes
+        kernel = list(options[0])
+        if len(kernel) == 1:  # one number for all axes
+            kernel *= 3 if "3d" in op.name else 2
         windows = overlap(kernel, options[1] if len(options) > 1 and options[1] else kernel, plain)
     return value, [size * math.sqrt(windows), torch.full_like(size, torch.inf)]
 
