@@ -95,6 +95,11 @@ def _turned(normalize: PixelNormalize) -> nn.Module:
     return normalize
 
 
+def _shifted(mixing: TokenMaxMin) -> nn.Module:
+    nn.init.constant_(mixing.shift, 10.0)  # far longer than the tokens
+    return mixing
+
+
 def _matrices(mixing: OrthogonalMixing) -> nn.Module:
     """Random matrices of different norms in place of orthogonal ones."""
     for number, matrix in enumerate(mixing.maps):
@@ -311,6 +316,9 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "mix-matrices": lambda: on_tokens(_matrices(OrthogonalMixing(4, 8, 2))),
     "mix-after-linear": lambda: on_tokens(nn.Linear(8, 8), _matrices(OrthogonalMixing(4, 8, 2))),
     "sort": lambda: on_tokens(TokenMaxMin(4, 8, 1)),
+    "sort-in-windows": lambda: f(
+        lambda m, x: m.parts[0](x.reshape(-1, 2, 8)).reshape(len(x), -1), _shifted(TokenMaxMin(2, 8, 1))
+    ),
     "sort-between-linear": lambda: on_tokens(nn.Linear(8, 8), TokenMaxMin(4, 8, 2), nn.Linear(8, 3)),
     "sort-partly": lambda: on_tokens(nn.Linear(8, 8), TokenMaxMin(4, 8, 1, across=4), nn.Linear(8, 3)),
     "rolled": lambda: on_tokens(ChannelRoll(2, 8)),

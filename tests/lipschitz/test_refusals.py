@@ -229,10 +229,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "real part": (lambda: Net(lambda m, x: x.real * 2), "real"),
     "endless": (lambda: Net(lambda m, x: m(x)), "Recursion"),
     "MaxMin of odd width": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(32, 5), MaxMin()), "does not run"),
-    "tokens of several windows": (
-        lambda: Net(lambda m, x: m.pairs(x.reshape(-1, 2, 8)).reshape(len(x), -1), pairs=TokenMaxMin(2, 8, 1)),
-        "windows",
-    ),
     "infinite weights": (lambda: infinite(nn.Sequential(nn.Flatten(), nn.Linear(32, 5))), "infinite"),
     "infinite kernel": (lambda: infinite(nn.Sequential(nn.Conv2d(2, 2, 3))), "infinite"),
     "infinite bias": (

@@ -122,7 +122,10 @@ def _mixed(
         columns: each channel of all tokens is mapped to itself, so that columns grow by the constant at most.
     """
     x, arith = ctx.settle(x), ctx.arith
-    ctx.require(math.prod(x.shape) == shift.numel(), "tokens of several windows, of which each is shifted")
+    windows, rest = divmod(math.prod(x.shape), shift.numel())
+    ctx.require(
+        windows > 0 and not rest, f"tokens of shape {tuple(x.shape)}, which a shift of {shift.numel()} does not fit"
+    )
     old = x.size
 
     def moved() -> Scalar:
@@ -136,5 +139,5 @@ def _mixed(
         why,
         lambda: constant * (old.fibre_along(-2) if columns else old.total) + moved(),
         axis=-2,
-        total=lambda: constant * old.total + moved(),
+        total=lambda: constant * old.total + moved() * arith.sqrt(arith.const(float(windows))),
     )
