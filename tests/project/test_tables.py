@@ -143,7 +143,7 @@ def test_what_a_row_says_of_the_paper() -> None:
     assert said("certvit-2/vit-t16", [{"parameters": 5.72}], {"parameters": 5.7}) == "reproduced (parameters)"
     assert said("certvit-2/vit-t16", [{"parameters": 6.0}], {"parameters": 5.7}) == "refuted (parameters)"
     assert said("certvit-2/vit-t16", [{"adapt": 8.0}], {"adapt": 6.4}) == "not decided (L2 adaptation)"
-    assert said("certvit-1/mnist/4c3f/bcp", [{"clean": 0.8}], {"clean": 97.0}) == "not decided: a shorter training"
+    assert said("certvit-1/cifar10/4c3f/bcp", [{"clean": 0.8}], {"clean": 97.0}) == "not decided: a shorter training"
     hour = [{"clean": 0.9, "attacked": 0.6}]  # of 1,000 images each: 0.6 is known to within 3.1 points
     assert (
         said("certvit-1/mnist/4c3f/gloro", hour, {"clean": 97.0, "attacked": 63})
