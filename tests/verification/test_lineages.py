@@ -1,0 +1,21 @@
+"""`log --verify` compares the lineages of the files that it is given."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from certcli.checkpoint.file import Checkpoint
+from tests.helpers.commands import console
+
+
+def test_lineage_is_compared_with_the_files_that_are_there(workshop: Path, tmp_path: Path) -> None:
+    first, last = workshop / "constrained.safetensors", workshop / "certified.safetensors"
+    told = json.loads(console("log", str(first), str(last), "--verify", "--json", folder=tmp_path).out)
+    links = [claim for claim in told["checkpoints"][1]["verification"] if claim["entry"].startswith("lineage, step")]
+    assert [claim["status"] for claim in links] == ["verified"]
+    forged = Checkpoint.read(last)
+    steps = forged.record.lineage[1:]
+    Checkpoint(forged.tensors, replace(forged.record, lineage=steps)).write(tmp_path / "f.safetensors")
+    done = console("log", str(first), "f.safetensors", "--verify", "--json", folder=tmp_path)
+    assert done.code == 7
+    assert any("whose own lineage is another" in reason for reason in json.loads(done.out)["gate"]["reasons"])
