@@ -123,9 +123,7 @@ def _mixed(
     """
     x, arith = ctx.settle(x), ctx.arith
     windows, rest = divmod(math.prod(x.shape), shift.numel())
-    ctx.require(
-        windows > 0 and not rest, f"tokens of shape {tuple(x.shape)}, which a shift of {shift.numel()} does not fit"
-    )
+    ctx.require(not rest, f"tokens of shape {tuple(x.shape)}, which a shift of {shift.numel()} does not fit")
     old = x.size
 
     def moved() -> Scalar:
