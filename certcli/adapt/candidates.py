@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -80,12 +81,10 @@ def record_inputs(
         else:
             inputs.calls.append((args, kwargs, output))
 
-    handles = [part.register_forward_hook(partial(record, path), with_kwargs=True) for path, part in parts.items()]
-    try:
+    with ExitStack() as hooks:
+        for path, part in parts.items():
+            hooks.enter_context(part.register_forward_hook(partial(record, path), with_kwargs=True))
         return torch.cat([run(part) for part in rows.split(batch_size)]), found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def floor_candidates(path: str, norm: FloorNorm, inputs: PartInputs) -> Iterator[Candidate]:

@@ -8,7 +8,9 @@ import certcli.system.compat  # noqa: F401 (before timm: torchvision must be imp
 
 # isort: split
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -188,18 +190,13 @@ def token_counts(model: Any, size: tuple[int, ...]) -> dict[str, int]:
     parameter = next(model.parameters())
     pixels = torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype)
     found: dict[str, int] = {}
-    handles = []
-    for step in family_of(model.net).body(model.net):
-        if step.kind == "block":
 
-            def note(_: Any, inputs: tuple[Tensor, ...], path: str = step.path) -> None:
-                found[path] = int(inputs[0].shape[-2])
+    def note(path: str, _: Any, inputs: tuple[Tensor, ...]) -> None:
+        found[path] = int(inputs[0].shape[-2])
 
-            handles.append(step.module.attn.register_forward_pre_hook(note))
-    try:
-        with torch.no_grad():
-            model(pixels)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for step in family_of(model.net).body(model.net):
+            if step.kind == "block":
+                hooks.enter_context(step.module.attn.register_forward_pre_hook(partial(note, step.path)))
+        model(pixels)
     return found

@@ -6,6 +6,8 @@ blank images have the least deviations at the first norms, and synthetic photogr
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,19 +57,13 @@ def least_deviations(
     """
     least = [float("inf")] * len(norms)
 
-    def note(index: int, rows: Tensor) -> None:
-        least[index] = min(least[index], float(rows.double().var(dim=-1, correction=0).min().sqrt()))
+    def note(index: int, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        least[index] = min(least[index], float(inputs[0].double().var(dim=-1, correction=0).min().sqrt()))
 
-    handles = [
-        norm.register_forward_pre_hook(lambda _, inputs, index=index: note(index, inputs[0]))
-        for index, norm in enumerate(norms)
-    ]
-    blank = torch.stack([torch.full(images.shape[1:], value) for value in BLANK]).to(images.device)
-    try:
-        teacher(blank)
+    with ExitStack() as hooks:
+        for index, norm in enumerate(norms):
+            hooks.enter_context(norm.register_forward_pre_hook(partial(note, index)))
+        teacher(torch.stack([torch.full(images.shape[1:], value) for value in BLANK]).to(images.device))
         for part in images.split(batch_size)[team.rank :: team.size]:
             teacher(as_pixels(part))
-    finally:
-        for handle in handles:
-            handle.remove()
     return [min(found) for found in zip(*team.everyone(least), strict=True)]

@@ -157,9 +157,6 @@ class Streams:
 def capture_input(module: nn.Module, run: Callable[[], Tensor]) -> Tensor:
     """Return the input of `module` during `run`."""
     captured: list[Tensor] = []
-    handle = module.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0]))
-    try:
+    with module.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0])):
         run()
-    finally:
-        handle.remove()
     return captured[0]

@@ -104,13 +104,11 @@ def visiting(model: nn.Module, paths: Sequence[str], visit: Visit, each: nn.Modu
         nonlocal count
         count += 1
 
-    handles = [module_at(model, path).register_forward_pre_hook(hook_for(path), with_kwargs=True) for path in paths]
-    handles.append((each or model).register_forward_hook(ended, always_call=True))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for path in paths:
+            hooks.enter_context(module_at(model, path).register_forward_pre_hook(hook_for(path), with_kwargs=True))
+        hooks.enter_context((each or model).register_forward_hook(ended, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def images_of(batch: Any) -> Tensor:

@@ -141,12 +141,10 @@ def _observed(
         handles += [block.register_forward_pre_hook(entered(number)), block.register_forward_hook(left)]
     handles += [module_at(model, path).register_forward_pre_hook(called(path)) for path in paths]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    try:
-        with torch.inference_mode():
-            model(sent(image, device))
-    finally:
+    with contextlib.ExitStack() as hooks, torch.inference_mode():
         for handle in handles:
-            handle.remove()
+            hooks.enter_context(handle)
+        model(sent(image, device))
     if runs != 1 or not orderly:
         return None
     return {path: (min(seen), max(seen)) for path, seen in places.items()}

@@ -4,8 +4,8 @@ Images stay in [0, 1]. The network is attacked in eval mode. ARD and PRM (Mo et 
 epochs weaker and more varied.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import Generator, Tensor
@@ -90,20 +90,12 @@ class Adversary:
         perturbed = perturbed.repeat_interleave(self.patch[0], 2).repeat_interleave(self.patch[1], 3)[:, :, :h, :w]
         return torch.where(perturbed, moved, images)
 
-    @contextmanager
-    def _attention_dropped(self, left: float) -> Iterator[None]:
-        """Drop the gradient of each attention with probability ard * left, but not its value (ARD)."""
-        probability = self.settings.ard * left
-        handles = []
+    def _attention_dropped(self, left: float) -> ExitStack:
+        """Drop the gradient of each attention with probability ard * left, but not its value, inside the block (ARD)."""
+        probability, hooks = self.settings.ard * left, ExitStack()
         if probability > 0:
             drawn = torch.rand(len(self.attentions), generator=self.generator) < probability
-            handles = [
-                attention.register_forward_hook(lambda module, args, out: out.detach())
-                for attention, dropped in zip(self.attentions, drawn.tolist(), strict=True)
-                if dropped
-            ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            for attention, dropped in zip(self.attentions, drawn.tolist(), strict=True):
+                if dropped:
+                    hooks.enter_context(attention.register_forward_hook(lambda module, args, out: out.detach()))
+        return hooks

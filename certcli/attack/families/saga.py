@@ -1,7 +1,7 @@
 """The self-attention gradient attack: ascent that leans towards the patches that the network attends to."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -86,14 +86,10 @@ def _attention_of(model: nn.Module) -> Iterator[list[Tensor]]:
 
         return note
 
-    hooks = []
-    try:
+    with ExitStack() as hooks:
         for layer in model.modules():
             if type(layer) is Attention:
-                hooks.append(layer.qkv.register_forward_hook(dot_product(layer)))
+                hooks.enter_context(layer.qkv.register_forward_hook(dot_product(layer)))
             elif type(layer) is L2Attention:
-                hooks.append(layer.query.register_forward_hook(tied(layer)))
+                hooks.enter_context(layer.query.register_forward_hook(tied(layer)))
         yield maps
-    finally:
-        for hook in hooks:
-            hook.remove()
