@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from certcli.adapt.carry import heads
 from certcli.adapt.descend import descend
+from certcli.adapt.families import end
 from certcli.adapt.start import LeastSquares, between_inputs, compose_inputs
 from certcli.adapt.streams import AdaptedPart, Stream, Streams, capture_input
 from certcli.nn.heads import FlatHead
@@ -25,7 +26,9 @@ class EndFitter:
     def run(self) -> Iterator[AdaptedPart]:
         """Adapt the final norms, then the head: distil a flat head, correct others by a linear map."""
         for path in self.streams.family.end_norms:
-            norm = self.streams.start_norm_at(path, self._end_of, self.streams.old, self.streams.new, self._tokens_read)
+            norm = self.streams.start_norm_at(
+                path, lambda model, x: end(model.net, x), self.streams.old, self.streams.new, self._tokens_read
+            )
             if norm is not None:
                 yield AdaptedPart(path, "LayerNorm", type(norm).__name__, self._end_error(path))
         head: Any = getattr(self.streams.student.net, "head", None)
@@ -39,9 +42,6 @@ class EndFitter:
             after = type(head).__name__
         yield AdaptedPart("head", type(self.streams.teacher.net.head).__name__, after, self._end_error(None))
 
-    def _end_of(self, model: Any, stream: Tensor) -> Tensor:
-        return self.streams.family.end(model.net, stream)
-
     @property
     def _tokens_read(self) -> int | None:
         """Return the number of leading tokens that the head reads; None: all."""
@@ -51,18 +51,18 @@ class EndFitter:
     def _end_error(self, path: str | None) -> float:
         """Return the relative error of a norm's outputs at the tokens that the head reads; None: of the logits."""
 
-        def end(model: Any, stream: Tensor) -> Tensor:
+        def judged(model: Any, stream: Tensor) -> Tensor:
             if path is None:
-                return self._end_of(model, stream)
+                return end(model.net, stream)
             norm = model.net.get_submodule(path)
-            reached = capture_input(norm, partial(self._end_of, model, stream))
+            reached = capture_input(norm, partial(end, model.net, stream))
             found: Tensor = norm(reached[:, : self._tokens_read] if reached.dim() == 3 else reached)
             return found
 
         streams = self.streams
         return streams.relative_error(
             lambda lot: (
-                (end(streams.student, y), end(streams.teacher, x))
+                (judged(streams.student, y), judged(streams.teacher, x))
                 for x, y in streams.chunks(streams.old[lot], streams.new[lot])
             )
         )
@@ -72,8 +72,8 @@ class EndFitter:
 
         def pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
             for x, y in streams.chunks(streams.old[lot], streams.new[lot]):
-                after = capture_input(new, partial(self._end_of, streams.student, y))
-                before = capture_input(old, partial(self._end_of, streams.teacher, x))
+                after = capture_input(new, partial(end, streams.student.net, y))
+                before = capture_input(old, partial(end, streams.teacher.net, x))
                 yield after.flatten(0, -2), before.flatten(0, -2)
 
         # there are only as many rows as images: the fewer rows a feature has, the larger the ridge
@@ -94,7 +94,7 @@ class EndFitter:
         for lot in streams.lots.own:
             parts = list(streams.chunks(streams.old[lot], streams.new[lot]))
             features[lot] = torch.cat([net.fc_norm(net.norm(y)) for _, y in parts])
-            logits[lot] = torch.cat([self._end_of(streams.teacher, x) for x, _ in parts])
+            logits[lot] = torch.cat([end(streams.teacher.net, x) for x, _ in parts])
 
         def pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
             for part, goal in streams.chunks(features[lot], logits[lot]):

@@ -42,15 +42,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Family:
-    """The maps embed (normalised pixels -> stream) and end (stream -> logits), and the paths of the norms in each."""
+    """The map of normalised pixels to the stream, the sections, and the paths of the norms before and after them."""
 
-    name: str
     embed: Callable[[Any, Tensor], Tensor]
     body: Callable[[Any], list[Section]]
-    end: Callable[[Any, Tensor], Tensor]
     embed_norms: tuple[str, ...]
     end_norms: tuple[str, ...]
-    head: str
 
 
 def _vit_embed(net: Any, x: Tensor) -> Tensor:
@@ -62,7 +59,8 @@ def _blocks(net: Any) -> list[Section]:
     return [Section(f"blocks.{index}", "block", block, block) for index, block in enumerate(net.blocks)]
 
 
-def _vit_end(net: Any, x: Tensor) -> Tensor:
+def end(net: Any, x: Tensor) -> Tensor:
+    """Return the logits of the stream that leaves the last section, in every family."""
     logits: Tensor = net.forward_head(net.norm(x))
     return logits
 
@@ -99,12 +97,11 @@ def _convit_body(net: Any) -> list[Section]:
     return steps
 
 
-_VIT_ENDS = ("norm", "fc_norm")
 FAMILIES: dict[type[nn.Module], Family] = {
-    VisionTransformer: Family("ViT", _vit_embed, _blocks, _vit_end, ("norm_pre",), _VIT_ENDS, "head"),
-    VisionTransformerDistilled: Family("DeiT", _vit_embed, _blocks, _vit_end, ("norm_pre",), _VIT_ENDS, "head"),
-    SwinTransformer: Family("Swin", _swin_embed, _swin_body, _vit_end, ("patch_embed.norm",), ("norm",), "head.fc"),
-    ConVit: Family("ConViT", _convit_embed, _convit_body, _vit_end, (), ("norm",), "head"),
+    VisionTransformer: Family(_vit_embed, _blocks, ("norm_pre",), ("norm", "fc_norm")),
+    VisionTransformerDistilled: Family(_vit_embed, _blocks, ("norm_pre",), ("norm", "fc_norm")),
+    SwinTransformer: Family(_swin_embed, _swin_body, ("patch_embed.norm",), ("norm",)),
+    ConVit: Family(_convit_embed, _convit_body, (), ("norm",)),
 }
 KEEP = "--goal keep puts floors under the LayerNorms of any network and changes nothing else"
 

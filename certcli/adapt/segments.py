@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from certcli.adapt.families import FAMILIES
+from certcli.adapt.families import FAMILIES, end
 from certcli.adapt.pixels import as_pixels
 from certcli.nn.attention_weights import AttentionShape
 from certcli.system.errors import ArchitectureError
@@ -32,7 +33,7 @@ def segments_of(model: Any) -> list[Segment]:
         lambda images: family.embed(net, model.normalize(as_pixels(images))), ("patch_embed", *family.embed_norms)
     )
     body = [Segment(section.run, (section.path,)) for section in family.body(net)]
-    return [embed, *body, Segment(lambda stream: family.end(net, stream), family.end_norms)]
+    return [embed, *body, Segment(partial(end, net), family.end_norms)]
 
 
 def replaceable_attentions(net: nn.Module) -> dict[str, nn.Module]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.families import family_of
+from certcli.adapt.families import end, family_of
 from certcli.adapt.keep import Keeper
 from certcli.adapt.plan import plan
 from certcli.adapt.run import Adapter
@@ -308,4 +308,4 @@ def test_a_family_runs_as_its_network_does() -> None:
             stream = family.embed(model.net, model.normalize(x))
             for step in family.body(model.net):
                 stream = step.run(stream)
-            assert torch.equal(family.end(model.net, stream), model(x))
+            assert torch.equal(end(model.net, stream), model(x))
